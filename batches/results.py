@@ -67,6 +67,11 @@ class Results:
         """False while what is there must be committed first."""
         return self._bytes < MAX_BYTES
 
+    @property
+    def is_full(self) -> bool:
+        """True once a part has its size."""
+        return self._full.is_set()
+
     def add(self, number: int, text: bytes, counts: Counts) -> None:
         """Add a line's result."""
         part = self._parts[1 if counts.failed else 0]

@@ -277,7 +277,7 @@ class BatchRun:
         async for number, text in index.lines(done):
             failure = failure_line(self.batch.id, number, decode_line(text).custom_id, why)
             results.add(number, failure, counts)
-            if not results.has_room:
+            if results.is_full:
                 await results.commit()
         await results.commit()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.load_scenarios import LOAD_SCENARIOS
+from tests.chaos.load_scenarios.batch_beside import batch_beside
 from tests.chaos.load_scenarios.disconnect import disconnect
 from tests.chaos.load_scenarios.overflow import overflow_shape
 from tests.chaos.load_scenarios.plan import LoadPlan, LoadScenario, Stage, run_load
@@ -19,7 +20,8 @@ SMALL = Shape(workers=2, max_sequences=6, inter_token_s=0.025, tenants={BUSY: 1.
 
 async def _play_all(stage: Stage) -> None:
     """One system for all: most of the time goes into starting it."""
-    for play, seconds, count in ((spike, 0.15, 0), (fair, 0.5, 0), (backlogs, 0.0, 36), (disconnect, 0.0, 40)):
+    plays = ((spike, 0.15, 0), (fair, 0.5, 0), (backlogs, 0.0, 36), (batch_beside, 2.0, 0), (disconnect, 0.0, 40))
+    for play, seconds, count in plays:
         plan = LoadPlan(play.__name__, seed=5, seconds=seconds, count=count, slack=NO_MATTER_HOW_LATE)
         await play(Stage(stage.system, stage.callers, plan, stage.report))
 

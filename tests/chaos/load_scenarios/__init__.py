@@ -11,9 +11,11 @@ otherwise the machine would be measured (``machine_busy_percent`` says how busy 
     overflow.py  a hosted API beside ours     hosted_api.py  the API, and its bills
     fleet.py    pools of the controller's size   provider.py  a whole provider gone
     regions.py  workers behind a leaf node   batch_kills.py  a batch of lines under kills
+    batch_beside.py  and beside others
 """
 
 from tests.chaos.load_scenarios import batch_kills, shares, spike, sql_away
+from tests.chaos.load_scenarios.batch_beside import batch_beside
 from tests.chaos.load_scenarios.disconnect import DISCONNECT_SHAPE, disconnect
 from tests.chaos.load_scenarios.fleet import SPOT_SHAPE, STEPS_SHAPE, spot_market, steps
 from tests.chaos.load_scenarios.hostile import HOSTILE_SHAPE, hostile
@@ -34,6 +36,7 @@ LOAD_SCENARIOS = {
     "weights": LoadScenario("two tenants of weights 3 and 1", WEIGHTS_SHAPE, shares.weights, 20),
     "light-tenant": LoadScenario("one tenant's spike beside another's few", FAIR_SHAPE, shares.light_tenant, 40),
     "batch": LoadScenario("batch jobs fill every pool", FAIR_SHAPE, shares.batch, 40),
+    "batch-beside": LoadScenario("a batch of lines fills every pool", FAIR_SHAPE, batch_beside, 40),
     "batch-kills": LoadScenario(
         "a batch of lines over two gateways; workers, gateways, queue, all of it killed",
         batch_kills.SHAPE,
