@@ -171,8 +171,10 @@ async def litellm_runner(folder: Path, lines: bytes) -> AsyncIterator[RunningBat
 
         async def wait() -> tuple[list[Any], list[Any], int]:
             assert runner.process is not None
-            while await runner.process.wait() == -signal.SIGKILL:  # noqa: ASYNC110  # it is started again
+            while (code := await runner.process.wait()) == -signal.SIGKILL:  # noqa: ASYNC110  # it is started again
                 await asyncio.sleep(POLL_S)
+            if code:
+                raise ChildProcessError(f"LiteLLM's runner ended with exit code {code}; see {folder / 'litellm.log'}")
             return _litellm_results(folder)
 
         try:

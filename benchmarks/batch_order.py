@@ -4,7 +4,8 @@ A file has ``prefixes`` times ``each`` lines in random order: a beginning that `
 prompt, examples, a document), an end of their own, and an answer of a fixed length. The lines are indexed by
 ``batches.index`` itself and read in the order in which the feeder reads them, or in that of the file. Spillway's own
 engine with a pool's default settings, float32, gets them in that order, as many at once as the feeder keeps open: every
-sequence taken, and a few more that wait. *Ratio*: lines per second in the feeder's order over those in the file's.
+sequence taken, and a few more that wait. *Ratio*: lines per second in the feeder's order over those in the file's;
+*cpu ratio*: lines per second of CPU time, which says the same where other work shares the machine.
 
 Order can gain something only where beginnings are shared and the cache does not hold all of them anyway, so there are
 three workloads, in tokens; the memory for keys and values is told as how many tokens it holds:
@@ -112,6 +113,7 @@ class Run:
     """One run through all lines."""
 
     seconds: float
+    cpu_s: float
     computed_tokens: int
     prompt_tokens: int
     cached_tokens: int
@@ -125,14 +127,14 @@ def feed(engine: LLMEngine, prompts: Sequence[Sequence[int]], answer_tokens: int
     before = [getattr(engine.counters, name) for name in names]
     most_open = SEQUENCES + max(4, SEQUENCES // 4)
     open_lines, next_line = 0, 0
-    start_s = time.perf_counter()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
     while open_lines or next_line < len(prompts):
         while open_lines < most_open and next_line < len(prompts):
             engine.add_request(GenerationRequest(str(next_line), prompts[next_line], params))
             open_lines, next_line = open_lines + 1, next_line + 1
         open_lines -= sum(output.finish_reason is not None for output in engine.step())
-    seconds = time.perf_counter() - start_s
-    return Run(seconds, *(getattr(engine.counters, name) - old for name, old in zip(names, before, strict=True)))
+    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    return Run(seconds, cpu_s, *(getattr(engine.counters, name) - old for name, old in zip(names, before, strict=True)))
 
 
 def measure(workload: Workload, pairs: int, scratch: Path) -> dict[str, Any]:
@@ -156,11 +158,14 @@ def measure(workload: Workload, pairs: int, scratch: Path) -> dict[str, Any]:
 def figures(workload: Workload, runs: dict[str, list[Run]]) -> dict[str, Any]:
     """Medians and quartiles."""
     lines = workload.prefixes * workload.each
-    ratios = [slow.seconds / fast.seconds for slow, fast in zip(runs["file"], runs["feeder"], strict=True)]
+    pairs = list(zip(runs["file"], runs["feeder"], strict=True))
+    ratios, cpu_ratios = ([getattr(a, name) / getattr(b, name) for a, b in pairs] for name in ("seconds", "cpu_s"))
     found: dict[str, Any] = {
         "lines": lines,
         "ratio": round(statistics.median(ratios), 2),
         "ratio_quartiles": quartiles(ratios),
+        "cpu_ratio": round(statistics.median(cpu_ratios), 2),
+        "cpu_ratio_quartiles": quartiles(cpu_ratios),
         "kv_tokens": workload.kv_mib * 2**20 // KV_BYTES_PER_TOKEN,
         "prefix_tokens_together": workload.prefixes * workload.prefix_tokens,
     }
@@ -194,6 +199,7 @@ def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="spillway-order-") as folder:
         for name in [arguments.only] if arguments.only else WORKLOADS:
             report[name] = measure(WORKLOADS[name], arguments.pairs, Path(folder))
+            print(name, report[name], file=sys.stderr, flush=True)
     print(json.dumps(report))
 
 
