@@ -37,7 +37,9 @@ async def test_the_last_line_comes_while_a_part_is_written(sqlite_url: str, tmp_
     now_ms = unix_now_ms()
     new = Batch("batch_1", "openai", "t", "team", "k", "key", "/v1/completions", "file-1", "24h", now_ms, now_ms)
     await batches.add(new)
-    results = Results(batches, storage, await batches.take(new.id, "gw"), next_number=0, commit_s=0.01)
+    results = Results(
+        batches, storage, await batches.take(new.id, "gw"), next_number=0, commit_s=0.01, committed=lambda _: None
+    )
     running = asyncio.create_task(results.run())
     results.add(1, b"first\n", Counts(completed=1))
     async with asyncio.timeout(HANGS_S):
