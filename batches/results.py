@@ -47,7 +47,7 @@ class Results:
         committed: Callable[[Counts], None],
         give_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``committed``: called with what each commit adds; ``give_up``: whether what cannot be committed need not be."""
+        """``committed``: called with what a commit adds; ``give_up``: whether what cannot be committed need not be."""
         self._batches = batches
         self._storage = storage
         self._batch = batch
