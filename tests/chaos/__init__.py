@@ -34,5 +34,6 @@ that overlaps the fault.
     vllm_forks.py real vLLM, started fast
     load.py       the closed loop          client.py     one HTTP exchange      mix.py    what is asked
     watcher.py    who runs which request   oracle.py     answers compared       ledger.py rows counted
+    plays.py      tool calls and JSON    played_answers.py, rescues.py  their answers, and what was hit in them
     report.py     figures and verdict      load_scenarios/  spikes, shares, tiers, callers who hang up
 """

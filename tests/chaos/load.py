@@ -11,6 +11,7 @@ from benchmarks.http_client import Exchange, ReadTimeouts, exchange, get_request
 from tests.chaos.background import joined, rest_of
 from tests.chaos.mix import Question
 from tests.chaos.oracle import Answer, BadAnswer, arrivals, read
+from tests.chaos.played_answers import read_played
 
 ANSWER_LIMIT_S = 120.0
 PATIENCE = ReadTimeouts(idle_s=ANSWER_LIMIT_S, total_s=ANSWER_LIMIT_S)
@@ -80,7 +81,7 @@ class Load:
         try:
             async with asyncio.timeout(ANSWER_LIMIT_S):
                 await self._exchange(call, port or self._port)
-            call.answer = read(question, call.reply)
+            call.answer = (read_played if question.kind else read)(question, call.reply)
         except BadAnswer as error:
             call.error = str(error)
         except TimeoutError:

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 END_TOKEN = "2"  # the demo model's
 SUBJECTS = ("rivers", "queues", "bridges", "harbours", "kettles", "lanterns", "tides", "maps", "clocks", "gardens")
 STOPS = ([" the", " over"], [" queue now"], [". "], [" you", " work"])
@@ -21,6 +21,7 @@ class Question:
     number: int
     path: str
     body: dict[str, Any]
+    kind: str = ""  # of those that a play answers
 
     @property
     def streams(self) -> bool:
@@ -94,7 +95,7 @@ def _question(rng: random.Random, number: int, model: str, *, scripted: bool, to
         if rng.random() < 0.5:
             body["stream_options"] = {"include_usage": True}
     if is_chat:
-        return Question(number, "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]})
+        return Question(number, CHAT, {**body, "messages": [{"role": "user", "content": text}]})
     return Question(number, "/v1/completions", {**body, "prompt": text})
 
 

@@ -26,6 +26,7 @@ from tests.chaos.report import (
     judge_poisoned,
     measure_gaps,
 )
+from tests.chaos.rescues import judge_rescues
 from tests.chaos.scenarios import Scenario
 from tests.chaos.strikes import FAULTS, Chaos
 from tests.chaos.system import MODEL, System
@@ -70,19 +71,8 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
     """Run a plan in an empty folder. Raises ChaosError if the system does not even work undisturbed."""
     began_s = time.monotonic()
     shape = plan.scenario.shape
-    is_real = plan.scenario.needs_real_servers
     is_scripted = shape.engine == "scripted" and not shape.servers
-    tokens = REAL_SERVER_TOKENS if is_real else plan.scenario.answer_tokens
-    asked = questions(
-        plan.seed,
-        plan.distinct,
-        MODEL,
-        scripted=is_scripted,
-        tokens=tokens,
-        greedy=is_real,
-        surfaces=plan.scenario.surfaces and not shape.servers,
-        background=plan.scenario.background,
-    )
+    asked = _questions(plan, folder)
     async with System(folder, shape) as system:
         load = Load(system.port, system.api_key, lambda: system.gateway_killed_s)
         try:
@@ -100,6 +90,9 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
         if report.orphans:
             report.offend(f"{report.orphans} requests still run for nobody {IDLE_LIMIT_S:g} s after the last answer")
         await _reckon(report, chaos, load.calls[before:], agreement, exact_logprobs=is_scripted)
+        if plan.scenario.asks is not None:
+            at_least = round(plan.scenario.rescued_per_fault * plan.faults)
+            judge_rescues(report, chaos.strikes, load.calls[before:], system.watcher, at_least=at_least)
         report.extras |= agreement.summary()
         judge_gaps(report, plan.scenario.gap_limits_ms)
         report.extras["requests_per_s"] = round(len(load.calls[before:]) / load_s)
@@ -108,6 +101,23 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
         report.duration_s = time.monotonic() - began_s
         add_log_lines(report, system)
     return report
+
+
+def _questions(plan: Plan, folder: Path) -> list[Question]:
+    scenario = plan.scenario
+    if scenario.asks is not None:
+        return scenario.asks(plan.seed, plan.distinct, MODEL, folder)
+    shape, is_real = scenario.shape, scenario.needs_real_servers
+    return questions(
+        plan.seed,
+        plan.distinct,
+        MODEL,
+        scripted=shape.engine == "scripted" and not shape.servers,
+        tokens=REAL_SERVER_TOKENS if is_real else scenario.answer_tokens,
+        greedy=is_real,
+        surfaces=scenario.surfaces and not shape.servers,
+        background=scenario.background,
+    )
 
 
 async def _undisturbed(

@@ -1,11 +1,15 @@
 """The scenarios: which faults, how often, on how many of what."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from tests.chaos import upstream_faults
+from tests.chaos.mix import Question
+from tests.chaos.plays import played_questions
 from tests.chaos.servers import ServerSpec
 from tests.chaos.system import MODEL, EngineKind, Shape
+from tests.player.system import playing_worker
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,9 @@ class Scenario:
     surfaces: bool = True  # some questions are Responses and Messages
     background: bool = False  # all questions are streamed responses in the background
     in_turn: bool = False  # the kinds of fault, instead of at random
+    # Instead of the mix: seed, how many, model, the run's folder.
+    asks: Callable[[int, int, str, Path], list[Question]] | None = None
+    rescued_per_fault: float = 0.0  # streams of each kind of question, at least
 
     @property
     def needs_real_servers(self) -> bool:
@@ -43,9 +50,26 @@ UPSTREAMS = (
     ServerSpec(upstream_faults.HEALTHY, "llamacpp", real=False, settings={"max_sequences": 64}),
 )
 
+PLAYING = Shape(
+    workers=3,  # a kill strikes a third of all streams
+    worker_life=playing_worker,
+    # Most answers may be as long as the context: each of them needs room for that.
+    worker_settings={"engine": {"kind": "scripted", "inter_token_s": 0.015, "max_kv_tokens": 10**7}},
+)
+
 SCENARIOS = {
     "kill": Scenario(
         "SIGKILL a worker in mid-stream", {"kill": 1}, 1000, 0.25, gap_limits_ms={"kill": {50: 150, 99: 2000}}
+    ),
+    "surfaces": Scenario(
+        "SIGKILL a worker in the middle of tool calls, JSON, several choices, Responses and Messages",
+        {"kill": 1},
+        200,
+        2.0,
+        PLAYING,
+        callers=40,
+        asks=played_questions,
+        rescued_per_fault=1.0,
     ),
     "freeze": Scenario(
         "SIGSTOP a worker for seconds, then SIGCONT", {"freeze": 1}, 20, 0.5, gap_limits_ms={"freeze": {100: 5000}}
@@ -170,7 +194,7 @@ REAL_EVERY_S = 1.0
 
 def for_engine(scenario: Scenario, engine: EngineKind) -> Scenario:
     """The scenario with that engine: a real one shares few cores among all workers, and takes seconds to load."""
-    if scenario.shape.servers:
+    if scenario.shape.servers or scenario.asks:
         return scenario  # its engines are what it is about
     shape = replace(scenario.shape, engine=engine)
     if engine == "scripted":

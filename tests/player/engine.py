@@ -4,6 +4,7 @@ A play is a JSON file that the prompt names, ``[[play=/path/of/it.json]]``: a li
 the one after as many tool results as the conversation has since then; without tools it is the last.
 
     {"think": "…", "say": "…", "calls": [["name", {arguments}], …], "expect": "…"}
+    {"choices": [{"think": …}, …]}      for each choice its own
 
 ``expect`` is a text that the last tool result must hold: otherwise the answer says that it does not. A prompt without a
 play is answered by ``NO_PLAY``. Plays are ASCII, so that each token is text.
@@ -26,6 +27,7 @@ from engine.types import GenerationRequest
 from pool_worker.engines.scripted import ScriptedEngine
 from pool_worker.engines.scripted_words import Script
 from pool_worker.settings import ScriptedEngineSettings
+from protocol.grammar import Grammar
 from protocol.messages import ModelCard, pack_token_ids
 from tests.tool_templates import THINKING_STYLE
 
@@ -46,7 +48,7 @@ _SOURCES: Final[dict[str, Callable[[str], str]]] = {  # in llguidance's form, by
 Turn = dict[str, Any]
 
 
-def answer_to(prompt: str) -> str:
+def answer_to(prompt: str, choice: int = 0) -> str:
     """Return the whole answer to a rendered prompt."""
     reasons = prompt.endswith(_OPEN_REASONING)
     plays = list(_PLAY.finditer(prompt))
@@ -57,7 +59,7 @@ def answer_to(prompt: str) -> str:
     turn = turns[min(len(results), len(turns) - 1)] if _TOOLS in prompt else turns[-1]
     if results and turn.get("expect", "") not in results[-1]:
         turn = {"say": f"Expected {turn['expect']!a}, not {results[-1]!a}"}
-    return _written(turn, reasons=reasons)
+    return _written(turn["choices"][choice] if "choices" in turn else turn, reasons=reasons)
 
 
 def _written(turn: Turn, *, reasons: bool) -> str:
@@ -79,7 +81,7 @@ class PlayedScript(Script):
 
     def answer_seed(self, prompt_ids: Sequence[int], choice: int) -> int:
         """Return what stands for the answer, which is known from here on."""
-        text = answer_to(self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False))
+        text = answer_to(self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False), choice)
         assert text.isascii(), text
         digest = hashlib.blake2b(pack_token_ids(prompt_ids), digest_size=8, person=b"%d" % choice).digest()
         seed = int.from_bytes(digest, "little")
@@ -94,9 +96,9 @@ class PlayedScript(Script):
         """Return the token at one place of an answer, counted from 0."""
         return self._answers[seed][place]
 
-    def ids(self, prompt_ids: Sequence[int]) -> list[int]:
-        """Return all tokens of the first choice."""
-        return self._answers[self.answer_seed(prompt_ids, 0)]
+    def ids(self, prompt_ids: Sequence[int], choice: int) -> list[int]:
+        """Return all tokens of a choice."""
+        return self._answers[self.answer_seed(prompt_ids, choice)]
 
 
 class PlayingEngine(ScriptedEngine):
@@ -124,15 +126,18 @@ class PlayingEngine(ScriptedEngine):
         super()._check(request)
 
     def _fault(self, request: GenerationRequest) -> str:
-        """Return what the answer has against the request's grammar; empty if it obeys."""
+        """Return what an answer has against the request's grammar; empty if all choices obey."""
         grammar = request.sampling.grammar
         assert grammar is not None
         if self._vocabulary is None:
             self._vocabulary = LLTokenizer(self._script.tokenizer.to_str(), eos_token=self._script.end_of_text_id)
+        faults = [self._fault_of(self._script.ids(request.prompt_ids, n), grammar) for n in range(request.sampling.n)]
+        return next(filter(None, faults), "")
+
+    def _fault_of(self, ids: list[int], grammar: Grammar) -> str:
         matcher = LLMatcher(self._vocabulary, _SOURCES[grammar.kind](grammar.source))
         if matcher.is_error():
             return str(matcher.get_error())
-        ids = self._script.ids(request.prompt_ids)
         allowed = matcher.try_consume_tokens(ids)
         if allowed == len(ids) and matcher.is_accepting():
             return ""
