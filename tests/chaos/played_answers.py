@@ -111,7 +111,7 @@ class _Parts:
         """Return the choice, if all that should be JSON is. ``cut``: it was not to be longer."""
         told = list(self.told)
         for kind, text in told[:-1] if cut else told:
-            if kind.startswith("call") or (kind == "text" and question.kind.partition("_")[2].startswith("json")):
+            if kind.startswith("call") or (kind == "text" and "json" in question.kind):
                 _check(_is_json(text), f"{kind} is no JSON", text)
         return Choice("".join(f"<{kind}>\n{text}\n" for kind, text in told), finish_reason)
 

@@ -15,7 +15,7 @@ from tests.chaos.mix import CHAT, MESSAGES, RESPONSES, Question
 
 STREAMED_OF = 6  # of so many questions of a kind all but one are streamed
 CUT_SHARE = 0.15  # of the answers, which end by ``max_tokens`` in the middle of something
-CUT_TOKENS = (50, 110)
+CUT_TOKENS = (80, 160)
 HARD_TO_CARRY = ('"quoted"', "a\nline", "C:\\path", "<tag>", "{brace}", "\t")  # in JSON, or in a tool call
 ENOUGH_TOKENS = 4096
 
@@ -104,7 +104,7 @@ def _question(rng: random.Random, number: int, model: str, play: Path) -> Questi
 def _turn(rng: random.Random, *, has_tools: bool) -> dict[str, Any]:
     think = _text(rng, 5, 15)
     if not has_tools:
-        levels = [{"cm": rng.randint(0, 999), "remark": _hard_text(rng, 6, 12)} for _ in range(rng.randint(1, 3))]
+        levels = [{"cm": rng.randint(0, 999), "remark": _hard_text(rng, 6, 12)} for _ in range(rng.randint(2, 4))]
         answer = {"river": rng.choice(("Elbe", "Rhine")), "levels": levels, "summary": _hard_text(rng, 6, 12)}
         return {"think": think, "say": json.dumps(answer, separators=(",", ":"))}
     calls = [[rng.choice(list(_TOOLS)), _arguments(rng)] for _ in range(rng.randint(1, 2))]

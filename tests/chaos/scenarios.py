@@ -65,9 +65,9 @@ SCENARIOS = {
         "SIGKILL a worker in the middle of tool calls, JSON, several choices, Responses and Messages",
         {"kill": 1},
         200,
-        2.0,
+        2.5,  # time for enough new streams
         PLAYING,
-        callers=40,
+        callers=48,
         asks=played_questions,
         rescued_per_fault=1.0,
     ),
