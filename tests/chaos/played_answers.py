@@ -25,7 +25,9 @@ def read_played(question: Question, reply: Exchange) -> Answer:
     if reply.status != 200:
         raise BadAnswer(f"HTTP {reply.status}: {reply.body[:300].decode(errors='replace')}")
     try:
-        return _read_stream(question, reply) if question.streams else _BODIES[question.path](question, _json(reply))
+        if question.streams:
+            return _read_stream(question, reply)
+        return _BODIES[question.path](question, json.loads(reply.body))
     except (LookupError, TypeError, ValueError) as error:
         raise BadAnswer(f"something is missing or of another type: {error!r}") from error
 
@@ -35,11 +37,6 @@ def _read_stream(question: Question, reply: Exchange) -> Answer:
     answer = _STREAMS[question.path](question, [event for _, event in timed])
     answer.arrivals_s = [arrived_s for arrived_s, event in timed if places(event)]
     return answer
-
-
-def _json(reply: Exchange) -> dict[str, Any]:
-    body: dict[str, Any] = json.loads(reply.body)
-    return body
 
 
 def timed_events(reply: Exchange) -> list[tuple[float, Event]]:
