@@ -140,6 +140,8 @@ lock: ## Resolve the dependencies anew
 	  --extra kubernetes --extra otel --extra s3 --extra simulate --extra aws --extra gcp --group dev \
 	  -c requirements/worker.txt -c requirements/hosted.txt \
 	  pyproject.toml requirements/torch.in -o requirements/dev.txt
+	$(UV_COMPILE) --extra aws --extra kubernetes --extra otel -c requirements/core.txt -c requirements/dev.txt pyproject.toml \
+	  -o requirements/fleet.txt
 	echo setuptools | $(UV_COMPILE) -c requirements/worker.txt - -o requirements/build.txt
 
 clean: ## Remove the virtual environment and caches (never the data folder)

@@ -67,7 +67,7 @@ class RunPodSettings(DriverSettings):
     """Pods of RunPod, by its REST API, version 2, which has no spot pods."""
 
     kind: Literal["runpod"]
-    api_key: SecretStr
+    api_key: SecretStr | None = None  # None: RUNPOD_API_KEY of the controller's environment
     gpu_types: Annotated[tuple[str, ...], Field(min_length=1)]  # as RunPod names them, best first
     image: str
     data_centers: tuple[str, ...] = ()  # such as "EU-RO-1", best first; none: anywhere
@@ -80,7 +80,7 @@ class SaladSettings(DriverSettings):
     """A container group of SaladCloud, by its REST API. Its replicas are the pool's machines."""
 
     kind: Literal["salad"]
-    api_key: SecretStr
+    api_key: SecretStr | None = None  # None: SALAD_API_KEY of the controller's environment
     organization: str
     project: str
     container_group: str

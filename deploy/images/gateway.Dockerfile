@@ -2,6 +2,10 @@
 #
 #   docker build -f deploy/images/gateway.Dockerfile -t spillway-gateway:0.1.0 .      (from the repository's root)
 #
+# The fleet controller's, with what its drivers for EC2 and Kubernetes need besides:
+#
+#   docker build -f deploy/images/gateway.Dockerfile -t spillway-fleet:0.1.0 --build-arg LOCK=fleet .
+#
 # Base images are pinned by version tag. For builds that are the same bit by bit, append the digest that
 # `docker buildx imagetools inspect python:3.11-slim-bookworm` prints.
 
@@ -13,9 +17,10 @@ WORKDIR /src
 RUN python -m venv --without-pip /opt/venv
 
 # The dependencies change seldom and come first, so that a change of the source reuses this layer.
-COPY requirements/core.txt requirements/build.txt requirements/
+COPY requirements/core.txt requirements/fleet.txt requirements/build.txt requirements/
+ARG LOCK=core
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip --python /opt/venv/bin/python install --require-hashes --no-deps -r requirements/core.txt \
+    pip --python /opt/venv/bin/python install --require-hashes --no-deps -r "requirements/$LOCK.txt" \
     && pip install --require-hashes --no-deps -r requirements/build.txt
 
 COPY pyproject.toml README.md LICENSE ./

@@ -1,17 +1,27 @@
 """What the drivers for REST APIs share: time limits, and answers that are lost or make no sense."""
 
+import os
 from typing import Any, Final, TypeVar
 
 import httpx
 import msgspec
+from pydantic import SecretStr
 
-from fleet.errors import ProviderError
+from fleet.errors import FleetError, ProviderError
 
 CALL_LIMIT_S: Final = 30.0  # of one call; RunPod looks for a machine before it answers
 CONNECT_LIMIT_S: Final = 5.0
 SAID_MAX_CHARS: Final = 300  # of a provider's own words
 
 T = TypeVar("T")
+
+
+def key_of(configured: SecretStr | None, variable: str) -> str:
+    """Return the key of the configuration, or else of an environment variable. Raises FleetError without one."""
+    key = os.environ.get(variable) if configured is None else configured.get_secret_value()
+    if not key:
+        raise FleetError(f"driver.api_key: none is configured, and {variable} is not set")
+    return key
 
 
 def connect(url: str, headers: dict[str, str]) -> httpx.AsyncClient:

@@ -42,8 +42,8 @@ class RunPodDriver:
         self._settings = settings
         self._fleet_id = fleet_id
         self._pool = pool
-        headers = {"Authorization": f"Bearer {settings.api_key.get_secret_value()}"}
-        self._client = rest.connect(settings.url, headers)
+        key = rest.key_of(settings.api_key, "RUNPOD_API_KEY")
+        self._client = rest.connect(settings.url, {"Authorization": f"Bearer {key}"})
 
     @property
     def places(self) -> Sequence[str]:

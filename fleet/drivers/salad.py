@@ -68,7 +68,7 @@ class SaladApi:
     has_labels: ClassVar[bool] = False
 
     def __init__(self, settings: SaladSettings) -> None:
-        self._client = rest.connect(settings.url, {"Salad-Api-Key": settings.api_key.get_secret_value()})
+        self._client = rest.connect(settings.url, {"Salad-Api-Key": rest.key_of(settings.api_key, "SALAD_API_KEY")})
         self._organization = f"/organizations/{settings.organization}"
         self._group = f"{self._organization}/projects/{settings.project}/containers/{settings.container_group}"
 

@@ -17,6 +17,7 @@ from accounts.errors import LoginError, PepperError, PrincipalError
 from accounts.pepper import load_or_create_pepper
 from db.engine import create_engine
 from db.errors import SQL_ERRORS, DatabaseError, DatabaseUnavailable, describe
+from fleet.errors import FleetError
 from ledger.payloads.errors import PayloadError
 from pool_worker.engines.base import EngineDiedError
 from protocol.bus import Bus
@@ -90,6 +91,7 @@ EXPECTED_ERRORS: Final = (
     DatabaseError,
     EmbeddedNatsError,
     EngineDiedError,
+    FleetError,
     LoginError,
     PayloadError,
     PepperError,

@@ -40,6 +40,18 @@ def test_where_no_pool_has_a_fleet_each_command_says_so(command: str) -> None:
     assert spillway(command) == (1, "error: no pool has a [pools.<name>.fleet] section: nothing is controlled here\n")
 
 
+def test_where_a_driver_has_no_key_the_controller_says_what_is_missing(
+    folder: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = 'fleet = { driver = { kind = "runpod", gpu_types = ["NVIDIA L40S"], image = "worker:1" } }'
+    (folder / "spillway.toml").write_text(CONFIG.format(name="spot") + driver)
+    monkeypatch.setenv("SPILLWAY_NATS__URLS", f'["{nats_url}"]')
+    monkeypatch.delenv("RUNPOD_API_KEY", raising=False)
+    code, said = spillway("run")
+    assert code == 1
+    assert said.endswith("error: driver.api_key: none is configured, and RUNPOD_API_KEY is not set\n")
+
+
 def test_without_a_database_it_says_what_to_run(folder: Path) -> None:
     (folder / "spillway.toml").write_text(CONFIG.format(name="spot") + FLEET)
     code, said = spillway("status")

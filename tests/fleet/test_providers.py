@@ -67,6 +67,20 @@ async def test_a_pod_is_what_was_configured(runpod: RunPodApi, pods: Driver) -> 
     assert {name: pod[name] for name in wanted} == wanted
 
 
+async def test_a_key_that_is_not_configured_is_taken_from_the_environment(
+    runpod: RunPodApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other parts of Spillway read the same configuration, and need no key."""
+    settings = runpod_settings(runpod).model_copy(update={"api_key": None})
+    monkeypatch.delenv("RUNPOD_API_KEY", raising=False)
+    with pytest.raises(FleetError, match="RUNPOD_API_KEY is not set"):
+        driver_of(settings)
+    monkeypatch.setenv("RUNPOD_API_KEY", KEY)
+    driver = driver_of(settings)
+    assert await driver.machines() == []
+    await driver.close()
+
+
 @pytest.mark.parametrize("reason", ["none is free", "not for this account"])
 async def test_the_next_type_of_gpu_is_taken_where_the_best_cannot_be_had(
     runpod: RunPodApi, pods: Driver, reason: str

@@ -7,8 +7,9 @@ import pytest
 from tests.acceptance.system import System
 from tests.unit.deploy.test_deploy_docs import PAGES, commands, inside, spoken
 
-# Those that start something, or are for files: other tests run them (test_up, test_restore, tests/unit/deploy).
-ELSEWHERE = {"up", "config", "worker", "gateway", "ledger", "nats"}
+# Those that start something, or are for files or a fleet: other tests run them (test_up, test_restore,
+# tests/unit/deploy, tests/fleet).
+ELSEWHERE = {"up", "config", "worker", "gateway", "ledger", "nats", "fleet"}
 RUN = sorted(
     {
         tuple(words[1:])

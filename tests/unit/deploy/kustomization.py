@@ -9,7 +9,7 @@ from tests.unit.deploy.description import ROOT
 
 KUBERNETES = ROOT / "deploy/kubernetes"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
-KNOWN: Final = {"apiVersion", "kind", "namespace", "resources", "replicas", "images", "configMapGenerator"}
+KNOWN: Final = {"apiVersion", "kind", "namespace", "resources", "replicas", "images", "patches", "configMapGenerator"}
 Manifest = dict[str, Any]
 
 
@@ -33,6 +33,8 @@ def rendered(folder: Path) -> list[Manifest]:
     for wanted in said.get("replicas", []):
         [scaled] = [one for one in found if (one["kind"], one["metadata"]["name"]) == ("Deployment", wanted["name"])]
         scaled["spec"]["replicas"] = wanted["count"]
+    for patch in said.get("patches", []):
+        _patch(found, patch)
     for image in said.get("images", []):
         for container in (one for manifest in found for one in containers(manifest)):
             name, _, tag = container["image"].rpartition(":")
@@ -42,6 +44,27 @@ def rendered(folder: Path) -> list[Manifest]:
         if manifest["kind"] != "Namespace":
             manifest["metadata"]["namespace"] = said["namespace"]
     return found
+
+
+def _patch(manifests: list[Manifest], patch: dict[str, Any]) -> None:
+    """A JSON patch (RFC 6902) of one manifest."""
+    target = (patch["target"]["kind"], patch["target"]["name"])
+    [manifest] = [one for one in manifests if (one["kind"], one["metadata"]["name"]) == target]
+    for step in yaml.safe_load(patch["patch"]):
+        _apply(step, manifest)
+
+
+def _apply(step: dict[str, Any], manifest: Manifest) -> None:
+    """Remove a field, or add to the end of a list."""
+    *way, last = step["path"].strip("/").split("/")
+    node: Any = manifest
+    for part in way:
+        node = node[int(part)] if isinstance(node, list) else node[part]
+    if step["op"] == "remove":
+        del node[last]
+    else:
+        assert (step["op"], last) == ("add", "-"), f"teach this function {step}"
+        node.append(step["value"])
 
 
 def pod_of(manifest: Manifest) -> Manifest | None:

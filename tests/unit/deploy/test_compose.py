@@ -24,6 +24,7 @@ from tests.unit.deploy.description import (
     ROOT,
     VLLM_FILE,
     compose,
+    filled_in,
     instructions,
     observability,
     options_of,
@@ -52,6 +53,7 @@ def test_the_examples_in_comments_are_settings_that_exist(tmp_path: Path) -> Non
     config = load_config(uncommented, env={})
     assert (config.gateway.limits, config.gateway.idempotency) == (LimitSettings(), IdempotencySettings())
     assert config.tenants["team-a"].weight == 3.0
+    assert config.pools["spot"].fleet is not None
     pool = config.pools["demo"]
     assert pool.gate is not None
     assert pool.notice == "aws"
@@ -90,7 +92,7 @@ def test_only_the_load_balancer_and_the_gateways_can_be_reached_from_outside_the
     on_edge = {name for name, service in services().items() if "edge" in service["networks"]}
     assert on_edge == {"load-balancer", "gateway-1", "gateway-2"}
     assert compose()["networks"]["backend"] == {"internal": True}
-    assert {name for name, service in services().items() if "outbound" in service["networks"]} == {"ledger"}
+    assert {name for name, service in services().items() if "outbound" in service["networks"]} == {"ledger", "fleet"}
 
 
 def test_an_overlay_that_publishes_also_joins_a_network_that_can() -> None:
@@ -247,11 +249,36 @@ def test_each_service_gets_only_the_secrets_it_uses() -> None:
         "gateway-1": gateway,
         "gateway-2": gateway,
         "ledger": {"NATS_PASSWORD", "POSTGRES_PASSWORD", "KEY_PEPPER"},
+        "fleet": {"NATS_PASSWORD", "POSTGRES_PASSWORD"},
         "worker": {"NATS_PASSWORD"},
         "migrate": {"POSTGRES_PASSWORD"},
         "nats": {"NATS_PASSWORD"},
         "postgres": {"POSTGRES_PASSWORD"},
     }
+
+
+def test_the_fleet_controller_is_asked_for_and_alone_gets_the_keys_of_clouds() -> None:
+    assert [name for name, service in services().items() if "profiles" in service] == ["fleet"]
+    passed_on = {
+        name: {variable for variable, value in service.get("environment", {}).items() if value is None}
+        for name, service in services().items()
+    }
+    keys = passed_on.pop("fleet")
+    assert not any(passed_on.values())
+    example = (ROOT / "deploy/compose/env.example").read_text()
+    assert keys == set(re.findall(r"^# (\w+)=…$", example, re.MULTILINE))
+    drivers = "".join(path.read_text() for path in (ROOT / "fleet/drivers").glob("*.py"))
+    assert {key for key in keys if f'"{key}"' not in drivers} == {
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+    }  # boto3's
+
+
+def test_machines_of_a_fleet_are_told_the_published_address_of_the_queue() -> None:
+    fleet = filled_in(yaml.safe_load(OVERLAY_FILE.read_text()))["services"]["fleet"]
+    [inside] = config_of("fleet").nats.urls
+    config = load_config(ROOT / "deploy/compose/spillway.toml", env=fleet["environment"])
+    assert config.nats.urls == (inside, inside.replace("@nats:", "@127.0.0.1:"))
 
 
 def test_threads_of_the_engine_follow_the_cores_of_the_worker() -> None:

@@ -78,7 +78,7 @@ def test_torch_is_the_version_that_everybody_else_installs() -> None:
     assert in_image[1] == pinned[1]
 
 
-@pytest.mark.parametrize("lock", ["core", "sidecar"])
+@pytest.mark.parametrize("lock", ["core", "fleet", "sidecar"])
 def test_images_of_gateway_and_side_car_have_no_torch(lock: str) -> None:
     assert re.search(r"^(torch|transformers)==", (ROOT / f"requirements/{lock}.txt").read_text(), re.MULTILINE) is None
 
@@ -89,6 +89,25 @@ def test_the_side_car_has_the_versions_that_are_tested() -> None:
         for lock in ("sidecar", "core")
     }
     assert pins["sidecar"] < pins["core"]
+
+
+def test_the_controller_has_what_its_drivers_need_in_the_versions_that_are_tested() -> None:
+    pins = {
+        lock: set(re.findall(r"^([\w-]+==[^ ]+)", (ROOT / f"requirements/{lock}.txt").read_text(), re.MULTILINE))
+        for lock in ("core", "fleet", "dev")
+    }
+    assert pins["fleet"] <= pins["dev"]
+    assert {pin.partition("==")[0] for pin in pins["core"] - pins["fleet"]} == {"obstore"}  # of the extra s3
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    needed = {requirement.partition(">")[0] for extra in ("aws", "kubernetes") for requirement in extras[extra]}
+    assert needed <= {pin.partition("==")[0] for pin in pins["fleet"]}
+
+
+def test_each_lock_that_an_image_may_be_built_with_is_there() -> None:
+    path = ROOT / "deploy/images/gateway.Dockerfile"
+    locks = re.findall(r"\bLOCK=(\w+)", path.read_text())
+    assert set(locks) == {"core", "fleet"}
+    assert {f"requirements/{lock}.txt" for lock in locks} <= set(copied_sources(path))
 
 
 def pin_of(package: str, lock: Path) -> str:
@@ -103,7 +122,7 @@ def test_build_backend_is_locked_as_in_the_other_locks() -> None:
     )
 
 
-@pytest.mark.parametrize("lock", ["core", "worker", "sidecar"])
+@pytest.mark.parametrize("lock", ["core", "fleet", "worker", "sidecar"])
 def test_images_can_trace(lock: str) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     needed = {requirement.partition(">")[0] for requirement in extras["otel"]}

@@ -12,6 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from fleet.settings import KubernetesSettings
 from gateway.api.routes import health_router
 from pool_worker.settings import ServerEngineSettings
 from protocol import subjects
@@ -51,11 +52,17 @@ def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
     return found
 
 
+def secrets_of(container: Manifest) -> dict[str, str]:
+    """By the variable's name: which key of the Secret it gets."""
+    given = {v["name"]: v["valueFrom"] for v in container.get("env", [])}
+    return {name: source["secretKeyRef"]["key"] for name, source in given.items() if "secretKeyRef" in source}
+
+
 def config_for(folder: Path, container: Manifest, tmp_path: Path) -> Config:
     """The settings that a container reads: the mounted file under its environment."""
     path = tmp_path / "spillway.toml"
     path.write_text(one(ALL[folder], "ConfigMap", "spillway")["data"]["spillway.toml"])
-    env = {v["name"]: SECRET[v["valueFrom"]["secretKeyRef"]["key"]] for v in container["env"]}
+    env = {name: SECRET[key] for name, key in secrets_of(container).items()}
     if folder not in WITH_GATEWAYS:  # the queue is elsewhere
         env["SPILLWAY_NATS__URLS"] = env["SPILLWAY_NATS__URLS"].replace("nats://", "tls://")
     return load_config(path, env=env)
@@ -69,7 +76,7 @@ def files() -> list[Path]:
 
 def test_manifests_are_valid() -> None:
     manifests = [manifest for path in files() for manifest in documents(path)]
-    manifests += [manifest for ms in ALL.values() for manifest in ms if manifest["kind"] == "ConfigMap"]
+    manifests += [one for ms in ALL.values() for one in ms if one["kind"] in {"ConfigMap", "Deployment"}]
     for manifest in manifests:
         kubernetes_validate.validate(manifest, NEWEST, strict=True)
         if manifest["kind"] == "Deployment":
@@ -96,7 +103,7 @@ def test_kustomize_makes_the_same_of_it(folder: Path) -> None:
 def test_pod_has_no_rights_it_does_not_need(manifest: Manifest) -> None:
     pod = pod_of(manifest)
     assert pod is not None
-    assert pod["automountServiceAccountToken"] is False
+    assert pod["automountServiceAccountToken"] is (pod.get("serviceAccountName") == "fleet")
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
     for container in containers(manifest):
@@ -114,32 +121,36 @@ def test_pod_has_no_rights_it_does_not_need(manifest: Manifest) -> None:
 
 def test_images_are_those_that_are_built_here() -> None:
     ours = {c["image"] for ms in ALL.values() for m in ms for c in containers(m) if c["image"].startswith("spillway-")}
-    built = {f"spillway-{path.name.removesuffix('.Dockerfile')}:0.1.0" for path in DOCKERFILES}
-    assert {image.removesuffix("-cuda") for image in ours} <= built
+    built = {
+        tag for path in DOCKERFILES for tag in re.findall(r"^#.* -t (spillway-\S+)", path.read_text(), re.MULTILINE)
+    }
+    assert ours <= built
     assert ours >= {service["image"] for service in compose()["services"].values() if "worker" in service["image"]}
-    assert "-t spillway-worker:0.1.0-cuda" in (ROOT / "deploy/images/worker.Dockerfile").read_text()
 
 
 def test_every_secret_value_has_its_key_in_the_example_and_no_other_file_has_one() -> None:
     assert set(documents(KUBERNETES / "base/secret.example.yaml")[0]["stringData"]) == set(SECRET)
     for manifests in ALL.values():
         assert "Secret" not in {manifest["kind"] for manifest in manifests}
-        for variable in (v for m in manifests for c in containers(m) for v in c.get("env", [])):
-            assert variable["valueFrom"]["secretKeyRef"]["key"] in SECRET
+        for container in (c for m in manifests for c in containers(m)):
+            assert set(secrets_of(container).values()) <= set(SECRET)
+            assert all("value" not in variable for variable in container.get("env", []))
 
 
 def test_each_pod_gets_only_the_secrets_it_uses() -> None:
-    manifests = ALL[KUBERNETES / "base"]
+    manifests = ALL[KUBERNETES / "overlays/fleet"]
     held = {
-        m["metadata"]["name"]: {v["valueFrom"]["secretKeyRef"]["key"] for c in containers(m) for v in c["env"]}
+        m["metadata"]["name"]: {key for c in containers(m) for key in secrets_of(c).values()}
         for m in manifests
         if pod_of(m) is not None
     }
     assert held == {
+        "fleet": {"nats-urls", "database-url"},
         "gateway": set(SECRET),
         "ledger": {"nats-urls", "database-url", "key-pepper"},
         "migrate": {"database-url"},
         "worker-demo": {"nats-urls"},
+        "worker-vllm": {"nats-urls"},
     }
 
 
@@ -192,7 +203,7 @@ def test_the_gateways_know_the_pools_of_their_overlay() -> None:
         running = {
             options_of(c["args"])["pool"]
             for m in ALL[folder]
-            if m["kind"] == "Deployment" and m["spec"]["replicas"]
+            if m["kind"] == "Deployment" and m["spec"].get("replicas", 1)
             for c in containers(m)
             if "--pool" in c.get("args", [])
         }
@@ -238,7 +249,7 @@ def test_only_the_gateways_take_callers_and_all_policies_name_pods_that_exist() 
     assert path["backend"]["service"] == {"name": "gateway", "port": {"name": service["ports"][0]["name"]}}
 
 
-@pytest.mark.parametrize("name", ["vllm", "remote-pool"])
+@pytest.mark.parametrize("name", ["vllm", "remote-pool", "fleet"])
 def test_the_worker_is_beside_the_server_that_it_is_configured_for(name: str, tmp_path: Path) -> None:
     folder = KUBERNETES / "overlays" / name
     pod = pod_of(one(ALL[folder], "Deployment", "worker-vllm"))
@@ -272,6 +283,55 @@ def test_keda_counts_every_lane_and_has_a_ceiling() -> None:
         assert given["stream"] == subjects.INTERACTIVE_STREAM
         assert given["account"] in NATS_CONFIG.read_text()
     assert not any("fallback" in part for part in (spec, spec["advanced"]))
+
+
+def test_the_controller_scales_the_deployment_of_its_pool_and_nobody_else_does(tmp_path: Path) -> None:
+    folder = KUBERNETES / "overlays/fleet"
+    manifests = ALL[folder]
+    [container] = containers(one(manifests, "Deployment", "fleet"))
+    [(name, pool)] = config_for(folder, container, tmp_path).pools.items()
+    assert pool.fleet is not None
+    driver = pool.fleet.driver
+    assert isinstance(driver, KubernetesSettings)
+    assert driver.context is None  # the pod's own service account
+    workers = one(manifests, "Deployment", driver.deployment)
+    assert workers["metadata"]["namespace"] == driver.namespace
+    assert "replicas" not in workers["spec"]
+    assert set(workers["spec"]["selector"]) == {"matchLabels"}
+    assert not {"ScaledObject", "HorizontalPodAutoscaler"} & {manifest["kind"] for manifest in manifests}
+    [vllm, worker] = containers(workers)
+    assert options_of(worker["args"])["pool"] == name
+    assert {
+        "name": "SPILLWAY_MACHINE",
+        "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}},
+    } in worker["env"]
+    started = vllm["startupProbe"]
+    assert pool.fleet.start_limit_s > started["periodSeconds"] * started["failureThreshold"]
+    assert 1 <= pool.fleet.min_workers < pool.fleet.max_workers
+
+
+def test_only_the_controller_has_rights_at_the_api_server_and_they_are_for_one_deployment() -> None:
+    manifests = ALL[KUBERNETES / "overlays/fleet"]
+    accounts = {pod["serviceAccountName"] for pod in map(pod_of, manifests) if pod and "serviceAccountName" in pod}
+    assert accounts == {"fleet"}
+    binding, role = one(manifests, "RoleBinding", "fleet"), one(manifests, "Role", "fleet")
+    assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "fleet"}
+    namespace = one(manifests, "ServiceAccount", "fleet")["metadata"]["namespace"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "fleet", "namespace": namespace}]
+    assert [rule.get("resourceNames") for rule in role["rules"]] == [["worker-vllm"], ["worker-vllm"], None]
+    assert [rule["resources"] for rule in role["rules"]] == [["deployments"], ["deployments/scale"], ["pods"]]
+    bound = [name for folder in FOLDERS for name in [folder.name] if any("Role" in m["kind"] for m in ALL[folder])]
+    assert bound == ["fleet"]
+
+
+def test_the_controller_reaches_queue_database_and_api_server_and_nobody_reaches_it() -> None:
+    manifests = ALL[KUBERNETES / "overlays/fleet"]
+    labels = one(manifests, "Deployment", "fleet")["spec"]["template"]["metadata"]["labels"]
+    mine = [m["spec"] for m in manifests if m["kind"] == "NetworkPolicy" and selected(m, labels)]
+    assert {"Ingress", "Egress"} <= {kind for policy in mine for kind in policy["policyTypes"]}
+    assert [rule for policy in mine for rule in policy.get("ingress", [])] == []
+    out = {port["port"] for policy in mine for rule in policy.get("egress", []) for port in rule["ports"]}
+    assert out == {53, 443, 4222, 5432, 6443}
 
 
 # The chart's own settings, as far as ours meet them (helm/charts/nats/files/config of chart 2.14.2).
