@@ -241,6 +241,9 @@ class Gateway(Part):
             prices=Prices(),  # type: ignore[arg-type]
             payloads=PayloadPublisher(bus, settings.payloads),
             webhooks=StateView(),
+            responses=nothing,
+            background_runs=nothing,
+            batches=nothing,
             started_unix_s=0,
         )
         self._watch(dispatcher)
