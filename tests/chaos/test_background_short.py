@@ -16,4 +16,5 @@ async def test_no_event_is_lost_or_repeated(tmp_path: Path) -> None:
     assert report.offences == []
     assert report.cut  # readers were cut off, and read on elsewhere
     assert report.attempts_max > 1
-    assert report.ledger_rows == report.accepted
+    # A gateway may die before it has said that a response has begun: it has a row, too, and its caller asks again.
+    assert report.accepted <= report.ledger_rows <= report.accepted + report.cut
