@@ -4,8 +4,9 @@ from typing import Any, Final
 
 import msgspec
 
+from protocol.wire import PROTOCOL_VERSION
 from response_store.patience import patiently
-from response_store.records import PROTOCOL_VERSION, StoredResponse
+from response_store.records import StoredResponse
 from response_store.store import Key, ResponseStore
 from surfaces.responses import Item
 from web.errors import InvalidParameter

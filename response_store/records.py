@@ -6,7 +6,6 @@ import msgspec
 from msgspec import Struct
 
 from protocol import wire
-from protocol.wire import PROTOCOL_VERSION
 
 
 class Run(Struct, frozen=True):
@@ -64,8 +63,6 @@ _run_decoder = msgspec.msgpack.Decoder(Run)
 _part_decoder = msgspec.msgpack.Decoder(EventsPart)
 _stored_decoder = msgspec.msgpack.Decoder(StoredResponse)
 _question_decoder = msgspec.msgpack.Decoder(Question)
-
-__all__ = ["PROTOCOL_VERSION", "EventsPart", "Question", "Run", "StoredResponse", "encode"]
 
 
 def decode_run(payload: bytes) -> Run:

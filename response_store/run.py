@@ -22,10 +22,11 @@ from protocol.chat import Deltas
 from protocol.errors import BusError
 from protocol.messages import Tokens
 from protocol.messages import encode as encode_frame
+from protocol.wire import PROTOCOL_VERSION
 from response_store.made_before import MadeBefore
 from response_store.patience import patiently
 from response_store.reading import EVENT_END
-from response_store.records import PROTOCOL_VERSION, EventsPart, Run, StoredResponse
+from response_store.records import EventsPart, Run, StoredResponse
 from response_store.store import Key, NotKept, ResponseStore
 from surfaces.responses import items_of
 from surfaces.responses_events import ended_at, fault

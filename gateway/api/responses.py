@@ -21,10 +21,11 @@ from gateway.dispatch.request import OpenRequest
 from gateway.http.exchange import SSE_HEADERS, Exchange
 from gateway.http.failures import RequestFailed
 from protocol.errors import BusError, ProtocolError
+from protocol.wire import PROTOCOL_VERSION
 from response_store.conversation import history_of, keep
 from response_store.patience import patiently
 from response_store.reading import EventsLost, follow
-from response_store.records import PROTOCOL_VERSION, Run
+from response_store.records import Run
 from response_store.run import BackgroundRun, Lost
 from response_store.store import Key, NotKept
 from surfaces.responses import Responses, previous_of, with_history
