@@ -6,8 +6,11 @@ import json
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+import httpx
 
 from accounts.principal import Policy
 from pool_worker import engines
@@ -118,3 +121,11 @@ async def _start(system: System, *, with_vectors: bool) -> None:
         change = {"pool": VECTORS, "models": vectors.models, "engine": vectors.engine}
         await system.farm.spawn(system.shape.workers, change)
     await until(lambda: all(map(system.watcher.has_beaten, system.farm.live)))
+    async with httpx.AsyncClient(trust_env=False, timeout=HANGS_S) as client:
+        for port in system.gateway_ports:  # a worker's first heartbeat may overtake its model's card
+            await until(partial(_knows_its_models, client, port))
+
+
+async def _knows_its_models(client: httpx.AsyncClient, port: int) -> bool:
+    ready = await client.get(f"http://127.0.0.1:{port}/readyz")
+    return not ready.json()["models_not_ready"]
