@@ -36,7 +36,7 @@ class LocalStorage:
         path = self._folder / name
         unfinished = path.with_name(path.name + UNFINISHED)
         try:
-            file = await asyncio.to_thread(_opened, unfinished)
+            file = await _opened(unfinished)
             try:
                 yield _LocalWriter(file)
                 await asyncio.to_thread(_finish, file, unfinished, path)
@@ -81,7 +81,17 @@ class LocalStorage:
         return [prefix + name for name in found]
 
 
-def _opened(path: Path) -> BufferedWriter:
+async def _opened(path: Path) -> BufferedWriter:
+    """Open in a thread. If this is cancelled, the thread still opens the file: wait for that, and close it."""
+    opening = asyncio.ensure_future(asyncio.to_thread(_open, path))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        (await opening).close()
+        raise
+
+
+def _open(path: Path) -> BufferedWriter:
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.open("wb")
 
