@@ -87,7 +87,7 @@ class Bus:
         client = LastingClient()
         servers = [servers] if isinstance(servers, str) else servers
         bus: Self | None = None
-        last_error = ""
+        last_error = refusal = ""
 
         async def on_disconnected() -> None:
             if not client.is_closed:
@@ -102,8 +102,10 @@ class Bus:
 
         async def on_error(error: Exception) -> None:
             # An outage repeats one error with every try to reconnect; once is enough.
-            nonlocal last_error
+            nonlocal last_error, refusal
             text = str(error) or type(error).__name__
+            if "auth" in text.lower():  # of credentials; the next try may be cut off before its reason is read
+                refusal = text
             if text != last_error:
                 log.warning("NATS: %s", text)
             last_error = text
@@ -126,7 +128,7 @@ class Bus:
                 )
         except (NatsError, OSError, TimeoutError) as error:
             where = _without_secrets(servers)
-            why = last_error or str(error) or "no answer"
+            why = refusal or last_error or str(error) or "no answer"
             raise BusError(f"cannot connect to NATS at {where} within {first_limit_s:g} s: {why}") from error
         bus = cls(client, api_prefix)
         await bus.listen(f"{bus._inbox_prefix}.*", bus._on_reply)

@@ -215,8 +215,13 @@ async def _ask(chaos: Chaos, wrong: Wrong, answer: Fault, strike: Strike) -> Non
 
 
 async def _to_all(chaos: Chaos, wrong: Wrong) -> None:
-    """Cut the wire to the server for a while, and ask meanwhile."""
+    """Cut the wire to the server for a while, and ask meanwhile.
+
+    What it does to single requests ends before: an answer that the cut swallows would be asked for again, elsewhere.
+    """
     server = _misbehaving(chaos)
+    if chaos.left_running:
+        await asyncio.wait(chaos.left_running)
     strike = chaos.strike(kind_of(wrong), chaos.system.workers_of(MISBEHAVING)[0])
     strike.may_stay = True
     server.kill()

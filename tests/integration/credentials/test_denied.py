@@ -298,4 +298,4 @@ async def test_expired_and_revoked_credentials_are_refused_and_cut_off(queue: Qu
 
 async def _connect_soon(queue: Queue, credentials: Path, name: str) -> None:
     options = access_options(credentials, None, worker_role(f"demo.{name}"))
-    await Bus.connect(queue.server.url, name="late", options=options, first_limit_s=1.0)
+    await Bus.connect(queue.server.url, name="late", options=options, first_limit_s=3.0)
