@@ -14,12 +14,13 @@ three workloads, in tokens; the memory for keys and values is told as how many t
 - *mixed*: beginnings of 256, ends of 128, answers of 64: less is shared, and more time goes into answers;
 - *fits*: as *shared*, but all beginnings fit into the memory: here order should gain next to nothing.
 
-The model is the demo model (a Llama of 4 layers that comes with the repository), the tokens are random. The two orders
+The model is the demo model (a Llama of 4 layers that comes with the repository) or, by ``--model``, a larger Llama with
+random weights, where tokens cost more beside what each step costs anyway; the tokens are random. The two orders
 alternate (file, feeder; feeder, file; ...), ``--pairs`` times after a warm-up; medians with quartiles over the pairs. A
 first token that no other run has keeps the cache of one run from the next. One engine: with several workers each of
 them computes a beginning once.
 
-    python -m benchmarks.batch_order [--pairs 4] [--only shared]
+    python -m benchmarks.batch_order [--pairs 4] [--only shared] [--model 68M]
 """
 
 import argparse
@@ -39,22 +40,24 @@ from typing import Any, Final
 
 import psutil
 import torch
+from transformers import LlamaConfig
 
 from batches.index import Index, IndexTask, build
 from batches.lines import Done, decode_line
 from benchmarks.gateway_overhead import machine
+from benchmarks.random_llama import SIZES, save_model
 from engine import GenerationRequest, LLMEngine, SamplingParams
 from pool_worker.engines.local import load
 from pool_worker.settings import LocalEngineSettings
 from spillway.config import DEMO_MODEL_PATH
 
 PATH: Final = "/v1/completions"
-MODEL: Final = "demo"
+DEMO: Final = "demo"
 SEED: Final = 20
 VOCAB_SIZE: Final = 3072
 THREADS: Final = 1  # of two, one waits for the other wherever the machine is not quiet
 SEQUENCES: Final = 8
-KV_BYTES_PER_TOKEN: Final = 4 * 2 * 2 * 64 * 4  # layers, keys and values, heads, their size, float32
+FLOAT_BYTES: Final = 4
 ORDERS: Final = ("file", "feeder")
 
 
@@ -67,7 +70,7 @@ class Workload:
     prefix_tokens: int
     own_tokens: int
     answer_tokens: int
-    kv_mib: int
+    kv_tokens: int  # that fit into the memory
 
     def lines(self, salt: int) -> list[list[int]]:
         """The prompts in random order."""
@@ -82,9 +85,9 @@ class Workload:
 
 
 WORKLOADS: Final = {
-    "shared": Workload(24, 8, 512, 32, 16, kv_mib=32),
-    "mixed": Workload(24, 8, 256, 128, 64, kv_mib=20),
-    "fits": Workload(24, 8, 512, 32, 16, kv_mib=128),
+    "shared": Workload(24, 8, 512, 32, 16, kv_tokens=8_192),
+    "mixed": Workload(24, 8, 256, 128, 64, kv_tokens=5_120),
+    "fits": Workload(24, 8, 512, 32, 16, kv_tokens=32_768),
 }
 
 
@@ -92,12 +95,12 @@ def in_feeding_order(prompts: Sequence[Sequence[int]], folder: Path) -> list[lis
     """Return the prompts as the feeder reads them from its index."""
     lines = b"".join(
         json.dumps(
-            {"custom_id": str(number), "method": "POST", "url": PATH, "body": {"model": MODEL, "prompt": prompt}}
+            {"custom_id": str(number), "method": "POST", "url": PATH, "body": {"model": DEMO, "prompt": prompt}}
         ).encode()
         + b"\n"
         for number, prompt in enumerate(prompts)
     )
-    task = IndexTask(str(folder / "lines.index"), PATH, {MODEL: MODEL}, max_lines=len(prompts), max_line_bytes=1 << 20)
+    task = IndexTask(str(folder / "lines.index"), PATH, {DEMO: DEMO}, max_lines=len(prompts), max_line_bytes=1 << 20)
     report = build(task, io.BytesIO(lines))
     assert (report.total, report.errors) == (len(prompts), [])
     return asyncio.run(_read(Path(task.path)))
@@ -137,11 +140,16 @@ def feed(engine: LLMEngine, prompts: Sequence[Sequence[int]], answer_tokens: int
     return Run(seconds, cpu_s, *(getattr(engine.counters, name) - old for name, old in zip(names, before, strict=True)))
 
 
-def measure(workload: Workload, pairs: int, scratch: Path) -> dict[str, Any]:
+def kv_bytes_per_token(model: Path) -> int:
+    """Return what the keys and values of one token take in float32."""
+    config = LlamaConfig.from_pretrained(model)
+    return int(config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * FLOAT_BYTES)
+
+
+def measure(model: Path, workload: Workload, pairs: int, scratch: Path) -> dict[str, Any]:
     """Both orders in turns."""
-    engine = load(
-        LocalEngineSettings(path=str(DEMO_MODEL_PATH), threads=THREADS, max_sequences=SEQUENCES, kv_mib=workload.kv_mib)
-    )
+    kv_mib = workload.kv_tokens * kv_bytes_per_token(model) // 2**20
+    engine = load(LocalEngineSettings(path=str(model), threads=THREADS, max_sequences=SEQUENCES, kv_mib=kv_mib))
     runs: dict[str, list[Run]] = {order: [] for order in ORDERS}
     feed(engine, workload.lines(VOCAB_SIZE - 1)[: 4 * SEQUENCES], workload.answer_tokens)  # warm up
     psutil.cpu_percent()
@@ -166,7 +174,7 @@ def figures(workload: Workload, runs: dict[str, list[Run]]) -> dict[str, Any]:
         "ratio_quartiles": quartiles(ratios),
         "cpu_ratio": round(statistics.median(cpu_ratios), 2),
         "cpu_ratio_quartiles": quartiles(cpu_ratios),
-        "kv_tokens": workload.kv_mib * 2**20 // KV_BYTES_PER_TOKEN,
+        "kv_tokens": workload.kv_tokens,
         "prefix_tokens_together": workload.prefixes * workload.prefix_tokens,
     }
     for order, done in runs.items():
@@ -190,15 +198,19 @@ def main(arguments: argparse.Namespace) -> None:
     report: dict[str, Any] = {
         "benchmark": "batch_order",
         "unit": "lines/s",
-        "model": MODEL,
+        "model": arguments.model,
         "sequences": SEQUENCES,
         "pairs": arguments.pairs,
         "torch": torch.__version__,
         **machine(),
     }
     with tempfile.TemporaryDirectory(prefix="spillway-order-") as folder:
+        model = DEMO_MODEL_PATH
+        if arguments.model != DEMO:
+            model = Path(folder, arguments.model)
+            save_model(arguments.model, model)
         for name in [arguments.only] if arguments.only else WORKLOADS:
-            report[name] = measure(WORKLOADS[name], arguments.pairs, Path(folder))
+            report[name] = measure(model, WORKLOADS[name], arguments.pairs, Path(folder))
             print(name, report[name], file=sys.stderr, flush=True)
     print(json.dumps(report))
 
@@ -207,4 +219,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--only", choices=list(WORKLOADS))
+    parser.add_argument("--model", choices=[DEMO, *SIZES], default=DEMO)
     main(parser.parse_args())
