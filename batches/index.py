@@ -10,7 +10,9 @@ import os
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Final
 
@@ -183,9 +185,14 @@ async def make_index(task: IndexTask, content: AsyncIterator[bytes]) -> IndexRep
 
 
 class Index:
-    """An index that is there. All its reading is done in threads. Its file goes with the process, however that ends."""
+    """An index that is there. Its file goes with the process, however that ends.
+
+    One thread does all the reading, and closes it: whoever is cancelled leaves a read behind, and SQLite crashes the
+    process if it is closed in the midst of one.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-index")
         self._database = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True, check_same_thread=False)
         self._database.execute("PRAGMA cache_size=-4096")
         self._database.execute("SELECT name FROM sqlite_master").fetchall()  # only now SQLite opens the file
@@ -193,12 +200,13 @@ class Index:
 
     async def lines(self, done: Done) -> AsyncIterator[tuple[int, bytes]]:
         """Iterate over the lines that are not done, with their numbers, in the order in which they are fed."""
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._thread)
         mark: tuple[bytes, int] = (b"", 0)
-        while numbers := await asyncio.to_thread(self._numbers, mark):
+        while numbers := await in_thread(self._numbers, mark):
             mark = numbers[-1]
             wanted = [number for _, number in numbers if number not in done]
             for start in range(0, len(wanted), LINES_AT_A_TIME):
-                for line in await asyncio.to_thread(self._texts, wanted[start : start + LINES_AT_A_TIME]):
+                for line in await in_thread(self._texts, wanted[start : start + LINES_AT_A_TIME]):
                     yield line
 
     def _numbers(self, mark: tuple[bytes, int]) -> list[tuple[bytes, int]]:
@@ -210,8 +218,10 @@ class Index:
         return [(number, self._database.execute(one_by_one, (number,)).fetchone()[0]) for number in numbers]
 
     def close(self) -> None:
-        """Close it: nobody needs it any more."""
-        self._database.close()
+        """Close it, once nothing is being read: nobody needs it any more."""
+        self._database.interrupt()
+        self._thread.submit(self._database.close)
+        self._thread.shutdown(wait=False)
 
 
 if __name__ == "__main__":

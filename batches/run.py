@@ -136,7 +136,7 @@ class BatchRun:
     async def _index(self, principal: Principal | None) -> IndexReport:
         """``principal``: None: none of its lines will run."""
         settings, models = self._feeding.settings, self._feeding.models
-        self._feeding.folder.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(self._make_room)
         any_model = principal is None or self.batch.surface == ANTHROPIC
         task = IndexTask(
             str(self._index_path),
@@ -151,6 +151,12 @@ class BatchRun:
             any_model,
         )
         return await make_index(task, self._feeding.files.content(self.batch.input_file_id))
+
+    def _make_room(self) -> None:
+        """Remove what gateways that died before they opened it have left of earlier epochs."""
+        self._feeding.folder.mkdir(parents=True, exist_ok=True)
+        for path in self._feeding.folder.glob(f"{self.batch.id}.*"):
+            path.unlink(missing_ok=True)
 
     async def _run(self, index: Index, total: int) -> bool:
         feeding = self._feeding

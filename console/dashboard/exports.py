@@ -8,8 +8,10 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
@@ -116,7 +118,22 @@ class Exports:
             export.expires_unix_ms = int((time.time() + KEPT_S) * 1000)
 
     async def _write_all(self, export: Export, view: View) -> None:
-        writer = await asyncio.to_thread(_open, export)  # in a thread: it may import a large library
+        # In one thread: opening may import a large library, and who is cancelled leaves a page behind, which is still
+        # being written when the file is to be closed.
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, thread)
+        try:
+            writer = await in_thread(_open, export)
+            try:
+                async for page in self._pages(export, view):
+                    await in_thread(writer.write, page.requests)
+            finally:
+                await in_thread(writer.close)
+        finally:
+            thread.shutdown(wait=False)
+
+    async def _pages(self, export: Export, view: View) -> AsyncIterator[Page]:
+        """Iterate over what is to be written, and count it once it is."""
         after: Cursor | None = None
 
         async def next_page(connection: AsyncConnection) -> Page:
@@ -125,17 +142,14 @@ class Exports:
                 connection, view.since_unix_ms, view.until_unix_ms, where=view.filters, after=after, limit=limit
             )
 
-        try:
-            while True:
-                page = await self._read(next_page)
-                await asyncio.to_thread(writer.write, page.requests)
-                export.rows += len(page.requests)
-                after = page.next
-                export.is_cut = after is not None and export.rows >= MAX_ROWS
-                if after is None or export.is_cut:
-                    return
-        finally:
-            await asyncio.to_thread(writer.close)
+        while True:
+            page = await self._read(next_page)
+            yield page
+            export.rows += len(page.requests)
+            after = page.next
+            export.is_cut = after is not None and export.rows >= MAX_ROWS
+            if after is None or export.is_cut:
+                return
 
     async def _read(self, ask: Callable[[AsyncConnection], Awaitable[_Answer]]) -> _Answer:
         """Query until the ledger answers, at most ``MAX_TRIES`` times, so ``ask`` must be read-only."""

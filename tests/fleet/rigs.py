@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection
@@ -259,7 +260,10 @@ class ProcessRig:
     def add_foreign(self) -> str:
         labels = labels_of(f"{self._fleet}x", "m-0123456789abcdef", POOL)
         self._foreign.append(subprocess.Popen(WORKER, env={**os.environ, LABELS: json.dumps(labels)}))
-        return f"{self._foreign[-1].pid}-{int(psutil.Process(self._foreign[-1].pid).create_time() * 1000)}"
+        process = psutil.Process(self._foreign[-1].pid)
+        while LABELS not in process.environ():  # for a moment a new process still has none
+            time.sleep(0.001)
+        return f"{process.pid}-{int(process.create_time() * 1000)}"
 
     def lose_answer(self) -> None:
         pytest.skip("there is no wire between a driver and its own machine")

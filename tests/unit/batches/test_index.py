@@ -1,15 +1,20 @@
 """The process that indexes the lines of a batch."""
 
 import asyncio
+import io
 import json
+import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from batches.index import Index, IndexTask, build
 from batches.lines import Done
+from tests.waiting import until
 
 PATH = "/v1/completions"
 LINES = b"".join(
@@ -53,3 +58,33 @@ def test_an_open_index_has_no_file(tmp_path: Path) -> None:
 
 async def _numbers(index: Index) -> list[int]:
     return [number async for number, _ in index.lines(Done())]
+
+
+async def test_it_is_closed_only_after_a_read_that_was_left_behind(tmp_path: Path) -> None:
+    """SQLite crashes the process if it is closed in the midst of one."""
+    assert build(task_in(tmp_path), io.BytesIO(LINES)).total == 100
+    index = Index(tmp_path / "one.index")
+    is_reading, may_go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_reading.set()
+        may_go_on.wait()
+
+    index._database.set_progress_handler(hold, 1)
+    reading = asyncio.create_task(_numbers(index))
+    await asyncio.to_thread(is_reading.wait)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    index.close()
+    index._database.total_changes  # noqa: B018  # raises where it is closed
+    may_go_on.set()
+    await until(lambda: _is_closed(index))
+
+
+def _is_closed(index: Index) -> bool:
+    try:
+        index._database.total_changes  # noqa: B018
+    except sqlite3.ProgrammingError:
+        return True
+    return False
