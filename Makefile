@@ -23,7 +23,7 @@ unit: ## Run the tests that need no server, no apt, no browser and no minutes (u
 	  tests/unit $(PYTEST_ARGS)
 
 test: check ## Run the checks and all tests (15 to 25 minutes on two cores)
-	.venv/bin/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-gpu: ## Run the tests that need an NVIDIA GPU, on one (docs/GPU.md)
 	@scripts/setup.sh test

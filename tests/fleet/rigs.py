@@ -8,8 +8,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 import tempfile
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
