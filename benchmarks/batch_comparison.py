@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -36,9 +36,16 @@ import uvloop
 from batches.states import OVER
 from benchmarks.gateway_overhead import machine
 from benchmarks.peers import litellm, pinned
-from benchmarks.peers.two_servers import RESTART_WAIT_S, UNBOUNDED, EngineProcess, EngineServerProcess, EngineShape
+from benchmarks.peers.two_servers import (
+    RESTART_WAIT_S,
+    UNBOUNDED,
+    EngineProcess,
+    EngineShape,
+    kill_and_start,
+    spillway_with_two_workers,
+    two_engine_servers,
+)
 from benchmarks.scripted_answers import ScriptedAnswers
-from benchmarks.spillway_under_test import running
 from spillway.children import die_with_parent, stop_process
 
 PATH: Final = "/v1/chat/completions"
@@ -81,16 +88,8 @@ def prompt(number: int) -> str:
 @asynccontextmanager
 async def spillway(folder: Path, lines: bytes) -> AsyncIterator[RunningBatch]:
     """Spillway with one gateway and two workers."""
-    engine = {
-        "kind": "scripted",
-        "inter_token_s": SHAPE.token_ms / 1000,
-        "max_sequences": SHAPE.slots,
-        "faults_from_prompt": True,
-    }
-    settings = {"models": {"scripted": {}}, "pools": {"engines": {"models": ["scripted"], "engine": engine}}}
-    names = ("worker 1", "worker 2")
     async with (
-        running(folder, settings, dict.fromkeys(names, "engines")) as system,
+        spillway_with_two_workers(folder, SHAPE) as (system, workers),
         openai.AsyncOpenAI(
             base_url=f"http://127.0.0.1:{system.port}/v1", api_key=system.api_key, max_retries=RETRIES
         ) as client,
@@ -99,11 +98,7 @@ async def spillway(folder: Path, lines: bytes) -> AsyncIterator[RunningBatch]:
         batch = await client.batches.create(input_file_id=file.id, endpoint=PATH, completion_window="24h")
 
         async def kill_feeder() -> None:
-            gateway = system.children["gateway"]
-            os.kill(gateway.pid, signal.SIGKILL)
-            await asyncio.sleep(RESTART_WAIT_S)
-            await gateway.start()
-            await gateway.wait_ready()
+            await kill_and_start(system.children["gateway"])
 
         async def wait() -> tuple[list[Any], list[Any], int]:
             while (found := await client.batches.retrieve(batch.id)).status not in OVER:  # noqa: ASYNC110  # another process
@@ -115,7 +110,7 @@ async def spillway(folder: Path, lines: bytes) -> AsyncIterator[RunningBatch]:
             answered, failed = ([json.loads(text) for text in file.splitlines()] for file in texts)
             return answered, failed, 1
 
-        yield RunningBatch([system.children[name] for name in names], kill_feeder, wait)
+        yield RunningBatch(workers, kill_feeder, wait)
 
 
 class _Runner:
@@ -152,13 +147,7 @@ class _Runner:
 async def litellm_runner(folder: Path, lines: bytes) -> AsyncIterator[RunningBatch]:
     """LiteLLM's runner before two engine servers with vLLM's waiting room."""
     (folder / "lines.jsonl").write_bytes(lines)
-    servers = [EngineServerProcess(folder, SHAPE, UNBOUNDED) for _ in range(ENGINES)]
-    async with AsyncExitStack() as stack:
-        for server in servers:
-            stack.push_async_callback(server.stop)
-            await server.start()
-        for server in servers:
-            await server.wait_ready()
+    async with two_engine_servers(folder, SHAPE, UNBOUNDED) as servers:
         runner = _Runner(folder, [server.port for server in servers])
         await runner.start()
 
@@ -227,12 +216,9 @@ async def measure(name: str, fault: str, count: int) -> dict[str, Any]:
 async def _kill_engines(batch: RunningBatch, kills: Counter[str]) -> None:
     while True:
         await asyncio.sleep(KILL_PERIOD_S)
-        engine = batch.engines[kills["engines"] % len(batch.engines)]
-        os.kill(engine.pid, signal.SIGKILL)
+        engine = batch.engines[kills["engines"] % ENGINES]
         kills["engines"] += 1
-        await asyncio.sleep(RESTART_WAIT_S)
-        await engine.start()
-        await engine.wait_ready()
+        await kill_and_start(engine)
 
 
 async def _kill_feeder(batch: RunningBatch, after_s: float, kills: Counter[str]) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from benchmarks.peers import litellm
 from benchmarks.ports import free_port, wait_until_listening
-from benchmarks.spillway_under_test import running
+from benchmarks.spillway_under_test import RunningSpillway, running
 from spillway.children import die_with_parent, stop_process
 
 RESTART_WAIT_S: Final = 1.0
@@ -53,21 +53,25 @@ class EngineProcess(Protocol):
         ...
 
 
+async def kill_and_start(process: EngineProcess) -> None:
+    """SIGKILL a process; return when its successor takes requests."""
+    os.kill(process.pid, signal.SIGKILL)
+    await asyncio.sleep(RESTART_WAIT_S)
+    await process.start()
+    await process.wait_ready()
+
+
 @dataclass(frozen=True)
 class ComparedSystem:
     """Something with a chat endpoint in front of two engines."""
 
     ports: tuple[int, ...]  # callers take turns among them
     api_key: str
-    engines: tuple[EngineProcess, ...]
+    engines: Sequence[EngineProcess]
 
     async def kill_engine(self, number: int) -> None:
         """SIGKILL one engine's process; return when its successor takes requests."""
-        engine = self.engines[number]
-        os.kill(engine.pid, signal.SIGKILL)
-        await asyncio.sleep(RESTART_WAIT_S)
-        await engine.start()
-        await engine.wait_ready()
+        await kill_and_start(self.engines[number])
 
 
 class EngineServerProcess:
@@ -106,9 +110,10 @@ class EngineServerProcess:
 
 
 @asynccontextmanager
-async def _two_engine_servers(
+async def two_engine_servers(
     folder: Path, shape: EngineShape, max_concurrent: int
 ) -> AsyncIterator[tuple[EngineServerProcess, ...]]:
+    """Two of the engine's own servers, ready."""
     servers = tuple(EngineServerProcess(folder, shape, max_concurrent) for _ in range(2))
     async with AsyncExitStack() as stack:
         for server in servers:
@@ -122,29 +127,31 @@ async def _two_engine_servers(
 @asynccontextmanager
 async def bounded_engine_servers(folder: Path, shape: EngineShape) -> AsyncIterator[ComparedSystem]:
     """The engines' own servers with TGI's waiting room; callers take turns."""
-    async with _two_engine_servers(folder, shape, TGI_MAX_CONCURRENT) as servers:
+    async with two_engine_servers(folder, shape, TGI_MAX_CONCURRENT) as servers:
         yield ComparedSystem(tuple(server.port for server in servers), NO_KEY, servers)
 
 
 @asynccontextmanager
 async def unbounded_engine_servers(folder: Path, shape: EngineShape) -> AsyncIterator[ComparedSystem]:
     """The engines' own servers with vLLM's waiting room; callers take turns."""
-    async with _two_engine_servers(folder, shape, UNBOUNDED) as servers:
+    async with two_engine_servers(folder, shape, UNBOUNDED) as servers:
         yield ComparedSystem(tuple(server.port for server in servers), NO_KEY, servers)
 
 
 @asynccontextmanager
 async def litellm_proxy(folder: Path, shape: EngineShape, *, continues: bool) -> AsyncIterator[ComparedSystem]:
     """LiteLLM in front of the engines' own servers, with TGI's waiting room; retries and fallbacks on."""
-    async with _two_engine_servers(folder, shape, TGI_MAX_CONCURRENT) as servers:
+    async with two_engine_servers(folder, shape, TGI_MAX_CONCURRENT) as servers:
         ports = [server.port for server in servers]
         async with litellm.running_failover_litellm(folder, ports, continues=continues) as proxy_port:
             yield ComparedSystem((proxy_port,), litellm.MASTER_KEY, servers)
 
 
 @asynccontextmanager
-async def spillway(folder: Path, shape: EngineShape) -> AsyncIterator[ComparedSystem]:
-    """Spillway with two workers and nothing set that is not set by default."""
+async def spillway_with_two_workers(
+    folder: Path, shape: EngineShape
+) -> AsyncIterator[tuple[RunningSpillway, Sequence[EngineProcess]]]:
+    """Spillway with two workers and nothing set that is not set by default; and these workers."""
     engine = {
         "kind": "scripted",
         "inter_token_s": shape.token_ms / 1000,
@@ -157,7 +164,14 @@ async def spillway(folder: Path, shape: EngineShape) -> AsyncIterator[ComparedSy
     }
     names = ("worker 1", "worker 2")
     async with running(folder, settings, dict.fromkeys(names, "engines")) as system:
-        yield ComparedSystem((system.port,), system.api_key, tuple(system.children[name] for name in names))
+        yield system, [system.children[name] for name in names]
+
+
+@asynccontextmanager
+async def spillway(folder: Path, shape: EngineShape) -> AsyncIterator[ComparedSystem]:
+    """Spillway, as it is by default."""
+    async with spillway_with_two_workers(folder, shape) as (system, workers):
+        yield ComparedSystem((system.port,), system.api_key, workers)
 
 
 Opener = Callable[[Path, EngineShape], contextlib.AbstractAsyncContextManager[ComparedSystem]]
