@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
+.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos flakes fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -23,7 +23,7 @@ unit: ## Run the tests that need no server, no apt, no browser and no minutes (u
 	  tests/unit $(PYTEST_ARGS)
 
 test: check ## Run the checks and all tests (some 15 minutes on two cores)
-	.venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -p tests.flakes.confirm -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-gpu: ## Run the tests that need an NVIDIA GPU, on one (docs/GPU.md)
 	@scripts/setup.sh test
@@ -53,6 +53,14 @@ bench-engine-peers: ## Our engine beside transformers and vLLM for CPUs (install
 	@scripts/setup.sh test
 	.venv/bin/python -m benchmarks.engine_throughput --systems generate continuous vllm spillway spillway-int8 \
 	  $(if $(PICTURE),--picture $(PICTURE))
+
+TESTS ?=
+TIMES ?= 8
+LOAD ?= 8
+FOLDER ?=
+flakes: ## Repeat tests in random order under load, and list what ever failed: make flakes [TESTS=tests/fleet] [TIMES=8] [LOAD=8] [FOLDER=one-to-continue]
+	@scripts/setup.sh test
+	.venv/bin/python -m tests.flakes $(TESTS) --times $(TIMES) --load $(LOAD) $(if $(FOLDER),--folder $(FOLDER))
 
 REQUESTS ?= 10000
 leaks: ## Cancel requests at random moments and look for what the engine keeps of them: make leaks [REQUESTS=10000] [SEED=1]
