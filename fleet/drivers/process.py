@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
@@ -36,6 +37,7 @@ class ProcessDriver:
         self._log_dir = log_dir
         self._command = tuple(command)
         self._launching = asyncio.Lock()  # so that the same order cannot run twice
+        self._spawned: set[int] = set()  # process ids that are ours to reap
 
     @property
     def places(self) -> Sequence[str]:
@@ -48,23 +50,39 @@ class ProcessDriver:
             for process, labels in await asyncio.to_thread(self._find):
                 if labels[MACHINE_LABEL] == order.machine_id:
                     return _id_of(process)
-            self._log_dir.mkdir(parents=True, exist_ok=True)
             try:
-                with (self._log_dir / f"{order.machine_id}.log").open("ab") as log_file:
-                    started = await asyncio.create_subprocess_exec(
-                        *self._command,
-                        stdin=asyncio.subprocess.DEVNULL,
-                        stdout=log_file,
-                        stderr=asyncio.subprocess.STDOUT,
-                        start_new_session=True,
-                        env={**os.environ, **order.environment, LABELS: json.dumps(dict(order.labels))},
-                    )
+                pid = self._spawn(order)
             except OSError as error:
                 raise LaunchRefused(f"{self._command[0]}: {error.strerror}") from error
+            self._spawned.add(pid)
+            return _id_of(psutil.Process(pid))
+
+    def _spawn(self, order: Order) -> int:
+        # asyncio and subprocess would hold on to a process that may outlive us, and watch it from a thread.
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        log_path = str(self._log_dir / f"{order.machine_id}.log")
+        return os.posix_spawnp(  # the operator's own command
+            self._command[0],
+            self._command,
+            {**os.environ, **order.environment, LABELS: json.dumps(dict(order.labels))},
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setsid=True,
+            setsigdef=[signal.SIGPIPE],  # Python ignores it, and a child would inherit that
+        )
+
+    def _reap(self) -> None:
+        """Free the entries of ended processes in the system's table."""
+        for pid in list(self._spawned):
             try:
-                return _id_of(psutil.Process(started.pid))
-            except psutil.NoSuchProcess as error:
-                raise LaunchRefused(f"{self._command[0]} has ended at once; see {self._log_dir}") from error
+                if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                    continue
+            except ChildProcessError:
+                pass  # another call has it
+            self._spawned.discard(pid)
 
     async def machines(self) -> list[ProviderMachine]:
         """Return the processes that run."""
@@ -79,6 +97,7 @@ class ProcessDriver:
 
     def _find(self) -> list[tuple[psutil.Process, dict[str, str]]]:
         """Return this pool's processes with their labels. A worker's own children inherit these: they are left out."""
+        self._reap()
         found: dict[str, tuple[float, psutil.Process, dict[str, str]]] = {}
         for process, labels in _labelled():
             if labels.get(FLEET_LABEL) == self._fleet_id and labels.get(POOL_LABEL) == self._pool:

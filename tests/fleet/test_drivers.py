@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fleet.drivers.base import Driver
+from fleet.drivers.process import ProcessDriver
 from fleet.errors import LaunchRefused, NoCapacity, OverQuota, ProviderError
 from fleet.machine import FLEET_LABEL, POOL_LABEL, Machine, Order, ProviderMachine, State, labels_of, new_machine_id
 from fleet.matching import match
-from tests.fleet.rigs import POOL, RIGS, Rig
+from tests.fleet.rigs import FLEET, POOL, RIGS, Rig
 from tests.waiting import until
 
 
@@ -157,3 +159,16 @@ async def test_a_provider_out_of_reach_is_an_error_of_its_own(rig: Rig) -> None:
             await driver.launch(new_order(rig, driver))
     finally:
         await driver.close()
+
+
+async def test_a_worker_process_that_ends_by_itself_leaves_no_zombie(tmp_path: Path) -> None:
+    driver = ProcessDriver(FLEET, POOL, [""], log_dir=tmp_path / "logs", command=["echo", "over"])
+    machine_id = new_machine_id()
+    order = Order(machine_id, POOL, "", labels_of(FLEET, machine_id, POOL), {})
+    pid = int((await driver.launch(order)).partition("-")[0])
+
+    async def is_reaped() -> bool:
+        return await driver.machines() == [] and not psutil.pid_exists(pid)
+
+    await until(is_reaped)
+    assert (tmp_path / "logs" / f"{machine_id}.log").read_text() == "over\n"
