@@ -1,13 +1,19 @@
 """Logging of all Spillway processes: one JSON object per line, or coloured text on a terminal."""
 
+import contextlib
 import datetime as dt
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Final
 
 import msgspec
 import structlog
+
+_CHATTY: Final = ("httpx", "aiosqlite", "alembic", "botocore", "uvicorn.error", "urllib3")
+# Our lines do not show these fields, so they need not be collected: Python's "Logging HOWTO", "Optimization".
+_UNUSED_FIELDS: Final = {"logThreads": False, "logProcesses": False, "logMultiprocessing": False, "_srcfile": None}
 
 _encode_json = msgspec.json.Encoder().encode
 
@@ -44,8 +50,35 @@ def _flatten(_logger: object, _name: str, event: structlog.typing.EventDict) -> 
     return event
 
 
-def configure(process: str, *, level: int = logging.INFO) -> None:
-    """Send the standard library's log records to stderr, each with the time, the level and the process's name."""
+@contextlib.contextmanager
+def configured(process: str, *, level: int = logging.INFO) -> Iterator[None]:
+    """Send the standard library's log records to stderr, each with the time, the level and the process's name.
+
+    At the end, logging is as it was before: stderr may be closed by then, as it is after a command run by a test.
+    """
+    root = logging.getLogger()
+    levels = {root: level} | {logging.getLogger(name): logging.WARNING for name in _CHATTY}
+    handlers_before = root.handlers
+    levels_before = {logger: logger.level for logger in levels}
+    fields_before = {name: getattr(logging, name) for name in _UNUSED_FIELDS}
+    root.handlers = [_handler(process)]
+    _set(levels, _UNUSED_FIELDS)
+    try:
+        yield
+    finally:
+        root.handlers = handlers_before
+        _set(levels_before, fields_before)
+
+
+def _set(levels: Mapping[logging.Logger, int], fields: Mapping[str, object]) -> None:
+    for logger, level in levels.items():
+        logger.setLevel(level)
+    for name, value in fields.items():
+        setattr(logging, name, value)
+
+
+def _handler(process: str) -> logging.Handler:
+    """Return a handler that writes to stderr."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
@@ -67,13 +100,6 @@ def configure(process: str, *, level: int = logging.INFO) -> None:
             renderer,
         ],
     )
-    # Our lines do not show these fields, so they need not be collected: Python's "Logging HOWTO", "Optimization".
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging._srcfile = None  # noqa: SLF001
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
-    root = logging.getLogger()
-    root.handlers = [handler]
-    root.setLevel(level)
-    for chatty in ("httpx", "aiosqlite", "alembic", "botocore", "uvicorn.error", "urllib3"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    return handler

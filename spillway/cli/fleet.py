@@ -35,6 +35,7 @@ DAY_MS: Final = 24 * HOUR_MS
 TABLE_WIDTH_CHARS: Final = 100  # at least: headings that are cut off say nothing
 
 
+@logs.configured("fleet")
 def run(
     config: ConfigOption = None,
     data: DataOption = None,
@@ -48,7 +49,6 @@ def run(
     Any number may run, one of them leads. Ctrl-C ends the controller; machines
     stay, and the next controller goes on with them.
     """
-    logs.configure("fleet")
     resolved = running_or_config(config, data)
     _need_fleet(resolved)
     from fleet.main import run as run_controller  # noqa: PLC0415  # imports drivers

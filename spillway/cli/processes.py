@@ -45,6 +45,7 @@ _EXAMPLES: Final[dict[str, tuple[str, dict[str, Any]]]] = {  # by task: the path
 }
 
 
+@logs.configured("up")
 def up(
     config: ConfigOption = None,
     data: DataOption = None,
@@ -57,7 +58,6 @@ def up(
     workers: Annotated[int | None, typer.Option(min=0, max=64, help="Workers per pool on this machine.")] = None,
 ) -> None:
     """Run all of Spillway on this machine: NATS, gateway, ledger and workers. Ctrl-C shuts it down in order."""
-    logs.configure("up")
     overrides: dict[str, Any] = {} if port is None else {"gateway": {"port": port}}
     resolved = resolve_config(config, data, overrides)
     if model is not None:
@@ -132,11 +132,11 @@ def curl_command(running: Running) -> str:
     )
 
 
+@logs.configured("gateway")
 def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
     """Run one gateway: the HTTP endpoint."""
     from gateway.main import run
 
-    logs.configure("gateway")
     resolved = resolve_config(config, data)
 
     async def main() -> None:
@@ -146,14 +146,14 @@ def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: Re
     run_async(main)
 
 
+@logs.configured("ledger")
 def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
     """Run one ledger writer: usage records from the queue into SQL, and webhooks. Several may run at the same time."""
     from ledger.main import run
     from webhooks.main import run as run_webhooks
 
-    logs.configure("ledger")
-    os.nice(LEDGER_NICENESS)
     resolved = resolve_config(config, data)
+    os.nice(LEDGER_NICENESS)
     try:
         webhooks = partial(run_webhooks, settings=resolved.webhooks, pepper=pepper_of(resolved))
     except PepperError as error:

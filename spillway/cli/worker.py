@@ -111,16 +111,16 @@ def worker(
     """
     from pool_worker.main import run  # noqa: PLC0415 - imports all engine adapters
 
-    logs.configure(f"worker {pool}")
-    engine = {"url": engine_url, "kind": engine_kind, "exec": exec_, "tokenizer": tokenizer}
-    overrides = _of_pool(engine, model or [], set_ or [])
-    resolved = _resolve(config, data, pool, overrides, model or [], nats_url or [])
-    run_async(
-        lambda: run(
-            resolved.worker_settings(pool, machine),
-            on_ready=lambda task: write_ready(ready_file, {"pool": pool, "task": task}),
+    with logs.configured(f"worker {pool}"):
+        engine = {"url": engine_url, "kind": engine_kind, "exec": exec_, "tokenizer": tokenizer}
+        overrides = _of_pool(engine, model or [], set_ or [])
+        resolved = _resolve(config, data, pool, overrides, model or [], nats_url or [])
+        run_async(
+            lambda: run(
+                resolved.worker_settings(pool, machine),
+                on_ready=lambda task: write_ready(ready_file, {"pool": pool, "task": task}),
+            )
         )
-    )
 
 
 def _of_pool(engine: dict[str, str | None], models: list[str], settings: list[str]) -> dict[str, Any]:

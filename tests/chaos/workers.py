@@ -37,8 +37,8 @@ def worker_process(settings_json: str, log_path: str) -> None:
         os.dup2(log, stream)
     die_with_parent()
     settings = WorkerSettings.model_validate_json(settings_json)
-    logs.configure(settings.worker_id)
-    uvloop.run(run(settings))
+    with logs.configured(settings.worker_id):
+        uvloop.run(run(settings))
 
 
 def _live_in(network: str, life: Life, settings_json: str, log_path: str) -> None:

@@ -202,15 +202,9 @@ async def test_sums_are_those_of_the_ledger_and_each_request_has_a_line_in_the_l
 
 
 def test_a_log_line_is_json_with_all_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
-    try:
-        logs.configure("gateway")
+    with logs.configured("gateway"):
         logging.getLogger("a.b").info("request ended", extra={"fields": {"model": "m", "ttft_ms": None, "n": 1.5}})
         logging.getLogger("a.b").warning("hello %s", "you")
-    finally:
-        root.handlers = handlers
-        root.setLevel(level)
     fast, usual = map(json.loads, capsys.readouterr().err.splitlines())
     assert list(fast)[:5] == list(usual)[:5]
     assert fast["timestamp"][-1] == "Z"
