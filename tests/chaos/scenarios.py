@@ -153,6 +153,18 @@ SCENARIOS = {
         Shape(workers=0, servers=UPSTREAMS),
         in_turn=True,
     ),
+    "swap": Scenario(
+        "a pool beside a server is replaced under load by one beside a server of another make, and back",
+        {"swap": 1},
+        5,
+        0.5,
+        Shape(
+            workers=0,
+            servers=(ServerSpec("old", "vllm", real=False), ServerSpec("new", "llamacpp", real=False, side_cars=2)),
+            standing_by="new",
+        ),
+        callers=6,
+    ),
     "kill-vllm": Scenario(
         "SIGKILL a real vLLM in mid-stream, beside another and our engine",
         {"kill_vllm": 1},

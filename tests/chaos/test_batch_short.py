@@ -7,8 +7,8 @@ from tests.chaos.load_scenarios import LOAD_SCENARIOS, batch_kills
 from tests.chaos.load_scenarios.plan import LoadPlan, run_load
 from tests.chaos.system import Shape
 
-LINES = 300
-KILLS = {"worker": 3, "feeder": 2, "gateway": 1, "queue": 1}
+LINES = 100
+KILLS = {"worker": 2, "feeder": 1, "queue": 1}
 SHAPE = Shape(
     workers=2,
     gateways=2,

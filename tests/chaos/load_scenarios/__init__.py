@@ -34,6 +34,9 @@ LOAD_SCENARIOS = {
     "nats-idle": LoadScenario("the queue server dies while nothing runs", Shape(workers=1), spike.nats_idle, 1, 10),
     "fair": LoadScenario("two tenants of equal weight, one asks ten times as much", FAIR_SHAPE, shares.fair, 20),
     "weights": LoadScenario("two tenants of weights 3 and 1", WEIGHTS_SHAPE, shares.weights, 20),
+    "backlogs": LoadScenario(
+        "two tenants behind full engines, all of one before the first of the other", FAIR_SHAPE, shares.backlogs, 0, 36
+    ),
     "light-tenant": LoadScenario("one tenant's spike beside another's few", FAIR_SHAPE, shares.light_tenant, 40),
     "batch": LoadScenario("batch jobs fill every pool", FAIR_SHAPE, shares.batch, 40),
     "batch-beside": LoadScenario("a batch of lines fills every pool", FAIR_SHAPE, batch_beside, 40),

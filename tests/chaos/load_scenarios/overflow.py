@@ -72,24 +72,27 @@ KINDS = (
 )
 
 
-def overflow_shape(cap_calls: int) -> Shape:
-    """Two gateways share a cap that holds so many calls; the scenario starts the workers."""
-    price = {"prompt": 100.0, "cached": 100.0, "completion": 1000.0}
-    # Gateways need not know where the API is, and its address is not known yet.
-    engine = {"kind": "vllm", "url": "http://127.0.0.1:1", "tokenizer": "none"}
-    pool = {"tier": TIER, "provider": PROVIDER, "models": [MODEL], "engine": engine, "prices": {MODEL: price}}
-    return Shape(
-        workers=0,
-        gateways=2,
-        max_sequences=SEQUENCES,
-        inter_token_s=TOKEN_S,
-        gateway_timeouts={"overflow_after_s": 0.5},
-        limited=POLICIES,
-        other_pools={API: {**pool, "usd_per_day": cap_calls * CALL_USD, "usd_per_month": 2 * cap_calls * CALL_USD}},
-    )
-
-
-OVERFLOW_SHAPE = overflow_shape(CAP_CALLS)
+PRICES = {"prompt": 100.0, "cached": 100.0, "completion": 1000.0}
+OVERFLOW_SHAPE = Shape(
+    workers=0,  # the scenario starts them
+    gateways=2,  # which share the cap
+    max_sequences=SEQUENCES,
+    inter_token_s=TOKEN_S,
+    gateway_timeouts={"overflow_after_s": 0.5},
+    limited=POLICIES,
+    other_pools={
+        API: {
+            "tier": TIER,
+            "provider": PROVIDER,
+            "models": [MODEL],
+            # Gateways need not know where the API is, and its address is not known yet.
+            "engine": {"kind": "vllm", "url": "http://127.0.0.1:1", "tokenizer": "none"},
+            "prices": {MODEL: PRICES},
+            "usd_per_day": CAP_CALLS * CALL_USD,
+            "usd_per_month": 2 * CAP_CALLS * CALL_USD,
+        }
+    },
+)
 
 
 class Play:
