@@ -4,6 +4,7 @@ On PostgreSQL whole partitions are dropped. Rows outside a partition of a single
 deleted one by one.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 from sqlalchemy import CursorResult, and_, delete, select, tuple_
@@ -19,19 +20,28 @@ DAY_MS: Final = 86_400_000
 BATCH_ROWS: Final = 2_000  # of a transaction, so that usage is written in between
 
 
-def kept_since_unix_ms(days: int) -> int:
+def kept_since_unix_ms(days: int, now_unix_ms: int | None = None) -> int:
     """Return the start of the oldest of that many whole UTC days; today is one more."""
-    return (unix_now_ms() // DAY_MS - days) * DAY_MS
+    now_unix_ms = unix_now_ms() if now_unix_ms is None else now_unix_ms
+    return (now_unix_ms // DAY_MS - days) * DAY_MS
 
 
 class Retention:
     """Deletes rows older than the last ``days`` whole days, a few at a time."""
 
-    def __init__(self, engine: AsyncEngine, days: int | None, *, batch_rows: int = BATCH_ROWS) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        days: int | None,
+        *,
+        batch_rows: int = BATCH_ROWS,
+        clock: Callable[[], int] = unix_now_ms,
+    ) -> None:
         """Keep ``days`` whole days; None never deletes."""
         self._engine = engine
         self._days = days
         self._batch_rows = batch_rows
+        self._clock = clock
 
     async def delete_some(self) -> bool:
         """Delete at most ``batch_rows`` requests, and as many attempts. Report whether there is more.
@@ -40,7 +50,7 @@ class Retention:
         """
         if self._days is None:
             return False
-        before_unix_ms = kept_since_unix_ms(self._days)
+        before_unix_ms = kept_since_unix_ms(self._days, self._clock())
         try:
             async with writing(self._engine) as connection:
                 await drop_partitions(connection, before_unix_ms)

@@ -15,7 +15,6 @@ from ledger.check import check_rollups
 from ledger.partitions import DAY_MS, create_partitions
 from ledger.retention import Retention, kept_since_unix_ms
 from ledger.store import store_records
-from protocol.clock import unix_now_ms
 from protocol.usage import UsageRecord
 from tests.usage_records import attempt_record, request_record
 
@@ -76,15 +75,14 @@ async def test_two_writers_make_them_once(engine: AsyncEngine) -> None:
 
 
 async def test_retention_drops_days_and_deletes_what_is_in_no_days_partition(engine: AsyncEngine) -> None:
-    today = unix_now_ms() // DAY_MS * DAY_MS
-    await create_partitions(engine, today - 3 * DAY_MS, 4)
+    await create_partitions(engine, TODAY - 3 * DAY_MS, 4)
     for number, days_ago in enumerate((9, 3, 2, 1, 0)):
-        await store_records(engine, both(number, today - days_ago * DAY_MS))
-    assert not await Retention(engine, 2).delete_some()
+        await store_records(engine, both(number, TODAY - days_ago * DAY_MS))
+    assert not await Retention(engine, 2, clock=lambda: TODAY).delete_some()
     for table in partitions.TABLES:
-        expected = {named(table, today - days_ago * DAY_MS): 1 for days_ago in (2, 1, 0)}
+        expected = {named(table, TODAY - days_ago * DAY_MS): 1 for days_ago in (2, 1, 0)}
         assert await rows_by_partition(engine, table) == expected
-        assert named(table, today - 3 * DAY_MS) not in await names(engine)
+        assert named(table, TODAY - 3 * DAY_MS) not in await names(engine)
 
 
 async def test_whoever_reads_keeps_a_partition_from_being_made_but_not_usage_from_being_written(

@@ -1,7 +1,5 @@
 """Old rows go in whole UTC days; figures stay."""
 
-import time
-
 from sqlalchemy import func, select
 
 from db.engine import create_engine
@@ -9,12 +7,14 @@ from db.models import AttemptRow, RequestRow, RollupRow
 from ledger.check import check_rollups
 from ledger.retention import DAY_MS, Retention, kept_since_unix_ms
 from ledger.store import store_records
+from protocol.clock import unix_now_ms
 from tests.usage_records import attempt_record, request_record
 
 
 async def test_what_is_older_goes_a_little_at_a_time_and_rollups_stay(database_url: str) -> None:
     engine = create_engine(database_url)
-    oldest_kept = kept_since_unix_ms(2)
+    now = unix_now_ms()
+    oldest_kept = kept_since_unix_ms(2, now)
     for number in range(10):
         received = oldest_kept + (number - 5) * 1000  # half of them a moment too old
         started = received + 4000  # attempts stay or go with their requests
@@ -23,7 +23,7 @@ async def test_what_is_older_goes_a_little_at_a_time_and_rollups_stay(database_u
         await store_records(engine, [record, tried])
     assert not await Retention(engine, None).delete_some()
     rounds = 1
-    while await Retention(engine, 2, batch_rows=3).delete_some():
+    while await Retention(engine, 2, batch_rows=3, clock=lambda: now).delete_some():
         rounds += 1
     async with engine.connect() as connection:
         for table in (RequestRow, AttemptRow):
@@ -33,5 +33,5 @@ async def test_what_is_older_goes_a_little_at_a_time_and_rollups_stay(database_u
     assert rounds == 2
     assert [day.wrong for day in await check_rollups(engine, repair=True, since_unix_ms=oldest_kept)] == [0]
     assert oldest_kept % DAY_MS == 0
-    assert oldest_kept <= time.time() * 1000 - 2 * DAY_MS < oldest_kept + DAY_MS
+    assert oldest_kept <= now - 2 * DAY_MS < oldest_kept + DAY_MS
     await engine.dispose()
