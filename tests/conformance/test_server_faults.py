@@ -9,7 +9,6 @@ Only what is wrong with the request itself is a refusal, which nobody tries agai
 import asyncio
 import contextlib
 import re
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from fastapi import Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
+from benchmarks.ports import free_port
 from engine.types import Grammar, ResumePoint
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
@@ -321,9 +321,7 @@ async def test_an_unhealthy_server_is_lost(tokenizer: str) -> None:
 
 
 async def test_a_server_that_never_comes_is_said_so(tokenizer: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    replay = Replay("vllm", url=f"http://127.0.0.1:{port}")
+    replay = Replay("vllm", url=f"http://127.0.0.1:{free_port()}")
     engine = engines.create(settings(replay, tokenizer, ready_s=0.1))
     with pytest.raises(EngineDiedError, match="is not ready"):
         await engine.start()

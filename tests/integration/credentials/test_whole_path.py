@@ -22,7 +22,7 @@ from spillway.nats_accounts import of_pool
 from tests.integration.credentials.conftest import MODEL, SLOW, Installation, has_rows
 from tests.integration.pool_worker.playing_gateway import running_worker
 from tests.integration.pool_worker.worker_process import finish, start_process
-from tests.waiting import until
+from tests.waiting import HANGS_S, until
 
 
 async def test_a_request_is_answered_and_counted(installation: Installation) -> None:
@@ -159,15 +159,15 @@ async def test_gateways_answer_the_ledger_and_workers(installation: Installation
     queue = installation.queue
     ledger = await queue.connect("ledger")
     question = encode(OpenRequestsQuery(("unknown",)))
-    reply = await ledger.request(subjects.open_requests_subject("g1"), question, timeout_s=10.0)
+    reply = await ledger.request(subjects.open_requests_subject("g1"), question, timeout_s=HANGS_S)
     assert decode_answer(reply.data).completion_tokens == {}
     machine = queue.authority.issue(of_pool("demo"), "box7", lasts_s=3600)
     worker = await queue.connect_worker(machine, "demo", "box7")
-    oldest = await worker.request(subjects.oldest_job_subject(MODEL, "h0"), b"", timeout_s=10.0)
+    oldest = await worker.request(subjects.oldest_job_subject(MODEL, "h0"), b"", timeout_s=HANGS_S)
     assert oldest.data == b""
     gateway = await queue.connect("gateway")
     await gateway.publish_durable(subjects.job_subject(MODEL, "h0"), b"a job", message_id="1")
-    stored = await worker.request(subjects.oldest_job_subject(MODEL, "h0"), b"", timeout_s=10.0)
+    stored = await worker.request(subjects.oldest_job_subject(MODEL, "h0"), b"", timeout_s=HANGS_S)
     assert datetime.fromisoformat(stored.data.decode()).tzinfo is not None
 
 

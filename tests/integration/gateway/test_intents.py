@@ -31,7 +31,7 @@ def spooled(gateway: GatewayUnderTest) -> bytes:
 
 async def open_at(bus: Bus, *request_ids: str) -> dict[str, int]:
     reply = await bus.request(
-        subjects.open_requests_subject("g0"), encode(OpenRequestsQuery(request_ids)), timeout_s=10
+        subjects.open_requests_subject("g0"), encode(OpenRequestsQuery(request_ids)), timeout_s=HANGS_S
     )
     return decode_answer(reply.data).completion_tokens
 

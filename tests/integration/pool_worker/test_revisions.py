@@ -78,7 +78,7 @@ async def test_a_card_of_workers_that_are_gone_is_put_right(gateway: PlayingGate
         card = await read_model_card(gateway.bus, MODEL)
         assert card is not None
         old = m.ModelCard(m.PROTOCOL_VERSION, MODEL, 512, "tokenizer-old", None, revision="old")
-        await gateway.bus.request(subjects.model_card_subject(MODEL), m.encode(old), timeout_s=5)
+        await gateway.bus.request(subjects.model_card_subject(MODEL), m.encode(old), timeout_s=HANGS_S)
         await gateway.ask(revision=m.Revision("", "old"))
         async with asyncio.timeout(HANGS_S):
             while await read_model_card(gateway.bus, MODEL) != card:
