@@ -20,7 +20,7 @@ from pool_worker.settings import OpenAIChatSettings
 from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
 from tests.conformance.server_replay import Fault, running
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, HEALTHY_S
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me something."}]
 WEATHER = Tool("weather", "Tells the weather.", '{"type":"object","properties":{"city":{"type":"string"}}}')
@@ -88,7 +88,7 @@ class Driver:
 
 
 def settings(replay: ChatReplay, **more: Any) -> OpenAIChatSettings:
-    known = {"kind": "openai_chat", "profile": "openai", "model": "replay", "api_key": "k-1", "ready_s": 5.0}
+    known = {"kind": "openai_chat", "profile": "openai", "model": "replay", "api_key": "k-1", "ready_s": HANGS_S}
     return OpenAIChatSettings(**{**known, "url": replay.url, **more})
 
 
@@ -370,7 +370,7 @@ async def test_leaving_ends_the_servers_work(faulty: tuple[Driver, ChatReplay]) 
 
 
 async def test_an_unhealthy_server_is_lost(replay: ChatReplay) -> None:
-    engine = engines.create(settings(replay, profile="vllm", health_limit_s=0.3))
+    engine = engines.create(settings(replay, profile="vllm", health_limit_s=HEALTHY_S))
     assert isinstance(engine, ChatServerEngine)
     await engine.start()
     replay.is_healthy = False

@@ -27,9 +27,10 @@ from tests.conformance.replay_events import EVENTS
 from tests.conformance.server_replay import Fault, Replay, running, running_on_demand
 from tests.conformance.test_engines import server_settings
 from tests.unit.engine.tiny_models import byte_level_tokenizer
+from tests.waiting import HANGS_S, HEALTHY_S
 
 KIND_OF_FRAMING = {FORMATS[kind].framing: kind for kind in reversed(FORMATS)}
-SHORT_S = 0.3
+SHORT_S = 1.0  # of silence; a loaded machine pauses for a part of it
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings(replay: Replay, tokenizer: str, **more: object) -> ServerEngineSettings:
-    return server_settings(replay, tokenizer, **{"max_model_len": MAX_MODEL_LEN, "ready_s": 5.0, **more})
+    return server_settings(replay, tokenizer, **{"max_model_len": MAX_MODEL_LEN, "ready_s": HANGS_S, **more})
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +313,7 @@ async def test_a_server_that_makes_no_tokens_at_all_is_lost(tokenizer: str) -> N
 
 async def test_an_unhealthy_server_is_lost(tokenizer: str) -> None:
     with running(Replay("vllm")) as replay:
-        engine = engines.create(settings(replay, tokenizer, health_limit_s=SHORT_S))
+        engine = engines.create(settings(replay, tokenizer, health_limit_s=HEALTHY_S))
         driver = Driver(engine, await engine.start())
         replay.is_healthy = False
         with pytest.raises(EngineDiedError, match="500"):

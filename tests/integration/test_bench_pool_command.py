@@ -20,6 +20,7 @@ from spillway.config import DEMO_MODEL_PATH
 from tests.conformance.chat_replay import ChatReplay
 from tests.conformance.server_replay import SLOTS, Replay, running
 from tests.integration.test_bench_command import ROW_FIELDS, words
+from tests.waiting import HANGS_S
 
 SMALL = ["--prompt-tokens", "8,16", "--batch", "1,3", "--new-tokens", "4", "--rounds", "2", "--max-tpot-ms", "60000"]
 TEMPLATE = """
@@ -51,7 +52,7 @@ def configured(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def of_server(replay: Replay, **more: Any) -> dict[str, Any]:
-    return {"kind": replay.kind, "url": replay.url, "tokenizer": str(DEMO_MODEL_PATH), "ready_s": 5.0, **more}
+    return {"kind": replay.kind, "url": replay.url, "tokenizer": str(DEMO_MODEL_PATH), "ready_s": HANGS_S, **more}
 
 
 def pasted(stdout: str) -> dict[str, Any]:

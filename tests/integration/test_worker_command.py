@@ -59,7 +59,7 @@ async def test_it_serves_and_leaves_with_an_error_when_its_server_is_gone(nats_u
     gateway = PlayingGateway(await Bus.connect(nats_url, name="gateway"))
     await gateway.start(("llama-8b",))
     with running(Replay("vllm")) as replay:
-        process = start(tmp_path, nats_url, replay.url, "--engine-kind", "vllm", "--set", "engine.health_limit_s=0.5")
+        process = start(tmp_path, nats_url, replay.url, "--engine-kind", "vllm")
         asked = {"model": "llama-8b", "prompt_ids": m.pack_token_ids(range(40, 50)), "ignore_eos": True}
         assert isinstance(await gateway.end_of(await gateway.ask(**asked)), m.Finished)
         replay.token_s = 30.0

@@ -20,7 +20,7 @@ from protocol import messages as m
 from spillway.config import DEMO_MODEL_PATH
 from tests.integration.pool_worker.playing_gateway import MODEL, Attempt, PlayingGateway
 from tests.integration.pool_worker.worker_process import finish, start_process
-from tests.waiting import HANGS_S, until
+from tests.waiting import HANGS_S, HEALTHY_S, until
 
 PROGRAM = Path(__file__).with_name("misbehaving_server.py")
 REFUSED = 13  # tokens: the program's own
@@ -126,7 +126,7 @@ async def test_a_server_that_dies_in_mid_stream_is_started_again(
 async def test_a_server_that_hangs_is_ended_and_started_again(
     gateway: PlayingGateway, nats_url: str, server: Server
 ) -> None:
-    process = start_process(server.settings(nats_url, "--ignore-term", "--grandchild", health_limit_s=0.5))
+    process = start_process(server.settings(nats_url, "--ignore-term", "--grandchild", health_limit_s=HEALTHY_S))
     running = await ask(gateway, max_tokens=400)
     await gateway.tokens_of(running, 3)
     (server.folder / "hang").touch()
@@ -147,7 +147,7 @@ async def test_a_server_that_is_frozen_is_killed_and_started_again(
     gateway: PlayingGateway, nats_url: str, server: Server
 ) -> None:
     """A stopped process takes connections, and no SIGTERM."""
-    process = start_process(server.settings(nats_url, health_limit_s=0.5))
+    process = start_process(server.settings(nats_url, health_limit_s=HEALTHY_S))
     running = await ask(gateway, max_tokens=400)
     await gateway.tokens_of(running, 3)
     os.kill(server.pids()[0], signal.SIGSTOP)
@@ -192,7 +192,7 @@ async def test_a_server_that_hangs_while_it_is_drained_holds_nobody_up(
 
 async def test_callers_mistakes_are_theirs_alone(gateway: PlayingGateway, nats_url: str, server: Server) -> None:
     """Refused a hundred times, the worker is as good as ever (sglang #25811: the fleet was marked as bad)."""
-    process = start_process(server.settings(nats_url, health_limit_s=0.5))
+    process = start_process(server.settings(nats_url))
     beside = await ask(gateway, max_tokens=200)
     await gateway.tokens_of(beside, 3)
     for _ in range(10):
