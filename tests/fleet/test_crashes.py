@@ -27,8 +27,8 @@ from tests.fleet.ec2_box import CREDENTIALS, Ec2Box
 from tests.fleet.fake_provider import FakeDriver, FakeProvider, RunningMachine
 
 FLEET = "test"
-KILLS = 200
-KILLS_IN_THE_BOX = int(os.environ.get("FLEET_KILLS", "15"))  # `make fleet-kills`: 200, some four minutes
+KILLS = 100
+KILLS_IN_THE_BOX = int(os.environ.get("FLEET_KILLS", "6"))  # `make fleet-kills`: 200, some four minutes
 
 
 class Killed(BaseException):

@@ -22,6 +22,15 @@ from tests.waiting import HANGS_S
 PASSWORD = "correct horse battery"
 ZONE = "Asia/Kolkata"
 REQUESTS = 3000
+# As `--model scripted` has it, but with few lines of a batch at a time: it is to last while somebody looks at it.
+CONFIG = """
+[models.scripted]
+[pools.local]
+models = ["scripted"]
+engine = { kind = "scripted", inter_token_s = 0.02, faults_from_prompt = true }
+[batches]
+max_open_lines = 16
+"""
 LONG_AGO_UNIX_MS = 1_700_000_000_000  # of one request whose tokens are estimated: no other page shows it
 
 
@@ -53,7 +62,10 @@ class Visit:
 
 @pytest.fixture(scope="package")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    for running in run_system(tmp_path_factory.mktemp("dashboard") / "data", ["--model", "scripted"]):
+    folder = tmp_path_factory.mktemp("dashboard")
+    config = folder / "spillway.toml"
+    config.write_text(CONFIG)
+    for running in run_system(folder / "data", ["--config", str(config)]):
         asyncio.run(_prepare(running.data_dir))
         yield running
 

@@ -2,6 +2,7 @@
 
 import random
 from collections import defaultdict
+from functools import lru_cache
 
 import pytest
 from transformers import (
@@ -96,20 +97,22 @@ NEW_TOKENS = 20
 REQUESTS = 32
 
 
-def generate(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    return greedy_reference(model, prompt, NEW_TOKENS)
-
-
 def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
     return [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.choice([1, 2, 7, 16, 33, 50]))] for _ in range(count)]
+
+
+@lru_cache(maxsize=1)  # the tests of a family run one after the other
+def references_of(family: str) -> tuple[PreTrainedModel, list[list[int]], list[list[int]]]:
+    """Return a model of this family, prompts, and what `generate` says to each."""
+    model = make_model(FAMILIES[family])
+    prompts = prompts_of(random.Random(family), 8)
+    return model, prompts, [greedy_reference(model, prompt, NEW_TOKENS) for prompt in prompts]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_that_of_generate(family: str) -> None:
     rng = random.Random(family)
-    model = make_model(FAMILIES[family])
-    prompts = prompts_of(rng, 8)
-    references = [generate(model, prompt) for prompt in prompts]
+    model, prompts, references = references_of(family)
     assert len(set(map(tuple, references))) > 4, "the model says the same whatever it is asked: nothing is tested"
     # 24 tokens a step cut the longer prompts into chunks; 4 tokens a block spread sequences over many blocks.
     engine = make_engine(model, max_sequences=16)
@@ -153,9 +156,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_thirty_two_at_once_say_what_each_says_alone(family: str) -> None:
-    model = make_model(FAMILIES[family])
-    prompts = prompts_of(random.Random(family), 8)
-    references = [generate(model, prompt) for prompt in prompts]
+    model, prompts, references = references_of(family)
     engine = make_engine(model, max_sequences=32, max_batched_tokens=2048, kv_bytes=8 << 20)
     for number in range(32):
         engine.add_request(GenerationRequest(str(number), prompts[number % 8], greedy(NEW_TOKENS)))

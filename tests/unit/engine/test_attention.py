@@ -37,7 +37,7 @@ CASES = {
     "one sequence": Case(((1, 200),), kv_heads=1, groups=8),
     "mixed": Case(MIXED),
     "chunks": Case(CHUNKS),
-    "chunks in many pieces": Case(CHUNKS, pieces=9, dim=48),
+    "chunks in many pieces": Case(CHUNKS, pieces=9),
     "chunks with windows": Case(CHUNKS, window=70, sinks=True),
     "chunks with a window of one token": Case(CHUNKS, window=1, pieces=1),
     "chunks of head dimension 80": Case(CHUNKS, dim=80, kv_heads=1, groups=4),
@@ -53,7 +53,7 @@ CASES = {
     "shared, with sinks": Case(SHARING, shared=80, sinks=True),
     "shared, some beyond the window": Case(SHARING, shared=80, window=100),
     "head dimension 64": Case(MIXED, dim=64, kv_heads=3),
-    "head dimension 96": Case(DECODING, dim=96),
+    "head dimension 80": Case(DECODING, dim=80),
     "head dimension 128": Case(SHARING, dim=128, shared=64),
     "head dimension 6": Case(MIXED, dim=6),
 }

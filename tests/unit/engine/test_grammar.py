@@ -31,7 +31,7 @@ from tests.unit.engine.tiny_models import (
 )
 from tests.waiting import HANGS_S
 
-SCHEMAS = 500
+SCHEMAS = 150
 VOCABULARY = byte_level_tokenizer().get_vocab()
 # A model of random weights would fill pages with white space, which JSON allows nearly everywhere.
 SPARING = {id_: -4.0 for text, id_ in VOCABULARY.items() if not text.strip("\u0120\u010a\u010d\u0109")}

@@ -24,10 +24,10 @@ def test_a_file_is_compiled_once_for_its_definitions_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    library = compiled("attention.c", "HEAD_DIM=32")
+    library = compiled("attention.c", "HEAD_DIM=64")
     assert library is not None
-    assert compiled("attention.c", "HEAD_DIM=32") is library
-    assert compiled("attention.c", "HEAD_DIM=64") is not library
+    assert compiled("attention.c", "HEAD_DIM=64") is library
+    assert compiled("attention.c", "HEAD_DIM=128") is not library
     assert list(tmp_path.iterdir()) == []
 
 
@@ -59,7 +59,7 @@ def test_what_one_process_of_the_tests_has_compiled_others_get(tmp_path: Path) -
     compiler.write_text(f'#!/bin/sh\necho "$1" >>{tmp_path}/calls\necho "made with $1" >{tmp_path}/library.so\n')
     compiler.chmod(0o755)
     ours = Path(tests.__file__).with_name("compiler")
-    environment = {"PATH": f"{ours}:{real}:/usr/bin:/bin", "SPILLWAY_TESTS_COMPILED": str(kept)}
+    environment = {"PATH": f"{ours}:{real}:/usr/bin:/bin", "TESTS_COMPILED": str(kept)}
     library, source = tmp_path / "library.so", Path(native.__file__).with_name("panels.c")
     for definition in ("-DA=1", "-DA=1", "-DA=2"):
         library.unlink(missing_ok=True)
