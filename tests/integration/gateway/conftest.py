@@ -1,19 +1,32 @@
-"""A whole gateway in the test's own loop, with a real nats-server, real SQL and scripted workers."""
+"""A whole gateway in the test's own loop, with a real nats-server, real SQL and scripted workers.
+
+Two fixtures start it, with the same arguments:
+
+- ``share_gateway``: one for all tests of the module that ask for the same settings, in the module's event loop. A test
+  gets API keys of its own, sees the usage records of these alone, and adds its own workers. It fails if it leaves
+  requests or jobs behind. For all that shows in requests and answers.
+- ``start_gateway``: a fresh one, with a queue server and a database of its own. For what outlives a request: kills,
+  restarts, budgets, bounds of what may wait, series and logs of the whole gateway.
+"""
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import httpx
 import openai
 import pytest
+import pytest_asyncio
 from nats.aio.msg import Msg
 from pydantic import SecretStr
+from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.keys import create_key
-from accounts.principal import Principal
+from accounts.keys import USUAL_GRANT, ApiKey, Grant, create_key
+from accounts.principal import METRICS, Principal
 from db.engine import create_engine
 from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.dead_letters import newest_dead_letters
@@ -81,6 +94,7 @@ class GatewayUnderTest:
         self.stop = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.workers: list[ScriptedWorker] = []
+        self.key_ids: set[str] | None = None  # of a shared one: of whose records there may be others
         self._clients: list[openai.AsyncOpenAI] = []
 
     @property
@@ -144,7 +158,7 @@ class GatewayUnderTest:
                 await asyncio.sleep(0.02)
 
     async def usage(self) -> list[UsageRecord]:
-        """All that the usage stream holds now, of gateways and workers; nothing while it cannot be asked."""
+        """What the usage stream holds now, of gateways and workers; nothing while it cannot be asked."""
         records: list[UsageRecord] = []
         messages: list[Msg] = []
         try:
@@ -155,7 +169,7 @@ class GatewayUnderTest:
         wanted = int(info["state"]["messages"])
 
         async def on_message(message: Msg) -> None:
-            records.extend(decode_usage(message.data))
+            records.extend(record for record in decode_usage(message.data) if self._is_ours(record))
             messages.append(message)
 
         subscription = await self.bus.subscribe(inbox, on_message)
@@ -169,6 +183,9 @@ class GatewayUnderTest:
             return records
         finally:
             await subscription.unsubscribe()
+
+    def _is_ours(self, record: UsageRecord) -> bool:
+        return self.key_ids is None or record.key_id in self.key_ids
 
 
 @pytest.fixture
@@ -192,37 +209,49 @@ def card() -> ModelCard:
 Start = Callable[..., Awaitable[GatewayUnderTest]]
 
 
+async def begin(
+    gateway: GatewayUnderTest, *, with_card: bool = True, model_card: ModelCard | None = None, tokenizer: bytes = b""
+) -> None:
+    """Start it; with a card, return once it knows its model."""
+    await gateway.start()
+    if with_card:
+        published = model_card or card()
+        await artifacts.publish_model_card(gateway.bus, published, tokenizer or byte_tokenizer_json())
+        client = gateway.client()
+        await until(lambda: has_context_length(client))
+
+
+def settings_of(number: int, *, timeouts: dict[str, float] | None = None, **rest: Any) -> GatewaySettings:
+    return GatewaySettings.model_validate(
+        {
+            "gateway_id": f"g{number}",
+            "port": 0,
+            "key_pepper": PEPPER,
+            "models": {MODEL: ModelSettings(aliases=("short",))},
+            "timeouts": {**QUICK, **(timeouts or {})},
+            **rest,
+        }
+    )
+
+
+CARD_OPTIONS: Final = frozenset({"with_card", "model_card", "tokenizer"})
+RUNNING: Final = ("spillway_requests_in_flight ", "spillway_usage_records_unpublished ")
+
+
 @pytest.fixture
 async def start_gateway(nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path) -> AsyncIterator[Start]:
     """Starts a gateway with the settings given; ends it, and its workers, after the test."""
     started: list[GatewayUnderTest] = []
 
-    async def start(
-        *, with_card: bool = True, timeouts: dict[str, float] | None = None, **rest: Any
-    ) -> GatewayUnderTest:
-        database_url = rest.setdefault("database_url", sqlite_url)
-        engine = create_engine(database_url)
+    async def start(**options: Any) -> GatewayUnderTest:
+        of_card = {name: options.pop(name) for name in CARD_OPTIONS & options.keys()}
+        options = {"nats_urls": (nats_url,), "database_url": sqlite_url, "data_dir": tmp_path / "data", **options}
+        engine = create_engine(options["database_url"])
         _, key = await create_key(engine, f"test {len(started)}", PEPPER)
         await engine.dispose()
-        settings = GatewaySettings.model_validate(
-            {
-                "gateway_id": f"g{len(started)}",
-                "port": 0,
-                "nats_urls": (nats_url,),
-                "data_dir": tmp_path / "data",
-                "key_pepper": PEPPER,
-                "models": {MODEL: ModelSettings(aliases=("short",))},
-                "timeouts": {**QUICK, **(timeouts or {})},
-                **rest,
-            }
-        )
-        gateway = GatewayUnderTest(settings, key, bus)
+        gateway = GatewayUnderTest(settings_of(len(started), **options), key, bus)
         started.append(gateway)
-        await gateway.start()
-        if with_card:
-            await artifacts.publish_model_card(bus, card(), byte_tokenizer_json())
-            client = gateway.client()
-            await until(lambda: has_context_length(client))
+        await begin(gateway, **of_card)
         return gateway
 
     yield start
@@ -232,6 +261,175 @@ async def start_gateway(nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path
             await worker.stop()
         if gateway.task is not None and not gateway.task.done():
             await gateway.end()
+
+
+class SharedSystem:
+    """A gateway for several tests, one after the other, with a queue server and a database of its own."""
+
+    FIRST_KEYS: Final = 2
+    FURTHER_KEYS: Final = 16  # the gateway takes 0.2 s to learn of them
+
+    def __init__(self, gateway: GatewayUnderTest, engine: AsyncEngine) -> None:
+        self.gateway = gateway
+        self.engine = engine
+        self._keys: list[tuple[ApiKey, str]] = []  # that no test has had
+        self._made = 0
+
+    async def start(self, **of_card: Any) -> None:
+        _, self._metrics_key = await create_key(self.engine, "metrics", PEPPER, Grant(scopes=(METRICS,)))
+        await self._make_keys(self.FIRST_KEYS)
+        self.gateway.key = self._keys[0][1]
+        await begin(self.gateway, **of_card)
+
+    async def of_one_test(self) -> "GatewayOfOneTest":
+        if not self._keys:
+            await self._make_keys(self.FURTHER_KEYS)
+            await self._until_known(self._keys[-1][1])
+        return GatewayOfOneTest(self, *self._keys.pop())
+
+    async def new_key(self, grant: Grant) -> tuple[ApiKey, str]:
+        """A key that the gateway knows."""
+        key, token = await self._create(grant)
+        await self._until_known(token)
+        return key, token
+
+    async def _make_keys(self, count: int) -> None:
+        self._keys = [await self._create(USUAL_GRANT) for _ in range(count)]
+
+    async def _create(self, grant: Grant) -> tuple[ApiKey, str]:
+        self._made += 1
+        return await create_key(self.engine, f"test {self._made}", PEPPER, grant)
+
+    async def _until_known(self, token: str) -> None:
+        await self.gateway.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
+        async with httpx.AsyncClient(base_url=self.gateway.url, headers={"authorization": f"Bearer {token}"}) as client:
+
+            async def is_known() -> bool:
+                return (await client.get("/v1/models")).status_code in {httpx.codes.OK, httpx.codes.FORBIDDEN}
+
+            await until(is_known)
+
+    async def what_runs(self) -> list[str]:
+        """Jobs in the queue; if there are none, requests and usage records that have not ended."""
+        queue = await self.gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
+        if jobs := queue["state"]["messages"]:
+            return [f"{jobs} jobs in the queue"]
+        headers = {"authorization": f"Bearer {self._metrics_key}"}
+        async with httpx.AsyncClient(base_url=self.gateway.url, headers=headers) as client:
+            series = (await client.get("/metrics")).text.splitlines()
+        return [line for line in series if line.startswith(RUNNING) and not line.endswith(" 0.0")]
+
+
+class GatewayOfOneTest(GatewayUnderTest):
+    """A shared gateway as one test has it: with its own keys and workers, and without the others' records."""
+
+    def __init__(self, system: SharedSystem, key: ApiKey, token: str) -> None:
+        super().__init__(system.gateway.settings, token, system.gateway.bus)
+        self.port = system.gateway.port
+        self.key_ids = {key.key_id}
+        self.engine = system.engine
+        self._system = system
+
+    async def make_key(self, **grant: Any) -> tuple[str, str]:
+        """A further key of the test's own, with the Grant given; returns its id and its plaintext."""
+        key, token = await self._system.new_key(Grant(**grant))
+        assert self.key_ids is not None
+        self.key_ids.add(key.key_id)
+        return key.key_id, token
+
+    async def leave(self) -> None:
+        """Take away what the test has added, once its requests have ended. Raises AssertionError if they do not."""
+        await self.close_clients()
+        running: list[str] = []
+
+        async def is_over() -> bool:
+            nonlocal running
+            running = await self._system.what_runs()
+            return not running
+
+        try:
+            await until(is_over)
+        except TimeoutError:
+            raise AssertionError(f"The test leaves this to the next ones: {running}") from None
+        finally:
+            for worker in self.workers:
+                await worker.stop()
+                await worker.sign_off()
+
+
+Share = Callable[..., Awaitable[GatewayOfOneTest]]
+
+
+@contextlib.asynccontextmanager
+async def shared_system(folder: Path, database: Path, **options: Any) -> AsyncIterator[SharedSystem]:
+    of_card = {name: options.pop(name) for name in CARD_OPTIONS & options.keys()}
+    server = NatsServer(folder)
+    server.start()
+    try:
+        bus = await Bus.connect(server.url, name="test")
+        database_url = f"sqlite:///{shutil.copy(database, folder / 'spillway.db')}"
+        its_own = {"nats_urls": (server.url,), "database_url": database_url, "data_dir": folder / "data"}
+        engine = create_engine(database_url)
+        gateway = GatewayUnderTest(settings_of(0, **its_own, **options), "", bus)
+        system = SharedSystem(gateway, engine)
+        await system.start(**of_card)
+        yield system
+        await gateway.close_clients()
+        await gateway.end()
+        await engine.dispose()
+        await bus.close()
+    finally:
+        server.kill()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_systems(
+    migrated_sqlite: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Callable[..., Awaitable[SharedSystem]]]:
+    """Starts a system for the module, or returns the one that has the same settings."""
+    async with contextlib.AsyncExitStack() as stack:
+        systems: dict[str, SharedSystem] = {}
+
+        async def system_with(**options: Any) -> SharedSystem:
+            name = repr(sorted(options.items()))
+            if name not in systems:
+                new = shared_system(tmp_path_factory.mktemp("shared"), migrated_sqlite, **options)
+                systems[name] = await stack.enter_async_context(new)
+            return systems[name]
+
+        yield system_with
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def share_gateway(shared_systems: Callable[..., Awaitable[SharedSystem]]) -> AsyncIterator[Share]:
+    """The module's gateway with the settings given, as one test has it."""
+    shared: list[GatewayOfOneTest] = []
+
+    async def share(**options: Any) -> GatewayOfOneTest:
+        system = await shared_systems(**options)
+        shared.append(await system.of_one_test())
+        return shared[-1]
+
+    yield share
+    for gateway in shared:
+        await gateway.leave()
+
+
+IN_THE_MODULES_LOOP: Final = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-asyncio takes the scope of a loop that is not asyncio's own
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run what uses a shared gateway in the loop of its module."""
+    if "share_gateway" in metafunc.fixturenames:
+        metafunc.definition.add_marker(IN_THE_MODULES_LOOP, append=False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests themselves, too."""
+    for item in items:
+        if "share_gateway" in getattr(item, "fixturenames", ()):
+            item.add_marker(IN_THE_MODULES_LOOP, append=False)
 
 
 async def has_context_length(client: openai.AsyncOpenAI) -> bool:

@@ -210,6 +210,11 @@ class ScriptedWorker:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def sign_off(self) -> None:
+        """Tell the gateways that it is gone, as workers do that leave in order."""
+        await self.bus.publish(subjects.heartbeat_subject(self.worker_id), b"")
+        await self.bus.client.flush()
+
     def stop_beating(self) -> None:
         if self._beating is not None:
             self._beating.cancel()

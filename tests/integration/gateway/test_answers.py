@@ -8,7 +8,7 @@ import pytest
 
 from protocol import subjects
 from protocol.bus import Bus
-from tests.integration.gateway.conftest import MODEL, Start
+from tests.integration.gateway.conftest import MODEL, Share
 from tests.small_tokenizer import byte_tokenizer
 from tests.waiting import HANGS_S
 
@@ -16,8 +16,8 @@ HELLO = [{"role": "user", "content": "Hi"}]
 PROMPT_TEXT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_chat_whole(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_chat_whole(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker()
     raw = await gateway.client().chat.completions.with_raw_response.create(
         model="short", messages=HELLO, n=2, max_tokens=5, temperature=0.5, seed=3, stop="END", logit_bias={"5": -10}
@@ -49,8 +49,8 @@ async def test_chat_whole(start_gateway: Start) -> None:
     assert record.queue_ms is not None
 
 
-async def test_chat_streamed_with_usage(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_chat_streamed_with_usage(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     await gateway.add_worker()
     stream = await gateway.client().chat.completions.create(
         model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
@@ -68,8 +68,8 @@ async def test_chat_streamed_with_usage(start_gateway: Start) -> None:
     assert (record.stream, record.outcome, record.completion_tokens) == (True, "ok", 2)
 
 
-async def test_sync_client_and_completions(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_sync_client_and_completions(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker()
 
     def ask() -> list[str]:
@@ -89,8 +89,8 @@ async def test_sync_client_and_completions(start_gateway: Start) -> None:
     assert second.job.sampling.max_tokens == 3
 
 
-async def test_models(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_models(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     models = await gateway.client().models.list()
     [model] = models.data
     assert (model.id, model.object, model.owned_by) == (MODEL, "model", "spillway")
@@ -100,10 +100,10 @@ async def test_models(start_gateway: Start) -> None:
 
 
 async def test_a_job_answered_before_it_is_known_to_be_stored_is_left_to_its_worker(
-    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
+    share_gateway: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At load many are; to delete what its worker has acknowledged was a call of the queue server for each."""
-    gateway = await start_gateway()
+    gateway = await share_gateway()
     await gateway.add_worker()
     deleted: list[int] = []
     is_answered, is_known = asyncio.Event(), asyncio.Event()

@@ -45,7 +45,7 @@ PASSWORD = "correct horse battery"
 @pytest.fixture
 async def engine(sqlite_url: str) -> AsyncIterator[AsyncEngine]:
     engine = create_engine(sqlite_url)
-    await set_password(engine, PASSWORD, "cli:test")
+    await set_password(engine, PASSWORD, "cli:test", cost=16)
     yield engine
     await engine.dispose()
 

@@ -7,12 +7,13 @@ import openai
 import pytest
 
 from protocol import subjects
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.waiting import HANGS_S, until
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hi"}]
+BOUNDS = {"max_body_bytes": 20_000, "max_messages": 3, "max_prompt_logprobs": 200}
 
 
 async def send(gateway: GatewayUnderTest, path: str = CHAT, **request: Any) -> httpx.Response:
@@ -30,8 +31,8 @@ def error_of(response: httpx.Response) -> tuple[int, str | None, str | None]:
     return response.status_code, error["code"], error["param"]
 
 
-async def test_refused_before_any_worker_is_asked(start_gateway: Start) -> None:
-    gateway = await start_gateway(limits={"max_body_bytes": 20_000, "max_messages": 3, "max_prompt_logprobs": 200})
+async def test_refused_before_any_worker_is_asked(share_gateway: Share) -> None:
+    gateway = await share_gateway(limits=BOUNDS)
     body: dict[str, Any] = {"model": MODEL, "messages": HELLO}
 
     async def of(change: dict[str, Any], path: str = CHAT) -> tuple[int, str | None, str | None]:
@@ -70,9 +71,9 @@ async def test_refused_before_any_worker_is_asked(start_gateway: Start) -> None:
     assert error_of(await send(gateway, f"/v1/models/{MODEL}x", method="GET"))[:2] == (404, "model_not_found")
 
 
-async def test_body_too_large_while_reading(start_gateway: Start) -> None:
+async def test_body_too_large_while_reading(share_gateway: Share) -> None:
     """Chunked bodies name no length beforehand."""
-    gateway = await start_gateway(limits={"max_body_bytes": 20_000})
+    gateway = await share_gateway(limits=BOUNDS)
 
     async def pieces() -> Any:
         for _ in range(30):
@@ -90,8 +91,8 @@ async def test_model_not_ready(start_gateway: Start) -> None:
     assert (ready.status_code, ready.json()["models_not_ready"]) == (200, [MODEL])
 
 
-async def test_wrong_key_in_the_official_client(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_wrong_key_in_the_official_client(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     with pytest.raises(openai.AuthenticationError) as caught:
         await gateway.client(api_key="sk-wrong").models.list()
     assert caught.value.code == "invalid_api_key"
@@ -99,8 +100,8 @@ async def test_wrong_key_in_the_official_client(start_gateway: Start) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("code", ["invalid_request", "grammar_too_complex"])
-async def test_refusal_by_the_worker_is_a_400(start_gateway: Start, stream: bool, code: str) -> None:
-    gateway = await start_gateway(timeouts={"headers_grace_s": 20})
+async def test_refusal_by_the_worker_is_a_400(share_gateway: Share, stream: bool, code: str) -> None:
+    gateway = await share_gateway(timeouts={"headers_grace_s": 20})
 
     async def refuse(attempt: Attempt) -> None:
         await attempt.accept()
@@ -118,8 +119,8 @@ async def read_lines(response: httpx.Response, into: list[str]) -> None:
         into.append(line)  # noqa: PERF401  # what came before the error counts
 
 
-async def test_error_after_the_first_byte_breaks_the_stream_off(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_error_after_the_first_byte_breaks_the_stream_off(share_gateway: Share) -> None:
+    gateway = await share_gateway()
 
     async def die(attempt: Attempt) -> None:
         await attempt.accept()
@@ -164,8 +165,8 @@ async def test_queue_wait_timeout(start_gateway: Start) -> None:
 
 
 @pytest.mark.parametrize("header", ["x-stainless-read-timeout", "x-stainless-timeout"])  # of Python, and of Node.js
-async def test_the_clients_own_timeout_bounds_the_wait(start_gateway: Start, header: str) -> None:
-    gateway = await start_gateway()
+async def test_the_clients_own_timeout_bounds_the_wait(share_gateway: Share, header: str) -> None:
+    gateway = await share_gateway()
     response = await send(gateway, json={"model": MODEL, "messages": HELLO}, headers={header: "0.4"})
     assert error_of(response) == (503, "queue_wait_timeout", None)
 

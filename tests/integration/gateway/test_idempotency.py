@@ -10,7 +10,7 @@ import pytest
 
 from protocol import subjects
 from protocol.errors import BusError
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start, restart
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello
 from tests.nats_server import NatsServer
 from tests.waiting import HANGS_S, until
@@ -87,8 +87,8 @@ async def ask(client: openai.AsyncOpenAI, **rest: Any) -> Any:
     return await create(model=MODEL, messages=HELLO, extra_headers=KEY, **rest)
 
 
-async def test_the_answer_is_replayed(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_the_answer_is_replayed(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker()
     client = gateway.client()
     first, second = await ask(client), await ask(client)
@@ -100,8 +100,8 @@ async def test_the_answer_is_replayed(start_gateway: Start) -> None:
     assert (len(worker.attempts), record.http_status, record.outcome) == (1, 200, "ok")
 
 
-async def test_a_stream_is_replayed_to_the_sdk(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_a_stream_is_replayed_to_the_sdk(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker()
     client = gateway.client()
     answers = []
@@ -113,9 +113,9 @@ async def test_a_stream_is_replayed_to_the_sdk(start_gateway: Start) -> None:
     assert len(worker.attempts) == 1
 
 
-async def test_an_impatient_sdk_gets_its_answer_by_its_retry(start_gateway: Start) -> None:
+async def test_an_impatient_sdk_gets_its_answer_by_its_retry(share_gateway: Share) -> None:
     """The client's own time limit cuts the first try off; the second finds the run where it is."""
-    gateway = await start_gateway()
+    gateway = await share_gateway()
     held = Held()
     worker = await gateway.add_worker(script=held)
     client = gateway.client(max_retries=20, timeout=1.0)  # as many as a busy machine may need
@@ -130,8 +130,8 @@ async def test_an_impatient_sdk_gets_its_answer_by_its_retry(start_gateway: Star
     assert (len(worker.attempts), record.outcome) == (1, "ok")
 
 
-async def test_two_at_once_share_one_run(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_two_at_once_share_one_run(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     held = Held()
     worker = await gateway.add_worker(script=held)
     heard = [asyncio.Event() for _ in range(6)]
@@ -148,8 +148,8 @@ async def test_two_at_once_share_one_run(start_gateway: Start) -> None:
     assert len(await gateway.records()) == 1
 
 
-async def test_a_broken_connection_is_taken_up_again(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_a_broken_connection_is_taken_up_again(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     held = Held()
     worker = await gateway.add_worker(script=held)
     async for _ in first_event(gateway):
@@ -166,8 +166,8 @@ async def test_a_broken_connection_is_taken_up_again(start_gateway: Start) -> No
     assert (record.outcome, record.http_status, record.completion_tokens) == ("ok", 200, 2)
 
 
-async def test_an_answer_that_nobody_sees_is_kept_all_the_same(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_an_answer_that_nobody_sees_is_kept_all_the_same(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     held = Held()
     await gateway.add_worker(script=held)
     async for _ in first_event(gateway):
@@ -193,8 +193,8 @@ async def test_without_a_reader_it_is_cancelled_after_a_while(start_gateway: Sta
     assert (again.standing, again.complete, len(worker.attempts)) == (None, True, 2)
 
 
-async def test_a_different_body_is_a_conflict(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_a_different_body_is_a_conflict(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker()
     client = gateway.client(max_retries=3)
     await ask(client)
@@ -209,8 +209,8 @@ async def test_a_different_body_is_a_conflict(start_gateway: Start) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a\tb", "\u00e9"])
-async def test_an_impossible_key(start_gateway: Start, key: str) -> None:
-    gateway = await start_gateway()
+async def test_an_impossible_key(share_gateway: Share, key: str) -> None:
+    gateway = await share_gateway()
     async with httpx.AsyncClient(base_url=gateway.url) as client:
         answer = await client.post(
             "/v1/chat/completions",
@@ -221,8 +221,8 @@ async def test_an_impossible_key(start_gateway: Start, key: str) -> None:
     assert answer.json()["error"]["param"] == "Idempotency-Key"
 
 
-async def test_what_failed_is_not_replayed(start_gateway: Start) -> None:
-    gateway = await start_gateway(max_attempts=1)
+async def test_what_failed_is_not_replayed(share_gateway: Share) -> None:
+    gateway = await share_gateway(max_attempts=1)
 
     async def fail(attempt: Attempt) -> None:
         await attempt.accept()

@@ -14,13 +14,15 @@ from db.engine import create_engine
 from protocol.bus import Bus
 from protocol.quotas import RATES, Account, Kind
 from quotas.account_store import AccountStore
-from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled
 from tests.waiting import HANGS_S, until
 from tokens.model_tokens import ModelTokens
 from web.body import LARGE_BODY_BYTES
 
 HELLO = [{"role": "user", "content": "Hi"}]
+PATIENT = {"limits_s": HANGS_S}  # a busy machine's queue server is not away
+# Who has a budget asks a fresh gateway: that of others waits until a ledger has taken their records.
 MakeKey = Callable[[Policy], Awaitable[tuple[str, str]]]
 
 
@@ -57,9 +59,9 @@ async def the_account(bus: Bus, key_id: str) -> Account:
     return found[0]
 
 
-async def test_headers_and_refusal_of_a_rate(start_gateway: Start, make_key: MakeKey) -> None:
-    _, key = await make_key(Policy(requests_per_minute=2, tokens_per_minute=1000))
-    gateway = await start_gateway()
+async def test_headers_and_refusal_of_a_rate(share_gateway: Share) -> None:
+    gateway = await share_gateway(timeouts=PATIENT)
+    _, key = await gateway.make_key(policy=Policy(requests_per_minute=2, tokens_per_minute=1000))
     await gateway.add_worker()
     first, second, third = [await say_hello(gateway, key) for _ in range(3)]
     assert first.headers["x-ratelimit-limit-requests"] == "2"
@@ -76,19 +78,17 @@ async def test_headers_and_refusal_of_a_rate(start_gateway: Start, make_key: Mak
     assert 55 <= int(third.response.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 61
 
 
-async def test_a_request_that_is_more_than_the_limit_is_not_to_be_tried_again(
-    start_gateway: Start, make_key: MakeKey
-) -> None:
-    _, key = await make_key(Policy(tokens_per_minute=100))
-    gateway = await start_gateway()
+async def test_a_request_that_is_more_than_the_limit_is_not_to_be_tried_again(share_gateway: Share) -> None:
+    gateway = await share_gateway(timeouts=PATIENT)
+    _, key = await gateway.make_key(policy=Policy(tokens_per_minute=100))
     refused = await say_hello(gateway, key, max_tokens=60, n=2)
     assert (refused.status_code, refused.code, refused.type) == (429, "rate_limit_exceeded", "tokens")
     assert refused.response.headers["x-should-retry"] == "false"
     assert "limit 100, requested 1" in refused.message
 
 
-async def test_who_has_no_limit_sees_no_headers(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_who_has_no_limit_sees_no_headers(share_gateway: Share) -> None:
+    gateway = await share_gateway(timeouts=PATIENT)
     await gateway.add_worker()
     answer = await say_hello(gateway, gateway.key)
     assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
@@ -129,7 +129,7 @@ async def test_concurrency_at_three_gateways_is_exact_and_comes_back(
 
 async def test_what_admission_refuses_is_refunded(start_gateway: Start, make_key: MakeKey) -> None:
     _, key = await make_key(Policy(requests_per_minute=1))
-    gateway = await start_gateway()
+    gateway = await start_gateway()  # that knows of no worker
     for _ in range(3):
         refused = await say_hello(gateway, key, extra_body={"do_not_queue": True})
         assert refused.status_code == 503
@@ -161,9 +161,9 @@ async def test_a_budget_is_spent_by_the_price_and_then_refuses(
     await until(is_spent)
 
 
-async def test_a_replayed_answer_counts_once(start_gateway: Start, make_key: MakeKey) -> None:
-    _, key = await make_key(Policy(requests_per_minute=2))
-    gateway = await start_gateway()
+async def test_a_replayed_answer_counts_once(share_gateway: Share) -> None:
+    gateway = await share_gateway(timeouts=PATIENT)
+    _, key = await gateway.make_key(policy=Policy(requests_per_minute=2))
     await gateway.add_worker()
     for _ in range(4):
         assert not is_refused(await say_hello(gateway, key, extra_headers={"Idempotency-Key": "once"}))
@@ -171,11 +171,9 @@ async def test_a_replayed_answer_counts_once(start_gateway: Start, make_key: Mak
     assert is_refused(await say_hello(gateway, key))
 
 
-async def test_a_rescued_request_is_charged_once_for_what_was_made(
-    start_gateway: Start, make_key: MakeKey, bus: Bus
-) -> None:
-    key_id, key = await make_key(Policy(tokens_per_minute=1000))
-    gateway = await start_gateway()
+async def test_a_rescued_request_is_charged_once_for_what_was_made(share_gateway: Share) -> None:
+    gateway = await share_gateway(timeouts=PATIENT)
+    key_id, key = await gateway.make_key(policy=Policy(tokens_per_minute=1000))
 
     async def fail_once(attempt: Attempt) -> None:
         await attempt.accept()
@@ -192,22 +190,22 @@ async def test_a_rescued_request_is_charged_once_for_what_was_made(
     assert usage.completion_tokens == 2
 
     async def counted() -> bool:
-        account = await the_account(bus, key_id)
+        account = await the_account(gateway.bus, key_id)
         return sum(account.used[Kind.TOKENS].values()) == usage.total_tokens
 
     await until(counted)
 
 
-async def test_who_leaves_while_waiting_pays_nothing(start_gateway: Start, make_key: MakeKey, bus: Bus) -> None:
-    key_id, key = await make_key(Policy(tokens_per_minute=1000, max_concurrent=1))
-    gateway = await start_gateway()
+async def test_who_leaves_while_waiting_pays_nothing(share_gateway: Share) -> None:
+    gateway = await share_gateway(timeouts=PATIENT)
+    key_id, key = await gateway.make_key(policy=Policy(tokens_per_minute=1000, max_concurrent=1))
     asking = asyncio.create_task(say_hello(gateway, key))
 
     async def used() -> int:
-        return sum((await the_account(bus, key_id)).used[Kind.TOKENS].values())
+        return sum((await the_account(gateway.bus, key_id)).used[Kind.TOKENS].values())
 
     async def is_reserved() -> bool:
-        return await AccountStore(bus).load(key_id) is not None and await used() > 0
+        return await AccountStore(gateway.bus).load(key_id) is not None and await used() > 0
 
     await until(is_reserved)
     asking.cancel()
@@ -242,10 +240,10 @@ async def head_alone(gateway: GatewayUnderTest, path: str, key: str) -> bytes:
     return answer
 
 
-async def test_counting_tokens_counts_as_a_request(start_gateway: Start, make_key: MakeKey) -> None:
+async def test_counting_tokens_counts_as_a_request(share_gateway: Share) -> None:
     """A key limited to one request a minute kept everybody waiting by counting tokens again and again."""
-    _, key = await make_key(Policy(requests_per_minute=2))
-    gateway = await start_gateway()
+    gateway = await share_gateway(timeouts=PATIENT)
+    _, key = await gateway.make_key(policy=Policy(requests_per_minute=2))
     await gateway.add_worker()
     async with httpx.AsyncClient(base_url=gateway.url, headers={"authorization": f"Bearer {key}"}) as client:
         wrong = await client.post("/tokenize", json={"prompt": 5})
@@ -259,11 +257,9 @@ async def test_counting_tokens_counts_as_a_request(start_gateway: Start, make_ke
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
-async def test_a_large_body_beyond_the_limit_is_refused_unread(
-    start_gateway: Start, make_key: MakeKey, path: str
-) -> None:
-    _, key = await make_key(Policy(requests_per_minute=1))
-    gateway = await start_gateway()
+async def test_a_large_body_beyond_the_limit_is_refused_unread(share_gateway: Share, path: str) -> None:
+    gateway = await share_gateway(timeouts=PATIENT)
+    _, key = await gateway.make_key(policy=Policy(requests_per_minute=1))
     await gateway.add_worker()
     assert not is_refused(await say_hello(gateway, key))
     answer = await head_alone(gateway, path, key)

@@ -5,21 +5,31 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from console.login.admins import set_password
 from console.login.login import local_page
 from console.login.throttle import MAX_PER_NAME
 from db.engine import create_engine
-from tests.integration.gateway.conftest import Start
+from tests.integration.gateway.conftest import Share, Start
 from tests.waiting import HANGS_S
 
 PASSWORD = "correct horse battery"
 RIGHT = {"name": "admin", "password": PASSWORD, "next": "/login?of=mine"}
 
 
-@pytest.fixture
-async def browser(start_gateway: Start, sqlite_url: str) -> AsyncIterator[httpx.AsyncClient]:
+@pytest_asyncio.fixture(loop_scope="module")
+async def browser(share_gateway: Share) -> AsyncIterator[httpx.AsyncClient]:
     """Somebody at a gateway whose local password is ``PASSWORD``."""
+    gateway = await share_gateway(with_card=False)
+    await set_password(gateway.engine, PASSWORD, "cli:test", cost=16)
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
+        yield client
+
+
+@pytest.fixture
+async def guesser(start_gateway: Start, sqlite_url: str) -> AsyncIterator[httpx.AsyncClient]:
+    """The same at a gateway of its own, which may come to refuse all passwords of this address."""
     engine = create_engine(sqlite_url)
     await set_password(engine, PASSWORD, "cli:test", cost=16)
     await engine.dispose()
@@ -52,34 +62,34 @@ async def test_the_form_logs_in_and_out(browser: httpx.AsyncClient) -> None:
     assert "Max-Age=0" in cookie_of(gone)
 
 
-async def test_a_wrong_password_is_told_and_the_sixth_is_not_looked_at(browser: httpx.AsyncClient) -> None:
+async def test_a_wrong_password_is_told_and_the_sixth_is_not_looked_at(guesser: httpx.AsyncClient) -> None:
     others = {"name": "root"}, {"name": "<b>"}
     for change in (*others, *({"password": wrong} for wrong in ("wrong", "", "x" * 300, "again", "\0"))):
-        answer = await log_in(browser, change)
+        answer = await log_in(guesser, change)
         assert answer.status_code == 401
         assert 'role="alert">Wrong user name or password.' in answer.text
         assert "set-cookie" not in answer.headers
-    answer = await log_in(browser)
+    answer = await log_in(guesser)
     assert answer.status_code == 429
     assert "Too many wrong passwords" in answer.text
 
 
-async def test_whoever_guesses_passwords_locks_nobody_else_out(browser: httpx.AsyncClient) -> None:
+async def test_whoever_guesses_passwords_locks_nobody_else_out(guesser: httpx.AsyncClient) -> None:
     stranger, other = {"x-forwarded-for": "203.0.113.7"}, {"x-forwarded-for": "203.0.113.8"}
-    known = await log_in(browser, headers=stranger)  # somebody whom the stranger shares an address with
+    known = await log_in(guesser, headers=stranger)  # somebody whom the stranger shares an address with
     assert known.status_code == 303
-    cookies = {"spillway_browser": browser.cookies["spillway_browser"]}
-    browser.cookies.clear()
+    cookies = {"spillway_browser": guesser.cookies["spillway_browser"]}
+    guesser.cookies.clear()
     for _ in range(MAX_PER_NAME):
-        assert (await log_in(browser, {"password": "wrong"}, headers=stranger)).status_code == 401
-    assert (await log_in(browser, headers=stranger)).status_code == 429
-    assert (await log_in(browser, headers=other)).status_code == 303
-    browser.cookies.clear()
+        assert (await log_in(guesser, {"password": "wrong"}, headers=stranger)).status_code == 401
+    assert (await log_in(guesser, headers=stranger)).status_code == 429
+    assert (await log_in(guesser, headers=other)).status_code == 303
+    guesser.cookies.clear()
     for cookie in ("", "x.y.z", cookies["spillway_browser"][:-2]):
-        refused = await log_in(browser, headers={**stranger, "cookie": f"spillway_browser={cookie}"})
+        refused = await log_in(guesser, headers={**stranger, "cookie": f"spillway_browser={cookie}"})
         assert refused.status_code == 429
-    browser.cookies.update(cookies)
-    assert (await log_in(browser, headers=stranger)).status_code == 303
+    guesser.cookies.update(cookies)
+    assert (await log_in(guesser, headers=stranger)).status_code == 303
 
 
 @pytest.mark.parametrize(

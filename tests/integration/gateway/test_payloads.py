@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+import pytest_asyncio
 from msgspec.structs import replace
 from pydantic import SecretStr
 from sqlalchemy import select
@@ -16,22 +17,20 @@ from accounts.keys import Grant, create_key
 from accounts.principal import Policy
 from db.engine import create_engine
 from db.models import PayloadRow
-from gateway.settings import ModelSettings
 from ledger.payloads.errors import PayloadKeyMissing
 from ledger.payloads.sealing import Sealer, parse_keys
 from ledger.payloads.store import Payload, open_row, read_payload
 from ledger.payloads.writer import PayloadWriter
 from ledger.settings import PayloadSettings
-from protocol import artifacts, subjects
+from protocol import subjects
 from protocol.bus import Bus
 from protocol.messages import PROTOCOL_VERSION
 from protocol.payloads import encode_payloads
-from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, card, has_context_length
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Share, Start, card
 from tests.integration.gateway.scripted_worker import Attempt, Script, answer_hello, until_cancelled
 from tests.integration.gateway.tools.calls import ARGUMENTS, NOW, TOOL, TWO_CALLS, says
 from tests.payload_records import payload_record
 from tests.postgres import PostgresServer
-from tests.small_tokenizer import byte_tokenizer_json
 from tests.tool_templates import HERMES_STYLE
 from tests.waiting import HANGS_S, until
 
@@ -49,6 +48,11 @@ class Keeper:
         self.client = gateway.client(api_key=key)
         self.key_id = key_id
         self.engine = engine
+        self.stored_before = 0
+
+    async def stored(self) -> int:
+        """How many messages of payloads there have been since it is there."""
+        return await stored_messages(self.gateway.bus) - self.stored_before
 
     async def ask(self, **fields: Any) -> Any:
         body = {"model": "short", "messages": HELLO, **fields}
@@ -61,7 +65,11 @@ class Keeper:
         async with asyncio.timeout(HANGS_S):
             while len(found) < count:
                 async with self.engine.connect() as connection:
-                    result = await connection.execute(select(PayloadRow.__table__).order_by(PayloadRow.request_id))
+                    result = await connection.execute(
+                        select(PayloadRow.__table__)
+                        .where(PayloadRow.key_id == self.key_id)
+                        .order_by(PayloadRow.request_id)
+                    )
                     found = [dict(row) for row in result.mappings()]
                 await asyncio.sleep(0.02)
         assert len(found) == count
@@ -86,21 +94,22 @@ async def writing(nats_url: str, engine: AsyncEngine) -> AsyncIterator[None]:
     await bus.close()
 
 
-@pytest.fixture
-async def start_keeper(start_gateway: Start, sqlite_url: str, nats_url: str, bus: Bus) -> AsyncIterator[StartKeeper]:
-    """Starts a gateway with a worker, and a writer beside it."""
-    engine = create_engine(sqlite_url)
+@pytest_asyncio.fixture(loop_scope="module")
+async def start_keeper(share_gateway: Share) -> AsyncIterator[StartKeeper]:
+    """Starts a worker of the module's gateway with the settings given, and a writer beside it."""
 
     async def start(script: Script = answer_hello, *, policy: Policy = AGREED, **settings: Any) -> Keeper:
-        key, token = await create_key(engine, "agreed", PEPPER, Grant(policy=policy))
-        gateway = await start_gateway(**settings)
+        gateway = await share_gateway(**settings)
+        key_id, token = await gateway.make_key(policy=policy)
         await gateway.add_worker(script=script)
-        await stack.enter_async_context(writing(nats_url, engine))
-        return Keeper(gateway, token, key.key_id, engine)
+        [nats_url] = gateway.settings.nats_urls
+        await stack.enter_async_context(writing(nats_url, gateway.engine))
+        keeper = Keeper(gateway, token, key_id, gateway.engine)
+        keeper.stored_before = await stored_messages(gateway.bus)
+        return keeper
 
     async with AsyncExitStack() as stack:
         yield start
-    await engine.dispose()
 
 
 async def stored_messages(bus: Bus) -> int:
@@ -108,7 +117,7 @@ async def stored_messages(bus: Bus) -> int:
     return int(info["state"]["last_seq"])
 
 
-async def test_nothing_is_kept_without_consent(start_keeper: StartKeeper, bus: Bus) -> None:
+async def test_nothing_is_kept_without_consent(start_keeper: StartKeeper) -> None:
     keeper = await start_keeper()
     stranger = keeper.gateway.client()
     for stream in (False, True):
@@ -118,7 +127,7 @@ async def test_nothing_is_kept_without_consent(start_keeper: StartKeeper, bus: B
     await keeper.ask()  # what was taken before it would have come before it
     [row] = await keeper.rows(1)
     assert row["key_id"] == keeper.key_id
-    assert await stored_messages(bus) == 1
+    assert await keeper.stored() == 1
 
 
 async def test_a_retention_from_before_it_had_a_bound(
@@ -171,14 +180,11 @@ async def test_a_completion_is_kept(start_keeper: StartKeeper, stream: bool) -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_calls_of_tools_are_kept_with_the_ids_that_the_caller_got(
-    start_keeper: StartKeeper, bus: Bus, stream: bool
+    start_keeper: StartKeeper, stream: bool
 ) -> None:
     script = says(TWO_CALLS, "Just text.", TWO_CALLS)
-    keeper = await start_keeper(script, with_card=False, models={MODEL: ModelSettings(aliases=("short",))})
     its_card = replace(card(), chat_template=HERMES_STYLE, context_length=4096)
-    await artifacts.publish_model_card(bus, its_card, byte_tokenizer_json())
-    client = keeper.client
-    await until(lambda: has_context_length(client))
+    keeper = await start_keeper(script, model_card=its_card)
     answer = await keeper.ask(tools=[TOOL, NOW], n=3, stream=stream)
     told: dict[int, list[str]] = {0: [], 1: [], 2: []}
     for event in answer if stream else [answer]:
@@ -264,7 +270,7 @@ async def test_an_answer_that_another_worker_went_on_with_is_kept_once_and_whole
     assert record.attempts == 2
 
 
-async def test_what_was_cancelled_or_failed_is_not_kept(start_keeper: StartKeeper, bus: Bus) -> None:
+async def test_what_was_cancelled_or_failed_is_not_kept(start_keeper: StartKeeper) -> None:
     async def script(attempt: Attempt) -> None:
         if attempt.job.prompt_tokens > 60:
             await attempt.accept()
@@ -286,7 +292,7 @@ async def test_what_was_cancelled_or_failed_is_not_kept(start_keeper: StartKeepe
     payload = await keeper.payload()
     assert payload.choices is not None
     assert payload.choices[0]["message"]["content"] == "Hello world"
-    assert await stored_messages(bus) == 1
+    assert await keeper.stored() == 1
 
 
 async def test_payloads_wait_for_sql(
@@ -340,11 +346,11 @@ async def has_left(bus: Bus, messages: int = 0) -> bool:
     return int(info["state"]["messages"]) == messages
 
 
-async def test_the_stream_forgets_what_is_in_sql(start_keeper: StartKeeper, bus: Bus) -> None:
+async def test_the_stream_forgets_what_is_in_sql(start_keeper: StartKeeper) -> None:
     keeper = await start_keeper()
     await keeper.ask()
     await keeper.rows(1)
-    await until(lambda: has_left(bus))
+    await until(lambda: has_left(keeper.gateway.bus))
 
 
 @pytest.mark.parametrize("stream", [False, True])

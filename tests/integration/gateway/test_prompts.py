@@ -9,14 +9,12 @@ import openai
 import pytest
 from openai.types import Completion
 
-from accounts.keys import Grant, create_key
 from accounts.principal import Policy
-from db.engine import create_engine
 from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.messages import unpack_token_ids
 from protocol.quotas import Kind
 from quotas.account_store import AccountStore
-from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.small_tokenizer import byte_tokenizer
 from tests.waiting import HANGS_S, until
@@ -43,8 +41,8 @@ async def ids_of(gateway: GatewayUnderTest, count: int) -> set[str]:
     return {record.request_id for record in await gateway.records(count)}
 
 
-async def test_texts_with_two_choices_each(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_texts_with_two_choices_each(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker(script=say_the_prompt)
     raw = await gateway.client().completions.with_raw_response.create(
         model=MODEL, prompt=TEXTS, n=2, max_tokens=5, seed=3
@@ -66,8 +64,8 @@ async def test_texts_with_two_choices_each(start_gateway: Start) -> None:
     assert {(record.outcome, record.http_status, record.completion_tokens) for record in records} == {("ok", 200, 4)}
 
 
-async def test_lists_of_token_ids(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_lists_of_token_ids(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker(script=say_the_prompt)
     answer = await gateway.client().completions.create(
         model=MODEL, prompt=IDS, extra_body={"return_token_ids": True}, best_of=1
@@ -78,9 +76,9 @@ async def test_lists_of_token_ids(start_gateway: Start) -> None:
     assert [(choice["prompt_token_ids"], choice["token_ids"]) for choice in told] == [(ids, [1, 2]) for ids in IDS]
 
 
-async def test_a_stream_is_interleaved_as_it_is_made(start_gateway: Start) -> None:
+async def test_a_stream_is_interleaved_as_it_is_made(share_gateway: Share) -> None:
     """The second prompt is answered while the first waits for its last token, and the other way round."""
-    gateway = await start_gateway()
+    gateway = await share_gateway()
     second_is_done = asyncio.Event()
 
     async def wait_for_each_other(attempt: Attempt) -> None:
@@ -126,8 +124,8 @@ async def test_a_stream_is_interleaved_as_it_is_made(start_gateway: Start) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_scoring_as_harnesses_ask(start_gateway: Start, stream: bool) -> None:
-    gateway = await start_gateway()
+async def test_scoring_as_harnesses_ask(share_gateway: Share, stream: bool) -> None:
+    gateway = await share_gateway()
 
     async def score(attempt: Attempt) -> None:
         await attempt.accept()
@@ -152,8 +150,8 @@ async def test_scoring_as_harnesses_ask(start_gateway: Start, stream: bool) -> N
     assert numbers == {0: [None, -0.71], 1: [None], 2: [None, -0.74, -0.75]}
 
 
-async def test_logprobs_of_what_is_made(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_logprobs_of_what_is_made(share_gateway: Share) -> None:
+    gateway = await share_gateway()
 
     async def with_logprobs(attempt: Attempt) -> None:
         await attempt.accept()
@@ -173,8 +171,8 @@ async def error_of(asking: Any) -> openai.APIStatusError:
     return caught.value
 
 
-async def test_one_bad_prompt_refuses_all_before_anything_runs(start_gateway: Start) -> None:
-    gateway = await start_gateway(
+async def test_one_bad_prompt_refuses_all_before_anything_runs(share_gateway: Share) -> None:
+    gateway = await share_gateway(
         limits={"max_prompts": 4, "max_prompt_logprobs": 10, "max_body_bytes": 100_000}, max_attempts=1
     )
     worker = await gateway.add_worker()
@@ -218,17 +216,15 @@ async def test_a_gateway_that_is_nearly_full_takes_none(start_gateway: Start) ->
 
 
 @pytest.mark.parametrize("unit", ["requests", "tokens", "concurrent_requests"])
-async def test_over_a_quota_costs_nothing(start_gateway: Start, sqlite_url: str, unit: str) -> None:
+async def test_over_a_quota_costs_nothing(share_gateway: Share, unit: str) -> None:
     """The limit has room for two prompts: three are more than the limit, and two of them go through afterwards."""
     policy = {
         "requests": Policy(requests_per_minute=2),
         "tokens": Policy(tokens_per_minute=30),
         "concurrent_requests": Policy(max_concurrent=2),
     }[unit]
-    engine = create_engine(sqlite_url)
-    key, token = await create_key(engine, "limited", PEPPER, Grant(policy=policy))
-    await engine.dispose()
-    gateway = await start_gateway()
+    gateway = await share_gateway()
+    key_id, token = await gateway.make_key(policy=policy)
     worker = await gateway.add_worker()
     create = gateway.client(api_key=token).completions.create
     refused = await error_of(create(model=MODEL, prompt=[[70]] * 3, max_tokens=14))
@@ -238,7 +234,7 @@ async def test_over_a_quota_costs_nothing(start_gateway: Start, sqlite_url: str,
     assert said(await create(model=MODEL, prompt=[[70]] * 2, max_tokens=14)) == ["Hello world"] * 2
 
     async def is_settled() -> bool:
-        found = await AccountStore(gateway.bus).load(key.key_id)
+        found = await AccountStore(gateway.bus).load(key_id)
         if found is None:
             return False
         account = found[0]
@@ -250,8 +246,8 @@ async def test_over_a_quota_costs_nothing(start_gateway: Start, sqlite_url: str,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_leaving_cancels_all(start_gateway: Start, stream: bool) -> None:
-    gateway = await start_gateway()
+async def test_leaving_cancels_all(share_gateway: Share, stream: bool) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker(script=until_cancelled)
 
     async def ask() -> None:
@@ -286,8 +282,8 @@ async def one_fails(attempt: Attempt) -> None:
     await attempt.fail("engine_error", "it broke", retryable=False)
 
 
-async def test_one_that_fails_ends_all(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_one_that_fails_ends_all(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker(script=one_fails)
     failed = await error_of(gateway.client().completions.create(model=MODEL, prompt=IDS, max_tokens=400))
     assert (failed.status_code, failed.code, failed.param) == (500, "engine_error", "prompt[1]")
@@ -302,8 +298,8 @@ async def test_one_that_fails_ends_all(start_gateway: Start) -> None:
     assert {record.request_id: record.completion_tokens for record in records.values()} == made
 
 
-async def test_one_that_fails_in_mid_stream_is_the_last_event(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_one_that_fails_in_mid_stream_is_the_last_event(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     await gateway.add_worker(script=one_fails)
     with pytest.raises(openai.APIError) as caught:
         async for _ in await gateway.client().completions.create(model=MODEL, prompt=IDS, max_tokens=400, stream=True):
@@ -315,9 +311,9 @@ async def test_one_that_fails_in_mid_stream_is_the_last_event(start_gateway: Sta
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_is_rescued_in_the_middle(start_gateway: Start, stream: bool) -> None:
+async def test_one_is_rescued_in_the_middle(share_gateway: Share, stream: bool) -> None:
     """The others notice nothing, and nothing is missing or there twice."""
-    gateway = await start_gateway()
+    gateway = await share_gateway()
 
     async def hand_one_back(attempt: Attempt) -> None:
         await attempt.accept()
@@ -349,8 +345,8 @@ async def test_one_is_rescued_in_the_middle(start_gateway: Start, stream: bool) 
     assert {record.outcome for record in records} == {"ok"}
 
 
-async def test_an_idempotency_key_is_of_the_whole(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_an_idempotency_key_is_of_the_whole(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker(script=say_the_prompt)
     create = gateway.client().completions.with_raw_response.create
     headers = {"Idempotency-Key": "k-1"}

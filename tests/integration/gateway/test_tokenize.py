@@ -4,10 +4,11 @@ import asyncio
 from typing import Any
 
 import httpx
+from msgspec.structs import replace
 
 from protocol.prompts import MAX_INLINE_PROMPT_BYTES
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, card
-from tests.small_tokenizer import byte_tokenizer, byte_tokenizer_json
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, card
+from tests.small_tokenizer import byte_tokenizer
 from tests.waiting import HANGS_S, until
 
 LONG_CONTEXT = 2_000_000
@@ -17,24 +18,12 @@ def client_of(gateway: GatewayUnderTest) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S, headers={"authorization": f"Bearer {gateway.key}"})
 
 
-async def with_long_context(start_gateway: Start) -> GatewayUnderTest:
-    from msgspec.structs import replace
-
-    from protocol.artifacts import publish_model_card
-
-    gateway = await start_gateway()
-    await publish_model_card(gateway.bus, replace(card(), context_length=LONG_CONTEXT), byte_tokenizer_json())
-
-    async def has_long_context() -> bool:
-        models = await gateway.client().models.list()
-        return bool(models.data[0].model_dump()["context_length"] == LONG_CONTEXT)
-
-    await until(has_long_context)
-    return gateway
+async def with_long_context(share_gateway: Share) -> GatewayUnderTest:
+    return await share_gateway(model_card=replace(card(), context_length=LONG_CONTEXT))
 
 
-async def test_tokenize_counts_as_the_engine_will(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_tokenize_counts_as_the_engine_will(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker()
     messages = [{"role": "user", "content": "Hi"}]
     async with client_of(gateway) as client:
@@ -54,8 +43,8 @@ async def test_tokenize_counts_as_the_engine_will(start_gateway: Start) -> None:
     assert worker.attempts[0].prompt_ids == chat["tokens"]
 
 
-async def test_token_ids_become_their_text_again(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_token_ids_become_their_text_again(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     async with client_of(gateway) as client:
         ids = (await client.post("/tokenize", json={"prompt": "Grüße", "add_special_tokens": False})).json()["tokens"]
         assert (await client.post("/detokenize", json={"tokens": ids})).json() == {"prompt": "Grüße"}
@@ -63,9 +52,9 @@ async def test_token_ids_become_their_text_again(start_gateway: Start) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens.0")
 
 
-async def test_a_long_prompt_does_not_hold_others_up(start_gateway: Start) -> None:
+async def test_a_long_prompt_does_not_hold_others_up(share_gateway: Share) -> None:
     """Others are answered again and again while a megabyte is counted; all in one turn they would not be."""
-    gateway = await with_long_context(start_gateway)
+    gateway = await with_long_context(share_gateway)
     async with client_of(gateway) as client:
         body = {"model": MODEL, "prompt": "The quick brown fox jumps over the lazy dog. " * 23_000}
         counting = asyncio.create_task(client.post("/tokenize", json=body))
@@ -78,8 +67,8 @@ async def test_a_long_prompt_does_not_hold_others_up(start_gateway: Start) -> No
     assert answered >= 10
 
 
-async def test_a_large_prompt_travels_by_reference(start_gateway: Start) -> None:
-    gateway = await with_long_context(start_gateway)
+async def test_a_large_prompt_travels_by_reference(share_gateway: Share) -> None:
+    gateway = await with_long_context(share_gateway)
     worker = await gateway.add_worker()
     prompt = "abcd" * (MAX_INLINE_PROMPT_BYTES // 4 // 4 + 1)
     answer = await gateway.client().completions.create(model=MODEL, prompt=prompt, max_tokens=5)

@@ -9,18 +9,17 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from msgspec.structs import replace
 
-from protocol import artifacts
 from tests.integration.gateway.api_page import page
 from tests.integration.gateway.api_page.params import Known, Walk
 from tests.integration.gateway.api_page.surfaces import HEADERS, PREVIOUS, SDKS, Sdk
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, card, has_context_length
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, card
 from tests.integration.gateway.pooling.inputs import EMBEDDER, embed, start_with
 from tests.integration.gateway.tools.calls import says
-from tests.small_tokenizer import byte_tokenizer_json
 from tests.tool_templates import THINKING_STYLE
-from tests.waiting import HANGS_S, until
+from tests.waiting import HANGS_S
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
@@ -77,22 +76,17 @@ def test_no_row_is_of_something_else(told: Told) -> None:
     assert [row for row in rest if row not in found] == []
 
 
-@pytest.fixture
-async def http(told: Told, start_gateway: Start) -> AsyncIterator[httpx.AsyncClient]:
-    gateway = await (start_with(start_gateway, EMBEDDER) if told.sdk.makes_vectors else _with_tools(start_gateway))
+@pytest_asyncio.fixture(loop_scope="module")
+async def http(told: Told, share_gateway: Share) -> AsyncIterator[httpx.AsyncClient]:
+    gateway = await (start_with(share_gateway, EMBEDDER) if told.sdk.makes_vectors else _with_tools(share_gateway))
     await gateway.add_worker(script=embed if told.sdk.makes_vectors else says("x"))
     headers = {"authorization": f"Bearer {gateway.key}"}
     async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client:
         yield client
 
 
-async def _with_tools(start_gateway: Start) -> GatewayUnderTest:
-    gateway = await start_gateway(with_card=False)
-    its_card = replace(card(), chat_template=THINKING_STYLE, context_length=4096)
-    await artifacts.publish_model_card(gateway.bus, its_card, byte_tokenizer_json())
-    client = gateway.client()
-    await until(lambda: has_context_length(client))
-    return gateway
+async def _with_tools(share_gateway: Share) -> GatewayUnderTest:
+    return await share_gateway(model_card=replace(card(), chat_template=THINKING_STYLE, context_length=4096))
 
 
 async def test_each_row_is_true(told: Told, http: httpx.AsyncClient) -> None:

@@ -7,6 +7,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from anthropic.types import model_list_params
 from openai.types import batch_create_params, batch_list_params, file_create_params, file_list_params
 from openai.types.responses import input_item_list_params, response_retrieve_params
@@ -14,7 +15,7 @@ from typing_extensions import get_type_hints
 
 from gateway.api import pooling_schema, schema
 from tests.integration.gateway.api_page import page
-from tests.integration.gateway.conftest import GatewayUnderTest, Start
+from tests.integration.gateway.conftest import GatewayUnderTest, Share, Start
 from tests.integration.gateway.tools.calls import says
 from tests.waiting import HANGS_S
 
@@ -39,12 +40,12 @@ EVERYWHERE = {"do_not_queue", "allow_hosted", "safety_identifier"}
 LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "short", "prompt": "Hi"}}\n'
 
 
-@pytest.fixture
-async def gateway(start_gateway: Start) -> GatewayUnderTest:
-    return await start_gateway()
+@pytest_asyncio.fixture(loop_scope="module")
+async def gateway(share_gateway: Share) -> GatewayUnderTest:
+    return await share_gateway()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def claude(gateway: GatewayUnderTest) -> AsyncIterator[anthropic.AsyncAnthropic]:
     async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=gateway.key, max_retries=0) as client:
         yield client
@@ -116,8 +117,8 @@ async def test_files(gateway: GatewayUnderTest) -> None:
         assert await _refused(files.list(**{name: value})) == name
 
 
-async def test_batches(gateway: GatewayUnderTest) -> None:
-    client = gateway.client()
+async def test_batches(start_gateway: Start) -> None:
+    client = (await start_gateway()).client()  # its lines wait for a worker
     file = await client.files.create(file=("a.jsonl", LINE), purpose="batch")
     expires: Any = {"anchor": "created_at", "seconds": 7200}
     rows = page.sections()["POST /v1/batches"]

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.waiting import HANGS_S, until
 
@@ -141,8 +141,8 @@ async def test_a_head_has_a_size(start_gateway: Start) -> None:
         assert (await client.answer())[0] == 200
 
 
-async def test_headers_after_a_body_are_not_kept(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_headers_after_a_body_are_not_kept(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     async with connect(gateway) as client:
         chunked = b"POST /livez HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
         await client.send(chunked + b"X: y\r\n" * 10_000 + b"\r\n")
@@ -185,8 +185,8 @@ async def test_a_head_has_its_time(start_gateway: Start) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
     ],
 )
-async def test_what_two_could_read_in_two_ways_is_refused(start_gateway: Start, head: bytes) -> None:
-    gateway = await start_gateway(with_card=False)
+async def test_what_two_could_read_in_two_ways_is_refused(share_gateway: Share, head: bytes) -> None:
+    gateway = await share_gateway()
     async with connect(gateway) as client:
         await client.send(head)
         assert await client.refusal() == (400, "malformed_http")
@@ -228,8 +228,8 @@ async def test_trusted_proxies_may_have_as_many_as_there_may_be(start_gateway: S
 # --- clients that leave, and those that do not ------------------------------------------------------------------------
 
 
-async def test_leaving_with_a_second_request_behind_the_first(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_leaving_with_a_second_request_behind_the_first(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker(script=until_cancelled)
     async with connect(gateway) as client:
         await client.send(chat(gateway) + LIVE)
@@ -240,8 +240,8 @@ async def test_leaving_with_a_second_request_behind_the_first(start_gateway: Sta
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_has_only_closed_its_sending_side_is_answered(start_gateway: Start, stream: bool) -> None:
-    gateway = await start_gateway(timeouts={"headers_grace_s": 20})
+async def test_a_client_that_has_only_closed_its_sending_side_is_answered(share_gateway: Share, stream: bool) -> None:
+    gateway = await share_gateway(timeouts={"headers_grace_s": 20})
     may_begin = asyncio.Event()
 
     async def late(attempt: Attempt) -> None:
@@ -264,8 +264,8 @@ async def test_a_client_that_has_only_closed_its_sending_side_is_answered(start_
     assert record.outcome == "ok"
 
 
-async def test_closing_the_sending_side_and_then_leaving(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_closing_the_sending_side_and_then_leaving(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker(script=until_cancelled)
     async with connect(gateway) as client:
         await client.send(chat(gateway))
@@ -276,8 +276,8 @@ async def test_closing_the_sending_side_and_then_leaving(start_gateway: Start) -
     assert record.outcome == "cancelled"
 
 
-async def test_a_bad_second_request_does_not_spoil_the_first_answer(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_a_bad_second_request_does_not_spoil_the_first_answer(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     await gateway.add_worker(script=hello)
     async with connect(gateway) as client:
         await client.send(chat(gateway, stream=True) + b"GET /livez HTTP/1.1\r\n\r\n")
@@ -286,8 +286,8 @@ async def test_a_bad_second_request_does_not_spoil_the_first_answer(start_gatewa
         assert await client.rest() == b""
 
 
-async def test_a_thousand_requests_in_one_piece_do_not_all_wait(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_a_thousand_requests_in_one_piece_do_not_all_wait(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     await gateway.add_worker(script=hello)
     async with connect(gateway) as client:
         await client.send(chat(gateway) + LIVE * 1000)

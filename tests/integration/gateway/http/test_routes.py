@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
+import pytest_asyncio
 
 import batches
 import gateway
@@ -16,7 +16,7 @@ import tokens
 import web
 from gateway.api import openapi
 from gateway.http.failures import FAILURES, RequestFailed
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share
 from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S
 from web import openapi_content
@@ -26,12 +26,12 @@ ROOMS = [Path(room.__file__).parent for room in (batches, gateway, response_stor
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture
-async def running(start_gateway: Start) -> GatewayUnderTest:
-    return await start_gateway(cors_origins=["https://app.example"])
+@pytest_asyncio.fixture(loop_scope="module")
+async def running(share_gateway: Share) -> GatewayUnderTest:
+    return await share_gateway(cors_origins=["https://app.example"])
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def http(running: GatewayUnderTest) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"authorization": f"Bearer {running.key}"}
     async with httpx.AsyncClient(base_url=running.url, headers=headers, timeout=HANGS_S) as client:
@@ -71,7 +71,7 @@ async def test_compressed_bodies_are_refused_with_the_reason(http: httpx.AsyncCl
         assert "uncompressed" in answer.json()["error"]["message"]
 
 
-async def test_pages_of_other_sites(http: httpx.AsyncClient, start_gateway: Start) -> None:
+async def test_pages_of_other_sites(http: httpx.AsyncClient, share_gateway: Share) -> None:
     asks = {
         "origin": "https://app.example",
         "access-control-request-method": "POST",
@@ -90,7 +90,7 @@ async def test_pages_of_other_sites(http: httpx.AsyncClient, start_gateway: Star
         assert answer.headers["access-control-allow-origin"] == "https://app.example"
         exposed = answer.headers["access-control-expose-headers"]
         assert {"x-request-id", "x-ratelimit-remaining-tokens", "retry-after"} <= set(exposed.split(", "))
-    without = await start_gateway(with_card=False)
+    without = await share_gateway()
     async with httpx.AsyncClient(base_url=without.url) as other:
         assert (await other.options(CHAT, headers=asks)).status_code == 405
         answer = await other.get("/livez", headers={"origin": "https://app.example"})

@@ -9,10 +9,10 @@ from tokenizers import processors
 from protocol import artifacts
 from protocol.messages import PROTOCOL_VERSION, ModelCard, unpack_token_ids
 from protocol.pooling import PoolingCard
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.small_tokenizer import BOS, EOS, byte_tokenizer
-from tests.waiting import HANGS_S, until
+from tests.waiting import HANGS_S
 
 CONTEXT = 32
 EMBEDDER = PoolingCard("embed", 3)
@@ -34,18 +34,11 @@ def ids(text: str) -> list[int]:
     return byte_tokenizer().from_str(tokenizer_json().decode()).encode(text).ids
 
 
-async def start_with(start_gateway: Start, card: PoolingCard | None, **settings: Any) -> GatewayUnderTest:
-    gateway = await start_gateway(with_card=False, **settings)
+async def start_with(start: Start | Share, card: PoolingCard | None, **settings: Any) -> GatewayUnderTest:
+    """A fresh or a shared gateway whose model has this card."""
     name = artifacts.tokenizer_object_name(tokenizer_json())
     model_card = ModelCard(PROTOCOL_VERSION, MODEL, CONTEXT, name, None, pooling=card)
-    await artifacts.publish_model_card(gateway.bus, model_card, tokenizer_json())
-    client = gateway.client()
-
-    async def is_ready() -> bool:
-        return (await client.models.retrieve(MODEL)).model_dump()["context_length"] == CONTEXT
-
-    await until(is_ready)
-    return gateway
+    return await start(model_card=model_card, tokenizer=tokenizer_json(), **settings)
 
 
 def inputs_of(attempt: Attempt) -> list[list[int]]:

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.messages import Cancel
 from protocol.pooling import PoolingCard
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.pooling.inputs import (
     EMBEDDER,
     MATRYOSHKA,
@@ -55,8 +55,8 @@ async def test_inputs_of_every_form_travel_as_token_ids(gateway: GatewayUnderTes
         assert attempt.job.prompt_tokens == answer.usage.prompt_tokens == sum(map(len, expected))
 
 
-async def test_a_lost_worker_costs_only_the_inputs_it_has_not_answered(start_gateway: Start) -> None:
-    gateway = await start_with(start_gateway, EMBEDDER)
+async def test_a_lost_worker_costs_only_the_inputs_it_has_not_answered(share_gateway: Share) -> None:
+    gateway = await start_with(share_gateway, EMBEDDER)
 
     async def half_then_leave(attempt: Attempt) -> None:
         if attempt.job.attempt > 1:
@@ -97,8 +97,8 @@ async def test_a_request_that_makes_progress_outlives_many_workers(start_gateway
     assert record.attempts == 5
 
 
-async def test_lost_frames_are_sent_again(start_gateway: Start) -> None:
-    gateway = await start_with(start_gateway, EMBEDDER)
+async def test_lost_frames_are_sent_again(share_gateway: Share) -> None:
+    gateway = await start_with(share_gateway, EMBEDDER)
 
     async def lossy(attempt: Attempt) -> None:
         await attempt.accept()
@@ -113,8 +113,8 @@ async def test_lost_frames_are_sent_again(start_gateway: Start) -> None:
     assert record.attempts == 1
 
 
-async def test_an_answer_to_an_input_never_sent_is_the_workers_failure(start_gateway: Start) -> None:
-    gateway = await start_with(start_gateway, EMBEDDER)
+async def test_an_answer_to_an_input_never_sent_is_the_workers_failure(share_gateway: Share) -> None:
+    gateway = await start_with(share_gateway, EMBEDDER)
 
     async def lie_first(attempt: Attempt) -> None:
         if attempt.job.attempt > 1:
@@ -128,8 +128,8 @@ async def test_an_answer_to_an_input_never_sent_is_the_workers_failure(start_gat
     assert tuple(answer.data[0].embedding) == vector_of(ids("a"))
 
 
-async def test_a_caller_who_leaves_cancels_the_job(start_gateway: Start) -> None:
-    gateway = await start_with(start_gateway, EMBEDDER)
+async def test_a_caller_who_leaves_cancels_the_job(share_gateway: Share) -> None:
+    gateway = await start_with(share_gateway, EMBEDDER)
 
     async def slow(attempt: Attempt) -> None:
         await attempt.accept()
@@ -156,8 +156,8 @@ async def test_an_idempotency_key_replays_the_answer(gateway: GatewayUnderTest) 
     assert len(await gateway.records()) == 1
 
 
-async def test_a_large_answer_is_written_piece_by_piece(start_gateway: Start) -> None:
-    gateway = await start_with(start_gateway, PoolingCard("embed", 4096))
+async def test_a_large_answer_is_written_piece_by_piece(share_gateway: Share) -> None:
+    gateway = await start_with(share_gateway, PoolingCard("embed", 4096))
 
     async def large(attempt: Attempt) -> None:
         await attempt.accept()
@@ -246,8 +246,8 @@ async def test_an_input_too_long_may_be_truncated(gateway: GatewayUnderTest) -> 
     assert token_ids == [[1, 2]]
 
 
-async def test_dimensions_travel_where_the_model_was_trained_for_fewer(start_gateway: Start) -> None:
-    gateway = await start_with(start_gateway, MATRYOSHKA)
+async def test_dimensions_travel_where_the_model_was_trained_for_fewer(share_gateway: Share) -> None:
+    gateway = await start_with(share_gateway, MATRYOSHKA)
     worker = await gateway.add_worker(script=embed)
     client = gateway.client()
     await client.embeddings.create(model=MODEL, input="a", dimensions=2)
@@ -256,8 +256,8 @@ async def test_dimensions_travel_where_the_model_was_trained_for_fewer(start_gat
         await client.embeddings.create(model=MODEL, input="a", dimensions=4)
 
 
-async def test_only_some_dimensions(start_gateway: Start) -> None:
-    gateway = await start_with(start_gateway, PoolingCard("embed", 8, is_matryoshka=True, matryoshka_dimensions=(2, 4)))
+async def test_only_some_dimensions(share_gateway: Share) -> None:
+    gateway = await start_with(share_gateway, PoolingCard("embed", 8, is_matryoshka=True, matryoshka_dimensions=(2, 4)))
     with pytest.raises(openai.BadRequestError, match="must be 2, 4 for this model, not 3"):
         await gateway.client().embeddings.create(model=MODEL, input="a", dimensions=3)
 
@@ -288,9 +288,9 @@ TASKS: dict[str, tuple[PoolingCard | None, list[tuple[str, dict[str, Any], str]]
 
 
 @pytest.mark.parametrize("task", TASKS)
-async def test_a_model_is_for_its_task_only(start_gateway: Start, task: str) -> None:
+async def test_a_model_is_for_its_task_only(share_gateway: Share, task: str) -> None:
     card, cases = TASKS[task]
-    gateway = await start_with(start_gateway, card)
+    gateway = await start_with(share_gateway, card)
     async with http(gateway) as client:
         for path, fields, says in cases:
             answer = await client.post(path, json={"model": MODEL, **fields})

@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from protocol.messages import unpack_token_ids
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share
 from tests.integration.gateway.pooling.inputs import CONTEXT, SCORER, http, ids, inputs_of, start_with, vector_of
 from tests.integration.gateway.scripted_worker import Attempt
 
@@ -19,9 +20,9 @@ async def score_by_second(attempt: Attempt) -> None:
     await attempt.finish()
 
 
-@pytest.fixture
-async def scorer(start_gateway: Start) -> GatewayUnderTest:
-    gateway = await start_with(start_gateway, SCORER)
+@pytest_asyncio.fixture(loop_scope="module")
+async def scorer(share_gateway: Share) -> GatewayUnderTest:
+    gateway = await start_with(share_gateway, SCORER)
     await gateway.add_worker(script=score_by_second)
     return gateway
 

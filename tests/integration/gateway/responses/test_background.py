@@ -16,7 +16,7 @@ from protocol.bus import Bus
 from response_store.run import BackgroundRun, Lost
 from response_store.settings import ResponseSettings
 from response_store.store import ResponseStore
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start, restart
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.nats_server import NatsServer
 from tests.waiting import HANGS_S, until
@@ -95,8 +95,8 @@ async def test_from_queued_to_completed(start_gateway: Start, bus: Bus) -> None:
     assert (event.type, made.id.encode() in event.body) == ("response.completed", True)
 
 
-async def test_its_events_can_be_read_again_from_any(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_its_events_can_be_read_again_from_any(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     await gateway.add_worker()
     client = gateway.client()
     stream = await client.responses.create(**BACKGROUND, stream=True)
@@ -152,12 +152,12 @@ async def test_cancelling(start_gateway: Start, asked: str) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-async def test_a_failure_is_the_response(start_gateway: Start) -> None:
+async def test_a_failure_is_the_response(share_gateway: Share) -> None:
     async def refuse(attempt: Attempt) -> None:
         await attempt.accept()
         await attempt.fail("invalid_request", "the engine does not like it", retryable=False)
 
-    gateway = await start_gateway()
+    gateway = await share_gateway()
     await gateway.add_worker(script=refuse)
     client = gateway.client()
     made = await client.responses.create(**BACKGROUND)
@@ -171,8 +171,8 @@ async def test_a_failure_is_the_response(start_gateway: Start) -> None:
         await client.responses.create(model=MODEL, input="More", previous_response_id=made.id)
 
 
-async def test_what_runs_cannot_be_deleted_and_what_has_ended_can(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_what_runs_cannot_be_deleted_and_what_has_ended_can(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     script = Paced()
     await gateway.add_worker(script=script)
     client = gateway.client()
@@ -308,8 +308,8 @@ async def test_it_outlives_the_queue_server(start_gateway: Start, nats_server: N
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-async def test_the_same_key_attaches_to_the_same_response(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_the_same_key_attaches_to_the_same_response(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     await gateway.add_worker()
     client = gateway.client()
     ids = {(await client.responses.create(**BACKGROUND, extra_headers={"Idempotency-Key": "7"})).id for _ in range(2)}

@@ -4,14 +4,15 @@ from typing import Any
 
 import openai
 import pytest
+import pytest_asyncio
 
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.small_tokenizer import byte_tokenizer
 
 
-async def test_what_is_stored_can_be_retrieved_and_deleted(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_what_is_stored_can_be_retrieved_and_deleted(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     await gateway.add_worker()
     client = gateway.client()
     made = await client.responses.create(model=MODEL, input="Hi", store=True, metadata={"run": "7"})
@@ -32,8 +33,8 @@ async def test_what_is_stored_can_be_retrieved_and_deleted(start_gateway: Start)
             await client.responses.retrieve(missing)
 
 
-async def test_a_stream_is_stored_before_its_last_event(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_a_stream_is_stored_before_its_last_event(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     await gateway.add_worker()
     client = gateway.client()
     async with client.responses.stream(model=MODEL, input="Hi", store=True) as stream:
@@ -62,7 +63,7 @@ async def test_what_is_not_said_follows_the_setting(start_gateway: Start, by_def
     assert (unknown.value.param, unknown.value.code) == ("previous_response_id", "previous_response_not_found")
 
 
-async def test_a_conversation_goes_on(start_gateway: Start) -> None:
+async def test_a_conversation_goes_on(share_gateway: Share) -> None:
     prompts: list[str] = []
 
     async def note(attempt: Attempt) -> None:
@@ -71,7 +72,7 @@ async def test_a_conversation_goes_on(start_gateway: Start) -> None:
         await attempt.tokens(f"answer {len(prompts)}", (1,), finish_reason="stop")
         await attempt.finish()
 
-    gateway = await start_gateway()
+    gateway = await share_gateway()
     await gateway.add_worker(script=note)
     client = gateway.client()
     first = await client.responses.create(model=MODEL, input="one", instructions="Be brief.", store=True)
@@ -135,9 +136,9 @@ async def test_what_cannot_be_is_refused_by_name(gateway: GatewayUnderTest, fiel
     assert refused.value.param == param
 
 
-@pytest.fixture
-async def gateway(start_gateway: Start) -> GatewayUnderTest:
-    gateway = await start_gateway()
+@pytest_asyncio.fixture(loop_scope="module")
+async def gateway(share_gateway: Share) -> GatewayUnderTest:
+    gateway = await share_gateway()
     await gateway.add_worker()
     return gateway
 
