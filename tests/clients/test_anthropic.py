@@ -27,10 +27,10 @@ from tests.clients.asked import (
 from tests.player.engine import NO_PLAY
 from tests.player.system import PlayedSystem
 
-TOOL: dict[str, Any] = {"name": TOOL_NAME, "description": TOOL_TEXT, "input_schema": PARAMETERS}
+TOOL: anthropic.types.ToolParam = {"name": TOOL_NAME, "description": TOOL_TEXT, "input_schema": PARAMETERS}
 
 
-def user(content: Any) -> dict[str, Any]:
+def user(content: Any) -> anthropic.types.MessageParam:
     return {"role": "user", "content": content}
 
 
@@ -48,6 +48,19 @@ def ask(spillway: PlayedSystem) -> dict[str, Any]:
 def said(message: anthropic.types.Message) -> list[str]:
     """What is text and no thinking."""
     return [block.text for block in message.content if block.type == "text"]
+
+
+def called(message: anthropic.types.Message) -> anthropic.types.ToolUseBlock:
+    """The tool call that ends it."""
+    call = message.content[-1]
+    assert call.type == "tool_use"
+    return call
+
+
+def error_of(error: anthropic.APIStatusError) -> dict[str, str]:
+    assert isinstance(error.body, dict)
+    inner: dict[str, str] = error.body["error"]
+    return inner
 
 
 def counting(spillway: PlayedSystem, tenant: str, on_answer: Any) -> anthropic.Anthropic:
@@ -81,13 +94,16 @@ def test_a_round_trip_through_a_tool_with_thinking(
     whole = client.messages.create(messages=messages, **ask, **more)
     with client.messages.stream(messages=messages, **ask, **more) as stream:
         streamed = stream.get_final_message()
-    for message in (whole, streamed):
-        thinking, text, call = message.content
-        assert (thinking.type, thinking.thinking.strip()) == ("thinking", THOUGHT)
-        assert (text.type, text.text.strip()) == ("text", SAID)
-        assert (call.type, call.name, call.input) == ("tool_use", TOOL_NAME, ARGUMENTS)
+    answers: list[anthropic.types.Message] = [whole, streamed]
+    for message in answers:
+        thinking, text, _ = message.content
+        assert thinking.type == "thinking"
+        assert thinking.thinking.strip() == THOUGHT
+        assert text.type == "text"
+        assert text.text.strip() == SAID
+        assert (called(message).name, called(message).input) == (TOOL_NAME, ARGUMENTS)
         assert message.stop_reason == "tool_use"
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": RESULT}]}
+    result = {"type": "tool_result", "tool_use_id": called(streamed).id, "content": [{"type": "text", "text": RESULT}]}
     messages += [{"role": "assistant", "content": streamed.content}, {"role": "user", "content": [result]}]
     last = client.messages.create(messages=messages, **ask, **more)
     assert said(last) == [ANSWER]
@@ -100,19 +116,19 @@ def test_a_stop_sequence_is_told_and_left_out(client: anthropic.Anthropic, ask: 
         streamed = stream.get_final_message()
     for message in (whole, streamed):
         assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " Spill")
-        assert message.content[-1].text == "Hello from"
+        assert said(message)[-1] == "Hello from"
     cut = client.messages.create(messages=[user(QUESTION)], model=ask["model"], max_tokens=2)
     assert (cut.stop_reason, cut.stop_sequence) == ("max_tokens", None)
 
 
 def test_a_structured_answer(client: anthropic.Anthropic, spillway: PlayedSystem, ask: dict[str, Any]) -> None:
-    schema = {**Reading.model_json_schema(), "additionalProperties": False}
+    schema: dict[str, Any] = {**Reading.model_json_schema(), "additionalProperties": False}
     done = client.messages.create(
         messages=[user(f"{QUESTION} {spillway.play(READ)}")],
         output_config={"format": {"type": "json_schema", "schema": schema}},
         **ask,
     )
-    assert Reading.model_validate_json(done.content[-1].text) == READING
+    assert Reading.model_validate_json(said(done)[-1]) == READING
 
 
 def test_errors_are_of_the_clients_own_types(
@@ -120,21 +136,21 @@ def test_errors_are_of_the_clients_own_types(
 ) -> None:
     with pytest.raises(anthropic.NotFoundError) as caught:
         client.messages.create(messages=[user(QUESTION)], model="nobody", max_tokens=5)
-    assert caught.value.body["error"]["type"] == "not_found_error"
+    assert error_of(caught.value)["type"] == "not_found_error"
     assert caught.value.request_id
     image = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
     with pytest.raises(anthropic.BadRequestError) as refused:
-        client.messages.create(messages=[{"role": "user", "content": [image]}], **ask)
-    assert "messages.0.content.0" in refused.value.body["error"]["message"]
+        client.messages.create(messages=[user([image])], **ask)
+    assert "messages.0.content.0" in error_of(refused.value)["message"]
     with pytest.raises(anthropic.BadRequestError) as invalid:
         client.messages.create(messages=[user(QUESTION)], stop_sequences=[""], **ask)
-    assert "stop_sequences" in invalid.value.body["error"]["message"]
+    assert "stop_sequences" in error_of(invalid.value)["message"]
     with anthropic.Anthropic(base_url=spillway.url, api_key="sk-wrong", max_retries=0) as stranger:
         with pytest.raises(anthropic.AuthenticationError):
             stranger.messages.create(messages=[user(QUESTION)], **ask)
         with pytest.raises(anthropic.AuthenticationError) as counting:
             stranger.messages.count_tokens(messages=[user(QUESTION)], model=ask["model"])
-        assert counting.value.body["error"]["type"] == "authentication_error"
+        assert error_of(counting.value)["type"] == "authentication_error"
     key = spillway.system.tenant_keys["one at a time"]
     with (
         anthropic.Anthropic(base_url=spillway.url, api_key=key, max_retries=0) as limited,
@@ -153,8 +169,8 @@ def test_models_are_listed(client: anthropic.Anthropic, spillway: PlayedSystem) 
 
 def test_a_call_that_must_be_made(client: anthropic.Anthropic, spillway: PlayedSystem, ask: dict[str, Any]) -> None:
     messages = [user(spillway.play({"calls": [[TOOL_NAME, ARGUMENTS]]}))]
-    choice = {"type": "tool", "name": TOOL_NAME}
-    call = client.messages.create(messages=messages, tools=[TOOL], tool_choice=choice, **ask).content[-1]
+    choice: anthropic.types.ToolChoiceParam = {"type": "tool", "name": TOOL_NAME}
+    call = called(client.messages.create(messages=messages, tools=[TOOL], tool_choice=choice, **ask))
     assert (call.name, call.input) == (TOOL_NAME, ARGUMENTS)
 
 
@@ -170,11 +186,11 @@ async def test_the_async_client_calls_tools(spillway: PlayedSystem, ask: dict[st
     messages: list[Any] = [user(f"{QUESTION} {spillway.play(*PLAY)}")]
     async with anthropic.AsyncAnthropic(base_url=spillway.url, api_key=spillway.api_key, max_retries=0) as client:
         async with client.messages.stream(messages=messages, tools=[TOOL], **ask) as stream:
-            called = await stream.get_final_message()
-        call = called.content[-1]
-        assert (call.type, call.name, call.input) == ("tool_use", TOOL_NAME, ARGUMENTS)
+            first = await stream.get_final_message()
+        call = called(first)
+        assert (call.name, call.input) == (TOOL_NAME, ARGUMENTS)
         result = {"type": "tool_result", "tool_use_id": call.id, "content": RESULT}
-        messages += [{"role": "assistant", "content": called.content}, user([result])]
+        messages += [{"role": "assistant", "content": first.content}, user([result])]
         assert said(await client.messages.create(messages=messages, tools=[TOOL], **ask)) == [ANSWER]
         parsed = await client.messages.parse(messages=[user(spillway.play(READ))], output_format=Reading, **ask)
         assert parsed.parsed_output == READING

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+from pydantic import SecretStr
 
 from tests.clients.asked import (
     ANSWER,
@@ -40,6 +41,7 @@ def test_chat_stream_and_logprobs(spillway: PlayedSystem) -> None:
     model = chat(spillway)
     message = model.bind(logprobs=True).invoke(QUESTION)
     assert message.content == NO_PLAY
+    assert message.usage_metadata is not None
     assert message.usage_metadata["output_tokens"] > 0
     assert len(message.response_metadata["logprobs"]["content"]) == message.usage_metadata["output_tokens"]
     parts = [str(part.content) for part in model.stream(QUESTION)]
@@ -71,7 +73,7 @@ def test_embeddings(spillway: PlayedSystem) -> None:
     embeddings = OpenAIEmbeddings(
         model=spillway.vectors,
         base_url=f"{spillway.url}/v1",
-        api_key=spillway.api_key,
+        api_key=SecretStr(spillway.api_key),
         check_embedding_ctx_length=False,  # else it sends tokens of OpenAI's vocabulary
     )
     one, two, three = embeddings.embed_documents(["high", "low", "high"])

@@ -30,6 +30,7 @@ def chat(spillway: PlayedSystem, **rest: Any) -> "ChatAnthropic":
 def test_chat_and_stream(spillway: PlayedSystem) -> None:
     message = chat(spillway).invoke(QUESTION)
     assert message.text == NO_PLAY
+    assert message.usage_metadata is not None
     assert message.usage_metadata["output_tokens"] > 0
     assert "".join(part.text for part in chat(spillway).stream(QUESTION)) == NO_PLAY
 
@@ -41,7 +42,8 @@ async def test_a_round_trip_through_a_tool(spillway: PlayedSystem) -> None:
     messages: list[Any] = [HumanMessage(f"{QUESTION} {spillway.play(*PLAY)}")]
     called = await model.ainvoke(messages)
     [call] = called.tool_calls
-    assert [block["thinking"].strip() for block in called.content if block["type"] == "thinking"] == [THOUGHT]
+    blocks: list[Any] = list(called.content)
+    assert [block["thinking"].strip() for block in blocks if block["type"] == "thinking"] == [THOUGHT]
     assert (called.text, call["name"], call["args"]) == (SAID, "read_gauge", ARGUMENTS)
     messages += [called, ToolMessage(read_gauge(**call["args"]), tool_call_id=call["id"])]
     assert "".join([part.text async for part in model.astream(messages)]) == ANSWER

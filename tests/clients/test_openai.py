@@ -8,7 +8,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types.chat import ChatCompletionToolParam
+from openai.types.chat import (
+    ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCall,
+    ChatCompletionToolParam,
+    ChatCompletionUserMessageParam,
+)
 
 from tests.clients.asked import (
     ANSWER,
@@ -34,8 +39,16 @@ TOOL: ChatCompletionToolParam = {
 }
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: str) -> ChatCompletionUserMessageParam:
     return {"role": "user", "content": text}
+
+
+def called(message: ChatCompletionMessage) -> ChatCompletionMessageFunctionToolCall:
+    """Its only tool call."""
+    assert message.tool_calls is not None
+    [call] = message.tool_calls
+    assert call.type == "function"
+    return call
 
 
 @pytest.fixture
@@ -46,7 +59,7 @@ def client(spillway: PlayedSystem) -> Iterator[openai.OpenAI]:
 
 def counting(spillway: PlayedSystem, tenant: str, answers: list[httpx.Response], **rest: Any) -> openai.OpenAI:
     """A client that notes each answer it gets, those before a retry included."""
-    http = httpx.Client(event_hooks={"response": [answers.append]})
+    http = openai.DefaultHttpxClient(event_hooks={"response": [answers.append]})
     key = spillway.system.tenant_keys[tenant]
     return openai.OpenAI(base_url=f"{spillway.url}/v1", api_key=key, http_client=http, **rest)
 
@@ -57,12 +70,14 @@ def test_chat_with_logprobs(client: openai.OpenAI, spillway: PlayedSystem) -> No
     )
     assert [choice.message.content for choice in done.choices] == [NO_PLAY] * 2
     for choice in done.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
         assert "".join(token.token for token in choice.logprobs.content).endswith(NO_PLAY)
         assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
 
 
 def test_a_stream_and_its_usage(client: openai.OpenAI, spillway: PlayedSystem) -> None:
-    ask = {"model": spillway.model, "messages": [user(QUESTION)]}
+    ask: dict[str, Any] = {"model": spillway.model, "messages": [user(QUESTION)]}
     with client.chat.completions.stream(**ask, stream_options={"include_usage": True}) as stream:
         pieces = [event.delta for event in stream if event.type == "content.delta"]
         whole = stream.get_final_completion()
@@ -80,9 +95,9 @@ def test_a_round_trip_through_a_tool(client: openai.OpenAI, spillway: PlayedSyst
     for choice in (first, streamed):
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == SAID
-        [call] = choice.message.tool_calls
+        call = called(choice.message)
         assert (call.function.name, json.loads(call.function.arguments)) == (TOOL_NAME, ARGUMENTS)
-    messages += [first.message, {"role": "tool", "tool_call_id": first.message.tool_calls[0].id, "content": RESULT}]
+    messages += [first.message, {"role": "tool", "tool_call_id": called(first.message).id, "content": RESULT}]
     assert client.chat.completions.create(messages=messages, **ask).choices[0].message.content == ANSWER
 
 
@@ -118,10 +133,10 @@ async def test_the_async_client_calls_tools(spillway: PlayedSystem) -> None:
     ask: dict[str, Any] = {"model": spillway.model, "tools": [TOOL]}
     async with openai.AsyncOpenAI(base_url=f"{spillway.url}/v1", api_key=spillway.api_key) as client:
         async with client.chat.completions.stream(messages=messages, **ask) as stream:
-            called = (await stream.get_final_completion()).choices[0].message
-        [call] = called.tool_calls
-        assert (called.content, call.function.name, json.loads(call.function.arguments)) == (SAID, TOOL_NAME, ARGUMENTS)
-        messages += [called, {"role": "tool", "tool_call_id": call.id, "content": RESULT}]
+            first = (await stream.get_final_completion()).choices[0].message
+        call = called(first)
+        assert (first.content, call.function.name, json.loads(call.function.arguments)) == (SAID, TOOL_NAME, ARGUMENTS)
+        messages += [first, {"role": "tool", "tool_call_id": call.id, "content": RESULT}]
         answer = await client.chat.completions.create(messages=messages, **ask)
         assert answer.choices[0].message.content == ANSWER
 
@@ -135,7 +150,7 @@ async def test_the_async_client_parses_answers_and_tells_logprobs(spillway: Play
             model=spillway.model, messages=[user(QUESTION)], logprobs=True, stream=True
         )
         told = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices[0].logprobs is not None]
-        assert "".join(token.token for one in told for token in one.content).endswith(NO_PLAY)
+        assert "".join(token.token for one in told for token in one.content or []).endswith(NO_PLAY)
         with pytest.raises(openai.NotFoundError) as unknown:
             await client.chat.completions.create(**{**ask, "model": "gpt-9"})
         assert unknown.value.code == "model_not_found"

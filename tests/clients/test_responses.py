@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import Response, ResponseFunctionToolCall
 
 from tests.clients.asked import (
     ANSWER,
@@ -42,6 +43,13 @@ def client(spillway: PlayedSystem) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def called(response: Response) -> ResponseFunctionToolCall:
+    """The tool call that ends it."""
+    call = response.output[-1]
+    assert call.type == "function_call"
+    return call
+
+
 def test_a_response_and_its_stream(client: openai.OpenAI, spillway: PlayedSystem) -> None:
     ask: dict[str, Any] = {"model": spillway.model, "input": QUESTION, "instructions": "Be brief."}
     whole = client.responses.create(**ask)
@@ -60,11 +68,13 @@ def test_a_response_and_its_stream(client: openai.OpenAI, spillway: PlayedSystem
     assert len(deltas) > 1
     assert "".join(deltas) == streamed.output_text == NO_PLAY
     assert streamed.usage == whole.usage
+    assert whole.usage is not None
     assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
     chat = client.chat.completions.create(
         model=spillway.model,
         messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}],
     )
+    assert chat.usage is not None
     assert chat.usage.prompt_tokens == whole.usage.input_tokens
 
 
@@ -74,13 +84,18 @@ def test_a_round_trip_through_a_tool_with_reasoning(client: openai.OpenAI, spill
     whole = client.responses.create(input=asked, **ask)
     with client.responses.stream(input=asked, **ask) as stream:
         streamed = stream.get_final_response()
-    for response in (whole, streamed):
-        reasoning, message, call = response.output
-        assert (reasoning.type, reasoning.content[0].text.strip()) == ("reasoning", THOUGHT)
-        assert (message.type, message.content[0].text.strip()) == ("message", SAID)
-        assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", TOOL_NAME, ARGUMENTS)
+    answers: list[Response] = [whole, streamed]
+    for response in answers:
+        reasoning, message, _ = response.output
+        assert reasoning.type == "reasoning"
+        assert reasoning.content is not None
+        assert reasoning.content[0].text.strip() == THOUGHT
+        assert message.type == "message"
+        assert message.content[0].type == "output_text"
+        assert message.content[0].text.strip() == SAID
+        assert (called(response).name, json.loads(called(response).arguments)) == (TOOL_NAME, ARGUMENTS)
     asked += [item.to_dict() for item in streamed.output]
-    asked.append({"type": "function_call_output", "call_id": call.call_id, "output": RESULT})
+    asked.append({"type": "function_call_output", "call_id": called(streamed).call_id, "output": RESULT})
     assert client.responses.create(input=asked, **ask).output_text == ANSWER
 
 
@@ -89,11 +104,12 @@ def test_the_round_trip_goes_on_from_what_is_stored(client: openai.OpenAI, spill
     ask: dict[str, Any] = {"model": spillway.model, "tools": [TOOL]}
     asked = client.responses.create(input=f"{QUESTION} {spillway.play(*PLAY)}", background=True, **ask)
     events = list(client.responses.retrieve(asked.id, stream=True))
+    assert events[-1].type == "response.completed"
     first = events[-1].response
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert list(client.responses.retrieve(asked.id, stream=True, starting_after=7)) == events[8:]
     [call] = [item for item in first.output if item.type == "function_call"]
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
     second = client.responses.create(input=[result], previous_response_id=until_stored(client, first.id), **ask)
     assert second.output_text == ANSWER
     assert second.previous_response_id == first.id
@@ -116,6 +132,7 @@ def test_a_structured_answer(client: openai.OpenAI, spillway: PlayedSystem) -> N
 
 def test_an_answer_that_is_cut_is_incomplete(client: openai.OpenAI, spillway: PlayedSystem) -> None:
     cut = client.responses.create(model=spillway.model, input=QUESTION, max_output_tokens=2)
+    assert cut.incomplete_details is not None
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     events = list(client.responses.create(model=spillway.model, input=QUESTION, max_output_tokens=2, stream=True))
     assert events[-1].type == "response.incomplete"
@@ -140,6 +157,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(**{"model": spillway.model, "input": QUESTION, **fields})
+    assert refused.value.param is not None
     assert refused.value.param.startswith(param)
 
 
@@ -147,8 +165,7 @@ def test_a_namespace_of_tools(client: openai.OpenAI, spillway: PlayedSystem) -> 
     turn = {"calls": [[f"water__{TOOL_NAME}", ARGUMENTS]]}
     tools: list[Any] = [{"type": "namespace", "name": "water", "description": "", "tools": [TOOL]}]
     done = client.responses.create(model=spillway.model, input=f"{QUESTION} {spillway.play(turn)}", tools=tools)
-    call = done.output[-1]
-    assert (call.type, call.name, call.namespace) == ("function_call", TOOL_NAME, "water")
+    assert (called(done).name, called(done).namespace) == (TOOL_NAME, "water")
 
 
 async def test_the_async_client(spillway: PlayedSystem) -> None:

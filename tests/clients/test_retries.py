@@ -34,7 +34,8 @@ def openai_responses(spillway: PlayedSystem, url: str, retries: int) -> Any:
 
 def anthropic_sync(spillway: PlayedSystem, url: str, retries: int) -> Any:
     with anthropic.Anthropic(base_url=url, api_key=spillway.api_key, max_retries=retries) as client:
-        return client.messages.create(model=spillway.model, messages=ASKED, max_tokens=500).content[-1].text
+        last = client.messages.create(model=spillway.model, messages=ASKED, max_tokens=500).content[-1]
+        return last.text if last.type == "text" else last
 
 
 async def anthropic_async(spillway: PlayedSystem, url: str, retries: int) -> Any:
@@ -57,7 +58,7 @@ def langchain_anthropic(spillway: PlayedSystem, url: str, retries: int) -> Any:
     from langchain_anthropic import ChatAnthropic
 
     options: dict[str, Any] = {"base_url": url, "api_key": spillway.api_key, "max_retries": retries}
-    return ChatAnthropic(model=spillway.model, max_tokens=500, **options).invoke(QUESTION).text
+    return ChatAnthropic(model_name=spillway.model, max_tokens_to_sample=500, **options).invoke(QUESTION).text
 
 
 def instructor_client(spillway: PlayedSystem, url: str, retries: int) -> Any:
