@@ -61,7 +61,13 @@ class AnthropicReplay(ProviderReplay):
             "cache_read_input_tokens": CACHED_TOKENS,
             "output_tokens": 1,
         }
-        message = {"id": "msg_1", "type": "message", "role": "assistant", "model": "replay", "content": []}
+        message: dict[str, Any] = {
+            "id": "msg_1",
+            "type": "message",
+            "role": "assistant",
+            "model": "replay",
+            "content": [],
+        }
         message |= {"stop_reason": None, "stop_sequence": None, "usage": usage}
         events = [event({"type": "message_start", "message": message}), event({"type": "ping"})]
         index, kind = -1, ""
@@ -75,7 +81,7 @@ class AnthropicReplay(ProviderReplay):
                 elif kind == "call":
                     block = {"type": "tool_use", "id": part.call_id, "name": part.text, "input": {}}
                 events.append(event({"type": "content_block_start", "index": index, "content_block": block}))
-            delta = {"type": "text_delta", "text": part.text}
+            delta: dict[str, Any] = {"type": "text_delta", "text": part.text}
             if part.kind == "reasoning":
                 delta = {"type": "thinking_delta", "thinking": part.text}
             elif part.kind in {"call", "arguments"}:

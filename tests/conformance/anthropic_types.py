@@ -1,6 +1,6 @@
 """Check bodies and events of Anthropic's Messages API by the types of the ``anthropic`` package."""
 
-from typing import Final, get_type_hints
+from typing import Any, Final, get_type_hints
 
 from anthropic.types import MessageParam, RawMessageStreamEvent, TextBlockParam, ToolChoiceParam, ToolParam
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
@@ -9,7 +9,7 @@ from anthropic.types.thinking_config_param import ThinkingConfigParam
 from pydantic import TypeAdapter
 
 FIELDS: Final = frozenset(get_type_hints(MessageCreateParamsStreaming))
-TYPES: Final = {
+TYPES: Final[dict[str, TypeAdapter[Any]]] = {
     "messages": TypeAdapter(list[MessageParam]),
     "system": TypeAdapter(list[TextBlockParam]),
     "tools": TypeAdapter(list[ToolParam]),

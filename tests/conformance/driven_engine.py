@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.types import GenerationRequest, Refusal, SamplingParams, SequenceOutput, SequenceTimings
 from pool_worker import engines
-from pool_worker.engines.base import Capacity, Engine
+from pool_worker.engines.base import AnyEngine, Capacity, TokenEngine
 from pool_worker.engines.server import ServerEngine
 from pool_worker.settings import EngineSettings
 from tests.waiting import HANGS_S
@@ -50,8 +50,9 @@ class Answer:
 class Driver:
     """Iterates an engine's steps, as a worker does, and lets a test wait for what comes."""
 
-    def __init__(self, engine: Engine, capacity: Capacity) -> None:
-        self.engine = engine
+    def __init__(self, engine: AnyEngine, capacity: Capacity) -> None:
+        assert engine.takes != "messages"
+        self.engine: TokenEngine = engine
         self.capacity = capacity
         self.answers: dict[tuple[str, int], Answer] = defaultdict(Answer)
         self.refusals: dict[str, Refusal] = {}
@@ -68,7 +69,7 @@ class Driver:
                     self.refusals[output.request_id] = output
             self._changed.set()
 
-    async def wait(self, condition: Callable[[], bool]) -> None:
+    async def wait(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(HANGS_S):
             while not condition():
                 self._changed.clear()

@@ -9,13 +9,14 @@ else is refused by name. A test of the house holds the table in the docs against
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from engine.types import Grammar
 from pool_worker.engines.chat_formats.openai_profiles import PROFILES, Profile
 from pool_worker.engines.formats import FORMATS
-from pool_worker.engines.formats.base import Abilities, done_here
+from pool_worker.engines.formats.base import Abilities, Medium, done_here
 from pool_worker.engines.vllm_inprocess import VllmInProcess
 
 DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "ENGINES.md"
@@ -83,8 +84,8 @@ class Column:
 
     kind: str
     asked_at: str
-    asked_in: str
-    answers_in: str
+    asked_in: Medium
+    answers_in: Medium
     continues_by: str  # what a begun answer is handed over as
     known: frozenset[str]  # fields of SamplingParams that are honoured, whoever does it
     grammars: frozenset[str]
@@ -122,7 +123,7 @@ def table(shown: Sequence[Column]) -> str:
         ("continues by", lambda column: column.continues_by),
         ("checked against", lambda column: CHECKED.get(column.kind, A_REPLAY)),
     ]
-    rows += [(f"`{name}`", lambda column, name=name: column.says(name)) for name in (*FIELDS, *GRAMMARS)]
+    rows += [(f"`{name}`", partial(Column.says, field=name)) for name in (*FIELDS, *GRAMMARS)]
     lines = [_line(["", *(f"`{column.kind}`" for column in shown)]), _line(["---"] * (len(shown) + 1))]
     return "".join([*lines, *(_line([label, *map(cell, shown)]) for label, cell in rows)])
 

@@ -7,7 +7,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any, Final
@@ -30,7 +30,9 @@ app = FastAPI()
 
 
 def _sampling(body: dict[str, Any]) -> SamplingParams:
-    given = {name: tuple(one) if isinstance(one, list) else one for name, one in body.items() if name in OF_SAMPLING}
+    given: dict[str, Any] = {
+        name: tuple(one) if isinstance(one, list) else one for name, one in body.items() if name in OF_SAMPLING
+    }
     if "logit_bias" in given:
         given["logit_bias"] = {int(id_): bias for id_, bias in given["logit_bias"].items()}
     wanted = body.get("response_format")
@@ -44,7 +46,7 @@ async def _events(
     body: dict[str, Any],
     prompt_tokens: int,
     first: SequenceOutput,
-    rest: AsyncIterator[SequenceOutput],
+    rest: AsyncGenerator[SequenceOutput, None],
     told: Callable[[str], dict[str, Any]],
 ) -> AsyncIterator[str]:
     made = 0
@@ -64,7 +66,7 @@ async def _events(
     yield "data: [DONE]\n\n"
 
 
-async def _chained(first: SequenceOutput, rest: AsyncIterator[SequenceOutput]) -> AsyncIterator[SequenceOutput]:
+async def _chained(first: SequenceOutput, rest: AsyncGenerator[SequenceOutput, None]) -> AsyncIterator[SequenceOutput]:
     try:
         yield first
         async for output in rest:
@@ -80,7 +82,7 @@ class OpenAIApp:
 
     def __init__(self, folder: str, slots: int, max_length: int) -> None:
         self._engine = ServedEngine(folder, slots, max_length)
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._starting: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -133,7 +135,8 @@ def main() -> None:
         _temp_dir=temporary,
     )
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": int(port)})
-    serve.run(OpenAIApp.bind(folder, int(slots), int(max_length)), route_prefix="/")
+    deployment: Any = OpenAIApp  # as its decorators have made it
+    serve.run(deployment.bind(folder, int(slots), int(max_length)), route_prefix="/")
     with suppress(KeyboardInterrupt):
         signal.sigwait({signal.SIGTERM, signal.SIGINT})
     serve.shutdown()

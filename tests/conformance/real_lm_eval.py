@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.peers import pinned
 from spillway.config import DEMO_MODEL_PATH
@@ -84,8 +84,8 @@ def _score(result: dict[str, Any]) -> float:
 
 def _expected() -> dict[str, dict[str, float]]:
     """The scores by transformers alone."""
-    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
+    model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32)
     documents = [json.loads(line) for line in (TASKS / "facts.jsonl").read_text().splitlines()]
 
     def likelihood(context: str, choice: str) -> float:
@@ -97,7 +97,7 @@ def _expected() -> dict[str, dict[str, float]]:
 
     def chooses_well(document: dict[str, Any]) -> bool:
         found = [likelihood(document["question"], choice) for choice in document["choices"]]
-        return found.index(max(found)) == document["gold"]
+        return bool(found.index(max(found)) == document["gold"])
 
     def answers_well(prompt: str) -> bool:
         ids = tokenizer.encode(prompt, add_special_tokens=False, return_tensors="pt")

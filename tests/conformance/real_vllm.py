@@ -27,7 +27,7 @@ async def test_stopping_leaves_no_process() -> None:
 
 async def test_it_is_lost_with_its_engine_core() -> None:
     engine = engines.create(REAL)
-    driver = Driver(engine, await engine.start())  # type: ignore[arg-type]
+    driver = Driver(engine, await engine.start())
     running = asyncio.create_task(driver.run())
     driver.engine.submit(request("r", max_tokens=150))
     await driver.wait(lambda: bool(driver.answers["r", 0].token_ids))

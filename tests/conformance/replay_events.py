@@ -35,7 +35,8 @@ class Wanted:
     stop_ids: frozenset[int]
 
     def tokens(self) -> list[list[tuple[int, float]]]:
-        ids, made = list(self.ids), []
+        ids = list(self.ids)
+        made: list[list[tuple[int, float]]] = []
         while len(made) < self.max_tokens:
             made.append(likeliest(ids, self.logprobs or 1, self.noise))
             ids.append(made[-1][0][0])

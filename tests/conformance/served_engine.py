@@ -1,7 +1,7 @@
 """Our engine as servers have it that are built around it: one stream of outputs an answer."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from itertools import count
 
 from engine.types import GenerationRequest, SamplingParams, SequenceOutput
@@ -28,10 +28,10 @@ class ServedEngine:
                 if output.request_id in self._outputs:
                     self._outputs[output.request_id].put_nowait(output)
 
-    async def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[SequenceOutput]:
+    async def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[SequenceOutput, None]:
         """Yield what comes; the last of it has a finish reason."""
         name = str(next(self._numbers))
-        self._outputs[name] = queue = asyncio.Queue()
+        queue = self._outputs[name] = asyncio.Queue()
         self._engine.submit(GenerationRequest(name, prompt_ids, params))
         finish_reason = None
         try:

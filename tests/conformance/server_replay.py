@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -108,8 +108,19 @@ class Replay:
             self.streams -= 1
 
 
+class App(Protocol):
+    """Something that listens."""
+
+    url: str
+
+    def app(self) -> FastAPI: ...
+
+
+AnyApp = TypeVar("AnyApp", bound=App)
+
+
 @contextlib.contextmanager
-def running(replay: Replay) -> Iterator[Replay]:
+def running(replay: AnyApp) -> Iterator[AnyApp]:
     """Let it listen on a free port of this machine, in a thread of its own."""
     config = uvicorn.Config(
         replay.app(), port=0, log_config=None, log_level="critical", access_log=False, lifespan="off"
@@ -139,7 +150,11 @@ def running_on_demand() -> Iterator[Callable[[str], Any]]:
         def of(kind: str) -> AnyReplay:
             if kind not in replays:
                 is_here = kind == VllmReplay.kind
-                replays[kind] = stack.enter_context(VllmReplay().installed() if is_here else running(Replay(kind)))
+                replays[kind] = (
+                    stack.enter_context(VllmReplay().installed())
+                    if is_here
+                    else stack.enter_context(running(Replay(kind)))
+                )
             replay = replays[kind]
             replay.faults.clear()
             replay.bodies.clear()

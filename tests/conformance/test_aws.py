@@ -3,10 +3,11 @@
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from fastapi.responses import JSONResponse
+from pydantic import SecretStr
 
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
@@ -17,8 +18,8 @@ from tests.conformance.aws_replay import AWS_ENVIRONMENT, REGION, BedrockReplay,
 from tests.conformance.server_replay import running
 from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine
 
-BEDROCK: Final = {"kind": "bedrock", "model": "anthropic.claude-v1:0", "aws_region": REGION}
-SAGEMAKER: Final = {"kind": "sagemaker", "model": "m", "endpoint": "my-endpoint", "aws_region": REGION}
+BEDROCK: Final[dict[str, Any]] = {"kind": "bedrock", "model": "anthropic.claude-v1:0", "aws_region": REGION}
+SAGEMAKER: Final[dict[str, Any]] = {"kind": "sagemaker", "model": "m", "endpoint": "my-endpoint", "aws_region": REGION}
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ async def driving(settings: BedrockSettings | SageMakerSettings) -> AsyncIterato
 
 async def test_a_key_goes_as_a_bearer_token_instead_of_a_signature(bedrock: BedrockReplay) -> None:
     """https://docs.aws.amazon.com/bedrock/latest/userguide/api-keys.html."""
-    async with driving(BedrockSettings(**BEDROCK, url=bedrock.url, api_key="k-1")) as driver:
+    async with driving(BedrockSettings(**BEDROCK, url=bedrock.url, api_key=SecretStr("k-1"))) as driver:
         assert (await driver.answer()).finish_reason == "stop"
     assert bedrock.headers[0]["authorization"] == "Bearer k-1"
 

@@ -14,6 +14,7 @@ from engine.types import Refusal, SamplingParams
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
+from pool_worker.engines.chat_formats.openai_chat import OpenAIChatFormat
 from pool_worker.engines.chat_formats.openai_profiles import PROFILES
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import OpenAIChatSettings
@@ -182,7 +183,14 @@ async def test_refusals_and_filters(pair: tuple[Driver, ChatReplay]) -> None:
 
 async def test_what_an_api_lacks_is_refused_by_name(pair: tuple[Driver, ChatReplay]) -> None:
     driver, replay = pair
-    asked = {"top_k": 5, "logprobs": 2, "min_p": 0.5, "logit_bias": {5: 1.0}, "seed": 7, "presence_penalty": 0.5}
+    asked: dict[str, Any] = {
+        "top_k": 5,
+        "logprobs": 2,
+        "min_p": 0.5,
+        "logit_bias": {5: 1.0},
+        "seed": 7,
+        "presence_penalty": 0.5,
+    }
     for number, (name, value) in enumerate(asked.items()):
         answer = await driver.answer(name=f"r{number}", **{name: value})
         if name in driver.engine._format.honoured:
@@ -199,6 +207,7 @@ async def test_what_an_api_lacks_is_refused_by_name(pair: tuple[Driver, ChatRepl
     else:
         assert driver.refusals["schema"].param == "response_format"
     answer = await driver.answer(chat(tools=(WEATHER,), is_single_call=True), name="single")
+    assert isinstance(driver.engine._format, OpenAIChatFormat)
     if driver.engine._format._profile.takes_single_call:
         assert replay.bodies[-1]["parallel_tool_calls"] is False
     else:
@@ -254,9 +263,9 @@ async def faulty(replay: ChatReplay) -> AsyncIterator[tuple[Driver, ChatReplay]]
         yield driver, replay
 
 
-def streaming(replay: ChatReplay, change: Callable[[list[str]], list[str]]) -> Fault:
+def streaming(replay: ChatReplay, change: Callable[[list[Any]], list[Any]]) -> Fault:
     def answer(request: Request) -> Response:
-        return StreamingResponse(iter(change(replay.events(request._json))), media_type="text/event-stream")
+        return StreamingResponse(iter(change(list(replay.events(request._json)))), media_type="text/event-stream")
 
     return answer
 

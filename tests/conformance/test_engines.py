@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.conformance.driven_engine import (
     MAX_SEQUENCES,
     PROMPT,
     REAL_SERVER,
+    Answer,
     Driver,
     driving,
     made,
@@ -67,12 +69,13 @@ def server_settings(replay: AnyReplay, tokenizer: str, **more: Any) -> TokenServ
         sizes = {"max_sequences": MAX_SEQUENCES, "max_model_len": MAX_MODEL_LEN}
         return VllmInProcessSettings(kind="vllm_inprocess", model=tokenizer, **{**sizes, **more})
     known = {
+        "kind": replay.kind,
         "max_sequences": MAX_SEQUENCES,
         "model": "replay" if replay.kind == "triton" else None,
         "max_model_len": MAX_MODEL_LEN if replay.kind in SILENT_ABOUT_LENGTH else None,
         **more,
     }
-    return ServerEngineSettings(kind=replay.kind, url=replay.url, tokenizer=tokenizer, **known)
+    return ServerEngineSettings(url=replay.url, tokenizer=tokenizer, **known)
 
 
 @pytest.fixture(params=["real"] if REAL_SERVER else ["scripted", "spillway", *ASKED])
@@ -207,12 +210,17 @@ async def test_logprobs_come_with_every_token(driver: Driver) -> None:
         assert entry.bytes.decode(errors="replace") == entry.text
 
 
+def has_begun(answer: Answer) -> bool:
+    return bool(answer.token_ids)
+
+
 async def test_cancelling_is_idempotent_and_frees_the_place(driver: Driver) -> None:
     for number in range(MAX_SEQUENCES):
         driver.submit(request(f"long{number}", max_tokens=150))
     driver.submit(request("next", max_tokens=3))
     for number in range(MAX_SEQUENCES):
-        await driver.wait(lambda id_=f"long{number}": driver.answers[id_, 0].token_ids)
+        answer = driver.answers[f"long{number}", 0]
+        await driver.wait(partial(has_begun, answer))
         driver.engine.cancel(f"long{number}")
         driver.engine.cancel(f"long{number}")
     answers = await driver.end_of(*(f"long{number}" for number in range(MAX_SEQUENCES)))
@@ -321,7 +329,7 @@ async def test_an_error_in_a_step_loses_the_local_engine(model_folder: str, monk
     engine = engines.create(LocalEngineSettings(path=model_folder, kv_mib=8, threads=1))
     driver = Driver(engine, await engine.start())
     monkeypatch.setattr(LLMEngine, "step", broken_step)
-    engine.submit(request())
+    driver.engine.submit(request())
     with pytest.raises(EngineDiedError, match="ValueError: out of order"):
         await driver.run()
     engine.cancel("r")  # a worker still cancels what it hands back

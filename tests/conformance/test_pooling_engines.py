@@ -3,10 +3,11 @@
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine.pooling_types import PoolingInput, PoolingRequest
+from engine.pooling_types import PoolingInput, PoolingRequest, PoolingTask
 from engine.types import GenerationRequest, SamplingParams
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
@@ -25,7 +26,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def settings_for(kind: str, task: str, folders: dict[str, Path]) -> EngineSettings:
+def settings_for(kind: str, task: PoolingTask, folders: dict[str, Path]) -> EngineSettings:
     if kind == "scripted":
         return ScriptedEngineSettings(task=task, dimensions=HIDDEN, max_model_len=MAX_TOKENS, max_sequences=4)
     return LocalEngineSettings(
@@ -45,7 +46,9 @@ async def scorer(request: pytest.FixtureRequest, folders: dict[str, Path]) -> As
         yield driver
 
 
-def request(name: str, *inputs: list[int], task: str = "embed", dimensions: int | None = None) -> PoolingRequest:
+def request(
+    name: str, *inputs: list[int], task: PoolingTask = "embed", dimensions: int | None = None
+) -> PoolingRequest:
     rows = [PoolingInput(index, ids, len(ids)) for index, ids in enumerate(inputs)]
     return PoolingRequest(name, task, rows, dimensions)
 
@@ -136,7 +139,7 @@ async def test_a_refused_request_names_its_field_and_hurts_nobody(
     ],
 )
 async def test_settings_that_do_not_fit_are_named(
-    folders: dict[str, Path], task: str, given: dict[str, object], says: str
+    folders: dict[str, Path], task: str, given: dict[str, Any], says: str
 ) -> None:
     engine = engines.create(LocalEngineSettings(path=str(folders[task]), threads=1, **given))
     with pytest.raises(EngineDiedError, match=says):

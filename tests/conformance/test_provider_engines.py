@@ -165,7 +165,7 @@ async def test_an_answer_that_was_stopped_for_what_it_says(driver: Driver) -> No
 async def test_what_the_api_lacks_is_refused_by_name(
     driver: Driver, provider: Provider, replay: ProviderReplay
 ) -> None:
-    asked = {
+    asked: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.5,
         "top_k": 5,

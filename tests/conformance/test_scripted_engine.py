@@ -56,7 +56,7 @@ async def test_a_stalled_request_waits_for_its_cancellation(scripted: Driver) ->
 async def test_a_crash_loses_the_engine() -> None:
     engine = engines.create(ScriptedEngineSettings(faults_from_prompt=True))
     driver = Driver(engine, await engine.start())
-    engine.submit(scripted_request(driver, "[[crash after=2]]"))
+    driver.engine.submit(scripted_request(driver, "[[crash after=2]]"))
     with pytest.raises(EngineDiedError, match="scripted crash"):
         await driver.run()
     assert len(driver.answers["r", 0].token_ids) == 2
@@ -69,6 +69,7 @@ async def test_prompts_cannot_ask_for_faults_where_that_is_off() -> None:
 
 
 async def test_the_scripted_engine_refuses_what_needs_probabilities(scripted: Driver) -> None:
-    for name, value in (("prompt_logprobs", 0), ("allowed_token_ids", (5,)), ("bad_words", ("x",))):
+    asked: dict[str, Any] = {"prompt_logprobs": 0, "allowed_token_ids": (5,), "bad_words": ("x",)}
+    for name, value in asked.items():
         refused = await scripted.answer(request(name, **{name: value}))
         assert (refused.finish_reason, scripted.refusals[name].param) == ("error", name)

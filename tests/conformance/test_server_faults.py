@@ -41,7 +41,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings(replay: Replay, tokenizer: str, **more: object) -> ServerEngineSettings:
-    return server_settings(replay, tokenizer, **{"max_model_len": MAX_MODEL_LEN, "ready_s": HANGS_S, **more})
+    known = server_settings(replay, tokenizer, **{"max_model_len": MAX_MODEL_LEN, "ready_s": HANGS_S, **more})
+    assert isinstance(known, ServerEngineSettings)
+    return known
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +307,7 @@ async def test_a_server_that_makes_no_tokens_at_all_is_lost(tokenizer: str) -> N
     with running(Replay("vllm", token_s=3600.0)) as replay:
         engine = engines.create(settings(replay, tokenizer, silence_s=SHORT_S))
         driver = Driver(engine, await engine.start())
-        engine.submit(request())
+        driver.engine.submit(request())
         with pytest.raises(EngineDiedError, match="makes no tokens"):
             await driver.run()
         await engine.stop()

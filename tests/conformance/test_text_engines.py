@@ -125,7 +125,9 @@ async def test_an_answer_that_was_taken_apart_is_not_trusted(
 async def test_what_a_server_counts_does_not_matter(tokenizer: str, replay_of: Callable[[str], Replay]) -> None:
     """One event may have many tokens, and usage may be missing or nonsense."""
     replay = replay_of("openai_completions")
-    said = [{"choices": [{"index": 0, "text": "hello world, ", "finish_reason": None}], "usage": "nonsense"}]
+    said: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "text": "hello world, ", "finish_reason": None}], "usage": "nonsense"}
+    ]
     said += [{"choices": [], "usage": {"prompt_tokens": -5}}]
     said += [{"choices": [{"index": 0, "text": "café", "finish_reason": "stop"}]}]
     async with driving(server_settings(replay, tokenizer)) as driver:

@@ -22,7 +22,12 @@ from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_e
 from tests.conformance.test_provider_engines import answering
 from tests.conformance.vertex_replay import VertexReplay, chunk, google_environment
 
-VERTEX: Final = {"kind": "vertex", "model": "gemini-3-pro", "project": "my-project", "location": "europe-west4"}
+VERTEX: Final[dict[str, Any]] = {
+    "kind": "vertex",
+    "model": "gemini-3-pro",
+    "project": "my-project",
+    "location": "europe-west4",
+}
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +151,7 @@ async def test_a_place_without_the_model_is_not_the_clients_mistake(replay: Vert
 
 
 async def test_claude_is_asked_for_by_path_and_version(replay: VertexReplay) -> None:
-    place = {"model": "claude-sonnet-4-5@20250929", "project": "my-project", "location": "global"}
+    place: dict[str, Any] = {"model": "claude-sonnet-4-5@20250929", "project": "my-project", "location": "global"}
     with running(VertexAnthropicReplay()) as claude:
         for version in ("2026-10-21", "vertex-2023-10-16"):
             settings = VertexAnthropicSettings(

@@ -69,7 +69,7 @@ async def test_a_start_that_nobody_waits_for_any_more_leaves_nothing(
         loop.call_soon_threadsafe(begun.set)
         asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
         engine = start(arguments)
-        engine.shutdown = ended.set
+        monkeypatch.setattr(engine, "shutdown", ended.set)
         return engine
 
     monkeypatch.setattr(sys.modules["vllm.v1.engine.async_llm"].AsyncLLM, "from_engine_args", slow_start)
@@ -109,7 +109,7 @@ async def test_cancelling_ends_vllms_work(tmp_path: Path, vllm: VllmReplay) -> N
 
 async def lost(folder: Path, **more: Any) -> tuple[Driver, asyncio.Task[None]]:
     engine = engines.create(settings(folder, **more))
-    driver = Driver(engine, await engine.start())  # type: ignore[arg-type]
+    driver = Driver(engine, await engine.start())
     return driver, asyncio.create_task(driver.run())
 
 

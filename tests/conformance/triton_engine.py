@@ -37,7 +37,7 @@ class EngineSocket:
         """Answer one request."""
         asked: dict[str, Any] = json.loads(await reader.readline())
         name = str(next(self._numbers))
-        self._outputs[name] = queue = asyncio.Queue()
+        queue = self._outputs[name] = asyncio.Queue()
         params = {RENAMED.get(key, key): value for key, value in asked.items() if key not in NOT_OF_SAMPLING}
         prompt = self._tokenizer.encode(asked["text_input"], add_special_tokens=True).ids
         self._engine.submit(GenerationRequest(name, prompt, SamplingParams(**params)))

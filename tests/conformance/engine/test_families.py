@@ -46,7 +46,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
-    "qwen3_moe": Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE | {"head_dim": 16}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
     "mistral_window": MistralConfig(**SHAPE, sliding_window=WINDOW),
     "gemma2": Gemma2Config(**SHAPE, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16),
     "gemma3": Gemma3TextConfig(

@@ -1,6 +1,7 @@
 """Models by path: what a folder written by transformers becomes here."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
@@ -28,7 +29,7 @@ def test_a_saved_model_answers_as_it_did_in_memory(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_other_dtypes_run(folder: Path, dtype: str) -> None:
+def test_other_dtypes_run(folder: Path, dtype: Any) -> None:
     engine = LLMEngine.from_pretrained(str(folder), EngineConfig(threads=1, max_sequences=2, dtype=dtype))
     assert engine.info.dtype == dtype
     requests = [GenerationRequest(str(n), tuple(range(5, 15 + n)), SamplingParams(max_tokens=8)) for n in range(3)]

@@ -1,5 +1,7 @@
 """Models that the engine would compute wrongly are refused while loading, with the reason."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import (
@@ -65,7 +67,7 @@ def test_state_outside_the_attention_is_refused(monkeypatch: pytest.MonkeyPatch)
     # computed at once, wrong for a packed batch. Only comparing with the model's own forward can tell.
     plain = LlamaDecoderLayer.forward
 
-    def with_convolution(self: LlamaDecoderLayer, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    def with_convolution(self: LlamaDecoderLayer, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return plain(self, hidden_states + torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1], **kwargs)
 
     monkeypatch.setattr(LlamaDecoderLayer, "forward", with_convolution)
@@ -94,7 +96,7 @@ def test_rotary_scaling_that_depends_on_the_batch_limits_the_context() -> None:
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
     ],
 )
-def test_impossible_configurations_name_the_field(settings: dict[str, int | str], field: str) -> None:
+def test_impossible_configurations_name_the_field(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_engine(llama(), **settings)
     assert caught.value.field == field

@@ -7,7 +7,7 @@ moments. After every step the books of the engine must agree.
 import random
 from collections import defaultdict
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from transformers import PreTrainedModel
@@ -30,7 +30,7 @@ from tests.unit.engine.tiny_models import (
 REQUESTS: Final = 13
 LONGEST: Final = 40  # tokens of an answer
 BLOCKS: Final = 31  # of 4 tokens: one request needs up to 28
-STORM: Final = {
+STORM: Final[dict[str, Any]] = {
     "kv_bytes": BLOCKS * 2048,
     "lookahead_tokens": 0,
     "draft_tokens": 4,

@@ -3,6 +3,7 @@
 import copy
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,7 +23,7 @@ torch.set_num_threads(1)  # for the references too: tests run beside each other
 VOCAB_SIZE = 300
 EOS_ID = 1
 # A wide initialisation keeps the best logit far from the second, so that rounding cannot swap them.
-SHAPE = {
+SHAPE: Final[dict[str, Any]] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -54,7 +55,9 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(config: PreTrainedConfig, seed: int = 1) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     for name, parameter in model.named_parameters():
         if "sinks" in name:
             torch.nn.init.normal_(parameter)
@@ -65,7 +68,7 @@ def llama() -> PreTrainedModel:
     return make_model(LlamaConfig(**SHAPE))
 
 
-def greedy_reference(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
+def greedy_reference(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
     """Return the output of transformers' own `generate`."""
     output = model.generate(
         torch.tensor([prompt], device=model.device),
@@ -74,13 +77,12 @@ def greedy_reference(model: PreTrainedModel, prompt: list[int], new_tokens: int)
         do_sample=False,
         pad_token_id=0,
     )
-    return output[0, len(prompt) :].tolist()
+    answer: list[int] = output[0, len(prompt) :].tolist()
+    return answer
 
 
-def make_engine(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **config: int | str
-) -> LLMEngine:
-    settings = {
+def make_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **config: Any) -> LLMEngine:
+    settings: dict[str, Any] = {
         "threads": 1,
         "max_sequences": 8,
         "max_batched_tokens": 24,
