@@ -1,5 +1,7 @@
 """Prompts leave only where somebody has allowed it, and a key never widens what its team may."""
 
+from typing import Any
+
 import pytest
 
 from accounts.hosted import Leaves, allowed_providers, why_no_leave
@@ -54,7 +56,7 @@ def test_a_key_without_a_team_of_its_own_speaks_for_itself() -> None:
 
 @pytest.mark.parametrize(("team", "key"), [(True, None), (None, True), (True, False), (False, True)])
 def test_whoever_demands_trusted_pools_goes_to_no_hosted_api(team: bool | None, key: bool | None) -> None:
-    policies = {
+    policies: dict[str, Any] = {
         "team_policy": Policy(allow_hosted=("*",), trusted_only=team),
         "key_policy": Policy(allow_hosted=("*",), trusted_only=key),
     }

@@ -52,7 +52,7 @@ async def test_a_key_has_the_grant_and_the_teams_policy(engine: AsyncEngine) -> 
     assert principal is not None
     assert principal.tenant == principal.team_id == "team_a"
     assert principal.scopes == {INFERENCE, ADMIN}
-    assert principal.models == {"small", "large"}
+    assert principal.models == frozenset({"small", "large"})
     assert not principal.may_use("other")
     assert principal.key_policy == policy
     assert principal.team_policy == Policy(weight=3.0)

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.audit import AuditFilter, list_changes
+from accounts.audit import AuditEntry, AuditFilter, list_changes
 from accounts.checks import checked_grant
 from accounts.errors import InvalidField, NameTaken, UnknownKey, UnknownOrganisation, UnknownTeam
 from accounts.keys import Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
@@ -120,7 +120,7 @@ async def test_a_key_is_changed_by_its_fields(engine: AsyncEngine) -> None:
     assert changed == await find_key(engine, made.key_id)
     async with engine.connect() as connection:
         principal = (await load_principals(connection))[hash_token(token, PEPPER)]
-    assert (principal.team_name, principal.scopes) == ("search", {INFERENCE, ADMIN})
+    assert (principal.team_name, principal.scopes) == ("search", frozenset({INFERENCE, ADMIN}))
     [created, updated] = await changes_of(engine, made.key_id)
     told = {"name": "a", "team_id": "team_default", "scopes": ["inference"], "models": ["small"]}
     assert created == ("key.create", None, told)
@@ -209,7 +209,7 @@ async def test_the_audit_log_is_filtered_and_paged(engine: AsyncEngine) -> None:
     everything = await list_changes(engine, AuditFilter(), 100)
     assert {entry.after["name"] for entry in everything if entry.after} == {f"key {number}" for number in range(5)}
     assert [entry.at_unix_ms for entry in everything] == sorted((e.at_unix_ms for e in everything), reverse=True)
-    pages = []
+    pages: list[AuditEntry] = []
     last = None
     while page := await list_changes(engine, AuditFilter(after_id=last), 2):
         pages.extend(page)

@@ -55,7 +55,7 @@ async def test_models_and_migrations_are_in_step(database_url: str) -> None:
     def differences(connection: Connection) -> list[object]:
         opts = {"compare_server_default": True, "include_name": is_modelled}
         context = MigrationContext.configure(connection, opts=opts)
-        return compare_metadata(context, Base.metadata)
+        return list(compare_metadata(context, Base.metadata))
 
     engine = create_engine(database_url)
     async with engine.connect() as connection:

@@ -65,21 +65,22 @@ def filled_in(node: Any) -> Any:
 
 def compose() -> dict[str, Any]:
     """The compose file as the engine sees it: anchors merged, variables filled in."""
-    return filled_in(yaml.safe_load(COMPOSE_FILE.read_text()))
+    whole: dict[str, Any] = filled_in(yaml.safe_load(COMPOSE_FILE.read_text()))
+    return whole
 
 
 def services() -> dict[str, Any]:
-    return compose()["services"]
+    return dict(compose()["services"])
 
 
 def observability() -> dict[str, Any]:
     """The services that the overlay for Prometheus and Grafana adds."""
-    return filled_in(yaml.safe_load(OBSERVABILITY_FILE.read_text()))["services"]
+    return dict(filled_in(yaml.safe_load(OBSERVABILITY_FILE.read_text()))["services"])
 
 
 def vllm_overlay() -> dict[str, Any]:
     """The overlay with vLLM and a side-car."""
-    return filled_in(yaml.safe_load(VLLM_FILE.read_text()))
+    return dict(filled_in(yaml.safe_load(VLLM_FILE.read_text())))
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:

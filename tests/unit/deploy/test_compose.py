@@ -13,6 +13,7 @@ import yaml
 from batches.storage.registry import FOLDER
 from gateway.settings import LimitSettings
 from idempotency.settings import IdempotencySettings
+from pool_worker.settings import LocalEngineSettings
 from spillway.config import Config, load_config
 from tests.unit.deploy.description import (
     COMPOSE_FILE,
@@ -283,7 +284,9 @@ def test_machines_of_a_fleet_are_told_the_published_address_of_the_queue() -> No
 
 def test_threads_of_the_engine_follow_the_cores_of_the_worker() -> None:
     cores = float(services()["worker"]["deploy"]["resources"]["limits"]["cpus"])
-    assert config_of("worker").pools["demo"].engine.threads == cores
+    engine = config_of("worker").pools["demo"].engine
+    assert isinstance(engine, LocalEngineSettings)
+    assert engine.threads == cores
 
 
 def test_nobody_is_killed_while_still_allowed_to_finish() -> None:

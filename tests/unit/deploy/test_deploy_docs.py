@@ -263,7 +263,7 @@ def test_the_servers_of_all_ways_are_one_version() -> None:
 
 
 def salad_group() -> dict[str, Any]:
-    return json.loads((ROOT / "deploy/salad/container-group.json").read_text())
+    return dict(json.loads((ROOT / "deploy/salad/container-group.json").read_text()))
 
 
 def test_the_container_group_is_the_pool_of_its_page() -> None:

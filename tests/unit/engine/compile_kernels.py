@@ -1,6 +1,7 @@
 """Compile the Triton kernels for GPUs that need not be there; print what each launch needs. Run by a test."""
 
 import warnings
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -18,7 +19,7 @@ KINDS = [  # capability, dtype, groups, dim, decoding, split, window, softcap an
 ]
 
 
-def compile_for(capability: int, kernel: object, types: dict[str, str], constants: dict[str, object]) -> None:
+def compile_for(capability: int, kernel: Any, types: dict[str, str], constants: dict[str, object]) -> None:
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
@@ -28,7 +29,7 @@ def compile_for(capability: int, kernel: object, types: dict[str, str], constant
     print(capability, kernel.__name__, compiled.metadata.shared)  # noqa: T201
 
 
-def types_of(kernel: object, dtype: str, *, is_partial: bool) -> dict[str, str]:
+def types_of(kernel: Any, dtype: str, *, is_partial: bool) -> dict[str, str]:
     partial_type = "*fp32" if is_partial else f"*{dtype}"
     return dict.fromkeys(kernel.arg_names, f"*{dtype}") | {
         **dict.fromkeys(("lses", "parts"), partial_type),

@@ -61,7 +61,8 @@ def layer_of(
     torch.manual_seed(0)
     pages_of = [-(-context // case.page_size) for _, context in case.sequences]
     pages = random.Random(1).sample(range(sum(pages_of) + 3), sum(pages_of) + 3)
-    segments, positions = [], []
+    segments: list[Segment] = []
+    positions: list[int] = []
     for (rows, context), count in zip(case.sequences, pages_of, strict=True):
         own, pages = pages[:count], pages[count:]
         runs = [range(page * case.page_size, (page + 1) * case.page_size) for page in own]

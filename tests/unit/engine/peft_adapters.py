@@ -33,10 +33,11 @@ def make_adapter(model: PreTrainedModel, folder: Path, *, seed: int, **lora: Any
         warnings.simplefilter("ignore")
         merged = write_adapter(model, folder, seed=seed, **lora).merge_and_unload()
     assert isinstance(merged, PreTrainedModel)
-    return merged.eval()
+    merged.eval()
+    return merged
 
 
-def generate(model: PreTrainedModel, prompt: tuple[int, ...], tokens: int) -> list[int]:
+def generate(model: Any, prompt: tuple[int, ...], tokens: int) -> list[int]:
     """Return what transformers answers, greedily; no token ends it."""
     model.generation_config.eos_token_id = None
     output = model.generate(
@@ -46,4 +47,5 @@ def generate(model: PreTrainedModel, prompt: tuple[int, ...], tokens: int) -> li
         do_sample=False,
         pad_token_id=0,
     )
-    return output[0, len(prompt) :].tolist()
+    answer: list[int] = output[0, len(prompt) :].tolist()
+    return answer

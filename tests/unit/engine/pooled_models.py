@@ -4,6 +4,7 @@ import functools
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -51,7 +52,7 @@ WORDS = [
 ]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 VOCABULARY = {word: id_ for id_, word in enumerate([*SPECIAL, *WORDS])}
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": len(VOCABULARY),
     "hidden_size": HIDDEN,
     "intermediate_size": 48,
@@ -79,10 +80,9 @@ ENCODERS: dict[str, PreTrainedConfig] = {
         initializer_range=0.3,
     ),
     "modernbert": ModernBertConfig(
-        **SHAPE,
+        **SHAPE | {"global_attn_every_n_layers": 2},
         max_position_embeddings=MAX_TOKENS,
         local_attention=8,  # narrower than most inputs: its window must be seen
-        global_attn_every_n_layers=2,
         cls_token_id=2,
         sep_token_id=3,
         bos_token_id=2,
@@ -141,13 +141,13 @@ def save_scorer(folder: Path, family: str, **config: object) -> Path:
 
 
 def make_engine(
-    folder: Path, task: PoolingTask = "embed", options: PoolingOptions | None = None, **config: int | str
+    folder: Path, task: PoolingTask = "embed", options: PoolingOptions | None = None, **config: Any
 ) -> PoolingEngine:
-    settings = {"threads": 1, "max_sequences": 16, "max_batched_tokens": 200} | config
+    settings: dict[str, Any] = {"threads": 1, "max_sequences": 16, "max_batched_tokens": 200} | config
     return PoolingEngine.from_pretrained(str(folder), task, EngineConfig(**settings), options or PoolingOptions())
 
 
-def request(name: str, *inputs: list[int], first_tokens: list[int] | None = None, **rest: object) -> PoolingRequest:
+def request(name: str, *inputs: list[int], first_tokens: list[int] | None = None, **rest: Any) -> PoolingRequest:
     firsts = first_tokens or [len(ids) for ids in inputs]
     rows = [PoolingInput(i, ids, first) for i, (ids, first) in enumerate(zip(inputs, firsts, strict=True))]
     return PoolingRequest(name, rest.pop("task", "embed"), rows, **rest)
@@ -181,13 +181,14 @@ def vectors_of(answers: dict[int, SequenceOutput]) -> torch.Tensor:
     for output in answers.values():
         assert output.vector is not None, output
     return torch.stack(
-        [torch.frombuffer(bytearray(answers[i].vector), dtype=torch.float32) for i in range(len(answers))]
+        [torch.frombuffer(bytearray(answers[i].vector or b""), dtype=torch.float32) for i in range(len(answers))]
     )
 
 
 @functools.lru_cache(maxsize=1)
-def _reference(kind: type, folder: Path) -> torch.nn.Module:
-    return kind.from_pretrained(folder, attn_implementation="eager").eval()
+def _reference(kind: Any, folder: Path) -> torch.nn.Module:
+    model: torch.nn.Module = kind.from_pretrained(folder, attn_implementation="eager")
+    return model.eval()
 
 
 def reference_embedding(folder: Path, ids: list[int], kind: str, *, normalize: bool = True) -> torch.Tensor:
@@ -195,7 +196,7 @@ def reference_embedding(folder: Path, ids: list[int], kind: str, *, normalize: b
     model = _reference(AutoModel, folder)
     with torch.inference_mode():
         states = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
-    vector = {"cls": states[0], "last": states[-1], "mean": states.sum(0) / len(ids)}[kind]
+    vector: torch.Tensor = {"cls": states[0], "last": states[-1], "mean": states.sum(0) / len(ids)}[kind]
     return vector / vector.norm() if normalize else vector
 
 

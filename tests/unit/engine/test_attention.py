@@ -130,7 +130,8 @@ class Layer:
         if self.options.sinks is not None:
             sinks = self.options.sinks.double()[:, None, None].expand(-1, segment.rows, 1)
             scores = torch.cat([scores, sinks], dim=-1)
-        return (torch.softmax(scores, dim=-1)[..., : segment.context] @ values).transpose(0, 1).float()
+        attended: Tensor = torch.softmax(scores, dim=-1)[..., : segment.context] @ values
+        return attended.transpose(0, 1).float()
 
 
 @pytest.mark.usefixtures("kernel")

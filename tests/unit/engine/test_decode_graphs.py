@@ -73,11 +73,11 @@ def test_a_batch_is_filled_up_to_the_next_size(model: PreTrainedModel, count: in
 def test_replays_change_no_answer(model: PreTrainedModel) -> None:
     # Batches shrink and grow, prompts are computed between, pages are scattered and given away again.
     mixed = [
-        GenerationRequest(f"{name}{one.request_id}", one.prompt_ids, SamplingParams(**params))
+        GenerationRequest(f"{name}{one.request_id}", one.prompt_ids, params)
         for name, params in {
-            "greedy": {"temperature": 0.0, "max_tokens": 20},
-            "random": {"temperature": 1.2, "seed": 4, "max_tokens": 9, "n": 2},
-            "scored": {"temperature": 0.0, "max_tokens": 15, "prompt_logprobs": 1, "logprobs": 2},
+            "greedy": SamplingParams(temperature=0.0, max_tokens=20),
+            "random": SamplingParams(temperature=1.2, seed=4, max_tokens=9, n=2),
+            "scored": SamplingParams(temperature=0.0, max_tokens=15, prompt_logprobs=1, logprobs=2),
         }.items()
         for one in requests(4)
     ]

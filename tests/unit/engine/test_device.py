@@ -76,7 +76,8 @@ def test_sampling_waits_for_its_device_at_the_very_end(params: dict[str, Any]) -
 def test_a_decoding_step_asks_nothing_of_its_device(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that is recorded in a CUDA graph may."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    model = make_model(FAMILIES[family]).to(META, torch.bfloat16)
+    model: Any = make_model(FAMILIES[family])
+    model.to(META, torch.bfloat16)
     model.set_attn_implementation(ATTENTION_NAME)
     kv_heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
     monkeypatch.setattr(

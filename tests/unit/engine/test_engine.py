@@ -10,10 +10,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from engine import GenerationRequest, LLMEngine, RequestRejected, ResumePoint, SamplingParams
+from engine.attention import KVPool
 from tests.unit.engine.tiny_models import (
     EOS_ID,
     VOCAB_SIZE,
     Answer,
+    Answers,
     byte_level_tokenizer,
     collect,
     drain,
@@ -193,7 +195,8 @@ def test_nothing_stays_of_requests_that_are_cancelled_at_any_moment(engine: LLME
     dice = random.Random(7)
     before = engine.load()
     ends: dict[tuple[str, int], list[str | None]] = defaultdict(list)
-    choices, running, started = 0, [], 0
+    running: list[str] = []
+    choices = started = 0
     while started < 2000 or engine.has_unfinished():
         while started < 2000 and len(running) < 24:
             n = dice.choice((1, 1, 1, 3))
@@ -222,7 +225,8 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(model: PreTrainedMode
     alone = answer_of(engine, temperature=0.0)
     assert poison not in alone.token_ids
     with torch.no_grad():
-        engine._runner._model.get_input_embeddings().weight[poison] = float("nan")
+        embedding: Any = engine._runner._model.get_input_embeddings()
+        embedding.weight[poison] = float("nan")
     answers = run(engine, request("bad", (*PROMPT, poison)), request("r", temperature=0.0))
     assert answers["bad", 0].finish_reason == "error"
     assert "not finite" in (answers["bad", 0].error or "")
@@ -250,7 +254,9 @@ def test_nothing_is_read_from_the_pool_that_was_not_written(model: PreTrainedMod
     engine = make_engine(model, max_sequences=4)
     expected = run(engine, *(request(f"{i}", prompt, temperature=0.0) for i, prompt in enumerate(OTHERS)))
     poisoned = make_engine(model, max_sequences=4)
-    for keys, values in poisoned._runner._pool._layers.values():
+    pool = poisoned._runner._pool
+    assert isinstance(pool, KVPool)
+    for keys, values in pool._layers.values():
         keys.fill_(float("nan"))
         values.fill_(float("nan"))
     assert run(poisoned, *(request(f"{i}", p, temperature=0.0) for i, p in enumerate(OTHERS))) == expected
@@ -259,7 +265,7 @@ def test_nothing_is_read_from_the_pool_that_was_not_written(model: PreTrainedMod
 def test_fragmented_memory_changes_nothing(model: PreTrainedModel) -> None:
     engine = make_engine(model, kv_bytes=40 * 4 * 512, max_model_len=128)  # 40 blocks of 4 tokens
     expected = answer_of(engine, temperature=0.0, max_tokens=60)
-    answers = defaultdict(Answer)
+    answers: Answers = defaultdict(Answer)
     for number in range(8):  # 8 sequences of 4 blocks each; every other one leaves a hole
         engine.add_request(request(f"{number}", (5, 6, 7, 8), max_tokens=12))
     while engine.load().waiting:

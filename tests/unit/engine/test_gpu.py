@@ -78,7 +78,8 @@ def test_the_kernels_say_what_the_reference_says(case: Case, dtype: torch.dtype)
 def test_greedy_output_is_that_of_generate(family: str, cuda_graphs: bool) -> None:
     model = make_model(FAMILIES[family])
     asked = requests(12)
-    on_gpu = copy.deepcopy(model).to(DEVICE)
+    on_gpu: Any = copy.deepcopy(model)
+    on_gpu.to(DEVICE)
     expected = {(one.request_id, 0): greedy_reference(on_gpu, list(one.prompt_ids), 20) for one in asked}
     answers = tokens_of(run(gpu_engine(model, cuda_graphs=cuda_graphs, draft_tokens=2), *asked))
     # `generate` stops at the end token, the engine was told not to.

@@ -76,7 +76,7 @@ def schema_of(source: random.Random, depth: int = 0) -> dict[str, Any]:
     if kind == "anyOf":
         return {"anyOf": [schema_of(source, depth + 1) for _ in range(2)]}
     low = source.randint(-1000, 1000)
-    return {
+    schemas: dict[str, dict[str, Any]] = {
         "string": {"type": "string", "minLength": source.randint(0, 2), "maxLength": source.randint(2, 9)},
         "integer": {"type": "integer", "minimum": low, "maximum": low + source.randint(0, 5000)},
         "boolean": {"type": "boolean"},
@@ -84,7 +84,8 @@ def schema_of(source: random.Random, depth: int = 0) -> dict[str, Any]:
         "enum": {"enum": ["red", 3, None, "grün"]},
         "const": {"const": {"k": [1, True]}},
         "pattern": {"type": "string", "pattern": "^[a-f]{1,4}-[0-9]{2}$"},
-    }[kind]
+    }
+    return schemas[kind]
 
 
 def test_json_always_validates(engine: LLMEngine) -> None:
@@ -334,14 +335,15 @@ def test_a_constant_may_hold_the_text_of_an_added_token(special: bool) -> None:
         "additionalProperties": False,
     }
     compiler = GrammarCompiler(tokenizer, len(tokenizer), (EOS_ID,))
-    matcher, token_ids = compiler.compile(Grammar("json", json.dumps(schema))).matcher(), []
+    matcher = compiler.compile(Grammar("json_schema", json.dumps(schema))).matcher()
+    token_ids: list[int] = []
     while not matcher.is_complete:
         matcher.make_mask()
         logits = torch.zeros(len(tokenizer))
         matcher.forbid(logits)
         token_ids.append(int(logits.argmax()))
         matcher.consume(token_ids[-1])
-    assert json.loads(tokenizer.decode(token_ids)) == {"a": "say <tool_call>!"}
+    assert json.loads(str(tokenizer.decode(token_ids))) == {"a": "say <tool_call>!"}
 
 
 def test_a_parser_that_gives_up_ends_its_answer_only(engine: LLMEngine) -> None:

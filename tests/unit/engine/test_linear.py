@@ -28,7 +28,8 @@ class Block(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         others = self.first(rows).sum() + self.plain(rows).sum() + self.twice(rows).sum() + self.twice(rows * 2).sum()
-        return self.last(self.second(rows)) + others
+        result: torch.Tensor = self.last(self.second(rows)) + others
+        return result
 
 
 def made_fast(model: nn.Module, rows: torch.Tensor) -> list[str]:

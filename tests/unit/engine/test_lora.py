@@ -3,7 +3,6 @@
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +119,7 @@ def test_alone_it_is_the_merged_model(served: Served, adapter: str | None) -> No
         (GPTNeoXConfig(**SHAPE), ["query_key_value", "dense_4h_to_h"]),
         (GPT2Config(vocab_size=VOCAB_SIZE, n_embd=64, n_layer=2, n_head=4, initializer_range=0.3), ["c_attn", "c_fc"]),
         (
-            Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+            Qwen3MoeConfig(**SHAPE | {"head_dim": 16}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
             ["q_proj", "o_proj"],
         ),
     ],
@@ -230,7 +229,12 @@ def test_a_step_without_adapters_adds_nothing_to_any_row(served: Served, monkeyp
     engine = served.engine()
     added: list[Tensor] = []
     index_add = Tensor.index_add_
-    monkeypatch.setattr(Tensor, "index_add_", lambda *args: added.append(args[2]) or index_add(*args))
+
+    def noted(*args: Any) -> Tensor:
+        added.append(args[2])
+        return index_add(*args)
+
+    monkeypatch.setattr(Tensor, "index_add_", noted)
     run(engine, request("r", None, SHARED))
     assert added == []
     run(engine, request("r", "small", SHARED[:5]), request("s", None, SHARED[:5]))
@@ -267,7 +271,7 @@ def test_what_is_loaded_is_told(served: Served) -> None:
 
 
 @pytest.fixture
-def own_folder(served: Served, tmp_path: Path) -> Iterator[Path]:
+def own_folder(served: Served, tmp_path: Path) -> Path:
     write_adapter(served.base, tmp_path, seed=1, r=2, target_modules=["q_proj"])
     return tmp_path
 

@@ -11,6 +11,7 @@ import torch
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, PreTrainedModel
 
 from engine import EngineError, GenerationRequest, LLMEngine, RequestRejected, SamplingParams, SequenceOutput
+from engine.attention import KVPool
 from tests.unit.engine.tiny_models import (
     SHAPE,
     VOCAB_SIZE,
@@ -140,7 +141,7 @@ def test_a_storm_in_little_memory_changes_no_answer(model: PreTrainedModel, seed
 
 def bytes_per_block(model: PreTrainedModel) -> int:
     config = model.config
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 4
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 4)
 
 
 def drain_in_a_storm(engine: LLMEngine, requests: list[GenerationRequest], source: random.Random) -> Answers:
@@ -166,7 +167,7 @@ def test_what_is_not_finite_is_found_by_nobody(model: PreTrainedModel, monkeypat
     assert run(engine, first)["r0", 0].finish_reason == "error"
     monkeypatch.undo()
     engine.add_request(second)
-    outputs = []
+    outputs: list[SequenceOutput] = []
     while not outputs:
         outputs = engine.step()
     assert outputs[0].cached_tokens == 0
@@ -184,17 +185,21 @@ def test_a_sleeping_engine_holds_no_memory_and_answers_as_before_when_it_wakes(m
     engine = make_engine(model, kv_bytes=pool_bytes, max_sequences=1000, max_batched_tokens=1000)
     assert resident_bytes() < fresh + pool_bytes // 2, "what was never written is committed"
     expected = run(engine, *sharing(3))
-    for layer in engine._runner._pool._layers:  # as after many long requests
-        for tensor in engine._runner._pool._layers[layer]:
+    pool = engine._runner._pool
+    assert isinstance(pool, KVPool)
+    for layer in pool._layers:  # as after many long requests
+        for tensor in pool._layers[layer]:
             tensor.fill_(1.0)
     del tensor
     full = resident_bytes()
     engine.sleep()
-    assert engine.is_sleeping
+    sleeps = engine.is_sleeping
+    assert sleeps
     assert resident_bytes() < full - 0.9 * pool_bytes
     with pytest.raises(RequestRejected):
         engine.add_request(request("bad", ()))
-    assert engine.is_sleeping, "nobody wakes it up for nothing"
+    still_sleeps = engine.is_sleeping
+    assert still_sleeps, "nobody wakes it up for nothing"
     [first, *others] = sharing(3)
     engine.add_request(first)
     assert not engine.is_sleeping
@@ -221,5 +226,5 @@ def test_warming_up_leaves_nothing_behind(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("config", [{"max_model_len": 3}, {"max_model_len": 4}, {"max_waiting": 1, "max_sequences": 1}])
-def test_however_small_it_is_it_warms_up(model: PreTrainedModel, config: dict[str, int]) -> None:
+def test_however_small_it_is_it_warms_up(model: PreTrainedModel, config: dict[str, Any]) -> None:
     make_engine(model, **config).warm_up()

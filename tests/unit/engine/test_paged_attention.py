@@ -10,7 +10,7 @@ from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig,
 
 from engine import GenerationRequest, SamplingParams
 from engine.attention import Segment
-from engine.paged_attention import PagedKVPool
+from engine.paged_attention import PagedBatch, PagedKVPool
 from engine.torch_attention import AttentionOptions
 from tests.unit.engine.tiny_models import SHAPE, VOCAB_SIZE, greedy_reference, make_engine, make_model, run
 
@@ -32,8 +32,8 @@ def test_the_reference_is_dense_attention_over_scattered_pages(groups: int, wind
     for first, end in pairwise((0, 1, 6, 7, 19, 22)):  # the chunks of one sequence
         rows = list(range(first, end))
         inputs = pool.stage([0] * len(rows), rows, [], [Segment(len(rows), end, runs)])
-        parts = (whole[:, :, first:end] for whole in (query, key, value))
-        output = inputs.batch.attend(0, *parts, AttentionOptions(0.3, window, None, None))
+        asked, keys, values = (whole[:, :, first:end] for whole in (query, key, value))
+        output = inputs.batch.attend(0, asked, keys, values, AttentionOptions(0.3, window, None, None))
         torch.testing.assert_close(output, expected[:, :, first:end].transpose(1, 2))
 
 
@@ -41,6 +41,7 @@ def test_a_step_is_staged_with_the_slots_of_its_rows() -> None:
     pool = PagedKVPool({0: (1, 2)}, 32, 4, torch.float32, torch.device("cpu"))
     segments = [Segment(3, 6, [range(20, 24), range(8)]), Segment(1, 1, [range(8, 16)]), pool.filling]
     inputs = pool.stage([7, 8, 9, 5, 0], [3, 4, 5, 0, 0], [2, 3], segments)
+    assert isinstance(inputs.batch, PagedBatch)
     step = inputs.batch.step
     assert inputs.input_ids.tolist() == [[7, 8, 9, 5, 0]]
     assert inputs.position_ids.tolist() == [[3, 4, 5, 0, 0]]

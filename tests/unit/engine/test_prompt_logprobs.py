@@ -163,7 +163,7 @@ def test_cancelled_in_the_middle(model: PreTrainedModel) -> None:
 
 def test_what_is_not_finite_fails_alone(model: PreTrainedModel) -> None:
     engine = make_engine(model)
-    embedding = engine._runner._model.get_input_embeddings()
+    embedding: Any = engine._runner._model.get_input_embeddings()
     with torch.no_grad():
         embedding.weight[LONG[50]] = float("nan")
     answers = run(engine, request("bad"), request("good", OTHERS[2]))

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from transformers import CohereConfig, GlmConfig, LlamaConfig, PreTrainedConfig
+from transformers import CohereConfig, GlmConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3MLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from engine.row_modules import GatedLayer, RmsNorm, RotaryEmbedding, speed_up_rows
 from tests.unit.engine.tiny_models import SHAPE, make_model
@@ -75,7 +75,8 @@ def test_other_layers_stay(module: nn.Module) -> None:
 
 
 def attention_of(model: nn.Module) -> nn.Module:
-    return next(module for name, module in model.named_modules() if name.endswith("self_attn"))
+    attention: nn.Module = next(module for name, module in model.named_modules() if name.endswith("self_attn"))
+    return attention
 
 
 def calls_ours(attention: nn.Module) -> bool:

@@ -42,7 +42,8 @@ def test_histogram_bounds_belong_to_their_buckets() -> None:
     for value in (0.5, 1.0, 1.1, 2.0, 2.1):
         histogram.observe(value)
     histogram.observe(3.0, times=4)
-    assert histogram.snapshot() == HistogramCounts((1.0, 2.0), (2, 2, 5), pytest.approx(18.7))
+    total: Any = pytest.approx(18.7)
+    assert histogram.snapshot() == HistogramCounts((1.0, 2.0), (2, 2, 5), total)
 
 
 def test_counters_are_the_tokens(model: PreTrainedModel) -> None:
@@ -176,7 +177,7 @@ def test_the_cancelled_say_how_far_they_came(model: PreTrainedModel, clock: Cloc
         engine.step()
     engine.abort("running")
     engine.abort("waiting")
-    told = {output.request_id: output.timings for output in engine.step()}
+    told = {output.request_id: output.timings for output in engine.step() if output.timings is not None}
     assert seconds(told["running"]) == (1, 1, 2)
     assert seconds(told["waiting"]) == (4, 0, 0)
 

@@ -61,6 +61,8 @@ def test_spans_leave_no_gap_over_a_year() -> None:
     assert spans[-1].until_unix_ms == until
     for before, after in pairwise(spans):
         assert before.until_unix_ms == after.since_unix_ms
+        assert before.day is not None
+        assert after.day is not None
         assert (after.day - before.day).days == 1
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ async def fetch(engine: AsyncEngine, statement: str) -> list[Any]:
 
 
 def named(table: str, day_unix_ms: int) -> str:
-    return f"{table}_d{partitions.datetime.fromtimestamp(day_unix_ms / 1000, partitions.UTC):%Y%m%d}"
+    return f"{table}_d{datetime.fromtimestamp(day_unix_ms / 1000, UTC):%Y%m%d}"
 
 
 async def test_rows_of_any_day_are_kept_and_go_to_their_days_partition_when_it_is_made(engine: AsyncEngine) -> None:

@@ -94,7 +94,8 @@ async def test_two_writers_at_once_count_once(engine: AsyncEngine) -> None:
 
 
 async def test_a_gateways_own_word_takes_the_place_of_what_was_said_for_it(engine: AsyncEngine, nats_url: str) -> None:
-    origin = {"gateway_id": "g", "endpoint": "completions", "key_id": "key_b", "key_name": "b", "stream": False}
+    origin: dict[str, Any] = {"gateway_id": "g", "endpoint": "completions", "key_id": "key_b", "key_name": "b"}
+    origin["stream"] = False
     last = attempt_record("r", received_unix_ms=START_UNIX_MS, completion_tokens=3, **origin)
     await store_records(engine, [last])
     intents = Intents(engine, hold_s=3.0)

@@ -1,4 +1,5 @@
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
     await engine.dispose()
 
 
-async def rows(engine: AsyncEngine, table: type[Base]) -> list[dict[str, object]]:
+async def rows(engine: AsyncEngine, table: type[Base]) -> list[dict[str, Any]]:
     async with engine.connect() as connection:
         return [dict(row) for row in (await connection.execute(select(table))).mappings()]
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from engine.pooling_types import PoolingInput, PoolingRequest
@@ -9,7 +11,7 @@ from protocol.messages import PROTOCOL_VERSION, Job, ResumePoint, Sampling, deco
 from protocol.pooling import Pooling
 
 
-def job(pooling: Pooling, tokens: int = 6, **fields: object) -> Job:
+def job(pooling: Pooling, tokens: int = 6, **fields: Any) -> Job:
     prompt = pack_token_ids(range(10, 10 + tokens))
     sampling = Sampling(max_tokens=0)
     return decode_job(encode(Job(PROTOCOL_VERSION, "r", 1, "m", "reply", sampling, prompt, pooling=pooling, **fields)))

@@ -10,7 +10,7 @@ from protocol.errors import ApiError, BusError, BusTimeout, PayloadTooLarge, Str
 from protocol.messages import PROTOCOL_VERSION, ModelCard
 from protocol.pull import Delivery, PullConsumer, ack, nak
 from tests.nats_server import NatsServer
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, until
 
 MODEL = "org/model.v1"
 
@@ -169,15 +169,11 @@ async def test_a_deletion_does_not_outlive_its_connection(bus: Bus, nats_url: st
     other = await Bus.connect(nats_url, name="other")
     sequence = await publish(bus, 1)
     nats_server.kill()
-    async with asyncio.timeout(HANGS_S):
-        while bus.connected or other.connected:
-            await asyncio.sleep(0.01)
+    await until(lambda: not (bus.connected or other.connected))
     with pytest.raises(BusError, match="not connected"):
         await bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
     nats_server.start()
-    async with asyncio.timeout(HANGS_S):
-        while not (bus.connected and other.connected):
-            await asyncio.sleep(0.01)
+    await until(lambda: bus.connected and other.connected)
     await topology.apply(other, [MODEL], topology.QueueBounds())
     assert await publish(other, 1) == sequence  # another job has the number now
     await bus.client.flush()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from protocol import messages as m
 from protocol import subjects
 from protocol.errors import ProtocolError
-from protocol.logprobs import PromptLogprob
+from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.steps import StepFrame, decode_step
 from protocol.usage import decode_usage
 
@@ -28,7 +28,7 @@ def test_a_cut_token_list_is_refused() -> None:
 
 
 def test_every_frame_kind_survives_the_wire() -> None:
-    logprob = m.TokenLogprob(5, "a", -0.5, b"a", ((5, "a", -0.5, b"a"),))
+    logprob = TokenLogprob(5, "a", -0.5, b"a", ((5, "a", -0.5, b"a"),))
     frames = (
         m.Accepted("r", 1, 0, "w", "p", "aws", "eu", 1.5),
         m.Tokens("r", 1, 1, 0, (5,), "a", None, (logprob,)),

@@ -16,7 +16,7 @@ from protocol.errors import BusTimeout
 from protocol.outbox import MESSAGE_RECORDS, Outbox
 from protocol.spool import Spool
 from tests.nats_server import NatsServer
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, until
 
 
 @pytest.fixture
@@ -52,7 +52,8 @@ async def test_everything_put_is_stored_once_and_records_share_messages(bus: Bus
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10)) as outbox:
         for number in range(200):
             outbox.put(f"r{number}.1", record(number))
-        assert outbox.full
+        was_full = outbox.full
+        assert was_full
         assert await outbox.flush(20) == 0
         assert not outbox.full
     messages = await stored(bus)
@@ -166,9 +167,7 @@ async def test_without_server_and_disk_it_is_full_before_anything_is_lost(bus: B
     spool = Spool(tmp_path, max_bytes=0)
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 1000, spool=spool)) as outbox:
         kept = outbox.put("r", record(1))
-        async with asyncio.timeout(HANGS_S):
-            while not outbox.full:
-                await asyncio.sleep(0.01)
+        await until(lambda: outbox.full)
         assert not kept.done()
         await topology.apply(bus, [], topology.QueueBounds())
         await asyncio.wait([kept], timeout=HANGS_S)

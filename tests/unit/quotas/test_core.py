@@ -1,6 +1,7 @@
 """The pure core: whatever gateways do, crash or miss, nothing is admitted beyond a limit, and nothing leaks."""
 
 from collections import Counter
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,7 +101,7 @@ _STEPS = st.one_of(
 )
 
 
-def play(steps: list[tuple]) -> World:
+def play(steps: list[tuple[Any, ...]]) -> World:
     world = World()
     for what, *how in steps:
         names = list(world.slices)
@@ -130,7 +131,7 @@ def renew_and_wait(world: World, seconds: float) -> None:
 
 @settings(max_examples=150)
 @given(st.lists(_STEPS, max_size=60))
-def test_nothing_is_admitted_beyond_a_limit_and_nothing_leaks(steps: list[tuple]) -> None:
+def test_nothing_is_admitted_beyond_a_limit_and_nothing_leaks(steps: list[tuple[Any, ...]]) -> None:
     world = play(steps)
     while world.running:
         world.end(0, 0.5)
@@ -144,7 +145,7 @@ def test_nothing_is_admitted_beyond_a_limit_and_nothing_leaks(steps: list[tuple]
     assert free_amounts(account, LIMITS)[:3] == LIMITS[:3]
 
 
-def lost_with_crashes(world: World, steps: list[tuple]) -> int:
+def lost_with_crashes(world: World, steps: list[tuple[Any, ...]]) -> int:
     """Spending that a crashed gateway had reported is spent; the rest is presumed."""
     crashed = any(what == "crash" for what, *_ in steps)
     difference = world.account.spent_nano_usd - world.account.presumed_nano_usd - world.spent

@@ -5,6 +5,7 @@ from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from ledger.prices import Price
+from pool_worker.settings import LocalEngineSettings
 from spillway.cli import app
 from spillway.config import DEMO_MODEL_PATH, Config, ConfigError, GatewaySection, default_config, load_config
 from spillway.up import _resolve, resolved_config_path, run_dir_of
@@ -324,7 +325,9 @@ def test_without_a_queue_server_only_up_can_run(tmp_path: Path) -> None:
 def test_the_default_serves_the_demo_model() -> None:
     config = default_config(env={})
     assert list(config.models) == ["spillway-demo"]
-    assert config.pools["local"].engine.path == str(DEMO_MODEL_PATH)
+    engine = config.pools["local"].engine
+    assert isinstance(engine, LocalEngineSettings)
+    assert engine.path == str(DEMO_MODEL_PATH)
 
 
 def test_secrets_do_not_show() -> None:

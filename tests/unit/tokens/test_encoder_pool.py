@@ -1,6 +1,8 @@
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator
+from functools import partial
+from operator import contains
 from typing import Any
 
 import pytest
@@ -95,7 +97,7 @@ async def test_tenants_take_turns(stage: Stage) -> None:
     order = ["a1", "b1", "a2", "b2", "a3"]
     await stage.let_go(blocking[0])
     for name in order:
-        await until(lambda name=name: name in stage.begun)
+        await until(partial(contains, stage.begun, name))
         await stage.let_go(name)
     assert stage.begun[THREADS:] == order
 

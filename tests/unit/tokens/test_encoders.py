@@ -11,6 +11,7 @@ def test_hugging_face() -> None:
     encoder = HuggingFaceEncoder(byte_tokenizer_json())
     plain = encoder.encode("héllo", add_special_tokens=False)
     bos = byte_tokenizer().token_to_id(BOS)
+    assert bos is not None
     assert encoder.encode("héllo", add_special_tokens=True) == [bos, *plain]
     assert encoder.decode([bos, *plain]) == f"{BOS}héllo"
 

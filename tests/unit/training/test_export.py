@@ -65,7 +65,7 @@ class Kept:
         **rest: Any,
     ) -> str:
         self._count += 1
-        request_id = rest.pop("request_id", f"req {self._count:03}")
+        request_id: str = rest.pop("request_id", f"req {self._count:03}")
         tools = rest.pop("tools", None)
         request: dict[str, Any] = {"model": "demo", "messages": messages} | ({"tools": tools} if tools else {})
         request = rest.pop("request", request)
@@ -90,8 +90,9 @@ class Kept:
 
     async def left_out(self, **plan: Any) -> dict[str, int]:
         manifest, examples = await self.export(**plan)
-        assert manifest["rows_read"] == len(examples) + sum(manifest["left_out"].values())
-        return manifest["left_out"]
+        left_out: dict[str, int] = manifest["left_out"]
+        assert manifest["rows_read"] == len(examples) + sum(left_out.values())
+        return left_out
 
 
 @pytest.fixture
@@ -236,7 +237,8 @@ async def test_a_shorter_conversation_stays_if_the_longer_one_does_not(kept: Kep
 
 async def test_filters_in_pages(kept: Kept) -> None:
     for number in range(7):
-        fields = {"model": f"m{number % 2}", "team_id": f"t{number // 4}", "received_unix_ms": 1000 + number // 2}
+        fields: dict[str, Any] = {"model": f"m{number % 2}", "team_id": f"t{number // 4}"}
+        fields["received_unix_ms"] = 1000 + number // 2
         await kept.keep([user(str(number))], "x", **fields)
 
     async def asked(**wanted: Any) -> str:

@@ -8,7 +8,7 @@ from web.errors import InvalidParameter
 NOW_MS = 1_800_000_000_000
 
 
-def view(cookies: dict[str, str] | None = None, **params: str) -> View:
+def view(cookies: dict[str, str] | None = None, /, **params: str) -> View:
     return make_view(params, cookies or {}, NOW_MS)
 
 

@@ -172,7 +172,7 @@ PROMPT = (
     PromptLogprob(9, " y", -0.25, 1, ((9, " y", -0.25), (8, " x", -2.0))),
 )
 ECHO = AnswerOptions(echo="Say x y", echo_logprobs=1, prompt_tokens=3)
-ECHOED = {
+ECHOED: dict[str, list[Any]] = {
     "tokens": ["Say", " x", " y"],
     "token_logprobs": [None, -2.5, -0.25],
     "top_logprobs": [None, {" y": -0.5, " x": -2.5}, {" y": -0.25}],

@@ -30,7 +30,8 @@ def hand_back(request: OpenRequest, seq: int, now_s: float) -> None:
 
 def fails_at(request: OpenRequest, code: ErrorCode, limit_s: float) -> bool:
     request.on_tick(limit_s - 0.1, connected=True)
-    assert request.failure is None
+    before = request.failure
+    assert before is None
     request.on_tick(limit_s, connected=True)
     return request.failure is not None and request.failure.code is code
 

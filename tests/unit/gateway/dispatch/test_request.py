@@ -29,7 +29,8 @@ async def test_the_usual_way() -> None:
     events = await request.mailbox.take()
     assert events[-1] == Ended(None)
     assert (request.state, request.outcome, request.completion_tokens, actions.ends) == (State.ENDED, "ok", 2, 1)
-    assert actions.cancelled == actions.asked == []
+    assert actions.cancelled == []
+    assert actions.asked == []
 
 
 @pytest.mark.parametrize("stale", [accepted(1), tokens(1, "STALE"), finished(2), failed(1)])
@@ -96,6 +97,7 @@ def of_prompt(seq: int, count: int, attempt: int = 1) -> Tokens:
 
 async def test_the_next_attempt_sends_only_the_rest_of_the_prompts_logprobs() -> None:
     request, actions = open_request(prompt_logprobs=0)
+    frame: Frame
     for frame in (accepted(), of_prompt(1, 2)):
         request.on_frame("w", frame, 1.0)
     assert (request.choices.scored_tokens, request.first_token_s) == (2, None)

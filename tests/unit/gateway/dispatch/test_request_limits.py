@@ -1,5 +1,7 @@
 """Deadlines, attempts and what a request that has ended is recorded as."""
 
+from typing import Any
+
 import pytest
 
 from gateway.dispatch import attempts as attempts_module
@@ -58,13 +60,14 @@ async def test_cancelling_twice_or_after_the_end_changes_nothing() -> None:
         ({"total_s": 5.0}, [accepted(), tokens(1)], ErrorCode.TOTAL_TIMEOUT),
     ],
 )
-async def test_timeouts(limits: dict[str, float], frames: list[Frame], code: ErrorCode) -> None:
+async def test_timeouts(limits: dict[str, Any], frames: list[Frame], code: ErrorCode) -> None:
     request, _ = open_request(**limits)
     limit_s = next(iter(limits.values()))
     for frame in frames:
         request.on_frame("w", frame, 0.0)
     request.on_tick(limit_s - 0.1, connected=False)
-    assert request.failure is None
+    before = request.failure
+    assert before is None
     request.on_tick(limit_s, connected=False)
     assert request.failure is not None
     assert (request.failure.code, request.state) == (code, State.STOPPING)

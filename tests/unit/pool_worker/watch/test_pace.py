@@ -1,6 +1,7 @@
 """Verdicts on slow nodes, second by second, on a clock of the test's own."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ START = StartFigures(tpot_s=0.010, ttft_s=0.100)
 class Node:
     """An engine whose work is told second by second."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.pace = Pace(WatchSettings(**settings), KV_TOKENS)
         self.seconds = itertools.count()
         self.gaps, self.total_s, self.prompt_tokens = 0, 0.0, 0

@@ -91,7 +91,13 @@ def dialect_of(tool_parser: str, reasoning_parser: str, tokenizer: PreTrainedTok
 
 
 def likely(tokenizer: PreTrainedTokenizerFast, biases: Mapping[str, float]) -> dict[int, float]:
-    return {tokenizer.convert_tokens_to_ids(text): bias for text, bias in biases.items()}
+    return {id_of(tokenizer, text): bias for text, bias in biases.items()}
+
+
+def id_of(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    token_id = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(token_id, int)
+    return token_id
 
 
 def answers(

@@ -35,7 +35,7 @@ def reference() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_rendered_as_transformers_does(reference: PreTrainedTokenizerFast, style: str) -> None:
-    tools = [{"type": "function", "function": WEATHER}]
+    tools: list[Any] = [{"type": "function", "function": WEATHER}]
     body = {
         "model": "m",
         "messages": CONVERSATION,
