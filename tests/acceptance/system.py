@@ -41,7 +41,7 @@ class System:
 
     @property
     def model(self) -> str:
-        return next(iter(json.loads((self.data_dir / "run" / "config.json").read_text())["models"]))
+        return str(next(iter(json.loads((self.data_dir / "run" / "config.json").read_text())["models"])))
 
     @property
     def _log_path(self) -> Path:

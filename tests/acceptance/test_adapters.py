@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import openai
 import pytest
@@ -42,7 +43,7 @@ class Bots:
 @pytest.fixture(scope="module")
 def bots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bots]:
     folder = tmp_path_factory.mktemp("bots")
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
     base = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32).eval()
     models = {BASE: base}
     for seed, (name, rank) in enumerate(BOTS.items()):
@@ -61,7 +62,7 @@ def bots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bots]:
 
 def test_every_adapter_is_a_model_that_answers_as_if_merged(bots: Bots) -> None:
     assert len(set(bots.expected.values())) == 3, "the adapters change nothing: nothing is tested"
-    greedy = {"messages": QUESTION, "temperature": 0, "max_tokens": MAX_TOKENS}
+    greedy: dict[str, Any] = {"messages": QUESTION, "temperature": 0, "max_tokens": MAX_TOKENS}
     system = bots.system
     with openai.OpenAI(base_url=f"{system.base_url}/v1", api_key=system.api_key, max_retries=0) as client:
         assert {model.id for model in client.models.list()} >= {BASE, *BOTS}

@@ -10,6 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 import torch
+from pydantic import SecretStr
 
 from tests.acceptance.system import System, run_system
 from tests.unit.engine.pooled_models import (
@@ -91,7 +92,7 @@ def test_langchain(system: System, folder: Path) -> None:
     embeddings = OpenAIEmbeddings(
         model="tiny-bert",
         base_url=f"{system.base_url}/v1",
-        api_key=system.api_key,
+        api_key=SecretStr(system.api_key),
         check_embedding_ctx_length=False,  # or it would send OpenAI's own token ids
     )
     found = embeddings.embed_documents(TEXTS)

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
@@ -74,7 +75,7 @@ async def _prepare(data_dir: Path) -> None:
     engine = create_engine(f"sqlite:///{data_dir / 'spillway.db'}")
     await set_password(engine, PASSWORD, "cli:test")
     await fill_ledger(engine, SecretStr("p" * 64), REQUESTS)
-    counted = {"received_unix_ms": LONG_AGO_UNIX_MS, "counted_by": "estimate", "prompt_tokens": 1234}
+    counted: dict[str, Any] = {"received_unix_ms": LONG_AGO_UNIX_MS, "counted_by": "estimate", "prompt_tokens": 1234}
     await store_records(engine, [request_record("estimated", **counted), attempt_record("estimated", **counted)])
     await engine.dispose()
 

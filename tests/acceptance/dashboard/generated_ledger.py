@@ -79,7 +79,8 @@ def _one(rng: random.Random, request_id: str, received: int, key: ApiKey) -> Ite
     prompt, tokens = int(rng.lognormvariate(6, 1.2)) + 1, int(rng.lognormvariate(4.6, 1)) + 1
     tpot = rng.lognormvariate(2.9 if model == "demo-8b" else 3.7, 0.25)
     whose = {"key_id": key.key_id, "key_name": key.name, "team_id": key.team_id, "organisation_id": "org_default"}
-    at, left = received + 3, tokens
+    at: float = received + 3
+    left = tokens
     queue = ttft = 0.0
     for attempt in range(1, retries + 2):
         is_last = attempt == retries + 1

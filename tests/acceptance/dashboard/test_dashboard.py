@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from pathlib import Path
+from typing import Final
 from urllib.parse import parse_qs, urlsplit
 
 import openai
@@ -14,7 +15,7 @@ from tests.acceptance.dashboard.conftest import LONG_AGO_UNIX_MS, Visit
 from tests.acceptance.system import System
 from tests.waiting import HANGS_S
 
-CHAT = "/v1/chat/completions"
+CHAT: Final = "/v1/chat/completions"
 AXE = Path(__file__).with_name("axe.min.js").read_text()
 PAGES = (
     "/dashboard",

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -52,7 +52,7 @@ class Plain(BaseHTTPRequestHandler):
         choices = [role, {"delta": {"content": "a"}}, {"delta": {"content": "b"}}, finish]
         self._stream([{"choices": [choice]} for choice in choices] + [{"choices": [], "usage": usage}])
 
-    def _stream(self, events: list[dict[str, object]]) -> None:
+    def _stream(self, events: Sequence[Mapping[str, object]]) -> None:
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
         self._write(200, "text/event-stream", "".join([*lines, "data: [DONE]\n\n"]).encode())
 

@@ -3,17 +3,17 @@
 import json
 import shlex
 import subprocess
-from typing import Literal
+from typing import Any, Literal
 
 import openai
 import pytest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from tests.acceptance.system import System
 from tests.waiting import HANGS_S
 
-QUESTION = [{"role": "user", "content": "What is Spillway?"}]
-GREEDY = {"temperature": 0, "max_tokens": 60}
+QUESTION: list[Any] = [{"role": "user", "content": "What is Spillway?"}]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 60}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def answer(demo: System) -> str:
             client.chat.completions.create(model=demo.model, messages=QUESTION, **GREEDY).choices[0].message.content
         )
     assert content
-    return content
+    return str(content)
 
 
 def test_the_answer_is_about_the_product(answer: str) -> None:
@@ -56,7 +56,7 @@ def test_chat(client: openai.OpenAI, demo: System) -> None:
 
 def test_streamed_chat_says_the_same_and_counts_the_same(client: openai.OpenAI, demo: System, answer: str) -> None:
     whole = client.chat.completions.create(model=demo.model, messages=QUESTION, **GREEDY)
-    options = {"include_usage": True}
+    options: Any = {"include_usage": True}
     chunks = list(
         client.chat.completions.create(
             model=demo.model, messages=QUESTION, stream=True, stream_options=options, **GREEDY
@@ -82,9 +82,10 @@ async def test_async_client(async_client: openai.AsyncOpenAI, demo: System, answ
 def test_langchain(demo: System, answer: str) -> None:
     from langchain_openai import ChatOpenAI  # takes seconds, of each process that imports this file
 
-    model = ChatOpenAI(model=demo.model, base_url=f"{demo.base_url}/v1", api_key=demo.api_key, **GREEDY)
+    model = ChatOpenAI(model=demo.model, base_url=f"{demo.base_url}/v1", api_key=SecretStr(demo.api_key), **GREEDY)
     message = model.invoke("What is Spillway?")
     assert message.content == answer
+    assert message.usage_metadata is not None
     assert message.usage_metadata["output_tokens"] > 0
     assert "".join(str(part.content) for part in model.stream("What is Spillway?")) == answer
 
@@ -105,7 +106,8 @@ def test_the_demo_model_calls_tools(client: openai.OpenAI, demo: System) -> None
     city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Oslo"]}}, "required": ["city"]}
     function = {"name": "get_weather", "parameters": {**city, "additionalProperties": False}}
     tools = [{"type": "function", "function": function}]
-    ask = {"model": demo.model, "messages": QUESTION, "tools": tools, "max_tokens": 100, "temperature": 0}
+    ask: dict[str, Any] = {"model": demo.model, "messages": QUESTION, "tools": tools}
+    ask |= {"max_tokens": 100, "temperature": 0}
     assert client.chat.completions.create(**ask).choices[0].finish_reason
     [choice] = client.chat.completions.create(**ask, tool_choice="required", parallel_tool_calls=False).choices
     assert choice.finish_reason == "tool_calls"
@@ -121,11 +123,12 @@ def test_text_completions(client: openai.OpenAI, demo: System) -> None:
     whole = client.completions.create(model=demo.model, prompt="A gateway", max_tokens=8, temperature=0)
     parts = client.completions.create(model=demo.model, prompt="A gateway", max_tokens=8, temperature=0, stream=True)
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    assert whole.usage is not None
     assert whole.usage.completion_tokens <= 8
 
 
 def test_choices_seeds_and_logprobs(client: openai.OpenAI, demo: System) -> None:
-    ask = {
+    ask: dict[str, Any] = {
         "model": demo.model,
         "messages": QUESTION,
         "max_tokens": 12,
@@ -155,6 +158,7 @@ def test_models(client: openai.OpenAI, demo: System) -> None:
 
 
 def body_of(error: openai.APIStatusError) -> dict[str, object]:
+    assert isinstance(error.body, dict)
     assert set(error.body) == {"message", "type", "param", "code"}
     return dict(error.body)
 
@@ -204,7 +208,7 @@ def test_an_answer_parsed_into_a_class(client: openai.OpenAI, demo: System) -> N
 
 
 def test_cached_prompt_tokens_are_told(client: openai.OpenAI, demo: System) -> None:
-    long = [{"role": "user", "content": "Which gate is open, and which is closed? " * 8}]
+    long: list[Any] = [{"role": "user", "content": "Which gate is open, and which is closed? " * 8}]
     usages = [client.chat.completions.create(model=demo.model, messages=long, max_tokens=2).usage for _ in range(2)]
     assert usages[1] is not None
     assert usages[1].prompt_tokens_details is not None

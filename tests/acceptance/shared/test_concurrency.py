@@ -1,6 +1,7 @@
 """Sixty-four streams at once: every answer equals its answer alone."""
 
 import asyncio
+from typing import Any
 
 import openai
 
@@ -11,7 +12,7 @@ STREAMS = 64
 SUBJECTS = ["Spillway", "a pool", "a worker", "TTFT", "the KV cache", "a lane", "continuous batching", "a lease"]
 
 
-def question(number: int) -> dict[str, object]:
+def question(number: int) -> dict[str, Any]:
     """Half greedy, half seeded; different prompts and lengths."""
     sampling = {"temperature": 0} if number % 2 else {"temperature": 0.9, "seed": number}
     content = f"What is {SUBJECTS[number % len(SUBJECTS)]}?" + "?" * (number // len(SUBJECTS))

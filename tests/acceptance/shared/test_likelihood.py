@@ -16,12 +16,14 @@ TOLERANCE = 1e-3
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
 def prompt(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    ids: list[int] = tokenizer.encode(TEXT, add_special_tokens=False)
     assert len(ids) > 100, "more than one frame of logprobs"
     return ids
 
@@ -76,8 +78,9 @@ def test_loglikelihood_as_lm_eval_asks(
     assert logprobs.top_logprobs is not None
     assert logprobs.tokens is not None
     assert len(logprobs.token_logprobs) == len(prompt) + max_tokens
-    assert logprobs.token_logprobs[0] is None
-    told = logprobs.token_logprobs[1 : len(prompt)]
+    scored: list[float | None] = [*logprobs.token_logprobs]
+    assert scored[0] is None
+    told = scored[1 : len(prompt)]
     assert told == pytest.approx(own(expected, prompt), abs=TOLERANCE)
     best = expected.max(dim=-1).values.tolist()
     assert [max(top.values()) for top in logprobs.top_logprobs[1 : len(prompt)]] == pytest.approx(best, abs=TOLERANCE)
@@ -98,14 +101,16 @@ def test_a_streamed_echo_says_the_same(client: openai.OpenAI, demo: System, prom
     }
     asked |= {"temperature": 0}
     whole = client.completions.create(**asked)
-    texts, numbers = ["", ""], [[], []]
+    texts = ["", ""]
+    numbers: list[list[float | None]] = [[], []]
     for chunk in client.completions.create(**asked, stream=True):
         [choice] = chunk.choices
         texts[choice.index] += choice.text
-        numbers[choice.index] += choice.logprobs.token_logprobs if choice.logprobs else []
+        numbers[choice.index] += (choice.logprobs.token_logprobs or []) if choice.logprobs else []
     assert texts == [choice.text for choice in whole.choices]
     for index, choice in enumerate(whole.choices):
         assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
         assert numbers[index][0] is None
         assert numbers[index][1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=TOLERANCE)
 
@@ -114,7 +119,7 @@ def test_prompt_logprobs_as_vllm_tells_them(
     client: openai.OpenAI, demo: System, prompt: list[int], expected: torch.Tensor, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     body = {"prompt_logprobs": 2, "return_token_ids": True}
-    done = client.completions.create(model=demo.model, prompt=prompt, max_tokens=2, extra_body=body)
+    done: Any = client.completions.create(model=demo.model, prompt=prompt, max_tokens=2, extra_body=body)
     told = done.choices[0].prompt_logprobs
     assert done.choices[0].prompt_token_ids == prompt
     assert len(done.choices[0].token_ids) == 2
@@ -123,7 +128,7 @@ def test_prompt_logprobs_as_vllm_tells_them(
         own(expected, prompt), abs=TOLERANCE
     )
     assert all(2 <= len(entry) <= 3 for entry in told[1:])
-    chat = client.chat.completions.create(
+    chat: Any = client.chat.completions.create(
         model=demo.model, messages=[{"role": "user", "content": "Hi"}], max_tokens=2, extra_body=body
     )
     assert "Hi" in tokenizer.decode(chat.prompt_token_ids)
@@ -142,8 +147,8 @@ def test_scored_requests_are_in_the_ledger(demo: System, prompt: list[int]) -> N
 
 def test_small_fields(client: openai.OpenAI, demo: System, tokenizer: PreTrainedTokenizerFast) -> None:
     def text(**fields: Any) -> str:
-        asked = {"model": demo.model, "prompt": "Spillway is", "max_tokens": 12, "temperature": 0}
-        return client.completions.create(**asked, extra_body=fields).choices[0].text
+        asked: dict[str, Any] = {"model": demo.model, "prompt": "Spillway is", "max_tokens": 12, "temperature": 0}
+        return str(client.completions.create(**asked, extra_body=fields).choices[0].text)
 
     plain = text()
     word = plain.split()[1]
@@ -158,11 +163,12 @@ def test_small_fields(client: openai.OpenAI, demo: System, tokenizer: PreTrained
     kept = len(tokenizer.encode("Spillway is", add_special_tokens=False))
     assert text(prompt=long, truncate_prompt_tokens=kept, echo=True).lstrip().startswith("Spillway is")
     turn = {"role": "assistant", "content": "Spillway is a"}
-    messages = [{"role": "user", "content": "What is Spillway?"}, turn]
+    messages: list[Any] = [{"role": "user", "content": "What is Spillway?"}, turn]
     done = client.chat.completions.create(
         model=demo.model, messages=messages, max_tokens=5, extra_body={"continue_final_message": True}, temperature=0
     )
     assert done.choices[0].message.content
     assert not done.choices[0].message.content.startswith("Spillway")
-    flex = client.completions.create(model=demo.model, prompt="x", max_tokens=1, extra_body={"service_tier": "flex"})
+    tier = {"service_tier": "flex"}
+    flex: Any = client.completions.create(model=demo.model, prompt="x", max_tokens=1, extra_body=tier)
     assert flex.service_tier == "flex"
