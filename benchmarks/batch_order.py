@@ -142,7 +142,7 @@ def feed(engine: LLMEngine, prompts: Sequence[Sequence[int]], answer_tokens: int
 
 def kv_bytes_per_token(model: Path) -> int:
     """Return what the keys and values of one token take in float32."""
-    config = LlamaConfig.from_pretrained(model)
+    config: Any = LlamaConfig.from_pretrained(model)
     return int(config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * FLOAT_BYTES)
 
 

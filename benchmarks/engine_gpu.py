@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -69,7 +70,7 @@ class Wave:
 
 def make_model(device: str, folder: str | None) -> PreTrainedModel:
     if folder is not None:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+        return placed(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), device)
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=128_256,
@@ -86,18 +87,27 @@ def make_model(device: str, folder: str | None) -> PreTrainedModel:
         pad_token_id=0,
     )
     with torch.device(device):
-        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        model = LlamaForCausalLM(config)
+    model.eval()
+    return placed(model, torch.bfloat16)
+
+
+def placed(model: PreTrainedModel, where: torch.dtype | str) -> PreTrainedModel:
+    moving: Any = model  # the type of its own ``to`` is wrong
+    moving.to(where)
+    return model
 
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of the weights that a step reads: all but the embedding, of which it reads some rows."""
-    embedding = model.get_input_embeddings().weight
+    embeddings: Any = model.get_input_embeddings()
+    embedding = embeddings.weight
     read = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
     if model.get_output_embeddings().weight is not embedding:
         del read[embedding.data_ptr()]
@@ -148,11 +158,12 @@ def engine_wave(engine: LLMEngine, prompts: list[list[int]]) -> Wave:
 
 
 def peer_tokens_per_s(model: PreTrainedModel, waves: list[list[list[int]]]) -> list[float]:
+    generating: Any = model  # by a mixin without types
     generation = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
     rates = []
     with (
         torch.no_grad(),
-        model.continuous_batching_context_manager(
+        generating.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=ContinuousBatchingConfig(), timeout=30
         ) as manager,
     ):

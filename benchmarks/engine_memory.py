@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -34,7 +35,7 @@ SHARING, PREFIX_TOKENS, OWN_TOKENS, NEW_TOKENS = 32, 512, 32, 32
 BLOCK_SIZE = 16
 
 
-def make_engine(model: LlamaForCausalLM, **config: int | bool) -> LLMEngine:
+def make_engine(model: LlamaForCausalLM, **config: Any) -> LLMEngine:  # noqa: ANN401 - fields of EngineConfig
     return LLMEngine(copy.deepcopy(model), empty_tokenizer(), EngineConfig(block_size=BLOCK_SIZE, **config))
 
 
@@ -102,7 +103,7 @@ def overload(model: LlamaForCausalLM, threads: int, load: Load) -> dict[str, dic
     source = random.Random(SEED)
     wanted = [(source.randint(*load.prompts), source.randint(*load.outputs)) for _ in range(load.requests)]
     prompts = [random_tokens(source, prompt) for prompt, _ in wanted]
-    config = model.config
+    config: Any = model.config
     bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     kv_bytes = bytes_per_token * sum(prompt + (load.asked or output) for prompt, output in wanted) // 4
     found = {}

@@ -32,6 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +177,7 @@ def compare(system: System, outputs: list[list[int]], reference: list[list[int]]
         system.same_share.append(same / len(expected))
 
 
-def measure(systems: list[System], loads: list[Load], rounds: int) -> float:
+def measure(systems: Sequence[System], loads: list[Load], rounds: int) -> float:
     """Run everything; returns the idle CPU (see the module)."""
     source = random.Random(SEED)
     idle_share = 0.0
@@ -185,7 +186,7 @@ def measure(systems: list[System], loads: list[Load], rounds: int) -> float:
         for load in loads:
             prompts = make_prompts(source, load)
             answers: dict[str, list[list[int]]] = {}
-            for system in systems[first:] + systems[:first]:
+            for system in (*systems[first:], *systems[:first]):
                 before = {other: other.cpu_s() for other in systems}
                 outputs, seconds = system.run(prompts, load.new_tokens)
                 answers[system.name] = outputs

@@ -36,7 +36,7 @@ from db.models import AttemptRow, InstanceRow, RequestRow
 from ledger.check import rebuild
 from ledger.prices import Price, PriceBook
 from ledger.queries import cost, distributions, traffic
-from ledger.queries.window import DAY_MS, HOUR_MS, QUARTER_MS, Window
+from ledger.queries.window import DAY_MS, HOUR_MS, QUARTER_MS, Step, Window
 from ledger.store import insert_rows
 
 SEED: Final = 5
@@ -93,6 +93,7 @@ def one_request(
     queue_ms, prefill_ms = source.lognormvariate(2.5, 1.2), 20 + prompt * 0.05
     ttft_ms = round(queue_ms + prefill_ms, 3)
     total_ms = round(ttft_ms + completion * source.lognormvariate(2.8, 0.3), 3)
+    cached = prompt // 2 if source.random() < 0.3 else 0
     common = {
         "request_id": f"req-{number:032x}",
         "gateway_id": "gw-1",
@@ -105,7 +106,7 @@ def one_request(
         "outcome": outcome,
         "error_code": "engine_error" if outcome == "failed" else None,
         "prompt_tokens": prompt,
-        "cached_tokens": prompt // 2 if source.random() < 0.3 else 0,
+        "cached_tokens": cached,
         "completion_tokens": completion,
         "queue_ms": round(queue_ms, 3),
         "ttft_ms": ttft_ms if completion else None,
@@ -122,7 +123,7 @@ def one_request(
         "organisation_id": "org_default",
         "counted_by": "engine",
     }
-    charge = PRICES.charge_nano_usd(model, received, prompt, common["cached_tokens"], completion)
+    charge = PRICES.charge_nano_usd(model, received, prompt, cached, completion)
     status = {"ok": 200, "cancelled": 499, "failed": 500}[outcome]
     ended = {"http_status": status, "finish_reason": "stop", "attempts": tries, "charge_nano_usd": charge}
     tried = {"engine": "spillway", "usd_per_hour": usd_per_hour, "resumed_tokens": 0, "rescue": None}
@@ -210,7 +211,7 @@ def pages() -> dict[str, Ask]:
     }
 
 
-def step_of(window: Window) -> traffic.Step:
+def step_of(window: Window) -> Step:
     """Return the bucket that the pages use: hours up to eight days, then days."""
     return "hour" if window.until_unix_ms - window.since_unix_ms <= 8 * DAY_MS else "day"
 

@@ -1,7 +1,7 @@
 """Llamas with random float32 weights, made on the fly with a fixed seed: what a model has learnt changes no speed."""
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from tokenizers import Tokenizer, models
@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SEED: Final = 20
 VOCAB_SIZE: Final = 32_000
-SIZES: Final = {
+SIZES: Final[dict[str, dict[str, Any]]] = {
     "68M": {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8},
     "125M": {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12},
 }
@@ -29,7 +29,9 @@ def make_model(size: str) -> LlamaForCausalLM:
         bos_token_id=None,
         pad_token_id=0,
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config)
+    model.eval()
+    return model
 
 
 def empty_tokenizer() -> PreTrainedTokenizerFast:

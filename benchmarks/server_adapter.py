@@ -40,7 +40,7 @@ from benchmarks.gateway_overhead import machine
 from benchmarks.ports import free_port, wait_until_listening
 from engine.types import GenerationRequest, SamplingParams
 from pool_worker import engines
-from pool_worker.engines.base import Engine
+from pool_worker.engines.base import TokenEngine
 from pool_worker.settings import ServerEngineSettings
 from spillway.config import DEMO_MODEL_PATH
 
@@ -121,7 +121,7 @@ async def _plain_stream(client: httpx.AsyncClient, sizes: Sizes) -> list[float]:
     return arrived_s
 
 
-async def ask_adapter(engine: Engine, sizes: Sizes, first: int) -> list[list[float]]:
+async def ask_adapter(engine: TokenEngine, sizes: Sizes, first: int) -> list[list[float]]:
     """Ask for all streams at once through the adapter. ``first``: of the requests' numbers, which are new each time."""
     params = SamplingParams(temperature=0.0, max_tokens=sizes.tokens, ignore_eos=True)
     arrived_s: dict[str, list[float]] = {f"r{first + number}": [] for number in range(sizes.streams)}
@@ -184,11 +184,12 @@ def _client(url: str, sizes: Sizes) -> httpx.AsyncClient:
 
 
 @contextlib.asynccontextmanager
-async def _adapter(url: str, sizes: Sizes) -> AsyncIterator[Engine]:
+async def _adapter(url: str, sizes: Sizes) -> AsyncIterator[TokenEngine]:
     settings = ServerEngineSettings(
         kind="vllm", url=url, tokenizer=str(DEMO_MODEL_PATH), max_sequences=sizes.streams, max_kv_tokens=2**20
     )
     engine = engines.create(settings)
+    assert engine.takes != "messages"
     await engine.start()
     try:
         yield engine

@@ -112,7 +112,7 @@ def load_vllm(folder: str, threads: int) -> Run:  # noqa: ARG001 - its threads c
     return run
 
 
-def load_spillway(folder: str, threads: int, **settings: str) -> Run:
+def load_spillway(folder: str, threads: int, **settings: Any) -> Run:  # noqa: ANN401 - a pool's settings
     """This repository's engine, with the settings that a pool has by default; it detokenises."""
     from engine import GenerationRequest, SamplingParams
     from pool_worker.engines.local import load
