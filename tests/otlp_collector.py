@@ -31,7 +31,7 @@ class TakenSpan:
 
 
 def _value(value: AnyValue) -> Any:
-    kind = value.WhichOneof("value")
+    kind = value.WhichOneof("value") or ""
     return [_value(item) for item in value.array_value.values] if kind == "array_value" else getattr(value, kind)
 
 

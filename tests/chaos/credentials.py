@@ -4,9 +4,9 @@ import time
 from pathlib import Path
 
 from protocol import subjects
-from protocol.credentials import Key, access_options, encode_credentials
+from protocol.credentials import Key, access_options, encode_credentials, sign_claims
 from protocol.permissions import PARTS
-from spillway.nats_accounts import Authority, Pool, of_pool, sign_claims
+from spillway.nats_accounts import Authority, Pool, of_pool
 from tests.shipped import ShippedNats
 
 

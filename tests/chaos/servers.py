@@ -207,7 +207,7 @@ class MisbehavingReplay(Replay):
         if seed in self.asked_times:
             self.asked_times[seed] += 1
         fault = self.faults_by_seed.pop(seed, None) if seed is not None else None
-        if fault is not None:
+        if seed is not None and fault is not None:
             self.struck_s[seed] = time.monotonic()
         return fault
 
@@ -250,7 +250,10 @@ class ReplayServer:
 
 def make_servers(specs: Sequence[ServerSpec], folder: Path, logs: Path, stack: AsyncExitStack) -> dict[str, Server]:
     """Make the servers by pool, not started yet; the stack stops them."""
-    launchers = {"llamacpp": LlamaCppServers(folder), "vllm": VllmServers(folder, logs)}
+    launchers: dict[str, LlamaCppServers | VllmServers] = {
+        "llamacpp": LlamaCppServers(folder),
+        "vllm": VllmServers(folder, logs),
+    }
     servers: dict[str, Server] = {}
     for launcher in launchers.values():
         stack.push_async_callback(launcher.stop)

@@ -397,8 +397,10 @@ class System:
 
     async def restore_power(self, balanced_limit_s: float) -> None:
         """Start everything in whatever order; workers have been started by then, and look for the queue server."""
-        for server in (*self.queue_servers, *([self.postgres] if self.postgres is not None else [])):
+        for server in self.queue_servers:
             await asyncio.to_thread(server.start)
+        if self.postgres is not None:
+            await asyncio.to_thread(self.postgres.start)
         await asyncio.gather(*map(self.restart, (*self.gateways, self.ledger)))
         await self.wait_until_balanced(balanced_limit_s)
         self.gateway_killed_s = time.monotonic()

@@ -72,7 +72,7 @@ def chat() -> list[bytes]:
     return [f"data: {line}\n\n".encode() for line in lines]
 
 
-STREAMS = {
+STREAMS: dict[str, tuple[Callable[[], list[bytes]], dict[str, Any], str]] = {
     CHAT: (chat, {"stream": True, "n": 2, "stream_options": {}}, "tool_calls"),
     MESSAGES: (messages, {"stream": True}, "tool_use None"),
     RESPONSES: (responses, {"stream": True}, "completed None"),

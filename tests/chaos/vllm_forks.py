@@ -26,7 +26,7 @@ def serve(port: str, log: str) -> None:
     for stream in (1, 2):
         os.dup2(output, stream)
     forks = multiprocessing.get_context("fork")
-    multiprocessing.get_context = lambda _method=None: forks
+    multiprocessing.get_context = lambda _method=None: forks  # type: ignore[assignment]  # not what vLLM asks for
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([*sys.argv[1:], "--port", port])
     validate_parsed_serve_args(arguments)
     uvloop.run(run_server(arguments))

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import psutil
 import pytest
 import yaml
+from pydantic import SecretStr
 
 from fleet.drivers import registry
 from fleet.drivers.base import Driver
@@ -52,7 +53,11 @@ class Rig(Protocol):
 
     labels_machines: bool  # each machine carries a label of its own
     finds_orders: bool  # the same order, launched again, is the same machine
-    refusals: Collection[type[LaunchRefused]]  # that its API can express
+
+    @property
+    def refusals(self) -> Collection[type[LaunchRefused]]:
+        """What its API can express."""
+        ...
 
     def driver(self) -> Driver:
         """Make a driver anew."""
@@ -98,7 +103,7 @@ class RunPodRig:
         return driver_of(
             RunPodSettings(
                 kind="runpod",
-                api_key=runpod_api.KEY,
+                api_key=SecretStr(runpod_api.KEY),
                 gpu_types=("NVIDIA L40S", "NVIDIA A40"),
                 image="spillway/worker",
                 url=f"{self.api.url}/v2",
@@ -136,7 +141,7 @@ class SaladRig:
         return driver_of(
             SaladSettings(
                 kind="salad",
-                api_key=salad_api.KEY,
+                api_key=SecretStr(salad_api.KEY),
                 organization="acme-corp",
                 project="llm",
                 container_group="workers",
@@ -297,7 +302,7 @@ class SkyPilotRig:
 
     @property
     def clusters(self) -> dict[str, Any]:
-        return json.loads(self._state.read_text())["clusters"]
+        return dict(json.loads(self._state.read_text())["clusters"])
 
     def _change(self, **fields: Any) -> None:
         self._state.write_text(json.dumps(json.loads(self._state.read_text()) | fields))

@@ -66,7 +66,7 @@ class RunPodApi(ProviderServer):
             "name": name,
         }
         self.pods[pod["id"]] = pod
-        return pod["id"]
+        return str(pod["id"])
 
     def answer(self, call: Call) -> tuple[int, Any]:
         if call.headers.get("authorization") != f"Bearer {KEY}":

@@ -205,6 +205,7 @@ async def rig(sqlite_url: str) -> Any:
 
 @pytest.mark.parametrize("lists_late", [False, True])
 async def test_whatever_step_a_controller_dies_at_nothing_leaks(rig: Rig, lists_late: bool) -> None:
+    assert isinstance(rig.provider, FakeProvider)
     if (
         lists_late
     ):  # what nobody has seen within ``launch_limit_s`` counts as not launched, and is ended when it appears
@@ -251,6 +252,7 @@ async def test_at_ec2_in_a_box_nothing_leaks(sqlite_url: str, tmp_path: Path, mo
 
 
 async def test_lost_answers_leak_nothing(rig: Rig) -> None:
+    assert isinstance(rig.provider, FakeProvider)
     rng = random.Random(8)
     rig.provider.lost_answers = 0.3
     for _ in range(40):
@@ -264,6 +266,7 @@ async def test_lost_answers_leak_nothing(rig: Rig) -> None:
 
 
 async def test_what_the_market_takes_is_replaced_and_written_down(rig: Rig) -> None:
+    assert isinstance(rig.provider, FakeProvider)
     rig.size.size = 3
     await rig.settle()
     rig.provider.take(next(iter(rig.provider.machines)))

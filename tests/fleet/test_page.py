@@ -9,6 +9,7 @@ from db.fleet_models import Decision
 from fleet.books import Books
 from fleet.machine import Machine, State
 from ledger.store import store_records
+from protocol.usage import UsageRecord
 from tests.usage_records import attempt_record, request_record
 
 NOON = 1_800_000_000_000 // 3_600_000 * 3_600_000
@@ -37,7 +38,7 @@ async def _fill(engine: AsyncEngine) -> None:
             Decision(NOON + HOUR, "spot", 2, 2, 0, "it is one"),
         ]
     )
-    records = []
+    records: list[UsageRecord] = []
     for number, outcome in enumerate(("ok", "ok", "failed")):
         records.append(request_record(f"r{number}", outcome=outcome, attempts=2))
         records.append(

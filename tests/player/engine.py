@@ -23,11 +23,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.errors import RequestRejected
 from engine.pooling_types import PoolingRequest
-from engine.types import GenerationRequest
+from engine.types import GenerationRequest, Grammar
 from pool_worker.engines.scripted import ScriptedEngine
 from pool_worker.engines.scripted_words import Script
 from pool_worker.settings import ScriptedEngineSettings
-from protocol.grammar import Grammar
 from protocol.messages import ModelCard, pack_token_ids
 from tests.tool_templates import THINKING_STYLE
 
@@ -135,6 +134,7 @@ class PlayingEngine(ScriptedEngine):
         return next(filter(None, faults), "")
 
     def _fault_of(self, ids: list[int], grammar: Grammar) -> str:
+        assert self._vocabulary is not None
         matcher = LLMatcher(self._vocabulary, _SOURCES[grammar.kind](grammar.source))
         if matcher.is_error():
             return str(matcher.get_error())

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from engine.pooling_types import PoolingRequest
 from engine.step_stats import SequenceClock, StepStats
-from engine.types import EngineCounters, EngineStats, GenerationRequest, SequenceOutput
+from engine.types import EngineCounters, EngineStats, FinishReason, GenerationRequest, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
 from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
@@ -34,7 +35,7 @@ class _Choice:
     index: int
     made: int
     wanted: int
-    finish: str
+    finish: FinishReason
     clock: SequenceClock
     ready_s: float
 
@@ -92,11 +93,13 @@ class SimulatedEngine:
         )
         return card, b"{}"
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest | PoolingRequest) -> None:
+        assert isinstance(request, GenerationRequest)
         points = {point.index: len(point.token_ids) for point in request.resume}
         prompt, length = request.prompt_ids[0], request.prompt_ids[1]
         limit = request.sampling.max_tokens
-        wanted, finish = (length, "stop") if length <= limit else (limit, "length")
+        wanted = min(length, limit)
+        finish: FinishReason = "stop" if length <= limit else "length"
         for point in request.resume:
             told = list(point.token_ids)
             right = [token_at(prompt, point.index, place) for place in range(len(told))]

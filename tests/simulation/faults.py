@@ -119,7 +119,8 @@ async def sql_away(simulation: "Simulation", fault: Fault) -> None:
 @fault
 async def nats_crash(simulation: "Simulation", fault: Fault) -> None:
     server = simulation.world.server
-    if server.is_up:
+    was_up = server.is_up
+    if was_up:
         server.crash()
         await asyncio.sleep(fault.for_s)
         if server.host.is_up and not server.is_up:

@@ -160,7 +160,7 @@ class Oracle:
                 left.append(f"{gateway.id} still holds requests")
             if gateway.admission_control is not None and gateway.admission_control._tenants:
                 left.append(f"{gateway.id} still counts tenants' requests")
-            if gateway.outbox or gateway.outbox.is_behind:
+            if gateway.outbox is not None and (gateway.outbox or gateway.outbox.is_behind):
                 left.append(f"{gateway.id} still holds records")
             busy = [book.account_id for book in gateway.quotas._local_accounts.values() if any(book.slice.busy)]
             if busy:

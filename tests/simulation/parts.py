@@ -48,7 +48,6 @@ from tokens.model_tokens import ModelTokens
 from webhooks.state import StateView
 
 if TYPE_CHECKING:
-    from gateway.admission.ticket import Ticket
     from gateway.dispatch.request import OpenRequest
 
 RESTART_S = (0.3, 2.0)
@@ -258,12 +257,12 @@ class Gateway(Part):
     def _watch(self, dispatcher: Dispatcher) -> None:
         open_it = dispatcher.open
 
-        def watched(ticket: "Ticket", mailbox: Any = None) -> "OpenRequest":
-            request = open_it(ticket, mailbox)
+        def watched(*asked: Any) -> "OpenRequest":
+            request = open_it(*asked)
             self._on_open(self, request)
             return request
 
-        dispatcher.open = watched  # type: ignore[method-assign]
+        dispatcher.open = watched  # type: ignore[assignment, method-assign]
 
     async def _serve(self, services: Services, outboxes: Sequence[Outbox], bus: Bus) -> None:
         assert self._stop is not None
@@ -342,7 +341,7 @@ class PoolWorker(Part):
                 capacity,
                 stop=self._stop,
                 on_ready=None,
-                traces=None,  # type: ignore[arg-type]
+                traces=None,
             )
         await bus.close()
 

@@ -177,7 +177,8 @@ def _template() -> bytes:
         raw.commit()
         _kept["template"] = bytes(raw.serialize())
         raw.close()
-    return _kept["template"]
+    template: bytes = _kept["template"]
+    return template
 
 
 def engine() -> AsyncEngine:
@@ -186,4 +187,5 @@ def engine() -> AsyncEngine:
         made = create_async_engine("sqlite+aiosqlite://", async_creator=_connect, poolclass=NullPool)
         event.listen(made.sync_engine, "begin", _begin_sqlite)
         _kept["engine"] = made
-    return _kept["engine"]
+    kept: AsyncEngine = _kept["engine"]
+    return kept

@@ -95,7 +95,8 @@ async def storing(connect: Connect) -> list[Any]:
 async def comparing(connect: Connect) -> list[Any]:
     bus = await connect("comparing")
     await topology.apply(bus, [MODEL], topology.QueueBounds())
-    entry, seen = subjects.kv_subject(subjects.QUOTAS_BUCKET, "a"), []
+    entry = subjects.kv_subject(subjects.QUOTAS_BUCKET, "a")
+    seen: list[Any] = []
     for number, expected in enumerate((0, 0, 1, 1, 2)):
         put = bus.publish_durable(entry, b"x%d" % number, message_id=f"n{number}", expected_last_sequence=expected)
         seen.append(await failure(put))
@@ -185,7 +186,7 @@ def test_both_servers_answer_the_same(asking: Callable[[Connect], Awaitable[list
         return await Bus.connect(nats_url, name=name)
 
     simulated = simulated_answers(asking)
-    real = asyncio.run(asking(connect))  # type: ignore[arg-type]
+    real: list[Any] = asyncio.run(asking(connect))  # type: ignore[arg-type]
     assert json.dumps(simulated, default=str) == json.dumps(real, default=str)
 
 

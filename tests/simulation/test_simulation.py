@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_a_seed_does_the_same_again() -> None:
     assert first.digest == second.digest
 
 
-async def run_it(*arguments: str, **environment: str) -> tuple[int, dict]:
+async def run_it(*arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.simulation", *arguments),
         env={**os.environ, **environment},

@@ -17,7 +17,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import Context, ContextVar, copy_context
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 EPOCH_S = 1_790_000_000.0  # what clocks that are right say when a simulation begins
 MAX_HANDLES = 40_000_000  # of one simulation: past it, something spins
@@ -99,6 +99,10 @@ class _Handle:
         return self._when_s
 
 
+_Arguments = TypeVarTuple("_Arguments")
+_Result = TypeVar("_Result")
+
+
 class _Task(asyncio.Task[Any]):
     """A task whose place in a set does not depend on where it lies in memory."""
 
@@ -116,7 +120,7 @@ class _Task(asyncio.Task[Any]):
 
 def _is_unheard(task: _Task) -> bool:
     is_dead = task.process is not None and task.process.is_dead
-    return bool(task._log_traceback) and not is_dead  # type: ignore[attr-defined]
+    return bool(task._log_traceback) and not is_dead
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -149,7 +153,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def unheard_errors(self) -> list[str]:
         """Of tasks that failed without anybody to be told."""
-        return [f"{task.get_coro()} failed: {task._exception!r}" for task in self._kept if _is_unheard(task)]  # type: ignore[attr-defined]
+        return [f"{task.get_coro()} failed: {task._exception!r}" for task in self._kept if _is_unheard(task)]
 
     def _complain(self, _loop: Any, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -218,7 +222,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 if not task.done():
                     task._log_destroy_pending = False  # type: ignore[attr-defined]
                     with contextlib.suppress(BaseException):
-                        task.get_coro().close()  # type: ignore[union-attr]
+                        task.get_coro().close()
             self._kept.clear()
 
     def throw_away(self) -> None:
@@ -228,9 +232,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         with _without_warnings():
             gc.collect()
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(
+        self, executor: Any, func: Callable[[*_Arguments], _Result], *args: *_Arguments
+    ) -> asyncio.Future[_Result]:
         """There are no threads: what would run in one runs at once, and is known to have run a little later."""
-        ran = self.create_future()
+        ran: asyncio.Future[_Result] = self.create_future()
         try:
             result = func(*args)
         except Exception as error:  # noqa: BLE001  # handed on, as threads do

@@ -33,7 +33,9 @@ class HostedApi(Replay):
     def __post_init__(self) -> None:
         self._tokenizer = build_tokenizer()
         self._script = Script(self._tokenizer)
-        self._begin_id = self._tokenizer.token_to_id(BEGIN_OF_TURN)
+        begin_id = self._tokenizer.token_to_id(BEGIN_OF_TURN)
+        assert begin_id is not None
+        self._begin_id = begin_id
         self._head = len(ScriptedAnswers().token_ids(f"{BEGIN_OF_TURN}assistant\n"))  # of the answer
 
     async def answer(self, body: Mapping[str, Any]) -> AsyncIterator[str]:

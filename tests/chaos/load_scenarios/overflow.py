@@ -183,7 +183,7 @@ class Play:
         await asyncio.sleep(self._stage.plan.seconds)
 
     async def _is_cap_reached(self) -> bool:
-        return await self._spent() >= NEARLY_ALL * self._cap_nano_usd
+        return bool(await self._spent() >= NEARLY_ALL * self._cap_nano_usd)
 
     async def _bring_back(self) -> None:
         farm = self._stage.system.farm
@@ -235,7 +235,7 @@ class Play:
         for bill in self._api.bills:
             one = asked.get(bill.prompt)
             if one is None or not _may_leave(one):
-                report.offend("a prompt left that must stay", one and one.request_id, bill.prompt)
+                report.offend("a prompt left that must stay", one.request_id if one else None, bill.prompt)
         for one in asked.values():
             if one.record.headers.get("x-spillway-tier") == TIER and not _may_leave(one):
                 report.offend("a request that must stay says that it left", one.request_id)

@@ -126,12 +126,12 @@ def _is_listed(cluster: dict[str, Any]) -> bool:
 
 
 def _count_down(state: dict[str, Any]) -> bool:
-    dies = state["dies"] > 0
+    dies: bool = state["dies"] > 0
     state["dies"] -= dies
     return dies
 
 
-def _refusal(kind: str) -> Exception | None:
+def _refusal(kind: str) -> Any:
     unavailable = exceptions.ResourcesUnavailableError("Failed to provision all possible launchable resources.")
     match kind:
         case "NoCapacity":
