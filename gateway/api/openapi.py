@@ -34,25 +34,28 @@ EVERYWHERE: Final[Sequence[type[ApiError]]] = (
     ApiError, errors.MalformedHttp, errors.MethodNotAllowed, errors.RequestTooSlow, errors.TooManyConnections,
     errors.HeadTooLarge, errors.Overloaded, errors.InvalidParameter,
 )  # fmt: skip
-WITH_KEY: Final = (*EVERYWHERE, errors.InvalidApiKey, errors.MissingScope, errors.LedgerUnavailable)
-OF_MODELS: Final = (*WITH_KEY, errors.ModelNotFound)
+WITH_KEY: Final[Sequence[type[ApiError]]] = (
+    *EVERYWHERE, errors.InvalidApiKey, errors.MissingScope, errors.LedgerUnavailable,
+)  # fmt: skip
+OF_MODELS: Final[Sequence[type[ApiError]]] = (*WITH_KEY, errors.ModelNotFound)
 WITH_BODY: Final = (errors.MalformedJson, errors.BodyTooLarge, errors.UnsupportedEncoding)
 WITH_LIMITS: Final = (
     *OF_MODELS, *WITH_BODY, errors.ModelNotReady, errors.RateLimitExceeded, errors.InsufficientQuota,
     errors.LimitsUnavailable, errors.ContextLengthExceeded,
 )  # fmt: skip
-OF_JOBS: Final = (
+OF_JOBS: Final[Sequence[type[ApiError]]] = (
     *WITH_LIMITS, errors.HostedNotAllowed, errors.NoTrustedPool, errors.OnlyTrustedPools, errors.IdempotencyKeyReused,
     errors.AnswerNotKept, errors.IdempotencyKeyBusy, errors.StorageUnavailable, RequestFailed,
 )  # fmt: skip
-OF_ADMINS: Final = (
+OF_ADMINS: Final[Sequence[type[ApiError]]] = (
     *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.CrossOriginRequest, errors.UnknownObject, errors.NameInUse,
 )  # fmt: skip
-OF_FILES: Final = (
+OF_FILES: Final[Sequence[type[ApiError]]] = (
     *WITH_KEY, *WITH_BODY, errors.UnknownObject, errors.RateLimitExceeded, errors.StorageUnavailable,
 )  # fmt: skip
 OF_RESPONSES: Final = (*WITH_KEY, errors.UnknownObject, errors.StorageUnavailable)
-NOWHERE: Final = (errors.BadRequest, errors.UnknownUrl)  # a family of errors; what is at no route
+# A family of errors; what is at no route.
+NOWHERE: Final[Sequence[type[ApiError]]] = (errors.BadRequest, errors.UnknownUrl)
 
 
 def add_openapi(app: FastAPI, further_bodies: Sequence[type[Body]]) -> None:

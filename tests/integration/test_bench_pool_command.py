@@ -124,7 +124,7 @@ def test_what_a_servers_memory_holds_is_recommended_and_not_passed(configured: C
 
 
 def test_an_api_is_asked_in_messages_and_counts_itself(configured: Callable[..., list[str]]) -> None:
-    with running(ChatReplay()) as replay:  # type: ignore[type-var]  # it has an app and a URL, too
+    with running(ChatReplay()) as replay:
         engine = {"kind": "openai_chat", "profile": "openai", "model": "m-1", "url": replay.url}
         counted_by = f'tokenizer = "{DEMO_MODEL_PATH}"'
         pool = 'tier = "hosted"\nprices = { m = { prompt = 2.5, completion = 10.0 } }'

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from protocol import messages as m
 from protocol.bus import Bus
@@ -60,7 +61,7 @@ async def test_it_serves_and_leaves_with_an_error_when_its_server_is_gone(nats_u
     await gateway.start(("llama-8b",))
     with running(Replay("vllm")) as replay:
         process = start(tmp_path, nats_url, replay.url, "--engine-kind", "vllm")
-        asked = {"model": "llama-8b", "prompt_ids": m.pack_token_ids(range(40, 50)), "ignore_eos": True}
+        asked: dict[str, Any] = {"model": "llama-8b", "prompt_ids": m.pack_token_ids(range(40, 50)), "ignore_eos": True}
         assert isinstance(await gateway.end_of(await gateway.ask(**asked)), m.Finished)
         replay.token_s = 30.0
         held = await gateway.ask(**asked)
@@ -82,7 +83,7 @@ async def test_it_needs_nothing_but_what_the_side_cars_image_has(nats_url: str, 
     with running(Replay("vllm")) as replay:
         program = ("-c", WITH_NOTHING_ELSE, ",".join(locked))
         process = start(tmp_path, nats_url, replay.url, "--engine-kind", "vllm", program=program)
-        asked = {"model": "llama-8b", "prompt_ids": m.pack_token_ids(range(40, 50)), "ignore_eos": True}
+        asked: dict[str, Any] = {"model": "llama-8b", "prompt_ids": m.pack_token_ids(range(40, 50)), "ignore_eos": True}
         assert isinstance(await gateway.end_of(await gateway.ask(**asked)), m.Finished)
         process.terminate()
         log = await log_of(process)

@@ -34,7 +34,7 @@ POOLS = {
     "vault": Pool(models=(MODEL,), lanes=subjects.LANES, trusted=True),
 }
 LONG_CONTEXT = 1_000_000
-SLOW = {"inter_token_s": 0.02}
+SLOW: dict[str, Any] = {"inter_token_s": 0.02}
 
 
 class Queue:
@@ -136,7 +136,7 @@ class Installation:
 
     async def complete(self, prompt: str = "hello", **rest: Any) -> str:
         answer = await self.gateway.client().completions.create(model=MODEL, prompt=prompt, **rest)
-        return answer.choices[0].text
+        return str(answer.choices[0].text)
 
     async def rows(self) -> tuple[int, int]:
         """(requests, attempts) that are in SQL as they should be."""

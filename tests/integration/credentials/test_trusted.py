@@ -19,12 +19,12 @@ from tests.integration.pool_worker.playing_gateway import running_worker
 from tests.integration.pool_worker.worker_process import finish, start_process
 from tests.waiting import until
 
-WHOLE = {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
+WHOLE: dict[str, Any] = {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
 
 
 async def pool_of(client: openai.AsyncOpenAI, prompt: str = "hello", **rest: Any) -> str:
     answer = await client.completions.with_raw_response.create(model=MODEL, prompt=prompt, max_tokens=4, **rest)
-    return answer.headers["x-spillway-pool"]
+    return str(answer.headers["x-spillway-pool"])
 
 
 async def attempts(installation: Installation) -> set[tuple[str, str, int]]:
@@ -35,7 +35,7 @@ async def attempts(installation: Installation) -> set[tuple[str, str, int]]:
             rows = select(RequestRow.key_name, AttemptRow.pool, AttemptRow.attempt).join(
                 AttemptRow, AttemptRow.request_id == RequestRow.request_id
             )
-            return {tuple(row) for row in await connection.execute(rows)}
+            return {(name, pool, attempt) for name, pool, attempt in await connection.execute(rows)}
     finally:
         await engine.dispose()
 
@@ -91,7 +91,7 @@ async def rest_of(stream: openai.AsyncStream[Any]) -> str:
 
 async def test_a_drained_worker_hands_back_to_trusted_ones(installation: Installation) -> None:
     confidential = installation.gateway.client(api_key=installation.confidential_key)
-    settings = {"engine": SLOW, "drain_s": 0.1}
+    settings: dict[str, Any] = {"engine": SLOW, "drain_s": 0.1}
     async with (
         running_worker(installation.worker_settings("demo")),
         running_worker(installation.worker_settings("vault", **settings)) as stop,

@@ -16,6 +16,7 @@ from protocol.messages import (
     Accepted,
     Cancel,
     Control,
+    Drain,
     Failed,
     Finished,
     Frame,
@@ -71,8 +72,10 @@ class Attempt:
             await self.worker.send([frame], self.job.reply_subject)
 
     async def accept(self, lost: bool = False) -> None:
-        *place, tier = self.worker.place
-        accepted = Accepted(self.job.request_id, self.job.attempt, 0, self.worker.worker_id, *place, 1.0, tier)
+        pool, provider, region, tier = self.worker.place
+        accepted = Accepted(
+            self.job.request_id, self.job.attempt, 0, self.worker.worker_id, pool, provider, region, 1.0, tier
+        )
         await self._add(accepted, lost)
         await ack(self.worker.bus, self.delivery)
 
@@ -274,7 +277,7 @@ class ScriptedWorker:
         if self.deaf:
             return
         for attempt in self.attempts:
-            if isinstance(control, Ping):
+            if isinstance(control, Ping | Drain):
                 return
             if (attempt.job.request_id, attempt.job.attempt) != (control.request_id, control.attempt):
                 continue

@@ -12,7 +12,7 @@ from tests.integration.gateway.conftest import MODEL, Share
 from tests.small_tokenizer import byte_tokenizer
 from tests.waiting import HANGS_S
 
-HELLO = [{"role": "user", "content": "Hi"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 PROMPT_TEXT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -19,7 +19,7 @@ from tests.small_tokenizer import byte_tokenizer_json
 from tests.waiting import HANGS_S, until
 
 BAD = "test/bad"
-HELLO = [{"role": "user", "content": "Hi"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 RECURSIVE = "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}"
 DEEP = "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"  # its very reading ended the gateway
 NESTED = (

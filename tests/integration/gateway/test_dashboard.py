@@ -299,7 +299,7 @@ async def test_limits_show_what_is_used_now_and_without_the_queue_server_what_wa
     key = await find_key(engine, "limited")
     await until(lambda: can_list_models(gateway, token))
     await gateway.add_worker()
-    asked = [{"role": "user", "content": "Hi"}]
+    asked: list[Any] = [{"role": "user", "content": "Hi"}]
     await gateway.client(api_key=token).chat.completions.create(model=MODEL, messages=asked, max_tokens=16)
 
     async def is_shown() -> bool:

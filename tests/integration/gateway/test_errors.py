@@ -12,8 +12,8 @@ from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.waiting import HANGS_S, until
 
 CHAT = "/v1/chat/completions"
-HELLO = [{"role": "user", "content": "Hi"}]
-BOUNDS = {"max_body_bytes": 20_000, "max_messages": 3, "max_prompt_logprobs": 200}
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
+BOUNDS: dict[str, Any] = {"max_body_bytes": 20_000, "max_messages": 3, "max_prompt_logprobs": 200}
 
 
 async def send(gateway: GatewayUnderTest, path: str = CHAT, **request: Any) -> httpx.Response:

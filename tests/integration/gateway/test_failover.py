@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import httpx
 import openai
@@ -18,7 +19,7 @@ from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, a
 from tests.nats_server import NatsServer
 from tests.waiting import HANGS_S, until
 
-HELLO = [{"role": "user", "content": "Hi"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 async def stream_text(gateway: GatewayUnderTest) -> str:
@@ -264,7 +265,11 @@ async def test_attempts_are_exhausted(start_gateway: Start, caplog: pytest.LogCa
         await attempt.fail("engine_died", "boom", retryable=True)
 
     worker = await gateway.add_worker(script=fail)
-    own = {"stop": ["SECRET"], "logit_bias": {"7777": 1}, "extra_body": {"guided_regex": "SECRET|" * 1000 + "b"}}
+    own: dict[str, Any] = {
+        "stop": ["SECRET"],
+        "logit_bias": {"7777": 1},
+        "extra_body": {"guided_regex": "SECRET|" * 1000 + "b"},
+    }
     with pytest.raises(openai.APIStatusError) as caught:
         await gateway.client().chat.completions.create(model=MODEL, messages=HELLO, **own)
     assert caught.value.code == "attempts_exhausted"

@@ -11,7 +11,7 @@ from tests.integration.gateway.conftest import MODEL, Share
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.small_tokenizer import byte_tokenizer
 
-HELLO = [{"role": "user", "content": "Hi"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 HARMLESS: dict[str, Any] = {
     "reasoning_effort": "low",
     "tool_choice": "auto",
@@ -64,7 +64,9 @@ async def test_usage_in_every_chunk(share_gateway: Share) -> None:
         assert len(counts) == len(chunks)
         assert counts == sorted(counts)
         assert counts[-1] == 3
-        assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage} == {chunks[-1].usage.prompt_tokens}
+        last = chunks[-1].usage
+        assert last is not None
+        assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage} == {last.prompt_tokens}
     quiet = await gateway.client().chat.completions.create(
         model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
     )

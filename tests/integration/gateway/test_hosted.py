@@ -23,7 +23,7 @@ from tests.waiting import until
 
 HOSTED = ("api", "openai", "global", "hosted")
 OURS = ("pool-a", "provider-a", "region-a", "spot")
-HELLO = [{"role": "user", "content": "Hi"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 PRICE = PriceSettings(prompt=100.0, completion=1000.0)  # USD for a million: a token costs 100 or 1000 micro-USD
 AT_ONCE = {"overflow_after_s": 0.2}
 

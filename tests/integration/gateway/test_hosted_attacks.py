@@ -87,7 +87,7 @@ async def test_a_leave_that_is_taken_back_holds_for_what_waits(
 
     async def is_known() -> bool:
         answer = await ask(gateway, changes, extra_body={"allow_hosted": True, "do_not_queue": True})
-        return answer.status_code == 403
+        return bool(answer.status_code == 403)
 
     await until(is_known)
     api = await gateway.add_worker("api-1", place=HOSTED)
@@ -283,8 +283,8 @@ async def test_a_cap_begins_with_what_the_ledger_knows_of_the_pool(
     async with database.begin() as connection:
         price = Price(100 * 10**9, 100 * 10**9, 1000 * 10**9)
         await add_price(connection, MODEL, "api", price, from_unix_ms=0, source="test")
-    spent_there = {"model": MODEL, "pool": "api", "tier": "hosted", "started_unix_ms": now_ms}
-    counts = {"prompt_tokens": 20, "cached_tokens": 0, "completion_tokens": 28}
+    spent_there: dict[str, Any] = {"model": MODEL, "pool": "api", "tier": "hosted", "started_unix_ms": now_ms}
+    counts: dict[str, Any] = {"prompt_tokens": 20, "cached_tokens": 0, "completion_tokens": 28}
     await store_records(
         database,
         [

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.waiting import HANGS_S
 STAYS = 1  # the node that the test's own connection, and so its worker, is at
 # The shortest that the server allows; with few clients it sends one away each second, and ends after the last.
 LEAVING = 'lame_duck_grace_period: "100ms"\nlame_duck_duration: "30s"\n'
-MESSAGES = [{"role": "user", "content": "Hi"}]
+MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture

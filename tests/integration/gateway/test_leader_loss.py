@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from tests.nats_server import NatsCluster
 from tests.waiting import HANGS_S, until
 
 FRAMES_WITHOUT_LEADER = 5  # an election takes at least four seconds, time for some 40
-MESSAGES = [{"role": "user", "content": "Hi"}]
+MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture
@@ -39,6 +41,10 @@ async def follow_the_leader(cluster: NatsCluster, bus: Bus) -> int:
     return leader
 
 
+def is_longer(arrivals: list[bool], than: int) -> bool:
+    return len(arrivals) > than
+
+
 async def test_killing_the_queues_leader_fails_nothing_and_pauses_no_stream(
     nats_cluster: NatsCluster, bus: Bus, start_gateway: Start
 ) -> None:
@@ -53,7 +59,7 @@ async def test_killing_the_queues_leader_fails_nothing_and_pauses_no_stream(
         while not enough.is_set():
             arrived = len(arrivals)
             await attempt.tokens("x", (3,))
-            await until(lambda arrived=arrived: len(arrivals) > arrived)  # what were held up would not come in a burst
+            await until(partial(is_longer, arrivals, arrived))  # what were held up would not come in a burst
             await asyncio.sleep(0.05)  # the context has room for some 500 tokens
         await attempt.tokens("", (), finish_reason="stop")
         return await attempt.finish()

@@ -20,7 +20,7 @@ from tests.waiting import HANGS_S, until
 from tokens.model_tokens import ModelTokens
 from web.body import LARGE_BODY_BYTES
 
-HELLO = [{"role": "user", "content": "Hi"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 PATIENT = {"limits_s": HANGS_S}  # a busy machine's queue server is not away
 # Who has a budget asks a fresh gateway: that of others waits until a ledger has taken their records.
 MakeKey = Callable[[Policy], Awaitable[tuple[str, str]]]
@@ -191,7 +191,7 @@ async def test_a_rescued_request_is_charged_once_for_what_was_made(share_gateway
 
     async def counted() -> bool:
         account = await the_account(gateway.bus, key_id)
-        return sum(account.used[Kind.TOKENS].values()) == usage.total_tokens
+        return bool(sum(account.used[Kind.TOKENS].values()) == usage.total_tokens)
 
     await until(counted)
 

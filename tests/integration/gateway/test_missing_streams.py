@@ -88,6 +88,7 @@ async def test_a_stream_that_cannot_be_made_keeps_no_request_from_being_restored
         nats_server.start()
         await until(lambda: waiting.current.stream_sequence is None)
         await until(lambda: waiting.current.stream_sequence)
+        assert waiting.current.stream_sequence is not None
         found = await bus.get_message(RQ, seq=waiting.current.stream_sequence)
         assert found is not None
         running_one = gateway.open(ticket_of(admission("next")))

@@ -35,7 +35,7 @@ from tests.tool_templates import HERMES_STYLE
 from tests.waiting import HANGS_S, until
 
 AGREED = Policy(log_payload=True, redact=False)
-HELLO = [{"role": "user", "content": "Hi, I am ann@example.com"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hi, I am ann@example.com"}]
 KEYS = ["11" * 32, "22" * 32]
 DAY_MS = 24 * 3600 * 1000
 
@@ -121,7 +121,7 @@ async def test_nothing_is_kept_without_consent(start_keeper: StartKeeper) -> Non
     keeper = await start_keeper()
     stranger = keeper.gateway.client()
     for stream in (False, True):
-        answer = await stranger.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
+        answer: Any = await stranger.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
         if stream:
             assert [chunk async for chunk in answer]
     await keeper.ask()  # what was taken before it would have come before it
@@ -168,7 +168,7 @@ async def test_a_chat_is_kept_as_it_was_asked_and_answered(start_keeper: StartKe
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_completion_is_kept(start_keeper: StartKeeper, stream: bool) -> None:
     keeper = await start_keeper()
-    answer = await keeper.client.completions.create(model=MODEL, prompt="Once", echo=True, stream=stream)
+    answer: Any = await keeper.client.completions.create(model=MODEL, prompt="Once", echo=True, stream=stream)
     if stream:
         assert [chunk async for chunk in answer]
     payload = await keeper.payload()
@@ -361,13 +361,13 @@ async def test_of_several_prompts_each_is_kept_with_its_own_answer(start_keeper:
         await attempt.finish()
 
     keeper = await start_keeper(say_how_long)
-    answer = await keeper.client.completions.create(
+    answer: Any = await keeper.client.completions.create(
         model=MODEL, prompt=["a", "abc"], stream=stream, extra_body={"add_special_tokens": False}
     )
     if stream:
         async for _ in answer:
             pass
-    kept = [open_row(row, Sealer()) for row in await keeper.rows(2)]
+    kept: list[Any] = [open_row(row, Sealer()) for row in await keeper.rows(2)]
     assert [payload.request_id.rpartition("-")[2] for payload in kept] == ["0", "1"]
     assert [payload.request["prompt"] for payload in kept] == ["a", "abc"]
     assert [payload.choices[0]["text"] for payload in kept] == ["1", "3"]

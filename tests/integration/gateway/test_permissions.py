@@ -2,6 +2,7 @@
 
 import functools
 import time
+from typing import Any
 
 from httpx import Response
 
@@ -61,8 +62,8 @@ async def test_a_batch_keys_requests_take_what_others_leave(start_gateway: Start
     policy = Policy(priority="batch", weight=2.5)
     token = await key_with(bus, sqlite_url, "nightly", Grant(policy=policy))
     await until(lambda: knows(gateway, token))
-    asked = [{}, {"service_tier": "auto"}, {"service_tier": "default"}]
-    body = {"model": MODEL, "messages": HELLO, "stream": True}
+    asked: list[dict[str, Any]] = [{}, {"service_tier": "auto"}, {"service_tier": "default"}]
+    body: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": True}
     streams = [await gateway.client(api_key=token).chat.completions.create(**body, **named) for named in asked]
     theirs = await gateway.client().chat.completions.create(**body, service_tier="default")
     lanes = await queued_jobs(gateway)

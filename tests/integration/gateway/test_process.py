@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+from typing import Any
 
 import httpx
 import openai
@@ -17,7 +18,7 @@ from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.nats_server import NatsServer
 from tests.waiting import HANGS_S, until
 
-HELLO = [{"role": "user", "content": "Hi"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 async def test_health(start_gateway: Start, nats_server: NatsServer) -> None:
@@ -38,7 +39,7 @@ async def test_health(start_gateway: Start, nats_server: NatsServer) -> None:
         nats_server.start()
 
         async def is_ready() -> bool:
-            return (await client.get("/readyz")).json()["status"] == "ok"
+            return bool((await client.get("/readyz")).json()["status"] == "ok")
 
         await until(is_ready)
 

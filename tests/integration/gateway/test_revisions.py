@@ -75,7 +75,7 @@ async def whole(gateway: GatewayUnderTest, outcome: Outcome) -> None:
 
 async def is_ready(client: httpx.AsyncClient) -> bool:
     """Return whether the model's card is here."""
-    return (await client.get("/readyz")).json()["models_not_ready"] == []
+    return bool((await client.get("/readyz")).json()["models_not_ready"] == [])
 
 
 @asynccontextmanager

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -13,7 +15,7 @@ from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, r
 from tests.shipped import HAProxy, ShippedNats, haproxy_program
 from tests.waiting import until
 
-HELLO = [{"role": "user", "content": "Hi"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 CHECK_PERIOD = "50ms"
 SHIPPED_MEMORY_BYTES = 10**9  # what one set of the memory streams may reserve: half of what the file allows
 DURING = 10  # requests in each part of an outage
@@ -75,18 +77,22 @@ async def test_an_outage_of_the_queue_is_a_wait(
     said = len(haproxy.log())
     asking = [asyncio.create_task(answer(client)) for _ in range(DURING)]
     for name in ("gateway-1", "gateway-2"):
-        await until(lambda name=name: f"gateways-in-health/{name} is DOWN" in haproxy.log()[said:])
+        await until(partial(has_said, haproxy, f"gateways-in-health/{name} is DOWN", said))
     asking += [asyncio.create_task(answer(client)) for _ in range(DURING)]
     await until(lambda: hold(gateways, 2 * DURING))
     said = len(haproxy.log())
     nats_server.start()
     assert all(await asyncio.gather(*asking))
     for name in ("gateway-1", "gateway-2"):
-        await until(lambda name=name: f"gateways-in-health/{name} is UP" in haproxy.log()[said:])
+        await until(partial(has_said, haproxy, f"gateways-in-health/{name} is UP", said))
     assert await answer(client)
+
+
+def has_said(haproxy: HAProxy, line: str, since: int) -> bool:
+    return line in haproxy.log()[since:]
 
 
 async def hold(gateways: list[GatewayUnderTest], count: int) -> bool:
     async with httpx.AsyncClient() as client:
         ready = [(await client.get(f"{gateway.url}/readyz")).json() for gateway in gateways]
-    return sum(one["in_flight"] for one in ready) == count
+    return bool(sum(one["in_flight"] for one in ready) == count)

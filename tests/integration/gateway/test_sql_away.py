@@ -1,6 +1,7 @@
 """A gateway whose PostgreSQL is gone: keys go on working, and whoever needs SQL itself is told so."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import openai
@@ -13,7 +14,7 @@ from tests.integration.gateway.conftest import MODEL, PEPPER, Start
 from tests.postgres import PostgresServer
 from tests.waiting import until
 
-HELLO = [{"role": "user", "content": "Hi"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 async def status_with(client: openai.AsyncOpenAI) -> tuple[int, str | None]:

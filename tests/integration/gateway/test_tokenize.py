@@ -25,7 +25,7 @@ async def with_long_context(share_gateway: Share) -> GatewayUnderTest:
 async def test_tokenize_counts_as_the_engine_will(share_gateway: Share) -> None:
     gateway = await share_gateway()
     worker = await gateway.add_worker()
-    messages = [{"role": "user", "content": "Hi"}]
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
     async with client_of(gateway) as client:
 
         async def tokenize(**body: Any) -> dict[str, Any]:

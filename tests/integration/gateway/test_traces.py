@@ -15,6 +15,7 @@ import pytest
 from benchmarks.ports import free_port
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol.bus import Bus
+from protocol.telemetry import TelemetrySettings
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, has_context_length
 from tests.integration.gateway.scripted_worker import wait_for_consumer
 from tests.integration.pool_worker.worker_process import finish, start_process
@@ -51,7 +52,7 @@ class Workers:
             nats_urls=(self._nats_url,),
             models=(MODEL,),
             engine=ScriptedEngineSettings(faults_from_prompt=True, **engine),
-            telemetry=self._telemetry,
+            telemetry=TelemetrySettings(**self._telemetry),
             drain_s=0.5,
         )
         process = self.processes[worker_id] = start_process(settings)
@@ -224,7 +225,7 @@ async def test_failed_refused_and_cancelled_requests_say_so(
     assert (turned_away.attributes["http.response.status_code"], turned_away.is_error) == (401, False)
     assert turned_away.attributes["error.type"] == "invalid_api_key"
     for kind in (SERVER, CONSUMER):
-        span = one(collector.of(cancelled_id), lambda span, kind=kind: span.kind == kind)
+        (span,) = [span for span in collector.of(cancelled_id) if span.kind == kind]
         assert (span.attributes["spillway.outcome"], span.is_error) == ("cancelled", False)
         assert span.attributes["gen_ai.usage.output_tokens"] == 2
 

@@ -13,7 +13,7 @@ from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.waiting import HANGS_S, until
 
-HELLO = [{"role": "user", "content": "Hi"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 TOP = tuple((number, f"word {number}", -1.5 * number, b"word") for number in range(20))
 TOKENS = 400
 CHOICES = 8  # make some 2 MB of log-probabilities, and 5 MB of JSON

@@ -1,6 +1,7 @@
 """Records that a writer cannot take: parked alone, put back by a build that understands them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -133,7 +134,7 @@ async def test_without_a_place_to_park_the_message_stays_and_its_neighbours_are_
 async def test_a_worker_records_its_own_attempts_and_nothing_else(ledger: Ledger, database_url: str) -> None:
     """Also by a detour: what it has parked comes back on its own subject."""
     await ledger.apply_topology(ack_wait_s=600)
-    own = {"pool": "demo", "worker_id": "demo.box.w1"}
+    own: dict[str, Any] = {"pool": "demo", "worker_id": "demo.box.w1"}
     subject = subjects.attempt_usage_subject("demo", "demo.box.w1")
     forged: list[UsageRecord] = [
         request_record("a"),

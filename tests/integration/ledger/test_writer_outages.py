@@ -16,7 +16,7 @@ from ledger.writer import LedgerWriter
 from protocol import subjects
 from protocol.clock import unix_now_ms
 from protocol.messages import encode
-from protocol.usage import encode_usage
+from protocol.usage import UsageRecord, encode_usage
 from tests.integration.ledger.conftest import Ledger
 from tests.postgres import PostgresServer
 from tests.usage_records import attempt_record, request_intent, request_record
@@ -106,7 +106,8 @@ async def test_a_gateway_is_not_taken_for_dead_because_its_records_are_behind_ot
             abandoned_period_s=0.05,
             hold_intents_s=0.0,
         )
-        origin = {"gateway_id": "g", "endpoint": "completions", "key_id": "k", "key_name": "n", "stream": True}
+        origin: dict[str, Any] = {"gateway_id": "g", "endpoint": "completions", "key_id": "k", "key_name": "n"}
+        origin["stream"] = True
         await ledger.publish([attempt_record("r", **origin)])
         ends_unix_ms = unix_now_ms() + abandoned_after_ms
         await ledger.publish([request_record(f"other{number}") for number in range(200)])
@@ -164,7 +165,7 @@ async def test_a_writer_stopped_while_sql_is_away_hands_its_records_back(
     ids=["garbage", "empty", "refused", "boast", "cache", "time"],
 )
 async def test_a_poison_record_is_parked_alone_and_its_sequence_is_logged(
-    ledger: Ledger, database_url: str, caplog: pytest.LogCaptureFixture, poison: object
+    ledger: Ledger, database_url: str, caplog: pytest.LogCaptureFixture, poison: UsageRecord | bytes
 ) -> None:
     await ledger.apply_topology(ack_wait_s=600)
     await ledger.publish([*(request_record(f"r{number}") for number in range(20)), poison, attempt_record("r0")])

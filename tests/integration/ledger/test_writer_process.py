@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import func, select, text
@@ -51,7 +52,7 @@ async def test_a_killed_writer_and_a_restarted_nats_lose_and_double_nothing(
     await until(lambda: ledger.has(REQUESTS, REQUESTS))
 
     for table, kind in ((RequestRow, "RequestRecord"), (AttemptRow, "AttemptRecord")):
-        unique = {encoded for encoded in records if type(encoded).__name__ == kind}
+        unique: set[Any] = {encoded for encoded in records if type(encoded).__name__ == kind}
         async with ledger.engine.connect() as connection:
             sums = (
                 await connection.execute(

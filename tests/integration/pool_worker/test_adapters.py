@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Pool:
 
 async def test_each_model_gets_its_adapters_answers(gateway: PlayingGateway, nats_url: str, pool: Pool) -> None:
     await gateway.apply_topology(MODELS)
-    asked = {"prompt_ids": m.pack_token_ids(PROMPT), "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0}
+    asked: dict[str, Any] = {"prompt_ids": m.pack_token_ids(PROMPT), "max_tokens": TOKENS, "ignore_eos": True}
+    asked["temperature"] = 0.0
     async with running_worker(pool.worker(nats_url)):
         attempts = {name: await gateway.ask(model=name, **asked) for name in MODELS}
         await gateway.end_of_all(attempts.values())

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -10,8 +12,12 @@ from protocol import messages as m
 from protocol.errors import BusError, ErrorCode
 from tests.integration.pool_worker.playing_gateway import PlayingGateway, running_worker, settings_for
 
-SLOW = {"inter_token_s": 0.01}
-LONG = {"max_tokens": 2000, "ignore_eos": True}
+SLOW: dict[str, Any] = {"inter_token_s": 0.01}
+LONG: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
+
+
+def has_more_repeated(gateway: PlayingGateway, than: int) -> bool:
+    return gateway.repeated > than
 
 
 async def test_a_cancelled_job_ends_with_exact_counts_and_frees_its_place(
@@ -126,7 +132,7 @@ async def test_the_same_attempt_published_again_is_not_run_again(gateway: Playin
         for when in ("running", "ended"):
             accepted_again = gateway.repeated
             await gateway.publish(job, message_id=f"{job.request_id} {when}")
-            await gateway.wait(lambda before=accepted_again: gateway.repeated > before)
+            await gateway.wait(partial(has_more_repeated, gateway, accepted_again))
             await gateway.end_of(attempt)
         await gateway.wait_until_queue_is_empty()
     assert len(gateway.token_ids(attempt)) == 30

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from typing import Any
 
 import pytest
 from nats.aio.msg import Msg
@@ -16,8 +17,8 @@ from tests.integration.pool_worker.worker_process import finish, start_process
 from tests.nats_server import NatsServer
 from tests.waiting import HANGS_S
 
-SLOW = {"inter_token_s": 0.01}
-LONG = {"max_tokens": 4000, "ignore_eos": True}
+SLOW: dict[str, Any] = {"inter_token_s": 0.01}
+LONG: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True}
 
 
 async def heartbeat_of(gateway: PlayingGateway, worker_id: str, *, draining: bool) -> asyncio.Event:

@@ -51,9 +51,9 @@ class Playing:
 
     def __init__(self, bus: Bus, settings: GateSettings | None) -> None:
         self.changed: Callable[[], None] = lambda: None
+        self.is_cheap_there = True
         self.peers = SimpleNamespace(is_informed=True, cheaper_serving=lambda _model, _tier: self.is_cheap_there)
         self.peers.on_change = lambda callback: setattr(self, "changed", callback)
-        self.is_cheap_there = True
         self.opened = 0
         peers: Any = self.peers
         self.gate = Gate(settings, bus, peers, tier="on-demand", models=(MODEL,), on_open=self._on_open)

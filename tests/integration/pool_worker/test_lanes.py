@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 from nats.aio.msg import Msg
@@ -16,7 +17,7 @@ async def publish_all(gateway: PlayingGateway, lane: str, jobs: list[m.Job]) -> 
     await asyncio.gather(*(gateway.publish(job, lane=lane) for job in jobs))
 
 
-def jobs_of(gateway: PlayingGateway, tenant: str, count: int, **fields: object) -> list[m.Job]:
+def jobs_of(gateway: PlayingGateway, tenant: str, count: int, **fields: Any) -> list[m.Job]:
     return [gateway.job(request_id=f"{tenant}-{i}", ignore_eos=True, **fields) for i in range(count)]
 
 

@@ -10,13 +10,16 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from email.utils import format_datetime
+from typing import Any
 
 import httpx
 import pytest
 
 from benchmarks.ports import free_port
 from pool_worker import notices
+from pool_worker.notices.aws import AwsNotices
 from pool_worker.notices.base import Notice, NoticeError, NoticeSource
+from pool_worker.notices.salad import SaladNotices
 from pool_worker.settings import NoticeKind
 from protocol import messages as m
 from protocol.errors import ErrorCode
@@ -32,7 +35,7 @@ GCP_PREEMPTED = "/computeMetadata/v1/instance/preempted"
 AZURE_NAME = "/metadata/instance/compute/name"
 AZURE_EVENTS = "/metadata/scheduledevents"
 SALAD_COST = "/v1/deletion-cost"
-LONG = {"max_tokens": 4000, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -94,7 +97,7 @@ async def test_aws_announces_the_end(metadata: MetadataServer) -> None:
 async def test_aws_gets_a_new_token_when_the_old_one_has_expired(metadata: MetadataServer) -> None:
     metadata.answers[f"PUT {AWS_TOKEN}"] = Answer(200, "the-token")
     async with httpx.AsyncClient(base_url=metadata.url) as client:
-        source = notices.AwsNotices(client, lambda: 0)
+        source = AwsNotices(client, lambda: 0)
         assert await source.poll() is None
         metadata.answers[f"GET {AWS_ACTION}"] = Answer(401)
         with pytest.raises(NoticeError):
@@ -171,7 +174,7 @@ async def test_salad_is_told_what_a_deletion_would_cost(metadata: MetadataServer
     metadata.answers[f"PUT {SALAD_COST}"] = Answer(204)
     running = [0, 3, 3, 3, 0]
     async with httpx.AsyncClient(base_url=metadata.url) as client:
-        source = notices.SaladNotices(client, lambda: running.pop(0))
+        source = SaladNotices(client, lambda: running.pop(0))
         while running:
             assert await source.poll() is None
     costs = metadata.asked("PUT", SALAD_COST)
@@ -262,7 +265,7 @@ async def test_the_watch_goes_on_after_failures_until_there_is_a_notice(
 
 async def test_a_provider_without_notices_is_not_asked() -> None:
     for kind in ("none", "runpod"):
-        await notices.watch(kind, "http://127.0.0.1:1", lambda: 0, lambda _: None)  # type: ignore[arg-type]
+        await notices.watch(kind, "http://127.0.0.1:1", lambda: 0, lambda _: None)
 
 
 # --- a worker ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Jobs of many inputs through a whole worker: frames, credit, cancel, drain, and bounds."""
 
 from array import array
+from typing import Any
 
 from engine.pooling_types import PoolingInput
 from pool_worker.engines.scripted_vectors import scripted_vector
@@ -11,7 +12,7 @@ from tests.integration.pool_worker.playing_gateway import TOKENIZER, PlayingGate
 Texts = list[str]
 
 
-def pooled(gateway: PlayingGateway, texts: Texts, *, task: str = "embed", **fields: object) -> m.Job:
+def pooled(gateway: PlayingGateway, texts: Texts, *, task: str = "embed", **fields: Any) -> m.Job:
     encoded = [TOKENIZER.encode(text).ids for text in texts]
     prompt = m.pack_token_ids([token for ids in encoded for token in ids])
     pooling = Pooling(task, m.pack_token_ids([len(ids) for ids in encoded]))
@@ -41,6 +42,7 @@ async def test_every_input_is_answered_and_the_attempt_recorded(gateway: Playing
     assert (finished.prompt_tokens, finished.completion_tokens, finished.cancelled) == (tokens, 0, False)
     (record,) = gateway.records
     assert (record.outcome, record.prompt_tokens, record.completion_tokens, record.ttft_ms) == ("ok", tokens, 0, None)
+    assert record.prefill_ms is not None
     assert 0 < record.prefill_ms < record.total_ms
     assert record.decode_ms == 0
 

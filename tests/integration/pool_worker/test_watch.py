@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from pool_worker import engines
-from pool_worker.engines.base import Engine
+from pool_worker.engines.base import AnyEngine
 from pool_worker.engines.scripted import ScriptedEngine
 from pool_worker.settings import WatchSettings, WorkerSettings
 from pool_worker.stopping import Stop
@@ -23,7 +23,7 @@ from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway,
 from tests.integration.pool_worker.worker_process import finish, start_process
 from tests.waiting import HANGS_S
 
-LONG = {"max_tokens": 4000, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True}
 
 
 class QuickWatch(WatchSettings):
@@ -40,7 +40,7 @@ def watched(nats_url: str, watch: dict[str, Any], notice_url: str | None = None,
     return WorkerSettings.model_validate({**settings, **notice, "watch": WatchSettings(**watch).model_dump()})
 
 
-async def serve(settings: WorkerSettings, engine: Engine, on_ready: Callable[[str], None] = lambda _: None) -> None:
+async def serve(settings: WorkerSettings, engine: AnyEngine, on_ready: Callable[[str], None] = lambda _: None) -> None:
     """Run a worker until it ends by itself."""
     bus = await Bus.connect(list(settings.nats_urls), name=subjects.connection_name(settings.worker_id))
     capacity = await engine.start()
@@ -110,6 +110,7 @@ async def test_a_worker_that_nobody_watches_says_nothing_of_its_pace(gateway: Pl
 async def test_what_cannot_be_measured_is_said(engine: dict[str, Any], reason: str) -> None:
     settings = settings_for("nats://nowhere", **engine)
     scripted = engines.create(settings.engine)
+    assert scripted.takes != "messages"
     benchmark = StartBenchmark(scripted, await scripted.start())
 
     async def step() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import datetime as dt
 import ssl
 from email.utils import format_datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,10 +81,15 @@ async def test_nothing_connects_to_what_is_not_public(start_receiver: StartRecei
     assert receiver.connections == 0
 
 
+def always(answer: bytes, _request: object) -> bytes:
+    return answer
+
+
 async def test_redirects_are_not_followed(start_receiver: StartReceiver) -> None:
     receiver, target = await start_receiver(), await start_receiver()
     for code in (301, 302, 303, 307, 308):
-        receiver.answer = lambda _request, code=code: status(code, f"location: {target.url}\r\n")
+        answer = status(code, f"location: {target.url}\r\n")
+        receiver.answer = partial(always, answer)
         found = await send(receiver.url)
         assert found == Attempt(code, f"answered {code}: redirects are not followed")
     assert target.connections == 0
@@ -97,7 +103,7 @@ async def test_what_receivers_ask_for(start_receiver: StartReceiver) -> None:
     receiver.answer = lambda _request: status(503, f"retry-after: {in_an_hour}\r\n")
     assert 3500 < (await send(receiver.url)).retry_after_s <= 3600
     for value, wanted in (("soon", 0.0), ("-5", 0.0), ("999999999", MAX_RETRY_AFTER_S), ("Mon, 99 Foo 1", 0.0)):
-        receiver.answer = lambda _request, value=value: status(500, f"retry-after: {value}\r\n")
+        receiver.answer = partial(always, status(500, f"retry-after: {value}\r\n"))
         assert (await send(receiver.url)).retry_after_s == wanted
     receiver.answer = lambda _request: status(410)
     assert (await send(receiver.url)).is_gone

@@ -58,6 +58,7 @@ class Walk:
         tag, values = _tag_of(kind)
         if tag is None:
             yield from self._fields_of(top, kind, where, wrap, {})
+            return
         for value in values:
             inside = f"{where.removesuffix('[]')}[{value}]"
             known = Known(top, f"{where}.{tag}", value, wrap(self._minimal(kind, inside, {tag: value})))
@@ -108,9 +109,11 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 def _is_required(kind: Any, name: str) -> bool:
     hint = get_type_hints(kind, include_extras=True)[name]
-    while get_origin(hint) is Annotated:
+    origin: Any = get_origin(hint)
+    while origin is Annotated:
         hint = get_args(hint)[0]
-    return get_origin(hint) is Required
+        origin = get_origin(hint)
+    return bool(origin is Required)
 
 
 def _members(hint: Any) -> list[Any]:

@@ -15,7 +15,7 @@ HEADERS: Final = {  # parameters that the SDK sends as headers
     "workspace_id": "anthropic-workspace-id",
 }
 SCHEMA: Final = {"type": "object", "properties": {"river": {"type": "string"}}}
-HELLO: Final = [{"role": "user", "content": "Hi"}]
+HELLO: Final[list[Any]] = [{"role": "user", "content": "Hi"}]
 
 
 @dataclass(frozen=True)

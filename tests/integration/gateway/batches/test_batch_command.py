@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from spillway.cli import app
 from tests.integration.gateway.batches.test_batches import QUICK, line
@@ -17,7 +16,7 @@ from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
 from tests.waiting import HANGS_S
 
-Command = Callable[..., Awaitable[Result]]
+Command = Callable[..., Coroutine[Any, Any, Result]]
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -58,7 +58,7 @@ async def gateway(start_gateway: Start) -> GatewayUnderTest:
 
 
 @pytest.fixture
-async def client(gateway: GatewayUnderTest) -> AsyncIterator[openai.AsyncOpenAI]:
+async def client(gateway: GatewayUnderTest) -> openai.AsyncOpenAI:
     await gateway.add_worker()
     return gateway.client()
 
@@ -247,7 +247,7 @@ async def test_a_revoked_key_fails_its_batch(gateway: GatewayUnderTest) -> None:
         while True:
             async with engine.connect() as connection:
                 found = await connection.exec_driver_sql("SELECT status, errors FROM batches")
-                status, errors = found.one()
+                status, errors = tuple(found.one())
             if status in OVER:
                 break
             await asyncio.sleep(0.05)

@@ -49,6 +49,11 @@ async def client(gateway: GatewayUnderTest) -> AsyncIterator[anthropic.AsyncAnth
         yield client
 
 
+def type_of(error: anthropic.APIStatusError) -> str:
+    assert isinstance(error.body, dict)
+    return str(error.body["error"]["type"])
+
+
 async def test_from_requests_to_results(start_gateway: Start, database_url: str) -> None:
     gateway = await start_gateway(database_url=database_url, batches=QUICK)
     await gateway.add_worker()
@@ -115,7 +120,8 @@ async def test_pages_in_both_directions_without_those_of_the_other_surface(
     assert [batch.id async for batch in openai.batches.list()] == []
     files = [file.id async for file in openai.files.list()]
     line = await openai.files.create(file=b"{}\n", purpose="batch")
-    other = await openai.batches.create(input_file_id=line.id, endpoint="/v1/messages", completion_window="24h")
+    endpoint: Any = "/v1/messages"  # which OpenAI does not have
+    other = await openai.batches.create(input_file_id=line.id, endpoint=endpoint, completion_window="24h")
     with pytest.raises(anthropic.NotFoundError):
         await client.messages.batches.retrieve(other.id)
     assert len(files) == 5
@@ -200,13 +206,13 @@ async def test_errors_are_of_the_clients_own_types(gateway: GatewayUnderTest, cl
     ):
         with pytest.raises(anthropic.BadRequestError, match=named) as caught:
             await batches.create(requests=requests)
-        assert caught.value.body["error"]["type"] == "invalid_request_error"
+        assert type_of(caught.value) == "invalid_request_error"
         assert caught.value.request_id
     with pytest.raises(anthropic.RequestTooLargeError):
         await batches.create(requests=[request(str(number), "x" * 900) for number in range(200)])
     with pytest.raises(anthropic.NotFoundError) as missing:
         await batches.retrieve("msgbatch_nothing")
-    assert missing.value.body["error"]["type"] == "not_found_error"
+    assert type_of(missing.value) == "not_found_error"
     with pytest.raises(anthropic.BadRequestError, match="limit"):
         await batches.list(limit=0)
     batch = await batches.create(requests=[request("1")])

@@ -72,7 +72,8 @@ async def start_pool(
                 }
             )
             for number in range(workers):
-                names_of = {"worker_id": f"api-{number}", "pool": "api", "provider": "openai", "tier": tier}
+                names_of: dict[str, Any] = {"worker_id": f"api-{number}", "pool": "api", "provider": "openai"}
+                names_of["tier"] = tier
                 settings = WorkerSettings(nats_urls=(nats_url,), engine=engine, models=(MODEL,), **names_of)
                 stops.append(await stack.enter_async_context(running_worker(settings)))
             return gateway

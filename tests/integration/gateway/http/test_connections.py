@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -308,6 +309,10 @@ async def small_window(gateway: GatewayUnderTest) -> Client:
     return Client(*await asyncio.open_connection(sock=wire, limit=1024))
 
 
+def is_gone(peer: Any) -> bool:
+    return peer not in {found.raddr for found in psutil.Process().net_connections("tcp")}
+
+
 async def test_answers_that_nobody_reads_are_not_kept_for_ever(start_gateway: Start) -> None:
     gateway = await start_gateway(connections={"keep_alive_s": 0.3}, timeouts={"unread_s": 0.2})
     many = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * MANY
@@ -318,9 +323,10 @@ async def test_answers_that_nobody_reads_are_not_kept_for_ever(start_gateway: St
     for requests in (many, one):
         client = await small_window(gateway)
         await client.send(requests)
+        assert isinstance(client.writer.transport, asyncio.ReadTransport)
         client.writer.transport.pause_reading()
         mine = client.writer.get_extra_info("sockname")
-        await until(lambda mine=mine: mine not in {found.raddr for found in psutil.Process().net_connections("tcp")})
+        await until(partial(is_gone, mine))
         client.writer.transport.abort()
 
 

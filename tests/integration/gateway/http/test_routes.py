@@ -22,7 +22,7 @@ from tests.waiting import HANGS_S
 from web import openapi_content
 from web.errors import ApiError, InvalidParameter
 
-ROOMS = [Path(room.__file__).parent for room in (batches, gateway, response_store, tokens, web)]
+ROOMS = [Path(str(room.__file__)).parent for room in (batches, gateway, response_store, tokens, web)]
 CHAT = "/v1/chat/completions"
 
 

@@ -7,7 +7,7 @@ import httpx
 from tokenizers import processors
 
 from protocol import artifacts
-from protocol.messages import PROTOCOL_VERSION, ModelCard, unpack_token_ids
+from protocol.messages import PROTOCOL_VERSION, ModelCard, Vector, unpack_token_ids
 from protocol.pooling import PoolingCard
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt
@@ -64,7 +64,7 @@ async def embed(attempt: Attempt) -> None:
 
 
 def only(attempt: Attempt) -> list[int]:
-    return sorted(frame.index for frame in attempt.frames if type(frame).__name__ == "Vector")
+    return sorted(frame.index for frame in attempt.frames if isinstance(frame, Vector))
 
 
 def http(gateway: GatewayUnderTest, **headers: str) -> httpx.AsyncClient:

@@ -251,7 +251,9 @@ async def test_dimensions_travel_where_the_model_was_trained_for_fewer(share_gat
     worker = await gateway.add_worker(script=embed)
     client = gateway.client()
     await client.embeddings.create(model=MODEL, input="a", dimensions=2)
-    assert worker.attempts[0].job.pooling.dimensions == 2
+    pooling = worker.attempts[0].job.pooling
+    assert pooling is not None
+    assert pooling.dimensions == 2
     with pytest.raises(openai.BadRequestError, match="from 1 to 3"):
         await client.embeddings.create(model=MODEL, input="a", dimensions=4)
 

@@ -14,6 +14,7 @@ from tests.integration.gateway.scripted_worker import Attempt
 async def score_by_second(attempt: Attempt) -> None:
     """A pair's score is its second text's length by 100."""
     await attempt.accept()
+    assert attempt.job.pooling is not None
     firsts = unpack_token_ids(attempt.job.pooling.first_lengths)
     for index, token_ids in enumerate(inputs_of(attempt)):
         await attempt.vector(index, [(len(token_ids) - firsts[index] - 1) / 100])
@@ -38,6 +39,7 @@ async def test_a_cross_encoder_scores_pairs(scorer: GatewayUnderTest) -> None:
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "text_1")
     first, second = scorer.workers[0].attempts
     assert inputs_of(first)[0] == ids("q") + ids("abc")[1:]
+    assert first.job.pooling is not None
     assert unpack_token_ids(first.job.pooling.first_lengths) == [3, 3]
     assert one["usage"]["prompt_tokens"] == sum(map(len, inputs_of(first)))
     records = await scorer.records(2)

@@ -85,7 +85,7 @@ async def test_from_queued_to_completed(start_gateway: Start, bus: Bus) -> None:
     [record] = await gateway.records()
     assert f"resp_{record.request_id.removeprefix('req_')}" == made.id
     assert (record.outcome, record.http_status, record.completion_tokens) == ("ok", 200, 2)
-    items = await client.responses.input_items.list(made.id)
+    items: Any = await client.responses.input_items.list(made.id)
     assert items.data[0].content[0].text == "Hi"
     more = await client.responses.create(model=MODEL, input="More", previous_response_id=made.id)
     assert more.output_text == "Hello world"

@@ -85,10 +85,11 @@ async def test_a_conversation_goes_on(share_gateway: Share) -> None:
     assert "Be brief." not in prompts[1]  # instructions are of one response
     places = [prompts[2].index(text) for text in ("one", "answer 1", "two", "answer 2", "three")]
     assert places == sorted(places)
-    listed = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=1)]
+    listed: list[Any] = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=1)]
     assert [item.content[0].text for item in listed] == ["one", "answer 1", "two"]
     newest = await client.responses.input_items.list(second.id, limit=2)
-    assert [item.content[0].text for item in newest.data] == ["two", "answer 1"]
+    items: list[Any] = newest.data
+    assert [item.content[0].text for item in items] == ["two", "answer 1"]
     assert newest.has_more
 
 

@@ -6,10 +6,10 @@ from typing import Any
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest
 from tests.integration.gateway.scripted_worker import Attempt
 
-HELLO = [{"role": "user", "content": "Will it rain?"}]
+HELLO: list[Any] = [{"role": "user", "content": "Will it rain?"}]
 ARGUMENTS = '{"city": "Köln", "days": 2}'
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-TOOL = {"type": "function", "function": {"name": "get_weather", "description": "…", "parameters": SCHEMA}}
+TOOL: Any = {"type": "function", "function": {"name": "get_weather", "description": "…", "parameters": SCHEMA}}
 NOW = {"type": "function", "function": {"name": "now"}}
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 TWO_CALLS = f'Let me see.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'

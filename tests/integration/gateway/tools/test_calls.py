@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, card
 from tests.integration.gateway.scripted_worker import Attempt
@@ -133,7 +133,7 @@ async def test_schemas_of_tools_that_cannot_be_forced(start_model: StartModel) -
     grammar = worker.attempts[0].job.sampling.grammar
     assert grammar is not None
     assert '"not"' not in grammar.source
-    [told] = answer.choices[0].schema_errors  # type: ignore[attr-defined]
+    [told] = answer.choices[0].schema_errors
     assert "not" in told
     stream = await gateway.client().chat.completions.create(**ask, tool_choice="required", stream=True)
     ends = [chunk.choices[0] async for chunk in stream if chunk.choices and chunk.choices[0].finish_reason]
@@ -294,7 +294,8 @@ async def test_the_clients_own_helpers(start_model: StartModel) -> None:
         final = await stream.get_final_completion()
     arguments = [event for event in events if event.type == "tool_calls.function.arguments.done"]
     assert [event.parsed_arguments for event in arguments] == [Weather(city="Köln", days=2)]
-    [call] = final.choices[0].message.tool_calls or ()
+    assert final.choices[0].message.tool_calls is not None
+    [call] = final.choices[0].message.tool_calls
     assert call.function.parsed_arguments == Weather(city="Köln", days=2)
     assert worker.attempts[0].job.sampling.grammar is not None  # it is strict
 
@@ -311,10 +312,10 @@ async def test_langchain(start_model: StartModel) -> None:
 
     gateway = await start_model(HERMES_STYLE)
     await gateway.add_worker(script=says(CALL.replace("get_weather", "Weather")))
-    model = ChatOpenAI(model=MODEL, base_url=f"{gateway.url}/v1", api_key=gateway.key).bind_tools([Weather])
+    model = ChatOpenAI(model=MODEL, base_url=f"{gateway.url}/v1", api_key=SecretStr(gateway.key)).bind_tools([Weather])
     message = await model.ainvoke("Will it rain?")
     assert [(call["name"], call["args"]) for call in message.tool_calls] == [("Weather", json.loads(ARGUMENTS))]
-    whole = None
+    whole: Any = None
     async for part in model.astream("Will it rain?"):
         whole = part if whole is None else whole + part
     assert whole is not None

@@ -119,5 +119,5 @@ async def test_mistrals_ids_have_nine_letters(start_model: StartModel) -> None:
     answer = await gateway.client().chat.completions.create(**ask, messages=HELLO)
     message = answer.choices[0].message
     assert message.tool_calls is not None
-    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "dry"}
+    result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "dry"}
     await gateway.client().chat.completions.create(**ask, messages=[*HELLO, message, result])
