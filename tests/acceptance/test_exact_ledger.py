@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from tests.acceptance.system import System, run_system
 from tests.waiting import HANGS_S
 
