@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final
 
 from db.engine import create_engine
 from fleet.books import Books
@@ -20,8 +18,7 @@ from protocol.backoff import backoff_s
 from protocol.bus import Bus
 from protocol.credentials import WorkerKeys, access_options
 from protocol.errors import BusError
-
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+from protocol.signals import on_stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +44,8 @@ async def run(
     ``ends_machines``: drain and end all machines before returning; otherwise they stay for the next controller.
     """
     stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stopped.set)
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(on_stop_signals(stopped.set))
         access = access_options(settings.nats_credentials, settings.nats_ca_file, "fleet")
         bus = await Bus.connect(list(settings.nats_urls), name=f"fleet {settings.controller_id}", options=access)
         stack.push_async_callback(bus.close)

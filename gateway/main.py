@@ -6,7 +6,6 @@ connect → topology → keys → models → serve ──SIGTERM──> leave �
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -49,6 +48,7 @@ from protocol import garbage, subjects
 from protocol.bus import Bus
 from protocol.credentials import access_options
 from protocol.outbox import Outbox
+from protocol.signals import on_stop_signals
 from protocol.spool import Spool
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
@@ -194,7 +194,7 @@ async def run(
         )
         garbage.calm()
         hurry = asyncio.Event()
-        with _signals_set(stop, hurry):
+        with on_stop_signals(partial(_take_signal, stop, hurry)):
             await _serve(
                 services,
                 app,
@@ -357,18 +357,5 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _take_signal(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    """Ask to stop; at a further signal, to do so at once."""
     (hurry if stop.is_set() else stop).set()
-
-
-@contextlib.contextmanager
-def _signals_set(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT ask to stop; a further one, to do so at once."""
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, _take_signal, stop, hurry)
-    try:
-        yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)

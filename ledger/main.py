@@ -1,8 +1,8 @@
 """The ledger process: wait for SQL and for the stream's consumer, then write until SIGTERM."""
 
 import asyncio
+import contextlib
 import logging
-import signal
 from collections.abc import Callable, Coroutine
 from typing import Final
 
@@ -20,6 +20,7 @@ from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 from protocol.credentials import access_options
 from protocol.errors import BusError
+from protocol.signals import on_stop_signals
 from protocol.topology import consumer_exists
 
 CONSUMER_POLL_S: Final = 0.5
@@ -39,28 +40,23 @@ async def run(
     DatabaseUrlError, SchemaMismatch, and BusError if no queue server answers at first.
     """
     stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    engine = create_engine(settings.database_url)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(on_stop_signals(stopping.set))
+        engine = create_engine(settings.database_url)
+        stack.push_async_callback(engine.dispose)
         access = access_options(settings.nats_credentials, settings.nats_ca_file, "ledger")
         bus = await Bus.connect(list(settings.nats_urls), name="spillway-ledger", options=access)
-        try:
-            await wait_for_database(engine, lambda: seed_prices(engine, settings.prices, unix_now_ms()), stopping)
-            await _wait_for_consumer(bus, stopping)
-            writer = LedgerWriter(bus, engine, settings, stopping)
-            payloads = PayloadWriter(bus, engine, stopping)
-            if not stopping.is_set():
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(writer.run(on_ready), name="ledger writer")
-                    group.create_task(payloads.run(), name="payload writer")
-                    if beside is not None:
-                        group.create_task(beside(bus, engine, stopping), name="beside the ledger")
-        finally:
-            await bus.close()
-    finally:
-        await engine.dispose()
+        stack.push_async_callback(bus.close)
+        await wait_for_database(engine, lambda: seed_prices(engine, settings.prices, unix_now_ms()), stopping)
+        await _wait_for_consumer(bus, stopping)
+        writer = LedgerWriter(bus, engine, settings, stopping)
+        payloads = PayloadWriter(bus, engine, stopping)
+        if not stopping.is_set():
+            async with asyncio.TaskGroup() as group:
+                group.create_task(writer.run(on_ready), name="ledger writer")
+                group.create_task(payloads.run(), name="payload writer")
+                if beside is not None:
+                    group.create_task(beside(bus, engine, stopping), name="beside the ledger")
 
 
 async def _wait_for_consumer(bus: Bus, stopping: asyncio.Event) -> None:

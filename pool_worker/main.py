@@ -4,9 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import signal
 from collections.abc import AsyncIterator, Coroutine
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pool_worker import engines, notices
 from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError
@@ -19,11 +18,10 @@ from protocol.backoff import wait_for
 from protocol.bus import API, Bus
 from protocol.credentials import access_options
 from protocol.permissions import WORKERS_API, worker_role
+from protocol.signals import on_stop_signals
 
 if TYPE_CHECKING:
     from pool_worker.traces import AttemptTraces
-
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +36,8 @@ async def run(settings: WorkerSettings, on_ready: OnReady | None = None) -> None
     started again (its jobs have been handed back by then), and BusError if no queue server answers at first.
     """
     stop = Stop(settings.drain_s, notices.signal_limit_s(settings.notice))
-    loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stop.on_signal)
-    try:
+    with on_stop_signals(stop.on_signal):
         await _live(settings, stop, on_ready)
-    finally:
-        for number in STOP_SIGNALS:
-            loop.remove_signal_handler(number)
 
 
 async def _live(settings: WorkerSettings, stop: Stop, on_ready: OnReady | None) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import json
 import os
-import signal
 import socket
 import time
 import urllib.request
@@ -25,6 +24,7 @@ from accounts.principal import INFERENCE, METRICS
 from console.login.admins import has_admin, set_password
 from console.login.passwords import new_password
 from db.engine import create_engine
+from protocol.signals import on_stop_signals
 from spillway.children import Child, RestartableChild, keep_running
 from spillway.config import Config
 from spillway.embedded_nats import EmbeddedNats, free_port
@@ -82,10 +82,7 @@ async def up(config: Config, say: Callable[[str], None], on_running: Callable[[R
     Raises UpError, ChildError, EmbeddedNatsError, or a database error.
     """
     shutdown = _Shutdown()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, shutdown.on_signal)
-    with _data_dir_lock(config.data_dir):
+    with on_stop_signals(shutdown.on_signal), _data_dir_lock(config.data_dir):
         nats = (
             None
             if config.nats.urls
