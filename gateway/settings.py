@@ -9,9 +9,8 @@ from pydantic import AfterValidator, Field, SecretStr
 from accounts.hosted import why_no_leave
 from batches.settings import BatchSettings
 from console.settings import LoginSettings
-from db.money import nano_usd
+from db.money import CLIENTS, TokenPrice, nano_usd
 from idempotency.settings import IdempotencySettings
-from ledger.prices import CLIENTS, TokenPrice
 from ledger.settings import PayloadSettings
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.subjects import queue_of

@@ -19,8 +19,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from db.engine import writing
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.models import InstanceRow
-from db.money import nano_usd
-from ledger.prices import MACHINE, PriceBook, load_prices
+from db.money import MACHINE, nano_usd
+from ledger.prices import PriceBook, load_prices
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ProtocolError

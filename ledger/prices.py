@@ -14,29 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.engine import writing
 from db.models import PriceRow
+from db.money import CLIENTS, ConfiguredPrice, Price
 
-MILLION: Final = 1_000_000
-CLIENTS: Final = ""  # in place of a pool: the price that clients are charged
-MACHINE: Final = ""  # in place of a model: the price of a pool's machines
 FROM_CONFIG: Final = "config"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrice:
-    """Nano-USD for a million tokens of each kind; cached tokens are a part of prompt tokens."""
-
-    prompt_nano_usd: int
-    cached_nano_usd: int
-    completion_nano_usd: int
-
-    def charge_nano_usd(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
-        """Return the cost of a request, rounded to the nearest nano-USD."""
-        millionths = (
-            (prompt_tokens - cached_tokens) * self.prompt_nano_usd
-            + cached_tokens * self.cached_nano_usd
-            + completion_tokens * self.completion_nano_usd
-        )
-        return (millionths + MILLION // 2) // MILLION
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +25,6 @@ class MachinePrice:
 
     nano_usd_per_hour: int
     on_demand_nano_usd_per_hour: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """A row of the price book without its date: NULLs are None."""
-
-    prompt_nano_usd: int | None = None
-    cached_nano_usd: int | None = None
-    completion_nano_usd: int | None = None
-    machine_nano_usd: int | None = None
-    on_demand_nano_usd: int | None = None
-
-    @property
-    def tokens(self) -> TokenPrice | None:
-        """Token prices; None where it has none."""
-        if self.prompt_nano_usd is None and self.completion_nano_usd is None:
-            return None
-        prompt = self.prompt_nano_usd or 0
-        cached = prompt if self.cached_nano_usd is None else self.cached_nano_usd
-        return TokenPrice(prompt, cached, self.completion_nano_usd or 0)
-
-
-@dataclass(frozen=True, slots=True)
-class ConfiguredPrice:
-    """A price of spillway.toml: of a model's tokens for clients (no pool) or at a hosted pool, or of machines.
-
-    The price of a pool's machines has no model.
-    """
-
-    model: str
-    pool: str
-    price: Price
 
 
 class PriceBook:

@@ -6,8 +6,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, SecretStr
 
 from accounts.checks import MAX_RETENTION_DAYS
+from db.money import ConfiguredPrice
 from ledger.payloads.sealing import parse_keys
-from ledger.prices import ConfiguredPrice
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 
 

@@ -8,7 +8,8 @@ from typing import Final
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.errors import SQL_ERRORS, describe
-from ledger.prices import CLIENTS, PriceBook, TokenPrice, load_prices
+from db.money import CLIENTS, TokenPrice
+from ledger.prices import PriceBook, load_prices
 
 RELOAD_PERIOD_S: Final = 10.0
 

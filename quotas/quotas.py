@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 
 from accounts.principal import Principal
 from db.errors import DatabaseUnavailable
-from ledger.prices import TokenPrice
+from db.money import TokenPrice
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError

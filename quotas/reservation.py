@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from ledger.prices import TokenPrice
+from db.money import TokenPrice
 from protocol.quotas import NOTHING, Amounts
 from quotas.limits import plus
 from quotas.local_account import LocalAccount

@@ -19,7 +19,7 @@ from pydantic_settings.sources import EnvSettingsSource, JsonConfigSettingsSourc
 
 from batches.settings import BatchSettings
 from console.settings import LoginSettings
-from db.money import nano_usd
+from db.money import CLIENTS, MACHINE, ConfiguredPrice, Price, nano_usd
 from fleet.settings import FleetSettings
 from gateway.settings import (
     ConnectionSettings,
@@ -32,7 +32,6 @@ from gateway.settings import (
     TimeoutSettings,
 )
 from idempotency.settings import IdempotencySettings
-from ledger.prices import CLIENTS, MACHINE, ConfiguredPrice, Price
 from ledger.settings import LedgerSettings, PayloadSettings
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
 from protocol.settings import PositiveInt, PositiveSeconds, Settings

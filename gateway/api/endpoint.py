@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from accounts.consent import consent_of
 from accounts.principal import Principal
+from db.money import TokenPrice
 from gateway.admission.ticket import Ticket
 from gateway.api import client_deadlines
 from gateway.api.hosted import check_trust, providers_for
@@ -28,7 +29,6 @@ from gateway.http.failures import RequestFailed
 from gateway.request.admission import Admission
 from gateway.request.conversation import Conversation
 from gateway.request.trace import Trace
-from ledger.prices import TokenPrice
 from protocol.chat import NO_TOKENIZER
 from protocol.messages import Sampling
 from protocol.pooling import Pooling

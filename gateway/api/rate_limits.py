@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from accounts.principal import Principal
-from db.money import NANO_USD
+from db.money import NANO_USD, TokenPrice
 from gateway.http.exchange import Exchange
-from ledger.prices import TokenPrice
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
 from protocol.quotas import RATES, Kind

@@ -3,10 +3,9 @@
 import math
 from typing import Final
 
-from db.money import nano_usd
+from db.money import TokenPrice, nano_usd
 from gateway.admission.capacity import ModelCapacity
 from gateway.settings import HostedPoolSettings
-from ledger.prices import TokenPrice
 from protocol import subjects
 from protocol.quotas import Kind
 from quotas.limits import Limits

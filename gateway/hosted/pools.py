@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, NamedTuple
 
+from db.money import TokenPrice
 from gateway.admission.capacity import Capacity
 from gateway.hosted.pool import HostedPool, most_cost_nano_usd
 from gateway.hosted.slot import HostedSlot
 from gateway.settings import HostedPoolSettings
-from ledger.prices import TokenPrice
 from quotas.pools import POOL
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas, Refused, Unavailable

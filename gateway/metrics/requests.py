@@ -6,12 +6,11 @@ from typing import Final, Protocol
 
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from db.money import NANO_USD
+from db.money import CLIENTS, NANO_USD, TokenPrice
 from gateway.dispatch.observers import Observer
 from gateway.dispatch.request import OpenRequest
 from gateway.metrics.engines import ENGINE_INDEX
 from gateway.metrics.histogram import Buckets, add_histogram
-from ledger.prices import CLIENTS, TokenPrice
 from protocol.engine_stats import Histogram
 from protocol.usage import RequestRecord
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import SecretStr
 
 from accounts.principal import Policy, Principal
+from db.money import TokenPrice
 from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry
 from gateway.api.calls import CompletionCall
@@ -26,7 +27,6 @@ from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.settings import GatewaySettings
 from ledger import main as ledger_main
-from ledger.prices import TokenPrice
 from ledger.settings import LedgerSettings
 from ledger.writer import LedgerWriter
 from pool_worker.main import _serve as serve_worker

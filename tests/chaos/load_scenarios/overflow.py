@@ -16,8 +16,7 @@ from sqlalchemy import select
 
 from accounts.principal import Policy
 from db.models import AttemptRow
-from db.money import nano_usd
-from ledger.prices import TokenPrice
+from db.money import TokenPrice, nano_usd
 from pool_worker.settings import ServerEngineSettings
 from protocol.errors import BusError
 from quotas.account_store import AccountStore

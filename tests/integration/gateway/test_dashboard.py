@@ -23,10 +23,10 @@ from console.dashboard.reader import Reader
 from console.dashboard.render import PAGES
 from console.login.admins import set_password
 from db.engine import create_engine
-from db.money import NANO_USD
+from db.money import CLIENTS, NANO_USD, Price
 from ledger.payloads.sealing import Sealer
 from ledger.payloads.store import store_payloads
-from ledger.prices import CLIENTS, Price, add_price, seed_prices
+from ledger.prices import add_price, seed_prices
 from ledger.store import store_records
 from protocol.clock import unix_now_ms
 from protocol.messages import PROTOCOL_VERSION

@@ -8,9 +8,9 @@ import pytest
 
 from accounts.keys import find_key, update_key
 from db.engine import create_engine
-from db.money import nano_usd
+from db.money import Price, nano_usd
 from gateway.settings import HostedPoolSettings
-from ledger.prices import Price, add_price
+from ledger.prices import add_price
 from ledger.settings import LedgerSettings
 from ledger.store import store_records
 from ledger.writer import LedgerWriter

@@ -10,7 +10,8 @@ import pytest
 from accounts.principal import BudgetPeriod, Policy
 from db.engine import create_engine
 from db.errors import DatabaseUnavailable
-from ledger.prices import CLIENTS, Price, TokenPrice, add_price
+from db.money import CLIENTS, Price, TokenPrice
+from ledger.prices import add_price
 from ledger.store import store_records
 from protocol import subjects, topology
 from protocol.bus import Bus

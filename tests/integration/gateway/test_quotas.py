@@ -11,7 +11,8 @@ from pydantic import SecretStr
 from accounts.keys import Grant, create_key
 from accounts.principal import Policy, Principal
 from db.engine import create_engine
-from ledger.prices import CLIENTS, Price, TokenPrice, add_price
+from db.money import CLIENTS, Price, TokenPrice
+from ledger.prices import add_price
 from ledger.store import store_records
 from protocol import topology
 from protocol.bus import Bus

@@ -11,8 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from accounts.keys import Grant, create_key
 from accounts.principal import Policy, Principal
 from accounts.teams import update_team
+from db.money import CLIENTS, ConfiguredPrice, Price, TokenPrice
 from db.webhook_models import BudgetNoticeRow
-from ledger.prices import CLIENTS, ConfiguredPrice, Price, TokenPrice, seed_prices
+from ledger.prices import seed_prices
 from ledger.store import store_records
 from protocol import subjects
 from protocol.bus import Bus

@@ -9,8 +9,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
 from db.models import InstanceRow
+from db.money import ConfiguredPrice, Price
 from ledger.machine_time import QUARTER_MS, MachineTime
-from ledger.prices import ConfiguredPrice, Price, seed_prices
+from ledger.prices import seed_prices
 from protocol.bus import Bus
 from protocol.messages import PROTOCOL_VERSION, Heartbeat
 

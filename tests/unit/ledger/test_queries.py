@@ -15,7 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from db.engine import create_engine
 from db.models import InstanceRow
-from ledger.prices import Price, add_price
+from db.money import Price
+from ledger.prices import add_price
 from ledger.queries.cost import costs
 from ledger.queries.distributions import distributions, merge, percentile_series, percentiles
 from ledger.queries.reading import rollup_coverage

@@ -11,10 +11,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
 from db.models import RollupRow, SliceRow
+from db.money import ConfiguredPrice, Price
 from ledger.abandoned import AbandonedRequests
 from ledger.check import check_rollups
 from ledger.intents import Intents
-from ledger.prices import ConfiguredPrice, Price, add_price, seed_prices
+from ledger.prices import add_price, seed_prices
 from ledger.rollups import WIDTHS_S, slice_id
 from ledger.store import store_records
 from protocol.bus import Bus

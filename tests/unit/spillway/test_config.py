@@ -4,7 +4,7 @@ import pytest
 from pydantic import SecretStr
 from typer.testing import CliRunner
 
-from ledger.prices import Price
+from db.money import Price
 from pool_worker.settings import LocalEngineSettings
 from spillway.cli import app
 from spillway.config import DEMO_MODEL_PATH, Config, ConfigError, GatewaySection, default_config, load_config

@@ -6,12 +6,11 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 
-from db.money import NANO_USD
+from db.money import NANO_USD, TokenPrice
 from gateway.dispatch.record import usage_record
 from gateway.metrics.exposition import MetricsSnapshot, exposition
 from gateway.metrics.histogram import Buckets
 from gateway.metrics.requests import RequestSeries
-from ledger.prices import TokenPrice
 from protocol.engine_stats import EngineStats, Histogram
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Timings
 from tests.unit.gateway.dispatch.opened_requests import accepted, failed, finished, open_request, tokens
