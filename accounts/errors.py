@@ -17,8 +17,10 @@ LoginError                 somebody cannot log in; the message is for the person
 └── OidcError              the issuer's word is not to be trusted, or cannot be had
 """
 
+from protocol.errors import ExpectedError
 
-class PrincipalError(ValueError):
+
+class PrincipalError(ExpectedError, ValueError):
     """An operation on keys, teams or organisations was refused; the message is for the operator."""
 
 
@@ -58,11 +60,11 @@ class UnknownOrganisation(NotFound):
     """No organisation has this id or name."""
 
 
-class PepperError(Exception):
+class PepperError(ExpectedError):
     """The pepper file is unusable."""
 
 
-class LoginError(Exception):
+class LoginError(ExpectedError):
     """Somebody cannot log in; the message is for the person at the browser."""
 
 

@@ -11,8 +11,10 @@ from typing import Final
 import asyncpg
 from sqlalchemy.exc import SQLAlchemyError
 
+from protocol.errors import ExpectedError
 
-class DatabaseError(Exception):
+
+class DatabaseError(ExpectedError):
     """The database cannot be used."""
 
 

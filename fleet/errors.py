@@ -7,8 +7,10 @@ FleetError
     └── OverQuota    the account may not have more of them
 """
 
+from protocol.errors import ExpectedError
 
-class FleetError(Exception):
+
+class FleetError(ExpectedError):
     """Base of the fleet's errors; the message says what a provider has answered."""
 
 

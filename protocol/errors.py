@@ -1,5 +1,7 @@
 """Stable error codes: what goes wrong on the path, named once, the same in frames, records, logs and answers.
 
+    ExpectedError                 the base of every error that a command prints as one line
+
     ProtocolError                 a message that this version cannot read
     └── NewerVersion              one of a newer build: others may read it
     BusError                      the queue server did not do what was asked
@@ -16,6 +18,10 @@ from enum import StrEnum
 from typing import Final
 
 STREAM_NOT_FOUND: Final = 10059  # the code of an ApiError
+
+
+class ExpectedError(Exception):
+    """An error that its reader can act on: a command prints the message alone, without a traceback."""
 
 
 class ErrorCode(StrEnum):
@@ -71,7 +77,7 @@ class NewerVersion(ProtocolError):
     """A message speaks a newer protocol version: a newer build reads it."""
 
 
-class BusError(Exception):
+class BusError(ExpectedError):
     """The queue server did not do what was asked."""
 
 

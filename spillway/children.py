@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from protocol.errors import ExpectedError
 from spillway import IS_WHEEL
 
 READY_LIMIT_S: Final = 120.0  # a worker may have a large model to load
@@ -34,7 +35,7 @@ PYTHON: Final = (sys.executable, "-P") if IS_WHEEL else (sys.executable,)
 log = logging.getLogger(__name__)
 
 
-class ChildError(Exception):
+class ChildError(ExpectedError):
     """A child did not start, or died too often; the message has its name and its last lines of output."""
 
 

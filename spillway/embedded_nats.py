@@ -17,6 +17,7 @@ import urllib.request
 from pathlib import Path
 from typing import Final
 
+from protocol.errors import ExpectedError
 from spillway.children import die_with_parent, stop_process
 
 START_LIMIT_S: Final = 15.0
@@ -52,7 +53,7 @@ no_auth_user: spillway
 """
 
 
-class EmbeddedNatsError(Exception):
+class EmbeddedNatsError(ExpectedError):
     """The embedded queue server was not found or did not start; the message says why."""
 
 

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 from protocol import permissions, subjects
 from protocol.credentials import Key, WorkerKeys, sign_claims, user_credentials
+from protocol.errors import ExpectedError
 from protocol.permissions import Permissions
 
 KEYS_NAME: Final = "keys.json"
@@ -38,7 +39,7 @@ _STREAM_LIMITS: Final = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "
 _ACCOUNTS: Final = ("SYS", "SPILLWAY", "WORKERS")
 
 
-class AuthorityError(Exception):
+class AuthorityError(ExpectedError):
     """Credentials cannot be made; the message says why."""
 
 

@@ -8,8 +8,10 @@ PayloadError
 └── ExportError        a training set cannot be built; the message is for the operator
 """
 
+from protocol.errors import ExpectedError
 
-class PayloadError(Exception):
+
+class PayloadError(ExpectedError):
     """An operation on payloads failed; the message is for the operator."""
 
 

@@ -12,10 +12,11 @@ from engine.pooling_types import PoolingRequest
 from engine.types import EngineStats, GenerationRequest, SequenceOutput
 from pool_worker.engines.chat import ChatRequest
 from protocol.chat import CountedBy, Input
+from protocol.errors import ExpectedError
 from protocol.messages import ModelCard
 
 
-class EngineDiedError(Exception):
+class EngineDiedError(ExpectedError):
     """The engine is lost; the worker must exit so that its jobs continue elsewhere."""
 
 
