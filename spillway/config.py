@@ -34,6 +34,7 @@ from gateway.settings import (
 from idempotency.settings import IdempotencySettings
 from ledger.settings import LedgerSettings, PayloadSettings
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
+from protocol.errors import ExpectedError
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
 from response_store.settings import ResponseSettings
@@ -45,6 +46,7 @@ from spillway.pool_section import ModelName, PoolSettings, gateway_view, only_by
 from webhooks.settings import WebhookSettings
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
+RESOLVED_CONFIG_NAME: Final = "config.json"
 DEMO_MODEL_NAME: Final = "spillway-demo"
 DEMO_MODEL_PATH: Final = ROOMS / "models" / DEMO_MODEL_NAME
 ENV_PREFIX: Final = "SPILLWAY_"
@@ -56,7 +58,7 @@ _ENGINES: Final[dict[str, type[BaseModel]]] = {  # by kind
 }
 
 
-class ConfigError(Exception):
+class ConfigError(ExpectedError):
     """The configuration is invalid; the message names every invalid key."""
 
 
@@ -298,6 +300,16 @@ def process_id(kind: str) -> str:
     """Return an id for a process, unique among all live ones, with its host's name."""
     host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:24]
     return f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def run_dir_of(data_dir: Path) -> Path:
+    """Return the folder of a running ``up`` for its lock, its children's ready files and the resolved configuration."""
+    return data_dir / "run"
+
+
+def resolved_config_path(data_dir: Path) -> Path:
+    """Return the path of the configuration of the ``up`` that runs in this data folder; absent while none runs."""
+    return run_dir_of(data_dir) / RESOLVED_CONFIG_NAME
 
 
 def load_config(

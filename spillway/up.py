@@ -24,22 +24,22 @@ from accounts.principal import INFERENCE, METRICS
 from console.login.admins import has_admin, set_password
 from console.login.passwords import new_password
 from db.engine import create_engine
+from protocol.errors import ExpectedError
 from protocol.signals import on_stop_signals
 from spillway.children import Child, RestartableChild, keep_running
-from spillway.config import Config
+from spillway.config import Config, resolved_config_path, run_dir_of
 from spillway.embedded_nats import EmbeddedNats, free_port
 
 FIRST_KEY_NAME: Final = "default"
 GATEWAY_STOP_MARGIN_S: Final = 10.0
 FLEET_STOP_MARGIN_S: Final = 20.0
 LEDGER_STOP_LIMIT_S: Final = 20.0
-RESOLVED_CONFIG_NAME: Final = "config.json"
 CARDS_LIMIT_S: Final = 30.0
 CARDS_POLL_S: Final = 0.05
 _DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the user's
 
 
-class UpError(Exception):
+class UpError(ExpectedError):
     """Spillway cannot run here; the message says why and what to do."""
 
 
@@ -64,16 +64,6 @@ class _Shutdown:
 
     def on_signal(self) -> None:
         (self.forced if self.requested.is_set() else self.requested).set()
-
-
-def run_dir_of(data_dir: Path) -> Path:
-    """Return the folder of a running ``up`` for its lock, its children's ready files and the resolved configuration."""
-    return data_dir / "run"
-
-
-def resolved_config_path(data_dir: Path) -> Path:
-    """Return the path of the configuration of the ``up`` that runs in this data folder; absent while none runs."""
-    return run_dir_of(data_dir) / RESOLVED_CONFIG_NAME
 
 
 async def up(config: Config, say: Callable[[str], None], on_running: Callable[[Running], None]) -> None:

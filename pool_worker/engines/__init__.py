@@ -3,7 +3,6 @@
 from functools import partial
 
 from pool_worker.engines.base import AnyEngine
-from pool_worker.engines.scripted import ScriptedEngine
 from pool_worker.settings import (
     DETECTED,
     ChatEngineSettings,
@@ -17,6 +16,8 @@ from pool_worker.settings import (
 def create(settings: EngineSettings) -> AnyEngine:
     """Create the configured engine, not yet started. Each kind imports no more than it needs."""
     if isinstance(settings, ScriptedEngineSettings):
+        from pool_worker.engines.scripted import ScriptedEngine  # noqa: PLC0415 - as below
+
         return ScriptedEngine(settings)
     if isinstance(settings, ServerEngineSettings):
         if settings.kind == DETECTED or settings.exec is not None:

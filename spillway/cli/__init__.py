@@ -1,127 +1,281 @@
-"""The ``spillway`` command and its subcommands, which the modules beside this one implement."""
+"""The ``spillway`` command: a table of its subcommands, which the modules beside this one implement.
+
+A command's module is imported when the command is called. So nothing here, and no ``--help`` of a group, imports torch,
+SQLAlchemy or FastAPI, and a worker does not wait for what only the gateway needs.
+"""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from spillway.cli import (
-    admin,
-    batch,
-    bench,
-    bench_pool,
-    export,
-    fleet,
-    keys,
-    limits,
-    nats,
-    payloads,
-    processes,
-    setup,
-    simulate,
-    teams,
-    webhooks,
-)
-from spillway.cli.dead_letters import dead_letters
-from spillway.cli.parked import parked
-from spillway.cli.usage import usage
-from spillway.cli.worker import worker
 
-app = typer.Typer(
-    name="spillway",
-    help="A multi-cloud LLM gateway: one OpenAI-compatible endpoint, a queue, and GPU workers anywhere.",
-    no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
-)
-app.command("up")(processes.up)
-app.command("gateway")(processes.gateway)
-app.command("worker")(worker)
-app.command("ledger")(processes.ledger)
-app.command("usage")(usage)
-app.command("dead-letters")(dead_letters)
-app.command("parked")(parked)
-app.command("plan")(simulate.plan)
+class Command(NamedTuple):
+    """A command that is not imported yet."""
 
-limits_app = typer.Typer(help="Limits of keys and teams.", no_args_is_help=True)
-limits_app.command("recount")(limits.recount)
-app.add_typer(limits_app, name="limits")
+    place: str  # module:function in this package
+    help: str  # the first paragraph of the function's docstring
 
-app.command("audit")(admin.audit)
+    def load(self, name: str | None) -> Any:  # noqa: ANN401  # Typer's types are private
+        """Import it."""
+        module, _, function = self.place.partition(":")
+        alone = typer.Typer(add_completion=False)
+        alone.command(name)(getattr(importlib.import_module(f"{__name__}.{module}"), function))
+        return typer.main.get_command(alone)
 
-keys_app = typer.Typer(help="API keys and their permissions.", no_args_is_help=True)
-keys_app.command("create")(keys.create)
-keys_app.command("update")(keys.update)
-keys_app.command("rotate")(keys.rotate)
-keys_app.command("list")(keys.list_)
-keys_app.command("show")(keys.show)
-keys_app.command("revoke")(keys.revoke)
-app.add_typer(keys_app, name="keys")
 
-teams_app = typer.Typer(help="Teams: keys that share limits and a budget.", no_args_is_help=True)
-teams_app.command("create")(teams.create)
-teams_app.command("update")(teams.update)
-teams_app.command("list")(teams.list_)
-teams_app.command("show")(teams.show)
-app.add_typer(teams_app, name="teams")
+class Group(NamedTuple):
+    """Commands below one name."""
 
-organisations_app = typer.Typer(help="Organisations: the owners of teams.", no_args_is_help=True)
-organisations_app.command("create")(teams.create_organisation)
-organisations_app.command("rename")(teams.rename_organisation)
-organisations_app.command("list")(teams.list_organisations)
-app.add_typer(organisations_app, name="organisations")
+    help: str
+    commands: Mapping[str, Command]
 
-batch_app = typer.Typer(help="Files of requests as jobs, at any gateway.", no_args_is_help=True)
-batch_app.command("submit")(batch.submit)
-batch_app.command("list")(batch.list_)
-batch_app.command("show")(batch.show)
-batch_app.command("cancel")(batch.cancel)
-batch_app.command("download")(batch.download)
-app.add_typer(batch_app, name="batch")
 
-webhooks_app = typer.Typer(help="Endpoints that teams' events are sent to.", no_args_is_help=True)
-webhooks_app.command("create")(webhooks.create)
-webhooks_app.command("list")(webhooks.list_)
-webhooks_app.command("show")(webhooks.show)
-webhooks_app.command("update")(webhooks.update)
-webhooks_app.command("rotate")(webhooks.rotate)
-webhooks_app.command("test")(webhooks.send_test)
-webhooks_app.command("deliveries")(webhooks.deliveries)
-webhooks_app.command("delete")(webhooks.delete)
-app.add_typer(webhooks_app, name="webhooks")
+COMMANDS: Final[Mapping[str, Command | Group]] = {
+    "up": Command(
+        "up:up",
+        "Run all of Spillway on this machine: NATS, gateway, ledger and workers. Ctrl-C shuts it down in order.",
+    ),
+    "gateway": Command("gateway:gateway", "Run one gateway: the HTTP endpoint."),
+    "worker": Command(
+        "worker:worker",
+        "Run one worker of a pool, which pulls jobs for its engine. Only needs an outbound connection to NATS.",
+    ),
+    "ledger": Command(
+        "ledger:ledger",
+        "Run one ledger writer: usage records from the queue into SQL, and webhooks. Several may run at the same time.",
+    ),
+    "usage": Command("usage:usage", "Show requests, tokens, TTFT, TPOT and queue wait."),
+    "dead-letters": Command(
+        "dead_letters:dead_letters",
+        "List requests that failed on every worker that tried them, with each attempt's reason.",
+    ),
+    "parked": Command(
+        "parked:parked",
+        "List usage records that were not understood, or that the database has refused.",
+    ),
+    "plan": Command(
+        "simulate:plan",
+        "Say what a month costs, by way of renting machines. Without options: the example of docs/FLEET.md.",
+    ),
+    "audit": Command("admin:audit", "Show changes to organisations, teams and keys with their actors, newest first."),
+    "limits": Group(
+        "Limits of keys and teams.",
+        {
+            "recount": Command(
+                "limits:recount",
+                "Compare the spending that budgets count in their current period with the ledger, and correct it.",
+            ),
+        },
+    ),
+    "keys": Group(
+        "API keys and their permissions.",
+        {
+            "create": Command(
+                "keys:create",
+                "Create an API key and print it. Only its hash is stored, so it cannot be shown again.",
+            ),
+            "update": Command(
+                "keys:update",
+                "Change an API key; options not given stay the same. Running gateways apply the change immediately.",
+            ),
+            "rotate": Command(
+                "keys:rotate",
+                "Give an API key a new plaintext and print it. The old one stays valid for the grace period.",
+            ),
+            "list": Command("keys:list_", "List API keys."),
+            "show": Command("keys:show", "Show the details of an API key, without its plaintext, which is not stored."),
+            "revoke": Command(
+                "keys:revoke",
+                "Revoke an API key: running gateways refuse it immediately, or within half a minute if the queue "
+                "server is down.",
+            ),
+        },
+    ),
+    "teams": Group(
+        "Teams: keys that share limits and a budget.",
+        {
+            "create": Command(
+                "teams:create",
+                "Create a team. Its limits apply to all its keys together; its weight is its share relative to other "
+                "teams.",
+            ),
+            "update": Command(
+                "teams:update",
+                "Change a team; options not given stay the same. Running gateways apply the change to all its keys "
+                "immediately.",
+            ),
+            "list": Command("teams:list_", "List teams."),
+            "show": Command("teams:show", "Show the details of a team."),
+        },
+    ),
+    "organisations": Group(
+        "Organisations: the owners of teams.",
+        {
+            "create": Command("teams:create_organisation", "Create an organisation."),
+            "rename": Command("teams:rename_organisation", "Rename an organisation."),
+            "list": Command("teams:list_organisations", "List organisations."),
+        },
+    ),
+    "batch": Group(
+        "Files of requests as jobs, at any gateway.",
+        {
+            "submit": Command(
+                "batch:submit", "Upload a file of requests and make a batch of it. Prints the batch's id."
+            ),
+            "list": Command("batch:list_", "List the batches of the key's team."),
+            "show": Command("batch:show", "Show a batch, perhaps once it is over."),
+            "cancel": Command("batch:cancel", "Cancel a batch. What is done stays, in its files."),
+            "download": Command("batch:download", "Download the answers of a batch that is over, or what failed."),
+        },
+    ),
+    "webhooks": Group(
+        "Endpoints that teams' events are sent to.",
+        {
+            "create": Command(
+                "webhooks:create",
+                "Create an endpoint of a team, by default for all types of events. Its secret is shown once.",
+            ),
+            "list": Command("webhooks:list_", "List endpoints."),
+            "show": Command("webhooks:show", "Show an endpoint, without its secret."),
+            "update": Command("webhooks:update", "Change an endpoint; options not given stay the same."),
+            "rotate": Command("webhooks:rotate", "Give an endpoint a new secret, which is shown once."),
+            "test": Command(
+                "webhooks:send_test",
+                "Send an event about an object that does not exist; `deliveries` shows how it went.",
+            ),
+            "deliveries": Command("webhooks:deliveries", "List the latest deliveries to an endpoint, newest first."),
+            "delete": Command("webhooks:delete", "Delete an endpoint with all that is known of its deliveries."),
+        },
+    ),
+    "admin": Group(
+        "The login to the pages.",
+        {
+            "password": Command(
+                "admin:password",
+                "Set a new password for the pages' local login (user `admin`) and print it. All its sessions end.",
+            ),
+        },
+    ),
+    "payloads": Group(
+        "Requests and answers stored by consent.",
+        {
+            "show": Command("payloads:show", "Print a request and its answer as JSON, decrypted."),
+            "delete": Command(
+                "payloads:delete",
+                "Delete payloads permanently. Usage and cost of the requests stay; their content does not.",
+            ),
+        },
+    ),
+    "export": Group(
+        "Training sets from payloads stored by consent.",
+        {
+            "finetune": Command(
+                "export:finetune",
+                "Write conversations as JSON lines for fine-tuning: only with consent at the time of the request and "
+                "now.",
+            ),
+        },
+    ),
+    "db": Group(
+        "The usage and key database.",
+        {
+            "upgrade": Command(
+                "database:upgrade_",
+                "Upgrade the database to this version's schema. Safe to run again, and concurrently on several "
+                "machines.",
+            ),
+            "check-rollups": Command(
+                "database:check_rollups_",
+                "Compare rollups with the sums of the requests. Run it with --repair once after an upgrade from "
+                "before 0006.",
+            ),
+        },
+    ),
+    "config": Group(
+        "The configuration file.",
+        {
+            "check": Command(
+                "config:check",
+                "Validate a configuration together with the environment; report every invalid key.",
+            ),
+        },
+    ),
+    "nats": Group(
+        "Who may do what at the queue server.",
+        {
+            "credentials": Command(
+                "nats:credentials",
+                "Make what is missing of the credentials for each part and each pool of the configuration.",
+            ),
+            "machine": Command(
+                "nats:machine",
+                "Make credentials for the workers of one machine, which expire by themselves. No server needs to be "
+                "told.",
+            ),
+        },
+    ),
+    "fleet": Group(
+        "How many workers each pool has, and who starts them.",
+        {
+            "run": Command("fleet:run", "Keep each pool that has a section `fleet` at the size that its work needs."),
+            "status": Command(
+                "fleet:status",
+                "Show each pool's size: decided, serving, starting, draining, and what was lost within a day.",
+            ),
+            "explain": Command(
+                "fleet:explain",
+                "Say why pools have the size that they have: each decision in one sentence, and what became of "
+                "machines.",
+            ),
+            "plan": Command(
+                "simulate:plan",
+                "Say what a month costs, by way of renting machines. Without options: the example of docs/FLEET.md.",
+            ),
+            "simulate": Command(
+                "simulate:simulate",
+                "Play days of traffic and spot losses against the fleet's policy: cost, waits, machines, in a minute "
+                "or so.",
+            ),
+        },
+    ),
+    "bench": Group(
+        "Measure the speed of an engine or an endpoint.",
+        {
+            "engine": Command(
+                "bench:engine", "Measure TTFT, TPOT and throughput by prompt length, batch and new tokens."
+            ),
+            "pool": Command("bench_pool:pool", "Measure a pool's engine, and recommend limits for its configuration."),
+        },
+    ),
+}
 
-admin_app = typer.Typer(help="The login to the pages.", no_args_is_help=True)
-admin_app.command("password")(admin.password)
-app.add_typer(admin_app, name="admin")
 
-payloads_app = typer.Typer(help="Requests and answers stored by consent.", no_args_is_help=True)
-payloads_app.command("show")(payloads.show)
-payloads_app.command("delete")(payloads.delete)
-app.add_typer(payloads_app, name="payloads")
+class LazyGroup(TyperGroup):
+    """Shows the commands of a table; imports the one that is called, or whose options are to be completed."""
 
-export_app = typer.Typer(help="Training sets from payloads stored by consent.", no_args_is_help=True)
-export_app.command("finetune")(export.finetune)
-app.add_typer(export_app, name="export")
+    def __init__(self, *, table: Mapping[str, Command | Group] = COMMANDS, **attributes: Any) -> None:  # noqa: ANN401  # as TyperGroup has them
+        super().__init__(**attributes)
+        self._table = table
+        for name, entry in table.items():
+            self.commands[name] = (
+                LazyGroup(name=name, help=entry.help, table=entry.commands, no_args_is_help=True)
+                if isinstance(entry, Group)
+                else TyperCommand(name, help=entry.help)
+            )
 
-db_app = typer.Typer(help="The usage and key database.", no_args_is_help=True)
-db_app.command("upgrade")(setup.db_upgrade)
-db_app.command("check-rollups")(setup.db_check_rollups)
-app.add_typer(db_app, name="db")
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:  # noqa: ANN401  # Typer's types are private
+        """Return the name, the command and the arguments that are left for it."""
+        name, command, rest = super().resolve_command(ctx, args)
+        entry = self._table.get(name or "")
+        return name, entry.load(name) if isinstance(entry, Command) else command, rest
 
-config_app = typer.Typer(help="The configuration file.", no_args_is_help=True)
-config_app.command("check")(setup.config_check)
-app.add_typer(config_app, name="config")
 
-nats_app = typer.Typer(help="Who may do what at the queue server.", no_args_is_help=True)
-nats_app.command("credentials")(nats.credentials)
-nats_app.command("machine")(nats.machine)
-app.add_typer(nats_app, name="nats")
+app = typer.Typer(name="spillway", pretty_exceptions_show_locals=False)
 
-fleet_app = typer.Typer(help="How many workers each pool has, and who starts them.", no_args_is_help=True)
-fleet_app.command("run")(fleet.run)
-fleet_app.command("status")(fleet.status)
-fleet_app.command("explain")(fleet.explain)
-fleet_app.command("plan")(simulate.plan)
-fleet_app.command("simulate")(simulate.simulate)
-app.add_typer(fleet_app, name="fleet")
 
-bench_app = typer.Typer(help="Measure the speed of an engine or an endpoint.", no_args_is_help=True)
-bench_app.command("engine")(bench.engine)
-bench_app.command("pool")(bench_pool.pool)
-app.add_typer(bench_app, name="bench")
+@app.callback(cls=LazyGroup, no_args_is_help=True)
+def spillway() -> None:
+    """A multi-cloud LLM gateway: one OpenAI-compatible endpoint, a queue, and GPU workers anywhere."""

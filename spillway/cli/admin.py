@@ -11,7 +11,8 @@ from accounts.audit import MAX_PAGE_ROWS, AuditEntry, AuditFilter, list_changes
 from console.admin.views import audit_view
 from console.login.admins import ADMIN_NAME, set_password
 from console.login.passwords import new_password
-from spillway.cli.context import ConfigOption, DataOption, database, out, run_async, running_or_config
+from spillway.cli.connections import database
+from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
 from spillway.cli.keys import JsonOption, print_table
 from spillway.cli.policy import local_time, this_actor
 

@@ -15,7 +15,8 @@ from rich.table import Table
 from gateway.dispatch.attempts import counted_codes
 from gateway.dispatch.dead_letters import newest_dead_letters
 from protocol.dead_letters import DeadLetter
-from spillway.cli.context import ConfigOption, DataOption, out, queue_server, run_async, running_or_config
+from spillway.cli.connections import queue_server
+from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
 
 TABLE_WIDTH_CHARS: Final = 140
 

@@ -15,7 +15,8 @@ from db.models import ApiKeyRow, TeamRow
 from ledger.payloads.errors import ExportError
 from ledger.payloads.sealing import Sealer, parse_keys
 from protocol.clock import unix_now_ms
-from spillway.cli.context import ConfigOption, DataOption, database, err, out, run_async, running_or_config
+from spillway.cli.connections import database
+from spillway.cli.context import ConfigOption, DataOption, err, out, run_async, running_or_config
 from spillway.cli.policy import this_actor
 from training.export import Exporter, ExportPlan
 from training.formats import FORMATS

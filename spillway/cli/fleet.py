@@ -15,20 +15,19 @@ from fleet.books import Books
 from fleet.machine import STARTING, Machine, State
 from spillway import logs
 from spillway.children import PYTHON
+from spillway.cli.connections import database
 from spillway.cli.context import (
     ConfigOption,
     DataOption,
     ReadyFileOption,
-    database,
     fail,
     out,
     run_async,
     running_or_config,
     write_ready,
 )
-from spillway.config import Config
+from spillway.config import Config, resolved_config_path
 from spillway.fleet_config import controller_settings
-from spillway.up import resolved_config_path
 
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS

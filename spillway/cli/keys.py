@@ -17,16 +17,8 @@ from console.admin.views import key_view
 from protocol import subjects
 from protocol.clock import unix_now_ms
 from protocol.errors import BusError
-from spillway.cli.context import (
-    ConfigOption,
-    DataOption,
-    connect_admin,
-    database,
-    out,
-    pepper_of,
-    run_async,
-    running_or_config,
-)
+from spillway.cli.connections import connect_admin, database
+from spillway.cli.context import ConfigOption, DataOption, out, pepper_of, run_async, running_or_config
 from spillway.cli.policy import (
     BatchOption,
     BudgetOption,

@@ -5,7 +5,8 @@ import time
 from db.money import NANO_USD
 from quotas.account_store import AccountStore
 from quotas.recount import Recount, recount_budgets
-from spillway.cli.context import ConfigOption, DataOption, database, out, queue_server, run_async, running_or_config
+from spillway.cli.connections import database, queue_server
+from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
 
 
 def recount(config: ConfigOption = None, data: DataOption = None) -> None:

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from ledger.parked import parked_records, replay
 from protocol.parked import ParkedUsage
-from spillway.cli.context import ConfigOption, DataOption, out, queue_server, run_async, running_or_config
+from spillway.cli.connections import queue_server
+from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
 
 
 def parked(

@@ -8,7 +8,8 @@ import typer
 from accounts.keys import list_keys
 from ledger.payloads.sealing import Sealer, parse_keys
 from ledger.payloads.store import Erasure, erase, read_payload
-from spillway.cli.context import ConfigOption, DataOption, database, out, run_async, running_or_config
+from spillway.cli.connections import database
+from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
 from spillway.cli.policy import this_actor
 
 

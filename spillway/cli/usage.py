@@ -16,7 +16,8 @@ from rich.table import Table
 
 from ledger.days import UnknownTimeZone, parse_zone
 from ledger.report import GroupBy, ReportTooLarge, UsageRow, usage_report
-from spillway.cli.context import ConfigOption, DataOption, database, fail, out, run_async, running_or_config
+from spillway.cli.connections import database
+from spillway.cli.context import ConfigOption, DataOption, fail, out, run_async, running_or_config
 
 TABLE_WIDTH_CHARS: Final = 140
 GROUPS: Final[dict[str, GroupBy]] = {"model": "model", "key": "key", "day": "day"}

@@ -10,7 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from accounts.principal import DEFAULT_TEAM_ID
 from console.admin.views import delivery_view, endpoint_view
-from spillway.cli.context import ConfigOption, DataOption, database, out, pepper_of, run_async, running_or_config
+from spillway.cli.connections import database
+from spillway.cli.context import ConfigOption, DataOption, out, pepper_of, run_async, running_or_config
 from spillway.cli.keys import JsonOption, print_table, show_facts
 from spillway.cli.policy import local_time, this_actor
 from spillway.config import Config

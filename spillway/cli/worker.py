@@ -109,7 +109,7 @@ def worker(
     signal hands them back immediately. Exit code 1: the engine is lost, and its
     jobs have been handed back; the supervisor should restart the worker.
     """
-    from pool_worker.main import run  # noqa: PLC0415 - imports all engine adapters
+    from pool_worker.main import run  # noqa: PLC0415 - tests put another in its place
 
     with logs.configured(f"worker {pool}"):
         engine = {"url": engine_url, "kind": engine_kind, "exec": exec_, "tokenizer": tokenizer}

@@ -23,7 +23,7 @@ from db.engine import create_engine
 from migrations import upgrade
 from protocol.bus import Bus
 from spillway.children import Child
-from spillway.cli.processes import LEDGER_NICENESS
+from spillway.cli.ledger import LEDGER_NICENESS
 from spillway.config import DEMO_MODEL_PATH, Config, load_config
 from tests.chaos.credentials import SignedQueue
 from tests.chaos.older import OLDER_COMMITS, unpack_older

@@ -1,14 +1,21 @@
 """The overlay with vLLM and a side-car: what holds of the side-car, and that both and the gateways fit together."""
 
 import pytest
-import typer
 import yaml
 
 from pool_worker.settings import ServerEngineSettings
-from spillway.cli import app
 from spillway.cli.worker import _of_pool, _resolve
 from spillway.config import load_config
-from tests.unit.deploy.description import ENVIRONMENT, ROOT, VLLM_FILE, compose, instructions, seconds, vllm_overlay
+from tests.unit.deploy.description import (
+    ENVIRONMENT,
+    ROOT,
+    VLLM_FILE,
+    compose,
+    instructions,
+    options_of,
+    seconds,
+    vllm_overlay,
+)
 
 SIDECAR, VLLM = (vllm_overlay()["services"][name] for name in ("sidecar", "vllm"))
 MODEL = "llama-8b"
@@ -46,10 +53,8 @@ def test_both_wait_for_the_profile() -> None:
 
 
 def test_the_side_car_serves_what_the_server_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = typer.main.get_command(app).commands["worker"]  # type: ignore[attr-defined]
-    name, *options = SIDECAR["command"]
-    assert name == "worker"
-    given = command.make_context("worker", list(options)).params
+    assert SIDECAR["command"][0] == "worker"
+    given = options_of(SIDECAR["command"])
     assert given["config"] is None
     engine = {"url": given["engine_url"], "kind": given["engine_kind"], "tokenizer": given["tokenizer"]}
     said = _of_pool(engine, given["model"], [])

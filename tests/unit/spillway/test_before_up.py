@@ -5,7 +5,7 @@ import sys
 import pytest
 import typer
 
-from spillway.cli.processes import check_local_engines
+from spillway.cli.up import check_local_engines
 from spillway.config import default_config
 
 

@@ -7,8 +7,17 @@ from typer.testing import CliRunner
 from db.money import Price
 from pool_worker.settings import LocalEngineSettings
 from spillway.cli import app
-from spillway.config import DEMO_MODEL_PATH, Config, ConfigError, GatewaySection, default_config, load_config
-from spillway.up import _resolve, resolved_config_path, run_dir_of
+from spillway.config import (
+    DEMO_MODEL_PATH,
+    Config,
+    ConfigError,
+    GatewaySection,
+    default_config,
+    load_config,
+    resolved_config_path,
+    run_dir_of,
+)
+from spillway.up import _resolve
 
 GOOD = """
 data_dir = "somewhere"

@@ -78,7 +78,7 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_without_an_endpoint_no_sdk_is_loaded() -> None:
     # FastAPI loads OpenTelemetry's API by itself, wherever that is installed.
     code = (
-        "import asyncio, contextlib, sys, gateway.main as g, pool_worker.main as w, spillway.cli\n"
+        "import asyncio, contextlib, sys, gateway.main as g, pool_worker.main as w, spillway.cli.worker\n"
         "from pool_worker.settings import ScriptedEngineSettings, WorkerSettings\n"
         "engine = ScriptedEngineSettings()\n"
         "settings = WorkerSettings(worker_id='w', pool='p', nats_urls=(), models=('m',), engine=engine)\n"

@@ -1,18 +1,17 @@
-"""``spillway db`` and ``spillway config``: preparing and checking an installation."""
+"""``spillway db``: preparing and checking the database."""
 
 import asyncio
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ledger.retention import kept_since_unix_ms
-from spillway.cli.context import ConfigOption, DataOption, database, out, resolve_config, run_async, running_or_config
-from spillway.config import DEFAULT_CONFIG_NAME
+from spillway.cli.connections import database
+from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
 
 
-def db_upgrade(config: ConfigOption = None, data: DataOption = None) -> None:
+def upgrade_(config: ConfigOption = None, data: DataOption = None) -> None:
     """Upgrade the database to this version's schema. Safe to run again, and concurrently on several machines."""
     from migrations import current, head, upgrade  # noqa: PLC0415 - imports Alembic, which other commands do not need
 
@@ -28,7 +27,7 @@ def db_upgrade(config: ConfigOption = None, data: DataOption = None) -> None:
     run_async(main)
 
 
-def db_check_rollups(
+def check_rollups_(
     repair: Annotated[bool, typer.Option("--repair", help="Rebuild the days that differ.")] = False,
     config: ConfigOption = None,
     data: DataOption = None,
@@ -54,18 +53,3 @@ def db_check_rollups(
             raise typer.Exit(1)
 
     run_async(main)
-
-
-def config_check(
-    path: Annotated[Path | None, typer.Argument(help=f"Default: ./{DEFAULT_CONFIG_NAME}")] = None,
-) -> None:
-    """Validate a configuration together with the environment; report every invalid key."""
-    resolved = resolve_config(path or Path(DEFAULT_CONFIG_NAME), None)
-    unserved = [name for name in resolved.models if not any(name in pool.models for pool in resolved.pools.values())]
-    out.print(f"ok: {len(resolved.models)} model(s), {len(resolved.pools)} pool(s)")
-    for name in unserved:
-        out.print(f"note: models.{name} is served by no pool of this file", style="yellow")
-    for name in [name for name, pool in resolved.pools.items() if pool.trusted and not resolved.nats.credentials]:
-        out.print(
-            f"note: pools.{name} is trusted, and without nats.credentials any worker may take its jobs", style="yellow"
-        )

@@ -1,12 +1,9 @@
-"""``spillway up``, ``gateway``, ``ledger``: commands that run until they are stopped."""
+"""``spillway up``."""
 
 import json
-import logging
-import os
 import shutil
 import sys
 from datetime import datetime
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -14,29 +11,13 @@ from typing import Annotated, Any, Final
 import typer
 from rich.panel import Panel
 
-from accounts.errors import PepperError
 from console.login.admins import ADMIN_NAME
 from pool_worker.settings import LocalEngineSettings
 from spillway import logs
-from spillway.cli.context import (
-    ConfigOption,
-    DataOption,
-    ReadyFileOption,
-    fail,
-    out,
-    pepper_of,
-    resolve_config,
-    run_async,
-    write_ready,
-)
+from spillway.cli.context import ConfigOption, DataOption, fail, out, resolve_config, run_async
 from spillway.config import DEMO_MODEL_NAME, DEMO_MODEL_PATH, Config, default_config
 from spillway.up import Running
 from spillway.up import up as run_up
-
-# Each command imports its own parts on use, so that it does not wait for unused ones (above all torch).
-
-LEDGER_NICENESS: Final = 10  # beside a gateway: requests come before the rows of completed requests
-log = logging.getLogger(__name__)
 
 _EXAMPLES: Final[dict[str, tuple[str, dict[str, Any]]]] = {  # by task: the path under /v1, and the body but the model
     "generate": ("chat/completions", {"stream": True, "messages": [{"role": "user", "content": "What is Spillway?"}]}),
@@ -130,34 +111,3 @@ def curl_command(running: Running) -> str:
         f"  -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' \\\n"
         f"  -d '{json.dumps({'model': running.model, **body})}'"
     )
-
-
-@logs.configured("gateway")
-def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
-    """Run one gateway: the HTTP endpoint."""
-    from gateway.main import run
-
-    resolved = resolve_config(config, data)
-
-    async def main() -> None:
-        settings = resolved.gateway_settings(pepper_of(resolved))
-        await run(settings, on_ready=lambda port: write_ready(ready_file, {"port": port}))
-
-    run_async(main)
-
-
-@logs.configured("ledger")
-def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
-    """Run one ledger writer: usage records from the queue into SQL, and webhooks. Several may run at the same time."""
-    from ledger.main import run
-    from webhooks.main import run as run_webhooks
-
-    resolved = resolve_config(config, data)
-    os.nice(LEDGER_NICENESS)
-    try:
-        webhooks = partial(run_webhooks, settings=resolved.webhooks, pepper=pepper_of(resolved))
-    except PepperError as error:
-        webhooks = None
-        log.error("webhooks are not delivered, as their secrets cannot be opened: %s", error)  # noqa: TRY400
-    ready = partial(write_ready, ready_file, {})
-    run_async(lambda: run(resolved.ledger_settings(), on_ready=ready, beside=webhooks))

@@ -1,0 +1,65 @@
+"""The database and the queue server, as operators' commands reach them."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy import make_url
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from db.engine import create_engine
+from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from protocol.bus import Bus
+from protocol.credentials import access_options
+from spillway.cli.context import fail
+from spillway.config import Config
+
+CONNECT_LIMIT_S: Final = 5.0  # short: the user is waiting for the command
+
+
+def _need_file(database_url: str) -> None:
+    """SQLite would make an empty one, and then say of a table that it is not there."""
+    url = make_url(database_url)
+    if url.get_backend_name() == "sqlite" and url.database and not Path(url.database).exists():
+        raise DatabaseUnavailable(_hinted(f"there is no {url.database}"))
+
+
+def _hinted(why: str) -> str:
+    return f"database.url: {why} (has `spillway db upgrade` been run?)"
+
+
+@contextlib.asynccontextmanager
+async def database(config: Config) -> AsyncIterator[AsyncEngine]:
+    """Open the configured database, and close it afterwards. SQL's errors become DatabaseUnavailable with a hint."""
+    _need_file(config.database_url)
+    engine = create_engine(config.database_url)
+    try:
+        yield engine
+    except DatabaseUnavailable as error:
+        raise DatabaseUnavailable(_hinted(str(error))) from error
+    except SQL_ERRORS as error:
+        raise DatabaseUnavailable(_hinted(describe(error))) from error
+    finally:
+        await engine.dispose()
+
+
+async def connect_admin(config: Config, name: str, limit_s: float) -> Bus:
+    """Connect to the configured queue server as an operator's command. Raises BusError."""
+    access = access_options(config.nats.credentials_of("admin"), config.nats.ca_file, "admin")
+    return await Bus.connect(list(config.nats.urls), name=name, options=access, first_limit_s=limit_s)
+
+
+@contextlib.asynccontextmanager
+async def queue_server(config: Config, name: str) -> AsyncIterator[Bus]:
+    """Connect to the configured queue server as ``name``, and disconnect afterwards. Raises BusError.
+
+    Ends the command with an error message if none is configured.
+    """
+    if not config.nats.urls:
+        raise fail("nats.urls: no queue server is configured, and no `spillway up` is running here")
+    bus = await connect_admin(config, name, CONNECT_LIMIT_S)
+    try:
+        yield bus
+    finally:
+        await bus.close()

@@ -1,0 +1,25 @@
+"""``spillway gateway``."""
+
+from gateway.main import run
+from spillway import logs
+from spillway.cli.context import (
+    ConfigOption,
+    DataOption,
+    ReadyFileOption,
+    pepper_of,
+    resolve_config,
+    run_async,
+    write_ready,
+)
+
+
+@logs.configured("gateway")
+def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
+    """Run one gateway: the HTTP endpoint."""
+    resolved = resolve_config(config, data)
+
+    async def main() -> None:
+        settings = resolved.gateway_settings(pepper_of(resolved))
+        await run(settings, on_ready=lambda port: write_ready(ready_file, {"port": port}))
+
+    run_async(main)

@@ -1,0 +1,37 @@
+"""``spillway ledger``."""
+
+import logging
+import os
+from functools import partial
+from typing import Final
+
+from accounts.errors import PepperError
+from ledger.main import run
+from spillway import logs
+from spillway.cli.context import (
+    ConfigOption,
+    DataOption,
+    ReadyFileOption,
+    pepper_of,
+    resolve_config,
+    run_async,
+    write_ready,
+)
+from webhooks.main import run as run_webhooks
+
+LEDGER_NICENESS: Final = 10  # beside a gateway: requests come before the rows of completed requests
+log = logging.getLogger(__name__)
+
+
+@logs.configured("ledger")
+def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
+    """Run one ledger writer: usage records from the queue into SQL, and webhooks. Several may run at the same time."""
+    resolved = resolve_config(config, data)
+    os.nice(LEDGER_NICENESS)
+    try:
+        webhooks = partial(run_webhooks, settings=resolved.webhooks, pepper=pepper_of(resolved))
+    except PepperError as error:
+        webhooks = None
+        log.error("webhooks are not delivered, as their secrets cannot be opened: %s", error)  # noqa: TRY400
+    ready = partial(write_ready, ready_file, {})
+    run_async(lambda: run(resolved.ledger_settings(), on_ready=ready, beside=webhooks))
