@@ -160,7 +160,7 @@ def _check_layer(layer: str, a: Tensor, b: Tensor, model: PreTrainedModel) -> No
         module = model.get_submodule(layer)
     except AttributeError:
         raise ValueError(f"{type(model).__name__} has no layer {layer}") from None
-    if module is model.get_output_embeddings():  # type: ignore[no-untyped-call]
+    if module is model.get_output_embeddings():
         raise ValueError(f"{layer}: adapters of the output layer are not served")
     if isinstance(module, Conv1D):  # GPT-2's linear layer: its weight is (in, out)
         shape = tuple(module.weight.shape)

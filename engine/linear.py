@@ -118,7 +118,7 @@ def make_fast_linear(weight: Tensor, bias: Tensor | None, quantize: Quantization
 
 
 def _packable_dtypes(device: torch.device) -> set[torch.dtype]:
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return set()
     supported = {
         torch.float32: True,

@@ -30,7 +30,8 @@ SERVERS = frozenset({"nats_server", "nats_cluster", "postgres_server"})  # fixtu
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let all processes of the session share what one of them has compiled of the engine's C (tests/compiler/gcc)."""
-    native.COMPILING_LIMIT_S = 300.0  # whoever gives up tests torch's own kernels instead, and says nothing
+    # Whoever gives up tests torch's own kernels instead, and says nothing.
+    native.COMPILING_LIMIT_S = 300.0  # type: ignore[misc]  # it is final for all others
     if "TESTS_COMPILED" not in os.environ:  # else an earlier process of the session has done it
         folder = tempfile.TemporaryDirectory(prefix="spillway-compiled-")
         config.add_cleanup(folder.cleanup)

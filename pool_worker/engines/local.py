@@ -234,7 +234,7 @@ def _load(settings: LocalEngineSettings) -> tuple[LLMEngine | PoolingEngine, str
     if task == "generate":
         engine = load(settings)
         return engine, settings.revision or digest_of(digest.result(), engine.info.dtype, engine.info.quantize or "")
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # the worker's output is a log
+    disable_progress_bar()  # the worker's output is a log
     pooling = PoolingEngine.from_pretrained(settings.path, task, engine_config(settings), pooling_options(settings))
     _require_tokenizer_json(pooling.tokenizers)
     return pooling, settings.revision or digest_of(digest.result(), str(pooling_card(pooling.info)), settings.dtype)
@@ -245,7 +245,7 @@ def load(settings: LocalEngineSettings) -> LLMEngine:
 
     Raises whatever transformers and the engine raise for what they cannot load.
     """
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # the worker's output is a log
+    disable_progress_bar()  # the worker's output is a log
     engine = LLMEngine.from_pretrained(settings.path, engine_config(settings))
     _require_tokenizer_json(engine.tokenizers)
     return engine
