@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 HANGS_S: Final = 300.0  # of one wait, on a machine with ten times the work it has cores for
-HEALTHY_S: Final = 3.0  # without an answer, and a server is lost: longer than a loaded machine takes for one
+HEALTHY_S: Final = 3.0  # for a server to answer that does: more than a machine with that work takes
 POLL_S: Final = 0.01
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 
+from pool_worker.drain import HAND_BACK_MARGIN_S
 from pool_worker.worker import HURRIED_FLUSH_LIMIT_S
 from protocol import messages as m
 from protocol import subjects
@@ -56,15 +57,19 @@ async def test_what_fits_ends_here_and_the_rest_goes_at_once_where_another_takes
 async def test_without_another_worker_it_goes_on_until_the_limit_is_near(
     gateway: PlayingGateway, nats_url: str
 ) -> None:
-    async with running_worker(settings_for(nats_url, drain_s=0.8, **SLOW)) as stop:
+    async with running_worker(settings_for(nats_url, drain_s=10.0, **SLOW)) as stop:
         attempt = await gateway.ask(**LONG)
         await gateway.tokens_of(attempt, 3)
+        draining = await heartbeat_of(gateway, "w1", draining=True)
         stop.request()
-        tokens_then = len(gateway.token_ids(attempt))
+        await asyncio.wait_for(draining.wait(), HANGS_S)
+        await gateway.tokens_of(attempt, len(gateway.token_ids(attempt)) + 5)
+        assert not gateway.is_over(attempt)
+        stop.request(HAND_BACK_MARGIN_S + 0.1)
         failed = await gateway.end_of(attempt)
     assert is_handed_back(failed)
     assert isinstance(failed, m.Failed)
-    assert failed.completion_tokens == len(gateway.token_ids(attempt)) > tokens_then + 5
+    assert failed.completion_tokens == len(gateway.token_ids(attempt))
 
 
 async def test_a_worker_that_comes_while_another_drains_gets_its_jobs(gateway: PlayingGateway, nats_url: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pool_worker.peers import INFORMED_AFTER_S, Peers
+from pool_worker.peers import Peers
 from protocol import messages as m
 from protocol import subjects, topology
 from protocol.bus import Bus
@@ -98,9 +98,7 @@ async def test_a_silent_worker_counts_no_more(nats_url: str) -> None:
 
 async def test_it_takes_a_while_to_have_heard_everybody(watched: Watched) -> None:
     assert not watched.peers.is_informed
-    async with asyncio.timeout(INFORMED_AFTER_S + 10):
-        while not watched.peers.is_informed:
-            await asyncio.sleep(0.02)
+    await until(lambda: watched.peers.is_informed)
 
 
 async def test_trusted_workers_and_others_are_no_peers(watched: Watched) -> None:

@@ -15,6 +15,7 @@ from protocol.bus import Bus
 from protocol.credentials import CredentialsError, access_options
 from protocol.errors import BusError
 from tests.nats_server import NatsServer
+from tests.waiting import HEALTHY_S
 
 
 def make_certificate(folder: Path) -> None:
@@ -59,13 +60,13 @@ async def test_a_private_authority_is_believed_where_it_is_named(tls_server: Nat
     assert (await bus.api("INFO"))["streams"] == 0
     await bus.close()
     with pytest.raises(BusError, match="CERTIFICATE_VERIFY_FAILED"):
-        await Bus.connect(tls_url(tls_server), name="test", first_limit_s=1.0)
+        await Bus.connect(tls_url(tls_server), name="test", first_limit_s=HEALTHY_S)
 
 
 async def test_a_tls_url_is_never_spoken_to_in_the_clear(nats_server: NatsServer) -> None:
     """Nor is who we are: somebody on the way may have taken out that the server asks for TLS."""
     with pytest.raises(BusError, match="offers no TLS"):
-        await Bus.connect(tls_url(nats_server), name="test", first_limit_s=1.0)
+        await Bus.connect(tls_url(nats_server), name="test", first_limit_s=HEALTHY_S)
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
