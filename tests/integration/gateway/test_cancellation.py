@@ -10,7 +10,7 @@ import pytest
 
 from protocol import subjects
 from protocol.pull import ack
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.waiting import HANGS_S, until
 
@@ -29,8 +29,8 @@ async def leave_early(gateway: GatewayUnderTest, *, stream: bool, leave: asyncio
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_leaving_while_running(start_gateway: Start, stream: bool) -> None:
-    gateway = await start_gateway()
+async def test_leaving_while_running(share_gateway: Share, stream: bool) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker(script=until_cancelled)
     leave = asyncio.Event()
     leaving = asyncio.create_task(leave_early(gateway, stream=stream, leave=leave))
@@ -65,9 +65,9 @@ async def test_leaving_while_queued(start_gateway: Start, nats_url: str) -> None
     assert (record.outcome, record.http_status, record.completion_tokens) == ("cancelled", 499, 0)
 
 
-async def test_accepted_at_the_last_moment(start_gateway: Start) -> None:
+async def test_accepted_at_the_last_moment(share_gateway: Share) -> None:
     """The job was pulled before it could be withdrawn, and the worker says so only after the caller has left."""
-    gateway = await start_gateway()
+    gateway = await share_gateway()
     may_accept = asyncio.Event()
 
     async def slow_to_accept(attempt: Attempt) -> None:
@@ -86,8 +86,8 @@ async def test_accepted_at_the_last_moment(start_gateway: Start) -> None:
     assert (record.outcome, record.completion_tokens) == ("cancelled", worker.attempts[0].made_tokens)
 
 
-async def test_a_lost_cancel_is_sent_again(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_a_lost_cancel_is_sent_again(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker(script=until_cancelled)
     worker.deaf = True
     leave = asyncio.Event()
@@ -101,8 +101,8 @@ async def test_a_lost_cancel_is_sent_again(start_gateway: Start) -> None:
     assert record.completion_tokens == worker.attempts[0].made_tokens
 
 
-async def test_a_client_that_stops_reading_is_given_up(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_a_client_that_stops_reading_is_given_up(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     stop = asyncio.Event()
 
     async def flood(attempt: Attempt) -> None:
@@ -161,9 +161,9 @@ async def test_leaving_between_two_attempts(start_gateway: Start) -> None:
     assert (record.outcome, record.attempts, record.completion_tokens) == ("cancelled", 2, 3)
 
 
-async def test_leaving_at_the_end(start_gateway: Start) -> None:
+async def test_leaving_at_the_end(share_gateway: Share) -> None:
     """The answer is complete, but the worker's last word comes only after the caller has left."""
-    gateway = await start_gateway()
+    gateway = await share_gateway()
     may_finish = asyncio.Event()
 
     async def slow_to_finish(attempt: Attempt) -> None:
@@ -184,8 +184,8 @@ async def test_leaving_at_the_end(start_gateway: Start) -> None:
     assert (record.outcome, record.completion_tokens) == ("cancelled", 2)
 
 
-async def test_leaving_before_the_body_is_here(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_leaving_before_the_body_is_here(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker()
     address = urlsplit(gateway.url)
     _, writer = await asyncio.open_connection(address.hostname, address.port)

@@ -14,7 +14,7 @@ from protocol.bus import Bus
 from protocol.messages import Accepted, Cancel, Resend, Tokens, encode, unpack_token_ids
 from protocol.pull import ack
 from protocol.usage import AttemptRecord
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start, restart
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled
 from tests.nats_server import NatsServer
 from tests.waiting import HANGS_S, until
@@ -27,8 +27,8 @@ async def stream_text(gateway: GatewayUnderTest) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
 
-async def test_lost_frames_are_sent_again(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_lost_frames_are_sent_again(share_gateway: Share) -> None:
+    gateway = await share_gateway()
 
     async def lossy(attempt: Attempt) -> None:
         await attempt.accept(lost=True)
@@ -46,8 +46,8 @@ async def test_lost_frames_are_sent_again(start_gateway: Start) -> None:
     assert (record.attempts, record.completion_tokens, record.outcome) == (1, 4, "ok")
 
 
-async def test_a_lost_end_is_asked_for(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_a_lost_end_is_asked_for(share_gateway: Share) -> None:
+    gateway = await share_gateway()
 
     async def end_in_silence(attempt: Attempt) -> None:
         await attempt.accept()
@@ -61,8 +61,8 @@ async def test_a_lost_end_is_asked_for(start_gateway: Start) -> None:
     assert (record.attempts, record.completion_tokens) == (1, 2)
 
 
-async def test_retryable_failure_goes_on_where_it_stopped(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_retryable_failure_goes_on_where_it_stopped(share_gateway: Share) -> None:
+    gateway = await share_gateway()
 
     async def fail_then_finish(attempt: Attempt) -> None:
         await attempt.accept()
@@ -88,9 +88,9 @@ async def test_retryable_failure_goes_on_where_it_stopped(start_gateway: Start) 
     assert (record.attempts, record.completion_tokens, record.outcome) == (2, 4, "ok")
 
 
-async def test_a_dead_worker_is_a_pause(start_gateway: Start) -> None:
+async def test_a_dead_worker_is_a_pause(share_gateway: Share) -> None:
     """Its heartbeats stop in the middle of a stream; later it wakes up and its old frames are of no use to anybody."""
-    gateway = await start_gateway()
+    gateway = await share_gateway()
 
     async def go_silent(attempt: Attempt) -> None:
         await attempt.accept()
@@ -200,9 +200,9 @@ async def test_a_job_that_waits_for_long_is_left_alone(start_gateway: Start, mon
     assert looks[:2] == [True, True]
 
 
-async def test_a_stop_string_split_over_a_crash(start_gateway: Start) -> None:
+async def test_a_stop_string_split_over_a_crash(share_gateway: Share) -> None:
     """Text that may be the beginning of a stop string was held back by the worker that is gone."""
-    gateway = await start_gateway()
+    gateway = await share_gateway()
 
     async def split(attempt: Attempt) -> None:
         await attempt.accept()
@@ -240,9 +240,9 @@ async def test_what_goes_on_for_nobody_is_told_to_stop_again(start_gateway: Star
     await until(worker.attempts[0].cancelled.is_set)
 
 
-async def test_a_worker_that_answers_no_probe_is_given_up(start_gateway: Start) -> None:
+async def test_a_worker_that_answers_no_probe_is_given_up(share_gateway: Share) -> None:
     """Heartbeats alone do not help a request whose worker has forgotten it."""
-    gateway = await start_gateway()
+    gateway = await share_gateway()
 
     async def stall_once(attempt: Attempt) -> None:
         if attempt.job.attempt > 1:
@@ -291,9 +291,9 @@ async def test_attempts_are_exhausted(start_gateway: Start, caplog: pytest.LogCa
     assert len(letter.grammar_sha256) == 64
 
 
-async def test_frames_of_others_are_fenced_out(start_gateway: Start) -> None:
+async def test_frames_of_others_are_fenced_out(share_gateway: Share) -> None:
     """A second worker that runs the same attempt (the memory stream was lost, the job published again) is stopped."""
-    gateway = await start_gateway()
+    gateway = await share_gateway()
     told: list[bytes] = []
 
     async def on_told(message: object) -> None:
@@ -386,8 +386,8 @@ async def until_queued(gateway: GatewayUnderTest) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_worker_whose_clock_is_wrong_fails_nobody(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_a_worker_whose_clock_is_wrong_fails_nobody(share_gateway: Share) -> None:
+    gateway = await share_gateway()
 
     async def late_at_first(attempt: Attempt) -> None:
         if attempt.job.attempt < 3:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from accounts.keys import find_key, update_key
+from accounts.principal import Policy
 from db.engine import create_engine
 from db.money import Price, nano_usd
 from gateway.settings import HostedPoolSettings
@@ -18,7 +19,7 @@ from protocol import subjects
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 from protocol.errors import BusError, ErrorCode
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello
 from tests.integration.gateway.test_hosted import (
     AT_ONCE,
@@ -126,9 +127,9 @@ async def test_a_leave_that_is_taken_back_holds_for_a_rescue(
 
 
 @pytest.mark.parametrize("value", ["false", "no", 0, 1, [], {}])
-async def test_what_a_request_says_must_be_yes_or_no(start_gateway: Start, make_key: MakeKey, value: Any) -> None:
-    key = await make_key("openai")
-    gateway = await start_gateway(**pool())
+async def test_what_a_request_says_must_be_yes_or_no(share_gateway: Share, value: Any) -> None:
+    gateway = await share_gateway(**pool())
+    _, key = await gateway.make_key(policy=Policy(allow_hosted=("openai",)))
     refused = await ask(gateway, key, extra_body={"allow_hosted": value})
     assert (refused.status_code, refused.param) == (400, "allow_hosted")
 

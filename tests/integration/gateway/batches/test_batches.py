@@ -8,12 +8,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from openai.types import Batch
 
 from accounts.keys import revoke_key
 from db.engine import create_engine
 from protocol import subjects
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
 from tests.unit.gateway.metrics.series import Scrape
 from tests.waiting import HANGS_S, until
@@ -57,8 +58,9 @@ async def gateway(start_gateway: Start) -> GatewayUnderTest:
     return await start_gateway(batches=QUICK)
 
 
-@pytest.fixture
-async def client(gateway: GatewayUnderTest) -> openai.AsyncOpenAI:
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(share_gateway: Share) -> openai.AsyncOpenAI:
+    gateway = await share_gateway(batches=QUICK)
     await gateway.add_worker()
     return gateway.client()
 
