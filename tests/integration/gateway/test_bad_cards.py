@@ -14,7 +14,7 @@ from gateway.settings import ModelSettings
 from protocol import artifacts
 from protocol.bus import Bus
 from protocol.messages import ModelCard
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, card
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start, card
 from tests.small_tokenizer import byte_tokenizer_json
 from tests.waiting import HANGS_S, until
 
@@ -30,10 +30,16 @@ AT_COMPILATION = "{{ 9 ** (9 ** 9) }}"
 TRAP = "{% if messages[0].content == 'boom' %}" + NESTED + "{% endif %}fine"
 
 
-async def start(start_gateway: Start, bus: Bus, **changes: Any) -> GatewayUnderTest:
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes its limit of CPU time takes less; tests/unit/tokens/test_renderer.py has the one of production."""
+    monkeypatch.setattr("tokens.renderer.CPU_S", 0.4)
+
+
+async def start(begin: Start | Share, **changes: Any) -> GatewayUnderTest:
     """A gateway of a good model, and of one whose card is bad."""
-    gateway = await start_gateway(models={MODEL: ModelSettings(aliases=("short",)), BAD: ModelSettings()})
-    await publish(bus, **changes)
+    gateway = await begin(models={MODEL: ModelSettings(aliases=("short",)), BAD: ModelSettings()})
+    await publish(gateway.bus, **changes)
     return gateway
 
 
@@ -81,13 +87,15 @@ OUT_OF_MEMORY = "MemoryError|time or memory"
         ({"data": b"{}"}, "tokenizer"),
     ],
 )
-async def test_its_model_alone_is_not_served(
-    start_gateway: Start, bus: Bus, changes: dict[str, Any], reason: str
-) -> None:
+async def test_its_model_alone_is_not_served(share_gateway: Share, changes: dict[str, Any], reason: str) -> None:
     """A recursive template ended every gateway, a nested loop held up all chats and the end of the process."""
-    gateway = await start(start_gateway, bus, **changes)
+    gateway = await start(share_gateway, **changes)
     await gateway.add_worker()
-    await until_judged(gateway)
+
+    async def is_refused() -> bool:
+        return BAD in (await readiness(gateway))["models_unusable"]
+
+    await until(is_refused)
     client = gateway.client()
     with pytest.raises(openai.InternalServerError) as refused:
         await client.chat.completions.create(model=BAD, messages=HELLO)
@@ -95,7 +103,7 @@ async def test_its_model_alone_is_not_served(
     assert re.search(reason, refused.value.message)
     assert re.search(reason, (await readiness(gateway))["models_unusable"][BAD])
     await the_good_one_answers(gateway)
-    await publish(bus)  # the next card helps
+    await publish(gateway.bus)  # the next card helps
 
     async def is_served() -> bool:
         return not (await readiness(gateway))["models_unusable"]
@@ -103,9 +111,9 @@ async def test_its_model_alone_is_not_served(
     await until(is_served)
 
 
-async def test_a_conversation_that_takes_too_long(start_gateway: Start, bus: Bus) -> None:
+async def test_a_conversation_that_takes_too_long(start_gateway: Start) -> None:
     """The card was judged by another conversation; this one ends its renderer, and the next gets a new one."""
-    gateway = await start(start_gateway, bus, chat_template=TRAP)
+    gateway = await start(start_gateway, chat_template=TRAP)
     await gateway.add_worker()
     await until_judged(gateway)
     assert (await readiness(gateway))["models_unusable"] == {}
@@ -124,9 +132,9 @@ async def test_a_conversation_that_takes_too_long(start_gateway: Start, bus: Bus
         assert (await tokenized(HELLO)).json()["tokens"] == [69, 72, 77, 68]
 
 
-async def test_the_process_ends_while_one_hangs(start_gateway: Start, bus: Bus) -> None:
+async def test_the_process_ends_while_one_hangs(start_gateway: Start) -> None:
     """It ignored SIGTERM for as long as the template ran."""
-    gateway = await start(start_gateway, bus, chat_template=TRAP)
+    gateway = await start(start_gateway, chat_template=TRAP)
     await until_judged(gateway)
     boom = [{"role": "user", "content": "boom"}]
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
@@ -137,12 +145,12 @@ async def test_the_process_ends_while_one_hangs(start_gateway: Start, bus: Bus) 
         await asyncio.gather(hanging, return_exceptions=True)
 
 
-async def test_a_tokenizer_that_gives_up(start_gateway: Start, bus: Bus) -> None:
+async def test_a_tokenizer_that_gives_up(start_gateway: Start) -> None:
     """The library panics, which is no Exception: that ended what it was called by."""
     document = json.loads(byte_tokenizer_json())
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, document["pre_tokenizer"]]}
-    gateway = await start(start_gateway, bus, data=json.dumps(document).encode())
+    gateway = await start(start_gateway, data=json.dumps(document).encode())
     await gateway.add_worker()
     await until_judged(gateway)
     with pytest.raises(openai.APIStatusError):
