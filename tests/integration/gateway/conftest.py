@@ -358,6 +358,7 @@ class GatewayOfOneTest(GatewayUnderTest):
 
 
 Share = Callable[..., Awaitable[GatewayOfOneTest]]
+SystemWith = Callable[..., Awaitable[SharedSystem]]
 
 
 @contextlib.asynccontextmanager
@@ -383,9 +384,7 @@ async def shared_system(folder: Path, database: Path, **options: Any) -> AsyncIt
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_systems(
-    migrated_sqlite: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Callable[..., Awaitable[SharedSystem]]]:
+async def shared_systems(migrated_sqlite: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SystemWith]:
     """Starts a system for the module, or returns the one that has the same settings."""
     async with contextlib.AsyncExitStack() as stack:
         systems: dict[str, SharedSystem] = {}
@@ -401,7 +400,7 @@ async def shared_systems(
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def share_gateway(shared_systems: Callable[..., Awaitable[SharedSystem]]) -> AsyncIterator[Share]:
+async def share_gateway(shared_systems: SystemWith) -> AsyncIterator[Share]:
     """The module's gateway with the settings given, as one test has it."""
     shared: list[GatewayOfOneTest] = []
 

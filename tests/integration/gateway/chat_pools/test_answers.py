@@ -26,12 +26,11 @@ from tests.integration.gateway.chat_pools.pools import (
     rows,
     stream,
 )
-from tests.integration.gateway.conftest import MODEL
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest
 from tests.waiting import until
 
 
-async def test_a_whole_answer_and_its_rows(start_pool: StartPool, replay: ChatReplay) -> None:
-    gateway = await start_pool()
+async def test_a_whole_answer_and_its_rows(gateway: GatewayUnderTest, replay: ChatReplay) -> None:
     answer = await ask(gateway)
     assert answer.choices[0].message.content == WHOLE
     assert answer.choices[0].finish_reason == "stop"
@@ -45,8 +44,7 @@ async def test_a_whole_answer_and_its_rows(start_pool: StartPool, replay: ChatRe
     assert replay.bodies[0]["messages"] == ASKED
 
 
-async def test_a_stream_and_its_usage(start_pool: StartPool) -> None:
-    gateway = await start_pool()
+async def test_a_stream_and_its_usage(gateway: GatewayUnderTest) -> None:
     told = await stream(gateway)
     assert (told.text, told.finish_reason, told.roles, told.error) == (WHOLE, "stop", 1, None)
     assert (told.usage.prompt_tokens, told.usage.completion_tokens) == (22, 30)
@@ -54,8 +52,7 @@ async def test_a_stream_and_its_usage(start_pool: StartPool) -> None:
     assert is_provider(record, 22, 4, 30)
 
 
-async def test_several_choices_each_pay_for_the_prompt(start_pool: StartPool, replay: ChatReplay) -> None:
-    gateway = await start_pool()
+async def test_several_choices_each_pay_for_the_prompt(gateway: GatewayUnderTest, replay: ChatReplay) -> None:
     answer = await ask(gateway, n=2, max_tokens=5)
     assert [choice.finish_reason for choice in answer.choices] == ["length"] * 2
     assert {choice.message.content for choice in answer.choices} == {" ".join(WHOLE.split(" ")[:5])}
@@ -65,8 +62,7 @@ async def test_several_choices_each_pay_for_the_prompt(start_pool: StartPool, re
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_tools_and_reasoning(start_pool: StartPool, replay: ChatReplay, is_stream: bool) -> None:
-    gateway = await start_pool()
+async def test_tools_and_reasoning(gateway: GatewayUnderTest, replay: ChatReplay, is_stream: bool) -> None:
     rest = {"tools": TOOLS, "tool_choice": "required"}
     if is_stream:
         told = await stream(gateway, "think, then call", **rest)
@@ -84,16 +80,14 @@ async def test_tools_and_reasoning(start_pool: StartPool, replay: ChatReplay, is
     assert replay.bodies[0]["tools"] == TOOLS
 
 
-async def test_a_schema_is_the_apis_to_follow(start_pool: StartPool, replay: ChatReplay) -> None:
+async def test_a_schema_is_the_apis_to_follow(gateway: GatewayUnderTest, replay: ChatReplay) -> None:
     """Also where it says what no grammar of ours could enforce."""
-    gateway = await start_pool()
     response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
     assert (await ask(gateway, response_format=response_format)).choices[0].message.content == WHOLE
     assert replay.bodies[0]["response_format"] == response_format
 
 
-async def test_refusals_and_filters(start_pool: StartPool) -> None:
-    gateway = await start_pool()
+async def test_refusals_and_filters(gateway: GatewayUnderTest) -> None:
     answer = await ask(gateway, "refuse")
     assert answer.choices[0].message.refusal == "I cannot help with that."
     assert (await stream(gateway, "refuse")).refusal == "I cannot help with that."
@@ -101,8 +95,7 @@ async def test_refusals_and_filters(start_pool: StartPool) -> None:
     assert (await stream(gateway, "filter")).finish_reason == "content_filter"
 
 
-async def test_the_conversation_of_tools_is_sent_as_it_was(start_pool: StartPool, replay: ChatReplay) -> None:
-    gateway = await start_pool()
+async def test_the_conversation_of_tools_is_sent_as_it_was(gateway: GatewayUnderTest, replay: ChatReplay) -> None:
     function = {"name": "weather", "arguments": '{"city":"Rome"}'}
     messages = [
         {"role": "developer", "content": "Be brief."},
@@ -115,14 +108,13 @@ async def test_the_conversation_of_tools_is_sent_as_it_was(start_pool: StartPool
     assert replay.bodies[0]["messages"] == messages
 
 
-async def test_a_conversation_too_large_for_a_message(start_pool: StartPool, replay: ChatReplay) -> None:
-    gateway = await start_pool()
+async def test_a_conversation_too_large_for_a_message(gateway: GatewayUnderTest, replay: ChatReplay) -> None:
     jobs: list[Job] = []
 
     async def on_job(message: Msg) -> None:
         jobs.append(decode_job(message.data))
 
-    await gateway.bus.subscribe("rq.>", on_job)
+    subscription = await gateway.bus.subscribe("rq.>", on_job)
     content = "many words " * 30_000
     answer = await ask(gateway, content)
     assert answer.choices[0].message.content == answer_text([ASKED[0], {"role": "user", "content": content}])
@@ -140,6 +132,7 @@ async def test_a_conversation_too_large_for_a_message(start_pool: StartPool, rep
         return False
 
     await until(is_gone)  # nothing of it stays
+    await subscription.unsubscribe()
 
 
 # --- what cannot be -------------------------------------------------------------------------------------------------
@@ -168,24 +161,21 @@ async def test_the_apis_own_refusal_is_the_callers_at_once(start_pool: StartPool
     ],
 )
 async def test_what_the_api_cannot_honour_is_refused_by_name(
-    start_pool: StartPool, replay: ChatReplay, field: str, fields: dict[str, Any]
+    gateway: GatewayUnderTest, replay: ChatReplay, field: str, fields: dict[str, Any]
 ) -> None:
-    gateway = await start_pool()
     with pytest.raises(openai.BadRequestError) as refusal:
         await ask(gateway, **fields)
     assert refusal.value.param == field
     assert replay.bodies == []
 
 
-async def test_a_plain_prompt_has_no_place_there(start_pool: StartPool) -> None:
-    gateway = await start_pool()
+async def test_a_plain_prompt_has_no_place_there(gateway: GatewayUnderTest) -> None:
     with pytest.raises(openai.BadRequestError, match="/v1/chat/completions") as refusal:
         await gateway.client().completions.create(model=MODEL, prompt="Hi")
     assert refusal.value.param == "model"
 
 
-async def test_a_prompt_too_long_is_refused_by_our_count(start_pool: StartPool, replay: ChatReplay) -> None:
-    gateway = await start_pool()
+async def test_a_prompt_too_long_is_refused_by_our_count(gateway: GatewayUnderTest, replay: ChatReplay) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         await ask(gateway, "x" * 1_000_001)
     assert refusal.value.code == "context_length_exceeded"
