@@ -369,9 +369,9 @@ async def shared_system(folder: Path, database: Path, **options: Any) -> AsyncIt
     try:
         bus = await Bus.connect(server.url, name="test")
         database_url = f"sqlite:///{shutil.copy(database, folder / 'spillway.db')}"
-        its_own = {"nats_urls": (server.url,), "database_url": database_url, "data_dir": folder / "data"}
+        its_own: dict[str, Any] = {"nats_urls": (server.url,), "database_url": database_url}
         engine = create_engine(database_url)
-        gateway = GatewayUnderTest(settings_of(0, **its_own, **options), "", bus)
+        gateway = GatewayUnderTest(settings_of(0, data_dir=folder / "data", **its_own, **options), "", bus)
         system = SharedSystem(gateway, engine)
         await system.start(**of_card)
         yield system

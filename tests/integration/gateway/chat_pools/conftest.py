@@ -68,7 +68,7 @@ def worker_settings(
     engine = OpenAIChatSettings.model_validate(
         {"kind": "openai_chat", "profile": profile, "url": server.url, "model": "replay", "max_model_len": 1_000_000}
     )
-    names = {"worker_id": f"api-{number}", "pool": "api", "provider": "openai", "tier": tier}
+    names: dict[str, Any] = {"worker_id": f"api-{number}", "pool": "api", "provider": "openai", "tier": tier}
     return WorkerSettings(nats_urls=gateway.settings.nats_urls, engine=engine, models=(MODEL,), **names)
 
 
