@@ -111,21 +111,21 @@ class Bus:
             last_error = text
 
         try:
-            async with asyncio.timeout(first_limit_s):
-                await client.connect(
-                    servers,
-                    name=name,
-                    connect_timeout=CONNECT_TIMEOUT_S,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=RECONNECT_WAIT_S * random.uniform(1.0, 2.0),  # type: ignore[arg-type]  # noqa: S311
-                    max_outstanding_pings=MAX_OUTSTANDING_PINGS,
-                    pending_size=PENDING_OUT_BYTES,
-                    skip_subject_validation=True,
-                    disconnected_cb=on_disconnected,
-                    reconnected_cb=on_reconnected,
-                    error_cb=on_error,
-                    **{"ping_interval": PING_INTERVAL_S, **shared_credentials(servers), **(options or {})},
-                )
+            await client.connect_within(
+                first_limit_s,
+                servers,
+                name=name,
+                connect_timeout=CONNECT_TIMEOUT_S,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=RECONNECT_WAIT_S * random.uniform(1.0, 2.0),  # noqa: S311
+                max_outstanding_pings=MAX_OUTSTANDING_PINGS,
+                pending_size=PENDING_OUT_BYTES,
+                skip_subject_validation=True,
+                disconnected_cb=on_disconnected,
+                reconnected_cb=on_reconnected,
+                error_cb=on_error,
+                **{"ping_interval": PING_INTERVAL_S, **shared_credentials(servers), **(options or {})},
+            )
         except (NatsError, OSError, TimeoutError) as error:
             where = _without_secrets(servers)
             why = refusal or last_error or str(error) or "no answer"

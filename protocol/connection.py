@@ -9,6 +9,7 @@ a reconnect meets an error it did not     stays disconnected in silence       sa
 foresee
 a server it learnt of from another one    has no credentials for it           has those of the configured URLs
 a server of a tls:// URL offers no TLS    goes on without                     does not
+the limit of the first connect passes     may try for ever                    gives up
 """
 
 import asyncio
@@ -25,6 +26,7 @@ from nats.errors import Error as NatsError
 from nats.protocol.parser import PERMISSIONS_ERR
 
 AFTER_FAILURE_S: Final = 1.0
+CANCEL_AGAIN_S: Final = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,22 @@ class LastingClient(Client):
     def __init__(self) -> None:
         super().__init__()
         self._handlers: dict[int, Callable[[Msg], None]] = {}  # of subscriptions that need no task, by number
+
+    async def connect_within(self, limit_s: float, servers: list[str], **options: Any) -> None:  # noqa: ANN401  # theirs
+        """Connect as ``connect`` does. Raises TimeoutError after the limit, and what ``connect`` raises."""
+        connecting = asyncio.create_task(self.connect(servers, **options))
+        try:
+            await asyncio.wait({connecting}, timeout=limit_s)
+        finally:
+            # More than once: asyncio.wait_for of Python 3.11, by which nats-py waits for answers, loses a cancellation
+            # that comes together with one (https://github.com/python/cpython/issues/86296).
+            while not connecting.done():
+                connecting.cancel()
+                await asyncio.wait({connecting}, timeout=CANCEL_AGAIN_S)
+        if connecting.cancelled():
+            self.abort()
+            raise TimeoutError
+        connecting.result()
 
     def deliver_at_once(self, subscription: Subscription, handler: Callable[[Msg], None]) -> None:
         """Call ``handler`` with each message as it is read, where nats-py would put it into a queue for a task."""

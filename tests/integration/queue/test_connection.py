@@ -1,13 +1,15 @@
 """A connection to the queue outlasts whatever the server or the way to it does."""
 
 import asyncio
+import contextlib
+from typing import Any
 
 import pytest
 from nats.aio.msg import Msg
 
 from protocol import subjects, topology
 from protocol.bus import Bus
-from protocol.connection import shared_credentials
+from protocol.connection import LastingClient, shared_credentials
 from protocol.errors import BusError
 from protocol.pull import Delivery, PullConsumer, ack
 from tests.integration.queue.relay import Relay
@@ -137,3 +139,15 @@ async def test_a_listener_that_raises_gets_the_next_message_also_after_a_restart
     await bus.publish("somewhere", b"3")
     await until(lambda: received == [b"1", b"2", b"3"])
     await bus.close()
+
+
+async def test_the_first_connection_has_its_limit_also_where_a_cancellation_is_lost() -> None:
+    # A gateway and a worker hung at their start, once in some dozens of tries at a server that refused them.
+    class Deaf(LastingClient):
+        async def connect(self, *_: Any, **__: Any) -> None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(HANGS_S)
+            await asyncio.sleep(HANGS_S)
+
+    with pytest.raises(TimeoutError):
+        await Deaf().connect_within(0.01, ["nats://127.0.0.1:1"])
