@@ -52,6 +52,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """Collect a file's garbage before the next file: what was left open fails a test of the file that left it."""
+    yield
+    gc.collect()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
     """Give each file to one process, as ``--dist loadfile`` says, and all files that share a system to the same."""
