@@ -167,7 +167,9 @@ def main() -> int:
     plan = _plan(folder, Plan(arguments.tests, options, arguments.seed or random.randrange(1_000_000)))
     console = Console(stderr=True, highlight=False)
     console.print(
-        f"{folder}: {' '.join(plan.tests) or 'all tests'}, {arguments.times} times, seed {plan.seed}", markup=False
+        f"{folder}: {' '.join(plan.tests) or 'all tests'}, {arguments.times} times, seed {plan.seed}",
+        markup=False,
+        soft_wrap=True,
     )
     repetitions = [Repetition(number, folder, plan) for number in range(1, arguments.times + 1)]
     for repetition in repetitions:
@@ -232,7 +234,7 @@ def _shown(repetitions: list[Repetition], console: Console) -> Iterator[Callable
             bar.update(task, completed=done, total=total or None, description=words)
             if not console.is_terminal and time.monotonic() - told_s >= TOLD_S:
                 told_s = time.monotonic()
-                console.print(f"{done} of {total or 'tests to collect'}; {words}", markup=False)
+                console.print(f"{done} of {total or 'tests to collect'}; {words}", markup=False, soft_wrap=True)
 
         yield show
 
