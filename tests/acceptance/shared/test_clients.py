@@ -9,6 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from tests.acceptance.shared.conftest import ADAPTERS
 from tests.acceptance.system import System
 from tests.waiting import HANGS_S
 
@@ -153,7 +154,7 @@ def test_stop_strings(client: openai.OpenAI, demo: System, answer: str) -> None:
 
 def test_models(client: openai.OpenAI, demo: System) -> None:
     listed = client.models.list()
-    assert [model.id for model in listed] == [demo.model]
+    assert {model.id for model in listed} == {demo.model, *ADAPTERS}
     assert client.models.retrieve(demo.model).object == "model"
 
 
