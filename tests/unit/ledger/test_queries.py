@@ -1,11 +1,14 @@
 """Queries of dashboards: the rollups answer as the rows do when read one by one."""
 
+import asyncio
 import math
 import random
+import shutil
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, tzinfo
+from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -25,6 +28,7 @@ from ledger.queries.traffic import merge as all_traffic
 from ledger.queries.window import DAY_MS, HOUR_MS, QUARTER_MS, TooManySteps, Window
 from ledger.store import store_records
 from protocol.usage import RequestRecord
+from tests.postgres import TEMPLATE, PostgresServer
 from tests.usage_records import request_record
 
 KOLKATA, BERLIN, KATHMANDU = ZoneInfo("Asia/Kolkata"), ZoneInfo("Europe/Berlin"), ZoneInfo("Asia/Kathmandu")
@@ -54,10 +58,44 @@ RECORDS = [any_request(random.Random(number), number) for number in range(500)]
 ALL = Window(START_UNIX_MS, START_UNIX_MS + DAYS * DAY_MS)
 
 
-@pytest.fixture
-async def connection(database_url: str) -> AsyncIterator[AsyncConnection]:
-    engine = create_engine(database_url)
+async def _fill(url: str) -> None:
+    engine = create_engine(url)
     await store_records(engine, RECORDS)
+    await engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def filled_sqlite(migrated_sqlite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with RECORDS to copy."""
+    path = Path(shutil.copy(migrated_sqlite, tmp_path_factory.mktemp("queries") / "filled.db"))
+    asyncio.run(_fill(f"sqlite:///{path}"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def filled_postgres(postgres_server: PostgresServer) -> Iterator[str]:
+    """The name of a database with RECORDS to copy."""
+    name = postgres_server.new_database(template=TEMPLATE)
+    asyncio.run(_fill(postgres_server.url(name)))
+    yield name
+    postgres_server.drop_database(name)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
+def filled_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database with RECORDS of the test's own; the test runs once for each kind."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{shutil.copy(request.getfixturevalue('filled_sqlite'), tmp_path / 'spillway.db')}"
+        return
+    template, server = request.getfixturevalue("filled_postgres"), request.getfixturevalue("postgres_server")
+    name = server.new_database(template=template)
+    yield server.url(name)
+    server.drop_database(name)
+
+
+@pytest.fixture
+async def connection(filled_url: str) -> AsyncIterator[AsyncConnection]:
+    engine = create_engine(filled_url)
     async with engine.connect() as connection:
         yield connection
     await engine.dispose()
