@@ -6,7 +6,6 @@ from pathlib import Path
 import boto3
 import certifi
 import pytest
-from moto.server import ThreadedMotoServer
 
 from batches.settings import BatchSettings, S3Settings
 from batches.storage.base import Storage, StorageError
@@ -17,6 +16,8 @@ MIB = 1024 * 1024
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[S3Settings]:
+    from moto.server import ThreadedMotoServer  # takes a second of each process that collects tests
+
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     endpoint = "http://{}:{}".format(*server.get_host_and_port())

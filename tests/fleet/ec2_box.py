@@ -22,18 +22,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
-
-from moto.core.models import DEFAULT_ACCOUNT_ID
-from moto.ec2.exceptions import EC2ClientError
-from moto.ec2.models import EC2Backend, ec2_backends
-from moto.server import ThreadedMotoServer
 
 from fleet.machine import MACHINE_LABEL, POOL_LABEL
 from tests import networks
 from tests.chaos.proxy import CutProxy
 from tests.integration.pool_worker.metadata_server import Answer, MetadataServer
+
+if TYPE_CHECKING:
+    from moto.server import ThreadedMotoServer  # takes a second of each process that collects tests
 
 REGION = "us-east-1"
 ZONES = ("us-east-1a", "us-east-1b", "us-east-1c")
@@ -84,10 +82,13 @@ class Ec2Box:
     instances: dict[str, Instance] = field(default_factory=dict)
     url: str = ""
     _launched: dict[str, Any] = field(default_factory=dict)  # by ClientToken
-    _server: ThreadedMotoServer | None = None
+    _server: "ThreadedMotoServer | None" = None
 
     @property
     def _backend(self) -> Any:
+        from moto.core.models import DEFAULT_ACCOUNT_ID
+        from moto.ec2.models import ec2_backends
+
         return ec2_backends[DEFAULT_ACCOUNT_ID][REGION]
 
     @property
@@ -143,8 +144,11 @@ class Ec2Box:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Ec2Box"]:
         """Answer, and start and kill machines, until the end."""
+        from moto.ec2.models import EC2Backend
+        from moto.server import ThreadedMotoServer
+
         logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it logs each request
-        ec2_backends[DEFAULT_ACCOUNT_ID][REGION].reset()
+        self._backend.reset()
         self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
         self._server.start()
         self.url = "http://{}:{}".format(*self._server.get_host_and_port())
@@ -171,6 +175,8 @@ class Ec2Box:
             self._server = None
 
     def _run_instances(self, original: Any) -> Any:
+        from moto.ec2.exceptions import EC2ClientError
+
         def run_instances(backend: Any, image_id: str, count: int, user_data: Any, groups: Any, **more: Any) -> Any:
             token = more.get("client_token", "")
             if token and token in self._launched:

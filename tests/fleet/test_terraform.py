@@ -15,7 +15,6 @@ from typing import Any
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from batches.settings import S3Settings
 from fleet.drivers.ec2 import Ec2Driver
@@ -68,6 +67,8 @@ def test_it_is_formatted() -> None:
 def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
+    from moto.server import ThreadedMotoServer  # takes a second of each process that collects tests
+
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
