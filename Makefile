@@ -135,22 +135,9 @@ fuzz-api: ## Ask for everything that the OpenAPI document allows, and what it do
 	@scripts/setup.sh test
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_SEED=$(FUZZ_SEED) .venv/bin/python -m pytest -q -n 0 tests/integration/gateway/fuzzed --timeout 3600 $(PYTEST_ARGS)
 
-UV_COMPILE = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header
-lock: ## Resolve the dependencies anew
-	@scripts/setup.sh test
-	.venv/bin/python -m pip install --quiet uv
-	$(UV_COMPILE) --extra otel --extra s3 pyproject.toml -o requirements/core.txt
-	$(UV_COMPILE) --override requirements/no-hub.txt -c requirements/core.txt requirements/sidecar.in -o requirements/sidecar.txt
-	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra otel -c requirements/core.txt \
-	  pyproject.toml requirements/torch.in -o requirements/worker.txt
-	$(UV_COMPILE) --extra aws --extra gcp --extra otel -c requirements/core.txt pyproject.toml -o requirements/hosted.txt
-	$(UV_COMPILE) --override requirements/no-torch.txt --override requirements/instructor.txt --extra worker --extra bench --extra export \
-	  --extra kubernetes --extra otel --extra s3 --extra simulate --extra aws --extra gcp --group dev \
-	  -c requirements/worker.txt -c requirements/hosted.txt \
-	  pyproject.toml requirements/torch.in -o requirements/dev.txt
-	$(UV_COMPILE) --extra aws --extra kubernetes --extra otel -c requirements/core.txt -c requirements/dev.txt pyproject.toml \
-	  -o requirements/fleet.txt
-	echo setuptools | $(UV_COMPILE) -c requirements/worker.txt - -o requirements/build.txt
+lock: ## Bring uv.lock up to date with pyproject.toml: make lock [UPGRADE=1 for newer versions of everything]
+	@[ -x .venv/bin/uv ] || scripts/setup.sh run
+	.venv/bin/uv lock --default-index https://pypi.org/simple $(if $(UPGRADE),--upgrade)
 
 clean: ## Remove the virtual environment and caches (never the data folder)
 	rm -rf tests/agents/node_modules tests/clients/node/node_modules .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -21,7 +21,7 @@ def install(name: str, package: str, *, needs_torch: bool = False, base: str = s
         print(f"installing {name} into {folder}", file=sys.stderr)
         subprocess.run([base, "-m", "venv", "--clear", str(folder)], check=True, stdout=sys.stderr)
         if needs_torch:
-            subprocess.run([str(python), str(INSTALL_TORCH)], check=True, stdout=sys.stderr)
+            subprocess.run([sys.executable, str(INSTALL_TORCH), "--python", str(python)], check=True, stdout=sys.stderr)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, "--no-deps", "-r", str(requirements)], check=True)
         stamp.write_text(requirements.read_text())

@@ -4,26 +4,27 @@
 #
 # The fleet controller's, with what its drivers for EC2 and Kubernetes need besides:
 #
-#   docker build -f deploy/images/gateway.Dockerfile -t spillway-fleet:0.1.0 --build-arg LOCK=fleet .
+#   docker build -f deploy/images/gateway.Dockerfile -t spillway-fleet:0.1.0 \
+#     --build-arg EXTRAS="--extra otel --extra aws --extra kubernetes" .
 #
 # Base images are pinned by version tag. For builds that are the same bit by bit, append the digest that
 # `docker buildx imagetools inspect python:3.11-slim-bookworm` prints.
 
 FROM python:3.11-slim-bookworm AS build
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+ENV UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
 WORKDIR /src
+COPY --from=ghcr.io/astral-sh/uv:0.13.9 /uv /usr/local/bin/uv
 
-# The virtual environment gets no pip of its own: nothing is installed into a running container.
-RUN python -m venv --without-pip /opt/venv
+# The dependencies change seldom and come first, so that a change of the source reuses this layer. uv checks each file by its
+# hash in uv.lock. The virtual environment gets no pip of its own: nothing is installed into a running container.
+COPY pyproject.toml uv.lock ./
+ARG EXTRAS="--extra otel --extra s3"
+# hadolint ignore=SC2086
+RUN --mount=type=cache,target=/root/.cache/uv \
+    UV_PROJECT_ENVIRONMENT=/opt/build uv sync --frozen --only-group build \
+    && UV_PROJECT_ENVIRONMENT=/opt/venv uv sync --frozen --no-install-project $EXTRAS
 
-# The dependencies change seldom and come first, so that a change of the source reuses this layer.
-COPY requirements/core.txt requirements/fleet.txt requirements/build.txt requirements/
-ARG LOCK=core
-RUN --mount=type=cache,target=/root/.cache/pip \
-    pip --python /opt/venv/bin/python install --require-hashes --no-deps -r "requirements/$LOCK.txt" \
-    && pip install --require-hashes --no-deps -r requirements/build.txt
-
-COPY pyproject.toml README.md LICENSE ./
+COPY README.md LICENSE ./
 COPY accounts accounts
 COPY batches batches
 COPY console console
@@ -44,8 +45,8 @@ COPY tokens tokens
 COPY training training
 COPY web web
 COPY webhooks webhooks
-RUN pip wheel --no-deps --no-build-isolation --no-index --wheel-dir /wheels . \
-    && pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-index /wheels/*.whl
+RUN uv build --wheel --no-build-isolation --offline --python /opt/build/bin/python --out-dir /wheels \
+    && uv pip install --no-cache --offline --no-deps --python /opt/venv /wheels/*.whl
 
 
 FROM python:3.11-slim-bookworm

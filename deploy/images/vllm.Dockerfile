@@ -7,17 +7,17 @@
 FROM vllm/vllm-openai:v0.32.0
 LABEL org.opencontainers.image.title="Spillway side-car with vLLM" \
       org.opencontainers.image.licenses="Apache-2.0"
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+ENV UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
 WORKDIR /src
+COPY --from=ghcr.io/astral-sh/uv:0.13.9 /uv /usr/local/bin/uv
 
-# The dependencies change seldom and come first, so that a change of the source reuses this layer.
-COPY requirements/sidecar.txt requirements/build.txt requirements/
-RUN --mount=type=cache,target=/root/.cache/pip \
-    python3 -m venv /opt/spillway \
-    && /opt/spillway/bin/pip install --require-hashes --no-deps -r requirements/sidecar.txt \
-    && /opt/spillway/bin/pip install --require-hashes --no-deps -r requirements/build.txt
+# The dependencies change seldom and come first, so that a change of the source reuses this layer. uv checks each file by its
+# hash in uv.lock.
+COPY pyproject.toml uv.lock ./
+RUN --mount=type=cache,target=/root/.cache/uv \
+    UV_PROJECT_ENVIRONMENT=/opt/spillway uv sync --frozen --only-group sidecar
 
-COPY pyproject.toml README.md LICENSE ./
+COPY README.md LICENSE ./
 COPY accounts accounts
 COPY batches batches
 COPY console console
@@ -38,7 +38,11 @@ COPY tokens tokens
 COPY training training
 COPY web web
 COPY webhooks webhooks
-RUN /opt/spillway/bin/pip install --no-cache-dir --no-deps --no-build-isolation --no-index .
+RUN --mount=type=cache,target=/root/.cache/uv \
+    UV_PROJECT_ENVIRONMENT=/tmp/build uv sync --frozen --only-group build \
+    && uv build --wheel --no-build-isolation --offline --python /tmp/build/bin/python --out-dir /tmp/wheels \
+    && uv pip install --offline --no-deps --python /opt/spillway /tmp/wheels/*.whl \
+    && rm -r /tmp/build /tmp/wheels
 
 # A number, not a name: Kubernetes' runAsNonRoot can check only numbers.
 RUN groupadd --gid 10001 spillway \

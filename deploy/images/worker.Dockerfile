@@ -14,20 +14,20 @@
 # bit by bit, append the digest that `docker buildx imagetools inspect python:3.11-slim-bookworm` prints.
 
 FROM python:3.11-slim-bookworm AS build
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+ENV UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
+COPY --from=ghcr.io/astral-sh/uv:0.13.9 /uv /usr/local/bin/uv
 
-# The virtual environment gets no pip of its own: nothing is installed into a running container.
-RUN python -m venv --without-pip /opt/venv
+# The dependencies change seldom and come first, so that a change of the source reuses this layer. uv checks each file by its
+# hash in uv.lock. The virtual environment gets no pip of its own: nothing is installed into a running container.
+COPY pyproject.toml uv.lock ./
+RUN --mount=type=cache,target=/root/.cache/uv \
+    UV_PROJECT_ENVIRONMENT=/opt/build uv sync --frozen --only-group build \
+    && UV_PROJECT_ENVIRONMENT=/opt/venv uv sync --frozen --no-install-project --extra worker --extra otel --group torch
 
-COPY requirements/worker.txt requirements/build.txt requirements/
-RUN --mount=type=cache,target=/root/.cache/pip \
-    pip --python /opt/venv/bin/python install --require-hashes --no-deps -r requirements/worker.txt \
-    && pip install --require-hashes --no-deps -r requirements/build.txt
-
-# The one dependency outside the hash lock: its CPU and CUDA builds share a version (requirements/README.md). All that the
-# CPU build needs is in the lock already, hence --no-deps. The linter takes the unquoted options for packages without a
-# version.
+# The one dependency outside the lock: its CPU and CUDA builds share a version (docs/adr/0004-torch-outside-the-lock.md).
+# All that the CPU build needs is in the lock already, hence --no-deps. The linter takes the unquoted options for packages
+# without a version.
 ARG TORCH_VERSION=2.13.0
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG TORCH_PIP_OPTIONS=--no-deps
@@ -35,7 +35,7 @@ ARG TORCH_PIP_OPTIONS=--no-deps
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip --python /opt/venv/bin/python install --index-url "$TORCH_INDEX_URL" $TORCH_PIP_OPTIONS "torch==$TORCH_VERSION"
 
-COPY pyproject.toml README.md LICENSE ./
+COPY README.md LICENSE ./
 COPY accounts accounts
 COPY batches batches
 COPY console console
@@ -56,8 +56,8 @@ COPY tokens tokens
 COPY training training
 COPY web web
 COPY webhooks webhooks
-RUN pip wheel --no-deps --no-build-isolation --no-index --wheel-dir /wheels . \
-    && pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-index /wheels/*.whl
+RUN uv build --wheel --no-build-isolation --offline --python /opt/build/bin/python --out-dir /wheels \
+    && uv pip install --no-cache --offline --no-deps --python /opt/venv /wheels/*.whl
 
 
 FROM python:3.11-slim-bookworm

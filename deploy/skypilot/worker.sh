@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What a machine does that SkyPilot starts: `worker.sh setup` once, then `worker.sh run`. The task files beside this one copy it,
-# spillway.toml and what is installed to the machine's home folder.
+# spillway.toml, the lock and the wheel to the machine's home folder.
 set -euo pipefail
 : "${MODEL:?the model on the Hugging Face hub}" "${MODEL_FOLDER:?where it goes, as spillway.toml has it}"
 
@@ -9,12 +9,11 @@ export PATH="$HOME/.local/bin:$PATH"
 
 case "${1:?usage: worker.sh setup|run}" in
   setup)
-    curl --location --silent --show-error --fail https://astral.sh/uv/0.9.7/install.sh | sh
+    curl --location --silent --show-error --fail https://astral.sh/uv/0.13.9/install.sh | sh
     uv venv --allow-existing --python 3.12 "$HOME/vllm"
     uv pip install --python "$HOME/vllm" 'vllm==0.32.0'
     # The side-car has an environment of its own, so that neither's packages disturb the other's.
-    uv venv --allow-existing --python 3.12 "$HOME/spillway"
-    uv pip install --python "$HOME/spillway" --require-hashes --no-deps --requirement "$HOME/sidecar.txt"
+    UV_PROJECT_ENVIRONMENT="$HOME/spillway" uv sync --project "$HOME/lock" --frozen --inexact --python 3.12 --only-group sidecar
     uv pip install --python "$HOME/spillway" --no-deps "$HOME"/spillway-*.whl
     as_root=()
     if [ "$(id -u)" -ne 0 ]; then as_root=(sudo); fi

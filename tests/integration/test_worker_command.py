@@ -1,7 +1,6 @@
 """``spillway worker`` beside a server, without a configuration file, as a process of its own."""
 
 import asyncio
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from protocol.bus import Bus
 from spillway.config import DEMO_MODEL_PATH
 from tests.conformance.server_replay import Replay, running
 from tests.integration.pool_worker.playing_gateway import PlayingGateway
+from tests.unit.deploy.description import locked
 from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,12 +76,11 @@ async def test_it_serves_and_leaves_with_an_error_when_its_server_is_gone(nats_u
 
 
 async def test_it_needs_nothing_but_what_the_side_cars_image_has(nats_url: str, tmp_path: Path) -> None:
-    """No torch, no transformers; its lock lists what is there."""
-    locked = re.findall(r"^([\w-]+)==", (ROOT / "requirements/sidecar.txt").read_text(), re.MULTILINE)
+    """No torch, no transformers; its group in the lock lists what is there."""
     gateway = PlayingGateway(await Bus.connect(nats_url, name="gateway"))
     await gateway.start(("llama-8b",))
     with running(Replay("vllm")) as replay:
-        program = ("-c", WITH_NOTHING_ELSE, ",".join(locked))
+        program = ("-c", WITH_NOTHING_ELSE, ",".join(locked("--only-group", "sidecar")))
         process = start(tmp_path, nats_url, replay.url, "--engine-kind", "vllm", program=program)
         asked: dict[str, Any] = {"model": "llama-8b", "prompt_ids": m.pack_token_ids(range(40, 50)), "ignore_eos": True}
         assert isinstance(await gateway.end_of(await gateway.ask(**asked)), m.Finished)

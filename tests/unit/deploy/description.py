@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,15 @@ def tool(name: str) -> str:
     return found
 
 
+def locked(*options: str) -> dict[str, str]:
+    """Return what uv installs of the lock with these options, as package to version, for every system."""
+    command = [tool("uv"), "export", "--frozen", "--offline", "--quiet", "--no-hashes", "--no-emit-project", *options]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return dict(re.findall(r"^([\w-]+)==([^ \n]+)", listed, re.MULTILINE))
+
+
 def promtool() -> str:
-    """Prometheus' checker, which scripts/setup.sh takes out of Debian's package."""
+    """Prometheus' checker, which scripts/setup.py takes out of Debian's package."""
     beside = Path(sys.executable).parents[1] / "tools/promtool"
     found = str(beside) if beside.exists() else shutil.which("promtool")
     if found is None and not Path("/etc/debian_version").exists():

@@ -1,13 +1,15 @@
 """The Dockerfiles and shell scripts: linted, pinned, and made of files that exist."""
 
+import importlib.metadata
 import re
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from tests.unit.deploy.description import DOCKERFILES, ROOMS, ROOT, copied_sources, instructions, tool
+from tests.unit.deploy.description import DOCKERFILES, ROOMS, ROOT, copied_sources, instructions, locked, tool
 
 BUILT_FROM_SOURCE = [path for path in DOCKERFILES if path.name != "nats.Dockerfile"]
 SCRIPTS = [*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/**/*.sh"), ROOT / ".ci/run"]
@@ -57,15 +59,63 @@ def test_every_room_is_copied(path: Path) -> None:
     assert set(ROOMS) <= set(copied_sources(path))
 
 
+def syncs(path: Path) -> list[str]:
+    """Return the options of each ``uv sync`` of a Dockerfile, its EXTRAS filled in."""
+    text = path.read_text().replace("\\\n", "")
+    found = re.findall(r"uv sync (.+?)(?= *&&|\n)", text)
+    extras = re.search(r'^ARG EXTRAS="(.+)"', text, re.MULTILINE)
+    return [options.replace("$EXTRAS", extras[1] if extras else "") for options in found]
+
+
+def image(name: str) -> dict[str, str]:
+    """Return what is installed from the lock into an image; "fleet" is the gateway's with the controller's extras."""
+    text = (ROOT / f"deploy/images/{name.replace('fleet', 'gateway')}.Dockerfile").read_text()
+    if name == "fleet":
+        extras = re.search(r'^#.+--build-arg EXTRAS="(.+)"', text, re.MULTILINE)
+        assert extras is not None
+        return locked(*extras[1].split())
+    [options] = [one for one in syncs(ROOT / f"deploy/images/{name}.Dockerfile") if "--only-group build" not in one]
+    return locked(*options.replace("--no-install-project", "").replace("--frozen", "").split())
+
+
 @pytest.mark.parametrize("path", BUILT_FROM_SOURCE, ids=name_of)
-def test_dependencies_come_from_the_hash_lock(path: Path) -> None:
-    installs = re.findall(r"pip (?:--python \S+ )?install [^&\n]*", path.read_text().replace("\\\n", ""))
-    from_locks = [command for command in installs if "requirements/" in command]
-    assert all("--require-hashes" in command and "--no-deps" in command for command in from_locks)
-    # Beside the locks: the project itself, without an index, and torch where it is asked for.
-    others = [command for command in installs if command not in from_locks]
-    assert all("--no-index" in command or '"torch==$TORCH_VERSION"' in command for command in others)
-    assert sum("torch==" in command for command in others) == (path.name == "worker.Dockerfile")
+def test_dependencies_come_from_the_lock(path: Path) -> None:
+    assert "uv.lock" in copied_sources(path)
+    assert len(syncs(path)) == 2  # what builds the project, and what it needs
+    assert all("--frozen" in options for options in syncs(path))
+    # Beside the lock: the project itself, without an index, and torch where it is asked for.
+    others = re.findall(r"pip (?:--python \S+ )?install [^&\n]*", path.read_text().replace("\\\n", ""))
+    torch = [command for command in others if '"torch==$TORCH_VERSION"' in command]
+    assert all({"--offline", "--no-deps"} <= set(command.split()) for command in others if command not in torch)
+    assert len(torch) == (path.name == "worker.Dockerfile")
+
+
+def test_the_lock_is_up_to_date() -> None:
+    done = subprocess.run(
+        [tool("uv"), "lock", "--check", "--offline"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"run `make lock`\n{done.stderr}"
+
+
+def test_the_lock_names_no_index_but_pypi_and_has_no_cuda() -> None:
+    lock = (ROOT / "uv.lock").read_text()
+    assert set(re.findall(r"https?://([^/]+)/", lock)) == {"pypi.org", "files.pythonhosted.org"}
+    assert re.findall(r'^name = "(torch|nvidia.*|cuda.*)"$', lock, re.MULTILINE) == []
+
+
+def test_what_torch_needs_is_locked() -> None:
+    needed = {
+        r.name
+        for text in importlib.metadata.requires("torch") or []
+        if not (r := Requirement(text)).marker or r.marker.evaluate({"extra": ""})
+    }
+    assert needed
+    assert needed <= set(locked("--only-group", "torch"))
+
+
+@pytest.mark.parametrize("path", [*BUILT_FROM_SOURCE, ROOT / "deploy/skypilot/worker.sh"], ids=name_of)
+def test_images_and_machines_have_the_locked_uv(path: Path) -> None:
+    assert re.findall(r"astral\S+/uv[:/]([\d.]+)", path.read_text()) == [locked("--only-group", "setup")["uv"]]
 
 
 def test_torch_is_the_version_that_everybody_else_installs() -> None:
@@ -78,54 +128,26 @@ def test_torch_is_the_version_that_everybody_else_installs() -> None:
     assert in_image[1] == pinned[1]
 
 
-@pytest.mark.parametrize("lock", ["core", "fleet", "sidecar"])
-def test_images_of_gateway_and_side_car_have_no_torch(lock: str) -> None:
-    assert re.search(r"^(torch|transformers)==", (ROOT / f"requirements/{lock}.txt").read_text(), re.MULTILINE) is None
+@pytest.mark.parametrize("name", ["gateway", "fleet", "sidecar", "vllm"])
+def test_images_of_gateway_and_side_car_have_no_torch(name: str) -> None:
+    assert not {"torch", "transformers"} & set(image(name))
 
 
-def test_the_side_car_has_the_versions_that_are_tested() -> None:
-    pins = {
-        lock: set(re.findall(r"^([\w-]+==[^ ]+)", (ROOT / f"requirements/{lock}.txt").read_text(), re.MULTILINE))
-        for lock in ("sidecar", "core")
-    }
-    assert pins["sidecar"] < pins["core"]
+def test_side_cars_are_a_part_of_what_the_gateway_has() -> None:
+    assert image("sidecar").items() < image("gateway").items()
+    assert image("vllm") == image("sidecar")
 
 
-def test_the_controller_has_what_its_drivers_need_in_the_versions_that_are_tested() -> None:
-    pins = {
-        lock: set(re.findall(r"^([\w-]+==[^ ]+)", (ROOT / f"requirements/{lock}.txt").read_text(), re.MULTILINE))
-        for lock in ("core", "fleet", "dev")
-    }
-    assert pins["fleet"] <= pins["dev"]
-    assert {pin.partition("==")[0] for pin in pins["core"] - pins["fleet"]} == {"obstore"}  # of the extra s3
+def test_the_controller_has_what_its_drivers_need() -> None:
+    assert set(image("gateway")) - set(image("fleet")) == {"obstore"}  # of the extra s3
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     needed = {requirement.partition(">")[0] for extra in ("aws", "kubernetes") for requirement in extras[extra]}
-    assert needed <= {pin.partition("==")[0] for pin in pins["fleet"]}
+    assert needed <= set(image("fleet"))
 
 
-def test_each_lock_that_an_image_may_be_built_with_is_there() -> None:
-    path = ROOT / "deploy/images/gateway.Dockerfile"
-    locks = re.findall(r"\bLOCK=(\w+)", path.read_text())
-    assert set(locks) == {"core", "fleet"}
-    assert {f"requirements/{lock}.txt" for lock in locks} <= set(copied_sources(path))
-
-
-def pin_of(package: str, lock: Path) -> str:
-    found = re.search(rf"^{package}==.*(?:\n    --hash.*)+", lock.read_text(), re.MULTILINE)
-    assert found is not None, f"{package} is not in {lock}"
-    return found[0]
-
-
-def test_build_backend_is_locked_as_in_the_other_locks() -> None:
-    assert pin_of("setuptools", ROOT / "requirements/build.txt") == pin_of(
-        "setuptools", ROOT / "requirements/worker.txt"
-    )
-
-
-@pytest.mark.parametrize("lock", ["core", "fleet", "worker", "sidecar"])
-def test_images_can_trace(lock: str) -> None:
+@pytest.mark.parametrize("name", ["gateway", "fleet", "worker", "sidecar"])
+def test_images_can_trace(name: str) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     needed = {requirement.partition(">")[0] for requirement in extras["otel"]}
-    locked = re.findall(r"^([\w-]+)==", (ROOT / f"requirements/{lock}.txt").read_text(), re.MULTILINE)
     assert len(needed) == 2
-    assert needed <= set(locked)
+    assert needed <= set(image(name))
