@@ -11,9 +11,9 @@
 # `docker buildx imagetools inspect python:3.11-slim-bookworm` prints.
 
 FROM python:3.11-slim-bookworm AS build
-ENV UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
+ENV UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
-COPY --from=ghcr.io/astral-sh/uv:0.13.9 /uv /usr/local/bin/uv
+RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps uv==0.13.9
 
 # The dependencies change seldom and come first, so that a change of the source reuses this layer. uv checks each file by its
 # hash in uv.lock. The virtual environment gets no pip of its own: nothing is installed into a running container.

@@ -7,9 +7,12 @@
 FROM vllm/vllm-openai:v0.32.0
 LABEL org.opencontainers.image.title="Spillway side-car with vLLM" \
       org.opencontainers.image.licenses="Apache-2.0"
-ENV UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
+ENV UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
-COPY --from=ghcr.io/astral-sh/uv:0.13.9 /uv /usr/local/bin/uv
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python3 -m venv /opt/uv \
+    && /opt/uv/bin/pip install --no-deps uv==0.13.9 \
+    && ln -s /opt/uv/bin/uv /usr/local/bin/uv
 
 # The dependencies change seldom and come first, so that a change of the source reuses this layer. uv checks each file by its
 # hash in uv.lock.

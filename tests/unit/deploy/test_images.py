@@ -83,8 +83,10 @@ def test_dependencies_come_from_the_lock(path: Path) -> None:
     assert "uv.lock" in copied_sources(path)
     assert len(syncs(path)) == 2  # what builds the project, and what it needs
     assert all("--frozen" in options for options in syncs(path))
-    # Beside the lock: the project itself, without an index, and torch where it is asked for.
-    others = re.findall(r"pip (?:--python \S+ )?install [^&\n]*", path.read_text().replace("\\\n", ""))
+    # Beside the lock: uv, the project itself, without an index, and torch where it is asked for.
+    installs = re.findall(r"pip (?:--python \S+ )?install [^&\n]*", path.read_text().replace("\\\n", ""))
+    others = [command for command in installs if "uv==" not in command]
+    assert len(installs) == len(others) + 1
     torch = [command for command in others if '"torch==$TORCH_VERSION"' in command]
     assert all({"--offline", "--no-deps"} <= set(command.split()) for command in others if command not in torch)
     assert len(torch) == (path.name == "worker.Dockerfile")
@@ -115,7 +117,7 @@ def test_what_torch_needs_is_locked() -> None:
 
 @pytest.mark.parametrize("path", [*BUILT_FROM_SOURCE, ROOT / "deploy/skypilot/worker.sh"], ids=name_of)
 def test_images_and_machines_have_the_locked_uv(path: Path) -> None:
-    assert re.findall(r"astral\S+/uv[:/]([\d.]+)", path.read_text()) == [locked("--only-group", "setup")["uv"]]
+    assert re.findall(r"(?:astral.sh/uv/|uv==)([\d.]+)", path.read_text()) == [locked("--only-group", "setup")["uv"]]
 
 
 def test_torch_is_the_version_that_everybody_else_installs() -> None:
