@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def imported(text: str, known: Modules, where: str) -> set[str]:
     return {module for module in found if module in known}
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     known = modules(*ALLOWED)
     return {name: imported(path.read_text(), known, name) - {name} for name, path in known.items()}
