@@ -1,6 +1,7 @@
 """Adapters as application teams meet them: models like any other, beside the one that they were made for."""
 
 import time
+from typing import Any
 
 import openai
 import torch
@@ -18,7 +19,7 @@ MAX_TOKENS = 40
 
 def expected(demo: System) -> dict[str, str]:
     """Greedy answers to QUESTION, by model."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
     base = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32).eval()
     folder = demo.data_dir.parent / "merged"
     models = {DEMO: base} | {name: make_adapter(base, folder / name, **made) for name, made in ADAPTERS.items()}
@@ -33,7 +34,7 @@ def expected(demo: System) -> dict[str, str]:
 def test_every_adapter_is_a_model_that_answers_as_if_merged(demo: System) -> None:
     wanted = expected(demo)
     assert len(set(wanted.values())) == 3, "the adapters change nothing: nothing is tested"
-    greedy = {"messages": QUESTION, "temperature": 0, "max_tokens": MAX_TOKENS}
+    greedy: dict[str, Any] = {"messages": QUESTION, "temperature": 0, "max_tokens": MAX_TOKENS}
     key = demo.command("keys", "create", "bots").splitlines()[0]
     with openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key=key, max_retries=3) as client:
         assert {model.id for model in client.models.list()} >= {DEMO, *ADAPTERS}
