@@ -28,11 +28,22 @@ MAX_RESTARTS_PER_WINDOW: Final = 5
 FIRST_RESTART_WAIT_S: Final = 0.5
 LAST_LINES: Final = 5
 SIGNAL_GAP_S: Final = 0.2  # two signals in quick succession may be delivered as one
+RESOLVED_CONFIG_NAME: Final = "config.json"
 
 # The user's folder may hold a spillway.py or a json.py, which are none of ours; a checkout may be that folder.
 PYTHON: Final = (sys.executable, "-P") if IS_WHEEL else (sys.executable,)
 
 log = logging.getLogger(__name__)
+
+
+def run_dir_of(data_dir: Path) -> Path:
+    """Return the folder of a running ``up`` for its lock, its children's ready files and the resolved configuration."""
+    return data_dir / "run"
+
+
+def resolved_config_path(data_dir: Path) -> Path:
+    """Return the path of the configuration of the ``up`` that runs in this data folder; absent while none runs."""
+    return run_dir_of(data_dir) / RESOLVED_CONFIG_NAME
 
 
 class ChildError(ExpectedError):

@@ -46,7 +46,6 @@ from spillway.pool_section import ModelName, PoolSettings, gateway_view, only_by
 from webhooks.settings import WebhookSettings
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
-RESOLVED_CONFIG_NAME: Final = "config.json"
 DEMO_MODEL_NAME: Final = "spillway-demo"
 DEMO_MODEL_PATH: Final = ROOMS / "models" / DEMO_MODEL_NAME
 ENV_PREFIX: Final = "SPILLWAY_"
@@ -300,16 +299,6 @@ def process_id(kind: str) -> str:
     """Return an id for a process, unique among all live ones, with its host's name."""
     host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:24]
     return f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(3)}"
-
-
-def run_dir_of(data_dir: Path) -> Path:
-    """Return the folder of a running ``up`` for its lock, its children's ready files and the resolved configuration."""
-    return data_dir / "run"
-
-
-def resolved_config_path(data_dir: Path) -> Path:
-    """Return the path of the configuration of the ``up`` that runs in this data folder; absent while none runs."""
-    return run_dir_of(data_dir) / RESOLVED_CONFIG_NAME
 
 
 def load_config(

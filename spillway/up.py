@@ -26,8 +26,8 @@ from console.login.passwords import new_password
 from db.engine import create_engine
 from protocol.errors import ExpectedError
 from protocol.signals import on_stop_signals
-from spillway.children import Child, RestartableChild, keep_running
-from spillway.config import Config, resolved_config_path, run_dir_of
+from spillway.children import Child, RestartableChild, keep_running, resolved_config_path, run_dir_of
+from spillway.config import Config
 from spillway.embedded_nats import EmbeddedNats, free_port
 
 FIRST_KEY_NAME: Final = "default"

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from accounts.pepper import load_or_create_pepper
 from protocol.errors import ExpectedError
+from spillway.children import resolved_config_path
 from spillway.config import (
     DEFAULT_CONFIG_NAME,
     Config,
@@ -19,7 +20,6 @@ from spillway.config import (
     config_without_file,
     default_config,
     load_config,
-    resolved_config_path,
 )
 
 out = Console(highlight=False)

@@ -14,7 +14,7 @@ from db.fleet_models import Decision
 from fleet.books import Books
 from fleet.machine import STARTING, Machine, State
 from spillway import logs
-from spillway.children import PYTHON
+from spillway.children import PYTHON, resolved_config_path
 from spillway.cli.connections import database
 from spillway.cli.context import (
     ConfigOption,
@@ -26,7 +26,7 @@ from spillway.cli.context import (
     running_or_config,
     write_ready,
 )
-from spillway.config import Config, resolved_config_path
+from spillway.config import Config
 from spillway.fleet_config import controller_settings
 
 HOUR_MS: Final = 3_600_000

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from db.money import Price
 from pool_worker.settings import LocalEngineSettings
+from spillway.children import resolved_config_path, run_dir_of
 from spillway.cli import app
 from spillway.config import (
     DEMO_MODEL_PATH,
@@ -14,8 +15,6 @@ from spillway.config import (
     GatewaySection,
     default_config,
     load_config,
-    resolved_config_path,
-    run_dir_of,
 )
 from spillway.up import _resolve
 
