@@ -118,11 +118,15 @@ class Repetition:
             self.start()
             self.over = False
 
+    def interrupt(self) -> None:
+        """Ask the process to end in order."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+
     def stop(self) -> None:
-        """End the process: in order if that works, and all that it started with it."""
-        if self.process is None or self.process.poll() is not None:
+        """Wait until the process has ended; kill it, with all that it started, where that takes too long."""
+        if self.process is None:
             return
-        self.process.send_signal(signal.SIGINT)
         try:
             self.process.wait(ORDERLY_S)
         except subprocess.TimeoutExpired:
@@ -213,6 +217,8 @@ def _run_all(repetitions: list[Repetition], processes: int, show: Callable[[], N
             running = [repetition for repetition in running if not repetition.over]
             show()
     finally:
+        for repetition in running:
+            repetition.interrupt()
         for repetition in running:
             repetition.stop()
             repetition.read()
