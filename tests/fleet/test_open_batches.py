@@ -15,6 +15,7 @@ from fleet.open_batches import OpenBatch
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.messages import PROTOCOL_VERSION, Heartbeat
+from tests.waiting import HANGS_S
 
 HOUR_MS = 3_600_000
 ROUNDING_S = 0.001  # of floating-point Unix times
@@ -73,7 +74,7 @@ def beat(jobs_taken: int, batch_jobs_taken: int) -> Heartbeat:
 
 async def test_batches_are_due_when_they_say_and_are_no_interactive_work(nats_url: str) -> None:
     bus = await Bus.connect(nats_url, name="fleet")
-    await topology.apply(bus, ["m"], topology.QueueBounds())
+    await topology.apply(bus, ["m"], topology.QueueBounds(), limit_s=HANGS_S)
     monitor = Monitor(bus, [MonitoredGroup(QUEUES, 60.0, 600.0)])
     monitor.receive(beat(0, 0))
     await monitor.look()

@@ -18,6 +18,7 @@ from protocol.bus import Bus
 from protocol.messages import PROTOCOL_VERSION, Heartbeat
 from spillway.config import load_config
 from spillway.fleet_config import controller_settings
+from tests.waiting import HANGS_S
 
 ORDINARY, TRUSTED = frozenset({"m"}), frozenset({"m@trusted"})
 POOL = """
@@ -47,7 +48,7 @@ def beat(pool: str, jobs_taken: int, **rest: Any) -> Heartbeat:
 
 async def test_each_group_sees_its_own_work(nats_url: str) -> None:
     bus = await Bus.connect(nats_url, name="fleet")
-    await topology.apply(bus, ["m", "m@trusted"], topology.QueueBounds())
+    await topology.apply(bus, ["m", "m@trusted"], topology.QueueBounds(), limit_s=HANGS_S)
     monitor = Monitor(bus, [MonitoredGroup(queues, 60.0, 600.0) for queues in (ORDINARY, TRUSTED)])
     for number, (queue, lane) in enumerate([("m", "h0"), ("m@trusted", "h1"), ("m@trusted", "resume")]):
         await bus.publish_durable(subjects.job_subject(queue, lane), b"x", message_id=str(number))

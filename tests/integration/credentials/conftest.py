@@ -92,7 +92,7 @@ async def queue(queue_server: Queue) -> AsyncIterator[Queue]:
     """With all streams, made as a gateway makes them."""
     async with asyncio.timeout(HANGS_S):
         gateway = await queue_server.connect("gateway")
-        await topology.apply(gateway, [MODEL, TRUSTED_QUEUE, OTHER_MODEL], topology.QueueBounds())
+        await topology.apply(gateway, [MODEL, TRUSTED_QUEUE, OTHER_MODEL], topology.QueueBounds(), limit_s=HANGS_S)
     yield queue_server
     await queue_server.close()
 

@@ -7,7 +7,7 @@ from protocol.bus import Bus
 from protocol.credentials import access_options
 from spillway.embedded_nats import ACCOUNTS
 from tests.integration.credentials.conftest import MODEL, Queue
-from tests.waiting import until
+from tests.waiting import HANGS_S, until
 
 
 async def test_streams_and_connections_move_to_accounts_with_credentials(queue_server: Queue) -> None:
@@ -18,7 +18,7 @@ async def test_streams_and_connections_move_to_accounts_with_credentials(queue_s
     url = server.url.replace("//", "//spillway:spillway@")
     options = access_options(queue.folder / "gateway.creds", None, "gateway")
     gateway = await Bus.connect(url, name="gateway", options=options)  # the server asks for no signature, and gets none
-    await topology.apply(gateway, [MODEL], topology.QueueBounds())
+    await topology.apply(gateway, [MODEL], topology.QueueBounds(), limit_s=HANGS_S)
     await gateway.publish_durable(subjects.REQUEST_USAGE_SUBJECT, b"record", message_id="1")
 
     server.stop()

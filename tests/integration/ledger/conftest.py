@@ -57,7 +57,7 @@ class Ledger:
         self._published = 0
 
     async def apply_topology(self, ack_wait_s: float = ACK_WAIT_S) -> None:
-        await topology.apply(self.bus, [], topology.QueueBounds())
+        await topology.apply(self.bus, [], topology.QueueBounds(), limit_s=HANGS_S)
         config = topology.ledger_consumer_config() | {"ack_wait": int(ack_wait_s * topology.NS)}
         call = f"CONSUMER.DURABLE.CREATE.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}"
         await self.bus.api(call, {"stream_name": subjects.USAGE_STREAM, "config": config})

@@ -60,7 +60,7 @@ class PlayingGateway:
         await self.bus.subscribe(f"{subjects.ATTEMPT_USAGE_SUBJECT}.>", self._on_record)
 
     async def apply_topology(self, models: tuple[str, ...] = (MODEL,)) -> None:
-        await topology.apply(self.bus, list(models), topology.QueueBounds())
+        await topology.apply(self.bus, list(models), topology.QueueBounds(), limit_s=HANGS_S)
 
     async def _on_step(self, message: Msg) -> None:
         step = decode_step(message.data)

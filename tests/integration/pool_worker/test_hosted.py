@@ -3,13 +3,14 @@
 from protocol import messages as m
 from protocol import subjects, topology
 from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, running_worker, settings_for
+from tests.waiting import HANGS_S
 
 LANE = subjects.hosted_lane("api")
 
 
 async def test_what_may_not_leave_is_left_to_others_and_what_may_is_run(gateway: PlayingGateway, nats_url: str) -> None:
     lanes = [(MODEL, LANE)]
-    await topology.apply(gateway.bus, [MODEL], topology.QueueBounds(), further_lanes=lanes)
+    await topology.apply(gateway.bus, [MODEL], topology.QueueBounds(), further_lanes=lanes, limit_s=HANGS_S)
     hosted = {"pool": "api", "tier": "hosted", "provider": "openai"}
     async with running_worker(settings_for(nats_url, worker_id="api-1").model_copy(update=hosted)):
         of_others = await gateway.publish(gateway.job(hosted=("openai",)))  # in a lane that it does not serve

@@ -48,7 +48,7 @@ class Watched:
 @pytest.fixture
 async def watched(nats_url: str) -> AsyncIterator[Watched]:
     bus = await Bus.connect(nats_url, name="watcher")
-    await topology.apply(bus, [MODEL], topology.QueueBounds())
+    await topology.apply(bus, [MODEL], topology.QueueBounds(), limit_s=HANGS_S)
     watched = Watched(bus)
     await watched.peers.start()
     yield watched

@@ -82,7 +82,7 @@ async def test_a_server_that_turns_clients_away_for_a_while_gets_them_back(nats_
 
 async def test_an_acknowledgement_is_not_kept_for_a_later_life_of_the_server(nats_server: NatsServer) -> None:
     bus = await Bus.connect(nats_server.url, name="test")
-    await topology.apply(bus, [MODEL], topology.QueueBounds())
+    await topology.apply(bus, [MODEL], topology.QueueBounds(), limit_s=HANGS_S)
     taken: list[Delivery] = []
 
     async def take(delivery: Delivery) -> None:

@@ -28,7 +28,7 @@ async def test_a_store_that_is_broken_is_mended_once_there_is_room(tmp_path: Pat
     await server.start()
     bus = await Bus.connect(server.url, name="test")
     try:
-        await topology.apply(bus, [], topology.QueueBounds())
+        await topology.apply(bus, [], topology.QueueBounds(), limit_s=HANGS_S)
         await store(bus, "before")
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (1, UNLIMITED))  # no file may grow
         with pytest.raises(BusTimeout):

@@ -12,6 +12,7 @@ from protocol.bus import Bus
 from protocol.errors import ApiError, BusTimeout
 from protocol.topology import QueueBounds
 from tests.nats_server import NatsCluster
+from tests.waiting import HANGS_S
 
 MODEL = "m"
 CONSUMER = subjects.job_consumer(MODEL, subjects.HIGH_LANES[0])
@@ -40,12 +41,12 @@ async def consumer_config(bus: Bus) -> dict[str, Any]:
     ],
 )
 async def test_a_consumer_of_an_older_version_becomes_as_it_should_be(bus: Bus, older: dict[str, Any]) -> None:
-    await topology.apply(bus, [], QueueBounds())
+    await topology.apply(bus, [], QueueBounds(), limit_s=HANGS_S)
     wanted = topology.job_consumer_config(MODEL, subjects.HIGH_LANES[0])
     body = {"stream_name": STREAM, "config": {**wanted, **older}}
     await bus.api(f"CONSUMER.DURABLE.CREATE.{STREAM}.{CONSUMER}", body)
     await bus.publish_durable("rq.m.h0", b"job", message_id="job")
-    await topology.apply(bus, [MODEL], QueueBounds())
+    await topology.apply(bus, [MODEL], QueueBounds(), limit_s=HANGS_S)
     found = await consumer_config(bus)
     assert {key: found.get(key) for key in wanted} == wanted
     info = await bus.api(f"CONSUMER.INFO.{STREAM}.{CONSUMER}")
@@ -84,7 +85,7 @@ async def make_at_once(cluster: NatsCluster) -> None:
         found = await first.api(f"STREAM.INFO.{config['name']}")
         assert found["config"]["num_replicas"] == 3
         assert len(found["cluster"]["replicas"]) == 2
-    await topology.apply(second, [MODEL], QueueBounds(replicas=3, max_jobs=7))
+    await topology.apply(second, [MODEL], QueueBounds(replicas=3, max_jobs=7), limit_s=HANGS_S)
     assert (await first.api(f"STREAM.INFO.{STREAM}"))["config"]["max_msgs"] == 7
     names = (await first.api(f"CONSUMER.NAMES.{STREAM}"))["consumers"]
     assert sorted(names) == sorted(

@@ -122,7 +122,7 @@ async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
 @pytest.fixture
 async def bus(nats_url: str) -> AsyncIterator[Bus]:
     bus = await Bus.connect(nats_url, name="test")
-    await topology.apply(bus, [], topology.QueueBounds())
+    await topology.apply(bus, [], topology.QueueBounds(), limit_s=HANGS_S)
     yield bus
     await bus.close()
 

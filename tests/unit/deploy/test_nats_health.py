@@ -32,7 +32,7 @@ async def test_a_server_that_can_store_nothing_more_is_ended(server: tuple[NatsS
     nats, port = server
     assert check_nats_health(nats, port) == (0, "")
     bus = await Bus.connect(nats.url, name="test")
-    await topology.apply(bus, [], topology.QueueBounds())
+    await topology.apply(bus, [], topology.QueueBounds(), limit_s=HANGS_S)
     resource.prlimit(nats.pid, resource.RLIMIT_FSIZE, (1, UNLIMITED))
     with pytest.raises(BusTimeout):
         await bus.publish_durable(subjects.REQUEST_USAGE_SUBJECT, b"x", message_id="m", timeout_s=0.5)

@@ -20,6 +20,7 @@ from protocol.clock import unix_now_ms
 from protocol.open_requests import StillOpen, decode_ask, encode
 from protocol.usage import AttemptRecord, UsageRecord
 from tests.usage_records import attempt_record, request_intent, request_record
+from tests.waiting import HANGS_S
 
 ABANDONED_AFTER_MS = 30_000
 ORIGIN = {
@@ -241,7 +242,7 @@ async def test_attempts_of_an_older_version_tell_too_little(bus: Bus, engine: As
 async def test_it_goes_by_the_streams_clock_and_not_by_its_own(
     bus: Bus, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await topology.apply(bus, ["m"], topology.QueueBounds())
+    await topology.apply(bus, ["m"], topology.QueueBounds(), limit_s=HANGS_S)
     await bus.clock.measure()
     await write(engine, intent("r"))
     right_ns = time.time_ns

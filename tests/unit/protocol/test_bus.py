@@ -18,7 +18,7 @@ MODEL = "org/model.v1"
 @pytest.fixture
 async def bus(nats_url: str):
     bus = await Bus.connect(nats_url, name="test")
-    await topology.apply(bus, [MODEL], topology.QueueBounds(max_jobs=5))
+    await topology.apply(bus, [MODEL], topology.QueueBounds(max_jobs=5), limit_s=HANGS_S)
     yield bus
     await bus.close()
 
@@ -56,7 +56,7 @@ async def publish(bus: Bus, number: int) -> int:
 
 async def test_applying_the_topology_again_changes_nothing_and_loses_nothing(bus: Bus) -> None:
     await publish(bus, 1)
-    await topology.apply(bus, [MODEL, "second"], topology.QueueBounds(max_jobs=5))
+    await topology.apply(bus, [MODEL, "second"], topology.QueueBounds(max_jobs=5), limit_s=HANGS_S)
     info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
     assert info["state"]["messages"] == 1
     assert await topology.consumer_exists(
@@ -68,7 +68,7 @@ async def test_applying_the_topology_again_changes_nothing_and_loses_nothing(bus
 
 
 async def test_changed_bounds_are_applied_to_the_stream_that_is_there(bus: Bus) -> None:
-    await topology.apply(bus, [MODEL], topology.QueueBounds(max_jobs=7))
+    await topology.apply(bus, [MODEL], topology.QueueBounds(max_jobs=7), limit_s=HANGS_S)
     info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
     assert info["config"]["max_msgs"] == 7
 
@@ -148,7 +148,7 @@ async def test_after_a_crash_of_the_server_the_hooks_run_and_the_queue_works_aga
     restored = asyncio.Event()
 
     async def apply_again() -> None:
-        await topology.apply(bus, [MODEL], topology.QueueBounds())
+        await topology.apply(bus, [MODEL], topology.QueueBounds(), limit_s=HANGS_S)
         restored.set()
 
     bus.on_reconnect(apply_again)
@@ -174,7 +174,7 @@ async def test_a_deletion_does_not_outlive_its_connection(bus: Bus, nats_url: st
         await bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
     nats_server.start()
     await until(lambda: bus.connected and other.connected)
-    await topology.apply(other, [MODEL], topology.QueueBounds())
+    await topology.apply(other, [MODEL], topology.QueueBounds(), limit_s=HANGS_S)
     assert await publish(other, 1) == sequence  # another job has the number now
     await bus.client.flush()
     assert await other.delete_message(subjects.INTERACTIVE_STREAM, sequence)  # it was still there

@@ -22,7 +22,7 @@ from tests.waiting import HANGS_S, until
 @pytest.fixture
 async def bus(nats_url: str) -> AsyncIterator[Bus]:
     bus = await Bus.connect(nats_url, name="test")
-    await topology.apply(bus, [], topology.QueueBounds())
+    await topology.apply(bus, [], topology.QueueBounds(), limit_s=HANGS_S)
     yield bus
     await bus.close()
 
@@ -140,7 +140,7 @@ async def test_what_the_server_does_not_store_goes_to_disk_and_from_there_into_t
         done, _ = await asyncio.wait(kept, timeout=HANGS_S)
         assert len(done) == 100
         assert (len(outbox), outbox.full, outbox.is_behind) == (0, False, True)
-        await topology.apply(bus, [], topology.QueueBounds())
+        await topology.apply(bus, [], topology.QueueBounds(), limit_s=HANGS_S)
         await has(outbox, spooled=False)
         assert not outbox.is_behind
         await asyncio.wait([outbox.put("last", record(100))], timeout=HANGS_S)
@@ -156,7 +156,7 @@ async def test_an_orderly_end_leaves_on_disk_what_is_not_stored(bus: Bus, tmp_pa
             outbox.put(f"r{number}", record(number))
         assert await outbox.flush(0.01) == 0
     spool.close()
-    await topology.apply(bus, [], topology.QueueBounds())
+    await topology.apply(bus, [], topology.QueueBounds(), limit_s=HANGS_S)
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10, spool=Spool(tmp_path))) as heir:
         await has(heir, spooled=False)
     assert await stored(bus) == [list(range(16))]
@@ -169,7 +169,7 @@ async def test_without_server_and_disk_it_is_full_before_anything_is_lost(bus: B
         kept = outbox.put("r", record(1))
         await until(lambda: outbox.full)
         assert not kept.done()
-        await topology.apply(bus, [], topology.QueueBounds())
+        await topology.apply(bus, [], topology.QueueBounds(), limit_s=HANGS_S)
         await asyncio.wait([kept], timeout=HANGS_S)
         assert kept.done()
         assert not outbox.full

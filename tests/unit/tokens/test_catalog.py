@@ -16,7 +16,7 @@ from protocol.messages import PROTOCOL_VERSION, ModelCard
 from protocol.objects import delete_object
 from tests.nats_server import NatsServer
 from tests.small_tokenizer import CHATML, byte_tokenizer_json
-from tests.waiting import until
+from tests.waiting import HANGS_S, until
 from tokens.catalog import ModelCatalog
 from tokens.encoders import TokenizerError
 from web.errors import ModelNotFound, ModelNotReady
@@ -28,7 +28,7 @@ MODELS = {MODEL: ModelSettings(aliases=("nick",))}
 @pytest.fixture
 async def bus(nats_url: str) -> AsyncIterator[Bus]:
     bus = await Bus.connect(nats_url, name="test")
-    await topology.apply(bus, [], topology.QueueBounds())
+    await topology.apply(bus, [], topology.QueueBounds(), limit_s=HANGS_S)
     yield bus
     await bus.close()
 
