@@ -151,10 +151,9 @@ async def sql(chaos: Chaos) -> None:
 @fault
 async def gateway(chaos: Chaos) -> None:
     """SIGKILL one of several gateways: its callers ask again, the others' callers notice nothing."""
-    await chaos.victim()
     system = chaos.system
     await system.wait_until_balanced(BALANCED_LIMIT_S)
-    killed = chaos.rng.choice(system.gateways)
+    killed = await chaos.busy_gateway()
     strike = chaos.strike("gateway", of=lambda request_id: not system.is_at(request_id, killed))
     await _kill_child(chaos, killed, strike, SERVER_AWAY_S)
 

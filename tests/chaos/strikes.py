@@ -10,6 +10,7 @@ from typing import Literal
 from fastapi import Request
 from fastapi.responses import Response
 
+from spillway.children import Child
 from tests.chaos.load import Call, Load
 from tests.chaos.mix import Question
 from tests.chaos.system import System
@@ -81,6 +82,19 @@ class Chaos:
                 return ready[self.rng.choice(sorted(busy))]
             await asyncio.sleep(0.005)
         raise AssertionError(f"for {VICTIM_LIMIT_S:g} s no worker was in mid-stream while enough others served")
+
+    async def busy_gateway(self) -> Child:
+        """A gateway in the midst of at least one stream, while enough workers serve."""
+        deadline_s = time.monotonic() + VICTIM_LIMIT_S
+        while time.monotonic() < deadline_s:
+            await self.victim()
+            if busy := [gateway for gateway in self.system.gateways if self.load.mid_stream(self._is_at(gateway))]:
+                return self.rng.choice(busy)
+            await asyncio.sleep(0.005)
+        raise AssertionError(f"for {VICTIM_LIMIT_S:g} s no gateway was in mid-stream")
+
+    def _is_at(self, gateway: Child) -> Callable[[str], bool]:
+        return lambda request_id: self.system.is_at(request_id, gateway)
 
     def strike(self, kind: str, worker: LiveWorker | None = None, of: Callable[[str], bool] | None = None) -> Strike:
         """Write a fault down, just before it strikes."""
