@@ -175,7 +175,7 @@ async def test_a_stream_goes_on_when_a_hosted_pool_breaks_off(
     api = await gateway.add_worker("api-1", place=HOSTED, script=breaks)
     await until_known(gateway, api)
     asked = [asyncio.create_task(stream(gateway, key)) for key in (here, both)]
-    await until(lambda: len(api.attempts) == 2)
+    await until(lambda: len(api.requests) == 2)
     other = await gateway.add_worker("other-1", place=OTHER, script=says_world)
     if not fails:
         await end(gateway, api)
