@@ -63,6 +63,7 @@ class Repetition:
     plan: Plan
     process: subprocess.Popen[bytes] | None = None
     crashes: int = 0
+    recorded_bytes: int | None = None  # when it was interrupted
     over: bool = False  # the process is gone, and no other is needed
     ended: bool = False  # every test has an outcome
     total: int = 0  # tests, once they are collected
@@ -119,8 +120,9 @@ class Repetition:
             self.over = False
 
     def interrupt(self) -> None:
-        """Ask the process to end in order."""
+        """Ask the process to end in order. What it records from now on does not count: a test may have seen this."""
         if self.process is not None and self.process.poll() is None:
+            self.recorded_bytes = self.path.stat().st_size if self.path.exists() else 0
             self.process.send_signal(signal.SIGINT)
 
     def stop(self) -> None:
@@ -132,6 +134,8 @@ class Repetition:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+        if self.recorded_bytes is not None and self.path.exists():
+            os.truncate(self.path, self.recorded_bytes)
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:

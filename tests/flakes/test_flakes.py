@@ -96,7 +96,10 @@ def test_a_search_that_was_cut_short_goes_on(tmp_path: Path) -> None:
         "def test_waits():\n"
         "    if not Path('go').exists():\n"
         "        Path('waiting').touch()\n"
-        "        time.sleep(600)\n"
+        "        try:\n"
+        "            time.sleep(600)\n"
+        "        except KeyboardInterrupt:\n"
+        "            raise AssertionError('it was interrupted') from None\n"
     )
     (tmp_path / "test_other.py").write_text(FAILS_EVERY_OTHER_TIME)
     with command(tmp_path, "--times", "2") as process:
@@ -111,7 +114,7 @@ def test_a_search_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     code, output = search(tmp_path, "--times", "2")
     assert code == 1, output
     assert "failed 1 of 2: test_other.py::test_every_other" in output
-    assert "2 tests ran 4 times" in output
+    assert "2 tests ran 4 times; 1 ever failed" in output
     code, output = search(tmp_path, "test_other.py", "--times", "2")
     assert code == 2, output
     assert "has a plan of its own" in output
