@@ -1,6 +1,7 @@
 """Ports that nobody else takes, and waiting until somebody listens on one."""
 
 import asyncio
+import atexit
 import random
 import socket
 import time
@@ -39,6 +40,12 @@ def free_port() -> int:
         _claims.append(claim)
         return port
     raise OSError(f"no free port found in {PORTS.start}-{PORTS.stop - 1} after {TRIES} tries")
+
+
+@atexit.register
+def _end_claims() -> None:
+    while _claims:
+        _claims.pop().close()
 
 
 async def wait_until_listening(process: asyncio.subprocess.Process, port: int, limit_s: float, log: Path) -> None:
