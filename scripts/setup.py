@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -195,6 +196,13 @@ def install_torch(step: Step, *, before: Step) -> None:
     step.run(command)
 
 
+def compile_bytecode(step: Step) -> None:
+    """Compile what has been installed: several processes of pytest would each compile it anew, at the same time."""
+    folder = sysconfig.get_path("purelib", vars={"base": str(VENV)})
+    # Quietly, and without a judgement: packages carry files of other Pythons.
+    step.run([PYTHON, "-c", f"import compileall; compileall.compile_dir({folder!r}, quiet=2, workers=0)"])
+
+
 def missing_servers() -> list[str]:
     """Return the Debian packages that the tests lack.
 
@@ -280,6 +288,8 @@ def prepare(profile: str, stamp: Path, want: str) -> None:
             steps.append(Step("programs for the tests", 20, install_servers, log, [] if current else [venv]))
         if profile == "test":
             steps.append(node)
+        if profile != "run" and not current:
+            steps.append(Step("bytecode", 15, compile_bytecode, log, [packages, torch]))
         print(f"Preparing .venv for '{profile}' (log: {LOG.relative_to(ROOT)})", flush=True)
         show(steps)
     stamp.write_text(want)
