@@ -1,6 +1,7 @@
 """Each example of docs/clients runs; those of coding agents in tests/agents."""
 
 import contextlib
+import gc
 import io
 import subprocess
 
@@ -28,6 +29,7 @@ def test_every_page_is_listed_and_run() -> None:
     assert {*PYTHON, *JAVASCRIPT, *agents} == set(PAGES)
 
 
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # as short programs do, they leave their clients open
 @pytest.mark.parametrize("page", PYTHON)
 def test_python(spillway: PlayedSystem, page: str) -> None:
     code = examples(page, spillway)["python"]
@@ -36,6 +38,7 @@ def test_python(spillway: PlayedSystem, page: str) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code.replace(QUESTION_OF_STRUCTURE, spillway.play(READ)), {"__name__": page})
+    gc.collect()  # here and not in another test
     assert printed.getvalue().strip() == (str(READING) if structured else NO_PLAY * answers)
 
 

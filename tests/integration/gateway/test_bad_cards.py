@@ -30,12 +30,6 @@ AT_COMPILATION = "{{ 9 ** (9 ** 9) }}"
 TRAP = "{% if messages[0].content == 'boom' %}" + NESTED + "{% endif %}fine"
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes its limit of CPU time takes less; tests/unit/tokens/test_renderer.py has the one of production."""
-    monkeypatch.setattr("tokens.renderer.CPU_S", 0.4)
-
-
 async def start(begin: Start | Share, **changes: Any) -> GatewayUnderTest:
     """A gateway of a good model, and of one whose card is bad."""
     gateway = await begin(models={MODEL: ModelSettings(aliases=("short",)), BAD: ModelSettings()})
