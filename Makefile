@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos flakes fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
+.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos flakes fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm coverage mutants simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -134,6 +134,21 @@ FUZZ_SEED ?= 1
 fuzz-api: ## Ask for everything that the OpenAPI document allows, and what it does not: make fuzz-api [FUZZ_EXAMPLES=100] [FUZZ_SEED=1]
 	@scripts/setup.sh test
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_SEED=$(FUZZ_SEED) .venv/bin/python -m pytest -q -n 0 tests/integration/gateway/fuzzed --timeout 3600 $(PYTEST_ARGS)
+
+MUTANTS ?= 40
+PACKAGES ?=
+BEFORE ?=
+mutants: ## Change the code in small ways and see whether a test fails: make mutants [MUTANTS=40] [SEED=1] [PACKAGES="quotas …"] [BEFORE=results.jsonl]
+	@scripts/setup.sh test
+	@.venv/bin/uv sync --quiet --frozen --inexact --only-group mutation
+	.venv/bin/python -m tests.mutants --mutants $(MUTANTS) --seed $(SEED) $(if $(BEFORE),--before $(BEFORE)) $(PACKAGES)
+
+COVERED = gateway/dispatch gateway/request gateway/admission gateway/limits quotas ledger engine
+coverage: ## Branch coverage of the code that `make mutants` changes, by the unit and integration tests: make coverage [PYTEST_ARGS=…]
+	@scripts/setup.sh test
+	@.venv/bin/uv sync --quiet --frozen --inexact --only-group mutation
+	.venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(COVERED:%=--cov=%) --cov-report=term-missing:skip-covered \
+	  $(or $(PYTEST_ARGS),tests/unit tests/integration tests/simulation)
 
 lock: ## Bring uv.lock up to date with pyproject.toml: make lock [UPGRADE=1 for newer versions of everything]
 	@[ -x .venv/bin/uv ] || scripts/setup.sh run
