@@ -35,7 +35,7 @@ def make_serving_model(
 
     Raises UnsupportedModel or ConfigError.
     """
-    model.to(device)  # type: ignore[arg-type]  # transformers' stub
+    model.to(device)
     parameters = model.num_parameters()
     adapters = [load_adapter(adapter, path, model) for adapter, path in config.adapters.items()]
     layer_shapes = prepare_model(model, config.block_size, config.quantize)

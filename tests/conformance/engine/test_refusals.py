@@ -1,5 +1,6 @@
 """Models that the engine would compute wrongly are refused while loading, with the reason."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def test_unsupported_architectures_are_refused(kind: str) -> None:
 def test_state_outside_the_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each token mixes with the token before it in the batch, as a short convolution does: right for one sequence
     # computed at once, wrong for a packed batch. Only comparing with the model's own forward can tell.
-    plain = LlamaDecoderLayer.forward
+    plain: Callable[..., torch.Tensor] = LlamaDecoderLayer.forward
 
     def with_convolution(self: LlamaDecoderLayer, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return plain(self, hidden_states + torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1], **kwargs)
