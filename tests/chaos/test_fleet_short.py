@@ -13,7 +13,7 @@ SHAPE = replace(STEPS_SHAPE, fleet={**FLEET, "idle_s": 4.0, "cool_down_s": 4.0})
 
 async def test_a_pool_follows_its_load_and_wakes_from_nothing(tmp_path: Path) -> None:
     scenario = replace(LOAD_SCENARIOS["fleet-steps"], shape=SHAPE)
-    plan = LoadPlan("fleet-steps", seed=5, seconds=4.0, count=0, slack=NO_MATTER_HOW_LATE)
+    plan = LoadPlan("fleet-steps", seed=5, seconds=10.0, count=0, slack=NO_MATTER_HOW_LATE)
     report = await run_load(scenario, plan, tmp_path / "run")
     assert report.offences == []
     assert report.errors == report.difference.lost == report.difference.changed == 0

@@ -12,7 +12,8 @@ class Listeners(LlamaCppServers):
     async def launch(self, port: int, log: Path) -> int:
         """Implement ``LlamaCppServers``."""
         self.listener = await asyncio.start_server(self._answer, "127.0.0.1", port)
-        return (await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)).pid
+        self.process = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
+        return self.process.pid
 
     @staticmethod
     async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -29,4 +30,5 @@ async def test_a_server_that_was_killed_starts_again_once_its_port_is_free(tmp_p
     await server.start()
     assert server.is_up
     server.kill()
+    await listeners.process.wait()
     listeners.listener.close()

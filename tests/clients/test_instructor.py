@@ -9,6 +9,9 @@ from pydantic import BaseModel, field_validator
 from tests.clients.asked import QUESTION, READ, READING, Reading
 from tests.player.system import PlayedSystem
 
+# These clients leave their connections open, and say not how to close them.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+
 CALLED = {"calls": [["Reading", READING.model_dump()]]}
 MODES = {"JSON_SCHEMA": READ, "TOOLS": CALLED, "JSON": READ}
 

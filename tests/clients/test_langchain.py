@@ -23,6 +23,9 @@ from tests.player.system import PlayedSystem
 if TYPE_CHECKING:  # each takes seconds, of every process that collects this file
     from langchain_openai import ChatOpenAI
 
+# These clients leave their connections open, and say not how to close them.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+
 
 def read_gauge(river: str, days: int) -> str:
     """Read the height of a river's water."""

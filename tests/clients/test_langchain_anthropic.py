@@ -13,6 +13,9 @@ from tests.player.system import PlayedSystem
 if TYPE_CHECKING:  # takes seconds, of every process that collects this file
     from langchain_anthropic import ChatAnthropic
 
+# These clients leave their connections open, and say not how to close them.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+
 
 def chat(spillway: PlayedSystem, **rest: Any) -> "ChatAnthropic":
     from langchain_anthropic import ChatAnthropic

@@ -12,6 +12,9 @@ from tests.clients.stumbling import StumblingWay
 from tests.player.engine import NO_PLAY
 from tests.player.system import PlayedSystem
 
+# These clients leave their connections open, and say not how to close them.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+
 ASKED: list[Any] = [{"role": "user", "content": QUESTION}]
 Ask = Callable[[PlayedSystem, str, int], Any]  # of a base URL, with so many retries
 
