@@ -19,7 +19,7 @@ from protocol.messages import encode
 from protocol.pull import Delivery, PullConsumer, ack
 from protocol.quotas import Kind
 from protocol.usage import encode_usage
-from quotas.account_store import REACH_LIMIT_S, AccountStore
+from quotas.account_store import AccountStore
 from quotas.quotas import Quotas, Refused, Unavailable
 from quotas.reservation import Estimate, Reservation
 from quotas.seeds import RollupLedger
@@ -126,7 +126,7 @@ async def test_places_and_rates_are_not_given_twice(start: Start, bus: Bus, poli
 async def test_while_the_ledger_cannot_be_asked_a_missing_account_is_closed(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quotas = await start("g0", limits_s=REACH_LIMIT_S)
+    quotas = await start("g0")
     budget, rate = Policy(budget_nano_usd=1_000_000, budget_period="month"), Policy(requests_per_minute=100)
 
     async def away(*_: object) -> int:
@@ -141,7 +141,7 @@ async def test_while_the_ledger_cannot_be_asked_a_missing_account_is_closed(
 
 
 async def test_while_records_wait_for_the_ledger_a_missing_account_is_closed(start: Start, bus: Bus) -> None:
-    quotas = await start("g0", limits_s=REACH_LIMIT_S)
+    quotas = await start("g0")
     record = encode_usage([encode(request_record("waits"))])
     await bus.publish_durable(subjects.REQUEST_USAGE_SUBJECT, record, message_id="waits")
     budget = Policy(budget_nano_usd=1_000_000, budget_period="month")

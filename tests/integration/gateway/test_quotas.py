@@ -21,7 +21,7 @@ from protocol.messages import PROTOCOL_VERSION
 from protocol.quotas import NOTHING, Account, ExpiredLease, Kind
 from quotas import account as accounts
 from quotas import local_account as books
-from quotas.account_store import REACH_LIMIT_S, AccountStore
+from quotas.account_store import AccountStore
 from quotas.limits import period_at
 from quotas.quotas import SLICE_WAIT_S, Quotas, Refused, Unavailable
 from quotas.recount import recount_budgets
@@ -45,11 +45,11 @@ async def start(nats_url: str, sqlite_url: str) -> AsyncIterator[Start]:
     running: list[tuple[Bus, asyncio.Task[None]]] = []
     database = create_engine(sqlite_url)
 
-    async def start_one(gateway_id: str, *, clock_ahead_s: float = 0.0, limits_s: float = HANGS_S) -> Quotas:
+    async def start_one(gateway_id: str, *, clock_ahead_s: float = 0.0) -> Quotas:
         bus = await Bus.connect(nats_url, name=gateway_id)
         bus.clock = ServerClock(bus._server_time_s, lambda: time.time() + clock_ahead_s)
-        await topology.apply(bus, [], topology.QueueBounds(), limit_s=HANGS_S)
-        quotas = Quotas(bus, gateway_id, RollupLedger(database), limits_s)
+        await topology.apply(bus, [], topology.QueueBounds())
+        quotas = Quotas(bus, gateway_id, RollupLedger(database))
         await quotas.start()
         running.append((bus, asyncio.create_task(quotas.run())))
         return quotas
@@ -254,7 +254,7 @@ async def test_a_clock_that_is_wrong_admits_no_more(
 async def test_while_the_queue_server_is_away_slices_serve_until_their_lease_ends(
     start: Start, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quotas = await start("g0", limits_s=REACH_LIMIT_S)
+    quotas = await start("g0")
     who = principal(Policy(requests_per_minute=1000))
     await ask_all([quotas], who, 100)
     await ask_all([quotas], who, 1)
