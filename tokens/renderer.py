@@ -25,7 +25,8 @@ from msgspec import Struct
 from tokens.chat_template import Arguments, BeyondLimits, ChatTemplate
 from web.errors import InvalidParameter, Overloaded
 
-CPU_S: Final = 2.0  # CPU time to compile a template, and to render one conversation
+RENDER_CPU_S: Final = 2.0  # CPU time for one conversation
+COMPILE_CPU_S: Final = 2.0
 ANSWER_LIMIT_S: Final = 20.0  # beyond it the machine is too busy; the template is not at fault
 END_LIMIT_S: Final = 5.0  # of a killed process; beyond it, the machine hangs
 MEMORY_BYTES: Final = 1024**3
@@ -38,11 +39,10 @@ class RendererDied(Exception):
 
 
 class Source(Struct):
-    """The first message to the process: the template, and the limit for each step."""
+    """The first message to the process: the template."""
 
     source: str
     special_tokens: dict[str, str]
-    cpu_s: float
 
 
 class Conversation(Struct):
@@ -134,7 +134,7 @@ class Renderer:
             start_new_session=True,
         )  # fmt: skip
         self._process = process
-        result = await self._ask(process, Source(self.source, self._special_tokens, CPU_S))
+        result = await self._ask(process, Source(self.source, self._special_tokens))
         if result.refusal is not None:
             self.kill()
             raise InvalidParameter(result.refusal, param="model")
@@ -196,7 +196,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     source = msgspec.msgpack.decode(_read(request), type=Source)
-    signal.setitimer(signal.ITIMER_PROF, source.cpu_s)  # an unhandled SIGPROF terminates the process
+    signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_S)  # an unhandled SIGPROF terminates the process
     try:
         template = ChatTemplate(source.source, source.special_tokens)
     except Exception as error:  # noqa: BLE001  # any fault is the template's, and reported by the gateway
@@ -204,7 +204,7 @@ def main() -> None:
         return
     _answer(answers, Rendered(variables=sorted(template.variables)))
     while data := _read(request):
-        signal.setitimer(signal.ITIMER_PROF, source.cpu_s)
+        signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_S)
         _answer(answers, _rendered(template, msgspec.msgpack.decode(data, type=Conversation)))
 
 
