@@ -54,8 +54,9 @@ class ProcessDriver:
                 pid = self._spawn(order)
             except OSError as error:
                 raise LaunchRefused(f"{self._command[0]}: {error.strerror}") from error
+            machine_id = _id_of(psutil.Process(pid))  # before it may be reaped: it may have ended already
             self._spawned.add(pid)
-            return _id_of(psutil.Process(pid))
+            return machine_id
 
     def _spawn(self, order: Order) -> int:
         # asyncio and subprocess would hold on to a process that may outlive us, and watch it from a thread.
