@@ -353,7 +353,7 @@ async def test_running_request_survives_a_restart_of_the_queue(start_gateway: St
     restarted.set()
     assert await asking == "abc"
     [record] = await gateway.records()
-    assert record.completion_tokens == 3  # in a further attempt where a loaded machine keeps the worker away for longer
+    assert (record.attempts, record.completion_tokens) == (1, 3)
 
 
 async def test_a_record_outlasts_the_queue_server(start_gateway: Start, nats_server: NatsServer) -> None:
