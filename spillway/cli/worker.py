@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from pool_worker.main import run
 from pool_worker.settings import DETECTED, PORT_PLACE
 from spillway import logs
 from spillway.cli.context import ConfigOption, DataOption, ReadyFileOption, resolve_config, run_async, write_ready
@@ -109,8 +110,6 @@ def worker(
     signal hands them back immediately. Exit code 1: the engine is lost, and its
     jobs have been handed back; the supervisor should restart the worker.
     """
-    from pool_worker.main import run  # noqa: PLC0415 - tests put another in its place
-
     with logs.configured(f"worker {pool}"):
         engine = {"url": engine_url, "kind": engine_kind, "exec": exec_, "tokenizer": tokenizer}
         overrides = _of_pool(engine, model or [], set_ or [])

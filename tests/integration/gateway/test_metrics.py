@@ -285,6 +285,7 @@ async def test_the_real_engines_numbers_are_the_ledgers(real: GatewayUnderTest) 
     assert last.value("vllm:num_requests_running") == 0
     assert last.value("vllm:kv_cache_usage_perc") == 0
     ok = [record for record in requests if record.outcome == "ok"]
+    assert all(record.prefill_ms is not None and record.decode_ms is not None for record in ok)
     assert last.value("vllm:request_prefill_time_seconds_sum") == pytest.approx(
         sum(r.prefill_ms or 0 for r in ok) / 1000, abs=1e-5
     )

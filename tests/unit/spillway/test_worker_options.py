@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import pool_worker.main
 from pool_worker.settings import ServerEngineSettings, WorkerSettings
 from spillway.cli import app
 
@@ -47,7 +46,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Started:
     async def run(settings: WorkerSettings, **_: Any) -> None:
         started.settings = settings
 
-    monkeypatch.setattr(pool_worker.main, "run", run)
+    monkeypatch.setattr("spillway.cli.worker.run", run)
     monkeypatch.chdir(tmp_path)
     return started
 
