@@ -81,8 +81,7 @@ def test_a_second_ctrl_c_ends_what_still_runs(tmp_path: Path) -> None:
         assert system.stop(signal.SIGINT) == 0
         if not system.usage():  # the ledger was not waited for, either: it writes what the queue holds once it starts
             system.start()
-            while not system.usage():
-                time.sleep(POLL_S)
+            system.wait_for_usage_of("default")
             assert system.stop() == 0
     finally:
         system.kill_if_running()

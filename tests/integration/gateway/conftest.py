@@ -302,20 +302,26 @@ class SharedSystem:
 
     async def _until_known(self, token: str) -> None:
         await self.gateway.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
-        async with httpx.AsyncClient(base_url=self.gateway.url, headers={"authorization": f"Bearer {token}"}) as client:
+        async with self._client(token) as client:
 
             async def is_known() -> bool:
                 return (await client.get("/v1/models")).status_code in {httpx.codes.OK, httpx.codes.FORBIDDEN}
 
             await until(is_known)
 
+    def _client(self, token: str) -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {token}"}
+        return httpx.AsyncClient(base_url=self.gateway.url, headers=headers, timeout=HANGS_S)
+
     async def what_runs(self) -> list[str]:
         """Jobs in the queue; if there are none, requests and usage records that have not ended."""
-        queue = await self.gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
+        try:
+            queue = await self.gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
+        except BusTimeout:
+            return ["the queue server does not say"]
         if jobs := queue["state"]["messages"]:
             return [f"{jobs} jobs in the queue"]
-        headers = {"authorization": f"Bearer {self._metrics_key}"}
-        async with httpx.AsyncClient(base_url=self.gateway.url, headers=headers) as client:
+        async with self._client(self._metrics_key) as client:
             series = (await client.get("/metrics")).text.splitlines()
         return [line for line in series if line.startswith(RUNNING) and not line.endswith(" 0.0")]
 
