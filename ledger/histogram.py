@@ -13,8 +13,6 @@ import struct
 from collections.abc import Mapping
 from typing import Final, Literal
 
-import numpy as np
-
 BASE: Final = 1.04
 RELATIVE_ERROR: Final = 0.02
 MIN_VALUE: Final = 0.01  # smaller values count as 0
@@ -70,13 +68,6 @@ def decode(stored: bytes | None) -> Counts:
         number = (entry >> 16) + ZERO
         counts[number] = counts.get(number, 0) + (entry & MAX_COUNT)
     return counts
-
-
-def decode_many(stored: bytes) -> Counts:
-    """Decode any number of concatenated columns."""
-    entries = np.frombuffer(stored, "<u4")
-    counts = np.bincount(entries >> 16, entries & MAX_COUNT)
-    return {int(number) + ZERO: int(counts[number]) for number in np.flatnonzero(counts)}
 
 
 def extended(stored: bytes | None, more: Mapping[int, int]) -> bytes | None:
