@@ -99,7 +99,13 @@ void decode_attention(
 /* --- many rows of one sequence ---------------------------------------------------------------------------------- */
 
 enum { KEYS = 64, SPAN = 8, QUERIES = 96 }; /* tokens of a tile; tiles laid out at a time; rows of a thread's task */
-enum { ROWS = 6, GROUP = 4 };               /* rows whose sums stay in registers, and so many vectors of each */
+/* Rows whose sums stay in registers, and so many vectors of each: with AVX-512, 24 of 32 registers. A vector of ours is
+ * two registers of AVX, which has 16; were there more sums, most would be in memory, and the compiler would take long. */
+#ifdef __AVX512F__
+enum { ROWS = 6, GROUP = 4 };
+#else
+enum { ROWS = 6, GROUP = 1 };
+#endif
 
 #define EACH_ROW _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++)
 #define EACH_VECTOR _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++)
@@ -147,14 +153,24 @@ static inline __attribute__((always_inline)) void add_values(
     EACH_ROW EACH_VECTOR store(rows->output[r] + dim + v * LANES, sums[r][v]);
 }
 
+/* Some of the rows' scores of a tile's keys, those of GROUP vectors. */
+static inline __attribute__((always_inline)) void score_group(
+    vec scores[ROWS][KEYS / LANES], int first, const Rows *rows, const Tile *tile) {
+    enum { vectors = GROUP };
+    vec sums[ROWS][GROUP] = {};
+    multiply(vectors, sums, rows->queries[0], HEAD_DIM, tile->keys[0] + first * LANES, KEYS, HEAD_DIM);
+    EACH_ROW EACH_VECTOR scores[r][first + v] = sums[r][v];
+}
+
 /* The rows attend to a tile; row r sees its tokens from first + r on and before end + r. */
 static void attend_rows(Rows *rows, const Tile *tile, int64_t first, int64_t end, float scale) {
     enum { vectors = KEYS / LANES };
     const ints numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     int is_whole = first + ROWS <= 1 && end >= KEYS && tile->tokens == KEYS; /* of every row */
-    vec scores[ROWS][GROUP] = {}, before = rows->largest;
+    vec scores[ROWS][vectors], before = rows->largest;
     float weights[ROWS][KEYS];
-    multiply(vectors, scores, rows->queries[0], HEAD_DIM, tile->keys[0], KEYS, HEAD_DIM);
+    for (int first_of_group = 0; first_of_group < vectors; first_of_group += GROUP)
+        score_group(scores, first_of_group, rows, tile);
     EACH_ROW {
         vec top;
         if (!is_whole) {
@@ -170,7 +186,7 @@ static void attend_rows(Rows *rows, const Tile *tile, int64_t first, int64_t end
         rows->largest[r] = largest > before[r] ? largest : before[r];
     }
     vec fades = exponential(before - rows->largest);
-    EACH_ROW {
+    for (int r = 0; r < ROWS; r++) { /* not unrolled: 24 exponentials take the compiler seconds */
         vec total = rows->totals[r] * fades[r];
         EACH_VECTOR {
             vec exponentials = exponential(scores[r][v] * scale - rows->largest[r]);

@@ -1,7 +1,7 @@
 """The C files of this folder, compiled for this CPU if a C compiler exists; otherwise torch's own kernels are used.
 
-Compiling takes under a second each, most of it while the weights load, so nothing is cached: the result always matches
-this CPU and this source.
+Compiling takes 0.1 to 3 seconds each, most of it while the weights load, so nothing is cached: the result always
+matches this CPU and this source.
 """
 
 import ctypes
