@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -22,6 +23,7 @@ from tokens.tools.sections import SectionFormat
 from tokens.tools.source import Kind
 
 pytestmark = pytest.mark.slow
+PROMPT = (5, 6, 7)
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
 PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # as Qwen has them
 PLAIN += [*SectionFormat(DEEPSEEK_V3).marks, *SectionFormat(KIMI_K2).marks, "<arg_key>", "</arg_key>", "<arg_value>"]
@@ -100,24 +102,20 @@ def id_of(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return token_id
 
 
-def answers(
-    engine: LLMEngine, grammar: WireGrammar | None, count: int, bias: dict[int, float], **rest: Any
-) -> list[Answer]:
+def sampling_of(grammar: WireGrammar | None, bias: dict[int, float], **rest: Any) -> SamplingParams:
     assert grammar is not None
     assert grammar.kind == "lark"
     wanted = Grammar("lark", grammar.source, grammar.field)
     spare = {id_: -6.0 for text, id_ in byte_level_tokenizer().get_vocab().items() if not text.strip("ĠĊĉč")}
     usual: dict[str, Any] = {"max_tokens": 1500, "temperature": 1.2, "skip_special_tokens": False}
-    resume = rest.pop("resume", ())
-    requests = [
-        GenerationRequest(
-            str(seed),
-            (5, 6, 7),
-            SamplingParams(**usual | rest | {"seed": seed, "logit_bias": spare | bias, "grammar": wanted}),
-            resume,
-        )
-        for seed in range(count)
-    ]
+    return SamplingParams(**usual | rest | {"logit_bias": spare | bias, "grammar": wanted})
+
+
+def answers(
+    engine: LLMEngine, grammar: WireGrammar | None, count: int, bias: dict[int, float], **rest: Any
+) -> list[Answer]:
+    sampling = sampling_of(grammar, bias, **rest)
+    requests = [GenerationRequest(str(seed), PROMPT, replace(sampling, seed=seed)) for seed in range(count)]
     return [answer for _, answer in sorted(run(engine, *requests).items())]
 
 
@@ -149,7 +147,7 @@ def test_forced_calls_always_parse_and_validate(
     form = AnswerForm(dialect_of(tool_parser, reasoning_parser, tokenizer), tools)
     # Reasoning may come first; it is of no use to have much of it.
     bias = likely(tokenizer, {"</think>": 12, "[/THINK]": 12, "<|end|>": 12, "</s>": 6})
-    found = answers(engine, form.grammar(must_call=True, content=None), 24, bias)
+    found = answers(engine, form.grammar(must_call=True, content=None), 8, bias)
     assert len(check_answers(form, found)) > 1
 
 
@@ -210,7 +208,7 @@ def test_where_tools_are_strict_every_call_that_begins_is_valid(
     # Of harmony's channels, that of calls begins with a "c".
     channel = {"c": 5.0} if tool_parser == "harmony" else {}
     bias = likely(tokenizer, {begin: 12.0, "</think>": 10.0, "<|end|>": 10.0, "</s>": 11.0, **channel})
-    found = answers(engine, grammar, 24, bias, max_tokens=300)
+    found = answers(engine, grammar, 8, bias, max_tokens=300)
     read = [calls_in(form, answer.text) for answer in found if answer.finish_reason == "stop"]
     for calls, content, _ in read:
         assert begin not in content or begin == "{"
@@ -398,9 +396,16 @@ def test_resumed_anywhere_a_forced_call_is_the_undisturbed_one(
 ) -> None:
     form = AnswerForm(dialect_of("hermes", "none", tokenizer), TOOLS[1:2], is_single_call=True)
     grammar = form.grammar(must_call=True, content=None)
-    [whole] = answers(engine, grammar, 1, {})
-    for place in range(0, len(whole.token_ids), 3):
-        point = ResumePoint(0, tuple(whole.token_ids[:place]), 0)
-        [resumed] = answers(engine, grammar, 1, {}, resume=(point,))
-        assert whole.token_ids[:place] + resumed.token_ids == whole.token_ids
-        assert resumed.text == whole.text
+    sampling = sampling_of(grammar, {}, seed=0)
+    whole = run(engine, GenerationRequest("whole", PROMPT, sampling))["whole"]
+    cuts = {str(place): whole.token_ids[:place] for place in range(0, len(whole.token_ids), 3)}
+    found = run(
+        engine,
+        *(
+            GenerationRequest(name, PROMPT, sampling, (ResumePoint(0, tuple(before), 0),))
+            for name, before in cuts.items()
+        ),
+    )
+    for name, before in cuts.items():
+        assert before + found[name].token_ids == whole.token_ids
+        assert found[name].text == whole.text
