@@ -16,6 +16,7 @@ import httpx
 import msgspec
 
 from engine.errors import RequestRejected
+from pool_worker.certificates import authorities
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.framing import FRAMINGS, Framing, MalformedEvent, ServerFailure
 from pool_worker.settings import ConnectionSettings
@@ -65,6 +66,7 @@ class ServerConnection:
             headers={} if key is None or auth is not None else {"authorization": f"Bearer {key.get_secret_value()}"},
             timeout=httpx.Timeout(settings.silence_s, connect=settings.connect_s, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=settings.max_sequences or 256),
+            verify=authorities(),
             trust_env=False,
         )
         self._running = 0  # streams

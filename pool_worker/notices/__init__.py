@@ -8,6 +8,7 @@ from typing import Final
 
 import httpx
 
+from pool_worker.certificates import authorities
 from pool_worker.notices.aws import AwsNotices
 from pool_worker.notices.azure import AzureNotices
 from pool_worker.notices.base import Notice, NoticeError, NoticeSource
@@ -49,7 +50,7 @@ async def watch(
         return
     # Metadata servers are asked directly, never through a proxy.
     async with httpx.AsyncClient(
-        base_url=url or source_class.default_url, timeout=ANSWER_LIMIT_S, trust_env=False
+        base_url=url or source_class.default_url, timeout=ANSWER_LIMIT_S, verify=authorities(), trust_env=False
     ) as client:
         notice = await _wait_for_notice(source_class(client, running_jobs))
     log.warning("%s in %.0f s", notice.reason, notice.seconds_left)
@@ -62,7 +63,7 @@ async def reallocate(kind: NoticeKind, url: str | None, reason: str) -> None:
     if source_class is None:
         return
     async with httpx.AsyncClient(
-        base_url=url or source_class.default_url, timeout=ANSWER_LIMIT_S, trust_env=False
+        base_url=url or source_class.default_url, timeout=ANSWER_LIMIT_S, verify=authorities(), trust_env=False
     ) as client:
         try:
             await source_class(client, lambda: 0).reallocate(reason)

@@ -9,6 +9,7 @@ from typing import Any, Final
 import httpx
 import msgspec
 
+from pool_worker.certificates import authorities
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.settings import ServerEngineSettings
 from pool_worker.sidecar.readiness import Readiness
@@ -50,7 +51,9 @@ async def detect(settings: ServerEngineSettings, wait: Readiness | None = None) 
     headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
     wait = wait or Readiness(url, settings.ready_s)
     timeout = httpx.Timeout(ANSWER_LIMIT_S, connect=settings.connect_s)
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=timeout, verify=authorities(), trust_env=False
+    ) as client:
         while True:
             try:
                 kind = await _ask(client)
