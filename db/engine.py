@@ -1,9 +1,11 @@
 """The async engine for SQLite (default) and PostgreSQL (production)."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
+import aiosqlite
 from sqlalchemy import URL, Connection, event, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError
@@ -65,7 +67,7 @@ def create_engine(
     """
     url = parse_database_url(database_url)
     if url.get_backend_name() == "sqlite":
-        engine = create_async_engine(url, connect_args={"timeout": lock_limit_s})
+        engine = create_async_engine(url, connect_args={"timeout": lock_limit_s, "async_creator_fn": _open_sqlite})
         event.listen(engine.sync_engine, "connect", _prepare_sqlite)
         event.listen(engine.sync_engine, "begin", _begin_sqlite)
         return engine
@@ -86,6 +88,21 @@ async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
         if connection.dialect.name == "postgresql":
             await connection.execute(_BEGIN_WRITING, {"id": WRITER_LOCK_ID})
         yield connection
+
+
+async def _open_sqlite(*arguments: Any, **options: Any) -> aiosqlite.Connection:  # noqa: ANN401  # as sqlite3.connect has them
+    """Open a connection; one that cannot be opened ends its thread first.
+
+    aiosqlite only tells the thread to end. Where the event loop ended sooner, the thread died with a traceback.
+    """
+    connection = aiosqlite.connect(*arguments, **options)
+    thread = connection._thread  # noqa: SLF001  # as SQLAlchemy does
+    thread.daemon = True
+    try:
+        return await connection
+    except BaseException:
+        await asyncio.shield(asyncio.to_thread(thread.join, CONNECT_LIMIT_S))
+        raise
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:

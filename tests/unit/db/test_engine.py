@@ -1,5 +1,9 @@
+import threading
+from pathlib import Path
+
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
 
 from db.engine import create_engine, parse_database_url
 from db.errors import DatabaseUrlError
@@ -47,4 +51,14 @@ async def test_a_rolled_back_transaction_leaves_nothing_not_even_a_table(databas
         await connection.execute(text("CREATE TABLE gone (x INTEGER)"))
         await connection.rollback()
         await connection.execute(text("CREATE TABLE gone (x INTEGER)"))
+    await engine.dispose()
+
+
+async def test_a_file_that_cannot_be_opened_leaves_no_thread(tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path}/no/folder.db")
+    for _ in range(5):
+        with pytest.raises(OperationalError, match="unable to open"):
+            await engine.connect()
+        names = [thread.name for thread in threading.enumerate()]
+        assert not any("_connection_worker_thread" in name for name in names), names
     await engine.dispose()
