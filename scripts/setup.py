@@ -203,6 +203,11 @@ def compile_bytecode(step: Step) -> None:
     step.run([PYTHON, "-c", f"import compileall; compileall.compile_dir({folder!r}, quiet=2, workers=0)"])
 
 
+def compile_imports(step: Step) -> None:
+    """Import what `spillway up` starts, so that its processes do not all compile the same at the same time."""
+    step.run([PYTHON, "-c", "import migrations, spillway.cli.gateway, spillway.cli.ledger, spillway.cli.worker"])
+
+
 def missing_servers() -> list[str]:
     """Return the Debian packages that the tests lack.
 
@@ -288,7 +293,9 @@ def prepare(profile: str, stamp: Path, want: str) -> None:
             steps.append(Step("programs for the tests", 20, install_servers, log, [] if current else [venv]))
         if profile == "test":
             steps.append(node)
-        if profile != "run" and not current:
+        if profile == "run" and not current:
+            steps.append(Step("bytecode", 3, compile_imports, log, [packages]))
+        elif not current:
             steps.append(Step("bytecode", 15, compile_bytecode, log, [packages, torch]))
         print(f"Preparing .venv for '{profile}' (log: {LOG.relative_to(ROOT)})", flush=True)
         show(steps)

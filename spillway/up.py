@@ -31,7 +31,7 @@ from spillway.config import Config
 from spillway.embedded_nats import EmbeddedNats, free_port
 
 FIRST_KEY_NAME: Final = "default"
-GATEWAY_STOP_MARGIN_S: Final = 10.0
+STOP_MARGIN_S: Final = 10.0
 FLEET_STOP_MARGIN_S: Final = 20.0
 LEDGER_STOP_LIMIT_S: Final = 20.0
 CARDS_LIMIT_S: Final = 30.0
@@ -83,23 +83,31 @@ async def up(config: Config, say: Callable[[str], None], on_running: Callable[[R
                 say("queue: starting the embedded nats-server")
                 await nats.start()
             resolved = _resolve(config, config.nats.urls if nats is None else (nats.url,))
-            say("database: applying migrations")
-            from migrations import upgrade  # noqa: PLC0415 - imports Alembic, which other commands do not need
-
-            await asyncio.to_thread(upgrade, resolved.database_url)
-            running = _running(resolved, await _first_key(resolved), await _first_password(resolved))
             await _run_processes(
                 nats,
-                _children(resolved),
-                partial(_until_counted, running.base_url, _served_here(resolved)),
+                _workers(resolved),
+                _others(resolved),
                 shutdown,
                 say,
-                on_ready=lambda facts: on_running(replace(running, task=_task_of(running.model, resolved, facts))),
+                prepare=partial(_prepare, resolved, say),
+                until_counted=partial(_until_counted, _base_url(resolved), _served_here(resolved)),
+                on_ready=lambda running, facts: on_running(
+                    replace(running, task=_task_of(running.model, resolved, facts))
+                ),
             )
         finally:
             resolved_config_path(config.data_dir).unlink(missing_ok=True)
             if nats is not None:
                 await nats.stop()
+
+
+async def _prepare(config: Config, say: Callable[[str], None]) -> Running:
+    """Prepare the database, in which a first start also creates a key and a password."""
+    say("database: applying migrations")
+    from migrations import upgrade  # noqa: PLC0415 - imports Alembic, which other commands do not need
+
+    await asyncio.to_thread(upgrade, config.database_url)
+    return _running(config, await _first_key(config), await _first_password(config))
 
 
 @contextlib.contextmanager
@@ -197,59 +205,71 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _children(config: Config) -> list[Child]:
-    """Return all children, in the order of their start."""
-    run_dir, log_dir = run_dir_of(config.data_dir), config.data_dir / "logs"
-    config_arguments = ["--config", str(resolved_config_path(config.data_dir))]
-
-    def child(name: str, command: list[str], stop_limit_s: float) -> Child:
-        return Child(name, [*command, *config_arguments], run_dir, log_dir, stop_limit_s)
-
-    timeouts = config.gateway.timeouts
-    gateway_limit_s = (timeouts.leave_s or 0.0) + timeouts.shutdown_s + GATEWAY_STOP_MARGIN_S
-    workers = [
-        child(f"worker-{pool_name}-{number}", ["worker", "--pool", pool_name], pool.drain_s + GATEWAY_STOP_MARGIN_S)
+def _workers(config: Config) -> list[Child]:
+    return [
+        _child(config, f"worker-{pool_name}-{number}", ["worker", "--pool", pool_name], pool.drain_s)
         for pool_name, pool in config.pools.items()
         for number in range(1, (pool.workers if pool.fleet is None else 0) + 1)
     ]
-    managed = [pool for pool in config.pools.values() if pool.fleet is not None]
-    fleet_limit_s = max((pool.drain_s for pool in managed), default=0.0) + FLEET_STOP_MARGIN_S
+
+
+def _others(config: Config) -> list[Child]:
+    """Return the processes that need the database: the gateway, the ledger and, for pools that have one, the fleet."""
+    timeouts = config.gateway.timeouts
+    drains_s = [pool.drain_s for pool in config.pools.values() if pool.fleet is not None]
+    fleet_command = ["fleet", "run", "--end-machines"]
     return [
-        child("gateway", ["gateway"], gateway_limit_s),
-        child("ledger", ["ledger"], LEDGER_STOP_LIMIT_S),
-        *workers,
-        *([child("fleet", ["fleet", "run", "--end-machines"], fleet_limit_s)] if managed else []),
+        _child(config, "gateway", ["gateway"], (timeouts.leave_s or 0.0) + timeouts.shutdown_s),
+        _child(config, "ledger", ["ledger"], LEDGER_STOP_LIMIT_S, margin_s=0.0),
+        *([_child(config, "fleet", fleet_command, max(drains_s), margin_s=FLEET_STOP_MARGIN_S)] if drains_s else []),
     ]
+
+
+def _child(
+    config: Config, name: str, command: list[str], stop_limit_s: float, margin_s: float = STOP_MARGIN_S
+) -> Child:
+    arguments = [*command, "--config", str(resolved_config_path(config.data_dir))]
+    return Child(name, arguments, run_dir_of(config.data_dir), config.data_dir / "logs", stop_limit_s + margin_s)
 
 
 async def _run_processes(
     nats: EmbeddedNats | None,
-    children: list[Child],
-    until_counted: Callable[[], Awaitable[None]],
+    workers: list[Child],
+    others: list[Child],
     shutdown: _Shutdown,
     say: Callable[[str], None],
     *,
-    on_ready: Callable[[list[dict[str, Any]]], None],
+    prepare: Callable[[], Awaitable[Running]],
+    until_counted: Callable[[], Awaitable[None]],
+    on_ready: Callable[[Running, list[dict[str, Any]]], None],
 ) -> None:
+    """Run all until they shall stop. Workers start first, beside ``prepare``: loading a model takes longest."""
+    gateway, ledger, *_ = others
+    children = [gateway, *workers, *others[2:], ledger]  # in the order of their end
+
     async def all_ready() -> list[dict[str, Any]]:
         facts = await asyncio.gather(*(_say_when_ready(child, say) for child in children))
         await until_counted()
         return facts
 
     try:
-        for child in children:
+        for child in workers:
+            await child.start()
+        running = await prepare()
+        for child in others:
             await child.start()
         ready = asyncio.create_task(all_ready(), name="wait-for-children")
         if not await _unless_stopped(ready, shutdown.requested):
             return
-        on_ready(ready.result())
+        on_ready(running, ready.result())
         processes: list[RestartableChild] = [*children, *([nats] if nats else [])]
         kept = asyncio.gather(*(keep_running(process, say) for process in processes))
         await _unless_stopped(kept, shutdown.requested)
     finally:
-        say(f"stopping: running requests have {children[0].stop_limit_s:g} s to end; Ctrl-C again ends them now")
+        if gateway.pid:
+            say(f"stopping: running requests have {gateway.stop_limit_s:g} s to end; Ctrl-C again ends them now")
         # The gateway first: it accepts no new requests, and running ones can end. The ledger last, to write them all.
-        for child in [children[0], *children[2:], children[1]]:
+        for child in children:
             await child.stop(shutdown.forced)
 
 
@@ -305,10 +325,14 @@ async def _unless_stopped(work: asyncio.Future[Any], stop: asyncio.Event) -> boo
             await work if not work.done() else None
 
 
-def _running(config: Config, api_key: str, admin_password: str) -> Running:
+def _base_url(config: Config) -> str:
     host = "127.0.0.1" if config.gateway.host in {"0.0.0.0", "::"} else config.gateway.host  # noqa: S104
+    return f"http://{host}:{config.gateway.port}"
+
+
+def _running(config: Config, api_key: str, admin_password: str) -> Running:
     return Running(
-        base_url=f"http://{host}:{config.gateway.port}",
+        base_url=_base_url(config),
         api_key=api_key,
         admin_password=admin_password,
         model=next(iter(config.models)),
