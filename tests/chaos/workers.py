@@ -1,12 +1,7 @@
-"""Worker processes that start in a fraction of a second: forked from a server that has imported everything already.
-
-A thousand kills need a thousand restarts. Each worker is a process of its own, with its own connection and log, and a
-real SIGKILL ends it; only the imports are shared. No thread runs before the fork.
-"""
+"""Worker processes that are forked (``tests/forks.py``): a thousand kills need a thousand restarts."""
 
 import asyncio
 import itertools
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -21,10 +16,8 @@ import uvloop
 from pool_worker.main import run
 from pool_worker.settings import WorkerSettings
 from spillway import logs
-from spillway.children import die_with_parent
-from tests import networks
+from tests import forks, networks
 
-WORKER_MODULES = ("tests.chaos.workers", "pool_worker.engines")  # the latter brings torch, if the engine needs it
 STOP_LIMIT_S = 40.0
 Change = dict[str, Any]
 Life = Callable[[str, str], None]
@@ -32,10 +25,7 @@ Life = Callable[[str, str], None]
 
 def worker_process(settings_json: str, log_path: str) -> None:
     """The whole life of one worker process."""
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    die_with_parent()
+    forks.begin(Path(log_path))
     settings = WorkerSettings.model_validate_json(settings_json)
     with logs.configured(settings.worker_id):
         uvloop.run(run(settings))
@@ -75,13 +65,8 @@ class WorkerFarm:
         self._life = life
         self._log_dir = log_dir
         self._url_of_slot = url_of_slot
-        self._context = multiprocessing.get_context("forkserver")
-        preload = [
-            *WORKER_MODULES,
-            life.__module__,
-            *(["pool_worker.engines.local"] if settings.engine.kind == "spillway" else []),
-        ]
-        self._context.set_forkserver_preload(preload)
+        torch = ["pool_worker.engines.local"] if settings.engine.kind == "spillway" else []
+        self._context = forks.context(life.__module__, *torch)
         self._numbers = itertools.count(1)
         self._by_slot: dict[int, LiveWorker] = {}
         self._all: list[LiveWorker] = []

@@ -1,8 +1,6 @@
 """A stream with its consumer, writers as processes, and what has reached SQL."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -18,34 +16,10 @@ from protocol.bus import Bus
 from protocol.errors import BusTimeout
 from protocol.messages import encode
 from protocol.usage import RequestRecord, UsageRecord, encode_usage
+from tests.integration.ledger.writer_process import WriterProcess
 from tests.waiting import HANGS_S
 
-WRITER = """
-import asyncio, logging, sys
-from ledger.main import run
-from ledger.settings import LedgerSettings
-logging.basicConfig(level=logging.WARNING)
-settings = LedgerSettings.model_validate_json(sys.argv[1])
-asyncio.run(run(settings, on_ready=lambda: print("ready", flush=True)))
-"""
 ACK_WAIT_S = 2  # a killed writer's records come again soon
-
-
-class WriterProcess:
-    def __init__(self, settings: LedgerSettings, log: Path) -> None:
-        self.log = log
-        with log.open("wb") as output:
-            command = [sys.executable, "-c", WRITER, settings.model_dump_json()]
-            self.process = subprocess.Popen(command, stdout=output, stderr=output)
-
-    def said(self, text: str) -> int:
-        """Return how often it has said so."""
-        return self.log.read_text().count(text)
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(timeout=HANGS_S)
 
 
 class Ledger:

@@ -13,11 +13,12 @@ from sqlalchemy import func, select, text
 from db.models import AttemptRow, RequestRow
 from ledger.settings import LedgerSettings
 from protocol.usage import UsageRecord
-from tests.integration.ledger.conftest import Ledger, WriterProcess
+from tests.integration.ledger.conftest import Ledger
+from tests.integration.ledger.writer_process import WriterProcess
 from tests.nats_server import NatsServer
 from tests.postgres import TEMPLATE, PostgresServer
 from tests.usage_records import attempt_record, request_record
-from tests.waiting import HANGS_S, until
+from tests.waiting import until
 
 REQUESTS = 1000
 
@@ -79,8 +80,8 @@ async def test_sigterm_finishes_what_is_held_and_the_next_writer_goes_on(
         return writer.said("ready") == 1
 
     await until(ready)
-    writer.process.terminate()
-    assert writer.process.wait(timeout=HANGS_S) == 0
+    writer.terminate()
+    assert writer.wait() == 0
     start_writer()
     await until(lambda: ledger.has(300, 0))
 
@@ -149,6 +150,6 @@ async def test_a_foreign_schema_ends_the_writer_with_a_clear_error(
     async with ledger.engine.begin() as connection:
         await connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
     writer = start_writer()
-    assert writer.process.wait(timeout=HANGS_S) != 0
+    assert writer.wait() != 0
     assert writer.said("database schema is 0001") == 1
     assert writer.said("spillway db upgrade") == 1
