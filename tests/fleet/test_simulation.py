@@ -9,12 +9,21 @@ from typer.testing import CliRunner
 from fleet.simulation.market import by_second, read_spot
 from fleet.simulation.study import Study
 from fleet.simulation.workload import Workload, bursty, with_batch
-from fleet.simulation.world import HostedApi, SimulatedPool
+from fleet.simulation.world import Decide, HostedApi, Outcome, SimulatedPool, World
 from spillway.cli import app
 
 HOUR_S = 3600
 DAYS = 2
 SPEED = 2000.0
+PERIOD_S = 20
+
+
+class RarelyDecided(Study, frozen=True):
+    """A study whose policies decide every 20 s instead of every 5: that is harder for them, and played sooner."""
+
+    def play(self, decide: Decide) -> Outcome:
+        parts = (self.workload, self.pools, self.market, decide)
+        return World(*parts, period_s=PERIOD_S, hosted=self.hosted, seed=self.seed).run(self.max_wait_s)
 
 
 def study_of(market: dict[str, np.ndarray]) -> Study:
@@ -24,7 +33,7 @@ def study_of(market: dict[str, np.ndarray]) -> Study:
         SimulatedPool("spot", "spot", 0.92, SPEED, 180.0, 200, tuple(market)),
         SimulatedPool("on-demand", "on-demand", 3.06, SPEED, 180.0, 200),
     )
-    return Study(work, pools, market, HostedApi(0.6, 2.0))
+    return RarelyDecided(work, pools, market, HostedApi(0.6, 2.0))
 
 
 def steady(machines: int) -> np.ndarray:
@@ -49,7 +58,7 @@ def test_a_peer_is_made_as_dear_as_ours_where_it_can_be() -> None:
     whole = study_of({"a": steady(40)})
     length_s = 4 * HOUR_S
     work = Workload(whole.workload.tokens[-length_s:], whole.workload.requests[-length_s:], ())
-    study = Study(work, whole.pools, whole.market, whole.hosted)
+    study = RarelyDecided(work, whole.pools, whole.market, whole.hosted)
     usd = study.peers(0.45)["reactive (60 s)"]().usd
     equal = study.at_equal_cost("reactive (60 s)", usd)
     assert equal.is_equal
