@@ -6,13 +6,17 @@ broke has been mended. The farm replaces dead workers by itself.
 """
 
 import asyncio
+import itertools
 import os
 import resource
 import signal
 import time
+from collections import Counter
+from collections.abc import Callable
 
 from spillway.children import Child
 from tests.chaos.mix import Question
+from tests.chaos.rescues import rescues, was_in_json
 from tests.chaos.strikes import VICTIM_LIMIT_S, Chaos, Strike, fault
 from tests.chaos.system import MODEL
 from tests.nats_server import NatsServer
@@ -30,6 +34,8 @@ PARTITION_S = (2.0, 9.0)
 BALANCED_LIMIT_S = 30.0
 DISK_FULL_S = (3.0, 8.0)
 HEALTH_PERIOD_S = 5.0  # docker-compose.yml
+MOST_KILLS = 40  # until each kind of stream was rescued
+HOPES = 2  # struck streams of a kind whose ends are awaited before another is struck: some had no more to say
 POISON = "[[exit after=0]]"
 
 
@@ -39,6 +45,34 @@ async def kill(chaos: Chaos) -> None:
     victim = await chaos.victim()
     chaos.strike("kill", victim)
     victim.send(signal.SIGKILL)
+
+
+@fault
+async def kill_each_kind(chaos: Chaos) -> None:
+    """SIGKILL workers in mid-stream until streams of every kind of question were rescued, one of them in its JSON."""
+    kinds = {question.kind for question in chaos.asked}
+    while len(chaos.strikes) < MOST_KILLS:
+        found = list(rescues(chaos.strikes, chaos.load.calls, chaos.system.watcher))
+        lacking = kinds - {call.question.kind for _, call in found}
+        if not lacking and any(itertools.starmap(was_in_json, found)):
+            return
+        struck = {request_id for strike in chaos.strikes for request_id in strike.streams}
+        hopes = Counter(call.question.kind for call in chaos.load.open_calls() if call.request_id in struck)
+        wanted = {kind for kind in lacking or kinds if hopes[kind] < HOPES}
+        if not wanted:
+            await asyncio.sleep(0.02)
+            continue
+        victim = await chaos.victim(_is_answer_to(chaos, wanted))
+        chaos.strike("kill", victim)
+        victim.send(signal.SIGKILL)
+        while victim.worker_id in chaos.system.farm.live:
+            await asyncio.sleep(0.02)
+
+
+def _is_answer_to(chaos: Chaos, kinds: set[str]) -> Callable[[str], bool]:
+    return lambda request_id: any(
+        call.request_id == request_id and call.question.kind in kinds for call in chaos.load.open_calls()
+    )
 
 
 @fault

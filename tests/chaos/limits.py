@@ -38,6 +38,7 @@ from spillway.children import Child
 from tests.chaos.system import MODEL, Shape, System
 
 CALLERS = 200
+GATEWAYS = 3
 TOKENS = 20
 NANO_USD_PER_TOKEN = 1_000  # 1 USD for a million
 LEAST_USED = 0.95
@@ -51,7 +52,7 @@ LIMITED = {
 }
 AHEAD_S = 10.0  # the clock of one of the gateways: limits go by the queue server's
 SHAPE = Shape(
-    gateways=3,
+    gateways=GATEWAYS,
     workers=2,
     max_sequences=64,
     limited=LIMITED,
@@ -100,8 +101,9 @@ class Running:
 class Storm:
     """Callers of one system, spread over its living gateways."""
 
-    def __init__(self, system: System, seed: int) -> None:
+    def __init__(self, system: System, seed: int, callers: int) -> None:
         self.system = system
+        self._callers = callers
         self._numbers = itertools.count()
         self._rng = random.Random(f"limits {seed}")
 
@@ -117,7 +119,7 @@ class Storm:
         request = post_request("/v1/chat/completions", self.system.tenant_keys[key], body)
         return await exchange(port or self.system.port, request, TIMEOUTS, leave=leave)
 
-    async def blow(self, key: str, seconds: float, callers: int = CALLERS) -> list[Exchange]:
+    async def blow(self, key: str, seconds: float) -> list[Exchange]:
         """All that was answered while so many asked again and again, and at the least until the limit was met."""
         began_s, answers = time.monotonic(), []
         until_s, met = began_s + seconds, False
@@ -131,12 +133,12 @@ class Storm:
                         met, until_s = True, max(until_s, time.monotonic() + AFTER_LIMIT_S)
                     await asyncio.sleep(self._rng.uniform(0.1, 0.3))
 
-        await asyncio.gather(*(caller() for _ in range(callers)))
+        await asyncio.gather(*(caller() for _ in range(self._callers)))
         return answers
 
     async def leave_anywhen(self, key: str, count: int) -> Counter[str]:
         """Send ``count`` requests and disconnect, some before admission, some after the end."""
-        gate, endings = asyncio.Semaphore(CALLERS), Counter[str]()
+        gate, endings = asyncio.Semaphore(self._callers), Counter[str]()
 
         async def one(after_s: float) -> None:
             async with gate:
@@ -258,12 +260,20 @@ async def _is_held(account_store: AccountStore, key_id: str) -> bool:
 
 
 async def run(
-    folder: Path, *, seed: int, seconds: float, count: int, kill: bool, limits_s: float = REACH_LIMIT_S
+    folder: Path,
+    *,
+    seed: int,
+    seconds: float,
+    count: int,
+    kill: bool,
+    gateways: int = GATEWAYS,
+    callers: int = CALLERS,
+    limits_s: float = REACH_LIMIT_S,
 ) -> Findings:
     """Play everything in an empty folder. ``limits_s``: of ``[gateway.timeouts]``."""
     findings = Findings()
-    async with System(folder, replace(SHAPE, gateway_timeouts={"limits_s": limits_s})) as system:
-        storm = Storm(system, seed)
+    async with System(folder, replace(SHAPE, gateways=gateways, gateway_timeouts={"limits_s": limits_s})) as system:
+        storm = Storm(system, seed, callers)
         await storm.wait_until_served()
         await edges(storm, findings, seconds)
         await concurrency(storm, findings, seconds, kill=kill)

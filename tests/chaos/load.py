@@ -152,8 +152,11 @@ class Load:
         self._stopping = True
         await asyncio.gather(*self._callers)
 
+    def open_calls(self) -> list[Call]:
+        """Return the calls that have no end yet."""
+        return [self.calls[index] for index in self.open]
+
     def mid_stream(self, of: Callable[[str], bool]) -> list[str]:
         """The ids of the requests in mid-stream for which ``of`` holds."""
-        calls = [self.calls[index] for index in self.open]
-        ids = [call.request_id for call in calls if call.is_mid_stream]
+        ids = [call.request_id for call in self.open_calls() if call.is_mid_stream]
         return [request_id for request_id in ids if request_id is not None and of(request_id)]

@@ -1,7 +1,7 @@
 """How many streams of each kind of question were rescued in mid-answer, and in the middle of what they were."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tests.chaos.load import Call
 from tests.chaos.played_answers import Place, places, timed_events
@@ -14,27 +14,32 @@ def judge_rescues(
     report: Report, strikes: Sequence[Strike], calls: Sequence[Call], watcher: Watcher, *, at_least: int
 ) -> None:
     """Count by the kind of question. Fewer rescued streams than ``at_least`` of any kind prove too little."""
-    by_id = {call.request_id: call for call in calls if call.answer is not None}
-    streams: dict[str, set[str]] = defaultdict(set)
-    rescues: Counter[str] = Counter()
+    streams: dict[str, set[str | None]] = defaultdict(set)
+    count_of: Counter[str] = Counter()
     in_json: Counter[str] = Counter()
-    for strike in strikes:
-        for request_id in strike.streams:
-            call = by_id.get(request_id)
-            if call is None or not _was_rescued(strike, request_id, call, watcher):
-                continue
-            streams[call.question.kind].add(request_id)
-            rescues[call.question.kind] += 1
-            in_json[call.question.kind] += _was_in_json(strike, call)
-    whole = Counter(call.question.kind for call in by_id.values() if _moved_whole(call, watcher))
+    for strike, call in rescues(strikes, calls, watcher):
+        streams[call.question.kind].add(call.request_id)
+        count_of[call.question.kind] += 1
+        in_json[call.question.kind] += was_in_json(strike, call)
+    whole = Counter(call.question.kind for call in calls if call.answer is not None and _moved_whole(call, watcher))
     rescued = {kind: len(streams[kind]) for kind in sorted({call.question.kind for call in calls})}
     report.extras["streams_rescued"] = rescued
-    report.extras["rescues_of_streams"] = _sorted(rescues)
+    report.extras["rescues_of_streams"] = _sorted(count_of)
     report.extras["rescues_in_arguments_or_json"] = _sorted(in_json)
     report.extras["whole_answers_moved"] = _sorted(whole)
     for kind, count in rescued.items():
         if count < at_least:
             report.offend(f"{count} streams of {kind} were rescued in mid-answer, and {at_least} should have been")
+
+
+def rescues(strikes: Sequence[Strike], calls: Sequence[Call], watcher: Watcher) -> Iterator[tuple[Strike, Call]]:
+    """Yield each stream that a strike hit in mid-answer and that has ended nevertheless, with the strike."""
+    by_id = {call.request_id: call for call in calls if call.answer is not None}
+    for strike in strikes:
+        for request_id in strike.streams:
+            call = by_id.get(request_id)
+            if call is not None and _was_rescued(strike, request_id, call, watcher):
+                yield strike, call
 
 
 def _was_rescued(strike: Strike, request_id: str, call: Call, watcher: Watcher) -> bool:
@@ -45,7 +50,7 @@ def _was_rescued(strike: Strike, request_id: str, call: Call, watcher: Watcher) 
     return bool(arrivals_s) and arrivals_s[0] <= strike.at_s < arrivals_s[-1]
 
 
-def _was_in_json(strike: Strike, call: Call) -> bool:
+def was_in_json(strike: Strike, call: Call) -> bool:
     """Report whether any choice had just brought, and then went on with, the same call's arguments or JSON text."""
     last: dict[int, Place] = {}
     following: dict[int, Place] = {}

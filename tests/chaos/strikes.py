@@ -70,14 +70,14 @@ class Chaos:
     endings: list[Ending] = field(default_factory=list)
     left_running: list[asyncio.Task[None]] = field(default_factory=list)  # by faults that do not wait
 
-    async def victim(self) -> LiveWorker:
-        """A worker in the midst of at least one stream; a worker is chosen as often as it has streams."""
+    async def victim(self, of: Callable[[str], bool] = lambda _: True) -> LiveWorker:
+        """A worker in the midst of at least one stream for which ``of`` holds, chosen as often as it has such."""
         farm, watcher = self.system.farm, self.system.watcher
         needed = min(READY_WORKERS, self.system.shape.workers)
         deadline_s = time.monotonic() + VICTIM_LIMIT_S
         while time.monotonic() < deadline_s:
             ready = {worker_id: worker for worker_id, worker in farm.live.items() if watcher.has_beaten(worker_id)}
-            busy = [w for r in self.load.mid_stream(lambda _: True) if (w := watcher.worker_of(r)) in ready]
+            busy = [w for r in self.load.mid_stream(of) if (w := watcher.worker_of(r)) in ready]
             if busy and len(ready) >= needed:
                 return ready[self.rng.choice(sorted(busy))]
             await asyncio.sleep(0.005)
