@@ -62,16 +62,18 @@ async def kill_each_kind(chaos: Chaos) -> None:
         if not wanted:
             await asyncio.sleep(0.02)
             continue
-        victim = await chaos.victim(_is_answer_to(chaos, wanted))
+        victim = await chaos.victim(_is_new_answer_to(chaos, wanted, struck))
         chaos.strike("kill", victim)
         victim.send(signal.SIGKILL)
         while victim.worker_id in chaos.system.farm.live:
             await asyncio.sleep(0.02)
 
 
-def _is_answer_to(chaos: Chaos, kinds: set[str]) -> Callable[[str], bool]:
-    return lambda request_id: any(
-        call.request_id == request_id and call.question.kind in kinds for call in chaos.load.open_calls()
+def _is_new_answer_to(chaos: Chaos, kinds: set[str], struck: set[str]) -> Callable[[str], bool]:
+    """Whether a stream is of such a kind, and no fault has struck it: its attempts have a limit."""
+    return lambda request_id: (
+        request_id not in struck
+        and any(call.request_id == request_id and call.question.kind in kinds for call in chaos.load.open_calls())
     )
 
 
