@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,10 +138,12 @@ def clean_environment() -> dict[str, str]:
     return {**env, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def run_system(data_dir: Path, arguments: list[str]) -> Iterator[System]:
-    system = System(data_dir, arguments)
+@contextmanager
+def run_system(system: System) -> Iterator[System]:
+    """Start it, and end it in order."""
     system.start()
     try:
         yield system
+        assert system.stop(signal.SIGTERM) == 0
     finally:
         system.kill_if_running()

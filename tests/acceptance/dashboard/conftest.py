@@ -66,7 +66,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("dashboard")
     config = folder / "spillway.toml"
     config.write_text(CONFIG)
-    for running in run_system(folder / "data", ["--config", str(config)]):
+    with run_system(System(folder / "data", ["--config", str(config)])) as running:
         asyncio.run(_prepare(running.data_dir))
         yield running
 

@@ -1,6 +1,7 @@
 """Adapters as application teams meet them: models like any other, beside the one that they were made for."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -17,11 +18,10 @@ QUESTION = [{"role": "user", "content": "What is Spillway?"}]
 MAX_TOKENS = 40
 
 
-def expected(demo: System) -> dict[str, str]:
+def expected(folder: Path) -> dict[str, str]:
     """Greedy answers to QUESTION, by model."""
     tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
     base = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32).eval()
-    folder = demo.data_dir.parent / "merged"
     models = {DEMO: base} | {name: make_adapter(base, folder / name, **made) for name, made in ADAPTERS.items()}
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answers = {}
@@ -31,12 +31,12 @@ def expected(demo: System) -> dict[str, str]:
     return answers
 
 
-def test_every_adapter_is_a_model_that_answers_as_if_merged(demo: System) -> None:
-    wanted = expected(demo)
+def test_every_adapter_is_a_model_that_answers_as_if_merged(system: System, tmp_path: Path) -> None:
+    wanted = expected(tmp_path)
     assert len(set(wanted.values())) == 3, "the adapters change nothing: nothing is tested"
     greedy: dict[str, Any] = {"messages": QUESTION, "temperature": 0, "max_tokens": MAX_TOKENS}
-    key = demo.command("keys", "create", "bots").splitlines()[0]
-    with openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key=key, max_retries=3) as client:
+    key = system.command("keys", "create", "bots").splitlines()[0]
+    with openai.OpenAI(base_url=f"{system.base_url}/v1", api_key=key, max_retries=3) as client:
         assert {model.id for model in client.models.list()} >= {DEMO, *ADAPTERS}
         answers = {name: client.chat.completions.create(model=name, **greedy) for name in wanted}
         assert {name: answer.model for name, answer in answers.items()} == {name: name for name in wanted}
@@ -44,16 +44,16 @@ def test_every_adapter_is_a_model_that_answers_as_if_merged(demo: System) -> Non
         with client.chat.completions.create(model="help", stream=True, **greedy) as stream:  # an alias of support-bot
             streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
         assert streamed == wanted["support-bot"]
-    log = "".join(path.read_text() for path in (demo.data_dir / "logs").glob("worker*.log"))
+    log = "".join(path.read_text() for path in (system.data_dir / "logs").glob("worker*.log"))
     assert all(f"adapter {name}: rank {made['r']} in " in log for name, made in ADAPTERS.items())
-    until_usage(demo, {DEMO: 1, "support-bot": 2, "sales-bot": 1})
+    until_usage(system, {DEMO: 1, "support-bot": 2, "sales-bot": 1})
 
 
-def until_usage(demo: System, requests: dict[str, int]) -> None:
+def until_usage(system: System, requests: dict[str, int]) -> None:
     """Wait until the ledger has so many requests of the key, by model."""
 
     def of_the_key() -> dict[object, object]:
-        return {row["model"]: row["requests"] for row in demo.usage("model,key") if row["key_name"] == "bots"}
+        return {row["model"]: row["requests"] for row in system.usage("model,key") if row["key_name"] == "bots"}
 
     deadline_s = time.monotonic() + HANGS_S
     while (found := of_the_key()) != requests:

@@ -14,13 +14,13 @@ from spillway.cli import app
 from tests.acceptance.system import System
 
 
-def test_a_running_spillway(scripted: System) -> None:
+def test_a_running_spillway(system: System) -> None:
     loads = ["--prompt-tokens", "100,100000", "--batch", "1,3", "--new-tokens", "5", "--rounds", "1"]
-    where = ["--url", scripted.base_url, "--key", scripted.api_key]
+    where = ["--url", system.base_url, "--key", system.api_key, "--model", "scripted"]
     done = CliRunner().invoke(app, ["bench", "engine", *where, *loads, "--json", "-"])
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["environment"]["model"] == scripted.model
+    assert report["environment"]["model"] == "scripted"
     assert [(row["prompt_tokens"], row["batch"]) for row in report["rows"]] == [(100, 1), (100, 3)]
     for row in report["rows"]:
         assert row["counted_prompt_tokens"] == pytest.approx(100, rel=0.1)

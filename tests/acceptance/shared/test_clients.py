@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from tests.acceptance.shared.conftest import ADAPTERS
+from tests.acceptance.shared.conftest import ADAPTERS, OTHERS
 from tests.acceptance.system import System
 from tests.waiting import HANGS_S
 
@@ -18,23 +18,23 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 60}
 
 
 @pytest.fixture
-def client(demo: System):
-    with openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key=demo.api_key, max_retries=0) as client:
+def client(system: System):
+    with openai.OpenAI(base_url=f"{system.base_url}/v1", api_key=system.api_key, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-async def async_client(demo: System):
-    async with openai.AsyncOpenAI(base_url=f"{demo.base_url}/v1", api_key=demo.api_key, max_retries=0) as client:
+async def async_client(system: System):
+    async with openai.AsyncOpenAI(base_url=f"{system.base_url}/v1", api_key=system.api_key, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def answer(demo: System) -> str:
+def answer(system: System) -> str:
     """The greedy answer that every way of asking must give."""
-    with openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key=demo.api_key) as client:
+    with openai.OpenAI(base_url=f"{system.base_url}/v1", api_key=system.api_key) as client:
         content = (
-            client.chat.completions.create(model=demo.model, messages=QUESTION, **GREEDY).choices[0].message.content
+            client.chat.completions.create(model=system.model, messages=QUESTION, **GREEDY).choices[0].message.content
         )
     assert content
     return str(content)
@@ -44,10 +44,10 @@ def test_the_answer_is_about_the_product(answer: str) -> None:
     assert "gateway" in answer.lower()
 
 
-def test_chat(client: openai.OpenAI, demo: System) -> None:
-    done = client.chat.completions.create(model=demo.model, messages=QUESTION, **GREEDY)
+def test_chat(client: openai.OpenAI, system: System) -> None:
+    done = client.chat.completions.create(model=system.model, messages=QUESTION, **GREEDY)
     assert done.object == "chat.completion"
-    assert done.model == demo.model
+    assert done.model == system.model
     assert done.choices[0].finish_reason in {"stop", "length"}
     assert done.usage is not None
     assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
@@ -55,12 +55,12 @@ def test_chat(client: openai.OpenAI, demo: System) -> None:
     assert done._request_id
 
 
-def test_streamed_chat_says_the_same_and_counts_the_same(client: openai.OpenAI, demo: System, answer: str) -> None:
-    whole = client.chat.completions.create(model=demo.model, messages=QUESTION, **GREEDY)
+def test_streamed_chat_says_the_same_and_counts_the_same(client: openai.OpenAI, system: System, answer: str) -> None:
+    whole = client.chat.completions.create(model=system.model, messages=QUESTION, **GREEDY)
     options: Any = {"include_usage": True}
     chunks = list(
         client.chat.completions.create(
-            model=demo.model, messages=QUESTION, stream=True, stream_options=options, **GREEDY
+            model=system.model, messages=QUESTION, stream=True, stream_options=options, **GREEDY
         )
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -72,18 +72,20 @@ def test_streamed_chat_says_the_same_and_counts_the_same(client: openai.OpenAI, 
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-async def test_async_client(async_client: openai.AsyncOpenAI, demo: System, answer: str) -> None:
-    whole = await async_client.chat.completions.create(model=demo.model, messages=QUESTION, **GREEDY)
+async def test_async_client(async_client: openai.AsyncOpenAI, system: System, answer: str) -> None:
+    whole = await async_client.chat.completions.create(model=system.model, messages=QUESTION, **GREEDY)
     assert whole.choices[0].message.content == answer
-    stream = await async_client.chat.completions.create(model=demo.model, messages=QUESTION, stream=True, **GREEDY)
+    stream = await async_client.chat.completions.create(model=system.model, messages=QUESTION, stream=True, **GREEDY)
     parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
     assert "".join(parts) == answer
 
 
-def test_langchain(demo: System, answer: str) -> None:
+def test_langchain(system: System, answer: str) -> None:
     from langchain_openai import ChatOpenAI  # takes seconds, of each process that imports this file
 
-    model = ChatOpenAI(model=demo.model, base_url=f"{demo.base_url}/v1", api_key=SecretStr(demo.api_key), **GREEDY)
+    model = ChatOpenAI(
+        model=system.model, base_url=f"{system.base_url}/v1", api_key=SecretStr(system.api_key), **GREEDY
+    )
     message = model.invoke("What is Spillway?")
     assert message.content == answer
     assert message.usage_metadata is not None
@@ -91,8 +93,8 @@ def test_langchain(demo: System, answer: str) -> None:
     assert "".join(str(part.content) for part in model.stream("What is Spillway?")) == answer
 
 
-def test_the_printed_curl_streams(demo: System) -> None:
-    printed = demo.output[demo.output.index("curl -N") :]
+def test_the_printed_curl_streams(system: System) -> None:
+    printed = system.output[system.output.index("curl -N") :]
     arguments = shlex.split(printed.strip().replace("\\\n", " "))
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=HANGS_S)
     events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line.startswith("data: ")]
@@ -102,12 +104,12 @@ def test_the_printed_curl_streams(demo: System) -> None:
     assert text.strip()
 
 
-def test_the_demo_model_calls_tools(client: openai.OpenAI, demo: System) -> None:
+def test_the_demo_model_calls_tools(client: openai.OpenAI, system: System) -> None:
     """A newcomer's first call: the small model does not choose tools well, but calls what it must call."""
     city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Oslo"]}}, "required": ["city"]}
     function = {"name": "get_weather", "parameters": {**city, "additionalProperties": False}}
     tools = [{"type": "function", "function": function}]
-    ask: dict[str, Any] = {"model": demo.model, "messages": QUESTION, "tools": tools}
+    ask: dict[str, Any] = {"model": system.model, "messages": QUESTION, "tools": tools}
     ask |= {"max_tokens": 100, "temperature": 0}
     assert client.chat.completions.create(**ask).choices[0].finish_reason
     [choice] = client.chat.completions.create(**ask, tool_choice="required", parallel_tool_calls=False).choices
@@ -120,17 +122,17 @@ def test_the_demo_model_calls_tools(client: openai.OpenAI, demo: System) -> None
     assert done.choices[0].finish_reason
 
 
-def test_text_completions(client: openai.OpenAI, demo: System) -> None:
-    whole = client.completions.create(model=demo.model, prompt="A gateway", max_tokens=8, temperature=0)
-    parts = client.completions.create(model=demo.model, prompt="A gateway", max_tokens=8, temperature=0, stream=True)
+def test_text_completions(client: openai.OpenAI, system: System) -> None:
+    whole = client.completions.create(model=system.model, prompt="A gateway", max_tokens=8, temperature=0)
+    parts = client.completions.create(model=system.model, prompt="A gateway", max_tokens=8, temperature=0, stream=True)
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
     assert whole.usage is not None
     assert whole.usage.completion_tokens <= 8
 
 
-def test_choices_seeds_and_logprobs(client: openai.OpenAI, demo: System) -> None:
+def test_choices_seeds_and_logprobs(client: openai.OpenAI, system: System) -> None:
     ask: dict[str, Any] = {
-        "model": demo.model,
+        "model": system.model,
         "messages": QUESTION,
         "max_tokens": 12,
         "seed": 7,
@@ -145,17 +147,17 @@ def test_choices_seeds_and_logprobs(client: openai.OpenAI, demo: System) -> None
     assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in tokens)
 
 
-def test_stop_strings(client: openai.OpenAI, demo: System, answer: str) -> None:
+def test_stop_strings(client: openai.OpenAI, system: System, answer: str) -> None:
     stop = answer.split()[3]
-    done = client.chat.completions.create(model=demo.model, messages=QUESTION, stop=[stop], **GREEDY)
+    done = client.chat.completions.create(model=system.model, messages=QUESTION, stop=[stop], **GREEDY)
     assert done.choices[0].finish_reason == "stop"
     assert done.choices[0].message.content == answer[: answer.index(stop)]
 
 
-def test_models(client: openai.OpenAI, demo: System) -> None:
+def test_models(client: openai.OpenAI, system: System) -> None:
     listed = client.models.list()
-    assert {model.id for model in listed} == {demo.model, *ADAPTERS}
-    assert client.models.retrieve(demo.model).object == "model"
+    assert {model.id for model in listed} == {system.model, *ADAPTERS, *OTHERS}
+    assert client.models.retrieve(system.model).object == "model"
 
 
 def body_of(error: openai.APIStatusError) -> dict[str, object]:
@@ -164,12 +166,12 @@ def body_of(error: openai.APIStatusError) -> dict[str, object]:
     return dict(error.body)
 
 
-def test_wrong_key_is_401(demo: System) -> None:
+def test_wrong_key_is_401(system: System) -> None:
     with (
-        openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key="sk-wrong", max_retries=0) as client,
+        openai.OpenAI(base_url=f"{system.base_url}/v1", api_key="sk-wrong", max_retries=0) as client,
         pytest.raises(openai.AuthenticationError) as caught,
     ):
-        client.chat.completions.create(model=demo.model, messages=QUESTION)
+        client.chat.completions.create(model=system.model, messages=QUESTION)
     assert body_of(caught.value)["code"] == "invalid_api_key"
 
 
@@ -189,9 +191,9 @@ class Reading(BaseModel):
     gates: list[bool] = Field(min_length=2, max_length=2)
 
 
-def test_an_answer_parsed_into_a_class(client: openai.OpenAI, demo: System) -> None:
+def test_an_answer_parsed_into_a_class(client: openai.OpenAI, system: System) -> None:
     parsed = client.chat.completions.parse(
-        model=demo.model, messages=QUESTION, response_format=Reading, temperature=1.5, seed=1, max_tokens=400
+        model=system.model, messages=QUESTION, response_format=Reading, temperature=1.5, seed=1, max_tokens=400
     )
     [choice] = parsed.choices
     assert choice.finish_reason == "stop"
@@ -199,7 +201,7 @@ def test_an_answer_parsed_into_a_class(client: openai.OpenAI, demo: System) -> N
     streamed = "".join(
         chunk.choices[0].delta.content or ""
         for chunk in client.chat.completions.create(
-            model=demo.model,
+            model=system.model,
             messages=QUESTION,
             stream=True,
             extra_body={"structured_outputs": {"choice": ["open", "closed"]}},
@@ -208,9 +210,9 @@ def test_an_answer_parsed_into_a_class(client: openai.OpenAI, demo: System) -> N
     assert streamed in {"open", "closed"}
 
 
-def test_cached_prompt_tokens_are_told(client: openai.OpenAI, demo: System) -> None:
+def test_cached_prompt_tokens_are_told(client: openai.OpenAI, system: System) -> None:
     long: list[Any] = [{"role": "user", "content": "Which gate is open, and which is closed? " * 8}]
-    usages = [client.chat.completions.create(model=demo.model, messages=long, max_tokens=2).usage for _ in range(2)]
+    usages = [client.chat.completions.create(model=system.model, messages=long, max_tokens=2).usage for _ in range(2)]
     assert usages[1] is not None
     assert usages[1].prompt_tokens_details is not None
     cached = usages[1].prompt_tokens_details.cached_tokens
@@ -238,9 +240,9 @@ def test_cached_prompt_tokens_are_told(client: openai.OpenAI, demo: System) -> N
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
     ],
 )
-def test_what_cannot_be_served_is_400_and_names_the_field(demo: System, extra: dict[str, object], param: str) -> None:
-    with demo.http() as http:
-        answer = http.post("/v1/chat/completions", json={"model": demo.model, "messages": QUESTION, **extra})
+def test_what_cannot_be_served_is_400_and_names_the_field(system: System, extra: dict[str, object], param: str) -> None:
+    with system.http() as http:
+        answer = http.post("/v1/chat/completions", json={"model": system.model, "messages": QUESTION, **extra})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -248,20 +250,22 @@ def test_what_cannot_be_served_is_400_and_names_the_field(demo: System, extra: d
     assert str(error["param"]).startswith(param), error
 
 
-def test_a_token_the_model_does_not_have_is_400_and_names_the_prompt(demo: System) -> None:
-    with demo.http() as http:
-        answer = http.post("/v1/completions", json={"model": demo.model, "prompt": [10**8]})
+def test_a_token_the_model_does_not_have_is_400_and_names_the_prompt(system: System) -> None:
+    with system.http() as http:
+        answer = http.post("/v1/completions", json={"model": system.model, "prompt": [10**8]})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "prompt"
 
 
-def test_malformed_json_is_400(demo: System) -> None:
-    with demo.http() as http:
+def test_malformed_json_is_400(system: System) -> None:
+    with system.http() as http:
         answer = http.post("/v1/chat/completions", content=b'{"model": ')
     assert answer.status_code == 400
     assert "JSON" in answer.json()["error"]["message"]
 
 
-def test_usage_is_in_the_ledger(demo: System, client: openai.OpenAI) -> None:
-    client.chat.completions.create(model=demo.model, messages=QUESTION, **GREEDY)
-    assert demo.wait_for_usage_of("default")["model"] == demo.model
+def test_usage_is_in_the_ledger(system: System) -> None:
+    key = system.command("keys", "create", "application").splitlines()[0]
+    with openai.OpenAI(base_url=f"{system.base_url}/v1", api_key=key) as client:
+        client.chat.completions.create(model=system.model, messages=QUESTION, **GREEDY)
+    assert system.wait_for_usage_of("application")["model"] == system.model

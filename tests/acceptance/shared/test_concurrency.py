@@ -28,9 +28,9 @@ async def answer(client: openai.AsyncOpenAI, model: str, number: int) -> tuple[s
     return "".join(parts), finish
 
 
-async def test_every_answer_equals_its_answer_alone(demo: System) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{demo.base_url}/v1", api_key=demo.api_key, timeout=HANGS_S) as client:
-        together = await asyncio.gather(*(answer(client, demo.model, number) for number in range(STREAMS)))
-        alone = [await answer(client, demo.model, number) for number in range(0, STREAMS, 3)]
+async def test_every_answer_equals_its_answer_alone(system: System) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{system.base_url}/v1", api_key=system.api_key, timeout=HANGS_S) as client:
+        together = await asyncio.gather(*(answer(client, system.model, number) for number in range(STREAMS)))
+        alone = [await answer(client, system.model, number) for number in range(0, STREAMS, 3)]
     assert together[::3] == alone
     assert len({text for text, _ in together}) > STREAMS // 4  # the questions do have different answers

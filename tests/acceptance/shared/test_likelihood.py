@@ -38,8 +38,8 @@ def expected(prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.fixture
-def client(demo: System):
-    with openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key=demo.api_key, max_retries=0) as client:
+def client(system: System):
+    with openai.OpenAI(base_url=f"{system.base_url}/v1", api_key=system.api_key, max_retries=0) as client:
         yield client
 
 
@@ -48,11 +48,11 @@ def own(expected: torch.Tensor, prompt: list[int]) -> list[float]:
 
 
 def test_loglikelihood_of_a_batch_as_lm_eval_asks(
-    client: openai.OpenAI, demo: System, prompt: list[int], expected: torch.Tensor
+    client: openai.OpenAI, system: System, prompt: list[int], expected: torch.Tensor
 ) -> None:
     batch = [prompt, prompt[:7], prompt[:60]]
     done = client.completions.create(
-        model=demo.model, prompt=batch, max_tokens=1, temperature=0, logprobs=1, seed=1234, echo=True
+        model=system.model, prompt=batch, max_tokens=1, temperature=0, logprobs=1, seed=1234, echo=True
     )
     assert [choice.index for choice in done.choices] == [0, 1, 2]
     for ids, choice in zip(batch, done.choices, strict=True):
@@ -66,10 +66,10 @@ def test_loglikelihood_of_a_batch_as_lm_eval_asks(
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_loglikelihood_as_lm_eval_asks(
-    client: openai.OpenAI, demo: System, prompt: list[int], expected: torch.Tensor, max_tokens: int
+    client: openai.OpenAI, system: System, prompt: list[int], expected: torch.Tensor, max_tokens: int
 ) -> None:
     done = client.completions.create(
-        model=demo.model, prompt=[prompt], max_tokens=max_tokens, temperature=0, logprobs=1, seed=1234, echo=True
+        model=system.model, prompt=[prompt], max_tokens=max_tokens, temperature=0, logprobs=1, seed=1234, echo=True
     )
     [choice] = done.choices
     logprobs = choice.logprobs
@@ -90,9 +90,9 @@ def test_loglikelihood_as_lm_eval_asks(
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(prompt), max_tokens)
 
 
-def test_a_streamed_echo_says_the_same(client: openai.OpenAI, demo: System, prompt: list[int]) -> None:
+def test_a_streamed_echo_says_the_same(client: openai.OpenAI, system: System, prompt: list[int]) -> None:
     asked: dict[str, Any] = {
-        "model": demo.model,
+        "model": system.model,
         "prompt": prompt,
         "max_tokens": 3,
         "logprobs": 2,
@@ -116,10 +116,10 @@ def test_a_streamed_echo_says_the_same(client: openai.OpenAI, demo: System, prom
 
 
 def test_prompt_logprobs_as_vllm_tells_them(
-    client: openai.OpenAI, demo: System, prompt: list[int], expected: torch.Tensor, tokenizer: PreTrainedTokenizerFast
+    client: openai.OpenAI, system: System, prompt: list[int], expected: torch.Tensor, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     body = {"prompt_logprobs": 2, "return_token_ids": True}
-    done: Any = client.completions.create(model=demo.model, prompt=prompt, max_tokens=2, extra_body=body)
+    done: Any = client.completions.create(model=system.model, prompt=prompt, max_tokens=2, extra_body=body)
     told = done.choices[0].prompt_logprobs
     assert done.choices[0].prompt_token_ids == prompt
     assert len(done.choices[0].token_ids) == 2
@@ -129,25 +129,25 @@ def test_prompt_logprobs_as_vllm_tells_them(
     )
     assert all(2 <= len(entry) <= 3 for entry in told[1:])
     chat: Any = client.chat.completions.create(
-        model=demo.model, messages=[{"role": "user", "content": "Hi"}], max_tokens=2, extra_body=body
+        model=system.model, messages=[{"role": "user", "content": "Hi"}], max_tokens=2, extra_body=body
     )
     assert "Hi" in tokenizer.decode(chat.prompt_token_ids)
     assert len(chat.prompt_logprobs) == len(chat.prompt_token_ids)
 
 
-def test_scored_requests_are_in_the_ledger(demo: System, prompt: list[int]) -> None:
-    token = demo.command("keys", "create", "scores").splitlines()[0]
+def test_scored_requests_are_in_the_ledger(system: System, prompt: list[int]) -> None:
+    token = system.command("keys", "create", "scores").splitlines()[0]
     with openai.OpenAI(
-        base_url=f"{demo.base_url}/v1", api_key=token
+        base_url=f"{system.base_url}/v1", api_key=token
     ) as scorer:  # again, where the key is still on its way
-        scorer.completions.create(model=demo.model, prompt=prompt, max_tokens=0, echo=True)
-    row = demo.wait_for_usage_of("scores")
+        scorer.completions.create(model=system.model, prompt=prompt, max_tokens=0, echo=True)
+    row = system.wait_for_usage_of("scores")
     assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (1, len(prompt), 0)
 
 
-def test_small_fields(client: openai.OpenAI, demo: System, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_small_fields(client: openai.OpenAI, system: System, tokenizer: PreTrainedTokenizerFast) -> None:
     def text(**fields: Any) -> str:
-        asked: dict[str, Any] = {"model": demo.model, "prompt": "Spillway is", "max_tokens": 12, "temperature": 0}
+        asked: dict[str, Any] = {"model": system.model, "prompt": "Spillway is", "max_tokens": 12, "temperature": 0}
         return str(client.completions.create(**asked, extra_body=fields).choices[0].text)
 
     plain = text()
@@ -165,10 +165,10 @@ def test_small_fields(client: openai.OpenAI, demo: System, tokenizer: PreTrained
     turn = {"role": "assistant", "content": "Spillway is a"}
     messages: list[Any] = [{"role": "user", "content": "What is Spillway?"}, turn]
     done = client.chat.completions.create(
-        model=demo.model, messages=messages, max_tokens=5, extra_body={"continue_final_message": True}, temperature=0
+        model=system.model, messages=messages, max_tokens=5, extra_body={"continue_final_message": True}, temperature=0
     )
     assert done.choices[0].message.content
     assert not done.choices[0].message.content.startswith("Spillway")
     tier = {"service_tier": "flex"}
-    flex: Any = client.completions.create(model=demo.model, prompt="x", max_tokens=1, extra_body=tier)
+    flex: Any = client.completions.create(model=system.model, prompt="x", max_tokens=1, extra_body=tier)
     assert flex.service_tier == "flex"

@@ -25,9 +25,9 @@ def test_there_are_such_commands() -> None:
 
 
 @pytest.mark.parametrize("words", RUN, ids=" ".join)
-def test_a_command_of_the_pages_does_what_it_says(scripted: System, words: tuple[str, ...]) -> None:
+def test_a_command_of_the_pages_does_what_it_says(system: System, words: tuple[str, ...]) -> None:
     if "NAME" in words:
         name = re.sub(r"\W+", "-", " ".join(words))
-        scripted.command("keys", "create", name)
+        system.command("keys", "create", name)
         words = tuple(name if word == "NAME" else word for word in words)
-    scripted.command(*words)
+    system.command(*words)

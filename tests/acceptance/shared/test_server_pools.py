@@ -1,6 +1,5 @@
 """Inference servers as pools: an answer that one begins goes on at one of another make, from the very tokens it has."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import openai
@@ -8,34 +7,14 @@ import pytest
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from tests.acceptance.system import System, run_system
+from tests.acceptance.system import System
 from tests.conformance.replay_events import llamacpp_events, vllm_events
-from tests.conformance.server_replay import Replay, running
-from tests.unit.engine.tiny_models import byte_level_tokenizer
+from tests.conformance.server_replay import Replay
 
 MODEL = "served"
 PROMPT = "hello world, price 5"
 MAX_TOKENS = 60
 CUT_AFTER = 7
-
-CONFIG = """
-[models.served]
-[pools.spot]
-tier = "spot"
-models = ["served"]
-[pools.spot.engine]
-kind = "vllm"
-url = "{vllm}"
-tokenizer = "{tokenizer}"
-revision = "r1"
-[pools.reserve]
-models = ["served"]
-[pools.reserve.engine]
-kind = "llamacpp"
-url = "{llamacpp}"
-tokenizer = "{tokenizer}"
-revision = "r1"
-"""
 
 
 @dataclass
@@ -57,15 +36,9 @@ class Served:
             return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("served")
-    byte_level_tokenizer().save_pretrained(folder / "model")
-    with running(Replay("vllm")) as vllm, running(Replay("llamacpp")) as llamacpp:
-        config = folder / "spillway.toml"
-        config.write_text(CONFIG.format(vllm=vllm.url, llamacpp=llamacpp.url, tokenizer=folder / "model"))
-        for system in run_system(folder / "data", ["--config", str(config)]):
-            yield Served(system, vllm, llamacpp)
+@pytest.fixture
+def served(system: System, vllm: Replay, llamacpp: Replay) -> Served:
+    return Served(system, vllm, llamacpp)
 
 
 def test_a_cut_stream_goes_on_at_a_server_of_another_make(served: Served) -> None:

@@ -1,0 +1,124 @@
+"""One data folder through faults, a restart and an impatient end of ``spillway up``."""
+
+import asyncio
+import json
+import re
+import shlex
+import signal
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.acceptance.disturbed_load import REQUESTS, check_the_records, run_all, wait_for_rows
+from tests.acceptance.system import System
+from tests.waiting import HANGS_S
+
+# A model of vectors before the one of text; and running requests are waited for.
+PATIENT = """
+[gateway.timeouts]
+shutdown_s = 600
+[models.vectors]
+[pools.vectors]
+models = ["vectors"]
+engine = { kind = "scripted", task = "embed", dimensions = 4 }
+[models.scripted]
+[pools.local]
+models = ["scripted"]
+provider = "here"
+region = "here"
+tier = "spot"
+usd_per_hour = 0
+engine = { kind = "scripted", faults_from_prompt = true }
+"""
+
+
+def test_records_keys_and_the_password_survive_faults_and_a_restart(tmp_path: Path) -> None:
+    system = System(tmp_path / "data", ["--model", "scripted"])
+    system.start()
+    try:
+        key = system.api_key
+        resolved = json.loads((system.data_dir / "run" / "config.json").read_text())
+        assert resolved["gateway"]["timeouts"]["leave_s"] == 0  # there is no load balancer that would have to notice
+        password = check_the_login(system)
+        ask(system)
+        row = system.wait_for_usage_of("default")
+        assert (row["requests"], row["completion_tokens"]) == (1, 5)
+        seen = asyncio.run(run_all(system))
+        assert sum(seen.values()) == REQUESTS
+        assert set(seen) <= {"ok", "cancelled", "failed"}, f"{seen}\n{system.logs()}"
+        asyncio.run(wait_for_rows(system, "requests", 1 + REQUESTS))
+        assert system.stop(signal.SIGINT) == 0  # everything that was still to be written is written now
+        check_the_records(system, seen + Counter(ok=1))
+        requests, failed = counted(system)  # the reports need no running system
+        assert requests == 1 + REQUESTS
+        kept = "".join(path.read_text(errors="replace") for path in system.data_dir.rglob("*.log"))
+        assert password not in kept
+
+        config = tmp_path / "spillway.toml"
+        config.write_text(PATIENT)
+        system.arguments = ["--config", str(config)]
+        system.start()
+        assert "password` sets a new one)" in re.sub(r"[\s│]+", " ", system.output)  # the box may break the line
+        assert system.api_key == key
+        ask(system)
+        check_the_printed_curl(system)
+        check_that_a_second_ctrl_c_ends_what_still_runs(system)
+        wanted = (requests + 3, failed + 1)
+        if counted(system) != wanted:  # the ledger was not waited for, either: it writes what the queue holds
+            system.start()
+            asyncio.run(wait_for_rows(system, "requests", requests + 3))
+            assert system.stop() == 0
+    finally:
+        system.kill_if_running()
+    assert counted(system) == wanted
+
+
+def counted(system: System) -> tuple[int, int]:
+    """Return how many requests are in the ledger, and how many of them failed."""
+    usage: list[Any] = system.usage()
+    return sum(row["requests"] for row in usage), sum(row["failed"] for row in usage)
+
+
+def ask(system: System) -> None:
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "[[tokens=5]] hello"}]}
+    with system.http() as http:
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def check_the_login(system: System) -> str:
+    """Log in with the password that was printed, and with a new one; return the first."""
+    found = re.search(r"Login +admin +(\w{20}) +\(shown only once\)", system.output)
+    assert found is not None, system.output
+    with httpx.Client(base_url=system.base_url, timeout=HANGS_S) as browser:
+        right = {"name": "admin", "password": found[1]}
+        assert browser.post("/login", data=right).status_code == 303
+        assert [key["name"] for key in browser.get("/admin/v1/keys").json()["data"]] == ["default"]
+        new = system.command("admin", "password").splitlines()[0]
+        assert browser.get("/admin/v1/keys").status_code == 401
+        assert browser.post("/login", data=right).status_code == 401
+        assert browser.post("/login", data={**right, "password": new}).status_code == 303
+    return found[1]
+
+
+def check_the_printed_curl(system: System) -> None:
+    """Check that it asks for what the first model can do."""
+    printed = system.output[system.output.index("curl -N") :]
+    assert "/v1/embeddings" in printed
+    arguments = shlex.split(printed.strip().replace("\\\n", " "))
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=HANGS_S)
+    assert len(json.loads(done.stdout)["data"]) == 2
+
+
+def check_that_a_second_ctrl_c_ends_what_still_runs(system: System) -> None:
+    stalling = {"model": "scripted", "messages": [{"role": "user", "content": "[[stall after=2]]"}], "stream": True}
+    with system.http() as http, http.stream("POST", "/v1/chat/completions", json=stalling) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        system.send(signal.SIGINT)
+        system.wait_for_output("stopping")
+        system.send(signal.SIGINT)
+        assert any('"shutting_down"' in line for line in lines)
+    assert system.stop(signal.SIGINT) == 0
