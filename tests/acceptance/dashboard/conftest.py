@@ -1,4 +1,4 @@
-"""A running Spillway with the scripted engine, a generated ledger, and a real Chromium that has logged in."""
+"""A running Spillway with the scripted engine, a generated ledger, and a tab of a real Chromium that has logged in."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Error, Page, Request, sync_playwright
 from pydantic import SecretStr
 
 from console.login.admins import set_password
@@ -30,33 +30,31 @@ CONFIG = """
 models = ["scripted"]
 engine = { kind = "scripted", inter_token_s = 0.02, faults_from_prompt = true }
 [batches]
-max_open_lines = 16
+max_open_lines = 4
 """
 LONG_AGO_UNIX_MS = 1_700_000_000_000  # of one request whose tokens are estimated: no other page shows it
 
 
 @dataclass
 class Visit:
-    """One tab, and what must not happen in it."""
+    """A test's use of the tab, and what must not happen in it."""
 
     page: Page
     url: str
     complaints: list[str] = field(default_factory=list)  # of the console
     foreign: list[str] = field(default_factory=list)  # requests to elsewhere
 
-    def __post_init__(self) -> None:
-        self.page.on("console", self._on_console)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", self._on_request)
-
     def go(self, path: str) -> None:
         self.page.goto(self.url + path)
 
-    def _on_console(self, message: ConsoleMessage) -> None:
+    def on_console(self, message: ConsoleMessage) -> None:
         if message.type in {"error", "warning"}:
             self.complaints.append(message.text)
 
-    def _on_request(self, request: Request) -> None:
+    def on_page_error(self, error: Error) -> None:
+        self.complaints.append(str(error))
+
+    def on_request(self, request: Request) -> None:
         if not request.url.startswith((self.url, "data:", "blob:")):
             self.foreign.append(request.url)
 
@@ -92,19 +90,27 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
+@dataclass
+class Tab:
+    """The only one: a renderer of its own for each test would take more time than the tests."""
+
+    page: Page
+    login: list[Any]  # its cookies
+
+
 @pytest.fixture(scope="package")
-def session(system: System, chromium: Browser) -> dict[str, object]:
-    """Cookies of a login."""
-    context = chromium.new_context(timezone_id=ZONE)
+def tab(system: System, chromium: Browser) -> Iterator[Tab]:
+    """A tab in which somebody has logged in."""
+    context = chromium.new_context(timezone_id=ZONE, accept_downloads=True)
+    context.set_default_timeout(HANGS_S * 1000)
     page = context.new_page()
     page.goto(system.base_url + "/dashboard/tokens?range=7d")
     page.fill("[name=password]", PASSWORD)
     page.click("text=Log in")
     page.wait_for_url("**/dashboard/tokens?range=7d")
     page.wait_for_selector(f"html[data-zone='Asia/Calcutta'], html[data-zone='{ZONE}']")
-    state: dict[str, object] = dict(context.storage_state())
+    yield Tab(page, context.cookies())
     context.close()
-    return state
 
 
 @pytest.fixture(params=[(1280, "light"), (390, "dark")], ids=["wide", "narrow"])
@@ -114,32 +120,34 @@ def shape(request: pytest.FixtureRequest) -> tuple[int, str]:
 
 
 @pytest.fixture
-def visit(system: System, chromium: Browser, session: dict[str, object]) -> Iterator[Visit]:
-    """A tab of a wide, light window; at its end nothing must have gone wrong in it."""
-    yield from open_visit(system, chromium, session, 1280, "light")
+def visit(system: System, tab: Tab) -> Iterator[Visit]:
+    """The tab as a wide, light window, as it was after the login; at its end nothing must have gone wrong in it."""
+    yield from open_visit(system, tab, 1280, "light")
 
 
 @pytest.fixture
-def shaped_visit(
-    system: System, chromium: Browser, session: dict[str, object], shape: tuple[int, str]
-) -> Iterator[Visit]:
+def shaped_visit(system: System, tab: Tab, shape: tuple[int, str]) -> Iterator[Visit]:
     """The same, wide and light or narrow and dark."""
-    yield from open_visit(system, chromium, session, *shape)
+    yield from open_visit(system, tab, *shape)
 
 
-def open_visit(
-    system: System, chromium: Browser, session: dict[str, object], width: int, colours: str
-) -> Iterator[Visit]:
-    context = chromium.new_context(
-        storage_state=session,  # type: ignore[arg-type]
-        viewport={"width": width, "height": 900},
-        color_scheme=colours,  # type: ignore[arg-type]
-        timezone_id=ZONE,
-        accept_downloads=True,
-    )
-    context.set_default_timeout(HANGS_S * 1000)
-    visit = Visit(context.new_page(), system.base_url)
+def open_visit(system: System, tab: Tab, width: int, colours: Any) -> Iterator[Visit]:
+    page = tab.page
+    page.evaluate("localStorage.clear(); sessionStorage.clear()")
+    page.context.clear_cookies()
+    page.context.add_cookies(tab.login)
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=colours)
+    visit = Visit(page, system.base_url)
+    heard: dict[Any, Any] = {
+        "console": visit.on_console,
+        "pageerror": visit.on_page_error,
+        "request": visit.on_request,
+    }
+    for event, listener in heard.items():
+        page.on(event, listener)
     yield visit
-    context.close()
+    for event, listener in heard.items():
+        page.remove_listener(event, listener)
     assert visit.complaints == []
     assert visit.foreign == []

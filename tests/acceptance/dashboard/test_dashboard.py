@@ -13,7 +13,7 @@ from playwright.sync_api import expect
 
 from tests.acceptance.dashboard.conftest import LONG_AGO_UNIX_MS, Visit
 from tests.acceptance.system import System
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, LONGEST_POLL_S
 
 CHAT: Final = "/v1/chat/completions"
 AXE = Path(__file__).with_name("axe.min.js").read_text()
@@ -130,9 +130,10 @@ def test_a_running_batch_moves_by_itself_and_leads_to_its_requests(visit: Visit,
         page.click("text=Requests of its key in that time")
         expect(page.locator("#rows .mark.ok").first).to_be_visible()
         client.batches.cancel(batch.id)
+        while client.batches.retrieve(batch.id).status != "cancelled":
+            page.wait_for_timeout(LONGEST_POLL_S * 1000)
         visit.go(f"/dashboard/batches/{batch.id}")
-        while not page.locator("h2 .mark", has_text="cancelled").count():
-            page.reload()
+        expect(page.locator("h2 .mark", has_text="cancelled")).to_be_visible()
         expect(page.locator("dl.facts")).to_contain_text("Given up")
 
 
@@ -288,8 +289,10 @@ def test_a_team_and_its_key_are_limited_with_the_keyboard_and_the_page_shows_wha
         assert http.post("/v1/chat/completions", headers=headers, json=body).status_code == 200
     page.get_by_label(f"Change {name}", exact=True).click()
     use = page.locator("section", has_text="Limits of its own")
-    while not use.get_by_text("1 of 4 requests a minute").count():  # the gateway reports within a second
-        page.reload()
+    while "1 of 4 requests a minute" not in page.request.get(page.url).text():  # the gateway reports within a second
+        page.wait_for_timeout(LONGEST_POLL_S * 1000)
+    page.reload()
+    expect(use).to_contain_text("1 of 4 requests a minute")
     expect(use).to_contain_text("3 left")
     assert faults(shaped_visit) == []
     page.get_by_label("Tokens a minute").fill("5000")
