@@ -16,7 +16,7 @@ LIMITED = {
 
 @pytest.fixture(scope="package")
 def spillway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedSystem]:
-    with run_played(tmp_path_factory.mktemp("clients") / "run", limited=LIMITED) as played:
+    with run_played(tmp_path_factory.mktemp("clients") / "run", workers=1, limited=LIMITED) as played:
         yield played
 
 

@@ -82,6 +82,9 @@ def test_embeddings(spillway: PlayedSystem) -> None:
     one, two, three = embeddings.embed_documents(["high", "low", "high"])
     assert one == three != two
     assert embeddings.embed_query("high") == one
+    with openai.OpenAI(base_url=f"{spillway.url}/v1", api_key=spillway.api_key) as client:
+        plain = client.embeddings.create(model=spillway.vectors, input="high", encoding_format="float")
+    assert one == pytest.approx(plain.data[0].embedding)
 
 
 def test_errors_are_of_the_clients_types(spillway: PlayedSystem) -> None:

@@ -1,4 +1,4 @@
-"""The clients of application teams (the official ones, LangChain and curl) against the demo model."""
+"""The clients of application teams (the official ones and curl) against the demo model; others: tests/clients."""
 
 import json
 import shlex
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.acceptance.shared.conftest import ADAPTERS, OTHERS
 from tests.acceptance.system import System
@@ -78,19 +78,6 @@ async def test_async_client(async_client: openai.AsyncOpenAI, system: System, an
     stream = await async_client.chat.completions.create(model=system.model, messages=QUESTION, stream=True, **GREEDY)
     parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
     assert "".join(parts) == answer
-
-
-def test_langchain(system: System, answer: str) -> None:
-    from langchain_openai import ChatOpenAI  # takes seconds, of each process that imports this file
-
-    model = ChatOpenAI(
-        model=system.model, base_url=f"{system.base_url}/v1", api_key=SecretStr(system.api_key), **GREEDY
-    )
-    message = model.invoke("What is Spillway?")
-    assert message.content == answer
-    assert message.usage_metadata is not None
-    assert message.usage_metadata["output_tokens"] > 0
-    assert "".join(str(part.content) for part in model.stream("What is Spillway?")) == answer
 
 
 def test_the_printed_curl_streams(system: System) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from pydantic import SecretStr
 
 from tests.acceptance.system import System
 from tests.unit.engine.pooled_models import (
@@ -38,20 +37,6 @@ def test_the_official_client(client: openai.OpenAI, models: Path) -> None:
         for row in rows:
             assert torch.dist(torch.tensor(row.embedding), reference(models, text)) < 1e-5
     assert answer.usage.prompt_tokens == by_ids.usage.prompt_tokens == sum(map(len, ids))
-
-
-def test_langchain(system: System, models: Path) -> None:
-    from langchain_openai import OpenAIEmbeddings  # takes seconds, of each process that imports this file
-
-    embeddings = OpenAIEmbeddings(
-        model="tiny-bert",
-        base_url=f"{system.base_url}/v1",
-        api_key=SecretStr(system.api_key),
-        check_embedding_ctx_length=False,  # or it would send OpenAI's own token ids
-    )
-    found = embeddings.embed_documents(TEXTS)
-    assert torch.dist(torch.tensor(found[1]), reference(models, TEXTS[1])) < 1e-5
-    assert torch.dist(torch.tensor(embeddings.embed_query(TEXTS[2])), reference(models, TEXTS[2])) < 1e-5
 
 
 def test_reranking(system: System, models: Path) -> None:
