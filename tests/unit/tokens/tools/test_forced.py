@@ -397,7 +397,7 @@ def test_resumed_anywhere_a_forced_call_is_the_undisturbed_one(
     form = AnswerForm(dialect_of("hermes", "none", tokenizer), TOOLS[1:2], is_single_call=True)
     grammar = form.grammar(must_call=True, content=None)
     sampling = sampling_of(grammar, {}, seed=0)
-    whole = run(engine, GenerationRequest("whole", PROMPT, sampling))["whole"]
+    whole = run(engine, GenerationRequest("whole", PROMPT, sampling))["whole", 0]
     cuts = {str(place): whole.token_ids[:place] for place in range(0, len(whole.token_ids), 3)}
     found = run(
         engine,
@@ -407,5 +407,5 @@ def test_resumed_anywhere_a_forced_call_is_the_undisturbed_one(
         ),
     )
     for name, before in cuts.items():
-        assert before + found[name].token_ids == whole.token_ids
-        assert found[name].text == whole.text
+        assert before + found[name, 0].token_ids == whole.token_ids
+        assert found[name, 0].text == whole.text
