@@ -147,7 +147,7 @@ def test_forced_calls_always_parse_and_validate(
     form = AnswerForm(dialect_of(tool_parser, reasoning_parser, tokenizer), tools)
     # Reasoning may come first; it is of no use to have much of it.
     bias = likely(tokenizer, {"</think>": 12, "[/THINK]": 12, "<|end|>": 12, "</s>": 6})
-    found = answers(engine, form.grammar(must_call=True, content=None), 8, bias)
+    found = answers(engine, form.grammar(must_call=True, content=None), 12, bias)
     assert len(check_answers(form, found)) > 1
 
 
@@ -208,7 +208,7 @@ def test_where_tools_are_strict_every_call_that_begins_is_valid(
     # Of harmony's channels, that of calls begins with a "c".
     channel = {"c": 5.0} if tool_parser == "harmony" else {}
     bias = likely(tokenizer, {begin: 12.0, "</think>": 10.0, "<|end|>": 10.0, "</s>": 11.0, **channel})
-    found = answers(engine, grammar, 8, bias, max_tokens=300)
+    found = answers(engine, grammar, 24, bias, max_tokens=300)
     read = [calls_in(form, answer.text) for answer in found if answer.finish_reason == "stop"]
     for calls, content, _ in read:
         assert begin not in content or begin == "{"
