@@ -19,6 +19,7 @@ class CutProxy:
         self._listen = listen or _listen_here
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._connections: set[asyncio.Task[None] | None] = set()
         self._out = asyncio.Event()  # set: what the client sends is passed on
         self._in = asyncio.Event()  # likewise, what the server sends
         self.heal()
@@ -56,19 +57,31 @@ class CutProxy:
         self._out.set()
         self._in.set()
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
+        """Break everything off; returns once no connection is left."""
         self.heal()
         self.refuse()
+        while self._connections:
+            await asyncio.sleep(0.001)
+            self.cut()  # who was just being let in
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(connection := asyncio.current_task())
+        ends = [writer]
+        self._writers.add(writer)
         try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
-        except OSError:
-            writer.close()
-            return
-        self._writers |= {writer, far_writer}
-        await asyncio.gather(self._pump(reader, far_writer, self._out), self._pump(far_reader, writer, self._in))
-        self._writers -= {writer, far_writer}
+            with contextlib.suppress(OSError):
+                far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+                ends.append(far_writer)
+                self._writers.add(far_writer)
+                await asyncio.gather(
+                    self._pump(reader, far_writer, self._out), self._pump(far_reader, writer, self._in)
+                )
+        finally:
+            for end in ends:
+                end.close()
+                self._writers.discard(end)
+            self._connections.discard(connection)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flowing: asyncio.Event) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # the latter is uvloop's word for a transport that is cut

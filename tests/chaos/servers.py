@@ -243,7 +243,7 @@ class ReplayServer:
         """Implement ``Server``."""
         self.is_up = False
         if self.url:
-            self.wire.refuse()
+            await self.wire.stop()
             await asyncio.to_thread(self._stack.pop_all().close)
         self.url = ""
 

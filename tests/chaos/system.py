@@ -345,7 +345,7 @@ class System:
     async def _start_proxy(self) -> CutProxy:
         proxy = CutProxy(self.queue_servers[0].port)
         await proxy.start()
-        self._stack.callback(proxy.stop)
+        self._stack.push_async_callback(proxy.stop)
         return proxy
 
     def _proxy_url(self, slot: int) -> str:

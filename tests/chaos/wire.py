@@ -55,8 +55,8 @@ class Wire:
     async def accept(self) -> None:
         await self._proxy.accept()
 
-    def stop(self) -> None:
-        self._proxy.stop()
+    async def stop(self) -> None:
+        await self._proxy.stop()
         for network in (self._near, self.network):
             if network is not None:
                 network.close()

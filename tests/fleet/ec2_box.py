@@ -60,7 +60,8 @@ class Instance:
             os.killpg(self.process.pid, signal.SIGKILL)  # the first process of all that it has started, so these too
         self.process.wait()
         for way in self.ways_out:
-            way.stop()
+            way.heal()
+            way.refuse()
         if self.network is not None:
             self.network.close()
         self.metadata.stop()

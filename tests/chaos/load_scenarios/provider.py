@@ -33,7 +33,7 @@ async def provider(stage: Stage) -> None:
     finally:
         await stage.system.farm.stop()
         for wire in wires.values():
-            wire.stop()
+            await wire.stop()
 
 
 async def _lose_one_after_the_other(stage: Stage, wires: Mapping[str, Wire]) -> None:

@@ -62,7 +62,7 @@ async def regions(stage: Stage) -> None:
     finally:
         await system.farm.stop()
         await asyncio.to_thread(leaf.kill)
-        wire.stop()
+        await wire.stop()
 
 
 def _expect_served_by(stage: Stage, workers: list[LiveWorker], lately_s: float) -> None:
