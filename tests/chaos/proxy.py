@@ -6,6 +6,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 CHUNK_BYTES = 65536
+ACCEPTING_STEPS = 10  # of the event loop, from a connection that is taken to its callback: asyncio needs some four
 
 
 class CutProxy:
@@ -61,6 +62,8 @@ class CutProxy:
         """Break everything off; returns once no connection is left."""
         self.heal()
         self.refuse()
+        for _ in range(ACCEPTING_STEPS):
+            await asyncio.sleep(0)
         while self._connections:
             await asyncio.sleep(0.001)
             self.cut()  # who was just being let in
