@@ -1,4 +1,4 @@
-"""Which certificates a worker believes of servers that it asks by HTTPS."""
+"""Which certificates pools believe of servers that they ask by HTTPS."""
 
 import ssl
 from functools import cache

@@ -207,7 +207,7 @@ def _write_private(path: Path, text: str) -> None:
 
 def _workers(config: Config) -> list[Child]:
     return [
-        _child(config, f"worker-{pool_name}-{number}", ["worker", "--pool", pool_name], pool.drain_s)
+        _child(config, f"worker-{pool_name}-{number}", ["worker", "--pool", pool_name], pool.drain_s + STOP_MARGIN_S)
         for pool_name, pool in config.pools.items()
         for number in range(1, (pool.workers if pool.fleet is None else 0) + 1)
     ]
@@ -216,20 +216,20 @@ def _workers(config: Config) -> list[Child]:
 def _others(config: Config) -> list[Child]:
     """Return the processes that need the database: the gateway, the ledger and, for pools that have one, the fleet."""
     timeouts = config.gateway.timeouts
+    gateway_limit_s = (timeouts.leave_s or 0.0) + timeouts.shutdown_s + STOP_MARGIN_S
     drains_s = [pool.drain_s for pool in config.pools.values() if pool.fleet is not None]
-    fleet_command = ["fleet", "run", "--end-machines"]
-    return [
-        _child(config, "gateway", ["gateway"], (timeouts.leave_s or 0.0) + timeouts.shutdown_s),
-        _child(config, "ledger", ["ledger"], LEDGER_STOP_LIMIT_S, margin_s=0.0),
-        *([_child(config, "fleet", fleet_command, max(drains_s), margin_s=FLEET_STOP_MARGIN_S)] if drains_s else []),
+    others = [
+        _child(config, "gateway", ["gateway"], gateway_limit_s),
+        _child(config, "ledger", ["ledger"], LEDGER_STOP_LIMIT_S),
     ]
+    if drains_s:
+        others.append(_child(config, "fleet", ["fleet", "run", "--end-machines"], max(drains_s) + FLEET_STOP_MARGIN_S))
+    return others
 
 
-def _child(
-    config: Config, name: str, command: list[str], stop_limit_s: float, margin_s: float = STOP_MARGIN_S
-) -> Child:
+def _child(config: Config, name: str, command: list[str], stop_limit_s: float) -> Child:
     arguments = [*command, "--config", str(resolved_config_path(config.data_dir))]
-    return Child(name, arguments, run_dir_of(config.data_dir), config.data_dir / "logs", stop_limit_s + margin_s)
+    return Child(name, arguments, run_dir_of(config.data_dir), config.data_dir / "logs", stop_limit_s)
 
 
 async def _run_processes(
