@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from batches.store import Counts
+from protocol.wire import UNDECODABLE
 
 LONGEST_WAIT_S: Final = 60.0
 USUAL_WAIT_S: Final = 5.0
@@ -100,7 +101,7 @@ def _is_budget(answer: Answer) -> bool:
         return False
     try:
         error = _decode_error(answer.body).error
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return False
     return error is not None and "insufficient_quota" in {error.code, error.type}
 
@@ -109,7 +110,7 @@ def counts_of(answer: Answer) -> Counts:
     """Return what an answered line adds to its batch."""
     try:
         usage = _decode_body(answer.body).usage or _Usage()
-    except msgspec.DecodeError:  # an endpoint that tells it otherwise, or not at all
+    except UNDECODABLE:  # an endpoint that tells it otherwise, or not at all
         usage = _Usage()
     details = usage.prompt_tokens_details or usage.input_tokens_details or _Details(usage.cache_read_input_tokens)
     prompt, completion = usage.prompt_tokens or usage.input_tokens, usage.completion_tokens or usage.output_tokens

@@ -2,6 +2,8 @@
 
 Any gateway takes any batch whose lease is free, those first that are due first; where a holder dies, its lease ends.
 Two that both believe to hold one do no harm: SQL takes commits of the later only (``epoch``), and the other one stops.
+No tenant waits while another has several batches here: one of these then rests. A batch that fails again and again in
+the same way is given up, and says so.
 """
 
 import asyncio
@@ -11,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from batches.index import NoRoomForIndex
 from batches.run import BatchRun, Feeding, Stop
 from batches.states import OVER, Status
 from batches.storage.base import StorageError
@@ -25,7 +28,8 @@ from protocol.lease import Lease
 from webhooks.events import EventType, publish_finished
 
 RENEW_PART: Final = 0.25  # of a lease's time
-RETRY_S: Final = 5.0  # after a run that failed
+MAX_TRIES: Final = 3  # of a run that fails in the same way each time
+MAX_TAKES: Final = 50  # of a batch of which no line was ever opened: whoever takes it dies, as it seems
 SWEEP_PERIOD_S: Final = 600.0
 TOLD_AGAIN_MS: Final = 900_000  # batches that are over since then are told of again where a gateway starts
 INDEX_AGE_S: Final = 24 * 3600.0
@@ -37,7 +41,7 @@ _EVENTS: Final[dict[str, EventType]] = {
     Status.EXPIRED: "batch.expired",
     Status.CANCELLED: "batch.cancelled",
 }
-_AWAY: Final[tuple[type[Exception], ...]] = (*SQL_ERRORS, BusError, StorageError)
+_AWAY: Final[tuple[type[Exception], ...]] = (*SQL_ERRORS, BusError, StorageError, NoRoomForIndex)
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +66,7 @@ class Feeder:
         self._gateway_id = gateway_id
         self._held: dict[str, _Held] = {}
         self._rests: dict[str, float] = {}  # batches that wait for their next try, and until when (monotonic clock)
+        self._failures: dict[str, tuple[str, int]] = {}  # how the last tries of a batch failed, and how many
         self._changed = changed
         self._leaving = False
 
@@ -108,14 +113,31 @@ class Feeder:
             if held is not None:
                 _stop_where_due(held.run, batch, now_ms)
                 await self._renew(held)
-            elif self._has_room and self._rests.get(batch.id, 0.0) <= now_s:
+            elif self._rests.get(batch.id, 0.0) <= now_s and self._has_room_for(batch.tenant):
                 await self._take(batch)
         still = {batch.id for batch in batches}
         self._rests = {name: until_s for name, until_s in self._rests.items() if name in still}
+        self._failures = {name: failure for name, failure in self._failures.items() if name in still}
+
+    def _has_room_for(self, tenant: str) -> bool:
+        """Report whether there is room, or a tenant with several batches has to make some for one that has none."""
+        if self._leaving:
+            return False
+        if len(self._running) < self._feeding.settings.max_running:
+            return True
+        return all(held.run.batch.tenant != tenant for held in self._held.values()) and self._to_rest() is not None
 
     @property
-    def _has_room(self) -> bool:
-        return len(self._held) < self._feeding.settings.max_running and not self._leaving
+    def _running(self) -> list[_Held]:
+        return [held for held in self._held.values() if not held.run.is_leaving]
+
+    def _to_rest(self) -> _Held | None:
+        """Return the batch that was taken last of the tenant that has most; None: no tenant has several."""
+        by_tenant: dict[str, list[_Held]] = {}
+        for held in self._running:
+            by_tenant.setdefault(held.run.batch.tenant, []).append(held)
+        most = max(by_tenant.values(), key=len, default=[])
+        return most[-1] if len(most) > 1 else None
 
     async def _take(self, batch: Batch) -> None:
         settings = self._feeding.settings
@@ -132,6 +154,10 @@ class Feeder:
         _stop_where_due(run, taken, unix_now_ms())
         held = self._held[taken.id] = _Held(run, lease)
         held.task = asyncio.create_task(self._feed(held), name=taken.id)
+        resting = self._to_rest() if len(self._running) > settings.max_running else None
+        if resting is not None:
+            log.info("batch %s rests: another tenant has none that is fed here", resting.run.batch.id)
+            resting.run.stop(Stop.LEAVING)
 
     async def _renew(self, held: _Held) -> None:
         if time.monotonic() - held.renewed_s < self._feeding.settings.lease_s * RENEW_PART:
@@ -149,15 +175,19 @@ class Feeder:
         is_over = False
         try:
             with self._feeding.series.feeding(held.run):
-                is_over = await held.run.run()
+                is_over = await self._run(held.run)
+                self._failures.pop(batch_id, None)
         except* Lost:
             log.warning("batch %s has been taken by another gateway", batch_id)
         except* _AWAY as errors:
             log.warning("batch %s is tried again: %s", batch_id, describe(errors.exceptions[0]))
+            if held.run.is_ending:  # its end must not wait for ever, e.g. for a file that has gone
+                self._note_failure(batch_id, errors)
         except* Exception as errors:
             log.exception("batch %s is tried again", batch_id, exc_info=errors)
+            self._note_failure(batch_id, errors)
         finally:
-            self._rests[batch_id] = time.monotonic() + RETRY_S
+            self._rests[batch_id] = time.monotonic() + self._feeding.settings.retry_s
             del self._held[batch_id]
             with contextlib.suppress(BusError):
                 await held.lease.release()
@@ -167,6 +197,25 @@ class Feeder:
                 self._feeding.series.ended(batch.status)
                 await self._tell(batch)
         self._changed.set()
+
+    async def _run(self, run: BatchRun) -> bool:
+        """Feed a batch, or give it up, which is its end. Raises what either raises."""
+        kind, tries = self._failures.get(run.batch.id, ("", 0))
+        if tries < MAX_TRIES and run.batch.in_progress_unix_ms is None and run.batch.epoch > MAX_TAKES:
+            kind, tries = "nobody lived to open a line", run.batch.epoch - 1
+        if tries < MAX_TRIES:
+            return await run.run()
+        log.error("batch %s is given up, after %d tries: %s", run.batch.id, tries, kind)
+        await run.set_aside(tries, kind)
+        return True
+
+    def _note_failure(self, batch_id: str, errors: BaseExceptionGroup[Exception]) -> None:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        kind = type(first).__name__
+        before, tries = self._failures.get(batch_id, (kind, 0))
+        self._failures[batch_id] = (kind, tries + 1 if before == kind else 1)
 
     # --- webhooks -----------------------------------------------------------------------------------------------------
 

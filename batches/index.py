@@ -31,6 +31,8 @@ NUMBERS_AT_A_TIME: Final = 4096
 LINES_AT_A_TIME: Final = 32
 NICENESS: Final = 10
 SPACE: Final = b" \t\r\n"
+NO_ROOM: Final = 75  # exit code: no fault of the batch (EX_TEMPFAIL of sysexits.h)
+LIMIT_S: Final = 1800.0  # for one file
 
 
 class IndexTask(Struct, frozen=True):
@@ -53,7 +55,11 @@ class IndexReport(Struct):
 
 
 class IndexFailed(Exception):
-    """The process has not done its work; it may do so the next time."""
+    """The process has not done its work, perhaps because of what the file holds."""
+
+
+class NoRoomForIndex(Exception):
+    """The gateway's machine has no room for an index now: the file is not at fault."""
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
@@ -62,7 +68,7 @@ class IndexFailed(Exception):
 def build(task: IndexTask, source: IO[bytes]) -> IndexReport:
     """Read the lines of a file into an index. Where a line is wrong, the report says so and the index is useless."""
     path = Path(task.path)
-    unfinished = path.with_suffix(f".{os.getpid()}.part")
+    unfinished = _unfinished(path, os.getpid())
     report = IndexReport(models={}, errors=[])
     try:
         with closing(sqlite3.connect(unfinished, isolation_level=None)) as database:
@@ -81,6 +87,10 @@ def build(task: IndexTask, source: IO[bytes]) -> IndexReport:
     finally:
         unfinished.unlink(missing_ok=True)
     return report
+
+
+def _unfinished(path: Path, process_id: int) -> Path:
+    return path.with_suffix(f".{process_id}.part")
 
 
 def _insert(task: IndexTask, source: IO[bytes], database: sqlite3.Connection, report: IndexReport) -> None:
@@ -143,7 +153,11 @@ def main() -> None:
     os.nice(NICENESS)
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=IndexTask)
     os.environ["SQLITE_TMPDIR"] = str(Path(task.path).parent)
-    report = build(task, sys.stdin.buffer)
+    try:
+        report = build(task, sys.stdin.buffer)
+    except (OSError, sqlite3.OperationalError) as error:  # no room on the disk, or no rights
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.exit(NO_ROOM)
     while sys.stdin.buffer.read(1024 * 1024):  # what was not looked at any more
         pass
     try:
@@ -158,7 +172,7 @@ def main() -> None:
 
 
 async def make_index(task: IndexTask, content: AsyncIterator[bytes]) -> IndexReport:
-    """Let a process make an index. Raises IndexFailed, and what ``content`` raises."""
+    """Let a process make an index. Raises IndexFailed, NoRoomForIndex, and what ``content`` raises."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "batches.index",
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # the same import path as ours
@@ -166,21 +180,30 @@ async def make_index(task: IndexTask, content: AsyncIterator[bytes]) -> IndexRep
         start_new_session=True,
     )  # fmt: skip
     assert process.stdin is not None  # noqa: S101  # for mypy
+    limit = asyncio.timeout(LIMIT_S)
     try:
-        with suppress(ConnectionError):  # it has died: its last words are read below
-            process.stdin.write(msgspec.json.encode(task) + b"\n")
-            async for chunk in content:
-                process.stdin.write(chunk)
-                await process.stdin.drain()
-        process.stdin.close()
-        answer, words = await process.communicate()
+        async with limit:
+            with suppress(ConnectionError):  # it has died: its last words are read below
+                process.stdin.write(msgspec.json.encode(task) + b"\n")
+                async for chunk in content:
+                    process.stdin.write(chunk)
+                    await process.stdin.drain()
+            process.stdin.close()
+            answer, words = await process.communicate()
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise IndexFailed(f"lines were not indexed within {LIMIT_S:.0f} s") from error
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+            _unfinished(Path(task.path), process.pid).unlink(missing_ok=True)
     if process.returncode:
-        raise IndexFailed(f"lines could not be indexed: {words.decode(errors='replace').strip()[-500:]}")
+        last_words = words.decode(errors="replace").strip()[-500:]
+        kind = NoRoomForIndex if process.returncode == NO_ROOM else IndexFailed
+        raise kind(f"lines could not be indexed (exit code {process.returncode}): {last_words}")
     return msgspec.json.decode(answer, type=IndexReport)
 
 

@@ -61,6 +61,7 @@ _FAILURES: Final = {
     Stop.EXPIRED: LineFailure(EXPIRED, "This request could not be answered before the completion window expired."),
     Stop.REVOKED: LineFailure(REVOKED, "The API key of the batch is no longer accepted."),
 }
+SET_ASIDE: Final = "set_aside"  # code of a batch's error
 _ENDS: Final = {Stop.CANCELLED: Status.CANCELLED, Stop.EXPIRED: Status.EXPIRED, Stop.REVOKED: Status.FAILED}
 
 
@@ -122,6 +123,10 @@ class BatchRun:
                 return False
             self.stop(Stop.REVOKED)
         report = await self._index(principal)
+        if report is None:  # nobody wants its lines any more
+            if self._stop is Stop.CANCELLED:
+                await self._end(Status.CANCELLED)
+            return self._stop is Stop.CANCELLED
         if report.errors:
             await self._end(Status.FAILED, report.errors)
             return True
@@ -129,12 +134,28 @@ class BatchRun:
             await self._feeding.batches.start(self.batch, report.total, report.models)
             return await self._run(index, report.total)
 
+    async def set_aside(self, tries: int, reason: str) -> None:
+        """End it after so many tries that failed in the same way; what was done is kept, and has been committed."""
+        status = Status.FAILED if self._stop is None else _ENDS.get(self._stop, Status.FAILED)
+        message = f"The batch was given up: it failed {tries} times in the same way ({reason}). What was done is kept."
+        await self._end(status, [LineError(SET_ASIDE, message)])
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it opens no more lines here, and somebody else goes on."""
+        return self._stop in {Stop.LEAVING, Stop.LOST}
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its lines are to be answered no more, and only its end is missing."""
+        return self._stop in _ENDS
+
     @property
     def _index_path(self) -> Path:
         return self._feeding.folder / f"{self.batch.id}.{self.batch.epoch}.index"
 
-    async def _index(self, principal: Principal | None) -> IndexReport:
-        """``principal``: None: none of its lines will run."""
+    async def _index(self, principal: Principal | None) -> IndexReport | None:
+        """Index the lines; None: nobody wants them any more. ``principal``: None: none of them will run."""
         settings, models = self._feeding.settings, self._feeding.models
         await asyncio.to_thread(self._make_room)
         any_model = principal is None or self.batch.surface == ANTHROPIC
@@ -150,7 +171,20 @@ class BatchRun:
             settings.max_line_bytes,
             any_model,
         )
-        return await make_index(task, self._feeding.files.content(self.batch.input_file_id))
+        if self.is_leaving:
+            return None
+        indexing = asyncio.create_task(make_index(task, self._feeding.files.content(self.batch.input_file_id)))
+        stopping = asyncio.create_task(self._wake.wait())
+        try:
+            await asyncio.wait({indexing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if self._stop is Stop.CANCELLED and self.batch.in_progress_unix_ms is None:
+                await asyncio.wait({indexing}, timeout=GRACE_S)
+                return await indexing if indexing.done() else None
+            return None if self.is_leaving else await indexing
+        finally:
+            stopping.cancel()
+            indexing.cancel()
+            await asyncio.gather(stopping, indexing, return_exceptions=True)
 
     def _make_room(self) -> None:
         """Remove what gateways that died before they opened it have left of earlier epochs."""

@@ -1,12 +1,17 @@
 """Validation of an input file, line by line: what is wrong before anything runs. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
+from protocol.wire import UNDECODABLE
+from web.body import check_values
+from web.errors import InvalidParameter
+
 MAX_CUSTOM_ID_CHARS: Final = 512
+MAX_DEPTH: Final = 200  # of lists and objects in each other, as in the body of a request
 GUESSED_TOKENS: Final = 256  # of an answer, where the line does not say how many it may have
 CHARS_PER_TOKEN: Final = 4
 
@@ -49,12 +54,7 @@ def check_line(text: bytes, endpoint: str, models: Mapping[str, str], *, any_mod
 
     ``any_model``: of another model, too, whose request will say so itself.
     """
-    try:
-        line = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Wrong("invalid_json_line", "This line is not parseable as valid JSON.") from error
-    if not isinstance(line, dict):
-        raise Wrong("invalid_json_line", "This line is no JSON object.")
+    line = _decoded(text)
     for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
         if line.get(name) is None:
             raise Wrong("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
@@ -68,6 +68,39 @@ def check_line(text: bytes, endpoint: str, models: Mapping[str, str], *, any_mod
     if line["url"] != endpoint:
         raise Wrong("invalid_url", f"The URL must be the batch's endpoint, {endpoint}.", "url")
     return Request(custom_id, _checked_model(body, models, any_model=any_model), body)
+
+
+def _decoded(text: bytes) -> dict[str, Any]:
+    try:
+        check_values(text)
+    except InvalidParameter as error:
+        raise Wrong("too_many_values", str(error).replace("The body", "This line")) from error
+    try:
+        line = msgspec.json.decode(text)
+    except UNDECODABLE as error:
+        raise Wrong("invalid_json_line", "This line is not parseable as valid JSON.") from error
+    # Whoever reads the line later reads it deeper in the stack than this process does.
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH and is_deeper(line, MAX_DEPTH):
+        raise Wrong("invalid_json_line", f"This line is nested more than {MAX_DEPTH} levels deep.")
+    if not isinstance(line, dict):
+        raise Wrong("invalid_json_line", "This line is no JSON object.")
+    return line
+
+
+def is_deeper(value: object, levels: int) -> bool:
+    """Report whether lists and objects are nested in each other more than so many levels deep."""
+    here = [value]
+    for _ in range(levels + 1):
+        here = [item for one in here for item in _items(one)]
+        if not here:
+            return False
+    return True
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _checked_model(body: Mapping[str, Any], models: Mapping[str, str], *, any_model: bool) -> str:

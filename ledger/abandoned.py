@@ -18,6 +18,7 @@ from typing import Any, Final
 from sqlalchemy import RowMapping, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from db.apart import write_apart
 from db.engine import writing
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.models import AttemptRow, OpenRequestRow
@@ -71,18 +72,27 @@ class AbandonedRequests:
         """
         since_unix_ms = written_until_unix_ms - self._abandoned_after_ms
         overdue = [name for name, ms in self._missed.items() if ms <= since_unix_ms]
-        try:
-            for start in range(0, len(overdue), CHUNK_REQUESTS):
-                request_ids = overdue[start : start + CHUNK_REQUESTS]
-                async with writing(self._engine) as connection:
-                    rows = await _abandoned_rows(connection, request_ids)
-                    await write_requests(connection, rows, replace_lost=False)
-                    await delete_open(connection, request_ids)
-                log.warning("recorded %d requests of gateways that died", len(rows))
-                for request_id in request_ids:
-                    del self._missed[request_id]
-        except SQL_ERRORS as error:
-            raise DatabaseUnavailable(describe(error)) from error
+        lost: dict[str, str] = {}
+        for start in range(0, len(overdue), CHUNK_REQUESTS):
+            await write_apart(overdue[start : start + CHUNK_REQUESTS], self._record, lost.__setitem__)
+        for request_id, reason in lost.items():
+            log.error("request %s of a gateway that died has no row: %s", request_id, reason)
+        await write_apart(list(lost), self._forget, lost.__setitem__)
+
+    async def _record(self, request_ids: Sequence[str]) -> None:
+        async with writing(self._engine) as connection:
+            rows = await _abandoned_rows(connection, request_ids)
+            await write_requests(connection, rows, replace_lost=False)
+            await delete_open(connection, request_ids)
+        log.warning("recorded %d requests of gateways that died", len(rows))
+        for request_id in request_ids:
+            del self._missed[request_id]
+
+    async def _forget(self, request_ids: Sequence[str]) -> None:
+        async with writing(self._engine) as connection:
+            await delete_open(connection, request_ids)
+        for request_id in request_ids:
+            del self._missed[request_id]
 
     async def _open_by_gateway(self) -> dict[str, _Open]:
         columns = (OpenRequestRow.gateway_id, OpenRequestRow.request_id, OpenRequestRow.completion_tokens)

@@ -19,10 +19,11 @@ from msgspec import Struct
 from sqlalchemy import and_, delete, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from db.apart import write_apart
 from db.engine import writing
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.models import OpenRequestRow, RequestRow
-from ledger.store import insert_rows, is_one_of, is_refusal, known_requests
+from ledger.store import insert_rows, is_one_of, known_requests
 from protocol.errors import ErrorCode
 from protocol.pull import Delivery
 from protocol.usage import AttemptRecord, RequestIntent, UsageRecord
@@ -76,8 +77,7 @@ class Intents:
                 break
             due.append(held)
             rows |= {row["request_id"]: row for row in held.rows}
-        if rows:
-            await self._write(rows)
+        await write_apart(list(rows.values()), self._write, _lose)
         for held in due:
             self._held.popleft()
             self._held_rows -= len(held.rows)
@@ -90,24 +90,13 @@ class Intents:
         self._held_rows = 0
         return deliveries
 
-    async def _write(self, rows: dict[str, dict[str, Any]]) -> None:
-        try:
-            async with writing(self._engine) as connection:
-                await _insert_missing(connection, rows)
-        except OverflowError as error:  # sqlite3's own, for integers beyond 64 bits
-            await self._write_apart(rows, error)
-        except SQL_ERRORS as error:
-            if not is_refusal(error):
-                raise DatabaseUnavailable(describe(error)) from error
-            await self._write_apart(rows, error)
+    async def _write(self, rows: Sequence[dict[str, Any]]) -> None:
+        async with writing(self._engine) as connection:
+            await _insert_missing(connection, {row["request_id"]: row for row in rows})
 
-    async def _write_apart(self, rows: dict[str, dict[str, Any]], error: Exception) -> None:
-        """Write intents one by one, so that only the one that SQL refuses is lost."""
-        if len(rows) == 1:
-            log.error("the intent of request %s is lost: %s", *rows, describe(error))
-            return
-        for request_id, row in rows.items():
-            await self._write({request_id: row})
+
+def _lose(row: dict[str, Any], reason: str) -> None:
+    log.error("the intent of request %s is lost: %s", row["request_id"], reason)
 
 
 async def _insert_missing(connection: AsyncConnection, rows: dict[str, dict[str, Any]]) -> None:

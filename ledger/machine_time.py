@@ -3,7 +3,8 @@
 A heartbeat reports since when its worker is up and how long it was busy since then, so any two of them cover the time
 in between: the next heartbeat makes up for those that a writer missed. Rows keep the least and the greatest value that
 any writer has seen; receiving a heartbeat twice, or in two writers, changes nothing. Times are by the worker's clock.
-A worker's last half second, and any time that no writer received before it was killed, is not counted.
+A worker's last half second, and any time that no writer received before it was killed, is not counted. Of a heartbeat
+that cannot be written its worker's time is lost until the next one, and nobody else's.
 """
 
 import logging
@@ -16,18 +17,23 @@ from sqlalchemy import func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from db.apart import write_apart
 from db.engine import writing
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.models import InstanceRow
 from db.money import MACHINE, nano_usd
 from ledger.prices import PriceBook, load_prices
+from ledger.store import MAX_USD_PER_HOUR
 from protocol import subjects
 from protocol.bus import Bus
+from protocol.clock import unix_now_ms
 from protocol.errors import ProtocolError
 from protocol.messages import Heartbeat, decode_heartbeat
 
 QUARTER_MS: Final = 900_000
 MAX_CATCH_UP_MS: Final = 35 * 86_400_000  # time that no writer has received for longer than this is not counted
+MAX_CLOCK_SKEW_MS: Final = (
+    86_400_000  # of a worker's clock: from so far away it would make up for years, again and again
+)
 FORGET_AFTER_FLUSHES: Final = 20  # without a heartbeat
 MIN_COLUMNS: Final = ("up_from_unix_ms", "busy_from_ms")
 MAX_COLUMNS: Final = ("up_until_unix_ms", "busy_until_ms")
@@ -64,7 +70,9 @@ class MachineTime:
         if not message.data:  # it has signed off
             return
         try:
-            self.receive(decode_heartbeat(message.data, subjects.worker_of_heartbeat(message.subject)))
+            beat = decode_heartbeat(message.data, subjects.worker_of_heartbeat(message.subject))
+            _check_plausible(beat)
+            self.receive(beat)
         except ProtocolError as error:
             log.warning("dropped a heartbeat: %s", error)
 
@@ -78,23 +86,21 @@ class MachineTime:
 
     async def flush(self) -> None:
         """Write the heartbeats received since the last flush. Raises DatabaseUnavailable; then call again."""
-        fresh = [last for last in self._last.values() if not last.flushes]
-        if fresh:
-            try:
-                async with writing(self._engine) as connection:
-                    await self._look_up(connection, [last for last in fresh if last.written is None])
-                    prices = await load_prices(connection)
-                    rows = [row for last in fresh for row in _rows(last.beat, last.written, prices)]
-                    if rows:
-                        await connection.execute(_upsert(connection.dialect.name), rows)
-            except SQL_ERRORS as error:
-                raise DatabaseUnavailable(describe(error)) from error
+        await write_apart([last for last in self._last.values() if not last.flushes], self._write, _lose)
         for worker_id, last in list(self._last.items()):
             if not last.flushes:
                 last.written = Moment(last.beat.sent_unix_ms, last.beat.busy_ms)
             last.flushes += 1
             if last.flushes > FORGET_AFTER_FLUSHES:
                 del self._last[worker_id]
+
+    async def _write(self, fresh: Sequence[_LastHeartbeat]) -> None:
+        async with writing(self._engine) as connection:
+            await self._look_up(connection, [last for last in fresh if last.written is None])
+            prices = await load_prices(connection)
+            rows = [row for last in fresh for row in _rows(last.beat, last.written, prices)]
+            if rows:
+                await connection.execute(_upsert(connection.dialect.name), rows)
 
     async def _look_up(self, connection: AsyncConnection, unknown: Sequence[_LastHeartbeat]) -> None:
         """Set ``written`` of these workers to what an earlier writer has stored."""
@@ -109,6 +115,18 @@ class MachineTime:
         }
         for last in unknown:
             last.written = found.get(last.beat.worker_id, Moment(last.beat.started_unix_ms, 0))
+
+
+def _check_plausible(beat: Heartbeat) -> None:
+    """Raise ProtocolError for a heartbeat that cannot be true."""
+    if abs(beat.sent_unix_ms - unix_now_ms()) > MAX_CLOCK_SKEW_MS:
+        raise ProtocolError(f"the clock of {beat.worker_id} is more than a day away: {beat.sent_unix_ms}")
+    if not (0 <= beat.usd_per_hour <= MAX_USD_PER_HOUR and min(beat.busy_ms, beat.started_unix_ms) >= 0):
+        raise ProtocolError(f"{beat.worker_id} reports an implausible price or time")
+
+
+def _lose(last: _LastHeartbeat, reason: str) -> None:
+    log.error("the machine time of %s is lost: %s", last.beat.worker_id, reason)
 
 
 def _rows(beat: Heartbeat, since: Moment | None, prices: PriceBook) -> Iterator[dict[str, Any]]:

@@ -12,29 +12,26 @@ import asyncpg
 import msgspec
 from sqlalchemy import ColumnElement, Text, and_, any_, delete, func, insert, literal, select
 from sqlalchemy.dialects.postgresql import ARRAY
-from sqlalchemy.exc import DataError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.orm import InstrumentedAttribute
 
 from db.engine import writing
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from db.errors import SQL_ERRORS, DatabaseUnavailable, describe, is_refusal
 from db.models import AttemptRow, Base, RequestRow
 from ledger.prices import PriceBook, load_prices
 from ledger.rollups import RollupDelta, apply
 from protocol.errors import ErrorCode
 from protocol.usage import AttemptRecord, RequestRecord, UsageRecord
 
-# SQLSTATE classes 22 (data exception) and 23 (integrity constraint violation): this row will never be accepted.
-REFUSED_SQLSTATE_CLASSES: Final = ("22", "23")
-
-MAX_ATTEMPT_TOKENS: Final = 100_000_000  # ten times the longest context there is, for several choices
-MAX_ATTEMPT_MS: Final = 30 * 24 * 3_600_000
+MAX_TOKENS: Final = 100_000_000  # of one record: ten times the longest context there is, for several choices
+MAX_MS: Final = 30 * 24 * 3_600_000  # likewise
+MAX_USD_PER_HOUR: Final = 1_000_000.0
 
 Row = dict[str, Any]  # column → value
 
 
 class RecordRefused(Exception):
-    """The database will never accept one of the records: a number out of range, a character it cannot hold."""
+    """One of the records will never be stored: a number out of range, a character that the database cannot hold."""
 
 
 async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> None:
@@ -44,7 +41,7 @@ async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> 
 
     Raises RecordRefused (nothing was stored) or DatabaseUnavailable (unknown whether anything was: call again).
     """
-    requests = [_row(record) for record in records if isinstance(record, RequestRecord)]
+    requests = [_request_row(record) for record in records if isinstance(record, RequestRecord)]
     attempts = [_attempt_row(record) for record in records if isinstance(record, AttemptRecord)]
     try:
         async with writing(engine) as connection:
@@ -58,6 +55,8 @@ async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> 
         if is_refusal(error):
             raise RecordRefused(describe(error)) from error
         raise DatabaseUnavailable(describe(error)) from error
+    except Exception as error:  # a defect of ours, which one of the records brings out: the others are not to wait
+        raise RecordRefused(f"{type(error).__name__}: {error}") from error
 
 
 async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str, Any]], *, replace_lost: bool) -> None:
@@ -147,18 +146,32 @@ def _row(record: UsageRecord) -> Row:
     return row
 
 
-def _attempt_row(record: AttemptRecord) -> Row:
-    """Build the row of a worker's own record; refuse implausible numbers. Raises RecordRefused."""
-    counts = (record.prompt_tokens, record.cached_tokens, record.completion_tokens, record.resumed_tokens)
-    phases = (record.engine_queue_ms, record.prefill_ms, record.decode_ms, record.ttft_ms)
-    times_ms = (record.queue_ms, record.total_ms, *[phase for phase in phases if phase is not None])
-    if not all(0 <= count <= MAX_ATTEMPT_TOKENS for count in (*counts, record.attempt, record.preemptions or 0)):
-        raise RecordRefused(f"counts of attempt {record.request_id}.{record.attempt} are implausible")
-    if record.cached_tokens > record.prompt_tokens:
-        raise RecordRefused(f"attempt {record.request_id}.{record.attempt} has more cached tokens than prompt tokens")
-    if not all(0 <= time_ms <= MAX_ATTEMPT_MS for time_ms in times_ms):
-        raise RecordRefused(f"times of attempt {record.request_id}.{record.attempt} are implausible")
+def _request_row(record: RequestRecord) -> Row:
+    """Build the row of a gateway's record, which tells what workers have counted. Raises RecordRefused."""
+    _check_plausible(record, f"request {record.request_id}", record.attempts)
     return _row(record)
+
+
+def _attempt_row(record: AttemptRecord) -> Row:
+    """Build the row of a worker's own record. Raises RecordRefused."""
+    what = f"attempt {record.request_id}.{record.attempt}"
+    _check_plausible(record, what, record.attempt, record.resumed_tokens)
+    if record.cached_tokens > record.prompt_tokens:
+        raise RecordRefused(f"{what} has more cached tokens than prompt tokens")
+    if not 0 <= record.usd_per_hour <= MAX_USD_PER_HOUR:
+        raise RecordRefused(f"the price of the machine of {what} is implausible")
+    return _row(record)
+
+
+def _check_plausible(record: RequestRecord | AttemptRecord, what: str, *further_counts: int) -> None:
+    """Raise RecordRefused for numbers that nobody can have counted: sums over them would leave SQL's range."""
+    counts = (record.prompt_tokens, record.cached_tokens, record.completion_tokens, record.preemptions or 0)
+    if not all(0 <= count <= MAX_TOKENS for count in (*counts, *further_counts)):
+        raise RecordRefused(f"counts of {what} are implausible")
+    phases = (record.queue_ms, record.ttft_ms, record.engine_queue_ms, record.prefill_ms, record.decode_ms)
+    times_ms = (record.total_ms, *[phase for phase in phases if phase is not None])
+    if not all(0 <= time_ms <= MAX_MS for time_ms in times_ms):
+        raise RecordRefused(f"times of {what} are implausible")
 
 
 def _priced(row: Mapping[str, Any], prices: PriceBook) -> Row:
@@ -166,15 +179,3 @@ def _priced(row: Mapping[str, Any], prices: PriceBook) -> Row:
     ran = row["pool"] is not None
     tokens = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"]) if ran else (0, 0, 0)
     return {**row, "charge_nano_usd": prices.charge_nano_usd(row["model"], row["received_unix_ms"], *tokens)}
-
-
-def is_refusal(error: Exception) -> bool:
-    """Report whether the database will never accept the row that caused this error."""
-    # A false True loses a record, a false False blocks the ledger until an operator acts: only certain errors count.
-    if isinstance(error, (DataError, IntegrityError, asyncpg.DataError)):
-        return True
-    driver_error = getattr(error, "orig", None) or error  # COPY's errors come as the driver's own
-    if isinstance(getattr(driver_error, "__cause__", None), asyncpg.DataError):  # refused before it was sent
-        return True
-    sqlstate = getattr(driver_error, "sqlstate", None) or ""
-    return sqlstate.startswith(REFUSED_SQLSTATE_CLASSES)

@@ -5,7 +5,8 @@
                            └──unreadable or refused by SQL──> parked alone (ledger.parked)
 
 A record is acknowledged only after its commit, and inserting it twice does nothing, so a crash anywhere between
-delivery and acknowledgement costs one redelivery and no row.
+delivery and acknowledgement costs one redelivery and no row. What a message or a periodic job does that nobody expected
+ends neither the writer nor another job: it would do so again after a restart, and all other records would wait for it.
 """
 
 import asyncio
@@ -103,13 +104,13 @@ class LedgerWriter:
         while not self._stopping.is_set():
             began_s = time.monotonic()
             await self._receive_batch()
-            await self._create_partitions()
+            await _guarded("creating partitions", self._create_partitions)
             await self._write_batch()
             await self._write_intents()
-            await self._purge_written()
-            await self._replays.replay_due()
-            await self._record_machine_time()
-            await self._delete_old()
+            await _guarded("purging written records", self._purge_written)
+            await _guarded("replaying parked records", self._replays.replay_due)
+            await _guarded("recording machine time", self._record_machine_time)
+            await _guarded("deleting old rows", self._delete_old)
             if not self._held:
                 await wait_for(self._stopping, began_s + self._settings.batch_wait_s - time.monotonic())
 
@@ -188,11 +189,14 @@ class LedgerWriter:
         """Once a period, write rows for requests that no gateway holds any more."""
         while not await wait_for(self._stopping, self._settings.abandoned_period_s):
             await self._measure_clock()
-            try:
-                await self._abandoned.check()
-                await self._abandoned.record_overdue(self._written_until_unix_ms)
-            except DatabaseUnavailable as error:
-                log.warning("cannot record requests of gateways that died, will retry: %s", error)
+            await _guarded("recording requests of gateways that died", self._record_abandoned)
+
+    async def _record_abandoned(self) -> None:
+        try:
+            await self._abandoned.check()
+            await self._abandoned.record_overdue(self._written_until_unix_ms)
+        except DatabaseUnavailable as error:
+            log.warning("cannot record requests of gateways that died, will retry: %s", error)
 
     async def _measure_clock(self) -> None:
         """Measure the stream's clock: by a clock a minute behind it, requests would count as abandoned immediately."""
@@ -225,12 +229,12 @@ class LedgerWriter:
         """Once a period, delete rows past their retention: a few between any two batches, until none are left."""
         if time.monotonic() - self._deleted_s < RETENTION_PERIOD_S:
             return
+        before_s, self._deleted_s = self._deleted_s, time.monotonic()
         try:
-            if not await self._retention.delete_some():
-                self._deleted_s = time.monotonic()
+            if await self._retention.delete_some():
+                self._deleted_s = before_s
         except DatabaseUnavailable as error:
             log.warning("cannot delete old rows, will retry: %s", error)
-            self._deleted_s = time.monotonic()
 
     async def _decoded(self, delivery: Delivery) -> _Entry:
         records, unread = read_usage(delivery.payload)
@@ -281,10 +285,11 @@ class LedgerWriter:
         return True
 
     async def _store_apart(self, entries: list[_Entry]) -> None:
-        """Write records one by one, so that only the one that SQL refuses is parked."""
+        """Write each half apart, down to single records, so that only the one that SQL refuses is parked."""
         if len(entries) > 1:
-            for entry in entries:
-                await self._store([entry])
+            middle = len(entries) // 2
+            for half in (entries[:middle], entries[middle:]):
+                await self._store(half)
             return
         entry = entries[0]
         refused: list[UnreadUsage] = []
@@ -320,6 +325,14 @@ class LedgerWriter:
                     await answer(self._bus, delivery)
         except BusError as error:
             log.warning("some of %d messages will be delivered again: %s", len(deliveries), error)
+
+
+async def _guarded(what: str, job: Callable[[], Awaitable[None]]) -> None:
+    """Do a job that comes round again. What nobody expected is logged, and the other jobs go on."""
+    try:
+        await job()
+    except Exception:
+        log.exception("%s failed, will retry", what)
 
 
 def _by_their_sender(delivery: Delivery, records: list[UsageRecord]) -> list[UsageRecord]:

@@ -13,7 +13,7 @@ from protocol.telemetry import TelemetrySettings
 class Settings(BaseModel):
     """Base of all settings: immutable, and unknown keys are errors that name the key."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 PositiveInt = Annotated[int, Field(gt=0)]

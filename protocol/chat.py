@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from protocol import wire
+from protocol.wire import Whole
 
 Input = Literal["ids", "text", "messages"]  # what a pool's engine is asked with: token ids, a prompt's text, messages
 TAKES_IDS: Final = "ids"
@@ -84,10 +85,10 @@ class ChatUsage(Struct, frozen=True, array_like=True):
     """The tokens that one choice has used."""
 
     counted_by: CountedBy
-    prompt_tokens: int
-    completion_tokens: int  # reasoning included
-    cached_tokens: int = 0  # of the prompt
-    reasoning_tokens: int = 0
+    prompt_tokens: Whole
+    completion_tokens: Whole  # reasoning included
+    cached_tokens: Whole = 0  # of the prompt
+    reasoning_tokens: Whole = 0
 
 
 class Deltas(Struct, frozen=True, array_like=True, tag="d"):
@@ -101,7 +102,7 @@ class Deltas(Struct, frozen=True, array_like=True, tag="d"):
     seq: int
     index: int
     parts: tuple[Part, ...]
-    tokens: int = 0  # that the parts have, as estimated
+    tokens: Whole = 0  # that the parts have, as estimated
     finish_reason: str | None = None  # "stop" | "length" | "content_filter" on the choice's last frame
     usage: ChatUsage | None = None  # with the finish reason: takes the place of the estimates
 

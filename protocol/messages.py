@@ -33,6 +33,7 @@ from protocol.grammar import Grammar
 from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.pooling import Pooling, PoolingCard
 from protocol.subjects import queue_of
+from protocol.wire import Real, Whole
 
 PROTOCOL_VERSION: Final = wire.PROTOCOL_VERSION
 TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]  # what ``pack_token_ids`` takes
@@ -166,7 +167,7 @@ class Accepted(Struct, frozen=True, array_like=True, tag="a"):
     pool: str
     provider: str
     region: str
-    queue_ms: float  # publish → pull, by the worker's clock against JetStream's time stamp
+    queue_ms: Real  # publish → pull, by the worker's clock against JetStream's time stamp
     tier: str | None = None  # of its pool
     revision: str = ""  # Revision.weights of what it runs
     counted_by: CountedBy = "engine"  # whose counts its own will be; "provider": it takes messages
@@ -200,10 +201,10 @@ class Vector(Struct, frozen=True, array_like=True, tag="v"):
 class Timings(Struct, frozen=True, array_like=True):
     """The time an attempt spent in the engine: three phases, one after the other, over all its choices."""
 
-    engine_queue_ms: float  # given to the engine → a choice is first scheduled
-    prefill_ms: float  # → the first token of any choice
-    decode_ms: float  # → the last token of the last choice
-    preemptions: int  # of all choices; what they cost is in the phase they happened in
+    engine_queue_ms: Real  # given to the engine → a choice is first scheduled
+    prefill_ms: Real  # → the first token of any choice
+    decode_ms: Real  # → the last token of the last choice
+    preemptions: Whole  # of all choices; what they cost is in the phase they happened in
 
 
 class Finished(Struct, frozen=True, array_like=True, tag="f"):
@@ -213,10 +214,10 @@ class Finished(Struct, frozen=True, array_like=True, tag="f"):
     attempt: int
     seq: int
     cancelled: bool
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int  # made by this attempt, over all choices; tokens resumed from are not counted again
-    ttft_ms: float  # pull → first token; 0 if none was made
+    prompt_tokens: Whole
+    cached_tokens: Whole
+    completion_tokens: Whole  # made by this attempt, over all choices; tokens resumed from are not counted again
+    ttft_ms: Real  # pull → first token; 0 if none was made
     timings: Timings | None = None  # None: the engine does not report them
 
 
@@ -230,7 +231,7 @@ class Failed(Struct, frozen=True, array_like=True, tag="x"):
     message: str
     retryable: bool  # another worker may do better
     param: str | None = None  # the request field at fault, for the caller's mistakes
-    completion_tokens: int = 0
+    completion_tokens: Whole = 0
     timings: Timings | None = None  # None: the engine does not report them, or has not begun
 
 
@@ -300,26 +301,26 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     tier: str  # "spot" | "reserved" | "on-demand" | "hosted"
     engine: str
     models: tuple[str, ...]
-    usd_per_hour: float
-    max_sequences: int
-    max_kv_tokens: int
-    free_sequences: int
-    free_kv_tokens: int
-    running: int
-    started_unix_ms: int
-    sent_unix_ms: int
+    usd_per_hour: Real
+    max_sequences: Whole
+    max_kv_tokens: Whole
+    free_sequences: Whole
+    free_kv_tokens: Whole
+    running: Whole
+    started_unix_ms: Whole
+    sent_unix_ms: Whole
     draining: bool = False
-    jobs_taken: int = 0  # since the worker started: their increase is the rate at which the queue is served
-    tokens_made: int = 0  # output tokens, likewise
+    jobs_taken: Whole = 0  # since the worker started: their increase is the rate at which the queue is served
+    tokens_made: Whole = 0  # output tokens, likewise
     stats: EngineStats | None = None  # None: the engine does not report them
-    busy_ms: int = 0  # time with at least one job since it started, as seen from heartbeat to heartbeat
+    busy_ms: Whole = 0  # time with at least one job since it started, as seen from heartbeat to heartbeat
     revisions: dict[str, Revision] = {}  # of its models
     takes: Input = "ids"
     continues: bool = True  # answers that another worker has begun
     pace: Pace | None = None  # None: it is not watched
     machine: str = ""  # that the fleet controller launched it on; "": none
     trusted: bool = False  # it takes the jobs that demand trusted pools, and no others
-    batch_jobs_taken: int = 0  # of jobs_taken: those of the low lane
+    batch_jobs_taken: Whole = 0  # of jobs_taken: those of the low lane
 
     @property
     def queues(self) -> list[str]:
@@ -332,7 +333,7 @@ class ModelCard(Struct, frozen=True, omit_defaults=True):
 
     v: int
     model: str
-    context_length: int  # prompt + output tokens, as the engine enforces it
+    context_length: Whole  # prompt + output tokens, as the engine enforces it
     tokenizer_object: str  # name in the ``artifacts`` object bucket: a Hugging Face tokenizer.json
     chat_template: str | None  # Jinja source; None: the model has no chat format
     special_tokens: dict[str, str] = {}  # bos_token, eos_token, …: the template's variables

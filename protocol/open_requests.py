@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from protocol import wire
+from protocol.wire import Whole
 
 MAX_ASKED: Final = 1000  # requests in one question
 
@@ -25,7 +26,7 @@ class OpenRequestsQuery(Struct, frozen=True, array_like=True):
 class StillOpen(Struct, frozen=True, array_like=True):
     """Those that run, or whose records are not stored yet."""
 
-    completion_tokens: dict[str, int]  # by request: output tokens so far, over all choices
+    completion_tokens: dict[str, Whole]  # by request: output tokens so far, over all choices
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from protocol import wire
 from protocol.messages import encode
+from protocol.wire import Whole
 
 
 class PayloadRecord(Struct, frozen=True, omit_defaults=True):
@@ -14,7 +15,7 @@ class PayloadRecord(Struct, frozen=True, omit_defaults=True):
 
     v: int
     request_id: str
-    received_unix_ms: int
+    received_unix_ms: Whole
     model: str  # canonical name
     endpoint: str  # see Origin
     key_id: str
@@ -22,7 +23,7 @@ class PayloadRecord(Struct, frozen=True, omit_defaults=True):
     end_user: str | None  # the client's name for its end user
     train_ok: bool
     redacted: bool
-    expires_unix_ms: int
+    expires_unix_ms: Whole
     encoding: str  # of both that follow (ledger.payloads.sealing)
     dropped: bool = False  # it may not be kept, or is too large: request and answer are left out
     request: bytes | None = None

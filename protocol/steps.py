@@ -45,7 +45,7 @@ def decode_step(payload: bytes, sender: str = "") -> StepFrame:
     """
     try:
         step = _step_decoder.decode(payload)
-    except msgspec.MsgspecError:
+    except wire.UNDECODABLE:
         step = _decode_apart(payload)
     wire.check_version(step.v)
     if sender and sender != step.worker_id:
@@ -62,6 +62,6 @@ def _decode_apart(payload: bytes) -> StepFrame:
 def _decode_frame(frame: bytes) -> Frame | UnreadableFrame:
     try:
         return _frame_decoder.decode(frame)
-    except msgspec.MsgspecError as error:
+    except wire.UNDECODABLE as error:
         head = wire.decode(_frame_head_decoder, frame, "frame")
         return UnreadableFrame(head.request_id, head.attempt, head.seq, head.tag, str(error))

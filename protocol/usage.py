@@ -14,6 +14,7 @@ from protocol.chat import CountedBy
 from protocol.errors import ProtocolError
 from protocol.messages import encode
 from protocol.rescue import Rescue
+from protocol.wire import Real, Whole
 
 
 class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
@@ -22,30 +23,30 @@ class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
     v: int
     request_id: str
     gateway_id: str
-    received_unix_ms: int
+    received_unix_ms: Whole
     endpoint: str  # see Origin
     model: str
     key_id: str
     key_name: str
     stream: bool
     outcome: str  # "ok" | "cancelled" | "failed"
-    http_status: int  # as sent, or about to be; 499 for a caller that left before the headers
+    http_status: Whole  # as sent, or about to be; 499 for a caller that left before the headers
     error_code: str | None
     finish_reason: str | None  # of choice 0
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int  # over all choices
-    attempts: int
-    queue_ms: float | None  # admission → accepted by the last attempt's worker
-    ttft_ms: float | None  # received → first token at the gateway
-    total_ms: float  # received → ended
+    prompt_tokens: Whole
+    cached_tokens: Whole
+    completion_tokens: Whole  # over all choices
+    attempts: Whole
+    queue_ms: Real | None  # admission → accepted by the last attempt's worker
+    ttft_ms: Real | None  # received → first token at the gateway
+    total_ms: Real  # received → ended
     pool: str | None  # of the last attempt
     provider: str | None
     region: str | None
-    engine_queue_ms: float | None = None  # this and what follows: sums over its attempts (gateway.dispatch.attempts)
-    prefill_ms: float | None = None
-    decode_ms: float | None = None
-    preemptions: int | None = None
+    engine_queue_ms: Real | None = None  # this and what follows: sums over its attempts (gateway.dispatch.attempts)
+    prefill_ms: Real | None = None
+    decode_ms: Real | None = None
+    preemptions: Whole | None = None
     team_id: str | None = None
     organisation_id: str | None = None
     tier: str | None = None  # of the last attempt's pool
@@ -60,7 +61,7 @@ class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
 
     v: int
     request_id: str
-    attempt: int
+    attempt: Whole
     worker_id: str
     pool: str
     provider: str
@@ -68,27 +69,27 @@ class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
     tier: str
     engine: str
     model: str
-    started_unix_ms: int
+    started_unix_ms: Whole
     outcome: str  # "ok" | "cancelled" | "failed"
     error_code: str | None
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    queue_ms: float
-    ttft_ms: float | None  # pull → first token
-    total_ms: float  # pull → end
-    usd_per_hour: float
-    resumed_tokens: int = 0  # output tokens that it began with, over all choices
-    received_unix_ms: int = 0  # when the gateway received the request
+    prompt_tokens: Whole
+    cached_tokens: Whole
+    completion_tokens: Whole
+    queue_ms: Real
+    ttft_ms: Real | None  # pull → first token
+    total_ms: Real  # pull → end
+    usd_per_hour: Real
+    resumed_tokens: Whole = 0  # output tokens that it began with, over all choices
+    received_unix_ms: Whole = 0  # when the gateway received the request
     gateway_id: str | None = None  # this and what follows: its Origin
     endpoint: str | None = None
     key_id: str | None = None
     key_name: str | None = None
     stream: bool | None = None
-    engine_queue_ms: float | None = None  # this and what follows: see Timings; None: not known
-    prefill_ms: float | None = None
-    decode_ms: float | None = None
-    preemptions: int | None = None
+    engine_queue_ms: Real | None = None  # this and what follows: see Timings; None: not known
+    prefill_ms: Real | None = None
+    decode_ms: Real | None = None
+    preemptions: Whole | None = None
     team_id: str | None = None
     organisation_id: str | None = None
     counted_by: CountedBy = "engine"
@@ -104,13 +105,13 @@ class RequestIntent(Struct, frozen=True, tag="intent", omit_defaults=True):
     v: int
     request_id: str  # this and what follows: see RequestRecord
     gateway_id: str
-    received_unix_ms: int
+    received_unix_ms: Whole
     endpoint: str
     model: str
     key_id: str
     key_name: str
     stream: bool
-    prompt_tokens: int
+    prompt_tokens: Whole
     team_id: str | None = None
     organisation_id: str | None = None
 

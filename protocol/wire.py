@@ -1,17 +1,26 @@
 """Decoding what came over the wire: any fault in it is a ProtocolError.
 
-A message says which version of the protocol it speaks: its first field, ``v``, in a map as in an array.
+A message says which version of the protocol it speaks: its first field, ``v``, in a map as in an array. Its numbers are
+finite and bounded, so that nobody who adds them up or stores them has to ask.
 """
 
-from typing import Final, Protocol, TypeVar
+from typing import Annotated, Final, Protocol, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from protocol.errors import NewerVersion, ProtocolError
 
 PROTOCOL_VERSION: Final = 1  # that is written
 OLDEST_VERSION: Final = 1  # that is read: no newer than what the release before writes
+
+# What a decoder of msgspec raises for bytes that it cannot read. Text that is not UTF-8, and nesting that exhausts the
+# stack (about 1,000 brackets, of a field that nobody reads, too), raise Python's own exceptions.
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+_LARGEST_NUMBER: Final = 2**53  # up to here a double holds every integer; SQL's integers reach further
+Whole = Annotated[int, Meta(ge=-_LARGEST_NUMBER, le=_LARGEST_NUMBER)]
+Real = Annotated[float, Meta(ge=-_LARGEST_NUMBER, le=_LARGEST_NUMBER)]  # neither infinite nor NaN
 
 _Message_co = TypeVar("_Message_co", covariant=True)
 
@@ -20,7 +29,7 @@ class Decoder(Protocol[_Message_co]):
     """A msgspec decoder, of msgpack or JSON."""
 
     def decode(self, buf: bytes, /) -> _Message_co:
-        """Decode one message. Raises MsgspecError."""
+        """Decode one message. Raises one of UNDECODABLE."""
         ...
 
 
@@ -51,7 +60,7 @@ def decode(decoder: Decoder[_Message_co], payload: bytes, what: str = "message")
     """Decode ``payload``, of which errors speak as ``what``. Raises ProtocolError."""
     try:
         return decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"undecodable {what}: {error}") from error
 
 

@@ -204,6 +204,6 @@ def _object(arguments: str) -> object:
     """Return the arguments as an object; what is none, because the answer was cut, as text."""
     try:
         found = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         found = arguments
     return found if isinstance(found, dict) else {"arguments": found}

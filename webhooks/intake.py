@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from db.errors import SQL_ERRORS, describe
+from db.apart import write_apart
+from db.errors import DatabaseUnavailable
 from protocol import pull, subjects
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
@@ -103,22 +104,29 @@ class Intake:
         """Commit the deliveries of events, retrying while SQL is down; False once stopping."""
         for tries, wait_s in enumerate(backoff_s()):
             try:
-                if events and await self._deliveries.add(events):
-                    self._added.set()
-            except SQL_ERRORS as error:
+                await write_apart(events, self._add, _lose)
+            except DatabaseUnavailable as error:
                 if not tries:
-                    log.error("cannot write webhook events, they wait in their stream: %s", describe(error))  # noqa: TRY400
+                    log.error("cannot write webhook events, they wait in their stream: %s", error)  # noqa: TRY400
                 if await wait_for(self._stopping, wait_s):
                     return False
             else:
                 return True
         return False
 
+    async def _add(self, events: Sequence[Event]) -> None:
+        if await self._deliveries.add(events):
+            self._added.set()
+
     async def _answer(self, message: Message, answer: Callable[[Bus, Message], Awaitable[None]]) -> None:
         try:
             await answer(self._bus, message)
         except BusError as error:
             log.warning("message %d will be delivered again: %s", message.stream_sequence, error)
+
+
+def _lose(event: Event, reason: str) -> None:
+    log.error("webhook event %s of team %s is lost: %s", event.type, event.team_id, reason)
 
 
 async def _nak_with_delay(bus: Bus, message: Message) -> None:

@@ -8,6 +8,7 @@ import msgspec
 from pydantic import SecretStr
 
 from fleet.errors import FleetError, ProviderError
+from protocol.wire import UNDECODABLE
 
 CALL_LIMIT_S: Final = 30.0  # of one call; RunPod looks for a machine before it answers
 CONNECT_LIMIT_S: Final = 5.0
@@ -44,7 +45,7 @@ def decoded(answer: httpx.Response, kind: type[T]) -> T:
         raise ProviderError(said(answer))
     try:
         return msgspec.json.decode(answer.content, type=kind)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ProviderError(f"{said(answer)}: {error}") from error
 
 

@@ -20,6 +20,7 @@ import msgspec
 from fleet.errors import LaunchRefused, NoCapacity, OverQuota, ProviderError
 from fleet.machine import Order, ProviderMachine, labels_in, name_of
 from fleet.settings import SkyPilotSettings
+from protocol.wire import UNDECODABLE
 
 RUNNER: Final = Path(__file__).with_name("skypilot_runner.py")
 CALL_LIMIT_S: Final = 50.0
@@ -153,7 +154,7 @@ class _Runner:
         try:
             async for line in cast("asyncio.StreamReader", process.stdout):
                 self._hand_out(msgspec.json.decode(line, type=_Answer))
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (*UNDECODABLE, ValueError) as error:
             self._fail(f"SkyPilot's process answers nonsense: {error}")
             process.kill()
         status = await process.wait()

@@ -5,13 +5,13 @@ import base64
 from collections.abc import Iterator
 from typing import Final
 
-import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 from protocol.errors import BusError
 from protocol.fleet import STATE_SUBJECT, STREAM, FleetState, decode_state
+from protocol.wire import UNDECODABLE
 
 READ_LIMIT_S: Final = 0.5
 SILENT_MS: Final = 120_000  # past which nobody controls the fleet any more
@@ -25,7 +25,7 @@ async def read_fleet(bus: Bus) -> FleetState | None:
         async with asyncio.timeout(READ_LIMIT_S):
             found = await bus.get_message(STREAM, last_by_subj=STATE_SUBJECT)
         state = None if found is None else decode_state(base64.b64decode(found["data"]))
-    except (BusError, TimeoutError, msgspec.MsgspecError):
+    except (BusError, TimeoutError, *UNDECODABLE):
         return None
     return None if state is None or unix_now_ms() - state.sent_unix_ms > SILENT_MS else state
 

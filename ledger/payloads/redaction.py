@@ -72,9 +72,9 @@ class Redactor:
         """Redact the arguments of a call: JSON in a string, which must stay JSON."""
         try:
             arguments = json.loads(text)
-        except ValueError:
+            redacted = self.value(arguments)
+        except (ValueError, RecursionError):
             return self.text(text)
-        redacted = self.value(arguments)
         return text if redacted == arguments else json.dumps(redacted, ensure_ascii=False)
 
     def text(self, text: str) -> str:

@@ -18,6 +18,7 @@ from ledger.payloads.errors import BrokenPayload, UnknownPayload
 from ledger.payloads.sealing import Part, Sealer
 from protocol.clock import unix_now_ms
 from protocol.payloads import PayloadRecord
+from protocol.wire import UNDECODABLE
 
 DELETE_ROWS: Final = 500  # in one transaction, so that other writers do not wait long
 
@@ -77,7 +78,7 @@ def _opened(row: dict[str, Any], part: Part, sealer: Sealer) -> dict[str, Any] |
     data = sealer.open(sealed, row["encoding"], row["request_id"], part)
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise BrokenPayload(f"the {part} of {row['request_id']} is not JSON: {error}") from error
 
 

@@ -8,13 +8,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.errors import SQL_ERRORS, describe
+from db.apart import write_apart
+from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from ledger.payloads.store import DELETE_ROWS, delete_expired, store_payloads
-from ledger.store import is_refusal
 from protocol import pull, subjects
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
@@ -28,7 +29,6 @@ IDLE_WAIT_S: Final = 0.5
 EXPIRY_PERIOD_S: Final = 60.0
 CONSUMER_POLL_S: Final = 2.0
 NEWER_DELAY_S: Final = 30.0  # until a message of a newer release is delivered again
-_STORE_ERRORS: Final[tuple[type[Exception], ...]] = (OverflowError, *SQL_ERRORS)  # the first: sqlite3's own
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +85,7 @@ class PayloadWriter:
         except TimeoutError:
             return
         try:
-            records = decode_payloads(delivery.payload)
-            is_stored = await self._stored(records)
+            is_stored = await self._stored(decode_payloads(delivery.payload))
         except NewerVersion as error:
             log.warning("message %d of the payloads' stream waits: %s", delivery.stream_sequence, error)
             await self._answer(delivery, _nak_with_delay)
@@ -100,24 +99,15 @@ class PayloadWriter:
         """Insert the records, retrying while SQL is down; False once stopping."""
         for tries, wait_s in enumerate(backoff_s()):
             try:
-                await store_payloads(self._engine, records)
-            except _STORE_ERRORS as error:
-                if isinstance(error, OverflowError) or is_refusal(error):
-                    return await self._stored_apart(records, error)
+                await write_apart(records, partial(store_payloads, self._engine), _lose)
+            except DatabaseUnavailable as error:
                 if not tries:
-                    log.error("cannot write payloads, they wait in their stream: %s", describe(error))  # noqa: TRY400
+                    log.error("cannot write payloads, they wait in their stream: %s", error)  # noqa: TRY400
                 if await wait_for(self._stopping, wait_s):
                     return False
             else:
                 return True
         return False
-
-    async def _stored_apart(self, records: list[PayloadRecord], error: Exception) -> bool:
-        """Insert records one by one after a refusal, so that only the refused one is lost."""
-        if len(records) > 1:
-            return all([await self._stored([record]) for record in records])
-        log.error("the payload of %s is lost: %s", records[0].request_id, describe(error))
-        return True
 
     async def _delete_expired(self) -> None:
         """Delete expired payloads, every minute, and again without a pause while there are more."""
@@ -136,6 +126,10 @@ class PayloadWriter:
             await answer(self._bus, delivery)
         except BusError as error:
             log.warning("message %d will be delivered again: %s", delivery.stream_sequence, error)
+
+
+def _lose(record: PayloadRecord, reason: str) -> None:
+    log.error("the payload of %s is lost: %s", record.request_id, reason)
 
 
 async def _nak_with_delay(bus: Bus, delivery: Delivery) -> None:

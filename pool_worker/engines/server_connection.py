@@ -22,6 +22,7 @@ from pool_worker.engines.framing import FRAMINGS, Framing, MalformedEvent, Serve
 from pool_worker.settings import ConnectionSettings
 from pool_worker.sidecar.readiness import Readiness
 from protocol.backoff import wait_for
+from protocol.wire import UNDECODABLE
 
 HEALTH_PERIOD_S: Final = 1.0
 PAGE_LIMIT_S: Final = 5.0
@@ -91,7 +92,7 @@ class ServerConnection:
                 if facts_path is None:
                     return {}
                 return _decode((await self._client.get(facts_path)).raise_for_status().content)
-            except msgspec.DecodeError as error:
+            except UNDECODABLE as error:
                 raise EngineDiedError(f"{self._settings.url}{facts_path} answers no JSON object: {error}") from error
             except httpx.HTTPError as error:
                 await wait.not_yet(_reason(error))
@@ -176,7 +177,7 @@ class ServerConnection:
             if await self._is_there_again():
                 return 0.0
             raise AttemptFailed(f"the server cannot be reached: {_reason(error)}") from error
-        except (MalformedEvent, msgspec.DecodeError, ServerFailure, httpx.HTTPError) as error:
+        except (MalformedEvent, *UNDECODABLE, ServerFailure, httpx.HTTPError) as error:
             raise AttemptFailed(self._fault(error)) from error
         raise AttemptFailed("the server's answer has no end")
 

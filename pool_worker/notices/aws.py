@@ -10,6 +10,7 @@ import httpx
 import msgspec
 
 from pool_worker.notices.base import Notice, NoticeError, checked
+from protocol.wire import UNDECODABLE
 
 TOKEN_TTL_S: Final = 21600  # the longest that the service grants
 LONGEST_NOTICE_S: Final = 120.0  # whatever our clock says
@@ -45,7 +46,7 @@ class AwsNotices:
         try:
             action = _decode_action(answer.content)
             seconds_left = action.time.timestamp() - time.time()
-        except (msgspec.MsgspecError, OverflowError) as error:
+        except (*UNDECODABLE, OverflowError) as error:
             raise NoticeError(f"not an instance action: {error}") from error
         return Notice(min(seconds_left, LONGEST_NOTICE_S), f"EC2 will {action.action} this spot instance")
 

@@ -9,6 +9,7 @@ import httpx
 import msgspec
 
 from pool_worker.notices.base import Notice, NoticeError, checked
+from protocol.wire import UNDECODABLE
 
 HEADERS: Final = {"Metadata": "true"}
 ENDING_EVENTS: Final = {"Preempt", "Terminate"}  # by Azure; by whoever scales the set in
@@ -48,7 +49,7 @@ class AzureNotices:
             events = _decode_events(checked(answer).content).events
             mine = [e for e in events if e.event_type in ENDING_EVENTS and self._name in e.resources]
             return min(map(_notice, mine), key=lambda notice: notice.seconds_left, default=None)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (*UNDECODABLE, ValueError) as error:
             raise NoticeError(f"not scheduled events: {error}") from error
 
     async def _fetch_name(self) -> str:

@@ -13,6 +13,7 @@ from pool_worker.certificates import authorities
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.settings import ServerEngineSettings
 from pool_worker.sidecar.readiness import Readiness
+from protocol.wire import UNDECODABLE
 
 ANSWER_LIMIT_S: Final = 5.0
 ANSWER_LIMIT_BYTES: Final = 1024 * 1024
@@ -80,7 +81,7 @@ async def _ask(client: httpx.AsyncClient) -> str | None:
             continue
         try:
             kind = kind_of(_decode(body))
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             continue
         if kind is not None:
             return kind

@@ -25,6 +25,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from protocol.wire import UNDECODABLE
 from spillway.cli.batch_client import LONG_PATIENCE_S, PATIENCE_S, BatchApiError, BatchClient
 from spillway.cli.batch_views import OVER, SHOWN_ERRORS, counts_of, facts_of, summary_of, table_of
 from spillway.cli.context import err, fail, out
@@ -216,7 +217,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 line = msgspec.json.decode(text, type=dict[str, Any])
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except UNDECODABLE as error:
                 raise fail(f"{file}, line {number}: no JSON object: {error}") from error
             if not isinstance(line.get("body", {}), dict):
                 raise fail(f"{file}, line {number}: 'body' is no object")

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ledger.parked import parked_records, replay
 from protocol.parked import ParkedUsage
+from protocol.wire import UNDECODABLE
 from spillway.cli.connections import queue_server
 from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
 
@@ -52,5 +53,5 @@ def _summary(record: ParkedUsage) -> str:
     try:
         fields: Any = msgspec.msgpack.decode(record.message)[0]
         return f"{fields['type']} {fields['request_id']} of {fields.get('key_id', 'unknown')} (protocol {fields['v']})"
-    except (msgspec.MsgspecError, LookupError, TypeError):
+    except (*UNDECODABLE, LookupError, TypeError):
         return f"{len(record.message)} bytes"

@@ -13,6 +13,7 @@ from engine.errors import RequestRejected
 from pool_worker.engines.chat_formats.base import ChatServerRequest
 from pool_worker.engines.framing import MalformedEvent
 from protocol.chat import Call, Turn
+from protocol.wire import UNDECODABLE
 
 Block = dict[str, Any]
 Role = Literal["user", "assistant"]
@@ -107,7 +108,7 @@ def _add(conversation: Conversation, role: Role, said: Sequence[Block]) -> None:
 def _arguments(call: Call) -> msgspec.Raw:
     try:
         _decode(call.arguments or "{}")
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise RequestRejected("messages", f"the arguments of the call {call.id!r} are no JSON object") from error
     return msgspec.Raw((call.arguments or "{}").encode())
 

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
+from protocol.wire import UNDECODABLE
+
 _VLLM_CACHE: Final = re.compile(rb"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _VLLM_LABEL: Final = re.compile(rb'(kv_cache_size_tokens|num_gpu_blocks|block_size)="(\d+)"')
 
@@ -35,7 +37,7 @@ def _vllm(page: bytes) -> int | None:
 def _sglang(page: bytes) -> int | None:
     try:
         reported = msgspec.json.decode(page, type=dict[str, Any]).get("max_total_num_tokens")
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return None
     return reported if isinstance(reported, int) and reported > 0 else None
 

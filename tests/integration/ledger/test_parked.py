@@ -93,7 +93,7 @@ async def test_a_writer_that_understands_takes_what_an_older_one_has_parked(
 
 async def test_what_the_database_refuses_waits_for_a_person(ledger: Ledger, database_url: str) -> None:
     await ledger.apply_topology(ack_wait_s=600)
-    await ledger.publish([request_record("poison", prompt_tokens=2**63), request_record("good")])
+    await ledger.publish([request_record("poison", prompt_tokens=2**40), request_record("good")])
 
     async def is_parked() -> bool:
         return [record.is_refused for record in await those_parked(ledger)] == [True]

@@ -45,6 +45,12 @@ def test_no_drawer_for_everything() -> None:
     assert [str(path) for path in source_files() if path.name in drawers] == []
 
 
+def test_who_decodes_expects_all_that_a_decoder_raises() -> None:
+    """msgspec raises RecursionError and UnicodeDecodeError too: see ``protocol.wire.UNDECODABLE``."""
+    partial = re.compile(r"except .*msgspec\.(MsgspecError|DecodeError)")
+    assert [str(path) for path in source_files() if partial.search(path.read_text())] == []
+
+
 def test_timings_that_tests_shorten_are_settings() -> None:
     """A patched constant is one that no test of another kind, and no user, can set."""
     patched = re.compile(r"setattr\([^()]*\b[A-Z_]+_M?S\"")

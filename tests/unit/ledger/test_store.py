@@ -34,7 +34,7 @@ def test_tables_have_the_fields_of_their_records(table: type[Base], record: type
 
 
 async def test_every_field_comes_back_as_it_went(engine: AsyncEngine) -> None:
-    request = request_record("r", model="org/モデル", queue_ms=None, prompt_tokens=2**40)
+    request = request_record("r", model="org/モデル", queue_ms=None, prompt_tokens=90_000_000)
     attempt = attempt_record("r", 2, total_ms=0.1 + 0.2, error_code="engine_error", outcome="failed")
     await store_records(engine, [request, attempt])
     for table, record in ((RequestRow, request), (AttemptRow, attempt)):

@@ -1,0 +1,86 @@
+"""Bytes that make decoders raise what no caller expects: each is a ProtocolError, of whatever message it is a part."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from protocol import messages as m
+from protocol.dead_letters import decode_dead_letter
+from protocol.errors import ProtocolError
+from protocol.idempotency import decode_claim
+from protocol.open_requests import decode_answer
+from protocol.parked import decode_parked
+from protocol.payloads import decode_payloads
+from protocol.quotas import decode_account
+from protocol.steps import decode_step
+from protocol.usage import decode_usage, encode_usage, read_usage
+from tests.unit.protocol.test_versions import BEAT
+from tests.usage_records import attempt_record, request_record
+
+NESTED = b"\x91" * 1_100 + b"\x90"  # deeper than Python's stack
+NOT_UTF8 = b"\xa2\xff\xfe"
+DECODERS: list[Callable[[bytes], Any]] = [
+    m.decode_job,
+    m.decode_job_head,
+    m.decode_control,
+    m.decode_heartbeat,
+    m.decode_model_card,
+    decode_step,
+    decode_usage,
+    decode_payloads,
+    decode_parked,
+    decode_account,
+    decode_answer,
+    decode_claim,
+    decode_dead_letter,
+]
+
+
+def with_field(value: bytes) -> bytes:
+    """A map with a version and a field that nobody knows."""
+    return b"\x82\xa1v\x01\xa3zzz" + value
+
+
+@pytest.mark.parametrize("poison", [NESTED, NOT_UTF8], ids=["nested", "not-utf-8"])
+@pytest.mark.parametrize("decode", DECODERS)
+def test_poison_raises_nothing_but_a_protocol_error(decode: Callable[[bytes], Any], poison: bytes) -> None:
+    for payload in (poison, with_field(poison), b"\x91" + with_field(poison), b"\x93\x01\xa1w\x91" + poison):
+        with contextlib.suppress(ProtocolError):  # text that is passed over is not decoded
+            decode(payload)
+
+
+@pytest.mark.parametrize("poison", [NESTED, NOT_UTF8], ids=["nested", "not-utf-8"])
+def test_a_poisonous_record_takes_no_other_along(poison: bytes) -> None:
+    good = m.encode(request_record("good"))
+    records, unread = read_usage(encode_usage([good, with_field(poison), good]))
+    assert [record.request_id for record in records] in ([], ["good", "good"])  # nested: nobody knows where it ends
+    assert unread
+
+
+def test_a_poisonous_frame_is_the_fault_of_its_step() -> None:
+    with pytest.raises(ProtocolError):
+        decode_step(b"\x93\x01\xa1w\x91\x95\xa1t\xa1r\x01\x01" + NESTED)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 2**60, -(2**60)])
+@pytest.mark.parametrize(
+    ("decode", "message", "field"),
+    [
+        (m.decode_heartbeat, BEAT, "usd_per_hour"),
+        (m.decode_heartbeat, BEAT, "tokens_made"),
+        (decode_usage, [attempt_record("r")], "usd_per_hour"),
+        (decode_usage, [attempt_record("r")], "total_ms"),
+        (decode_usage, [attempt_record("r")], "prompt_tokens"),
+        (decode_usage, [request_record("r")], "queue_ms"),
+    ],
+)
+def test_numbers_are_finite_and_bounded(
+    decode: Callable[[bytes], Any], message: Any, field: str, number: float
+) -> None:
+    fields = msgspec.to_builtins(message)
+    (fields[0] if isinstance(fields, list) else fields)[field] = number
+    with pytest.raises(ProtocolError, match=field):
+        decode(msgspec.msgpack.encode(fields))
