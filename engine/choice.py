@@ -64,6 +64,7 @@ class Choice:
             max_total_tokens=len(request.prompt_ids) + params.max_tokens,
             scored_tokens=None if params.prompt_logprobs is None or index else request.scored_tokens,
             adapter=request.adapter,
+            cache_salt=request.cache_salt,
         )
         eos_ids = frozenset() if params.ignore_eos else eos_ids
         detokenizer = tokens.detokenizer(request.prompt_ids, skip_special_tokens=params.skip_special_tokens)

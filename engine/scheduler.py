@@ -41,6 +41,7 @@ class Sequence:
     registered_blocks: int = 0  # how many of its blocks, from the first, were offered to the cache
     draft: list[int] = field(default_factory=list)  # guesses at what follows token_ids, for the next step only
     adapter: str | None = None  # what its tokens are computed with
+    cache_salt: str = ""  # it shares cached blocks with sequences of the same salt only
     cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
     scored_tokens: int | None = None  # of the prompt: how many logprobs are known; None: they are not wanted
     clock: SequenceClock = field(default_factory=SequenceClock)
@@ -188,7 +189,8 @@ class Scheduler:
             sequence.registered_blocks = whole_blocks
 
     def _extend_keys(self, sequence: Sequence) -> None:
-        extend_keys(sequence.block_keys, sequence.token_ids, self.block_pool.block_size, sequence.adapter)
+        block_size = self.block_pool.block_size
+        extend_keys(sequence.block_keys, sequence.token_ids, block_size, sequence.adapter, sequence.cache_salt)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 

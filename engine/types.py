@@ -68,6 +68,7 @@ class GenerationRequest:
     resume: tuple[ResumePoint, ...] = ()
     scored_tokens: int = 0  # of the prompt, from its first: how many logprobs the client has already
     adapter: str | None = None  # one of EngineConfig.adapters; None: the model as it is
+    cache_salt: str = ""  # only requests of the same salt find each other's prompts in the prefix cache
 
 
 Candidate = tuple[int, str, float, bytes]  # token id, text, logprob, bytes

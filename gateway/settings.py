@@ -209,6 +209,7 @@ class GatewaySettings(Settings):
     webhooks: WebhookSettings = WebhookSettings()
     max_attempts: PositiveInt = 6
     open_metrics: bool = False  # GET /metrics takes no API key
+    share_prefix_cache: bool = False  # among all tenants, who then can find out what others have asked
     cors_origins: tuple[Origin, ...] = ()  # of other sites' pages that may call the API from a browser
 
     @property

@@ -66,7 +66,7 @@ def chat_request(request_id: str, job: Job, packed_chat: bytes) -> ChatRequest:
         for point in job.resume
     )
     chat, sampling = decode_chat(packed_chat), sampling_params(job.sampling)
-    return ChatRequest(request_id, chat, sampling, job.prompt_tokens, resume)
+    return ChatRequest(request_id, chat, sampling, job.prompt_tokens, resume, job.cache_salt)
 
 
 def can_go_on(job: Job, engine: Engine) -> bool:
@@ -92,8 +92,15 @@ def generation_request(
     """
     resume = tuple(ResumePoint(p.index, tuple(unpack_token_ids(p.token_ids)), p.text_chars) for p in job.resume)
     adapter = job.model if job.model in adapters else None
-    sampling = sampling_params(job.sampling)
-    return GenerationRequest(request_id, prompt_ids, sampling, resume, job.scored_tokens, adapter=adapter)
+    return GenerationRequest(
+        request_id,
+        prompt_ids,
+        sampling_params(job.sampling),
+        resume,
+        job.scored_tokens,
+        adapter=adapter,
+        cache_salt=job.cache_salt,
+    )
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:

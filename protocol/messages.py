@@ -147,6 +147,8 @@ class Job(Struct, frozen=True, omit_defaults=True):
     # Whether frames go to reply_subject, a dot and the worker's id, so that nobody can send them in another's name.
     reply_by_worker: bool = False
     object_key: bytes = b""  # opens prompt_object and chat_object; empty: they are stored as they are
+    # Of the tenant: prefix caches find this prompt for requests of the same salt only. Empty: for all without one.
+    cache_salt: str = ""
 
     @property
     def answers(self) -> int:

@@ -39,6 +39,7 @@ from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
 from response_store.settings import ResponseSettings
 from spillway import ROOMS
+from spillway.children import resolved_config_path
 from spillway.config_problems import explain, source_of
 from spillway.nats_accounts import of_pool
 from spillway.nats_section import NatsSection, worker_id
@@ -68,6 +69,7 @@ class GatewaySection(Settings):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: any free port
     max_attempts: PositiveInt = 6
     open_metrics: bool = False
+    share_prefix_cache: bool = False
     cors_origins: tuple[Origin, ...] = ()
     limits: LimitSettings = LimitSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
@@ -190,8 +192,7 @@ class Config(BaseSettings):
         """Return the settings of a gateway process."""
         return GatewaySettings(
             gateway_id=process_id("gw"),
-            host=self.gateway.host,
-            port=self.gateway.port,
+            **{name: getattr(self.gateway, name) for name in GatewaySection.model_fields},
             **self.queue_settings("gateway"),
             database_url=self.database_url,
             data_dir=self.data_dir,
@@ -199,19 +200,12 @@ class Config(BaseSettings):
             models=self._models_with_lengths(),
             tenants=self.tenants,
             **gateway_view(self.pools),
-            limits=self.gateway.limits,
-            timeouts=self.gateway.timeouts,
-            connections=self.gateway.connections,
-            idempotency=self.gateway.idempotency,
             queue=self.nats.queue,
             login=LoginSettings(**{name: getattr(self.auth, name) for name in LoginSettings.model_fields}),
             payloads=self.payload_settings(),
             batches=self.batches,
             responses=self.responses,
             webhooks=self.webhooks,
-            max_attempts=self.gateway.max_attempts,
-            open_metrics=self.gateway.open_metrics,
-            cors_origins=self.gateway.cors_origins,
             telemetry=self.telemetry,
         )
 
@@ -283,7 +277,10 @@ class Config(BaseSettings):
     def queue_settings(self, part: str) -> dict[str, Any]:
         """Return what settings say of the queue server, for a part or a pool. Raises ConfigError without ``urls``."""
         if not self.nats.urls:
-            raise ConfigError("nats.urls: required here (only `spillway up` starts an embedded queue server)")
+            raise ConfigError(
+                "nats.urls: required here (only `spillway up` starts an embedded queue server; "
+                f"while it runs, use --config {resolved_config_path(self.data_dir)})"
+            )
         return {
             "nats_urls": self.nats.urls,
             "nats_credentials": self.nats.credentials_of(part),

@@ -1,10 +1,13 @@
 """Jobs in the queue: published until stored, by reference where large, withdrawn, and looked up."""
 
 import asyncio
+import hmac
 import logging
 import time
 from collections.abc import Mapping
 from typing import Final
+
+from pydantic import SecretStr
 
 from gateway.dispatch.attempts import CurrentAttempt
 from gateway.dispatch.lookups import JobLookups
@@ -25,6 +28,7 @@ from protocol.objects import delete_object, put_object
 from protocol.prompts import MAX_INLINE_PROMPT_BYTES, PromptKeys, object_name, seal
 
 MAX_PUBLISHES_IN_FLIGHT: Final = 512
+CACHE_SALT_BYTES: Final = 16
 LONGEST_PUBLISH_WAIT_S: Final = 0.5  # while the stream has no leader; the refusals that tell so cost next to nothing
 
 log = logging.getLogger(__name__)
@@ -55,6 +59,16 @@ def _name_if_in(objects: Mapping[str, bytes], request_id: str, part: str) -> str
     return name if name in objects else None
 
 
+def cache_salt_of(tenant: str, pepper: SecretStr) -> str:
+    """Return what keeps a tenant's prompts apart in workers' prefix caches.
+
+    It is the same at all gateways and after a restart, and without the pepper it cannot be guessed. The label keeps it
+    apart from the hashes of API keys, which are made with the same pepper.
+    """
+    label = f"prefix cache of {tenant}"
+    return hmac.digest(pepper.get_secret_value().encode(), label.encode(), "sha256")[:CACHE_SALT_BYTES].hex()
+
+
 class JobQueue:
     """The gateway's side of the interactive stream. Every method returns only when its work is done or pointless."""
 
@@ -65,6 +79,7 @@ class JobQueue:
         self._overflow = overflow
         self._reply_subject = subjects.frames_subject(settings.gateway_id)
         self._keys = None if settings.nats_credentials is None else PromptKeys()  # workers of then can open them
+        self._pepper = None if settings.share_prefix_cache else settings.key_pepper  # makes the salts
         self._in_flight = asyncio.Semaphore(MAX_PUBLISHES_IN_FLIGHT)
 
     async def publish(self, request: OpenRequest, after_s: float = 0.0) -> None:
@@ -153,6 +168,7 @@ class JobQueue:
             hosted=() if current.hosted is None else (current.hosted.pool.provider,),
             reply_by_worker=True,
             object_key=self._keys.of(admission.request_id) if objects and self._keys is not None else b"",
+            cache_salt="" if self._pepper is None else cache_salt_of(admission.principal.tenant, self._pepper),
         )
 
     async def _is_there(self, request: OpenRequest, attempt: int) -> bool:

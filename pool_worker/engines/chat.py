@@ -25,6 +25,7 @@ class ChatRequest:
     sampling: SamplingParams
     prompt_tokens: int  # as the gateway has estimated them
     resume: tuple[ChatPoint, ...] = ()
+    cache_salt: str = ""  # as in GenerationRequest
 
 
 @dataclass(slots=True)

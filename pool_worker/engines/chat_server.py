@@ -233,7 +233,7 @@ class ChatChoice:
         params, chat = self._request.sampling, self._request.chat
         seed = None if params.seed is None else params.seed + self._point.index * SEED_STRIDE
         limit = max(1, params.max_tokens - self._point.tokens) if chat.is_limited else None
-        return ChatServerRequest(model, chat, params, limit, seed, self._point.text)
+        return ChatServerRequest(model, chat, params, limit, seed, self._point.text, self._request.cache_salt)
 
     def take(self, delta: ChatDelta) -> ChatOutput | None:
         """Take what one event says; return what it yields, None if that is nothing yet."""

@@ -28,6 +28,7 @@ class ServerChoice:
         self.clock = SequenceClock(added_s=time.monotonic())
         self.streamed_tokens = 0  # that have come from the server
         self._prompt_ids = request.prompt_ids
+        self._cache_salt = request.cache_salt
         resume = next((point for point in request.resume if point.index == index), ResumePoint(index, (), 0))
         self._resumed_ids = resume.token_ids
         self._tokens = tokens
@@ -78,6 +79,7 @@ class ServerChoice:
             min_tokens=max(0, params.min_tokens - done),
             seed=None if params.seed is None else params.seed + self.index * SEED_STRIDE,
             max_model_len=max_model_len,
+            cache_salt=self._cache_salt,
         )
 
     def take(self, delta: Delta) -> SequenceOutput | None:

@@ -109,7 +109,9 @@ class VllmInProcess:
     async def _stream(self, ask: ServerRequest, take: Callable[[Delta], bool]) -> None:
         vllm, silence_s = self._started, self._settings.silence_s
         loop = asyncio.get_running_loop()
-        prompt = {"prompt_token_ids": list(ask.token_ids)}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(ask.token_ids)}
+        if ask.cache_salt:
+            prompt["cache_salt"] = ask.cache_salt
         answer = vllm.engine.generate(prompt, vllm.sampling_params(ask), f"spillway-{next(self._numbers)}")
         async with asyncio.timeout(silence_s) as limit, aclosing(answer) as outputs:
             async for output in outputs:

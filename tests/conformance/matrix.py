@@ -89,6 +89,7 @@ class Column:
     continues_by: str  # what a begun answer is handed over as
     known: frozenset[str]  # fields of SamplingParams that are honoured, whoever does it
     grammars: frozenset[str]
+    takes_cache_salt: bool
 
     def says(self, field: str) -> str:
         """The cell of a field, or of a kind of grammar."""
@@ -109,6 +110,7 @@ def columns() -> list[Column]:
             continues_by=abilities.asked_in,
             known=done_here(abilities.answers_in) | abilities.honoured,
             grammars=abilities.grammars,
+            takes_cache_salt=abilities.takes_cache_salt,
         )
         for kind, asked_at, abilities in asked
     ]
@@ -121,6 +123,7 @@ def table(shown: Sequence[Column]) -> str:
         ("asked in", lambda column: column.asked_in),
         ("answers in", lambda column: column.answers_in),
         ("continues by", lambda column: column.continues_by),
+        ("keeps tenants' prompts apart", lambda column: "yes" if column.takes_cache_salt else "no"),
         ("checked against", lambda column: CHECKED.get(column.kind, A_REPLAY)),
     ]
     rows += [(f"`{name}`", partial(Column.says, field=name)) for name in (*FIELDS, *GRAMMARS)]
@@ -130,7 +133,14 @@ def table(shown: Sequence[Column]) -> str:
 
 def profiles_table() -> str:
     """The profiles of "openai_chat", a row each."""
-    heads = ["`profile`", "asked at", "fields beside " + _names(ALL_PROFILES), "schemas", "goes on with a begun answer"]
+    heads = [
+        "`profile`",
+        "asked at",
+        f"fields beside {_names(ALL_PROFILES)}",
+        "schemas",
+        "goes on with a begun answer",
+        "keeps tenants' prompts apart",
+    ]
     lines = [_line(heads), _line(["---"] * len(heads))]
     return "".join([*lines, *(_line(_profile_cells(name, profile)) for name, profile in PROFILES.items())])
 
@@ -139,7 +149,8 @@ def _profile_cells(name: str, profile: Profile) -> list[str]:
     fields = profile.honoured - ALL_PROFILES | ({"reasoning_effort"} if profile.takes_effort else set())
     path = profile.path.partition("?")[0]
     goes_on = "no" if profile.in_last_message is None else "yes"
-    return [f"[`{name}`]({SOURCES[name]})", f"`{path}`", _names(fields), _names(profile.schemas), goes_on]
+    apart = "no" if profile.salt_field is None else "yes"
+    return [f"[`{name}`]({SOURCES[name]})", f"`{path}`", _names(fields), _names(profile.schemas), goes_on, apart]
 
 
 def _names(names: Iterable[str]) -> str:

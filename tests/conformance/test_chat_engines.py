@@ -81,9 +81,9 @@ class Driver:
                 await asyncio.sleep(0.01)
 
     async def answer(self, asked: Chat | None = None, name: str = "r", **more: Any) -> Answer:
-        resume = more.pop("resume", ())
+        resume, salt = more.pop("resume", ()), more.pop("cache_salt", "")
         sampling = SamplingParams(max_tokens=more.pop("max_tokens", 100), **more)
-        self.engine.submit(ChatRequest(name, asked or chat(), sampling, 7, resume))
+        self.engine.submit(ChatRequest(name, asked or chat(), sampling, 7, resume, salt))
         await self.wait(lambda: self.answers[name, 0].finish_reason is not None)
         return self.answers.pop((name, 0))
 
@@ -142,6 +142,17 @@ async def test_text_and_the_providers_counts(pair: tuple[Driver, ChatReplay]) ->
     [body] = replay.bodies
     assert body["messages"] == ASKED
     assert not {"max_tokens", "max_completion_tokens"} & body.keys()  # nobody has limited it
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+async def test_the_tenants_salt_reaches_an_api_that_takes_one(replay: ChatReplay, profile: str) -> None:
+    replay.repeats_prefix = PROFILES[profile].repeats_prefix
+    async with driving(replay, profile=profile) as driver:
+        await driver.answer()
+        await driver.answer(cache_salt="of the tenant")
+    shared, salted = replay.bodies
+    field = {"vllm": "cache_salt", "sglang": "cache_salt", "deepseek": "user_id"}.get(profile)
+    assert salted == (shared if field is None else {**shared, field: "of the tenant"})
 
 
 async def test_a_limit_and_several_choices(pair: tuple[Driver, ChatReplay]) -> None:

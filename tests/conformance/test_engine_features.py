@@ -1,5 +1,6 @@
 """The table of docs/ENGINES.md (``matrix``) says what each engine does: a field is sent, or refused."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.conformance.driven_engine import Driver, driving, request
 from tests.conformance.matrix import FIELDS, GRAMMARS, Column, columns
 from tests.conformance.server_replay import AnyReplay, running_on_demand
 from tests.conformance.test_engines import server_settings
+from tests.conformance.vllm_replay import VllmReplay
 from tests.unit.engine.tiny_models import byte_level_tokenizer
 
 ASKED = {**FIELDS, **GRAMMARS}
@@ -57,3 +59,23 @@ async def test_what_is_declared_is_sent_and_all_else_refused_by_name(
     async with driving(server_settings(replay, tokenizer)) as driver:
         observed = {name: await cell(driver, replay, column, name) for name in ASKED}
     assert observed == {name: column.says(name) for name in ASKED}
+
+
+SALT_FIELDS = {"vllm": "cache_salt", "vllm_inprocess": "cache_salt", "sglang": "extra_key"}
+
+
+@pytest.mark.parametrize("column", columns(), ids=lambda column: column.kind)
+async def test_the_tenants_salt_reaches_a_server_that_takes_one(
+    column: Column, tokenizer: str, replay_of: Callable[[str], AnyReplay]
+) -> None:
+    replay = replay_of(column.kind)
+    replay.token_s = 0.0
+    async with driving(server_settings(replay, tokenizer)) as driver:
+        for name, salt in (("shared", ""), ("salted", "of the tenant")):
+            driver.submit(dataclasses.replace(request(name, max_tokens=2), cache_salt=salt))
+            await driver.end_of(name)
+    bodies: list[Any] = replay.prompts if isinstance(replay, VllmReplay) else replay.bodies
+    shared, salted = bodies[-2:]
+    field = SALT_FIELDS.get(column.kind)
+    assert column.takes_cache_salt == (field is not None)
+    assert salted == (shared if field is None else {**shared, field: "of the tenant"})

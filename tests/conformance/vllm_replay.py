@@ -86,7 +86,7 @@ class VllmReplay:
     kind: str = "vllm_inprocess"
     faults: deque[Callable[[], int]] = field(default_factory=deque)
     bodies: list[SamplingParams] = field(default_factory=list)
-    prompts: list[list[int]] = field(default_factory=list)
+    prompts: list[dict[str, Any]] = field(default_factory=list)
     started: list[AsyncEngineArgs] = field(default_factory=list)
     is_healthy: bool = True
     token_s: float = 0.0
@@ -134,11 +134,12 @@ class AsyncLLM:
         self._replay.is_healthy = True
 
     async def generate(
-        self, prompt: dict[str, list[int]], sampling_params: SamplingParams, request_id: str
+        self, prompt: dict[str, Any], sampling_params: SamplingParams, request_id: str
     ) -> AsyncIterator[SimpleNamespace]:
         replay = self._replay
         replay.bodies.append(sampling_params)
-        replay.prompts.append(prompt["prompt_token_ids"])
+        assert prompt.keys() <= {"prompt_token_ids", "cache_salt"}
+        replay.prompts.append(prompt)
         assert sampling_params.output_kind is RequestOutputKind.DELTA
         come = replay.faults.popleft()() if replay.faults else None
         replay.streams += 1

@@ -40,6 +40,7 @@ class ChatServerRequest:
     max_tokens: int | None  # output tokens, still to come; None: the caller has named no limit
     seed: int | None  # of this choice
     prefix: str = ""  # what the answer says already: to be gone on with, not to be repeated
+    cache_salt: str = ""  # of the tenant, for a server that takes one; empty: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,8 @@ class OpenAIChatFormat:
         body: dict[str, Any] = {"model": ask.model, "messages": self._messages(ask), "stream": True}
         if profile.asks_for_usage:
             body["stream_options"] = {"include_usage": True}
+        if profile.salt_field is not None and ask.cache_salt:
+            body[profile.salt_field] = ask.cache_salt
         limit = ask.max_tokens or self._settings.max_output_tokens
         if limit is not None:
             body[profile.limit_field] = limit

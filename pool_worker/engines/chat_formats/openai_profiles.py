@@ -29,6 +29,7 @@ class Profile:
     takes_names: bool = True  # of who speaks
     takes_effort: bool = True  # ``reasoning_effort``
     takes_single_call: bool = True  # ``parallel_tool_calls``
+    salt_field: str | None = None  # it keeps the cached prompts of different values of this field apart
     asks_for_usage: bool = True  # ``stream_options``; else usage comes by itself
     # How an assistant's message is gone on with; None: not at all.
     in_last_message: dict[str, Any] | None = None  # what this message has then
@@ -60,6 +61,7 @@ PROFILES: Final[dict[str, Profile]] = {
         schemas=frozenset({"json_object"}),
         takes_effort=False,
         takes_single_call=False,
+        salt_field="user_id",
         in_last_message={"prefix": True},
         continued_path="/beta/chat/completions",
     ),
@@ -88,10 +90,11 @@ PROFILES: Final[dict[str, Profile]] = {
         in_last_message={},
         in_body={"continue_final_message": True},
     ),
-    "vllm": Profile(health_path="/health", **_AS_VLLM),
+    "vllm": Profile(health_path="/health", salt_field="cache_salt", **_AS_VLLM),
     "sglang": Profile(
         health_path="/health",
         honoured=_BIASED | _OPEN_MODELS | _ENGINE_FIELDS - {"include_stop_str_in_output"},
+        salt_field="cache_salt",
         in_last_message={},
         in_body={"continue_final_message": True},
     ),

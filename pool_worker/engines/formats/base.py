@@ -78,6 +78,7 @@ class ServerRequest:
     min_tokens: int  # likewise
     seed: int | None  # of this choice
     max_model_len: int
+    cache_salt: str = ""  # of the tenant, for a server that takes one; empty: none
 
 
 Medium = Literal["ids", "text"]
@@ -91,6 +92,7 @@ class Abilities(Protocol):
     keeps_blanks: bool  # it is known to strip nothing from an answer in text
     honoured: frozenset[str]  # the fields of SamplingParams that the server honours, beside what is done here
     grammars: frozenset[str]  # the kinds of grammar that it can follow
+    takes_cache_salt: bool  # its prefix cache keeps requests of different salts apart
 
 
 class WireFormat(Abilities, Protocol):

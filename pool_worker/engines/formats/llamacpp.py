@@ -26,6 +26,7 @@ class LlamaCppFormat:
     framing: Framing = "server-sent events"
     honoured = SAMPLING | {"seed", "logprobs"}
     grammars = frozenset({"json_schema", "json_object"})
+    takes_cache_salt = False
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:

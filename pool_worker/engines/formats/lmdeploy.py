@@ -26,6 +26,7 @@ class LMDeployFormat:
     framing: Framing = "server-sent events"
     honoured = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos"})
     grammars: frozenset[str] = frozenset()
+    takes_cache_salt = False
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:

@@ -37,6 +37,7 @@ class OllamaFormat:
         }
     )
     grammars = frozenset({"json_schema", "json_object"})
+    takes_cache_salt = False
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:

@@ -22,6 +22,7 @@ class OpenAICompletionsFormat:
     framing: Framing = "server-sent events"
     honoured = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed"})
     grammars: frozenset[str] = frozenset()
+    takes_cache_salt = False
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:

@@ -22,6 +22,7 @@ class SGLangFormat:
     framing: Framing = "server-sent events"
     honoured = SAMPLING | {"min_tokens"}
     grammars = frozenset({"json_schema", "regex"})
+    takes_cache_salt = True
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
@@ -53,7 +54,8 @@ class SGLangFormat:
             sampling["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
         if params.grammar is not None:
             sampling["json_schema" if params.grammar.kind == "json_schema" else "regex"] = params.grammar.source
-        return {"input_ids": list(ask.token_ids), "sampling_params": sampling, "stream": True}
+        body = {"input_ids": list(ask.token_ids), "sampling_params": sampling, "stream": True}
+        return body | {"extra_key": ask.cache_salt} if ask.cache_salt else body
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:

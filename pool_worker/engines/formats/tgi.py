@@ -29,6 +29,7 @@ class TgiFormat:
         {"temperature", "top_p", "top_k", "frequency_penalty", "repetition_penalty", "seed", "logprobs"}
     )
     grammars = frozenset({"json_schema", "regex"})
+    takes_cache_salt = False
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:

@@ -36,6 +36,7 @@ class TritonFormat:
     framing: Framing = "server-sent events to the close"
     honoured = _PENALTIES | {"temperature", "top_p", "top_k", "seed"}  # of the backends; see ``facts``
     grammars: frozenset[str] = frozenset()
+    takes_cache_salt = False
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:

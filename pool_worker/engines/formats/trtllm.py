@@ -27,6 +27,7 @@ class TrtLlmFormat:
     framing: Framing = "server-sent events"
     honoured = SAMPLING | {"seed", "min_tokens"}
     grammars = frozenset({"json_schema", "json_object", "regex"})
+    takes_cache_salt = False
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:

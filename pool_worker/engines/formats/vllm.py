@@ -27,6 +27,7 @@ class VllmFormat:
     framing: Framing = "server-sent events"
     honoured = SAMPLING | {"seed", "min_tokens", "logprobs", "allowed_token_ids", "bad_words"}
     grammars = frozenset({"json_schema", "json_object", "regex"})
+    takes_cache_salt = True
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
@@ -44,6 +45,8 @@ class VllmFormat:
             "return_token_ids": True,
             **sampling(ask),
         }
+        if ask.cache_salt:
+            body["cache_salt"] = ask.cache_salt
         if ask.params.logprobs is not None:
             body["return_tokens_as_token_ids"] = True
         return body

@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+import time
 from typing import Any, Literal
 
 import openai
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tests.acceptance.shared.conftest import ADAPTERS, OTHERS
 from tests.acceptance.system import System
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, POLL_S
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is Spillway?"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 60}
@@ -197,14 +198,35 @@ def test_an_answer_parsed_into_a_class(client: openai.OpenAI, system: System) ->
     assert streamed in {"open", "closed"}
 
 
-def test_cached_prompt_tokens_are_told(client: openai.OpenAI, system: System) -> None:
-    long: list[Any] = [{"role": "user", "content": "Which gate is open, and which is closed? " * 8}]
-    usages = [client.chat.completions.create(model=system.model, messages=long, max_tokens=2).usage for _ in range(2)]
-    assert usages[1] is not None
-    assert usages[1].prompt_tokens_details is not None
-    cached = usages[1].prompt_tokens_details.cached_tokens
-    assert cached is not None
-    assert 0 < cached < usages[1].prompt_tokens
+def test_cached_prompt_tokens_are_told_to_the_tenant_that_sent_them(client: openai.OpenAI, system: System) -> None:
+    secret: list[Any] = [{"role": "user", "content": "The gate's password is 7 3 1 9 5. " * 8}]
+    stranger = client.with_options(api_key=system.command("keys", "create", "stranger").splitlines()[0])
+
+    def cached(by: openai.OpenAI) -> int:
+        usage = by.chat.completions.create(model=system.model, messages=secret, max_tokens=2).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens is not None
+        assert usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+        return usage.prompt_tokens_details.cached_tokens
+
+    at_first, then = cached(client), cached(client)
+    assert at_first < then
+    wait_until_known(stranger)
+    assert [cached(stranger), cached(stranger)] == [0, then]
+
+
+def wait_until_known(client: openai.OpenAI) -> None:
+    """A new key reaches the gateway by a message."""
+    deadline_s = time.monotonic() + HANGS_S
+    while True:
+        try:
+            client.models.list()
+        except openai.AuthenticationError:
+            assert time.monotonic() < deadline_s
+            time.sleep(POLL_S)
+        else:
+            return
 
 
 @pytest.mark.parametrize(

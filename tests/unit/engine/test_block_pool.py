@@ -130,6 +130,18 @@ def test_a_key_depends_on_every_token_up_to_the_end_of_its_block() -> None:
     assert grown == keys_of(1, 2, 3, 4)
 
 
+def test_a_key_depends_on_the_adapter_and_the_salt() -> None:
+    def keys_of(adapter: str | None, cache_salt: str) -> tuple[bytes, ...]:
+        keys: list[bytes] = []
+        extend_keys(keys, [1, 2, 3, 4], 2, adapter, cache_salt)
+        return tuple(keys)
+
+    roots = [(None, ""), ("a", ""), (None, "a"), ("a", "b"), ("b", "a"), ("ab", ""), ("a, ", "b"), (None, "', 'a")]
+    found = [keys_of(*root) for root in roots]
+    assert found == [keys_of(*root) for root in roots]
+    assert len({key for keys in found for key in keys}) == 2 * len(roots), "no two have a block in common"
+
+
 class Simulation:
     """A scheduler, and an engine whose keys and values are the tokens that they depend on."""
 

@@ -3,6 +3,7 @@
 import random
 import resource
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import Gemma2Config, GptOssConfig, LlamaConfig, PreTrainedMode
 
 from engine import EngineError, GenerationRequest, LLMEngine, RequestRejected, SamplingParams, SequenceOutput
 from engine.attention import KVPool
+from engine.types import ResumePoint
 from tests.unit.engine.tiny_models import (
     SHAPE,
     VOCAB_SIZE,
@@ -87,6 +89,29 @@ def test_what_was_found_is_reported(model: PreTrainedModel) -> None:
     found = [output.cached_tokens for output in engine.step()]
     assert found == [len(SHARED) // 4 * 4], "its whole blocks"
     drain(engine)
+
+
+def test_a_prompt_is_found_by_requests_of_the_same_salt_only(model: PreTrainedModel) -> None:
+    """A count of cached tokens would tell a tenant which prompts another one has sent, block by block."""
+    engine = make_engine(model)
+    [one] = sharing(1)
+    whole = len(SHARED) // 4 * 4
+
+    def cached(cache_salt: str) -> int:
+        output = run(engine, replace(one, cache_salt=cache_salt))["r0", 0]
+        assert output.token_ids == expected
+        return min(output.cached_tokens, whole)
+
+    expected = tokens_of(run(make_engine(model, prefix_cache=False), one))["r0", 0]
+    assert [cached(salt) for salt in ("theirs", "ours", "", "ours", "theirs", "")] == [0, 0, 0, whole, whole, whole]
+
+
+def test_a_salted_choice_goes_on_at_another_worker(model: PreTrainedModel) -> None:
+    [one] = sharing(1)
+    whole = tokens_of(run(make_engine(model), one))["r0", 0]
+    for salt in ("ours", "another"):
+        resumed = replace(one, cache_salt=salt, resume=(ResumePoint(0, tuple(whole[:5]), 0),))
+        assert tokens_of(run(make_engine(model), resumed))["r0", 0] == whole[5:]
 
 
 def test_choices_share_their_prompt(model: PreTrainedModel) -> None:

@@ -8,8 +8,9 @@ import pytest
 from engine.types import ResumePoint, SamplingParams
 from pool_worker.attempt import Attempt
 from pool_worker.credit import Cost
-from pool_worker.generation import billed_prompt_tokens_of, generation_request, sampling_params
+from pool_worker.generation import billed_prompt_tokens_of, chat_request, generation_request, sampling_params
 from protocol import messages as m
+from protocol.chat import Chat, Turn, encode_chat
 from protocol.errors import ProtocolError
 from protocol.pooling import Pooling
 from protocol.pull import Delivery
@@ -54,6 +55,13 @@ def test_resume_points_arrive_unpacked() -> None:
     assert (request.request_id, request.prompt_ids) == ("r.2", [1, 2, 3])
     assert request.resume == (ResumePoint(1, (4, 5), 2),)
     assert request.scored_tokens == 2
+
+
+def test_the_salt_arrives() -> None:
+    job = m.Job(m.PROTOCOL_VERSION, "r", 1, "m", "fr.g", SAMPLING, b"", cache_salt="salt")
+    assert generation_request("r.1", job, [1]).cache_salt == "salt"
+    assert chat_request("r.1", job, encode_chat(Chat((Turn("user", "Hi"),)))).cache_salt == "salt"
+    assert b"cache_salt" not in m.encode(m.Job(m.PROTOCOL_VERSION, "r", 1, "m", "fr.g", SAMPLING, b"")), "as it was"
 
 
 def test_a_cut_resume_point_is_a_protocol_error() -> None:
