@@ -20,7 +20,7 @@ def load_or_create_pepper(data_dir: Path) -> SecretStr:
     """
     path = data_dir / PEPPER_FILE
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             _create(path)
         pepper = path.read_text().strip()

@@ -57,11 +57,11 @@ async def running(
 
     Raises ChildError or EmbeddedNatsError with the last words of what did not start.
     """
-    gateway_port, nats_port = free_port(), free_port()
+    gateway_port, nats = free_port(), EmbeddedNats(folder, free_port())
     where = {
         "data_dir": str(folder),
         "gateway": {"port": gateway_port},
-        "nats": {"urls": [f"nats://127.0.0.1:{nats_port}"]},
+        "nats": {"urls": [nats.url]},
     }
     config_path = folder / "config.json"
     config_path.write_text(json.dumps({**where, **models_and_pools}))
@@ -71,7 +71,6 @@ async def running(
     commands = {"gateway": ["gateway"], "ledger": ["ledger"]}
     commands |= {name: ["worker", "--pool", pool] for name, pool in workers.items()}
     async with AsyncExitStack() as stack:
-        nats = EmbeddedNats(folder, nats_port)
         stack.push_async_callback(nats.stop)
         await nats.start()
         children = {}

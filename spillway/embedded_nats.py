@@ -3,11 +3,15 @@
 After one failed write, for example on a full disk, a stream accepts no messages until the server restarts (the
 filestore of nats-server keeps the error permanently). A server whose health check reports a write error is therefore
 ended as soon as its disk has space, and the launcher restarts it.
+
+Every user of the machine can reach its two ports, so that the clients' port asks for a password, and the monitoring
+port, which has none, answers only below a random path. Both secrets are in files that only our user may read.
 """
 
 import asyncio
 import contextlib
 import logging
+import secrets
 import shutil
 import socket
 import sys
@@ -19,6 +23,7 @@ from typing import Final
 
 from protocol.errors import ExpectedError
 from spillway.children import die_with_parent, stop_process
+from spillway.data_folder import write_private
 
 START_LIMIT_S: Final = 15.0
 STOP_LIMIT_S: Final = 10.0
@@ -35,22 +40,9 @@ WRITE_ERROR: Final = b"write error"  # in the health check's answer; nats-server
 
 log = logging.getLogger(__name__)
 
-# One account for all our processes, which imports the server's disconnect events: the fastest sign of a dead worker.
-# The password is not a secret: the server listens on loopback only and accepts clients without one.
-ACCOUNTS: Final = """
-accounts {
-  SYS {
-    exports: [{ stream: "$SYS.ACCOUNT.*.DISCONNECT" }]
-  }
-  SPILLWAY {
-    jetstream: enabled
-    users: [{ user: spillway, password: spillway }]
-    imports: [{ stream: { account: SYS, subject: "$SYS.ACCOUNT.SPILLWAY.DISCONNECT" } }]
-  }
-}
-system_account: SYS
-no_auth_user: spillway
-"""
+USER: Final = "spillway"
+PASSWORD_FILE: Final = "queue-password"  # noqa: S105  # in the data folder
+SECRET_BYTES: Final = 32
 
 
 class EmbeddedNatsError(ExpectedError):
@@ -68,6 +60,41 @@ def find_server() -> str:
     return found
 
 
+def accounts(password: str) -> str:
+    """Return the configuration of the accounts; ``password``: letters and digits.
+
+    One account for all our processes, which imports the server's disconnect events: the fastest sign of a dead worker.
+    """
+    return f"""
+accounts {{
+  SYS {{
+    exports: [{{ stream: "$SYS.ACCOUNT.*.DISCONNECT" }}]
+  }}
+  SPILLWAY {{
+    jetstream: enabled
+    users: [{{ user: {USER}, password: "{password}" }}]
+    imports: [{{ stream: {{ account: SYS, subject: "$SYS.ACCOUNT.SPILLWAY.DISCONNECT" }} }}]
+  }}
+}}
+system_account: SYS
+"""
+
+
+def _load_or_create_password(data_dir: Path) -> str:
+    """Return the password of this data folder's queue server; it stays the same, for workers started by hand."""
+    path = data_dir / PASSWORD_FILE
+    try:
+        if not path.exists():
+            data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(path, secrets.token_hex(SECRET_BYTES) + "\n")
+        password = path.read_text().strip()
+    except OSError as error:
+        raise EmbeddedNatsError(f"cannot read or create {path}: {error.strerror}") from error
+    if len(password) < SECRET_BYTES or not password.isalnum():
+        raise EmbeddedNatsError(f"{path} holds no password; delete it, and the next start makes another")
+    return password
+
+
 class EmbeddedNats:
     """A nats-server on loopback. It can be restarted after it has died; file streams survive that."""
 
@@ -82,16 +109,19 @@ class EmbeddedNats:
         min_uptime_s: float = MIN_UPTIME_S,
         min_free_bytes: int = MIN_FREE_BYTES,
     ) -> None:
+        """Nothing runs yet; the password is made, if the folder has none. Raises EmbeddedNatsError."""
         self.port = port
+        self.password = _load_or_create_password(data_dir)
         self.min_free_bytes = min_free_bytes
         self._health_period_s = health_period_s
         self._min_uptime_s = min_uptime_s
-        self.url = f"nats://127.0.0.1:{port}"
+        self.url = f"nats://{USER}:{self.password}@127.0.0.1:{port}"
         self.log_path = data_dir / "logs" / "nats.log"
         self._store_dir = data_dir / "nats"
         self._process: asyncio.subprocess.Process | None = None
         self._started_s = 0.0  # monotonic clock
         self._monitor_port = 0  # a new one for every start
+        self._monitor_path = f"/{secrets.token_hex(SECRET_BYTES)}"
 
     @property
     def pid(self) -> int:
@@ -105,7 +135,7 @@ class EmbeddedNats:
         self._started_s = time.monotonic()
         self._monitor_port = free_port()
         config_path = self._store_dir / "nats-server.conf"
-        config_path.write_text(self._config())
+        write_private(config_path, self._config())
         self._process = await asyncio.create_subprocess_exec(
             *(find_server(), "-c", str(config_path)),
             start_new_session=True,  # Ctrl-C must not end it before its clients
@@ -130,7 +160,7 @@ class EmbeddedNats:
             await asyncio.sleep(self._health_period_s)
             if time.monotonic() - self._started_s < self._min_uptime_s:
                 continue
-            reason = await asyncio.to_thread(_write_error, self._monitor_port)
+            reason = await asyncio.to_thread(_write_error, self._monitor_port, self._monitor_path)
             if reason and shutil.disk_usage(self._store_dir).free >= self.min_free_bytes:
                 log.error("the queue server cannot store messages until it restarts: %s", reason)
                 await stop_process(process, self.name, STOP_LIMIT_S)
@@ -151,10 +181,10 @@ class EmbeddedNats:
         # sync_interval: a usage record is acknowledged only once it is on disk, which takes an fsync for each.
         return (
             f"host: 127.0.0.1\nport: {self.port}\nserver_name: spillway-embedded\n"
-            f'http: "127.0.0.1:{self._monitor_port}"\n'
+            f'http: "127.0.0.1:{self._monitor_port}"\nhttp_base_path: "{self._monitor_path}"\n'
             f"max_payload: {MAX_PAYLOAD_BYTES}\nwrite_deadline: {WRITE_DEADLINE_S}s\n"
             f'log_file: "{self.log_path}"\nlogfile_size_limit: {LOG_BYTES}\n'
-            f'jetstream {{ store_dir: "{self._store_dir}", sync_interval: always }}\n{ACCOUNTS}'
+            f'jetstream {{ store_dir: "{self._store_dir}", sync_interval: always }}\n{accounts(self.password)}'
         )
 
     async def _wait_until_listening(self, process: asyncio.subprocess.Process) -> None:
@@ -179,10 +209,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _write_error(monitor_port: int) -> str | None:
+def _write_error(monitor_port: int, monitor_path: str) -> str | None:
     """Return the server's report of a stream that cannot be written; None if there is none, or no answer."""
+    url = f"http://127.0.0.1:{monitor_port}{monitor_path}/healthz"
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{monitor_port}/healthz", timeout=HEALTH_LIMIT_S):
+        with urllib.request.urlopen(url, timeout=HEALTH_LIMIT_S):
             return None
     except urllib.error.HTTPError as error:
         body = error.read()

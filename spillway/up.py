@@ -2,13 +2,15 @@
 
 NATS, the gateway, the ledger writer and the workers run as separate processes. A process that dies is restarted;
 Ctrl-C ends them in the order in which work flows, so that running requests can still be completed.
+
+Other users of the machine are kept out: the data folder is closed to them, what the processes create is for this user
+alone, and the queue server asks for a password.
 """
 
 import asyncio
 import contextlib
 import fcntl
 import json
-import os
 import socket
 import time
 import urllib.request
@@ -28,6 +30,7 @@ from protocol.errors import ExpectedError
 from protocol.signals import on_stop_signals
 from spillway.children import Child, RestartableChild, keep_running, resolved_config_path, run_dir_of
 from spillway.config import Config
+from spillway.data_folder import open_data_folder, private_umask, write_private
 from spillway.embedded_nats import EmbeddedNats, free_port
 
 FIRST_KEY_NAME: Final = "default"
@@ -69,10 +72,10 @@ class _Shutdown:
 async def up(config: Config, say: Callable[[str], None], on_running: Callable[[Running], None]) -> None:
     """Run all processes until SIGINT or SIGTERM; a second one ends running requests immediately.
 
-    Raises UpError, ChildError, EmbeddedNatsError, or a database error.
+    Raises UpError, ChildError, DataFolderError, EmbeddedNatsError, or a database error.
     """
     shutdown = _Shutdown()
-    with on_stop_signals(shutdown.on_signal), _data_dir_lock(config.data_dir):
+    with private_umask(), on_stop_signals(shutdown.on_signal), _data_dir_lock(config.data_dir, say):
         nats = (
             None
             if config.nats.urls
@@ -111,9 +114,11 @@ async def _prepare(config: Config, say: Callable[[str], None]) -> Running:
 
 
 @contextlib.contextmanager
-def _data_dir_lock(data_dir: Path) -> Iterator[None]:
+def _data_dir_lock(data_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
+    if changed := open_data_folder(data_dir):
+        say(f"data: {changed}")
     try:
-        run_dir_of(data_dir).mkdir(parents=True, exist_ok=True)
+        run_dir_of(data_dir).mkdir(exist_ok=True)
         (data_dir / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise UpError(
@@ -146,7 +151,7 @@ def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
     dumped = resolved.model_dump(mode="json", exclude={"auth": {"pepper"}, "payloads": {"key"}}, exclude_none=True)
     if resolved.auth.oidc is not None and resolved.auth.oidc.client_secret is not None:
         dumped["auth"]["oidc"]["client_secret"] = resolved.auth.oidc.client_secret.get_secret_value()
-    _write_private(path, json.dumps(dumped))
+    write_private(path, json.dumps(dumped))
     return resolved
 
 
@@ -181,7 +186,7 @@ async def _first_key(config: Config) -> str:
         _, plaintext = await create_key(engine, FIRST_KEY_NAME, pepper, Grant(scopes=(INFERENCE, METRICS)))
     finally:
         await engine.dispose()
-    _write_private(path, plaintext + "\n")
+    write_private(path, plaintext + "\n")
     return plaintext
 
 
@@ -196,13 +201,6 @@ async def _first_password(config: Config) -> str:
     finally:
         await engine.dispose()
     return password
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write a file that only this user may read, replacing an existing one."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
 
 
 def _workers(config: Config) -> list[Child]:

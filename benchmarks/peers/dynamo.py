@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.peers import pinned
 from benchmarks.ports import free_port, wait_until_listening
 from spillway.children import die_with_parent, stop_process
-from spillway.embedded_nats import EmbeddedNats
+from spillway.embedded_nats import USER, EmbeddedNats
 
 MODEL: Final = Path(__file__).resolve().parents[2] / "models" / "spillway-demo"  # for its tokenizer and template
 MODELS: Final = ("instant", "paced")
@@ -53,9 +53,9 @@ async def running_dynamo(folder: Path, token_ms: float) -> AsyncIterator[Running
     _write_profile(profile, token_ms)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "HF_"))},
-        "NATS_SERVER": nats.url,
-        "NATS_AUTH_USERNAME": "spillway",  # as in the embedded server's configuration; by default it is another
-        "NATS_AUTH_PASSWORD": "spillway",
+        "NATS_SERVER": f"nats://127.0.0.1:{nats.port}",
+        "NATS_AUTH_USERNAME": USER,
+        "NATS_AUTH_PASSWORD": nats.password,
         "DYN_REQUEST_PLANE": "nats",
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_FILE_KV": str(folder / "dynamo" / "discovery"),

@@ -71,7 +71,13 @@ def running_or_config(path: Path | None, data: Path | None) -> Config:
     """Return the configuration that a running ``up`` has resolved (ports, URLs), else that of ``resolve_config``."""
     config = resolve_config(path, data)
     resolved = resolved_config_path(config.data_dir)
-    return resolve_config(resolved, data) if path is None and resolved.exists() else config
+    try:
+        is_running = resolved.exists()
+    except PermissionError as error:
+        raise fail(
+            f"the data folder {config.data_dir} belongs to another user: run this command as that user"
+        ) from error
+    return resolve_config(resolved, data) if path is None and is_running else config
 
 
 def run_async(main: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -23,7 +23,7 @@ def upgrade_(config: ConfigOption = None, data: DataOption = None) -> None:
         out.print(f"database schema: {before or 'none'} -> {head()}")
 
     # The default database is a file in the data folder.
-    resolved.data_dir.mkdir(parents=True, exist_ok=True)
+    resolved.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     run_async(main)
 
 

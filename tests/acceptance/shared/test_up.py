@@ -1,5 +1,7 @@
 """``spillway up`` as a newcomer meets it."""
 
+import json
+import stat
 import subprocess
 import sys
 import time
@@ -52,6 +54,27 @@ def refused_up(*arguments: str) -> str:
     done = CliRunner().invoke(app, ["up", *arguments])
     assert (done.exit_code, type(done.exception)) == (1, SystemExit), done.output
     return done.stderr
+
+
+def test_other_users_of_the_machine_can_open_nothing(system: System) -> None:
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": ASK}
+    with system.http() as http:
+        uploaded = http.post(
+            "/v1/files", data={"purpose": "batch"}, files={"file": ("batch.jsonl", json.dumps(line).encode())}
+        )
+        assert uploaded.status_code == 200, uploaded.text
+    paths = [system.data_dir, *system.data_dir.rglob("*")]
+    names = {str(path.relative_to(system.data_dir)) for path in paths}
+    assert names >= {"spillway.db", "queue-password", "logs/gateway.log", "logs/nats.log", "run/config.json"}
+    assert any(name.startswith("files/") for name in names)
+    assert {path: oct(mode) for path in paths if (mode := mode_of(path)) & 0o077} == {}
+
+
+def mode_of(path: Path) -> int:
+    try:
+        return stat.S_IMODE(path.lstat().st_mode)
+    except FileNotFoundError:  # the system runs: it was a draft
+        return 0
 
 
 def test_two_cannot_share_a_data_folder(system: System) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.credentials import access_options
-from spillway.embedded_nats import ACCOUNTS
 from tests.integration.credentials.conftest import MODEL, Queue
+from tests.nats_server import ACCOUNTS
 from tests.waiting import HANGS_S, until
 
 
