@@ -77,6 +77,27 @@ def mode_of(path: Path) -> int:
         return 0
 
 
+def test_a_worker_by_hand_joins_with_the_configuration_of_the_running_up(system: System, tmp_path: Path) -> None:
+    """The command of docs/deploy/one-box.md; it is ready once the queue server has let it in."""
+    ready, config = tmp_path / "ready", system.data_dir / "run" / "config.json"
+    command = [*system.program, "worker", "--pool", "scripted", "--config", str(config), "--ready-file", str(ready)]
+    with (tmp_path / "log").open("w") as log:
+        worker = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=clean_environment(), cwd=system.folder
+        )
+    try:
+        deadline_s = time.monotonic() + HANGS_S
+        while not ready.exists():
+            assert worker.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline_s, (tmp_path / "log").read_text()
+            time.sleep(POLL_S)
+        worker.terminate()
+        assert worker.wait(timeout=HANGS_S) == 0
+    finally:
+        worker.kill()
+        worker.wait()
+
+
 def test_two_cannot_share_a_data_folder(system: System) -> None:
     command = [
         sys.executable,

@@ -5,7 +5,10 @@ import stat
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from spillway.children import resolved_config_path
+from spillway.cli import app
 from spillway.data_folder import DataFolderError, open_data_folder, private_umask, write_private
 
 
@@ -80,3 +83,17 @@ def test_a_private_file_replaces_an_open_one(tmp_path: Path) -> None:
     path.touch(0o644)
     write_private(path, "new")
     assert (path.read_text(), mode_of(path)) == ("new", 0o600)
+
+
+def test_another_users_command_says_whose_the_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exists = Path.exists
+
+    def closed(path: Path) -> bool:
+        if path == resolved_config_path(tmp_path):
+            raise PermissionError(13, "Permission denied")  # Python 3.14 answers False
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", closed)
+    done = CliRunner().invoke(app, ["usage", "--data", str(tmp_path)])
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+    assert f"the data folder {tmp_path} belongs to another user" in done.stderr
