@@ -90,11 +90,9 @@ def _decoded(text: bytes) -> dict[str, Any]:
 def is_deeper(value: object, levels: int) -> bool:
     """Report whether lists and objects are nested in each other more than so many levels deep."""
     here = [value]
-    for _ in range(levels + 1):
+    for _ in range(levels):
         here = [item for one in here for item in _items(one)]
-        if not here:
-            return False
-    return True
+    return any(isinstance(one, (dict, list)) for one in here)
 
 
 def _items(value: object) -> Iterable[object]:

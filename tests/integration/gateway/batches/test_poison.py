@@ -1,0 +1,123 @@
+"""Batches that stop themselves and no other: what cannot be indexed or run is given up, and nobody waits for it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from accounts.keys import create_key
+from batches import run as batch_run
+from batches.index import IndexFailed, IndexReport, IndexTask, NoRoomForIndex, make_index
+from db.engine import create_engine
+from protocol import subjects
+from tests.integration.gateway.batches.test_batches import QUICK, line, over, submit
+from tests.integration.gateway.conftest import PEPPER, Start
+from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
+from tests.waiting import until
+
+PATIENT = {**QUICK, "retry_s": 0.1}
+
+
+async def test_a_line_that_is_nested_too_deep_fails_its_batch_alone(start_gateway: Start) -> None:
+    gateway = await start_gateway(batches=PATIENT)
+    await gateway.add_worker()
+    client = gateway.client()
+    poisonous = await submit(client, ["[" * 1_500])
+    assert (await over(client, await submit(client, [line("a")]))).status == "completed"
+    failed = await over(client, poisonous)
+    assert failed.status == "failed"
+    assert failed.errors is not None
+    assert [(error.code, error.line) for error in failed.errors.data or []] == [("invalid_json_line", 1)]
+
+
+async def test_a_batch_whose_indexer_dies_each_time_is_given_up(
+    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, tries = make_index, 0
+
+    async def dies(task: IndexTask, content: AsyncIterator[bytes]) -> IndexReport:
+        nonlocal tries
+        if task.endpoint == "/v1/completions":
+            tries += 1
+            raise IndexFailed("exit code -11")
+        return await real(task, content)
+
+    monkeypatch.setattr(batch_run, "make_index", dies)
+    gateway = await start_gateway(batches=PATIENT)
+    await gateway.add_worker()
+    client = gateway.client()
+    poisonous = await submit(client, ["{}"], endpoint="/v1/completions")
+    assert (await over(client, await submit(client, [line("a")]))).status == "completed"
+    failed = await over(client, poisonous)
+    assert failed.errors is not None
+    assert (failed.status, tries) == ("failed", 3)
+    assert [error.code for error in failed.errors.data or []] == ["set_aside"]
+
+
+async def test_a_full_disk_is_no_fault_of_a_batch(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, tries = make_index, 0
+
+    async def has_no_room(task: IndexTask, content: AsyncIterator[bytes]) -> IndexReport:
+        nonlocal tries
+        tries += 1
+        if tries <= 5:
+            raise NoRoomForIndex("database or disk is full")
+        return await real(task, content)
+
+    monkeypatch.setattr(batch_run, "make_index", has_no_room)
+    gateway = await start_gateway(batches=PATIENT)
+    await gateway.add_worker()
+    client = gateway.client()
+    assert (await over(client, await submit(client, [line("a")]))).status == "completed"
+
+
+async def test_a_batch_that_cannot_be_indexed_can_be_cancelled(
+    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = asyncio.Event()
+
+    async def fails_when_stopped(*_: Any) -> IndexReport:
+        began.set()
+        raise IndexFailed("again")
+
+    monkeypatch.setattr(batch_run, "make_index", fails_when_stopped)
+    gateway = await start_gateway(batches={**PATIENT, "retry_s": 0.5})
+    client = gateway.client()
+    batch = await submit(client, [line("a")])
+    await began.wait()
+    await client.batches.cancel(batch.id)
+    assert (await over(client, batch)).status == "cancelled"
+
+
+async def test_nobody_waits_for_a_tenant_with_many_batches(start_gateway: Start) -> None:
+    gateway = await start_gateway(batches={**PATIENT, "max_running": 2})
+    engine = create_engine(gateway.settings.database_url)
+    _, key = await create_key(engine, "another tenant", PEPPER)
+    await engine.dispose()
+    await gateway.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
+
+    async def answer(attempt: Attempt) -> None:
+        await (until_cancelled if len(attempt.prompt_ids) > 60 else answer_hello)(attempt)
+
+    await gateway.add_worker(script=answer)
+    greedy, other = gateway.client(), gateway.client(api_key=key)
+    many = [await submit(greedy, [line(str(number), "long " * 30)]) for number in range(4)]
+
+    async def fills_all() -> bool:
+        states = [(await greedy.batches.retrieve(batch.id)).status for batch in many]
+        return states.count("in_progress") >= 2
+
+    async def is_known() -> bool:
+        try:
+            await other.models.list()
+        except openai.AuthenticationError:
+            return False
+        return True
+
+    await until(fills_all)
+    await until(is_known)
+    assert (await over(other, await submit(other, [line("a")]))).status == "completed"
+    for batch in many:
+        assert (await greedy.batches.retrieve(batch.id)).status in {"validating", "in_progress"}

@@ -1,0 +1,44 @@
+"""Lines that nobody may stumble over later: what cannot be read, or lies too deep, is invalid at once."""
+
+import pytest
+
+from batches.validation import MAX_DEPTH, Wrong, check_line, is_deeper
+
+HEAD = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"model":"m","x":'
+
+
+def nested(levels: int) -> bytes:
+    return HEAD + b"[" * levels + b"]" * levels + b"}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (b"[" * 1_500, "invalid_json_line"),
+        (b'{"a":' * 1_500, "invalid_json_line"),
+        (nested(1_500), "invalid_json_line"),
+        (nested(MAX_DEPTH), "invalid_json_line"),
+        (HEAD + b'"\xff"}}', "invalid_json_line"),
+        (HEAD + b"NaN}}", "invalid_json_line"),
+        (HEAD + b"1e400}}", "invalid_json_line"),
+        (b"[1]", "invalid_json_line"),
+        (HEAD + b"[" + b"[]," * 70_000 + b"[]]}}", "too_many_values"),
+    ],
+    ids=["open-lists", "open-objects", "nested", "too-deep", "not-utf-8", "nan", "infinite", "no-object", "many"],
+)
+def test_a_poisonous_line_is_invalid(text: bytes, code: str) -> None:
+    with pytest.raises(Wrong) as caught:
+        check_line(text, "/v1/completions", {"m": "m"})
+    assert caught.value.code == code
+
+
+def test_a_line_may_be_as_deep_as_a_request() -> None:
+    assert check_line(nested(MAX_DEPTH - 2), "/v1/completions", {"m": "m"}).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("value", "levels"), [(1, 0), ([], 1), ({}, 1), ([1, [2]], 2), ({"a": [{"b": 1}], "c": []}, 3)]
+)
+def test_depth(value: object, levels: int) -> None:
+    assert is_deeper(value, levels) is False
+    assert levels == 0 or is_deeper(value, levels - 1)
