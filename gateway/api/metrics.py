@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
@@ -11,13 +10,9 @@ from gateway.api.services import Services
 from gateway.http.exchange import exchange_of
 from gateway.metrics.exposition import MetricsSnapshot, exposition
 from gateway.metrics.fleet import read_fleet
-from protocol import subjects
-from protocol.bus import Bus
-from protocol.errors import BusError
+from ledger.waiting import parked_messages, unwritten_messages
 from quotas.pools import pool_of_account
 from quotas.quotas import Quotas
-
-LEDGER_BACKLOG_LIMIT_S: Final = 0.5
 
 
 def metrics_router(services: Services) -> APIRouter:
@@ -37,7 +32,9 @@ def metrics_router(services: Services) -> APIRouter:
 
 
 async def _moment(services: Services) -> MetricsSnapshot:
-    ledger_backlog, fleet = await asyncio.gather(_ledger_backlog(services.bus), read_fleet(services.bus))
+    ledger_backlog, parked_records, fleet = await asyncio.gather(
+        unwritten_messages(services.bus), parked_messages(services.bus), read_fleet(services.bus)
+    )
     dispatcher = services.dispatcher
     return MetricsSnapshot(
         counts=services.series.snapshot(),
@@ -54,6 +51,7 @@ async def _moment(services: Services) -> MetricsSnapshot:
         spooled_bytes=dispatcher.spooled_bytes,
         ledger_backlog=ledger_backlog,
         payloads=dict(services.payloads.outcomes),
+        parked_records=parked_records,
         fleet=fleet,
         further=(*services.webhooks.families(), *services.batches.families()),
         caps=tuple(_caps(services.quotas)),
@@ -64,15 +62,3 @@ def _caps(quotas: Quotas) -> Iterator[tuple[str, str, int, int]]:
     for account_id, found in quotas.kept_uses().items():
         for use in found:
             yield pool_of_account(account_id), account_id.rpartition(":")[2], use.limit, use.used or 0
-
-
-async def _ledger_backlog(bus: Bus) -> int | None:
-    """Messages that the ledger writer has not written yet; None if the queue server does not say so at once."""
-    if not bus.connected:
-        return None
-    try:
-        async with asyncio.timeout(LEDGER_BACKLOG_LIMIT_S):
-            info = await bus.api(f"CONSUMER.INFO.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}")
-    except (BusError, TimeoutError):
-        return None
-    return int(info["num_pending"]) + int(info["num_ack_pending"])

@@ -1,14 +1,12 @@
 """Jobs in the queue: published until stored, by reference where large, withdrawn, and looked up."""
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import Mapping
 from typing import Final
 
-from pydantic import SecretStr
-
+from accounts.cache_salt import cache_salt_of
 from gateway.dispatch.attempts import CurrentAttempt
 from gateway.dispatch.lookups import JobLookups
 from gateway.dispatch.overflow import JOB_LIMIT_S, Overflow
@@ -28,7 +26,6 @@ from protocol.objects import delete_object, put_object
 from protocol.prompts import MAX_INLINE_PROMPT_BYTES, PromptKeys, object_name, seal
 
 MAX_PUBLISHES_IN_FLIGHT: Final = 512
-CACHE_SALT_BYTES: Final = 16
 LONGEST_PUBLISH_WAIT_S: Final = 0.5  # while the stream has no leader; the refusals that tell so cost next to nothing
 
 log = logging.getLogger(__name__)
@@ -57,16 +54,6 @@ def _name_if_in(objects: Mapping[str, bytes], request_id: str, part: str) -> str
         return None
     name = object_name(request_id, part)
     return name if name in objects else None
-
-
-def cache_salt_of(tenant: str, pepper: SecretStr) -> str:
-    """Return what keeps a tenant's prompts apart in workers' prefix caches.
-
-    It is the same at all gateways and after a restart, and without the pepper it cannot be guessed. The label keeps it
-    apart from the hashes of API keys, which are made with the same pepper.
-    """
-    label = f"prefix cache of {tenant}"
-    return hmac.digest(pepper.get_secret_value().encode(), label.encode(), "sha256")[:CACHE_SALT_BYTES].hex()
 
 
 class JobQueue:

@@ -36,6 +36,7 @@ class MetricsSnapshot:
     spooled_bytes: int  # usage records and intents on this machine's disk, for the queue server
     ledger_backlog: int | None  # messages of records that are not in SQL yet; None: the queue server did not tell
     payloads: Mapping[str, int]  # what became of those that were to be kept
+    parked_records: int | None = None  # usage records that are set aside; None: the queue server did not tell
     fleet: FleetState | None = None  # None: nobody controls one
     further: Collection[Metric] = ()  # of webhooks, if somebody tells them, and of batches
     caps: Collection[tuple[str, str, int, int]] = ()  # pool, period, nano-USD of its cap and of what is used of it
@@ -103,6 +104,12 @@ class MetricsSnapshot:
                 "spillway_ledger_backlog_messages",
                 "Messages of usage records that are not in SQL yet, of all gateways and workers.",
                 self.ledger_backlog,
+            )
+        if self.parked_records is not None:
+            yield _gauge(
+                "spillway_parked_usage_records",
+                "Usage records that no ledger writer could store: `spillway parked` tells why.",
+                self.parked_records,
             )
 
     def _cap_families(self) -> Iterator[Metric]:

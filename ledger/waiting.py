@@ -1,0 +1,32 @@
+"""What waits for the ledger in the queue server: messages of records that are not in SQL, and those set aside."""
+
+import asyncio
+from typing import Any, Final
+
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import BusError
+
+INFO_LIMIT_S: Final = 0.5  # for what the queue server says of a stream or consumer
+
+
+async def unwritten_messages(bus: Bus) -> int | None:
+    """Return how many messages no ledger writer has written yet; None if the queue server does not say so at once."""
+    info = await _info(bus, f"CONSUMER.INFO.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}")
+    return None if info is None else int(info["num_pending"]) + int(info["num_ack_pending"])
+
+
+async def parked_messages(bus: Bus) -> int | None:
+    """Return how many records are set aside (``ledger.parked``); None if the queue server does not say so at once."""
+    info = await _info(bus, f"STREAM.INFO.{subjects.PARKED_STREAM}")
+    return None if info is None else int(info["state"]["messages"])
+
+
+async def _info(bus: Bus, subject: str) -> dict[str, Any] | None:
+    if not bus.connected:
+        return None
+    try:
+        async with asyncio.timeout(INFO_LIMIT_S):
+            return await bus.api(subject)
+    except (BusError, TimeoutError):
+        return None
