@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from protocol import wire
+from protocol.errors import NewerVersion, ProtocolError
 from protocol.messages import encode
 from protocol.wire import Whole
 
@@ -31,6 +32,7 @@ class PayloadRecord(Struct, frozen=True, omit_defaults=True):
 
 
 _decoder: msgspec.msgpack.Decoder[list[PayloadRecord]] = msgspec.msgpack.Decoder(list[PayloadRecord])
+_sealed_decoder: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
 def encode_payloads(records: Sequence[PayloadRecord]) -> bytes:
@@ -41,3 +43,24 @@ def encode_payloads(records: Sequence[PayloadRecord]) -> bytes:
 def decode_payloads(message: bytes) -> list[PayloadRecord]:
     """Decode a message of the PAYLOADS stream. Raises ProtocolError."""
     return wire.decode_all(_decoder, message)
+
+
+def read_payloads(message: bytes) -> tuple[list[PayloadRecord], list[str]]:
+    """Return a message's records, and why others cannot be read: one takes no other along.
+
+    Raises NewerVersion for a message of a newer release, and ProtocolError for one that holds no list.
+    """
+    try:
+        return decode_payloads(message), []
+    except NewerVersion:
+        raise
+    except ProtocolError:
+        sealed = wire.decode(_sealed_decoder, message)
+    records: list[PayloadRecord] = []
+    reasons: list[str] = []
+    for record in sealed:
+        try:
+            records += decode_payloads(encode([record]))
+        except ProtocolError as error:
+            reasons.append(str(error))
+    return records, reasons

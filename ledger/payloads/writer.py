@@ -20,7 +20,7 @@ from protocol import pull, subjects
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.errors import BusError, NewerVersion, ProtocolError
-from protocol.payloads import PayloadRecord, decode_payloads
+from protocol.payloads import PayloadRecord, read_payloads
 from protocol.pull import Delivery, PullConsumer
 from protocol.topology import consumer_exists
 
@@ -85,7 +85,10 @@ class PayloadWriter:
         except TimeoutError:
             return
         try:
-            is_stored = await self._stored(decode_payloads(delivery.payload))
+            records, reasons = read_payloads(delivery.payload)
+            for reason in reasons:
+                log.error("a payload of message %d of their stream is lost: %s", delivery.stream_sequence, reason)
+            is_stored = await self._stored(records)
         except NewerVersion as error:
             log.warning("message %d of the payloads' stream waits: %s", delivery.stream_sequence, error)
             await self._answer(delivery, _nak_with_delay)
