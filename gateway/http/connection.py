@@ -34,8 +34,11 @@ MAX_PIPELINED: Final = 100  # that may have come with them in one piece
 FIRST_PROBE_S: Final = 0.02
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 NO_INT: Final = bytes(4)  # where FIONREAD writes its answer
-# Headers that say one thing. Where there are two of one, whoever stands in front may have read the other one.
-SINGLE_HEADERS: Final = (b"host", b"authorization", b"content-type", b"content-encoding", b"idempotency-key")
+# Of two of these a proxy in front may have read the other one, and found the body's end or the caller elsewhere.
+SINGLE_HEADERS: Final = (
+    b"host", b"authorization", b"x-api-key", b"content-type", b"content-encoding", b"content-length",
+    b"transfer-encoding", b"idempotency-key",
+)  # fmt: skip
 
 
 log = logging.getLogger(__name__)
@@ -277,10 +280,13 @@ class Connection(HttpToolsProtocol):
         if len(by_name) < len(headers):
             _check_singles(headers)
         # Of an HTTP/1.1 request a host is required; HTTP/0.9 has no headers.
-        if b"host" not in by_name and self.parser.get_http_version() != "1.0":
+        is_old = self.parser.get_http_version() == "1.0"
+        if b"host" not in by_name and not is_old:
             raise MalformedHttp("The header 'host' is required.")
-        if b"transfer-encoding" in by_name and by_name[b"transfer-encoding"].lower() != b"chunked":
+        if by_name.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
             raise MalformedHttp("The only transfer-encoding that is understood is 'chunked'.")
+        if is_old and b"transfer-encoding" in by_name:  # RFC 9112, 6.1: a proxy of HTTP/1.0 has read another body
+            raise MalformedHttp("A request of HTTP/1.0 cannot have the header 'transfer-encoding'.")
         return by_name
 
     def _target(self) -> tuple[bytes, bytes]:
