@@ -37,6 +37,7 @@ class Exchange(Protocol):
 
     headers: dict[bytes, bytes]
     refusal: ApiError | None  # what was answered instead of what was asked for
+    limit_headers: list[tuple[bytes, bytes]]  # how far the limits of its key and team are used
 
     def error_body(self, error: ApiError) -> bytes:
         """Return an error as the client's API has it."""

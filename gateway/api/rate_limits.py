@@ -5,12 +5,12 @@ has less left. Concurrency and money have no headers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
 from accounts.principal import Principal
 from db.money import NANO_USD, TokenPrice
-from gateway.http.exchange import Exchange
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
 from protocol.quotas import RATES, Kind
@@ -18,6 +18,7 @@ from quotas.local_account import LocalAccount
 from quotas.quotas import Quotas, Refused, Unavailable
 from quotas.refusals import Refusal
 from quotas.reservation import Estimate, Reservation
+from web.answers import Exchange
 from web.errors import ApiError, InsufficientQuota, LimitsUnavailable, RateLimitExceeded
 
 _NAMES: Final = {
@@ -49,6 +50,17 @@ _A_PLACE: Final = Estimate(0, 0)
 async def reserve_place(quotas: Quotas, exchange: Exchange, principal: Principal) -> Reservation | None:
     """Reserve what is known before a body is read: one request, and that it runs. Returns and raises as ``reserve``."""
     return (await _reserve(quotas, exchange, principal, [_A_PLACE], None))[0]
+
+
+@asynccontextmanager
+async def counted(quotas: Quotas, exchange: Exchange, principal: Principal) -> AsyncIterator[None]:
+    """Count a request that uses no tokens, and that it runs, whatever becomes of it. Raises as ``reserve``."""
+    reservation = await reserve_place(quotas, exchange, principal)
+    try:
+        yield
+    finally:
+        if reservation is not None:
+            reservation.settle(0, 0, 0)
 
 
 async def check_budget(

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from accounts.principal import Principal
 from gateway.api.calls import ChatCall
 from gateway.api.form import tools_for_template
-from gateway.api.rate_limits import reserve_place
+from gateway.api.rate_limits import counted
 from gateway.api.schema import DetokenizeRequest, TokenizeRequest, parse_tokenize
 from gateway.api.services import Services
 from gateway.http.exchange import Exchange, exchange_of
@@ -161,16 +161,8 @@ Counting = Callable[[Services, Exchange, Principal], Awaitable[Response]]
 async def _counted(services: Services, exchange: Exchange, counting: Counting) -> Response:
     """Answer a request that costs the key a place among its requests, and no token."""
     principal = exchange.authenticate(services.keys)
-    reservation = await reserve_place(services.quotas, exchange, principal)
-    try:
-        answer = await counting(services, exchange, principal)
-    except BaseException:
-        if reservation is not None:
-            reservation.refund()
-        raise
-    if reservation is not None:
-        reservation.settle(0, 0, 0)
-    return answer
+    async with counted(services.quotas, exchange, principal):
+        return await counting(services, exchange, principal)
 
 
 async def _input_tokens(services: Services, exchange: Exchange, principal: Principal) -> Response:
@@ -205,10 +197,15 @@ def _read_tokenize(body: bytes) -> TokenizeRequest:
     return parse_tokenize(body)
 
 
+def _read_detokenize(body: bytes) -> DetokenizeRequest:
+    check_values(body)
+    return parse_body(DetokenizeRequest, body)
+
+
 async def _detokenized(services: Services, exchange: Exchange, principal: Principal) -> Response:
     pool, tenant = services.catalog.pool, principal.tenant
     body = await services.bodies.read(tenant, exchange.receive, exchange.headers)
-    request = await pool.run(tenant, len(body), partial(parse_body, DetokenizeRequest, body), is_quick=True)
+    request = await pool.run(tenant, len(body), partial(_read_detokenize, body), is_quick=True)
     tokens = services.catalog.tokens_of(_model_named(services, request, principal)).of_tenant(tenant)
     return json_answer({"prompt": await tokens.decode(request.tokens)})
 

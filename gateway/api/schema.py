@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from gateway.limits.fields import (
     MAX_BIASED_TOKENS,
+    MAX_DETOKENIZED_TOKENS,
     MAX_NAME_CHARS,
     SMALLEST_BYTES,
     check_items,
@@ -286,7 +287,7 @@ class DetokenizeRequest(Body):
     """Body of POST /detokenize, as vLLM has it."""
 
     model: Annotated[str | None, Field(min_length=1, max_length=512)] = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZED_TOKENS, fail_fast=True)]
 
 
 def parse_chat(body: bytes) -> ChatCompletionRequest:

@@ -4,12 +4,16 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 from msgspec.structs import replace
 
+from gateway.limits.fields import MAX_DETOKENIZED_TOKENS
 from protocol.prompts import MAX_INLINE_PROMPT_BYTES
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, card
+from tests.integration.gateway.test_errors import error_of
 from tests.small_tokenizer import byte_tokenizer
 from tests.waiting import HANGS_S, until
+from web.body import MAX_BODY_VALUES
 
 LONG_CONTEXT = 2_000_000
 
@@ -50,6 +54,25 @@ async def test_token_ids_become_their_text_again(share_gateway: Share) -> None:
         assert (await client.post("/detokenize", json={"tokens": ids})).json() == {"prompt": "Grüße"}
         refused = await client.post("/detokenize", json={"model": MODEL, "tokens": [-1]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens.0")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"tokens": [5] * (MAX_DETOKENIZED_TOKENS + 1)}, "tokens", "invalid_value"),
+        ({"tokens": [5] * 2_000_000}, "tokens", "invalid_value"),
+        ({"tokens": [5], "more": [[]] * (MAX_BODY_VALUES + 1)}, None, "too_many_values"),
+    ],
+)
+async def test_how_many_tokens_become_text_is_bounded(
+    share_gateway: Share, body: Any, param: str | None, code: str
+) -> None:
+    """Two million held up all other requests for 1.3 s."""
+    gateway = await share_gateway()
+    async with client_of(gateway) as client:
+        assert error_of(await client.post("/detokenize", json=body)) == (400, code, param)
+        most = await client.post("/detokenize", json={"tokens": [5] * MAX_DETOKENIZED_TOKENS})
+    assert len(most.json()["prompt"]) == MAX_DETOKENIZED_TOKENS
 
 
 async def test_a_long_prompt_does_not_hold_others_up(share_gateway: Share) -> None:
