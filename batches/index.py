@@ -22,6 +22,7 @@ from msgspec import Struct
 from batches.lines import Done
 from batches.order import prompt_text, sort_key
 from batches.validation import LineError, Request, Wrong, check_line
+from protocol.children import plain_environment
 
 MAX_ERRORS: Final = 100  # that are told of one batch
 ID_BYTES: Final = 16  # of a custom_id's hash
@@ -175,7 +176,7 @@ async def make_index(task: IndexTask, content: AsyncIterator[bytes]) -> IndexRep
     """Let a process make an index. Raises IndexFailed, NoRoomForIndex, and what ``content`` raises."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "batches.index",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # the same import path as ours
+        env=plain_environment(),  # it reads what callers have uploaded
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip

@@ -13,6 +13,7 @@ The child runs this file as a script, which therefore imports no other module of
 """
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -33,6 +34,7 @@ STEP_MAX_ITEMS: Final = 10_000
 # Of all compilations. "Verbose" errors would tell of the parser's state, page after page.
 PARSER_LIMITS: Final = LLParserLimits(verbose_errors=False, step_max_items=STEP_MAX_ITEMS)
 END_LIMIT_S: Final = 5.0  # for a killed child to be gone
+KEPT_VARIABLES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "PYTHONHOME")
 
 
 class TooExpensive(Exception):
@@ -65,8 +67,15 @@ class _Child:
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         command = [sys.executable, "-I", __file__]  # isolated: neither the folder nor the environment adds modules
+        # A grammar is a caller's text: what reads it must not find the queue's credentials in its environment.
+        environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         self._process = subprocess.Popen(  # noqa: S603 - no client input
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         pipes = self._process.stdin, self._process.stdout
         self._questions, self._answers = (cast("IO[str]", pipe) for pipe in pipes)

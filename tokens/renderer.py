@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 from msgspec import Struct
 
+from protocol.children import plain_environment
 from tokens.chat_template import Arguments, BeyondLimits, ChatTemplate
 from web.errors import InvalidParameter, Overloaded
 
@@ -129,7 +130,7 @@ class Renderer:
     async def _started(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "tokens.renderer",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # the same import path as ours
+            env=plain_environment(),  # a template from a worker must not find secrets there
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip

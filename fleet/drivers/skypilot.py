@@ -11,6 +11,7 @@ machines need a common one.
 
 import asyncio
 import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, cast
@@ -20,6 +21,7 @@ import msgspec
 from fleet.errors import LaunchRefused, NoCapacity, OverQuota, ProviderError
 from fleet.machine import Order, ProviderMachine, labels_in, name_of
 from fleet.settings import SkyPilotSettings
+from protocol.children import without_own_variables
 from protocol.wire import UNDECODABLE
 
 RUNNER: Final = Path(__file__).with_name("skypilot_runner.py")
@@ -140,6 +142,7 @@ class _Runner:
                     self._process = await asyncio.create_subprocess_exec(
                         self._python,
                         str(RUNNER),
+                        env=without_own_variables(os.environ),
                         stdin=asyncio.subprocess.PIPE,
                         stdout=asyncio.subprocess.PIPE,
                         limit=LINE_MAX_BYTES,

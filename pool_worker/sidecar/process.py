@@ -18,6 +18,7 @@ from typing import Final
 
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.settings import PORT_PLACE
+from protocol.children import without_own_variables
 
 KEEPER: Final = Path(__file__).with_name("keeper.py")
 KEEPER_MARGIN_S: Final = 5.0  # past the server's own limit, for the keeper to bury it
@@ -27,7 +28,6 @@ LOG_LINES_PER_S: Final = 50  # on average; a burst may have so many times the ne
 LOG_BURST_S: Final = 10
 LAST_WORDS: Final = 10
 LAST_WORDS_CHARS: Final = 300  # of each
-OWN_VARIABLES: Final = "SPILLWAY_"  # of ours, with the queue's password in them: none of the server's business
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class LogLines:
 
 
 def _environment(ours: Mapping[str, str], port: int | None) -> dict[str, str]:
-    kept = {name: value for name, value in ours.items() if not name.upper().startswith(OWN_VARIABLES)}
+    kept = without_own_variables(ours)
     return kept if port is None else {**kept, "PORT": str(port)}
 
 

@@ -7,12 +7,14 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
-from batches.index import Index, IndexTask, build
+from batches.index import Index, IndexTask, build, make_index
 from batches.lines import Done
 from tests.waiting import until
 
@@ -54,6 +56,21 @@ def test_an_open_index_has_no_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["lines"]
     assert sorted(asyncio.run(_numbers(index))) == list(range(1, 101))
     index.close()
+
+
+async def test_no_secret_is_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPILLWAY_AUTH__PEPPER", "secret")
+    seen: list[dict[str, str]] = []
+
+    async def content() -> AsyncIterator[bytes]:
+        """The process runs while this is read."""
+        children = psutil.Process().children()
+        seen.extend(child.environ() for child in children if "batches.index" in child.cmdline())
+        yield LINES
+
+    assert (await make_index(task_in(tmp_path), content())).total == 100
+    assert len(seen) == 1
+    assert "SPILLWAY_AUTH__PEPPER" not in seen[0]
 
 
 async def _numbers(index: Index) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from gateway.api.schema import parse_chat
@@ -50,6 +51,15 @@ async def test_the_same_text(renderer_of: Start) -> None:
     }
     assert await deepseek.render(messages, **asked) == here.render(messages, **asked)
     assert deepseek.variables == here.variables
+
+
+async def test_no_secret_is_in_its_environment(renderer_of: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's template that gets out of its sandbox read the pepper and the database's password there."""
+    for name in ("SPILLWAY_AUTH__PEPPER", "PGPASSWORD", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    renderer = await renderer_of(REFUSES)
+    assert renderer._process is not None
+    assert "secret" not in psutil.Process(renderer._process.pid).environ().values()
 
 
 async def test_a_machine_that_is_too_busy() -> None:
