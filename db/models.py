@@ -393,6 +393,6 @@ class PayloadRow(Base):
     redacted: Mapped[bool]  # whether personal data were stripped (ledger.payloads.redaction)
     expires_unix_ms: Mapped[int]  # deleted soon after
     dropped: Mapped[bool]  # larger than the limit, or not redactable: request and answer are NULL
-    encoding: Mapped[str]  # "zlib" | "zlib+aes-256-gcm:<id of the key>" (ledger.payloads.sealing)
+    encoding: Mapped[str]  # "zlib", or with a cipher and its key's id, as ledger.payloads.sealing has it
     request: Mapped[bytes | None]  # JSON: the body as it was validated
     answer: Mapped[bytes | None]  # JSON: {"choices": […]} as they would be without streaming and logprobs

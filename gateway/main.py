@@ -43,7 +43,7 @@ from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.settings import LEAVE_S, GatewaySettings
 from gateway.watched import WatchedGateway
-from ledger.payloads.sealing import Sealer, parse_keys
+from ledger.payloads.sealing import SEALED_BEFORE, Sealer, parse_keys
 from protocol import garbage, subjects
 from protocol.bus import Bus
 from protocol.credentials import access_options
@@ -138,7 +138,8 @@ async def run(
         await catalog.start()
         webhooks = StateView()
         await webhooks.start(bus)
-        responses = ResponseStore(bus, settings.responses, Sealer(parse_keys(settings.payloads.key)))
+        # Gateways of the release before this one open what others have stored, and know this way of sealing only.
+        responses = ResponseStore(bus, settings.responses, Sealer(parse_keys(settings.payloads.key), SEALED_BEFORE))
         background_runs = BackgroundRuns(
             bus,
             responses,

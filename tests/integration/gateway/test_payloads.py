@@ -225,7 +225,7 @@ async def test_encrypted_at_rest_and_readable_after_a_change_of_keys(start_keepe
     keeper = await start_keeper(payloads=PayloadSettings(key=SecretStr(KEYS[0])))
     await keeper.ask()
     [row] = await keeper.rows(1)
-    assert row["encoding"].startswith("zlib+aes-256-gcm:")
+    assert row["encoding"].startswith("zlib+aes-256-gcm-siv:")
     request_id = row["request_id"]
     rotated = Sealer(parse_keys(SecretStr(f"{KEYS[1]} {KEYS[0]}")))
     payload = await read_payload(keeper.engine, request_id, rotated, "cli:ann")

@@ -1,5 +1,6 @@
 """A sealed payload opens with its key only, for its own request and part only."""
 
+import base64
 import zlib
 
 import pytest
@@ -8,15 +9,32 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from ledger.payloads.errors import BadPayloadKey, BrokenPayload, PayloadKeyMissing
-from ledger.payloads.sealing import MAX_OPENED_BYTES, Sealer, parse_keys
+from ledger.payloads.sealing import MAX_OPENED_BYTES, NONCE_BYTES, SEALED, SEALED_BEFORE, Kind, Sealer, parse_keys
 
 OLD, NEW = b"o" * 32, b"n" * 32
+OF_AN_EARLIER_RELEASE = "v7LxFl9KgnJuWMEruXJ9sm8BwBB1u6ACM36Lf02fCM9Wr7lhA86AXA96"
+EARLIER_ENCODING = "zlib+aes-256-gcm:866697d7"
 
 
-@given(st.binary(max_size=200), st.sampled_from([(), (OLD,), (NEW, OLD)]))
-def test_what_was_sealed_opens(data: bytes, keys: tuple[bytes, ...]) -> None:
-    sealer = Sealer(keys)
+@given(st.binary(max_size=200), st.sampled_from([(), (OLD,), (NEW, OLD)]), st.sampled_from((SEALED, SEALED_BEFORE)))
+def test_what_was_sealed_opens(data: bytes, keys: tuple[bytes, ...], kind: Kind) -> None:
+    sealer = Sealer(keys, kind)
     assert sealer.open(sealer.seal(data, "r", "request"), sealer.encoding, "r", "request") == data
+
+
+def test_a_nonce_that_comes_again_tells_nothing_of_two_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under AES-GCM two payloads of one nonce have one key stream, so their ciphertexts show how their texts differ."""
+    monkeypatch.setattr("ledger.payloads.sealing.os.urandom", bytes)
+    sealer = Sealer([OLD])
+    texts = b"a" * 50, b"a" * 49 + b"b"
+    one, other = (sealer.seal(text, "r", "request")[NONCE_BYTES:] for text in texts)
+    assert len({zlib.compress(text)[:3] for text in texts}) == 1
+    assert one[:3] != other[:3]
+
+
+def test_what_earlier_releases_have_sealed_stays_readable() -> None:
+    sealed = base64.b64decode(OF_AN_EARLIER_RELEASE)
+    assert Sealer([NEW, OLD]).open(sealed, EARLIER_ENCODING, "r", "answer") == b"secret"
 
 
 def test_old_keys_open_and_the_newest_seals() -> None:
