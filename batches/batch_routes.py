@@ -9,8 +9,9 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from accounts.principal import Principal
-from batches.file_routes import BATCH, LEAST_TTL_S, file_of, list_view
+from batches.file_routes import LEAST_TTL_S, file_of, list_view
 from batches.files import new_id
+from batches.receiving import BATCH
 from batches.services import BatchServices
 from batches.states import OPENAI, OVER
 from batches.store import Batch

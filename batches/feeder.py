@@ -82,7 +82,7 @@ class Feeder:
                 if time.monotonic() - swept_s >= SWEEP_PERIOD_S:
                     swept_s = time.monotonic()
                     await asyncio.to_thread(_remove_old, self._feeding.folder)
-                    await self._feeding.files.sweep()
+                    await self._feeding.files.sweep(OVER)
             except _AWAY as error:
                 log.warning("batches wait: %s", describe(error))
             await wait_for(self._changed, self._feeding.settings.poll_s)

@@ -1,8 +1,6 @@
 """``/v1/files``, as OpenAI's clients know it. A file belongs to the team of the key that made it."""
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request, Response
@@ -10,23 +8,15 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from accounts.principal import Principal
-from batches.files import File, Order, Part, new_id
+from batches.files import File, Order, new_id
+from batches.receiving import BATCH, Incoming, add_input, receiving, written
 from batches.services import BatchServices
 from batches.states import OVER
-from batches.storage.base import StorageError, Writer
-from batches.upload import Upload, arriving, receive_upload
-from protocol.clock import unix_now_ms
+from batches.storage.base import StorageError
+from batches.upload import Upload, receive_upload
 from web.answers import exchange_of, json_answer
-from web.errors import (
-    InvalidParameter,
-    Overloaded,
-    RequestTooSlow,
-    StorageUnavailable,
-    UnknownObject,
-    too_many,
-)
+from web.errors import InvalidParameter, StorageUnavailable, UnknownObject
 
-BATCH: Final = "batch"
 PURPOSES: Final = (BATCH, "batch_output")
 MAX_PAGE_ROWS: Final = 10_000  # as OpenAI has it
 LEAST_TTL_S: Final = 3600  # that a client may ask for, as OpenAI has it
@@ -93,8 +83,8 @@ def file_router(services: BatchServices) -> APIRouter:
     async def upload_file(request: Request) -> Response:
         """Upload a file, such as the lines of a batch. It is written as it comes."""
         principal = exchange_of(request).authenticate(services.keys)
-        async with receiving(services):
-            return json_answer(file_view(await _uploaded(services, request, principal)))
+        async with receiving(services, request, principal) as incoming:
+            return json_answer(file_view(await _uploaded(services, request, principal, incoming)))
 
     @router.get("")
     async def list_files(request: Request, query: Annotated[FileQuery, Query()]) -> Response:
@@ -160,71 +150,14 @@ def _disposition(filename: str) -> str:
     return f'attachment; filename="{plain}"'
 
 
-async def _uploaded(services: BatchServices, request: Request, principal: Principal) -> File:
-    settings = services.settings
-    max_bytes = await max_file_bytes(services, principal)
+async def _uploaded(services: BatchServices, request: Request, principal: Principal, incoming: Incoming) -> File:
     file_id = new_id("file-")
-    async with written(services, file_id) as writer:
-        upload = await receive_upload(
-            arriving(request.stream(), settings.upload_silence_s),
-            request.headers.get("content-type", ""),
-            writer,
-            max_bytes=max_bytes,
-        )
-        ttl_s = _checked_ttl_s(upload, settings.file_ttl_s)
+    async with written(services, principal, file_id, incoming) as writer:
+        content_type = request.headers.get("content-type", "")
+        upload = await receive_upload(incoming.chunks, content_type, writer, max_bytes=incoming.max_bytes)
+        ttl_s = _checked_ttl_s(upload, services.settings.file_ttl_s)
     name = upload.filename or "file"
     return await add_input(services, principal, file_id, name=name, size_bytes=upload.size_bytes, ttl_s=ttl_s)
-
-
-@asynccontextmanager
-async def receiving(services: BatchServices) -> AsyncIterator[None]:
-    """Receive one upload, of as many as may come at a time. Raises Overloaded."""
-    if services.uploads.locked():
-        raise Overloaded(f"This gateway receives {services.settings.max_uploads} uploads already.")
-    async with services.uploads:
-        yield
-
-
-async def max_file_bytes(services: BatchServices, principal: Principal) -> int:
-    """Return how large a new file of a tenant may be. Raises RateLimitExceeded where there may be none."""
-    settings = services.settings
-    count, size = await services.files.usage(principal.tenant)
-    if count >= settings.max_tenant_files or size >= settings.max_tenant_bytes:
-        message = f"{count} files of {size} bytes are kept for this key or its team: delete some first."
-        raise too_many(message, "file_quota_exceeded")
-    return min(settings.max_file_bytes, settings.max_tenant_bytes - size)
-
-
-@asynccontextmanager
-async def written(services: BatchServices, file_id: str) -> AsyncIterator[Writer]:
-    """Write an upload to the storage; if the block fails, there is none. Raises StorageUnavailable, RequestTooSlow."""
-    limit_s = services.settings.upload_s
-    try:
-        async with asyncio.timeout(limit_s), services.files.storage.writing(_only_part(file_id)) as writer:
-            yield writer
-    except StorageError as error:
-        raise StorageUnavailable from error
-    except TimeoutError as error:
-        raise RequestTooSlow(f"The upload did not end within {limit_s:g} s.") from error
-
-
-async def add_input(
-    services: BatchServices, principal: Principal, file_id: str, *, name: str, size_bytes: int, ttl_s: float
-) -> File:
-    """Let what was written be a file."""
-    part, now_ms = _only_part(file_id), unix_now_ms()
-    expires_ms = now_ms + int(ttl_s * 1000)
-    file = File(file_id, principal.tenant, principal.key_id, now_ms, expires_ms, BATCH, name, size_bytes)
-    try:
-        await services.files.add(file, [Part(file_id, 0, part, size_bytes)])
-    except BaseException:
-        await services.files.storage.delete(part)
-        raise
-    return file
-
-
-def _only_part(file_id: str) -> str:
-    return f"{file_id}/0"
 
 
 def _checked_ttl_s(upload: Upload, most_s: float) -> float:

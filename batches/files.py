@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, Literal
 
 from msgspec import Struct, structs
-from sqlalchemy import and_, delete, func, insert, or_, select
+from sqlalchemy import and_, delete, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from batches.storage.base import Storage, StorageError
@@ -16,6 +16,9 @@ from protocol.clock import unix_now_ms
 
 RANDOM_BYTES: Final = 12  # of an id
 SWEPT_AT_A_TIME: Final = 100
+# After its end: a batch may have been made of it in the last moment, and clocks of gateways differ.
+SWEEP_GRACE_MS: Final = 60_000
+UPLOADING: Final = "uploading"  # the purpose of a file whose bytes are still coming: nobody sees it
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +71,14 @@ def in_order(row: Any, order: Order) -> tuple[Any, Any]:  # noqa: ANN401
     return (row.created_unix_ms.desc(), row.id.desc()) if order == "desc" else (row.created_unix_ms, row.id)
 
 
-async def add_file(connection: AsyncConnection, file: File, parts: Sequence[Part] = ()) -> None:
-    """Write a file into a transaction, and those of its parts that are not there yet."""
+async def add_file(connection: AsyncConnection, file: File) -> None:
+    """Write a file into a transaction; its parts are others' business."""
     await connection.execute(insert(FileRow).values(structs.asdict(file)))
-    if parts:
-        await connection.execute(insert(FilePartRow).values([structs.asdict(part) for part in parts]))
+
+
+def _seen() -> tuple[Any, Any]:
+    """Return the conditions for a file that clients see."""
+    return FileRow.expires_unix_ms > unix_now_ms(), FileRow.purpose != UPLOADING
 
 
 class Files:
@@ -82,14 +88,26 @@ class Files:
         self.database = database
         self.storage = storage
 
-    async def add(self, file: File, parts: Sequence[Part]) -> None:
-        """Let a file be there, whose bytes are in the storage."""
+    async def begin(self, file: File, until_unix_ms: int) -> None:
+        """Write a file down before its bytes come: where nobody completes it until then, ``sweep`` deletes them."""
+        expected = structs.replace(file, purpose=UPLOADING, expires_unix_ms=until_unix_ms, size_bytes=0)
         async with changing(self.database) as connection:
-            await add_file(connection, file, parts)
+            await add_file(connection, expected)
+
+    async def complete(self, file: File, parts: Sequence[Part]) -> bool:
+        """Let a file be there, whose bytes are in the storage; False: it was not completed in time."""
+        values = structs.asdict(file)
+        expected = update(FileRow).where(FileRow.id == file.id, FileRow.expires_unix_ms > unix_now_ms())
+        async with changing(self.database) as connection:
+            result = await connection.execute(expected.values(values))
+            if result.rowcount != 1:
+                return False
+            await connection.execute(insert(FilePartRow).values([structs.asdict(part) for part in parts]))
+        return True
 
     async def find(self, file_id: str, tenant: str) -> File | None:
         """Return a tenant's file; None: there is none of this id that has not expired."""
-        mine = (FileRow.id == file_id, FileRow.tenant == tenant, FileRow.expires_unix_ms > unix_now_ms())
+        mine = (FileRow.id == file_id, FileRow.tenant == tenant, *_seen())
         async with self.database.connect() as connection:
             row = (await connection.execute(select(FileRow.__table__).where(*mine))).mappings().first()
         return None if row is None else File(**row)
@@ -99,7 +117,7 @@ class Files:
     ) -> Sequence[File]:
         """Return a tenant's files after one."""
         mark = None if after is None else (after.created_unix_ms, after.id)
-        conditions = [*page_of(FileRow, tenant, mark, order), FileRow.expires_unix_ms > unix_now_ms()]
+        conditions = [*page_of(FileRow, tenant, mark, order), *_seen()]
         if purpose is not None:
             conditions.append(FileRow.purpose == purpose)
         found = select(FileRow.__table__).where(*conditions).order_by(*in_order(FileRow, order)).limit(limit)
@@ -108,7 +126,8 @@ class Files:
 
     async def usage(self, tenant: str) -> tuple[int, int]:
         """Return how many files a tenant has, and their bytes."""
-        of_tenant = select(func.count(), func.coalesce(func.sum(FileRow.size_bytes), 0)).where(FileRow.tenant == tenant)
+        mine = (FileRow.tenant == tenant, FileRow.purpose != UPLOADING)
+        of_tenant = select(func.count(), func.coalesce(func.sum(FileRow.size_bytes), 0)).where(*mine)
         async with self.database.connect() as connection:
             count, size = (await connection.execute(of_tenant)).one()
         return int(count), int(size)
@@ -135,35 +154,37 @@ class Files:
             return (await connection.execute(running)).first() is not None
 
     async def delete(self, file_id: str) -> None:
-        """Delete a file: from then on nobody sees it, and its bytes go."""
+        """Delete a file: from then on nobody sees it, and its bytes go. Where we die in between, ``sweep`` goes on."""
         async with changing(self.database) as connection:
-            await connection.execute(delete(FileRow).where(FileRow.id == file_id))
-        await self._delete_bytes(file_id)
+            await connection.execute(update(FileRow).where(FileRow.id == file_id).values(expires_unix_ms=0))
+        await self._remove(file_id)
 
-    async def _delete_bytes(self, file_id: str) -> None:
-        """Delete its bytes, and only then what says where they are."""
+    async def _remove(self, file_id: str) -> None:
+        """Delete its bytes, and only then what says where they are and who pays for them."""
         for name in await self.storage.names(f"{file_id}/"):
             await self.storage.delete(name)
         async with changing(self.database) as connection:
             await connection.execute(delete(FilePartRow).where(FilePartRow.file_id == file_id))
+            await connection.execute(delete(FileRow).where(FileRow.id == file_id))
 
-    async def sweep(self) -> None:
-        """Delete the files that have expired."""
-        while await self._sweep_some() == SWEPT_AT_A_TIME:
+    async def sweep(self, over: Sequence[str]) -> None:
+        """Delete the files that have expired, unless a batch reads them that is not ``over``."""
+        while await self._sweep_some(over) == SWEPT_AT_A_TIME:
             pass
 
-    async def _sweep_some(self) -> int:
+    async def _sweep_some(self, over: Sequence[str]) -> int:
         """Delete some of them; return how many."""
-        old = select(FileRow.id).where(FileRow.expires_unix_ms <= unix_now_ms()).limit(SWEPT_AT_A_TIME)
+        is_old = FileRow.expires_unix_ms <= unix_now_ms() - SWEEP_GRACE_MS
+        read = select(BatchRow.input_file_id).where(BatchRow.status.not_in(over))
+        old = select(FileRow.id).where(is_old, FileRow.id.not_in(read)).limit(SWEPT_AT_A_TIME)
         async with self.database.connect() as connection:
             expired = (await connection.execute(old)).scalars().all()
         deleted = 0
         for file_id in expired:
             try:
-                await self._delete_bytes(file_id)
+                await self._remove(file_id)
             except StorageError as error:  # its row stays, so it is tried again
                 log.warning("the expired file %s cannot be deleted: %s", file_id, error)
                 continue
-            await self.delete(file_id)
             deleted += 1
         return deleted

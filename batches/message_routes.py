@@ -1,6 +1,6 @@
 """``/v1/messages/batches``, as Anthropic's clients know it: a batch for /v1/messages, in other shapes."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
@@ -10,15 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from accounts.principal import Principal
 from batches.batch_routes import batch_of, refuse_if_too_many
-from batches.file_routes import add_input, max_file_bytes, receiving, resumed, written
+from batches.file_routes import resumed
 from batches.files import Order, new_id
 from batches.message_requests import ENDPOINT, lines_of
 from batches.message_results import results_of
+from batches.receiving import Incoming, add_input, receiving, written
 from batches.services import BatchServices
 from batches.states import ANTHROPIC, OVER, Status
 from batches.storage.base import StorageError
 from batches.store import Batch
-from batches.upload import WRITE_BYTES, arriving
 from protocol.clock import unix_now_ms
 from web.answers import exchange_of, json_answer
 from web.body import refuse_compressed
@@ -78,8 +78,8 @@ def _add_collection(router: APIRouter, services: BatchServices) -> None:
         """Create a batch of messages. Its requests are written as they come."""
         principal = exchange_of(request).authenticate(services.keys)
         refuse_compressed(exchange_of(request).headers)
-        async with receiving(services):
-            return _answer(services, request, await _created(services, request, principal))
+        async with receiving(services, request, principal) as incoming:
+            return _answer(services, request, await _created(services, principal, incoming))
 
     @router.get("")
     async def list_message_batches(request: Request, query: Annotated[MessageBatchQuery, Query()]) -> Response:
@@ -135,23 +135,22 @@ def _add_ended(router: APIRouter, services: BatchServices) -> None:
         return await _results_answer(services, batch)
 
 
-async def _created(services: BatchServices, request: Request, principal: Principal) -> Batch:
+async def _created(services: BatchServices, principal: Principal, incoming: Incoming) -> Batch:
     await refuse_if_too_many(services, principal)
-    max_bytes = await max_file_bytes(services, principal)
     batch_id, file_id = new_id("msgbatch_"), new_id("file-")
     count = size = 0
-    buffer = bytearray()
-    async with written(services, file_id) as writer:
-        chunks = arriving(request.stream(), services.settings.upload_silence_s)
-        async for line in lines_of(chunks, services.settings):
-            count, size = count + 1, size + len(line)
-            if size > max_bytes:
-                raise BodyTooLarge(f"The requests of this batch may have at most {max_bytes} bytes.")
-            buffer += line
-            if len(buffer) >= WRITE_BYTES:
-                await writer.write(bytes(buffer))
-                buffer.clear()
-        await writer.write(bytes(buffer))
+
+    def in_thread(size_bytes: int, parse: Callable[[], list[bytes]]) -> Awaitable[list[bytes]]:
+        return services.threads.run(principal.tenant, size_bytes, parse, is_quick=True)
+
+    async with written(services, principal, file_id, incoming) as writer:
+        async for lines in lines_of(incoming.chunks, services.settings, in_thread):
+            data = b"".join(lines)
+            count, size = count + len(lines), size + len(data)
+            if size > incoming.max_bytes:
+                raise BodyTooLarge(f"The requests of this batch may have at most {incoming.max_bytes} bytes.")
+            if data:
+                await writer.write(data)
     name, ttl_s = f"{batch_id}.jsonl", services.settings.file_ttl_s
     await add_input(services, principal, file_id, name=name, size_bytes=size, ttl_s=ttl_s)
     now_ms = unix_now_ms()

@@ -14,17 +14,25 @@ from batches.files import Files
 from batches.room import Admission, Room
 from batches.run import Feeding
 from batches.series import BatchSeries
-from batches.services import BatchServices
+from batches.services import BatchServices, Counted, Threads
 from batches.settings import BatchSettings
 from batches.storage.registry import open_storage
 from batches.store import Batches
+from batches.upload_slots import UploadSlots
 from protocol.bus import Bus
 
 INDEXES: Final = "batches"  # a folder below the data folder
 
 
 def open_batches(
-    settings: BatchSettings, data_dir: Path, database: AsyncEngine, keys: KeyRing, endpoints: frozenset[str]
+    settings: BatchSettings,
+    data_dir: Path,
+    database: AsyncEngine,
+    keys: KeyRing,
+    *,
+    endpoints: frozenset[str],
+    counted: Counted,
+    threads: Threads,
 ) -> BatchServices:
     """Return what the routes work with. ``endpoints``: that a batch may be for."""
     files = Files(database, open_storage(settings, data_dir))
@@ -36,7 +44,9 @@ def open_batches(
         batches=Batches(database),
         endpoints=endpoints,
         changed=asyncio.Event(),
-        uploads=asyncio.Semaphore(settings.max_uploads),
+        uploads=UploadSlots(settings.max_uploads),
+        counted=counted,
+        threads=threads,
     )
 
 

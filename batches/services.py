@@ -1,13 +1,33 @@
 """The parts that the routes of files and batches work with."""
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from accounts.keyring import KeyRing
+from accounts.principal import Principal
 from batches.files import Files
 from batches.settings import BatchSettings
 from batches.store import Batches
+from batches.upload_slots import UploadSlots
+from web.answers import Exchange
+
+_Result = TypeVar("_Result")
+# Counts a request of a key and its team while it runs (gateway.api.rate_limits.counted).
+Counted = Callable[[Exchange, Principal], AbstractAsyncContextManager[None]]
+
+
+class Threads(Protocol):
+    """The gateway's threads, which tenants share (tokens.encoder_pool)."""
+
+    async def run(
+        self, tenant: str, size_bytes: int, work: Callable[[], _Result], *, is_quick: bool = False
+    ) -> _Result:
+        """Run ``work`` in one. Raises RateLimitExceeded and Overloaded where too much waits for them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,4 +41,6 @@ class BatchServices:
     batches: Batches
     endpoints: frozenset[str]  # that a batch may be for
     changed: asyncio.Event  # set when a batch is there, or has changed
-    uploads: asyncio.Semaphore  # one for each that may be received at a time
+    uploads: UploadSlots
+    counted: Counted
+    threads: Threads

@@ -26,8 +26,12 @@ class BatchSettings(Settings):
     max_file_bytes: PositiveInt = 2 * 1024**3
     max_tenant_bytes: PositiveInt = 50 * 1024**3  # of a team's files together; its batches' results may exceed it
     max_tenant_files: PositiveInt = 10_000
-    max_uploads: PositiveInt = 16  # at a time, of one gateway; more are told to come again
+    # At a time, of one gateway; more are told to come again. A tenant may have as many as it leaves free.
+    max_uploads: PositiveInt = 16
     upload_silence_s: PositiveSeconds = 30.0  # between two parts of an upload
+    # So much must come on the average of each window, not counting the time that the gateway itself takes.
+    upload_min_bytes_per_s: PositiveInt = 4096
+    upload_pace_s: PositiveSeconds = 30.0  # the window
     upload_s: PositiveSeconds = 3600.0
     max_lines: PositiveInt = 1_000_000  # of one batch
     max_line_bytes: PositiveInt = 4 * 1024**2

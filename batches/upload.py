@@ -1,19 +1,18 @@
 """Reading an upload's form: its fields into memory, its file into the storage as it comes."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Final
 
 from msgspec import Struct, field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.requests import ClientDisconnect
 
 from batches.storage.base import Writer
-from web.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow
+from web.errors import BodyTooLarge, InvalidParameter
 
 MAX_FIELD_BYTES: Final = 4096  # of one field, its headers and all
 MAX_FIELDS: Final = 16
+MAX_FORM_BYTES: Final = 256 * 1024  # of all that is not the file
 MAX_NAME_CHARS: Final = 255
 WRITE_BYTES: Final = 256 * 1024
 
@@ -89,22 +88,6 @@ class _Form:
         what += data
 
 
-async def arriving(body: AsyncIterator[bytes], silence_s: float) -> AsyncIterator[bytes]:
-    """Iterate over what comes. Raises ClientDisconnected, and RequestTooSlow for a silence of ``silence_s``."""
-    chunks = aiter(body)
-    while True:
-        try:
-            async with asyncio.timeout(silence_s):
-                chunk = await anext(chunks, None)
-        except TimeoutError as error:
-            raise RequestTooSlow(f"Nothing more of the upload has come for {silence_s:g} s.") from error
-        except ClientDisconnect as error:
-            raise ClientDisconnected from error
-        if chunk is None:
-            return
-        yield chunk
-
-
 async def receive_upload(body: AsyncIterator[bytes], content_type: str, writer: Writer, *, max_bytes: int) -> Upload:
     """Read a form to its end, and write its file as it comes.
 
@@ -113,7 +96,11 @@ async def receive_upload(body: AsyncIterator[bytes], content_type: str, writer: 
     upload = Upload()
     form = _Form(upload, max_bytes)
     parser = _parser(content_type, form)
+    size_bytes = 0
     async for chunk in body:
+        size_bytes += len(chunk)
+        if size_bytes > max_bytes + MAX_FORM_BYTES:  # before the first field, between two headers, or after the end
+            raise BodyTooLarge(f"A form may have at most {MAX_FORM_BYTES} bytes beside its file.")
         try:
             parser.write(chunk)
         except FormParserError as error:

@@ -7,7 +7,7 @@ from db.models import Base
 
 
 class FileRow(Base):
-    """A file that is there whole. Its bytes are in its parts, one after another."""
+    """A file: there whole, or still coming in. Its bytes are in its parts, one after another."""
 
     __tablename__ = "files"
     __table_args__ = (Index(None, "tenant", "created_unix_ms"), Index(None, "expires_unix_ms"))
@@ -17,7 +17,7 @@ class FileRow(Base):
     key_id: Mapped[str]  # ApiKeyRow.id, of whoever made it
     created_unix_ms: Mapped[int]
     expires_unix_ms: Mapped[int]  # deleted soon after
-    purpose: Mapped[str]  # "batch": what a client uploaded; "batch_output"
+    purpose: Mapped[str]  # "batch": what a client uploaded; "batch_output"; "uploading": its bytes are still coming
     filename: Mapped[str]
     size_bytes: Mapped[int]
 

@@ -28,6 +28,7 @@ from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry
 from gateway.api.hosted import providers_still_allowed
 from gateway.api.keyed import KeyedRequests
+from gateway.api.rate_limits import counted
 from gateway.api.services import Services
 from gateway.app import BATCH_ENDPOINTS, Application, build_app
 from gateway.dispatch.dispatcher import Dispatcher
@@ -181,7 +182,15 @@ async def run(
             reader=await stack.enter_async_context(Reader(settings.database_url)),
             gateway=WatchedGateway(catalog, dispatcher, admission_control, series, failovers),
         )
-        batches = open_batches(settings.batches, settings.data_dir, database, keys, BATCH_ENDPOINTS)
+        batches = open_batches(
+            settings.batches,
+            settings.data_dir,
+            database,
+            keys,
+            endpoints=BATCH_ENDPOINTS,
+            counted=partial(counted, quotas),
+            threads=catalog.pool,
+        )
         app = build_app(services, console, batches)
         names = canonical_names(settings.models)
         feeder = make_feeder(

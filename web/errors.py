@@ -293,7 +293,7 @@ class RateLimitExceeded(ApiError):
 
     status = 429
     code = "rate_limit_exceeded"
-    other_codes = ("file_quota_exceeded", "too_many_batches", "too_many_stored_responses")
+    other_codes = ("file_quota_exceeded", "too_many_batches", "too_many_stored_responses", "too_many_uploads")
     should_retry = True
 
 

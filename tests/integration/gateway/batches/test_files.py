@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,7 +10,12 @@ import openai
 import pytest
 
 from accounts.keys import Grant, create_key
-from accounts.teams import create_team
+from accounts.principal import Policy
+from accounts.teams import Team, create_team
+from batches.files import File, Files, Part
+from batches.states import OVER, Status
+from batches.storage.local import LocalStorage
+from batches.store import Batch, Batches
 from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.conftest import PEPPER, GatewayUnderTest, Start
@@ -57,6 +63,14 @@ async def client_of(gateway: GatewayUnderTest, name: str, team_id: str) -> opena
     return client
 
 
+async def team_of(gateway: GatewayUnderTest, name: str) -> Team:
+    """A new team."""
+    engine = create_engine(gateway.settings.database_url)
+    team = await create_team(engine, name, "cli:test")
+    await engine.dispose()
+    return team
+
+
 async def test_upload_list_retrieve_content_delete(either: GatewayUnderTest) -> None:
     client = either.client()
     made = await client.files.create(file=("lines.jsonl", LINES), purpose="batch")
@@ -79,9 +93,7 @@ async def test_upload_list_retrieve_content_delete(either: GatewayUnderTest) -> 
 
 
 async def test_files_belong_to_the_team(gateway: GatewayUnderTest) -> None:
-    engine = create_engine(gateway.settings.database_url)
-    team = await create_team(engine, "research", "cli:test")
-    await engine.dispose()
+    team = await team_of(gateway, "research")
     clients = [await client_of(gateway, name, team.team_id) for name in ("one", "two")]
     stranger = gateway.client()
     mine = await clients[0].files.create(file=LINES, purpose="batch")
@@ -133,18 +145,189 @@ async def test_bounds_of_a_file_and_of_a_tenant(http: httpx.AsyncClient) -> None
     assert refused.headers["x-should-retry"] == "false"
 
 
-async def test_an_upload_that_stands_still_is_given_up(gateway: GatewayUnderTest) -> None:
-    part = '--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\nhalf'
-    head = (
-        "POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=x\r\n"
-        f"content-length: 999\r\nauthorization: Bearer {gateway.key}\r\n\r\n"
-    )
+PART = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\nhalf'
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def begin_upload(gateway: GatewayUnderTest, key: str, path: str = "/v1/files", part: bytes = PART) -> Connection:
+    """An upload that does not end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    writer.write(f"{head}{part}".encode())
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=x\r\n"
+        f"content-length: 9999\r\nauthorization: Bearer {key}\r\n\r\n"
+    )
+    writer.write(head.encode() + part)
+    return reader, writer
+
+
+async def status_of(reader: asyncio.StreamReader) -> bytes:
     async with asyncio.timeout(HANGS_S):
-        assert (await reader.readline()).split()[1] == b"408"
+        return (await reader.readline()).split()[1]
+
+
+async def uploading(gateway: GatewayUnderTest, count: int) -> None:
+    """Wait until so many uploads are under way."""
+    engine = create_engine(gateway.settings.database_url)
+
+    async def are_there() -> bool:
+        async with engine.connect() as connection:
+            found = await connection.exec_driver_sql("SELECT count(*) FROM files WHERE purpose = 'uploading'")
+            return int(found.scalar_one()) == count
+
+    await until(are_there)
+    await engine.dispose()
+
+
+async def test_an_upload_that_stands_still_is_given_up(gateway: GatewayUnderTest) -> None:
+    reader, writer = await begin_upload(gateway, gateway.key)
+    assert await status_of(reader) == b"408"
     writer.close()
     assert list((gateway.settings.data_dir / "files").glob("*/*")) == []
+    await uploading(gateway, 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/messages/batches"])
+async def test_an_upload_that_trickles_is_given_up(start_gateway: Start, path: str) -> None:
+    """A byte every ten seconds held a slot for an hour."""
+    pace = {"upload_min_bytes_per_s": 1_000_000, "upload_pace_s": 0.2}
+    gateway = await start_gateway(with_card=False, batches={"upload_silence_s": HANGS_S, **pace})
+    reader, writer = await begin_upload(gateway, gateway.key, path, PART if path == "/v1/files" else b'{"requests": [')
+    answering = asyncio.create_task(status_of(reader))
+    while not answering.done():
+        writer.write(b" ")
+        await asyncio.sleep(0.01)
+    assert await answering == b"408"
+    writer.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/messages/batches"])
+async def test_one_tenant_leaves_slots_to_others(start_gateway: Start, path: str) -> None:
+    """One key held all 16; everybody else got 503."""
+    gateway = await start_gateway(with_card=False, batches={"max_uploads": 4, "upload_silence_s": HANGS_S})
+    other = await client_of(gateway, "other", (await team_of(gateway, "research")).team_id)
+    part = PART if path == "/v1/files" else b'{"requests": ['
+    held = [await begin_upload(gateway, gateway.key, path, part) for _ in range(2)]
+    await uploading(gateway, 2)
+    refused, writer = await begin_upload(gateway, gateway.key, path, part)
+    assert await status_of(refused) == b"429"
+    writer.close()
+    assert (await other.files.create(file=LINES, purpose="batch")).bytes == len(LINES)
+    for _, writer in held:
+        writer.close()
+    await uploading(gateway, 0)
+    mine = gateway.client()
+    assert (await mine.files.create(file=LINES, purpose="batch")).bytes == len(LINES)
+
+
+async def test_uploads_are_requests_in_the_limits_of_their_key(start_gateway: Start) -> None:
+    gateway = await start_gateway(with_card=False, timeouts={"limits_s": HANGS_S})
+    engine = create_engine(gateway.settings.database_url)
+    policy = Policy(requests_per_minute=3)
+    _, token = await create_key(engine, "limited", PEPPER, Grant(policy=policy))
+    await engine.dispose()
+    await gateway.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
+    headers = {"authorization": f"Bearer {token}"}
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client:
+
+        async def is_known() -> bool:
+            return (await client.get("/v1/models")).status_code == httpx.codes.OK
+
+        await until(is_known)
+        body: dict[str, Any] = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
+        first = await client.post("/v1/files", **body)
+        assert (first.status_code, first.headers["x-ratelimit-remaining-requests"]) == (200, "2")
+        assert (await client.post("/v1/files", json={})).status_code == 400  # what is refused counts, too
+        assert (await client.post("/v1/messages/batches", json={})).status_code == 400
+        for path in ("/v1/files", "/v1/messages/batches"):
+            refused = await client.post(path, **body)
+            assert (refused.status_code, refused.headers["x-ratelimit-remaining-requests"]) == (429, "0")
+
+
+async def test_a_form_without_end_is_refused(http: httpx.AsyncClient) -> None:
+    """What follows the form's end, or lies before it, is not counted as the file's."""
+    form = b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n'
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    refused = await http.post("/v1/files", content=form + b"x" * 400_000, headers=headers)
+    assert error_of(refused) == (413, "request_too_large", None)
+
+
+# --- gateways that die, and files that expire -------------------------------------------------------------------------
+
+
+class Store:
+    """The files of a gateway that is not there."""
+
+    def __init__(self, database_url: str, folder: Path) -> None:
+        self.folder = folder
+        self.engine = create_engine(database_url)
+        self.files = Files(self.engine, LocalStorage(folder))
+
+    def file(self, file_id: str, *, expires_unix_ms: int = 1 << 50) -> File:
+        return File(file_id, "t", "k", 1, expires_unix_ms, "batch", "a", 1)
+
+    async def write(self, file_id: str) -> None:
+        async with self.files.storage.writing(f"{file_id}/0") as writer:
+            await writer.write(b"x")
+
+    def left(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("*"))
+
+    async def ids(self) -> list[str]:
+        async with self.engine.connect() as connection:
+            return sorted((await connection.exec_driver_sql("SELECT id FROM files")).scalars())
+
+
+@pytest.fixture
+async def store(database_url: str, tmp_path: Path) -> AsyncIterator[Store]:
+    """On either database."""
+    store = Store(database_url, tmp_path / "files")
+    yield store
+    await store.engine.dispose()
+
+
+async def test_what_a_dead_gateway_has_begun_is_swept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It died between storage and SQL, in the middle of the upload, or of a deletion: the bytes stayed for ever."""
+    for name in ("file-stored", "file-half", "file-deleted", "file-kept", "file-coming"):
+        until_ms = 1 if name in {"file-stored", "file-half"} else 1 << 50
+        await store.files.begin(store.file(name), until_ms)
+        await store.write(name)
+        if name in {"file-deleted", "file-kept"}:
+            assert await store.files.complete(store.file(name), [Part(name, 0, f"{name}/0", 1)])
+    (store.folder / "file-half" / "0").rename(store.folder / "file-half" / "0.part")
+    with monkeypatch.context() as dying:
+        dying.setattr(store.files.storage, "names", _dies)
+        with pytest.raises(KeyError):
+            await store.files.delete("file-deleted")
+    assert await store.files.find("file-deleted", "t") is None
+    assert await store.files.find("file-coming", "t") is None
+    await store.files.sweep(OVER)
+    assert store.left() == await store.ids() == ["file-coming", "file-kept"]
+    assert not await store.files.complete(store.file("file-stored"), [])
+    assert await store.files.usage("t") == (1, 1)
+
+
+async def _dies(_prefix: str) -> list[str]:
+    raise KeyError
+
+
+async def test_an_expired_file_stays_while_a_batch_reads_it(store: Store) -> None:
+    """A gateway that took the batch over found no lines, and failed it as empty."""
+    for name in ("file-read", "file-unread"):
+        await store.files.begin(store.file(name), 1 << 50)
+        await store.write(name)
+        assert await store.files.complete(store.file(name, expires_unix_ms=1), [Part(name, 0, f"{name}/0", 1)])
+    batches = Batches(store.engine)
+    batch = Batch(
+        id="batch_1", surface="openai", tenant="t", team_id="t", key_id="k", key_name="k", endpoint="/v1/completions",
+        input_file_id="file-read", completion_window="24h", created_unix_ms=1, expires_unix_ms=1 << 50,
+    )  # fmt: skip
+    await batches.add(batch)
+    await store.files.sweep(OVER)
+    assert store.left() == await store.ids() == ["file-read"]
+    assert b"".join([piece async for piece in store.files.content("file-read")]) == b"x"
+    await batches.end(await batches.take(batch.id, "g"), Status.COMPLETED, 1.0)
+    await store.files.sweep(OVER)
+    assert store.left() == await store.ids() == []
 
 
 async def test_a_key_is_needed(gateway: GatewayUnderTest) -> None:
