@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batches.settings import BatchSettings
+from protocol.wire import UNDECODABLE
 from web.body import MAX_BODY_VALUES, check_values
 from web.errors import BodyTooLarge, InvalidParameter, MalformedJson
 
@@ -277,7 +278,7 @@ def _decoded(decode: Callable[[bytes], _Decoded], raw: bytes, what: str) -> _Dec
         return decode(raw)
     except RecursionError:
         raise _malformed(f"{what} is nested too deeply.") from None
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (*UNDECODABLE, ValueError) as error:
         raise _malformed(f"{what}: {error}.") from error
 
 
