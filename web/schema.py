@@ -1,15 +1,21 @@
 """Request bodies: their base class, and the error for the first field that is wrong."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, from_json
 
 from web.errors import InvalidParameter, MalformedJson
 
+MAX_SEARCHED_VALUES: Final = 10_000  # looked at to name the field of a number that is none: some milliseconds
+MAX_NAME_CHARS: Final = 100  # of a field's name in an error
 _ALTERNATIVE: Final = re.compile(r"^(str|int|float|bool|[A-Z][A-Za-z]*|[a-z-]+\[.*\])$")  # of a union, no field
+
+_decode_json = msgspec.json.Decoder().decode
 
 
 class Body(BaseModel):
@@ -43,11 +49,36 @@ def refuse_fields(fields: Mapping[str, Any], unsupported: Mapping[str, tuple[Any
 
 
 def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
-    """Validate a body's fields, one by one. Raises MalformedJson or InvalidParameter."""
+    """Validate a body's fields, one by one. Raises MalformedJson or InvalidParameter.
+
+    pydantic reads NaN, Infinity and 1e400, which are no JSON; msgspec, by which all else here reads bodies, does not.
+    """
     try:
-        return kind.model_validate_json(body)
+        request = kind.model_validate_json(body)
     except ValidationError as error:
         raise _first_error(error) from error
+    try:
+        _decode_json(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise _not_json(body, error) from error
+    return request
+
+
+def _not_json(body: bytes, error: Exception) -> MalformedJson | InvalidParameter:
+    """Return the error of a body that pydantic alone takes for JSON; it names the field where it is soon found."""
+    places: list[tuple[str, Any]] = [("", from_json(body))]
+    for _ in range(MAX_SEARCHED_VALUES):
+        if not places:
+            break
+        param, value = places.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            message = f"Invalid value for '{param}': NaN, Infinity and numbers beyond 1.8e308 are no JSON numbers."
+            return InvalidParameter(message, param=param)
+        if isinstance(value, Mapping):
+            places += [(f"{param}.{name[:MAX_NAME_CHARS]}".lstrip("."), inner) for name, inner in value.items()]
+        elif isinstance(value, list):
+            places += [(f"{param}.{number}", inner) for number, inner in enumerate(value[:MAX_SEARCHED_VALUES])]
+    return MalformedJson(f"We could not parse the JSON body of your request: {error}")
 
 
 def _nearest(errors: Sequence[ErrorDetails]) -> ErrorDetails:

@@ -163,3 +163,10 @@ def test_what_is_wrong_is_named(requests: Any, param: str) -> None:
 def test_what_is_no_json_is_refused(body: bytes, error: type[ApiError]) -> None:
     with pytest.raises(error):
         read(body, 1000)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400", "-1e400"])
+def test_a_number_that_is_none_is_refused(number: str) -> None:
+    body = json.dumps({"requests": [request("a", junk="?")]}).replace('"?"', number)
+    with pytest.raises((MalformedJson, InvalidParameter)):
+        read(body.encode(), 100)
