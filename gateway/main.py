@@ -55,6 +55,7 @@ from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
 from quotas.seeds import RollupLedger
 from response_store.runs import BackgroundRuns
+from response_store.shares import ReadShares
 from response_store.store import ResponseStore
 from tokens.catalog import ModelCatalog
 from tokens.settings import canonical_names
@@ -140,7 +141,18 @@ async def run(
         webhooks = StateView()
         await webhooks.start(bus)
         # Gateways of the release before this one open what others have stored, and know this way of sealing only.
-        responses = ResponseStore(bus, settings.responses, Sealer(parse_keys(settings.payloads.key), SEALED_BEFORE))
+        responses = ResponseStore(
+            bus,
+            settings.responses,
+            Sealer(parse_keys(settings.payloads.key), SEALED_BEFORE),
+            max_body_bytes=settings.limits.max_body_bytes,
+            shares=ReadShares(
+                settings.limits.max_reading_bytes,
+                settings.limits.max_body_bytes,
+                settings.timeouts.body_s,
+                catalog.pool,
+            ),
+        )
         background_runs = BackgroundRuns(
             bus,
             responses,

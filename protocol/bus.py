@@ -272,7 +272,14 @@ class Bus:
         return int(_checked(msgspec.json.decode(reply.data))["seq"])
 
     async def compare_and_set(
-        self, subject: str, payload: bytes, last_sequence: int, *, timeout_s: float, ttl_s: int | None = None
+        self,
+        subject: str,
+        payload: bytes,
+        last_sequence: int,
+        *,
+        timeout_s: float,
+        ttl_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> int | None:
         """Replace a subject's last message, if its sequence is this one (0: if there is none); returns the new one's.
 
@@ -285,6 +292,7 @@ class Bus:
                 message_id=uuid.uuid4().hex,
                 ttl_s=ttl_s,
                 expected_last_sequence=last_sequence,
+                headers=headers,
                 timeout_s=timeout_s,
             )
         except ApiError as error:

@@ -1,42 +1,48 @@
 """The conversation that a response goes on with, and that it leaves behind."""
 
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
 from protocol.wire import PROTOCOL_VERSION
+from response_store.kept import Kept
+from response_store.messages import Key, Unreadable
 from response_store.patience import patiently
 from response_store.records import StoredResponse
-from response_store.store import Key, ResponseStore
-from surfaces.responses import Item
+from response_store.store import ResponseStore
+from surfaces.responses_items import Item, with_history
 from web.errors import InvalidParameter
 
-USABLE: Final = ("completed", "incomplete")  # the states of a response that another may go on from
+PARAM: Final = "previous_response_id"
 
 _encode = msgspec.json.Encoder().encode
 
 
-class _Previous(msgspec.Struct):
-    status: str
-    output: list[dict[str, Any]]
+async def continued(store: ResponseStore, previous: Key, body: bytes) -> bytes:
+    """Return a body with the conversation of a stored response before its input.
 
-
-async def history_of(store: ResponseStore, previous: Key) -> list[Item]:
-    """Return the items of a stored response's conversation, its output included.
-
-    Raises InvalidParameter, BusError and ProtocolError.
+    Raises InvalidParameter, BusError, ProtocolError, and what the store's shares raise.
     """
-    stored = await patiently(lambda: store.get(previous))
-    if stored is None:
+    try:
+        merged = await patiently(lambda: store.read(previous, partial(_continued, body, store.max_body_bytes)))
+    except Unreadable as error:
+        raise InvalidParameter(f"The previous response cannot be gone on from: {error}.", param=PARAM) from error
+    if merged is None:
         hint = "Was it stored ('store': true), and has it ended?"
         message = f"Previous response with id '{previous.response_id}' not found. {hint}"
-        raise InvalidParameter(message, param="previous_response_id", code="previous_response_not_found")
-    response = msgspec.json.decode(stored.response, type=_Previous)
-    if response.status not in USABLE:
-        message = f"The previous response is '{response.status}': there is nothing to go on from."
-        raise InvalidParameter(message, param="previous_response_id")
-    items: list[Item] = msgspec.json.decode(stored.items)
-    return [*items, *response.output]
+        raise InvalidParameter(message, param=PARAM, code="previous_response_not_found")
+    return merged
+
+
+def _continued(body: bytes, max_bytes: int, kept: Kept) -> bytes | None:
+    if not kept.is_over:
+        return None
+    merged = with_history(body, kept.items, kept.answer)
+    if len(merged) > max_bytes:
+        message = f"The conversation has {len(merged)} bytes with this input; a request may have at most {max_bytes}."
+        raise InvalidParameter(message, param=PARAM, code="too_large")
+    return merged
 
 
 async def keep(store: ResponseStore, tenant: str, response: dict[str, Any], items: list[Item]) -> None:

@@ -3,13 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Final
 
 from protocol.backoff import backoff_s, wait_for
-from protocol.errors import BusError, ProtocolError
+from protocol.errors import BusError
+from response_store.messages import Key
 from response_store.records import EventsPart
-from response_store.store import Key, ResponseStore
+from response_store.store import ResponseStore
+from web.errors import Overloaded, RateLimitExceeded
 
 LOOK_S: Final = 1.0  # after which it is looked for news also where none was heard of
 AWAY_LIMIT_S: Final = 60.0  # how long a reader waits for a queue server that is away
@@ -25,21 +28,23 @@ class EventsLost(Exception):
 async def follow(store: ResponseStore, key: Key, after: int, comment_s: float) -> AsyncGenerator[bytes, None]:
     """Yield the events behind this number up to the last, as they come, and a comment where none do for ``comment_s``.
 
-    ``comment_s``: in seconds; 0: no comments. Raises EventsLost, and BusError where the queue server stays away.
+    ``comment_s``: in seconds; 0: no comments. Raises EventsLost and ProtocolError, BusError where the queue server
+    stays away, and what the store's shares raise where they stay full.
     """
     sequence = 0
     silent_since_s = time.monotonic()
     async with store.listening(key) as added:
         while True:
             added.clear()
-            async for part, number in _parts(store, key, sequence):
-                sequence = number
-                events = events_after(part, after)
-                if events:
-                    silent_since_s = time.monotonic()
-                    yield events
-                if part.is_last:
-                    return
+            async with aclosing(_parts(store, key, sequence)) as parts:
+                async for part, number in parts:
+                    sequence = number
+                    events = events_after(part, after)
+                    if events:
+                        silent_since_s = time.monotonic()
+                        yield events
+                    if part.is_last:
+                        return
             if not await wait_for(added, LOOK_S) and await _is_over(store, key, sequence):
                 raise EventsLost(f"the events of {key.response_id} end without a last one")
             if comment_s and time.monotonic() - silent_since_s >= comment_s:
@@ -47,15 +52,16 @@ async def follow(store: ResponseStore, key: Key, after: int, comment_s: float) -
                 yield b": waiting\n\n"
 
 
-async def _parts(store: ResponseStore, key: Key, sequence: int) -> AsyncIterator[tuple[EventsPart, int]]:
-    """Iterate over what is there; where the queue server is away, wait for it."""
+async def _parts(store: ResponseStore, key: Key, sequence: int) -> AsyncGenerator[tuple[EventsPart, int], None]:
+    """Iterate over what is there; where the queue server is away, or the tenant reads too much, wait for it."""
     until_s = time.monotonic() + AWAY_LIMIT_S
     for wait_s in backoff_s():
         try:
-            async for part, number in store.parts(key, sequence):
-                sequence = number
-                yield part, number
-        except BusError:
+            async with aclosing(store.events(key, sequence)) as events:
+                async for part, number in events:
+                    sequence = number
+                    yield part, number
+        except (BusError, RateLimitExceeded, Overloaded):
             if time.monotonic() + wait_s >= until_s:
                 raise
         else:
@@ -66,10 +72,8 @@ async def _parts(store: ResponseStore, key: Key, sequence: int) -> AsyncIterator
 async def _is_over(store: ResponseStore, key: Key, sequence: int) -> bool:
     """Return whether nobody makes it, and nothing has come meanwhile."""
     try:
-        if await store.run_of(key) is not None:
-            return False
-        return not [number async for _, number in store.parts(key, sequence)]
-    except (BusError, ProtocolError) as error:
+        return not await store.is_made(key) and not await store.has_part(key, sequence)
+    except BusError as error:
         log.warning("whether %s is still made is not known: %s", key.response_id, error)
         return False
 

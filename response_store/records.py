@@ -20,6 +20,8 @@ class Run(Struct, frozen=True):
     received_unix_ms: int
     body: bytes  # of the request, with the whole conversation
     response: bytes  # the response as it was at first: JSON
+    tries: int = 0  # that have ended without its end: a gateway was lost with it, or could not make it
+    reason: str = ""  # why the last of them has
 
 
 class EventsPart(Struct, frozen=True):
@@ -49,7 +51,7 @@ class StoredResponse(Struct, frozen=True):
 
     v: int
     response: bytes  # JSON
-    items: bytes  # JSON: the input items, those of earlier responses included
+    items: bytes  # JSON: the input items, those of earlier responses included; empty: too large to be kept
 
 
 class Question(Struct, frozen=True, array_like=True):

@@ -1,10 +1,10 @@
 """``/v1/responses/{id}``: what is kept of responses, as OpenAI's clients know it. They belong to the key's team."""
 
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
-import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,11 +13,12 @@ from accounts.keyring import KeyRing
 from accounts.principal import Principal
 from protocol.backoff import wait_for
 from protocol.errors import BusError, ProtocolError
+from response_store.kept import Kept, State
+from response_store.messages import Key, Unreadable
 from response_store.patience import patiently
 from response_store.reading import follow
-from response_store.records import EventsPart, Run
-from response_store.store import Key, ResponseStore
-from surfaces.responses import items_of, refuse_included
+from response_store.store import ResponseStore
+from surfaces.responses import refuse_included
 from web.answers import exchange_of, json_answer
 from web.errors import InvalidParameter, StorageUnavailable, UnknownObject
 
@@ -26,6 +27,8 @@ CANCEL_LOOK_S: Final = 0.5
 MAX_PAGE_ITEMS: Final = 100
 SSE_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _AWAY: Final = (BusError, ProtocolError)
+
+_View = TypeVar("_View")
 
 
 class _Query(BaseModel):
@@ -50,98 +53,74 @@ class ItemsQuery(_Query):
     order: Literal["asc", "desc"] = "desc"
 
 
-class _Kept:
-    """One response, in whatever state it is."""
-
-    def __init__(self, response: bytes, items: bytes | None, run: Run | None, last: EventsPart | None) -> None:
-        self._response = response
-        self._items = items
-        self._run = run
-        self._last = last
-
-    @property
-    def is_over(self) -> bool:
-        """True once nothing of it changes."""
-        return self._run is None or (self._last is not None and self._last.is_last)
-
-    @property
-    def view(self) -> dict[str, Any]:
-        """The response as the API shows it."""
-        response: dict[str, Any] = msgspec.json.decode(self._response)
-        has_begun = self._last is not None and self._last.first + self._last.count > 2
-        return {**response, "status": "in_progress"} if not self.is_over and has_begun else response
-
-    @property
-    def items(self) -> list[dict[str, Any]]:
-        """Its input items."""
-        if self._run is not None:
-            return items_of(self._run.body, self._run.response_id.removeprefix("resp_"))
-        found: list[dict[str, Any]] = msgspec.json.decode(self._items or b"[]")
-        return found
-
-
 class KeptResponses:
-    """Reads what is kept. Raises UnknownObject and StorageUnavailable."""
+    """Reads what is kept. Raises UnknownObject, InvalidParameter, StorageUnavailable, and what ``Shares`` raise."""
 
     def __init__(self, store: ResponseStore) -> None:
         self.store = store
 
-    async def get(self, key: Key) -> _Kept:
-        """Return a response of the key's team."""
+    async def read(self, key: Key, view: Callable[[Kept], _View]) -> _View:
+        """Return what ``view`` makes of a response of the key's team."""
         try:
-            found = await patiently(partial(self._find, key))
+            found = await patiently(lambda: self.store.read(key, view))
+        except Unreadable as error:
+            raise InvalidParameter(f"The response cannot be read: {error}.", param="response_id") from error
         except _AWAY as error:
             raise StorageUnavailable from error
         if found is None:
-            raise UnknownObject(f"Response with id '{key.response_id[:100]}' not found.", param="response_id")
+            raise _unknown(key)
         return found
 
-    async def _find(self, key: Key) -> _Kept | None:
-        return await self._running(key) or await self._ended(key) or await self._running(key)  # it may end meanwhile
-
-    async def _ended(self, key: Key) -> _Kept | None:
-        stored = await self.store.get(key)
-        return None if stored is None else _Kept(stored.response, stored.items, None, None)
-
-    async def _running(self, key: Key) -> _Kept | None:
-        run = await self.store.run_of(key)
-        if run is None:
-            return None
-        last = await self.store.last_part(key)
-        response = last.response if last is not None and last.is_last else run[0].response
-        return _Kept(response, None, run[0], last)
-
-    async def cancel(self, key: Key) -> _Kept:
+    async def cancel(self, key: Key) -> bytes:
         """Cancel a response in the background, and wait a little until it is; one that has ended stays as it is."""
-        found = await self.get(key)
-        if not found.view["background"]:
+        is_over, state, answer = await self.read(key, _with_state)
+        if not state.background:
             message = "Only responses in the background ('background': true) can be cancelled."
             raise InvalidParameter(message, param="response_id")
-        if found.is_over:
-            return found
+        if is_over:
+            return answer
         try:
             async with self.store.listening(key) as added:
                 await patiently(partial(self.store.cancel, key))
                 until_s = time.monotonic() + CANCEL_LIMIT_S
-                while not found.is_over and time.monotonic() < until_s:
+                while not is_over and time.monotonic() < until_s:
                     added.clear()
-                    found = await self.get(key)
-                    if not found.is_over:
+                    is_over, _, answer = await self.read(key, _with_state)
+                    if not is_over:
                         await wait_for(added, CANCEL_LOOK_S)
         except _AWAY as error:
             raise StorageUnavailable from error
-        return found
+        return answer
 
     async def delete(self, key: Key) -> None:
-        """Delete a response that has ended."""
-        found = await self.get(key)
-        if not found.is_over:
-            message = f"The response is '{found.view['status']}': cancel it first."
-            raise InvalidParameter(message, param="response_id", code="response_in_progress")
+        """Delete a response that has ended; also one that cannot be read."""
         try:
+            is_over = await patiently(partial(self._is_over, key))
+            if is_over is None:
+                raise _unknown(key)
+            if not is_over:
+                message = "The response is still made: cancel it first."
+                raise InvalidParameter(message, param="response_id", code="response_in_progress")
             await patiently(partial(self.store.delete, key))
         except _AWAY as error:
             raise StorageUnavailable from error
+
+    async def _is_over(self, key: Key) -> bool | None:
+        """Return whether nothing of a response changes any more; None: there is none."""
+        if await self.store.has_ended(key):
+            return True
+        try:
+            return await self.store.read(key, lambda kept: kept.is_over)
+        except ProtocolError:
+            return True
+
+
+def _with_state(kept: Kept) -> tuple[bool, State, bytes]:
+    return kept.is_over, kept.state, kept.answer
+
+
+def _unknown(key: Key) -> UnknownObject:
+    return UnknownObject(f"Response with id '{key.response_id[:100]}' not found.", param="response_id")
 
 
 def responses_router(keys: KeyRing, store: ResponseStore, comment_s: float) -> APIRouter:
@@ -163,10 +142,9 @@ def responses_router(keys: KeyRing, store: ResponseStore, comment_s: float) -> A
         if query.include_obfuscation:
             param = "include_obfuscation"
             raise InvalidParameter(f"'{param}' is not supported.", param=param, code="unsupported_parameter")
-        found = await kept.get(key)
         if not query.stream and query.starting_after is None:
-            return json_answer(found.view)
-        _check_stream(found, query)
+            return _json(await kept.read(key, lambda found: found.answer))
+        _check_stream(await kept.read(key, lambda found: found.state), query)
         after = -1 if query.starting_after is None else query.starting_after
         events = follow(store, key, after, comment_s)  # what fails from here on breaks the connection off
         return StreamingResponse(events, media_type="text/event-stream", headers=SSE_HEADERS)
@@ -180,35 +158,25 @@ def responses_router(keys: KeyRing, store: ResponseStore, comment_s: float) -> A
     @router.post("/cancel")
     async def cancel_response(request: Request, response_id: str) -> Response:
         """Cancel a response in the background."""
-        return json_answer((await kept.cancel(key_of(request, response_id))).view)
+        return _json(await kept.cancel(key_of(request, response_id)))
 
     @router.get("/input_items")
     async def list_input_items(request: Request, response_id: str, query: Annotated[ItemsQuery, Query()]) -> Response:
         """List what a response was made from, earlier turns included; `after` is the last id of the previous page."""
         key = key_of(request, response_id)
         refuse_included(query.include)
-        return json_answer(_page((await kept.get(key)).items, query))
+        return _json(await kept.read(key, lambda found: found.page(query.after, query.limit, query.order)))
 
     return router
 
 
-def _check_stream(found: _Kept, query: RetrieveQuery) -> None:
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _check_stream(state: State, query: RetrieveQuery) -> None:
     if not query.stream:
         raise InvalidParameter("'starting_after' is for streams: add stream=true.", param="starting_after")
-    if not found.view["background"]:
+    if not state.background:
         message = "Only responses in the background ('background': true) have events to stream."
         raise InvalidParameter(message, param="stream")
-
-
-def _page(items: list[dict[str, Any]], query: ItemsQuery) -> dict[str, Any]:
-    if query.order == "desc":
-        items.reverse()
-    if query.after is not None:
-        places = [number for number, item in enumerate(items) if item["id"] == query.after]
-        if not places:
-            raise UnknownObject(f"No input item with id '{query.after[:100]}'.", param="after")
-        items = items[places[0] + 1 :]
-    shown = items[: query.limit]
-    ends = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    page = {"object": "list", "data": shown, "first_id": ends[0], "last_id": ends[1]}
-    return {**page, "has_more": len(items) > query.limit}

@@ -19,22 +19,31 @@ import msgspec
 from msgspec import structs
 
 from protocol.chat import Deltas
-from protocol.errors import BusError
+from protocol.errors import BusError, ProtocolError
 from protocol.messages import Tokens
 from protocol.messages import encode as encode_frame
-from protocol.wire import PROTOCOL_VERSION
+from protocol.wire import PROTOCOL_VERSION, UNDECODABLE
+from response_store.kept import answer_id_of
 from response_store.made_before import MadeBefore
+from response_store.messages import Key, NotKept
 from response_store.patience import patiently
 from response_store.reading import EVENT_END
 from response_store.records import EventsPart, Run, StoredResponse
-from response_store.store import Key, NotKept, ResponseStore
-from surfaces.responses import items_of
+from response_store.store import ResponseStore
 from surfaces.responses_events import ended_at, fault
+from surfaces.responses_items import items_of
 from web.errors import ApiError
 
 PENDING_BYTES: Final = 1024 * 1024  # that are not stored yet: from here on the answer is not read on
 PART_BYTES: Final = 256 * 1024  # of events and frames in one part, but for one frame's
+MAX_REASON_CHARS: Final = 500
+HELD_GROWTH: Final = 2  # events that outgrow what is counted for them are counted as so many times as large
 STORE_PATIENCE_S: Final = 60.0  # then somebody else may try
+
+# What a response that is too large for its end does not repeat of its request.
+_FORGOTTEN: Final[dict[str, Any]] = {
+    "instructions": None, "metadata": {}, "tools": [], "tool_choice": "auto", "text": {"format": {"type": "text"}},
+}  # fmt: skip
 
 log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -103,6 +112,10 @@ class BackgroundRun:
         self.made: MadeBefore | None = None  # by other gateways
         self.is_handed_over = False
         self.response = b""  # JSON, once the last event is stored
+        self.problem: NotKept | None = None  # why it is not made here any longer, where that is its own fault
+        self.events_bytes = 0  # that its parts take
+        self.run_bytes = 0  # that its run takes
+        self.held_bytes = 0  # that are counted for all of it
         self._store = store
         self._owner = owner
         self._sequence = 0  # of the last part
@@ -125,13 +138,18 @@ class BackgroundRun:
         await self._add(EventsPart(PROTOCOL_VERSION, self._owner, 0, "", 0, count, events))
         self._stored_events = count
 
-    async def read(self) -> None:
-        """Read what other gateways have stored. Raises BusError and ProtocolError."""
+    async def read(self, *, with_frames: bool = True) -> None:
+        """Read what other gateways have stored. Raises BusError and ProtocolError.
+
+        ``with_frames``: also those that its answer is made of, to go on with it.
+        """
         frames: list[Tokens | Deltas] = []
         attempt, revision = 0, ""
-        async for part, sequence in self._store.parts(self.key, self._sequence):
-            self._sequence, self._stored_events = sequence, part.first + part.count
-            frames += [_decode_frame(frame) for frame in part.frames]
+        async for part, placed in self._store.parts(self.key, self._sequence):
+            self._sequence, self._stored_events = placed.sequence, part.first + part.count
+            self.events_bytes += placed.size_bytes
+            if with_frames:
+                frames += [_decoded_frame(frame) for frame in part.frames]
             attempt, revision = max(attempt, part.attempt), part.revision or revision
             self.response = part.response or self.response
         before = self.made or MadeBefore()
@@ -186,6 +204,7 @@ class BackgroundRun:
                 await self._store_some()
         except (Lost, BusError, NotKept) as error:
             log.warning("%s is made elsewhere from now on: %s", self.key.response_id, error or "it was taken over")
+            self.problem = error if isinstance(error, NotKept) else None
             self.stop()
             return
         finally:
@@ -220,12 +239,25 @@ class BackgroundRun:
         self._stored_events += count
         self.response = part.response
         self._changed.set()
+        await self._hold()
 
     async def _add(self, part: EventsPart) -> None:
-        sequence = await self._store.add_part(self.key, part, self._sequence)
-        if sequence is None:
+        placed = await self._store.add_part(self.key, part, self._sequence)
+        if placed is None:
             raise Lost
-        self._sequence = sequence
+        self._sequence = placed.sequence
+        self.events_bytes += placed.size_bytes
+
+    async def _hold(self) -> None:
+        """Count what it takes, where that has outgrown what is counted."""
+        size_bytes = self.run_bytes + self.events_bytes
+        if size_bytes > self.held_bytes:
+            try:
+                await self._store.hold(self.key, self.held_bytes, HELD_GROWTH * size_bytes)
+            except BusError as error:  # the next part tries again
+                log.warning("the size of %s is not counted yet: %s", self.key.response_id, error)
+            else:
+                self.held_bytes = HELD_GROWTH * size_bytes
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
@@ -251,19 +283,47 @@ class BackgroundRun:
     async def end_unadmitted(self, status: str, error: ApiError | None = None) -> None:
         """Record the end of a response that is not admitted again. Raises Lost, BusError and NotKept."""
         response = msgspec.json.decode(self.run.response)
-        events, ended = ended_at(response, self._stored_events, status, None if error is None else fault(error))
+        try:
+            await self._end_as(response, status, error)
+        except NotKept as reason:
+            log.warning("the end of %s is kept without what was asked for: %s", self.key.response_id, reason)
+            await self._end_as({**response, **_FORGOTTEN}, status, error)
+
+    async def _end_as(self, response: dict[str, Any], status: str, error: ApiError | None) -> None:
+        number = self._stored_events
+        events, ended = ended_at(response, number, status, None if error is None else fault(error))
         packed = _encode(ended)
-        await self._add(
-            EventsPart(PROTOCOL_VERSION, self._owner, 0, "", self._stored_events, 1, events, response=packed)
-        )
+        await self._add(EventsPart(PROTOCOL_VERSION, self._owner, 0, "", number, 1, events, response=packed))
         self.response = packed
 
-    def stored(self) -> StoredResponse:
-        """Return what is kept of it from now on."""
-        answer_id = self.key.response_id.removeprefix("resp_")
-        return StoredResponse(PROTOCOL_VERSION, self.response, _encode(items_of(self.run.body, answer_id)))
+    def end_without_events(self, error: ApiError) -> None:
+        """Make it a response that has failed, where its events cannot be added to."""
+        response = {**msgspec.json.decode(self.run.response), **_FORGOTTEN}
+        _, ended = ended_at(response, 0, "failed", fault(error))
+        self.response = _encode(ended)
+
+    def stored(self, *, with_items: bool = True) -> StoredResponse:
+        """Return what is kept of it from now on. Raises MsgspecError where its input is no JSON."""
+        items = items_of(self.run.body, answer_id_of(self.key.response_id)) if with_items else b""
+        return StoredResponse(PROTOCOL_VERSION, self.response, items)
+
+    def forget_asked(self) -> None:
+        """Leave out of the response what its request has asked for, which may be anything."""
+        self.response = _encode({**msgspec.json.decode(self.response), **_FORGOTTEN})
+
+
+def _decoded_frame(frame: bytes) -> Tokens | Deltas:
+    try:
+        return _decode_frame(frame)
+    except UNDECODABLE as error:
+        raise ProtocolError(f"undecodable frame of a response: {error}") from error
 
 
 def owned(run: Run, owner: str) -> Run:
     """Return the run as another gateway's."""
     return structs.replace(run, owner=owner)
+
+
+def tried(run: Run, owner: str, reason: str = "") -> Run:
+    """Return the run as another gateway's, after a try without an end. ``reason``: why it failed; empty: lost."""
+    return structs.replace(run, owner=owner, tries=run.tries + 1, reason=reason or run.reason)

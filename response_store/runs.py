@@ -19,11 +19,14 @@ from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
+from protocol.wire import UNDECODABLE
+from response_store.messages import THREADED_BYTES, Key, NotKept
 from response_store.patience import patiently
-from response_store.records import Question, Run, decode_question, encode
-from response_store.run import BackgroundRun, Lost, owned
+from response_store.records import Question, Run, StoredResponse, decode_question, encode
+from response_store.run import MAX_REASON_CHARS, BackgroundRun, Lost, owned, tried
+from response_store.series import RunSeries
 from response_store.settings import ResponseSettings
-from response_store.store import Key, NotKept, ResponseStore
+from response_store.store import HELD_FOR_EVENTS_BYTES, ResponseStore
 from web.errors import ApiError, InvalidApiKey, LedgerUnavailable, RateLimitExceeded
 from webhooks.events import EventType, publish_finished
 
@@ -32,7 +35,8 @@ MAX_ASKED: Final = 1000  # responses in one question
 LONGEST_WAIT_S: Final = 30.0  # between two tries to admit one that was taken over
 FINISH_LIMIT_S: Final = 60.0
 LEAVE_LIMIT_S: Final = 5.0
-REST_S: Final = 5.0  # before a response is taken over again that could not be ended here
+MAX_TRIES: Final = 8  # gateways lost with a response, and failures, after which it is given up
+UNREADABLE_REST_S: Final = 60.0  # before a run that cannot be read is read again
 NOBODY: Final = ""
 _AWAY: Final = (BusError, ProtocolError, NotKept)
 _EVENTS: Final[dict[str, EventType]] = {
@@ -49,8 +53,17 @@ Making = Callable[[], Awaitable[None]]
 Admit = Callable[[BackgroundRun, Principal], Awaitable[Making]]  # raises ApiError
 
 
+class NotEnded(Exception):
+    """Its request is over, and has left no end."""
+
+
 class _Ended(msgspec.Struct):
     status: str
+
+
+async def _stored(run: BackgroundRun) -> StoredResponse:
+    is_large = len(run.run.body) >= THREADED_BYTES
+    return await asyncio.to_thread(run.stored) if is_large else run.stored()
 
 
 class BackgroundRuns:
@@ -81,6 +94,9 @@ class BackgroundRuns:
         self._owners: dict[Key, str] = {}  # of those that others make, as read once
         self._missed: dict[Key, float] = {}  # since when nobody has said that he makes it (monotonic clock)
         self._rests: dict[Key, float] = {}  # until when not to take them over (monotonic clock)
+        self._unreadable: dict[Key, float] = {}  # until when not to read their runs again (monotonic clock)
+        self._unended: set[Key] = set()  # made by this process, and not ended
+        self.series = RunSeries()
         self.is_leaving = False
 
     async def start(self) -> None:
@@ -111,7 +127,8 @@ class BackgroundRuns:
         """Store a new response with its first events, as ours. Raises BusError and NotKept."""
         self._running[run.key] = run  # before others can ask
         try:
-            await patiently(partial(self._store.begin, run.run))
+            run.run_bytes = await patiently(partial(self._store.begin, run.run))
+            run.held_bytes = run.run_bytes + HELD_FOR_EVENTS_BYTES
             await patiently(partial(run.begin, events))
         except BaseException:
             del self._running[run.key]
@@ -122,36 +139,95 @@ class BackgroundRuns:
     def make(self, run: BackgroundRun, making: Making) -> None:
         """Make a response, apart from whoever has asked for it."""
         self._running[run.key] = run
+        self.series.running = len(self._running)
         task = self._tasks[run.key] = asyncio.create_task(self._make(run, making), name=run.key.response_id)
         task.add_done_callback(lambda _: self._forget(run.key))
 
     def _forget(self, key: Key) -> None:
         del self._running[key], self._tasks[key]
+        self.series.running = len(self._running)
 
     async def _make(self, run: BackgroundRun, making: Making) -> None:
+        self._unended.add(run.key)
         try:
             await making()
             if run.response:
                 await self._finish(run)
+                self._unended.discard(run.key)
                 return
-        except (Lost, *_AWAY) as error:
+        except (Lost, BusError) as error:
             log.warning("%s is not ended here: %s", run.key.response_id, error or "another gateway goes on")
-        except Exception:
+            if run.problem is not None:
+                await self._failed(run, run.problem)
+        except (ProtocolError, NotKept) as error:
+            await self._failed(run, error)
+        except Exception as mistake:
             log.exception("%s failed in the background", run.key.response_id)
-        self._rests[run.key] = time.monotonic() + REST_S
+            await self._failed(run, mistake)
+        else:
+            if run.problem is not None or not run.is_handed_over:
+                await self._failed(run, run.problem or NotEnded())
+        self._rests[run.key] = time.monotonic() + self._settings.retry_s
+
+    async def _failed(self, run: BackgroundRun, mistake: Exception) -> None:
+        """Leave a response to another try, or give it up where it has failed in the same way before."""
+        reason = f"{type(mistake).__name__}: {mistake}"[:MAX_REASON_CHARS]
+        try:
+            found = await self._store.run_of(run.key)
+            if found is None or found[0].owner != self._gateway_id:
+                return
+            failed = tried(found[0], NOBODY, reason)
+            if reason == found[0].reason or failed.tries >= MAX_TRIES:
+                ending = self.new(failed)
+                await self._give_up(ending, reason)
+                await self._finish(ending)
+            else:
+                log.warning("%s is tried again: %s", run.key.response_id, reason)
+                await self._store.own(run.key, failed, found[1])
+            self._unended.discard(run.key)
+        except (Lost, *_AWAY) as error:
+            log.warning("%s has failed and is looked at again: %s", run.key.response_id, error)
+
+    async def _give_up(self, run: BackgroundRun, reason: str) -> None:
+        """Bring a response that cannot be made to its end, in whatever state it is. Raises Lost and BusError."""
+        tries = run.run.tries
+        log.error("%s is given up after %d tries: %s", run.key.response_id, tries, reason)
+        error = ApiError(f"The response was given up: it failed {tries} times.")
+        self.series.given_up += 1
+        try:
+            await self._claim(run, with_frames=False)
+            if not run.response:
+                await run.end_unadmitted("failed", error)
+        except (ProtocolError, NotKept) as broken:
+            log.error("the events of %s have no end: %s", run.key.response_id, broken)  # noqa: TRY400
+            run.end_without_events(error)
 
     async def _finish(self, run: BackgroundRun) -> None:
         """Store a response that has ended, and tell its team. Who dies in between leaves it to another gateway."""
-        ended = msgspec.json.decode(run.response, type=_Ended)
-        stored, ended_unix_s = run.stored(), unix_now_ms() // 1000
+        ended, ended_unix_s = msgspec.json.decode(run.response, type=_Ended), unix_now_ms() // 1000
 
         async def finish() -> None:
-            await self._store.put(run.key, stored)
+            await self._store_end(run)
             event, response_id = _EVENTS[ended.status], run.key.response_id
             await publish_finished(self._bus, run.run.team_id, event, response_id, created_unix_s=ended_unix_s)
             await self._store.forget_run(run.key)
 
         await patiently(finish, FINISH_LIMIT_S)
+
+    async def _store_end(self, run: BackgroundRun) -> None:
+        """Store it with its conversation; what is too large for that, or no JSON, without."""
+        try:
+            await self._store.end(run.key, await _stored(run), run.events_bytes)
+        except (NotKept, *UNDECODABLE) as error:
+            log.warning("%s is stored without its conversation: %s", run.key.response_id, error)
+        else:
+            return
+        try:
+            await self._store.end(run.key, run.stored(with_items=False), run.events_bytes)
+        except NotKept as error:
+            log.warning("%s is stored without what was asked for: %s", run.key.response_id, error)
+            run.forget_asked()
+            await self._store.end(run.key, run.stored(with_items=False), run.events_bytes)
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -185,7 +261,11 @@ class BackgroundRuns:
 
     async def _look(self) -> None:
         others = [key for key in await self._store.running() if key not in self._running]
-        self._owners = {key: self._owners.get(key) or await self._owner(key) for key in others}
+        self._unended.intersection_update({*others, *self._running})
+        self._unreadable = {key: self._unreadable[key] for key in others if key in self._unreadable}
+        owners = {key: self._owners.get(key) or await self._owner(key) for key in others}
+        self._owners = {key: owner for key, owner in owners.items() if owner is not None}
+        self.series.unreadable = len(self._unreadable)
         by_owner: dict[str, list[Key]] = defaultdict(list)
         for key, owner in self._owners.items():
             by_owner[owner].append(key)
@@ -196,11 +276,19 @@ class BackgroundRuns:
                 missed[key] = self._missed.get(key, now_s)
                 is_due = now_s - missed[key] >= limit_s and key not in self._rests
                 if is_due and len(self._running) < self._most:
-                    await self._take_over(key, owner)
+                    await self._take_over_if_readable(key, owner)
         self._missed = missed
 
-    async def _owner(self, key: Key) -> str:
-        found = await self._store.run_of(key)
+    async def _owner(self, key: Key) -> str | None:
+        """Return the gateway that makes a response; None: its run cannot be read here."""
+        if self._unreadable.get(key, 0.0) > time.monotonic():
+            return None
+        try:
+            found = await self._store.run_of(key)
+        except ProtocolError as error:
+            self._skip(key, error)
+            return None
+        self._unreadable.pop(key, None)
         return NOBODY if found is None else found[0].owner
 
     async def _unmade(self, owner: str, keys: list[Key]) -> Iterable[tuple[Key, float]]:
@@ -219,16 +307,37 @@ class BackgroundRuns:
             return [(key, silence_s) for key in asked]
         return [(key, period_s) for key in asked if key.response_id not in made]  # it may be about to end them
 
-    async def _take_over(self, key: Key, owner: str) -> None:
+    async def _take_over_if_readable(self, key: Key, owner: str) -> None:
         del self._owners[key]  # whoever it is from now on
+        try:
+            await self._take_over(key, owner)
+        except (ProtocolError, NotKept) as error:
+            self._skip(key, error)
+
+    def _skip(self, key: Key, error: Exception) -> None:
+        """Leave a response alone that cannot be read here: another gateway may have the key, or be newer."""
+        log.error("%s cannot be taken over: %s", key.response_id, error)
+        self._unreadable[key] = time.monotonic() + UNREADABLE_REST_S
+
+    async def _take_over(self, key: Key, owner: str) -> None:
         found = await self._store.run_of(key)
         if found is None or found[0].owner != owner:
             return
         stored, sequence = found
-        if await self._store.own(key, owned(stored, self._gateway_id), sequence) is None:
+        # One that this process has not ended, for no fault of the response's, has lost nothing.
+        is_lost = owner != NOBODY and not (owner == self._gateway_id and key in self._unended)
+        mine = tried(stored, self._gateway_id) if is_lost else owned(stored, self._gateway_id)
+        placed = await self._store.own(key, mine, sequence)
+        if placed is None:
+            return
+        self.series.taken_over += 1
+        run = self.new(mine)
+        run.run_bytes = placed.size_bytes
+        if mine.tries >= MAX_TRIES:
+            reason = mine.reason or "the gateways that made it were lost"
+            self.make(run, lambda: self._give_up(run, reason))
             return
         log.warning("%s is made here from now on", key.response_id)
-        run = self.new(owned(stored, self._gateway_id))
         self.make(run, lambda: self._go_on(run))
 
     async def _go_on(self, run: BackgroundRun) -> None:
@@ -244,10 +353,10 @@ class BackgroundRuns:
         elif not run.response:
             await run.end_unadmitted("cancelled")
 
-    async def _claim(self, run: BackgroundRun) -> None:
+    async def _claim(self, run: BackgroundRun, *, with_frames: bool = True) -> None:
         """Read what is there, and let nobody else add to it, unless it is complete."""
         while True:
-            await run.read()
+            await run.read(with_frames=with_frames)
             if run.response:
                 return
             try:

@@ -4,127 +4,144 @@
     res.<tenant>.<id>.events       EventsPart, …: what its readers get, in order
     res.<tenant>.<id>.cancel       empty: it is to be cancelled
     res.<tenant>.<id>.done.<KiB>   StoredResponse
+    res.<tenant>.<id>.size.<KiB>   empty: what its run and its events take; the greatest counts
 
 Whoever makes a response owns its ``run``, which others take over by compare and set once that gateway is gone. The
 fence is on the events: each part names the sequence number of the last one, so a gateway that has been taken for dead
 adds nothing to what another one makes. Sizes stand in subjects, so that the server can count what a tenant has.
+
+What is opened for a caller is opened in the caller's share of memory and threads (``response_store.shares``).
 """
 
 import asyncio
-import base64
-import time
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Final, TypeVar
 
 from nats.aio.msg import Msg
 
-from ledger.payloads.errors import PayloadError
-from ledger.payloads.sealing import Part, Sealer
-from protocol import subjects
+from ledger.payloads.sealing import Sealer
 from protocol.bus import Bus
-from protocol.errors import ProtocolError
+from protocol.errors import BusError
+from protocol.wire import UNDECODABLE
+from response_store.kept import Kept
+from response_store.messages import Found, Key, Messages, Placed, Sealed, Unreadable
 from response_store.records import EventsPart, Run, StoredResponse, decode_part, decode_run, decode_stored, encode
 from response_store.settings import ResponseSettings
+from response_store.shares import MAX_OPENED_BODIES, MAX_OPENED_PART_BODIES, Shares
+from response_store.usage import TenantUsages
 
-STORE_LIMIT_S: Final = 2.0
 RUN_TTL_S: Final = 48 * 3600  # longer than anything may take: a run that nobody can end goes away
-THREADED_BYTES: Final = 64 * 1024  # from here on, a message is sealed in a thread
-USAGE_AGE_S: Final = 10.0  # how old a tenant's usage may be
-MAX_USAGES: Final = 1000  # tenants whose usage is remembered
-KIB: Final = 1024
+HELD_FOR_EVENTS_BYTES: Final = 64 * 1024  # counted for the events of a response in the background before there are any
 _ALL: Final = "res.*.*.run"
 
+log = logging.getLogger(__name__)
 
-class NotKept(Exception):
-    """What was to be kept is too large, or there is no room for it."""
-
-
-class Key(NamedTuple):
-    """Whose response, and which."""
-
-    tenant: str
-    response_id: str
-
-
-class Found(NamedTuple):
-    """A message and its sequence number."""
-
-    payload: bytes
-    sequence: int
-
-
-class Usage(NamedTuple):
-    """What a tenant has stored."""
-
-    responses: int
-    size_bytes: int
+_View = TypeVar("_View")
 
 
 class ResponseStore:
     """Reads and writes the stream. Methods raise BusError; those that read raise ProtocolError, too."""
 
-    def __init__(self, bus: Bus, settings: ResponseSettings, sealer: Sealer) -> None:
+    def __init__(
+        self, bus: Bus, settings: ResponseSettings, sealer: Sealer, *, max_body_bytes: int, shares: Shares
+    ) -> None:
+        self.max_body_bytes = max_body_bytes  # of a request; also of a conversation that is gone on with
         self._bus = bus
         self._settings = settings
-        self._sealer = sealer
-        self._usages: dict[str, tuple[float, Usage]] = {}  # by tenant, with the time that it was read
+        self._messages = Messages(bus, sealer, settings.max_response_bytes)
+        self._usages = TenantUsages(self._messages, settings)
+        self._shares = shares
+        self._max_bytes = MAX_OPENED_BODIES * max_body_bytes  # opened; of a run and of a stored response
+        self._max_part_bytes = MAX_OPENED_PART_BODIES * max_body_bytes
 
     # --- responses in the background ----------------------------------------------------------------------------------
 
     async def begin(self, run: Run) -> int:
-        """Store a new run; return its sequence number. Raises NotKept."""
+        """Store a new run, and count it with ``HELD_FOR_EVENTS_BYTES``; return what it takes. Raises NotKept."""
         key = Key(run.tenant, run.response_id)
-        return await self._set_run(key, await self._sealed_run(key, run), 0) or 0
+        sealed = await self._messages.sealed(encode(run), key, "request", self._max_bytes)
+        held_bytes = len(sealed.payload) + HELD_FOR_EVENTS_BYTES
+        await self._usages.take(key.tenant, held_bytes)
+        await self._usages.mark(key, held_bytes, ttl_s=RUN_TTL_S)
+        await self._messages.set(key, "run", sealed, 0, ttl_s=RUN_TTL_S)
+        return len(sealed.payload)
 
-    async def own(self, key: Key, run: Run, sequence: int) -> int | None:
-        """Replace a run whose sequence number is known; return the new one. None: somebody else was quicker."""
-        return await self._set_run(key, await self._sealed_run(key, run), sequence)
+    async def hold(self, key: Key, before_bytes: int, size_bytes: int) -> None:
+        """Count so much for a response while it is made, instead of what was counted before."""
+        await self._usages.mark(key, size_bytes, ttl_s=RUN_TTL_S)
+        self._usages.add(key.tenant, 0, size_bytes - before_bytes)
+
+    async def own(self, key: Key, run: Run, sequence: int) -> Placed | None:
+        """Replace a run whose sequence number is known; return where it is. None: somebody else was quicker."""
+        sealed = await self._messages.sealed_again(encode(run), key, "request")
+        found = await self._messages.set(key, "run", sealed, sequence, ttl_s=RUN_TTL_S)
+        if found is None:
+            return None
+        try:
+            await self._messages.purge(key, "run", keep=1)
+        except BusError as error:  # whoever owns it next does it
+            log.warning("an older run of %s stays: %s", key.response_id, error)
+        return Placed(found, len(sealed.payload))
 
     async def run_of(self, key: Key) -> tuple[Run, int] | None:
         """Return the run of a response, and its sequence number; None: it is not being made."""
-        found = await self._last(key, "run")
-        return None if found is None else (decode_run(await self._opened(found, key, "request")), found.sequence)
+        found = await self._messages.last(key, "run")
+        if found is None:
+            return None
+        return decode_run(await self._messages.opened(found, key, "request", self._max_bytes)), found.sequence
+
+    async def is_made(self, key: Key) -> bool:
+        """Return whether a response has a run."""
+        return await self._messages.last(key, "run") is not None
 
     async def running(self) -> list[Key]:
         """Return all responses that are being made, by whichever gateway."""
-        subjects_found = await self._count(_ALL)
-        return [_key_of(subject) for subject in subjects_found]
+        subjects_found = await self._messages.count(_ALL)
+        return [Key.of(subject) for subject in subjects_found]
 
     async def forget_run(self, key: Key) -> None:
         """Remove the run of a response that has ended."""
-        await self._purge(key, "run")
+        await self._messages.purge(key, "run")
 
-    async def add_part(self, key: Key, part: EventsPart, last_sequence: int) -> int | None:
-        """Add events behind those with this sequence number; return the new one. None: somebody else goes on.
+    async def add_part(self, key: Key, part: EventsPart, last_sequence: int) -> Placed | None:
+        """Add events behind those with this sequence number; return where. None: somebody else goes on.
 
         Raises NotKept.
         """
-        payload = await self._sealed(encode(part), key, "answer")
-        subject, ttl_s = self._subject(key, "events"), int(self._settings.events_s)
-        sequence = await self._bus.compare_and_set(
-            subject, payload, last_sequence, timeout_s=STORE_LIMIT_S, ttl_s=ttl_s
-        )
+        sealed = await self._messages.sealed(encode(part), key, "answer", self._max_part_bytes)
+        sequence = await self._messages.set(key, "events", sealed, last_sequence, ttl_s=int(self._settings.events_s))
         if sequence is not None:
-            return sequence
-        last = await self._last(key, "events")  # it may be ours: stored, and only the answer was lost
-        is_ours = last is not None and decode_part(await self._opened(last, key, "answer")) == part
-        return last.sequence if last is not None and is_ours else None
+            return Placed(sequence, len(sealed.payload))
+        last = await self._messages.last(key, "events")  # it may be ours: stored, and only the answer was lost
+        if last is None or decode_part(await self._messages.opened(last, key, "answer", self._max_part_bytes)) != part:
+            return None
+        return Placed(last.sequence, last.size_bytes)
 
-    async def parts(self, key: Key, after_sequence: int = 0) -> AsyncIterator[tuple[EventsPart, int]]:
-        """Iterate over the parts that are there, each with its sequence number."""
-        while True:
-            stream, subject = subjects.RESPONSES_STREAM, self._subject(key, "events")
-            found = _found(await self._bus.get_message(stream, seq=after_sequence + 1, next_by_subj=subject))
-            if found is None:
-                return
+    async def parts(self, key: Key, after_sequence: int = 0) -> AsyncIterator[tuple[EventsPart, Placed]]:
+        """Iterate over the parts that are there, each with its place."""
+        while (found := await self._messages.next(key, "events", after_sequence)) is not None:
             after_sequence = found.sequence
-            yield decode_part(await self._opened(found, key, "answer")), found.sequence
+            part = decode_part(await self._messages.opened(found, key, "answer", self._max_part_bytes))
+            yield part, Placed(found.sequence, found.size_bytes)
 
-    async def last_part(self, key: Key) -> EventsPart | None:
-        """Return the last part that is there."""
-        found = await self._last(key, "events")
-        return None if found is None else decode_part(await self._opened(found, key, "answer"))
+    async def has_part(self, key: Key, after_sequence: int) -> bool:
+        """Return whether there is a part behind this one."""
+        return await self._messages.next(key, "events", after_sequence) is not None
+
+    async def events(self, key: Key, after_sequence: int) -> AsyncGenerator[tuple[EventsPart, int], None]:
+        """Iterate over them for a caller, in its share; raises what ``Shares`` raise, too."""
+        while True:
+            async with self._shares.room(key.tenant, self._max_part_bytes):
+                found = await self._messages.next(key, "events", after_sequence)
+                if found is None:
+                    return
+                after_sequence, size_bytes = found.sequence, found.most_bytes(self._max_part_bytes)
+                part = await self._shares.run(key.tenant, size_bytes, partial(self._open_part, found, key))
+            async with self._shares.room(key.tenant, size_bytes):
+                yield part, after_sequence
 
     @asynccontextmanager
     async def listening(self, key: Key) -> AsyncIterator[asyncio.Event]:
@@ -134,7 +151,7 @@ class ResponseStore:
         async def on_part(_message: Msg) -> None:
             added.set()
 
-        subscription = await self._bus.subscribe(self._subject(key, "events"), on_part)
+        subscription = await self._bus.subscribe(self._messages.subject(key, "events"), on_part)
         try:
             yield added
         finally:
@@ -143,115 +160,98 @@ class ResponseStore:
 
     async def cancel(self, key: Key) -> None:
         """Ask whoever makes a response to cancel it."""
-        await self._put(key, "cancel", b"", ttl_s=RUN_TTL_S)
+        await self._messages.mark(key, "cancel", ttl_s=RUN_TTL_S)
 
     async def is_cancelled(self, key: Key) -> bool:
         """Return whether that has been asked for."""
-        return await self._last(key, "cancel") is not None
+        return await self._messages.last(key, "cancel") is not None
 
     async def on_cancel(self, handle: Callable[[Key], None]) -> None:
         """Call back for each response that is to be cancelled."""
 
         async def on_message(message: Msg) -> None:
-            handle(_key_of(message.subject))
+            handle(Key.of(message.subject))
 
         await self._bus.subscribe("res.*.*.cancel", on_message)
 
     # --- responses that have ended ------------------------------------------------------------------------------------
 
     async def put(self, key: Key, stored: StoredResponse) -> None:
-        """Store a response that has ended. Raises NotKept."""
-        payload = await self._sealed(encode(stored), key, "answer")
-        size = -(-len(payload) // KIB)
-        await self._put(key, f"done.{size}", payload, ttl_s=int(self._settings.keep_s))
-        if (known := self._usages.get(key.tenant)) is not None:
-            usage = Usage(known[1].responses + 1, known[1].size_bytes + size * KIB)
-            self._usages[key.tenant] = (known[0], usage)
+        """Store a response that has ended. Raises NotKept, TenantFull among them."""
+        sealed = await self._messages.sealed(encode(stored), key, "answer", self._max_bytes)
+        size_bytes = len(sealed.payload)
+        await self._usages.take(key.tenant, size_bytes)
+        try:
+            await self._put_end(key, sealed)
+        except BaseException:
+            self._usages.add(key.tenant, -1, -size_bytes)
+            raise
 
-    async def get(self, key: Key) -> StoredResponse | None:
-        """Return a response that has ended."""
-        found = await self._last(key, "done.*")
-        return None if found is None else decode_stored(await self._opened(found, key, "answer"))
+    async def end(self, key: Key, stored: StoredResponse, events_bytes: int) -> None:
+        """Store a response that was made in the background and has ended; it has its room already. Raises NotKept."""
+        await self._put_end(key, await self._messages.sealed(encode(stored), key, "answer", self._max_bytes))
+        await self._messages.purge(key, "size.*")
+        await self._usages.mark(key, events_bytes, ttl_s=int(self._settings.events_s))
 
-    async def delete(self, key: Key) -> None:
-        """Remove all that is kept of a response."""
-        await self._purge(key, ">")
-        self._usages.pop(key.tenant, None)
+    async def _put_end(self, key: Key, sealed: Sealed) -> None:
+        await self._messages.put(key, f"done.{sealed.size_kib}", sealed, ttl_s=int(self._settings.keep_s))
 
     async def why_full(self, tenant: str) -> str | None:
         """Return why a tenant may not store another response; None: it may."""
-        usage, settings = await self._usage(tenant), self._settings
-        if usage.responses < settings.max_tenant_responses and usage.size_bytes < settings.max_tenant_bytes:
+        return await self._usages.why_full(tenant)
+
+    async def has_ended(self, key: Key) -> bool:
+        """Return whether a response that has ended is stored."""
+        return await self._messages.last(key, "done.*") is not None
+
+    async def delete(self, key: Key) -> None:
+        """Remove all that is kept of a response."""
+        await self._messages.purge(key, ">")
+        self._usages.forget(key.tenant)
+
+    # --- for callers --------------------------------------------------------------------------------------------------
+
+    async def read(self, key: Key, view: Callable[[Kept], _View]) -> _View | None:
+        """Return what ``view`` makes of what is kept of a response, in its caller's share; None: nothing is kept.
+
+        Raises Unreadable, and what ``Shares`` and ``view`` raise, MsgspecError aside.
+        """
+        async with self._shares.room(key.tenant, self._max_bytes + self._max_part_bytes):
+            # It may end meanwhile.
+            found = await self._running(key) or await self._ended(key) or await self._running(key)
+            if found is None:
+                return None
+            size_bytes, opened = found
+
+            def work() -> _View:
+                try:
+                    return view(opened())
+                except UNDECODABLE as error:
+                    raise Unreadable(f"what is kept of {key.response_id} cannot be read: {error}") from error
+
+            return await self._shares.run(key.tenant, size_bytes, work)
+
+    async def _running(self, key: Key) -> tuple[int, Callable[[], Kept]] | None:
+        run = await self._messages.last(key, "run")
+        if run is None:
             return None
-        return f"{usage.responses} responses of {usage.size_bytes} bytes are stored for this key or its team"
+        last = await self._messages.last(key, "events")
 
-    async def _usage(self, tenant: str) -> Usage:
-        read_s, usage = self._usages.get(tenant, (float("-inf"), Usage(0, 0)))
-        if time.monotonic() - read_s < USAGE_AGE_S:
-            return usage
-        found = await self._count(f"res.{subjects.escape(tenant)}.*.done.*")
-        sizes = [int(subject.rpartition(".")[2]) * KIB for subject in found]
-        usage = Usage(len(sizes), sum(sizes))
-        if len(self._usages) >= MAX_USAGES:
-            self._usages.clear()
-        self._usages[tenant] = (time.monotonic(), usage)
-        return usage
+        def opened() -> Kept:
+            found = decode_run(self._messages.open(run, key, "request", self._max_bytes))
+            part = None if last is None else self._open_part(last, key)
+            return Kept.of_run(found, part)
 
-    # --- messages -----------------------------------------------------------------------------------------------------
+        size_bytes = run.most_bytes(self._max_bytes)
+        return size_bytes + (0 if last is None else last.most_bytes(self._max_part_bytes)), opened
 
-    def _subject(self, key: Key, what: str) -> str:
-        return subjects.response_subject(key.tenant, key.response_id, what)
+    async def _ended(self, key: Key) -> tuple[int, Callable[[], Kept]] | None:
+        found = await self._messages.last(key, "done.*")
+        if found is None:
+            return None
+        return found.most_bytes(self._max_bytes), lambda: Kept.of_end(
+            decode_stored(self._messages.open(found, key, "answer", self._max_bytes))
+        )
 
-    async def _sealed_run(self, key: Key, run: Run) -> bytes:
-        return await self._sealed(encode(run), key, "request")
-
-    async def _set_run(self, key: Key, payload: bytes, sequence: int) -> int | None:
-        subject = self._subject(key, "run")
-        return await self._bus.compare_and_set(subject, payload, sequence, timeout_s=STORE_LIMIT_S, ttl_s=RUN_TTL_S)
-
-    async def _put(self, key: Key, what: str, payload: bytes, *, ttl_s: int) -> None:
-        subject, identity = self._subject(key, what), f"{key.response_id}.{what}"
-        await self._bus.publish_durable(subject, payload, message_id=identity, ttl_s=ttl_s, timeout_s=STORE_LIMIT_S)
-
-    async def _last(self, key: Key, what: str) -> Found | None:
-        subject = self._subject(key, what)
-        return _found(await self._bus.get_message(subjects.RESPONSES_STREAM, last_by_subj=subject))
-
-    async def _count(self, subjects_filter: str) -> dict[str, int]:
-        """Return the subjects that have messages. Pages of 100,000; there are fewer."""
-        info = await self._bus.api(f"STREAM.INFO.{subjects.RESPONSES_STREAM}", {"subjects_filter": subjects_filter})
-        return dict(info["state"].get("subjects") or {})
-
-    async def _purge(self, key: Key, what: str) -> None:
-        await self._bus.api(f"STREAM.PURGE.{subjects.RESPONSES_STREAM}", {"filter": self._subject(key, what)})
-
-    async def _sealed(self, data: bytes, key: Key, part: Part) -> bytes:
-        sealed = await _in_thread_if_large(data, lambda: self._sealer.seal(data, key.response_id, part))
-        if len(sealed) > self._settings.max_response_bytes:
-            limit = self._settings.max_response_bytes
-            raise NotKept(f"{len(sealed)} bytes are more than a response may have that is kept ({limit})")
-        return b"%b\n%b" % (self._sealer.encoding.encode(), sealed)
-
-    async def _opened(self, found: Found, key: Key, part: Part) -> bytes:
-        encoding, _, sealed = found.payload.partition(b"\n")
-        try:
-            return await _in_thread_if_large(
-                sealed, lambda: self._sealer.open(sealed, encoding.decode("latin-1"), key.response_id, part)
-            )
-        except PayloadError as error:
-            raise ProtocolError(f"what is kept of {key.response_id} cannot be read: {error}") from error
-
-
-def _key_of(subject: str) -> Key:
-    _, tenant, response_id, *_ = subject.split(".")
-    return Key(subjects.unescape(tenant), subjects.unescape(response_id))
-
-
-def _found(message: dict[str, Any] | None) -> Found | None:
-    if message is None:
-        return None
-    return Found(base64.b64decode(message.get("data", "")), int(message["seq"]))
-
-
-async def _in_thread_if_large(data: bytes, work: Callable[[], bytes]) -> bytes:
-    return await asyncio.to_thread(work) if len(data) >= THREADED_BYTES else work()
+    def _open_part(self, found: Found, key: Key) -> EventsPart:
+        return decode_part(self._messages.open(found, key, "answer", self._max_part_bytes))

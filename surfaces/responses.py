@@ -10,6 +10,16 @@ import msgspec
 from pydantic import Field
 
 from surfaces.responses_events import ResponseEvents
+from surfaces.responses_items import (
+    SCHEMA_FIELDS,
+    TEXT_PARTS,
+    Item,
+    fields_of,
+    known_choice,
+    known_item,
+    known_tool,
+    stored_items,
+)
 from surfaces.surface import AnswerHead, Usage, joined, renamed
 from tokens.tools.source import Piece
 from web.errors import ApiError, InvalidParameter
@@ -43,15 +53,9 @@ _NAMES: Final = {
     "json_schema": "",
 }
 _INCLUDED: Final = ("reasoning.encrypted_content",)  # reasoning is told as text: nothing of it has to be encrypted
-_TEXT_PARTS: Final = {
-    **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"),
-    "refusal": "refusal",
-}
 _ROLES: Final = ("user", "assistant", "system", "developer")
-_ID_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _NAMESPACE_MARK: Final = "__"  # between a namespace and the name of a tool in it
 
-Item = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 
 
@@ -99,6 +103,12 @@ class ResponsesRequest(Body):
     allow_hosted: bool | None = None
 
 
+# Those that ``ResponsesTranslation.body`` takes as they are; of ``stream_options`` there is one value only.
+_PLAIN_FIELDS: Final = set(ResponsesRequest.model_fields) - {
+    "input", "tools", "tool_choice", "text", "reasoning", "stream_options",
+}  # fmt: skip
+
+
 class ResponsesTranslation:
     """One body of Responses."""
 
@@ -141,7 +151,21 @@ class ResponsesTranslation:
 
     def items(self, answer_id: str) -> list[Item]:
         """Return the input items of this response, as they are stored."""
-        return _stored_items(self._request.input, answer_id)
+        return stored_items(self._request.input, answer_id)
+
+    def body(self) -> bytes:
+        """Return a body that means the same, with nothing in it that is not known."""
+        request = self._request
+        fields = request.model_dump(include=_PLAIN_FIELDS, exclude_none=True)
+        given = request.input
+        fields["input"] = given if isinstance(given, str) else [known_item(item) for item in given]
+        fields["tools"] = [known_tool(tool) for tool in request.tools or ()]
+        fields["text"] = _told_text(request.text)
+        if request.tool_choice is not None:
+            fields["tool_choice"] = known_choice(request.tool_choice)
+        if request.reasoning is not None:
+            fields["reasoning"] = request.reasoning.model_dump(include=set(_Reasoning.model_fields), exclude_none=True)
+        return _encode(fields)
 
     def events(self, head: AnswerHead) -> ResponseEvents:
         """Implement ``Translation``."""
@@ -156,7 +180,6 @@ class ResponsesTranslation:
     def _told(self, head: AnswerHead) -> dict[str, Any]:
         """Return the fields of the answer that repeat the request's."""
         request = self._request
-        text = {} if request.text is None else request.text.model_dump(exclude_none=True)
         reasoning = request.reasoning
         return {
             "instructions": request.instructions,
@@ -164,8 +187,8 @@ class ResponsesTranslation:
             "model": head.model,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
-            "tool_choice": request.tool_choice or "auto",
-            "tools": request.tools or [],
+            "tool_choice": known_choice(request.tool_choice or "auto"),
+            "tools": [known_tool(tool) for tool in request.tools or ()],
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "background": self.is_background,
             "max_output_tokens": request.max_output_tokens,
@@ -176,7 +199,7 @@ class ResponsesTranslation:
             },
             "service_tier": "flex" if request.service_tier == "flex" else "default",
             "store": self.is_stored,
-            "text": {"format": {"type": "text"}, **text},
+            "text": _told_text(request.text),
             "top_logprobs": 0,
             "truncation": "disabled",
             "user": request.user,
@@ -250,32 +273,12 @@ def previous_of(body: bytes) -> str | None:
     return parse_body(ResponsesRequest, body).previous_response_id if b"previous_response_id" in body else None
 
 
-def with_history(body: bytes, history: Sequence[Item]) -> bytes:
-    """Put the items of an earlier conversation before the input of a valid body."""
-    fields = msgspec.json.decode(body)
-    given = fields["input"]
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return _encode({**fields, "input": [*history, *items]})
-
-
-def items_of(body: bytes, answer_id: str) -> list[Item]:
-    """Return the input items of a valid body, as they are stored."""
-    return _stored_items(msgspec.json.decode(body)["input"], answer_id)
-
-
-def _stored_items(given: str | list[Item], answer_id: str) -> list[Item]:
-    items: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return [_stored_item(item, f"{answer_id}i{number:04x}") for number, item in enumerate(items)]
-
-
-def _stored_item(item: Item, identity: str) -> Item:
-    """Return an input item as it is stored: with its type, an id, and its content as parts."""
-    kind = item.get("type", "message")
-    stored = {"id": f"{_ID_PREFIXES.get(kind, 'item')}_{identity}", **item, "type": kind}
-    if kind == "message" and isinstance(stored.get("content"), str):
-        part = "output_text" if stored.get("role") == "assistant" else "input_text"
-        stored["content"] = [{"type": part, "text": stored["content"]}]
-    return stored
+def _told_text(text: _Text | None) -> dict[str, Any]:
+    wanted: dict[str, Any] = {"type": "text"}
+    if text is not None and text.format is not None:
+        wanted = {"type": text.format.get("type"), **fields_of(text.format, SCHEMA_FIELDS)}
+    told = {"format": wanted}
+    return told if text is None or text.verbosity is None else {**told, "verbosity": text.verbosity}
 
 
 def _assistant_turn(messages: list[dict[str, Any]], *taken: str) -> dict[str, Any]:
@@ -299,7 +302,7 @@ def _content(content: object, param: str) -> str:
         where = f"{param}.{number}"
         if not isinstance(part, Mapping):
             raise InvalidParameter(f"'{where}' must be an object.", param=where, code="invalid_type")
-        field = _TEXT_PARTS.get(str(part.get("type")))
+        field = TEXT_PARTS.get(str(part.get("type")))
         if field is None:
             message = f"'{where}' is of type '{part.get('type')}', which is not supported here."
             raise _unsupported(f"{where}.type", message)
@@ -343,8 +346,7 @@ def _format(text: _Text | None) -> dict[str, Any] | None:
     if wanted is None or wanted.get("type") == "text":
         return None
     if wanted.get("type") == "json_schema":
-        fields = ("name", "description", "schema", "strict")
-        return {"type": "json_schema", "json_schema": {name: wanted[name] for name in fields if name in wanted}}
+        return {"type": "json_schema", "json_schema": fields_of(wanted, SCHEMA_FIELDS)}
     return wanted
 
 

@@ -53,7 +53,11 @@ async def _moment(services: Services) -> MetricsSnapshot:
         payloads=dict(services.payloads.outcomes),
         parked_records=parked_records,
         fleet=fleet,
-        further=(*services.webhooks.families(), *services.batches.families()),
+        further=(
+            *services.webhooks.families(),
+            *services.batches.families(),
+            *services.background_runs.series.families(),
+        ),
         caps=tuple(_caps(services.quotas)),
     )
 

@@ -22,15 +22,16 @@ from gateway.http.exchange import SSE_HEADERS, Exchange
 from gateway.http.failures import RequestFailed
 from protocol.errors import BusError, ProtocolError
 from protocol.wire import PROTOCOL_VERSION
-from response_store.conversation import history_of, keep
+from response_store.conversation import continued, keep
+from response_store.messages import Key, NotKept
 from response_store.patience import patiently
 from response_store.reading import EventsLost, follow
 from response_store.records import Run
 from response_store.run import BackgroundRun, Lost
-from response_store.store import Key, NotKept
-from surfaces.responses import Responses, previous_of, with_history
+from response_store.usage import TenantFull
+from surfaces.responses import Responses, previous_of
 from web.body import LARGE_BODY_BYTES, check_values
-from web.errors import InvalidParameter, StorageUnavailable, too_many
+from web.errors import ApiError, InvalidParameter, StorageUnavailable, too_many
 
 SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read some events
 
@@ -61,15 +62,14 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
         except (BusError, ProtocolError) as error:
             raise StorageUnavailable from error
         if why is not None:
-            raise too_many(f"{why}: delete some, or send 'store': false.", "too_many_stored_responses")
+            raise _too_many(f"{why}: delete some, or send 'store': false.")
         return call
 
     async def _with_history(self, body: bytes, principal: Principal) -> bytes:
         previous_id = await self._work(principal, body, previous_of)
         if previous_id is None:
             return body
-        history = await history_of(self._store, Key(principal.tenant, previous_id))
-        return await self._work(principal, body, partial(with_history, history=history))
+        return await continued(self._store, Key(principal.tenant, previous_id), body)
 
     async def _work(self, principal: Principal, body: bytes, work: Callable[[bytes], _Made]) -> _Made:
         """Do something with a body: in the pool of threads, where it is large."""
@@ -86,6 +86,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
 
     async def _arrive(self, exchange: Exchange, principal: Principal, held: Any) -> Arrival[ResponsesCall]:  # noqa: ANN401
         arrival = await super()._arrive(exchange, principal, held)
+        arrival = replace(arrival, body_bytes=len(arrival.call.body))  # with the conversation
         if not arrival.call.asked.is_background:
             return arrival
         # Nobody waits at a socket: how long the client's own requests may take says nothing.
@@ -104,6 +105,8 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
             ticket.close()
             if ticket.admission.reservation is not None:
                 ticket.admission.reservation.refund()
+            if isinstance(error, TenantFull):
+                raise _too_many(f"{error}: delete some.") from error
             if isinstance(error, NotKept):
                 raise InvalidParameter(f"The request cannot be kept: {error}.", param="input") from error
             if isinstance(error, (BusError, Lost)):
@@ -118,6 +121,9 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
     async def _begin(self, arrival: Arrival[ResponsesCall]) -> BackgroundRun:
         exchange, principal = arrival.exchange, arrival.principal
         events, response = arrival.call.first_response(exchange.id, exchange.received_unix_ms // 1000)
+        body = await self._work(principal, arrival.call.body, lambda _: arrival.call.asked.body())
+        if len(body) > self._store.max_body_bytes:
+            raise NotKept(f"it has {len(body)} bytes as it is kept; at most {self._store.max_body_bytes} may be")
         run = self._runs.new(
             Run(
                 v=PROTOCOL_VERSION,
@@ -127,7 +133,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
                 team_id=principal.team_id,
                 key_id=principal.key_id,
                 received_unix_ms=exchange.received_unix_ms,
-                body=arrival.call.body,
+                body=body,
                 response=_encode(response),
             )
         )
@@ -175,3 +181,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
             await run.complete(None if request.failure is None else RequestFailed(request.failure))
         except Lost:
             self._services.dispatcher.hand_over(request)
+
+
+def _too_many(message: str) -> ApiError:
+    return too_many(message, "too_many_stored_responses")

@@ -9,9 +9,10 @@ from gateway.request.chunks import Chunks
 from protocol.chat import Deltas
 from protocol.errors import BusError
 from protocol.messages import Tokens
-from response_store.store import NotKept
-from surfaces.responses import Item, Responses, ResponsesTranslation
+from response_store.messages import NotKept
+from surfaces.responses import Responses, ResponsesTranslation
 from surfaces.responses_events import ResponseEvents
+from surfaces.responses_items import Item
 from web.errors import ApiError
 
 Keeping = Callable[[dict[str, Any], list[Item]], Awaitable[None]]

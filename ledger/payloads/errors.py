@@ -4,6 +4,7 @@ PayloadError
 ├── BadPayloadKey      a configured key cannot be used
 ├── PayloadKeyMissing  a payload is sealed with a key that is not configured
 ├── BrokenPayload      a payload was changed since it was sealed, or does not match its encoding
+│   └── TooLargeToOpen      it is larger than its reader takes; no more than that was decompressed
 ├── UnknownPayload     no payload of this request is stored
 └── ExportError        a training set cannot be built; the message is for the operator
 """
@@ -25,6 +26,10 @@ class PayloadKeyMissing(PayloadError):
 
 class BrokenPayload(PayloadError):
     """A payload was changed since it was sealed, or does not match its encoding."""
+
+
+class TooLargeToOpen(BrokenPayload):
+    """A payload is larger, decompressed, than its reader takes."""
 
 
 class UnknownPayload(PayloadError):

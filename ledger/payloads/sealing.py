@@ -23,7 +23,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, AESGCMSIV
 from pydantic import SecretStr
 
-from ledger.payloads.errors import BadPayloadKey, BrokenPayload, PayloadKeyMissing
+from ledger.payloads.errors import BadPayloadKey, BrokenPayload, PayloadKeyMissing, TooLargeToOpen
 
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 12
@@ -62,8 +62,13 @@ class Sealer:
         nonce = os.urandom(NONCE_BYTES)
         return nonce + self._ciphers[self._kind, self._newest].encrypt(nonce, packed, _label(request_id, part))
 
-    def open(self, sealed: bytes, encoding: str, request_id: str, part: Part) -> bytes:
-        """Undo ``seal``. Raises PayloadKeyMissing or BrokenPayload."""
+    def open(
+        self, sealed: bytes, encoding: str, request_id: str, part: Part, max_bytes: int = MAX_OPENED_BYTES
+    ) -> bytes:
+        """Undo ``seal``, decompressing ``max_bytes`` at most.
+
+        Raises PayloadKeyMissing and BrokenPayload, TooLargeToOpen where there is more.
+        """
         kind, _, key = encoding.partition(":")
         if kind in {SEALED, SEALED_BEFORE}:
             sealed = self._decrypted(sealed, kind, key, request_id, part)
@@ -71,11 +76,13 @@ class Sealer:
             raise BrokenPayload(f"the payload of {request_id} has the unknown encoding {encoding!r}")
         unpacker = zlib.decompressobj()
         try:
-            data = unpacker.decompress(sealed, MAX_OPENED_BYTES)
+            data = unpacker.decompress(sealed, max_bytes + 1)
         except zlib.error as error:
             raise BrokenPayload(f"the {part} of {request_id} cannot be decompressed: {error}") from error
+        if len(data) > max_bytes:
+            raise TooLargeToOpen(f"the {part} of {request_id} is larger than {max_bytes} bytes")
         if not unpacker.eof:
-            raise BrokenPayload(f"the {part} of {request_id} is incomplete, or larger than {MAX_OPENED_BYTES} bytes")
+            raise BrokenPayload(f"the {part} of {request_id} is incomplete")
         return data
 
     def _decrypted(self, sealed: bytes, kind: str, key: str, request_id: str, part: Part) -> bytes:

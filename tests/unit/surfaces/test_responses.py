@@ -96,3 +96,37 @@ def test_how_an_answer_was_split_changes_no_item(pieces: list[Piece], at_once: i
     for (item, part), text in texts.items():
         told = whole["output"][item]
         assert text == (told["arguments"] if part < 0 else told["content"][part]["text"])
+
+
+def test_the_body_that_is_kept_means_the_same() -> None:
+    """And has nothing in it that is not known: whoever takes a response over makes the same of it."""
+    junk = {"junk": "x"}
+    asked: dict[str, Any] = {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "look", **junk}], "id": ["no id"], **junk},
+            {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}", **junk},
+            {"type": "function_call_output", "call_id": "c1", "output": "7", **junk},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        ],
+        "instructions": "Now.",
+        "tools": [
+            {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": True, **junk},
+            {"type": "namespace", "name": "water", "tools": [{"type": "function", "name": "see", **junk}], **junk},
+        ],
+        "tool_choice": {"type": "function", "name": "look", **junk},
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}, "verbosity": "low"},
+        "reasoning": {"effort": "low", **junk},
+        "metadata": {"run": "7"},
+        "temperature": 0.3,
+        "background": True,
+        "stream": True,
+        **junk,
+    }
+    first = translated(**asked)
+    kept = first.body()
+    second = Responses().translate(kept)
+    assert b"junk" not in kept
+    assert second.chat == first.chat
+    assert second.body() == kept
+    assert second.events(HEAD).queued() == first.events(HEAD).queued()
+    assert second.items("abc") == first.items("abc")

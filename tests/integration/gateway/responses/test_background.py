@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -10,9 +12,11 @@ import pytest
 
 from accounts.keys import revoke_key
 from db.engine import create_engine
+from gateway.settings import LimitSettings
 from ledger.payloads.sealing import Sealer
 from protocol import subjects
 from protocol.bus import Bus
+from response_store.messages import Key
 from response_store.run import BackgroundRun, Lost
 from response_store.settings import ResponseSettings
 from response_store.store import ResponseStore
@@ -22,8 +26,32 @@ from tests.nats_server import NatsServer
 from tests.waiting import HANGS_S, until
 from webhooks.events import decode_event
 
+MAX_BODY_BYTES = LimitSettings().max_body_bytes
 OVER = {"completed", "failed", "incomplete", "cancelled"}
 BACKGROUND: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True}
+
+
+class FreeShares:
+    """Memory and threads without end, for a store that has no callers."""
+
+    @asynccontextmanager
+    async def room(self, tenant: str, size_bytes: int) -> AsyncIterator[None]:
+        del tenant, size_bytes
+        yield
+
+    async def run(self, tenant: str, size_bytes: int, work: Callable[[], Any]) -> Any:
+        del tenant, size_bytes
+        return work()
+
+
+def store_of(bus: Bus) -> ResponseStore:
+    return ResponseStore(bus, ResponseSettings(), Sealer(), max_body_bytes=MAX_BODY_BYTES, shares=FreeShares())
+
+
+async def ended(store: ResponseStore, key: Key) -> dict[str, Any] | None:
+    """Return a response that is stored as ended; None: there is none."""
+    answer = await store.read(key, lambda kept: kept.answer if kept.is_over else None)
+    return None if answer is None else json.loads(answer)
 
 
 class Paced:
@@ -239,7 +267,7 @@ async def left_behind(start_gateway: Start) -> tuple[GatewayUnderTest, str]:
 
 async def test_one_that_was_cancelled_meanwhile_is_not_made(start_gateway: Start, bus: Bus) -> None:
     left, response_id = await left_behind(start_gateway)
-    store = ResponseStore(bus, ResponseSettings(), Sealer())
+    store = store_of(bus)
     [key] = await store.running()
     await store.cancel(key)
     gateway = await start_gateway(responses={"take_over_s": 0.1})
@@ -260,14 +288,13 @@ async def test_one_whose_key_was_revoked_meanwhile_fails(start_gateway: Start, b
     engine = create_engine(left.settings.database_url)
     await revoke_key(engine, "test 0")
     await engine.dispose()
-    store = ResponseStore(bus, ResponseSettings(), Sealer())
+    store = store_of(bus)
     [key] = await store.running()
     gateway = await start_gateway(responses={"take_over_s": 0.1})
     worker = await gateway.add_worker()
     await until(lambda: has_no_runs(store))
-    kept = await store.get(key)
-    assert kept is not None
-    response = json.loads(kept.response)
+    response = await ended(store, key)
+    assert response is not None
     assert response["status"] == "failed"
     assert "no longer accepted" in response["error"]["message"]
     assert worker.attempts == []
@@ -276,7 +303,7 @@ async def test_one_whose_key_was_revoked_meanwhile_fails(start_gateway: Start, b
 async def test_who_was_taken_for_dead_adds_nothing(start_gateway: Start, bus: Bus) -> None:
     """The fence: a gateway that was only frozen adds no event once another one goes on."""
     await left_behind(start_gateway)
-    store = ResponseStore(bus, ResponseSettings(), Sealer())
+    store = store_of(bus)
     [key] = await store.running()
     found = await store.run_of(key)
     assert found is not None

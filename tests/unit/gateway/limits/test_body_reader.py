@@ -87,7 +87,7 @@ async def test_small_bodies_never_wait() -> None:
 
 async def test_who_waits_in_vain_is_told() -> None:
     reader = reader_of(2, limit_s=0.05)
-    await reader._enter("a", SIZE)  # a body that stays
+    await reader._room._enter("a", SIZE, "a body")  # one that stays
     sender = Sender(reader, "a")
     with pytest.raises(Overloaded):
         await sender.task

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from ledger.payloads.errors import BadPayloadKey, BrokenPayload, PayloadKeyMissing
+from ledger.payloads.errors import BadPayloadKey, BrokenPayload, PayloadKeyMissing, TooLargeToOpen
 from ledger.payloads.sealing import MAX_OPENED_BYTES, NONCE_BYTES, SEALED, SEALED_BEFORE, Kind, Sealer, parse_keys
 
 OLD, NEW = b"o" * 32, b"n" * 32
@@ -69,6 +69,17 @@ def test_what_is_no_zlib_does_not_open(sealed: bytes) -> None:
 def test_what_grows_without_end_is_not_opened() -> None:
     with pytest.raises(BrokenPayload, match="larger"):
         Sealer().open(zlib.compress(bytes(MAX_OPENED_BYTES + 1)), "zlib", "r", "request")
+
+
+@pytest.mark.parametrize("more", [0, 1, 10_000_000])
+def test_no_more_is_opened_than_is_asked_for(more: int) -> None:
+    sealer = Sealer([OLD])
+    sealed = sealer.seal(bytes(1000 + more), "r", "request")
+    if not more:
+        assert len(sealer.open(sealed, sealer.encoding, "r", "request", 1000)) == 1000
+        return
+    with pytest.raises(TooLargeToOpen):
+        sealer.open(sealed, sealer.encoding, "r", "request", 1000)
 
 
 def test_keys_are_32_bytes_in_hex_or_base64() -> None:

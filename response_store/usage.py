@@ -1,0 +1,87 @@
+"""What a tenant has stored, as the queue server counts it: sizes stand in the subjects of messages."""
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from typing import Final, NamedTuple
+
+from protocol import subjects
+from response_store.messages import KIB, Key, Messages, NotKept
+from response_store.settings import ResponseSettings
+
+USAGE_AGE_S: Final = 10.0  # how old a tenant's usage may be
+MAX_USAGES: Final = 1000  # tenants whose usage is remembered
+
+
+class TenantFull(NotKept):
+    """The tenant has stored as much as it may."""
+
+
+class Usage(NamedTuple):
+    """What a tenant has stored."""
+
+    responses: int
+    size_bytes: int
+
+
+class TenantUsages:
+    """Counts what tenants have stored. Methods raise BusError. Only the event loop touches it."""
+
+    def __init__(self, messages: Messages, settings: ResponseSettings) -> None:
+        self._messages = messages
+        self._settings = settings
+        self._known: dict[str, tuple[float, Usage]] = {}  # by tenant, with the time that it was read
+
+    async def why_full(self, tenant: str, size_bytes: int = 1) -> str | None:
+        """Return why a tenant may not store another response of this size; None: it may."""
+        usage, settings = await self._usage(tenant), self._settings
+        has_room = usage.size_bytes + size_bytes <= settings.max_tenant_bytes
+        if usage.responses < settings.max_tenant_responses and has_room:
+            return None
+        return f"{usage.responses} responses of {usage.size_bytes} bytes are stored for this key or its team"
+
+    async def take(self, tenant: str, size_bytes: int) -> None:
+        """Count another response, before it is stored. Raises TenantFull."""
+        why = await self.why_full(tenant, size_bytes)
+        if why is not None:
+            raise TenantFull(f"{why}, and this one has {size_bytes}")
+        self.add(tenant, 1, size_bytes)
+
+    def add(self, tenant: str, responses: int, size_bytes: int) -> None:
+        """Count more, or less, until it is read again."""
+        if tenant in self._known:
+            read_s, usage = self._known[tenant]
+            self._known[tenant] = (read_s, Usage(usage.responses + responses, usage.size_bytes + size_bytes))
+
+    def forget(self, tenant: str) -> None:
+        """Read it again next time."""
+        self._known.pop(tenant, None)
+
+    async def mark(self, key: Key, size_bytes: int, *, ttl_s: int) -> None:
+        """Say so that all gateways count it what a response takes while it is made, or its events afterwards."""
+        await self._messages.mark(key, f"size.{-(-size_bytes // KIB)}", ttl_s=ttl_s, identity=uuid.uuid4().hex)
+
+    async def _usage(self, tenant: str) -> Usage:
+        read_s, usage = self._known.get(tenant, (float("-inf"), Usage(0, 0)))
+        if time.monotonic() - read_s < USAGE_AGE_S:
+            return usage
+        prefix, count = f"res.{subjects.escape(tenant)}.*.", self._messages.count
+        usage = usage_of(*await asyncio.gather(count(f"{prefix}done.*"), count(f"{prefix}size.*")))
+        if len(self._known) >= MAX_USAGES:
+            self._known.clear()
+        self._known[tenant] = (time.monotonic(), usage)
+        return usage
+
+
+def usage_of(ended: dict[str, int], made: dict[str, int]) -> Usage:
+    """Add up the sizes in subjects: all of ended responses, and the greatest of each made in the background."""
+    sizes, held = Counter[str](), Counter[str]()
+    for subject in ended:
+        prefix, _, size_kib = subject.rpartition(".")
+        sizes[prefix.rpartition(".")[0]] += int(size_kib)
+    for subject in made:
+        prefix, _, size_kib = subject.rpartition(".")
+        response = prefix.rpartition(".")[0]
+        held[response] = max(held[response], int(size_kib))
+    return Usage(len(sizes.keys() | held.keys()), KIB * (sizes.total() + held.total()))
