@@ -200,7 +200,7 @@ async def run(
             database,
             keys,
             endpoints=BATCH_ENDPOINTS,
-            counted=partial(counted, quotas),
+            counted=partial(counted, quotas, failed_too=True),
             threads=catalog.pool,
         )
         app = build_app(services, console, batches)

@@ -13,7 +13,5 @@ class ResponseSettings(Settings):
     max_tenant_bytes: PositiveInt = 256 * 1024**2
     max_tenant_responses: PositiveInt = 10_000
     take_over_s: PositiveSeconds = 2.0  # between two looks for responses whose gateway is gone
-    retry_s: PositiveSeconds = (
-        5.0  # before a response that could not be made is tried again
-    )
+    retry_s: PositiveSeconds = 5.0  # before a response that could not be made is tried again
     silence_s: PositiveSeconds = 10.0  # a gateway that is connected and does not answer for longer is gone, too

@@ -9,7 +9,6 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from protocol.wire import UNDECODABLE
 from web.errors import InvalidParameter, MalformedJson
 
 MAX_SEARCHED_VALUES: Final = 10_000  # looked at to name the field of a number that is none: some milliseconds
@@ -60,7 +59,7 @@ def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
         raise _first_error(error) from error
     try:
         _decode_json(body)
-    except (*UNDECODABLE, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise _not_json(body, error) from error
     return request
 

@@ -53,14 +53,22 @@ async def reserve_place(quotas: Quotas, exchange: Exchange, principal: Principal
 
 
 @asynccontextmanager
-async def counted(quotas: Quotas, exchange: Exchange, principal: Principal) -> AsyncIterator[None]:
-    """Count a request that uses no tokens, and that it runs, whatever becomes of it. Raises as ``reserve``."""
-    reservation = await reserve_place(quotas, exchange, principal)
+async def counted(
+    quotas: Quotas, exchange: Exchange, principal: Principal, *, failed_too: bool = False
+) -> AsyncIterator[None]:
+    """Count a request that uses no tokens, and that it runs. Raises as ``reserve``.
+
+    ``failed_too``: also one that fails, because it costs as much until then.
+    """
+    reservation, is_counted = await reserve_place(quotas, exchange, principal), failed_too
     try:
         yield
+        is_counted = True
     finally:
-        if reservation is not None:
+        if reservation is not None and is_counted:
             reservation.settle(0, 0, 0)
+        elif reservation is not None:
+            reservation.refund()
 
 
 async def check_budget(
