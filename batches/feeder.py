@@ -83,6 +83,7 @@ class Feeder:
                     swept_s = time.monotonic()
                     await asyncio.to_thread(_remove_old, self._feeding.folder)
                     await self._feeding.files.sweep(OVER)
+                await self._feeding.set_aside.flush()  # of all parts of this gateway
             except _AWAY as error:
                 log.warning("batches wait: %s", describe(error))
             await wait_for(self._changed, self._feeding.settings.poll_s)

@@ -19,6 +19,7 @@ from batches.settings import BatchSettings
 from batches.storage.registry import open_storage
 from batches.store import Batches
 from batches.upload_slots import UploadSlots
+from db.set_aside import SetAside
 from protocol.bus import Bus
 
 INDEXES: Final = "batches"  # a folder below the data folder
@@ -57,6 +58,7 @@ def make_feeder(
     admission: Admission,
     *,
     series: BatchSeries,
+    set_aside: SetAside,
     models: Mapping[str, str],
     gateway_id: str,
 ) -> Feeder:
@@ -70,6 +72,7 @@ def make_feeder(
         models=models,
         room=Room(admission, services.settings),
         series=series,
+        set_aside=set_aside,
         folder=services.folder,
     )
     return Feeder(feeding, bus, gateway_id, services.changed)

@@ -36,6 +36,7 @@ from batches.settings import BatchSettings
 from batches.states import ANTHROPIC, Status
 from batches.store import Batch, Batches, Counts
 from batches.validation import LineError
+from db.set_aside import SetAside
 from protocol.backoff import backoff_s, wait_for
 from protocol.clock import unix_now_ms
 from protocol.subjects import queue_of
@@ -76,6 +77,7 @@ class Feeding(Struct, frozen=True):
     models: Mapping[str, str]  # the configured model of each name and alias
     room: Room
     series: BatchSeries
+    set_aside: SetAside
     folder: Path  # for indexes
 
 
@@ -139,6 +141,7 @@ class BatchRun:
         status = Status.FAILED if self._stop is None else _ENDS.get(self._stop, Status.FAILED)
         message = f"The batch was given up: it failed {tries} times in the same way ({reason}). What was done is kept."
         await self._end(status, [LineError(SET_ASIDE, message)])
+        self._feeding.set_aside.note("batch", self.batch.id, self.batch.tenant, reason)
 
     @property
     def is_leaving(self) -> bool:

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from db.errors import SQL_ERRORS, DatabaseUnavailable, SchemaMismatch, describe
 from protocol.backoff import backoff_s, wait_for
 
-SCHEMA_VERSION: Final = "0017"  # the newest revision in migrations/versions; a test keeps both equal
+SCHEMA_VERSION: Final = "0018"  # the newest revision in migrations/versions; a test keeps both equal
 VERSION_TABLE: Final = "alembic_version"
 _AWAY: Final[tuple[type[Exception], ...]] = (DatabaseUnavailable, *SQL_ERRORS)
 

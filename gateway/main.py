@@ -24,6 +24,7 @@ from console.login.login import Login
 from console.services import ConsoleServices
 from console.settings import ConsoleSettings
 from db.engine import create_engine
+from db.set_aside import SetAside
 from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry
 from gateway.api.hosted import providers_still_allowed
@@ -111,7 +112,7 @@ async def run(
         admission_control = AdmissionControl(bus, settings, registry)
         database = create_engine(settings.database_url, statement_limit_s=STATEMENT_LIMIT_S)
         stack.push_async_callback(database.dispose)
-        prices = CurrentPrices(database, settings.prices)
+        prices, set_aside = CurrentPrices(database, settings.prices), SetAside(database)
         series = RequestSeries(prices)
         quotas = Quotas(bus, settings.gateway_id, RollupLedger(database), settings.timeouts.limits_s)
         hosted = HostedPools(settings.hosted, admission_control.capacity, quotas, prices)
@@ -161,6 +162,7 @@ async def run(
             gateway_id=settings.gateway_id,
             most=settings.limits.max_in_flight,
             limit_s=settings.timeouts.total_s,
+            set_aside=set_aside.note,
         )
         await background_runs.start()
         services = Services(
@@ -181,6 +183,7 @@ async def run(
             responses=responses,
             background_runs=background_runs,
             batches=BatchSeries(),
+            set_aside=set_aside,
             started_unix_s=int(time.time()),
             begin_trace=None if traces is None else traces.begin,
         )
@@ -211,6 +214,7 @@ async def run(
             app,
             admission_control,
             series=services.batches,
+            set_aside=set_aside,
             models=names,
             gateway_id=settings.gateway_id,
         )

@@ -22,6 +22,7 @@ from db.apart import write_apart
 from db.engine import writing
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.models import AttemptRow, OpenRequestRow
+from db.set_aside import SetAside
 from ledger.intents import delete_open, delete_recorded, ends_its_request
 from ledger.store import is_one_of, received_with, write_requests
 from protocol import subjects
@@ -47,6 +48,7 @@ class AbandonedRequests:
     ) -> None:
         self._bus = bus
         self._engine = engine
+        self._set_aside = SetAside(engine)
         self._abandoned_after_ms = abandoned_after_ms
         self._answer_limit_s = answer_limit_s
         self._missed: dict[str, int] = {}  # request id → since when no gateway has held it, in ms since 1970
@@ -77,6 +79,8 @@ class AbandonedRequests:
             await write_apart(overdue[start : start + CHUNK_REQUESTS], self._record, lost.__setitem__)
         for request_id, reason in lost.items():
             log.error("request %s of a gateway that died has no row: %s", request_id, reason)
+            self._set_aside.note("request", request_id, "", reason)
+        await self._set_aside.flush()
         await write_apart(list(lost), self._forget, lost.__setitem__)
 
     async def _record(self, request_ids: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from db.apart import write_apart
 from db.engine import writing
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.models import OpenRequestRow, RequestRow
+from db.set_aside import SetAside
 from ledger.store import insert_rows, is_one_of, known_requests
 from protocol.errors import ErrorCode
 from protocol.pull import Delivery
@@ -48,6 +49,7 @@ class Intents:
 
     def __init__(self, engine: AsyncEngine, hold_s: float) -> None:
         self._engine = engine
+        self._set_aside = SetAside(engine)
         self._hold_s = hold_s
         self._held: deque[_Held] = deque()  # oldest first
         self._held_rows = 0
@@ -77,11 +79,16 @@ class Intents:
                 break
             due.append(held)
             rows |= {row["request_id"]: row for row in held.rows}
-        await write_apart(list(rows.values()), self._write, _lose)
+        await write_apart(list(rows.values()), self._write, self._lose)
+        await self._set_aside.flush()
         for held in due:
             self._held.popleft()
             self._held_rows -= len(held.rows)
         return [held.delivery for held in due if held.delivery is not None]
+
+    def _lose(self, row: dict[str, Any], reason: str) -> None:
+        log.error("the intent of request %s is lost: %s", row["request_id"], reason)
+        self._set_aside.note("intent", row["request_id"], row["key_id"], reason)
 
     def release_all(self) -> list[Delivery]:
         """Return the deliveries of all intents still held, and drop these: the writer ends."""
@@ -93,10 +100,6 @@ class Intents:
     async def _write(self, rows: Sequence[dict[str, Any]]) -> None:
         async with writing(self._engine) as connection:
             await _insert_missing(connection, {row["request_id"]: row for row in rows})
-
-
-def _lose(row: dict[str, Any], reason: str) -> None:
-    log.error("the intent of request %s is lost: %s", row["request_id"], reason)
 
 
 async def _insert_missing(connection: AsyncConnection, rows: dict[str, dict[str, Any]]) -> None:

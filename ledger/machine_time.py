@@ -8,6 +8,7 @@ that cannot be written its worker's time is lost until the next one, and nobody 
 """
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from db.apart import write_apart
 from db.engine import writing
 from db.models import InstanceRow
 from db.money import MACHINE, nano_usd
+from db.set_aside import SetAside
 from ledger.prices import PriceBook, load_prices
 from ledger.store import MAX_USD_PER_HOUR
 from protocol import subjects
@@ -35,6 +37,8 @@ MAX_CLOCK_SKEW_MS: Final = (
     86_400_000  # of a worker's clock: from so far away it would make up for years, again and again
 )
 FORGET_AFTER_FLUSHES: Final = 20  # without a heartbeat
+NOTED_AGAIN_S: Final = 60.0  # heartbeats that are dropped, of one worker
+MAX_NOTED: Final = 1000  # workers; a stolen one may use many names
 MIN_COLUMNS: Final = ("up_from_unix_ms", "busy_from_ms")
 MAX_COLUMNS: Final = ("up_until_unix_ms", "busy_until_ms")
 
@@ -57,9 +61,11 @@ class _LastHeartbeat(Struct):
 class MachineTime:
     """Keeps each worker's last heartbeat, and writes them when flushed."""
 
-    def __init__(self, bus: Bus, engine: AsyncEngine) -> None:
+    def __init__(self, bus: Bus, engine: AsyncEngine, set_aside: SetAside) -> None:
         self._bus = bus
         self._engine = engine
+        self._set_aside = set_aside
+        self._noted: dict[str, float] = {}  # by sender: when its last heartbeat was dropped (monotonic clock)
         self._last: dict[str, _LastHeartbeat] = {}  # by worker; those long silent are dropped
 
     async def start(self) -> None:
@@ -69,12 +75,24 @@ class MachineTime:
     async def _on_heartbeat(self, message: Msg) -> None:
         if not message.data:  # it has signed off
             return
+        sender = subjects.worker_of_heartbeat(message.subject)
         try:
-            beat = decode_heartbeat(message.data, subjects.worker_of_heartbeat(message.subject))
+            beat = decode_heartbeat(message.data, sender)
             _check_plausible(beat)
             self.receive(beat)
         except ProtocolError as error:
-            log.warning("dropped a heartbeat: %s", error)
+            self._drop(sender, str(error))
+
+    def _drop(self, sender: str, reason: str) -> None:
+        """Tell of a dropped heartbeat, and of the same worker's next ones only after a while."""
+        now_s = time.monotonic()
+        if now_s - self._noted.get(sender, float("-inf")) < NOTED_AGAIN_S:
+            return
+        if len(self._noted) >= MAX_NOTED:
+            del self._noted[next(iter(self._noted))]
+        self._noted[sender] = now_s
+        log.warning("dropped a heartbeat of %s: %s", sender, reason)
+        self._set_aside.note("machine time", sender, sender, reason)
 
     def receive(self, beat: Heartbeat) -> None:
         """Keep a heartbeat until it is written."""
@@ -86,13 +104,18 @@ class MachineTime:
 
     async def flush(self) -> None:
         """Write the heartbeats received since the last flush. Raises DatabaseUnavailable; then call again."""
-        await write_apart([last for last in self._last.values() if not last.flushes], self._write, _lose)
+        await write_apart([last for last in self._last.values() if not last.flushes], self._write, self._lose)
         for worker_id, last in list(self._last.items()):
             if not last.flushes:
                 last.written = Moment(last.beat.sent_unix_ms, last.beat.busy_ms)
             last.flushes += 1
             if last.flushes > FORGET_AFTER_FLUSHES:
                 del self._last[worker_id]
+
+    def _lose(self, last: _LastHeartbeat, reason: str) -> None:
+        worker_id = last.beat.worker_id
+        log.error("the machine time of %s is lost: %s", worker_id, reason)
+        self._set_aside.note("machine time", worker_id, worker_id, reason)
 
     async def _write(self, fresh: Sequence[_LastHeartbeat]) -> None:
         async with writing(self._engine) as connection:
@@ -123,10 +146,6 @@ def _check_plausible(beat: Heartbeat) -> None:
         raise ProtocolError(f"the clock of {beat.worker_id} is more than a day away: {beat.sent_unix_ms}")
     if not (0 <= beat.usd_per_hour <= MAX_USD_PER_HOUR and min(beat.busy_ms, beat.started_unix_ms) >= 0):
         raise ProtocolError(f"{beat.worker_id} reports an implausible price or time")
-
-
-def _lose(last: _LastHeartbeat, reason: str) -> None:
-    log.error("the machine time of %s is lost: %s", last.beat.worker_id, reason)
 
 
 def _rows(beat: Heartbeat, since: Moment | None, prices: PriceBook) -> Iterator[dict[str, Any]]:

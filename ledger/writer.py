@@ -20,6 +20,7 @@ from msgspec import Struct
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.errors import DatabaseUnavailable
+from db.set_aside import SetAside
 from ledger.abandoned import AbandonedRequests
 from ledger.intents import Intents
 from ledger.machine_time import MachineTime
@@ -61,9 +62,10 @@ class LedgerWriter:
         self._held: deque[Delivery] = deque()  # bounded by what _pull requests: two batches
         self._unwritten: list[_Entry] = []  # to be handed back at the end: at most what was held when stopping was set
         self._purged_s = 0.0  # monotonic clock
+        self._set_aside = SetAside(engine)
         self._intents = Intents(engine, settings.hold_intents_s)
         self._abandoned = AbandonedRequests(bus, engine, settings.abandoned_after_ms)
-        self._machine_time = MachineTime(bus, engine)
+        self._machine_time = MachineTime(bus, engine, self._set_aside)
         self._replays = Replays(bus)
         self._unparked: set[int] = set()  # sequences of held messages that must be delivered again
         self._retention = Retention(engine, settings.retention_days)
@@ -111,6 +113,7 @@ class LedgerWriter:
             await _guarded("replaying parked records", self._replays.replay_due)
             await _guarded("recording machine time", self._record_machine_time)
             await _guarded("deleting old rows", self._delete_old)
+            await _guarded("telling what was set aside", self._set_aside.flush)
             if not self._held:
                 await wait_for(self._stopping, began_s + self._settings.batch_wait_s - time.monotonic())
 
@@ -249,6 +252,11 @@ class LedgerWriter:
         except BusError as error:
             log.warning("cannot park records of message %d: %s", delivery.stream_sequence, error)
             self._unparked.add(delivery.stream_sequence)
+            return
+        sender = subjects.worker_of_usage(delivery.subject)
+        for number, record in enumerate(unread, 1):
+            item = f"record {number} of {len(unread)} in message {delivery.stream_sequence}"
+            self._set_aside.note("usage record", item, sender, record.reason)
 
     async def _store(self, entries: list[_Entry]) -> None:
         """Commit, then acknowledge; or hand back, once stopping."""

@@ -126,6 +126,11 @@ def attempt_usage_subject(pool: str, worker_id: str) -> str:
     return f"{ATTEMPT_USAGE_SUBJECT}.{escape(pool)}.{worker_id}"
 
 
+def worker_of_usage(subject: str) -> str:
+    """Return the worker whose usage records have this subject; empty: a gateway's, or of an older release."""
+    return subject.removeprefix(f"{ATTEMPT_USAGE_SUBJECT}.").partition(".")[2] if subject.count(".") > 2 else ""
+
+
 def oldest_job_subject(queue: str, lane: str) -> str:
     """Return the subject of one lane among ``OLDEST_JOBS``."""
     return f"oldest.{escape(queue)}.{lane}"

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 from nats.aio.msg import Msg
@@ -20,9 +20,9 @@ from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
 from protocol.wire import UNDECODABLE
-from response_store.messages import THREADED_BYTES, Key, NotKept
+from response_store.messages import Key, NotKept
 from response_store.patience import patiently
-from response_store.records import Question, Run, StoredResponse, decode_question, encode
+from response_store.records import Question, Run, decode_question, encode
 from response_store.run import MAX_REASON_CHARS, BackgroundRun, Lost, owned, tried
 from response_store.series import RunSeries
 from response_store.settings import ResponseSettings
@@ -50,6 +50,7 @@ _names_decoder = msgspec.msgpack.Decoder(frozenset[str])
 log = logging.getLogger(__name__)
 
 Making = Callable[[], Awaitable[None]]
+Note = Callable[[Literal["response"], str, str, str], None]  # kind, item, owner, reason
 Admit = Callable[[BackgroundRun, Principal], Awaitable[Making]]  # raises ApiError
 
 
@@ -59,11 +60,6 @@ class NotEnded(Exception):
 
 class _Ended(msgspec.Struct):
     status: str
-
-
-async def _stored(run: BackgroundRun) -> StoredResponse:
-    is_large = len(run.run.body) >= THREADED_BYTES
-    return await asyncio.to_thread(run.stored) if is_large else run.stored()
 
 
 class BackgroundRuns:
@@ -79,8 +75,9 @@ class BackgroundRuns:
         gateway_id: str,
         most: int,
         limit_s: float,
+        set_aside: Note,
     ) -> None:
-        """``most``: responses that are made here at a time; ``limit_s``: how long one may take in all."""
+        """``most``: made at a time; ``limit_s``: for one in all; ``set_aside``: is told of those that are given up."""
         self.admit: Admit | None = None  # set by the endpoint that makes them
         self._bus = bus
         self._store = store
@@ -89,6 +86,7 @@ class BackgroundRuns:
         self._gateway_id = gateway_id
         self._most = most
         self._limit_s = limit_s
+        self._set_aside = set_aside
         self._running: dict[Key, BackgroundRun] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._owners: dict[Key, str] = {}  # of those that others make, as read once
@@ -144,7 +142,8 @@ class BackgroundRuns:
         task.add_done_callback(lambda _: self._forget(run.key))
 
     def _forget(self, key: Key) -> None:
-        del self._running[key], self._tasks[key]
+        self._running.pop(key).forget_request()
+        del self._tasks[key]
         self.series.running = len(self._running)
 
     async def _make(self, run: BackgroundRun, making: Making) -> None:
@@ -194,6 +193,7 @@ class BackgroundRuns:
         log.error("%s is given up after %d tries: %s", run.key.response_id, tries, reason)
         error = ApiError(f"The response was given up: it failed {tries} times.")
         self.series.given_up += 1
+        self._set_aside("response", run.key.response_id, run.key.tenant, reason)
         try:
             await self._claim(run, with_frames=False)
             if not run.response:
@@ -217,7 +217,7 @@ class BackgroundRuns:
     async def _store_end(self, run: BackgroundRun) -> None:
         """Store it with its conversation; what is too large for that, or no JSON, without."""
         try:
-            await self._store.end(run.key, await _stored(run), run.events_bytes)
+            await self._store.end(run.key, await run.stored_apart(), run.events_bytes)
         except (NotKept, *UNDECODABLE) as error:
             log.warning("%s is stored without its conversation: %s", run.key.response_id, error)
         else:
@@ -317,6 +317,7 @@ class BackgroundRuns:
     def _skip(self, key: Key, error: Exception) -> None:
         """Leave a response alone that cannot be read here: another gateway may have the key, or be newer."""
         log.error("%s cannot be taken over: %s", key.response_id, error)
+        self._set_aside("response", key.response_id, key.tenant, f"cannot be read: {error}")
         self._unreadable[key] = time.monotonic() + UNREADABLE_REST_S
 
     async def _take_over(self, key: Key, owner: str) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 
 from db.apart import write_apart
 from db.errors import DatabaseUnavailable
+from db.set_aside import SetAside
 from protocol import pull, subjects
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
@@ -28,10 +29,13 @@ log = logging.getLogger(__name__)
 class Intake:
     """Takes events until stopped."""
 
-    def __init__(self, bus: Bus, deliveries: Deliveries, added: asyncio.Event, stopping: asyncio.Event) -> None:
+    def __init__(
+        self, bus: Bus, deliveries: Deliveries, set_aside: SetAside, added: asyncio.Event, stopping: asyncio.Event
+    ) -> None:
         """``added`` is set whenever there are new deliveries."""
         self._bus = bus
         self._deliveries = deliveries
+        self._set_aside = set_aside
         self._added = added
         self._stopping = stopping
         self._held: asyncio.Queue[Message] = asyncio.Queue()  # bounded by what is pulled
@@ -46,6 +50,7 @@ class Intake:
             while not self._stopping.is_set():
                 await self._pull()
                 await self._take()
+                await self._set_aside.flush()
         finally:
             await self._consumer.stop()
             while not self._held.empty():
@@ -96,7 +101,7 @@ class Intake:
             log.warning("message %d of the webhooks' stream waits: %s", message.stream_sequence, error)
             await self._answer(message, _nak_with_delay)
         except ProtocolError as error:
-            log.error("message %d of the webhooks' stream is lost: %s", message.stream_sequence, error)  # noqa: TRY400
+            self._lose(f"message {message.stream_sequence}", str(error))
             await self._answer(message, pull.term)
         return None
 
@@ -104,7 +109,7 @@ class Intake:
         """Commit the deliveries of events, retrying while SQL is down; False once stopping."""
         for tries, wait_s in enumerate(backoff_s()):
             try:
-                await write_apart(events, self._add, _lose)
+                await write_apart(events, self._add, self._lose_event)
             except DatabaseUnavailable as error:
                 if not tries:
                     log.error("cannot write webhook events, they wait in their stream: %s", error)  # noqa: TRY400
@@ -113,6 +118,13 @@ class Intake:
             else:
                 return True
         return False
+
+    def _lose_event(self, event: Event, reason: str) -> None:
+        self._lose(f"{event.type} {event.id}", reason, event.team_id)
+
+    def _lose(self, what: str, reason: str, team_id: str = "") -> None:
+        log.error("the webhook event %s is lost: %s", what, reason)
+        self._set_aside.note("webhook event", what, team_id, reason)
 
     async def _add(self, events: Sequence[Event]) -> None:
         if await self._deliveries.add(events):
@@ -123,10 +135,6 @@ class Intake:
             await answer(self._bus, message)
         except BusError as error:
             log.warning("message %d will be delivered again: %s", message.stream_sequence, error)
-
-
-def _lose(event: Event, reason: str) -> None:
-    log.error("webhook event %s of team %s is lost: %s", event.type, event.team_id, reason)
 
 
 async def _nak_with_delay(bus: Bus, message: Message) -> None:

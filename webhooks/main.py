@@ -8,6 +8,7 @@ from typing import Final
 from pydantic import SecretStr
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from db.set_aside import SetAside
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from webhooks.budgets import BudgetWatch
@@ -34,7 +35,7 @@ async def run(
     deliveries = Deliveries(engine, max_waiting=waiting, retries_s=settings.retries_s)
     box, added = SecretBox(pepper), asyncio.Event()
     parts: dict[str, Callable[[], Awaitable[None]]] = {
-        "webhook intake": lambda: Intake(bus, deliveries, added, stopping).run(),
+        "webhook intake": lambda: Intake(bus, deliveries, SetAside(engine), added, stopping).run(),
         "webhook deliverer": lambda: Deliverer(deliveries, settings, box, added, stopping).run(),
         "budget watch": lambda: BudgetWatch(bus, engine, settings.budget_check_s, stopping).run(),
         "webhook state": lambda: StateTeller(bus, deliveries, settings.state_s, stopping).run(),

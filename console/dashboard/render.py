@@ -35,6 +35,7 @@ PAGES: Final = (  # the navigation: path, name
     ("/fleet", "Fleet"),
     ("/requests", "Requests"),
     ("/batches", "Batches"),
+    ("/set-aside", "Set aside"),
     ("/keys", "Keys"),
     ("/playground", "Playground"),
     ("/exports", "Exports"),

@@ -16,6 +16,7 @@ from console.dashboard.pages.latency import latency
 from console.dashboard.pages.overview import overview
 from console.dashboard.pages.pools import pools
 from console.dashboard.pages.requests import request_detail, request_log, request_rows
+from console.dashboard.pages.set_aside import set_aside
 from console.dashboard.pages.tokens import tokens, tokens_heat
 from console.dashboard.payload import read_payload_values
 from console.dashboard.render import HEADERS, static_file
@@ -85,6 +86,10 @@ def _add_ledger_pages(router: APIRouter, pages: Pages) -> None:
     @router.get("/cost")
     async def show_cost(request: Request) -> Response:
         return await pages.show(request, "cost.html", cost)
+
+    @router.get("/set-aside")
+    async def show_set_aside(request: Request, older: str = "") -> Response:
+        return await pages.show(request, "set_aside.html", partial(set_aside, older=older))
 
     @router.get("/fleet")
     async def show_fleet(request: Request) -> Response:

@@ -10,7 +10,7 @@ from gateway.api.services import Services
 from gateway.http.exchange import exchange_of
 from gateway.metrics.exposition import MetricsSnapshot, exposition
 from gateway.metrics.fleet import read_fleet
-from ledger.waiting import parked_messages, unwritten_messages
+from ledger.series import ledger_families
 from quotas.pools import pool_of_account
 from quotas.quotas import Quotas
 
@@ -32,9 +32,7 @@ def metrics_router(services: Services) -> APIRouter:
 
 
 async def _moment(services: Services) -> MetricsSnapshot:
-    ledger_backlog, parked_records, fleet = await asyncio.gather(
-        unwritten_messages(services.bus), parked_messages(services.bus), read_fleet(services.bus)
-    )
+    ledger, fleet = await asyncio.gather(ledger_families(services.bus, services.set_aside), read_fleet(services.bus))
     dispatcher = services.dispatcher
     return MetricsSnapshot(
         counts=services.series.snapshot(),
@@ -49,11 +47,10 @@ async def _moment(services: Services) -> MetricsSnapshot:
         clock_skew_s=round(services.bus.clock.skew_s, 3),
         unpublished_records=dispatcher.unpublished_records,
         spooled_bytes=dispatcher.spooled_bytes,
-        ledger_backlog=ledger_backlog,
         payloads=dict(services.payloads.outcomes),
-        parked_records=parked_records,
         fleet=fleet,
         further=(
+            *ledger,
             *services.webhooks.families(),
             *services.batches.families(),
             *services.background_runs.series.families(),

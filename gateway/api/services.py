@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from accounts.keyring import KeyRing
 from batches.series import BatchSeries
+from db.set_aside import SetAside
 from gateway.admission.control import AdmissionControl
 from gateway.api.keyed import KeyedRequests
 from gateway.dispatch.dispatcher import Dispatcher
@@ -45,5 +46,6 @@ class Services:
     responses: ResponseStore
     background_runs: BackgroundRuns
     batches: BatchSeries
+    set_aside: SetAside
     started_unix_s: int
     begin_trace: Callable[[Exchange], Trace] | None = None  # None: traces are off

@@ -34,11 +34,9 @@ class MetricsSnapshot:
     clock_skew_s: float  # how far this machine's clock is ahead of the queue server's
     unpublished_records: int  # usage records that would be lost with this process
     spooled_bytes: int  # usage records and intents on this machine's disk, for the queue server
-    ledger_backlog: int | None  # messages of records that are not in SQL yet; None: the queue server did not tell
     payloads: Mapping[str, int]  # what became of those that were to be kept
-    parked_records: int | None = None  # usage records that are set aside; None: the queue server did not tell
     fleet: FleetState | None = None  # None: nobody controls one
-    further: Collection[Metric] = ()  # of webhooks, if somebody tells them, and of batches
+    further: Collection[Metric] = ()  # of the ledger and of webhooks, if somebody tells them, and of batches
     caps: Collection[tuple[str, str, int, int]] = ()  # pool, period, nano-USD of its cap and of what is used of it
 
     def collect(self) -> Iterator[Metric]:
@@ -99,18 +97,6 @@ class MetricsSnapshot:
             payloads.add_metric((outcome,), count)
         yield payloads
         yield from self._cap_families()
-        if self.ledger_backlog is not None:
-            yield _gauge(
-                "spillway_ledger_backlog_messages",
-                "Messages of usage records that are not in SQL yet, of all gateways and workers.",
-                self.ledger_backlog,
-            )
-        if self.parked_records is not None:
-            yield _gauge(
-                "spillway_parked_usage_records",
-                "Usage records that no ledger writer could store: `spillway parked` tells why.",
-                self.parked_records,
-            )
 
     def _cap_families(self) -> Iterator[Metric]:
         labels = ("pool", "period")

@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.apart import write_apart
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from db.set_aside import SetAside
 from ledger.payloads.store import DELETE_ROWS, delete_expired, store_payloads
 from protocol import pull, subjects
 from protocol.backoff import backoff_s, wait_for
@@ -40,6 +41,7 @@ class PayloadWriter:
         self._bus = bus
         self._engine = engine
         self._stopping = stopping
+        self._set_aside = SetAside(engine)
         self._held: asyncio.Queue[Delivery] = asyncio.Queue()  # bounded by what is pulled
         self._checked_s = float("-inf")  # when it last deleted expired payloads; monotonic clock
         self._consumer = PullConsumer(bus, subjects.PAYLOADS_STREAM, subjects.PAYLOADS_CONSUMER, self._held.put)
@@ -54,6 +56,7 @@ class PayloadWriter:
                 await self._pull()
                 await self._write_next()
                 await self._delete_expired()
+                await self._set_aside.flush()
         finally:
             await self._consumer.stop()
         while not self._held.empty():
@@ -87,13 +90,13 @@ class PayloadWriter:
         try:
             records, reasons = read_payloads(delivery.payload)
             for reason in reasons:
-                log.error("a payload of message %d of their stream is lost: %s", delivery.stream_sequence, reason)
+                self._lose(f"message {delivery.stream_sequence}", reason)
             is_stored = await self._stored(records)
         except NewerVersion as error:
             log.warning("message %d of the payloads' stream waits: %s", delivery.stream_sequence, error)
             await self._answer(delivery, _nak_with_delay)
         except ProtocolError as error:
-            log.error("message %d of the payloads' stream is lost: %s", delivery.stream_sequence, error)  # noqa: TRY400
+            self._lose(f"message {delivery.stream_sequence}", str(error))
             await self._answer(delivery, pull.term)
         else:
             await self._answer(delivery, pull.ack if is_stored else pull.nak)
@@ -102,7 +105,7 @@ class PayloadWriter:
         """Insert the records, retrying while SQL is down; False once stopping."""
         for tries, wait_s in enumerate(backoff_s()):
             try:
-                await write_apart(records, partial(store_payloads, self._engine), _lose)
+                await write_apart(records, partial(store_payloads, self._engine), self._lose_record)
             except DatabaseUnavailable as error:
                 if not tries:
                     log.error("cannot write payloads, they wait in their stream: %s", error)  # noqa: TRY400
@@ -111,6 +114,13 @@ class PayloadWriter:
             else:
                 return True
         return False
+
+    def _lose_record(self, record: PayloadRecord, reason: str) -> None:
+        self._lose(record.request_id, reason, record.key_id)
+
+    def _lose(self, what: str, reason: str, key_id: str = "") -> None:
+        log.error("the payload of %s is lost: %s", what, reason)
+        self._set_aside.note("payload", what, key_id, reason)
 
     async def _delete_expired(self) -> None:
         """Delete expired payloads, every minute, and again without a pause while there are more."""
@@ -129,10 +139,6 @@ class PayloadWriter:
             await answer(self._bus, delivery)
         except BusError as error:
             log.warning("message %d will be delivered again: %s", delivery.stream_sequence, error)
-
-
-def _lose(record: PayloadRecord, reason: str) -> None:
-    log.error("the payload of %s is lost: %s", record.request_id, reason)
 
 
 async def _nak_with_delay(bus: Bus, delivery: Delivery) -> None:

@@ -243,6 +243,7 @@ class Gateway(Part):
             responses=nothing,
             background_runs=nothing,
             batches=nothing,
+            set_aside=nothing,
             started_unix_s=0,
         )
         self._watch(dispatcher)

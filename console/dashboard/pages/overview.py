@@ -10,6 +10,7 @@ from console.dashboard.latency import MIN_VALUES, TITLES
 from console.dashboard.names import load_names
 from console.dashboard.view import View
 from ledger.queries.distributions import percentiles
+from ledger.queries.set_aside import set_aside_counts
 from ledger.queries.traffic import Traffic, choices, merge, series, totals
 from ledger.queries.window import Dimension, Window
 
@@ -37,6 +38,7 @@ async def overview(connection: AsyncConnection, view: View) -> dict[str, Any]:
         "charts": await _traffic_charts(connection, view, steps),
         "later": {"ttft_ms": TITLES["ttft_ms"]},
         "groups": groups,
+        "set_aside": sum((await set_aside_counts(connection, view.since_unix_ms, view.until_unix_ms)).values()),
     }
 
 

@@ -11,10 +11,10 @@ otherwise the machine would be measured (``machine_busy_percent`` says how busy 
     overflow.py  a hosted API beside ours     hosted_api.py  the API, and its bills
     fleet.py    pools of the controller's size   provider.py  a whole provider gone
     regions.py  workers behind a leaf node   batch_kills.py  a batch of lines under kills
-    batch_beside.py  and beside others
+    batch_beside.py  and beside others      poison.py  what nobody can read or write
 """
 
-from tests.chaos.load_scenarios import batch_kills, shares, spike, sql_away
+from tests.chaos.load_scenarios import batch_kills, poison, shares, spike, sql_away
 from tests.chaos.load_scenarios.batch_beside import batch_beside
 from tests.chaos.load_scenarios.disconnect import DISCONNECT_SHAPE, disconnect
 from tests.chaos.load_scenarios.fleet import SPOT_SHAPE, STEPS_SHAPE, spot_market, steps
@@ -59,6 +59,12 @@ LOAD_SCENARIOS = {
         "the same with SQLite, and somebody locks it", sql_away.SQLITE_SHAPE, sql_away.play(sql_away.locked), 60, 200
     ),
     "hostile": LoadScenario("whatever one caller can try, beside one who only works", HOSTILE_SHAPE, hostile, 60),
+    "poison": LoadScenario(
+        "items that nobody can read, with restarts, beside one who only works",
+        poison.SHAPE,
+        poison.poison,
+        150,
+    ),
     "fleet-steps": LoadScenario("eight times the load, then none: a pool of the controller's", STEPS_SHAPE, steps, 30),
     "fleet-spot": LoadScenario(
         "a day of a spot market in 432 s, at EC2 in a box; the controller killed", SPOT_SHAPE, spot_market, 432

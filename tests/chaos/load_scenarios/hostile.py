@@ -107,7 +107,8 @@ def _body(**rest: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": "Say [[tokens=2000]]"}], **rest}
 
 
-def _raw(path: str, key: str, body: bytes) -> bytes:
+def raw_request(path: str, key: str, body: bytes) -> bytes:
+    """Return a request whose body need not be JSON."""
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -118,18 +119,18 @@ def _attacks(crowd: Crowd) -> dict[str, Callable[[], Awaitable[None]]]:
     text = "hello world how are you " * (BODY_BYTES // 24)
     logprobs = {"logprobs": True, "top_logprobs": 20, "max_tokens": 2000}
     requests = {
-        "too complex": _raw(chat, key, json.dumps(_body(guided_grammar="[[too complex]]")).encode()),
-        "large answer": _raw(chat, key, json.dumps(_body(n=16, **logprobs)).encode()),
-        "large pattern": _raw(chat, key, json.dumps(_body(guided_regex="a" * BODY_BYTES)).encode()),
-        "count": _raw("/tokenize", key, json.dumps({"model": MODEL, "prompt": text}).encode()),
-        "count, limited": _raw("/tokenize", limited, json.dumps({"model": MODEL, "prompt": text}).encode()),
-        "too long": _raw(chat, key, json.dumps(_body(messages=[{"role": "user", "content": text}])).encode()),
-        "countless lists": _raw(chat, key, b'{"x": [' + b"[]," * (BODY_BYTES // 3) + b"0]}"),
-        "long stop strings": _raw(chat, key, json.dumps(_body(stop=["ab" * 256] * 16, max_tokens=50)).encode()),
-        "poisoned": _raw(chat, key, json.dumps(_body(model=POISONED)).encode()),
+        "too complex": raw_request(chat, key, json.dumps(_body(guided_grammar="[[too complex]]")).encode()),
+        "large answer": raw_request(chat, key, json.dumps(_body(n=16, **logprobs)).encode()),
+        "large pattern": raw_request(chat, key, json.dumps(_body(guided_regex="a" * BODY_BYTES)).encode()),
+        "count": raw_request("/tokenize", key, json.dumps({"model": MODEL, "prompt": text}).encode()),
+        "count, limited": raw_request("/tokenize", limited, json.dumps({"model": MODEL, "prompt": text}).encode()),
+        "too long": raw_request(chat, key, json.dumps(_body(messages=[{"role": "user", "content": text}])).encode()),
+        "countless lists": raw_request(chat, key, b'{"x": [' + b"[]," * (BODY_BYTES // 3) + b"0]}"),
+        "long stop strings": raw_request(chat, key, json.dumps(_body(stop=["ab" * 256] * 16, max_tokens=50)).encode()),
+        "poisoned": raw_request(chat, key, json.dumps(_body(model=POISONED)).encode()),
         "large head": f"GET / HTTP/1.1\r\nHost: x\r\nX: {'a' * BODY_BYTES}\r\n\r\n".encode(),
     }
-    stream = _raw(chat, key, json.dumps(_body(stream=True, **logprobs)).encode())
+    stream = raw_request(chat, key, json.dumps(_body(stream=True, **logprobs)).encode())
     pipelined = post_request(chat, key, _body(max_tokens=1)) * 5
     half = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
 
@@ -165,7 +166,7 @@ async def _under_attack(crowd: Crowd) -> AsyncIterator[None]:
 async def hostile(stage: Stage) -> None:
     """An innocent tenant's p99 beside all of them stays within twice what it is alone, and no request of his fails."""
     system, callers, plan, report = stage.system, stage.callers, stage.plan, stage.report
-    await _poison(system)
+    await publish_poisoned_card(system)
     alone = await callers.offer(RATE_PER_S, min(ALONE_S, plan.seconds), tokens=TOKENS, tenant=INNOCENT)
     gateway = psutil.Process(system.gateways[0].pid)
     before_mib = gateway.memory_info().rss / 2**20
@@ -180,12 +181,12 @@ async def hostile(stage: Stage) -> None:
     sampling.cancel()
     report.extras["told"] = dict(sorted(crowd.told.items()))
     report.extras["gateway_mib_before"] = round(before_mib, 1)
-    usual_ms = _figures(report, "alone", alone)
-    expect(report, "latency_ms_p99", _figures(report, "beside", beside), at_most=2 * usual_ms * plan.slack)
+    usual_ms = figures(report, "alone", alone)
+    expect(report, "latency_ms_p99", figures(report, "beside", beside), at_most=2 * usual_ms * plan.slack)
     expect(report, "gateway_grown_mib", max(peaks_mib) - before_mib, at_most=GROWTH_LIMIT_MIB)
 
 
-def _figures(report: Report, when: str, asked: list[Asked]) -> float:
+def figures(report: Report, when: str, asked: list[Asked]) -> float:
     """The 99th percentile of the whole answers' latencies."""
     latencies_ms = [one.record.latency_s * 1000 for one in asked]
     for per_cent in (50, 99):
@@ -194,8 +195,8 @@ def _figures(report: Report, when: str, asked: list[Asked]) -> float:
     return percentile(latencies_ms, 99) or 0.0
 
 
-async def _poison(system: System) -> None:
-    """A worker publishes a card whose template calls itself for ever."""
+async def publish_poisoned_card(system: System) -> None:
+    """Publish a card whose template calls itself for ever, as a worker could."""
     card = await read_model_card(system.bus, MODEL)
     assert card is not None
     tokenizer = await get_object(system.bus, subjects.ARTIFACTS_BUCKET, card.tokenizer_object)

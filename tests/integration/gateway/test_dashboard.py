@@ -24,6 +24,7 @@ from console.dashboard.render import PAGES
 from console.login.admins import set_password
 from db.engine import create_engine
 from db.money import CLIENTS, NANO_USD, Price
+from db.set_aside import SetAside
 from ledger.payloads.sealing import Sealer
 from ledger.payloads.store import store_payloads
 from ledger.prices import add_price, seed_prices
@@ -162,6 +163,26 @@ async def test_batches_that_run_and_that_are_over(
     assert (await browser.get("/dashboard/batches/batch_none")).status_code == 404
     assert (await browser.get("/dashboard/batches", params={"older": "x"})).status_code == 400
     await client.batches.cancel(batch.id)
+
+
+async def test_what_was_set_aside_is_named_with_its_reason(browser: httpx.AsyncClient, engine: AsyncEngine) -> None:
+    assert "set-aside?" in (await browser.get("/dashboard")).text
+    assert "set aside</a> in this time" not in (await browser.get("/dashboard")).text
+    assert "Nothing in this time." in (await browser.get("/dashboard/set-aside")).text
+    notes = SetAside(engine)
+    notes.note("batch", "batch_1", "team_default", "<b>RecursionError")
+    for number in range(120):
+        notes.note("usage record", f"message {number}", "local.stolen.1", "too deep")
+    await notes.flush()
+    first = (await browser.get("/dashboard/set-aside", params={"range": "7d"})).text
+    [path] = re.findall(r'href="(/dashboard/set-aside\?[^"]*older=[^"]*)"', first)
+    second = (await browser.get(unescape(path))).text
+    shown = re.findall(r"<code>(message \d+|batch_1)</code>", first + second)
+    assert sorted(shown) == sorted(["batch_1", *(f"message {number}" for number in range(120))])
+    assert "/dashboard/batches/batch_1?" in first + second
+    assert "&lt;b&gt;RecursionError" in first + second
+    assert "local.stolen.1" in first
+    assert "121 items were set aside" in (await browser.get("/dashboard")).text
 
 
 async def test_static_files_are_kept_for_ever_under_their_version(browser: httpx.AsyncClient) -> None:

@@ -5,8 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.models import InstanceRow
+from db.set_aside import SetAside, SetAsideRow
 from ledger import machine_time as machine_time_module
 from ledger import store, writer
 from ledger.machine_time import MachineTime
@@ -22,6 +24,13 @@ from tests.usage_records import attempt_record, request_record
 from tests.waiting import until
 
 STOLEN = subjects.attempt_usage_subject("local", "stolen.w.1")
+
+
+async def noted_in(engine: AsyncEngine) -> list[tuple[str, str, str]]:
+    """What was set aside: its kind, whose it was, and why."""
+    columns = (SetAsideRow.kind, SetAsideRow.owner, SetAsideRow.reason)
+    async with engine.connect() as connection:
+        return [(row.kind, row.owner, row.reason) for row in await connection.execute(select(*columns))]
 
 
 def implausible(**change: Any) -> bytes:
@@ -49,6 +58,9 @@ async def test_poisonous_records_are_parked_and_their_neighbours_written(ledger:
         await until(is_settled)
         await running.stop()
     assert len(await those_parked(ledger)) == len(poison)
+    noted = await noted_in(ledger.engine)
+    assert [(kind, owner) for kind, owner, _ in noted] == [("usage record", "stolen.w.1")] * len(poison)
+    assert all(reason for *_, reason in noted)
 
 
 async def test_a_record_that_brings_out_a_defect_of_ours_is_parked_alone(
@@ -73,6 +85,7 @@ async def test_a_record_that_brings_out_a_defect_of_ours_is_parked_alone(
     await running.stop()
     [record] = await those_parked(ledger)
     assert "nobody expected this" in record.reason
+    assert await noted_in(ledger.engine) == [("usage record", "", record.reason)]
 
 
 async def test_no_periodic_job_stops_the_others(
@@ -102,7 +115,8 @@ async def test_a_poisonous_heartbeat_costs_no_other_worker_its_time(
     ledger: Ledger, change: dict[str, Any] | None
 ) -> None:
     await ledger.apply_topology()
-    machine_time = MachineTime(ledger.bus, ledger.engine)
+    notes = SetAside(ledger.engine)
+    machine_time = MachineTime(ledger.bus, ledger.engine, notes)
     await machine_time.start()
     now_ms = unix_now_ms()
     fields: dict[str, Any] = {"v": 1, "worker_id": "good", "pool": "spot", "provider": "p", "region": "r"}
@@ -123,6 +137,8 @@ async def test_a_poisonous_heartbeat_costs_no_other_worker_its_time(
         return found == {"good"}
 
     await until(has_rows)
+    await notes.flush()
+    assert [noted[:2] for noted in await noted_in(ledger.engine)] == [("machine time", "bad")]
 
 
 async def test_a_heartbeat_that_cannot_be_written_is_lost_alone(
@@ -135,7 +151,8 @@ async def test_a_heartbeat_that_cannot_be_written_is_lost_alone(
 
     real = machine_time_module._rows
     monkeypatch.setattr("ledger.machine_time._rows", rows)
-    machine_time = MachineTime(ledger.bus, ledger.engine)
+    notes = SetAside(ledger.engine)
+    machine_time = MachineTime(ledger.bus, ledger.engine, notes)
     now_ms = unix_now_ms()
     for name in ("a", "bad", "b"):
         values = (1, name, "p", "x", "eu", "spot", "e", ("m",), 0.5, 4, 400, 4, 400, 0, now_ms - 1000, now_ms)
@@ -144,3 +161,5 @@ async def test_a_heartbeat_that_cannot_be_written_is_lost_alone(
     async with ledger.engine.connect() as connection:
         assert set(await connection.scalars(select(InstanceRow.worker_id))) == {"a", "b"}
     assert "the machine time of bad is lost: ArithmeticError: nobody expected this" in caplog.text
+    await notes.flush()
+    assert await noted_in(ledger.engine) == [("machine time", "bad", "ArithmeticError: nobody expected this")]

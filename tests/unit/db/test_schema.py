@@ -17,7 +17,7 @@ from sqlalchemy import Connection, column, insert, table, text
 from sqlalchemy.exc import IntegrityError
 
 import migrations
-from db import batch_models, fleet_models, webhook_models  # noqa: F401 - their tables are in the metadata, too
+from db import batch_models, fleet_models, set_aside, webhook_models  # noqa: F401 - their tables are in the metadata, too
 from db.engine import create_engine
 from db.errors import DatabaseUnavailable, SchemaMismatch
 from db.models import Base

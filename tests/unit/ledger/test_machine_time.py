@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from db.engine import create_engine
 from db.models import InstanceRow
 from db.money import ConfiguredPrice, Price
+from db.set_aside import SetAside
 from ledger.machine_time import QUARTER_MS, MachineTime
 from ledger.prices import seed_prices
 from protocol.bus import Bus
@@ -47,7 +48,7 @@ async def times(engine: AsyncEngine) -> tuple[int, int]:
 
 
 async def test_time_is_cut_into_quarters_of_an_hour_and_adds_up(engine: AsyncEngine) -> None:
-    writer = MachineTime(NO_BUS, engine)
+    writer = MachineTime(NO_BUS, engine, SetAside(engine))
     for minutes in (1, 10, 20, 31):
         writer.receive(beat(minutes * 60_000, minutes * 20_000))
         await writer.flush()
@@ -57,13 +58,13 @@ async def test_time_is_cut_into_quarters_of_an_hour_and_adds_up(engine: AsyncEng
 
 
 async def test_two_writers_and_one_that_comes_back_agree(engine: AsyncEngine) -> None:
-    first, second = MachineTime(NO_BUS, engine), MachineTime(NO_BUS, engine)
+    first, second = MachineTime(NO_BUS, engine, SetAside(engine)), MachineTime(NO_BUS, engine, SetAside(engine))
     for minute in range(1, 40):
         for number, writer in enumerate((first, second)):
             writer.receive(beat(minute * 60_000, minute * 30_000))
             if minute % (3 + number) == 0:
                 await writer.flush()
-    heir = MachineTime(NO_BUS, engine)  # both have died; for two hours nobody has listened
+    heir = MachineTime(NO_BUS, engine, SetAside(engine))  # both have died; for two hours nobody has listened
     heir.receive(beat(160 * 60_000, 80 * 60_000))
     heir.receive(beat(100 * 60_000, 50 * 60_000))  # late, and told already
     await heir.flush()
@@ -74,7 +75,7 @@ async def test_two_writers_and_one_that_comes_back_agree(engine: AsyncEngine) ->
 async def test_the_price_book_has_the_say_and_heartbeats_where_it_is_silent(engine: AsyncEngine) -> None:
     price = Price(machine_nano_usd=300_000_000, on_demand_nano_usd=900_000_000)
     await seed_prices(engine, [ConfiguredPrice("", "spot", price)], START_UNIX_MS + 10 * 60_000)
-    writer = MachineTime(NO_BUS, engine)
+    writer = MachineTime(NO_BUS, engine, SetAside(engine))
     writer.receive(beat(20 * 60_000, 0))
     await writer.flush()
     priced = [(row["nano_usd_per_hour"], row["on_demand_nano_usd_per_hour"]) for row in await rows(engine)]

@@ -15,6 +15,7 @@ from protocol import subjects
 from tests.integration.gateway.batches.test_batches import QUICK, line, over, submit
 from tests.integration.gateway.conftest import PEPPER, Start
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
+from tests.integration.gateway.set_aside import is_set_aside
 from tests.waiting import until
 
 PATIENT = {**QUICK, "retry_s": 0.1}
@@ -54,6 +55,7 @@ async def test_a_batch_whose_indexer_dies_each_time_is_given_up(
     assert failed.errors is not None
     assert (failed.status, tries) == ("failed", 3)
     assert [error.code for error in failed.errors.data or []] == ["set_aside"]
+    await until(lambda: is_set_aside(gateway.settings.database_url, "batch", poisonous.id, "IndexFailed"))
 
 
 async def test_a_full_disk_is_no_fault_of_a_batch(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from response_store.records import Run, StoredResponse, decode_stored, encode
 from response_store.run import BackgroundRun
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.responses.test_background import BACKGROUND, Paced, ended, left_behind, over, store_of
+from tests.integration.gateway.set_aside import is_set_aside
 from tests.waiting import HANGS_S, until
 from tokens.encoder_pool import EncoderPool
 
@@ -75,6 +76,8 @@ async def test_what_fails_twice_in_the_same_way_is_given_up(
     assert "given up" in failed.error.message
     await until(lambda: none_of(bus, "run"))
     assert await series(gateway, "spillway_background_given_up_total") == 1
+    await until(lambda: is_set_aside(gateway.settings.database_url, "response", poison.id, "RecursionError: too deep"))
+    assert await series(gateway, 'spillway_set_aside_items{kind="response"}') == 1
 
 
 async def none_of(bus: Bus, kind: str) -> bool:
@@ -125,6 +128,7 @@ async def test_what_cannot_be_read_keeps_nobody_from_being_taken_over(start_gate
     await gateway.add_worker()
     assert (await over(gateway.client(api_key=left.key), response_id)).status == "completed"
     assert await series(gateway, "spillway_background_unreadable") == 3
+    await until(lambda: is_set_aside(gateway.settings.database_url, "response", "resp_0", "cannot be read"))
 
 
 async def test_a_conversation_that_is_too_large_for_its_end_is_left_out(
