@@ -25,7 +25,7 @@ from protocol.messages import encode as encode_frame
 from protocol.wire import PROTOCOL_VERSION, UNDECODABLE
 from response_store.kept import answer_id_of
 from response_store.made_before import MadeBefore
-from response_store.messages import Key, NotKept
+from response_store.messages import THREADED_BYTES, Key, NotKept
 from response_store.patience import patiently
 from response_store.reading import EVENT_END
 from response_store.records import EventsPart, Run, StoredResponse
@@ -266,6 +266,10 @@ class BackgroundRun:
         self.is_handed_over = True
         self.gone.set()
 
+    def forget_request(self) -> None:
+        """Let go of the call, which records here: in a circle, its body would stay until the collector finds it."""
+        self.call = self.request = None
+
     async def complete(self, failure: ApiError | None) -> None:
         """Record an end that nothing was told of yet, and wait until all is stored. Raises Lost.
 
@@ -306,6 +310,11 @@ class BackgroundRun:
         """Return what is kept of it from now on. Raises MsgspecError where its input is no JSON."""
         items = items_of(self.run.body, answer_id_of(self.key.response_id)) if with_items else b""
         return StoredResponse(PROTOCOL_VERSION, self.response, items)
+
+    async def stored_apart(self) -> StoredResponse:
+        """Return the same, made in a thread where it is large."""
+        is_large = len(self.run.body) >= THREADED_BYTES
+        return await asyncio.to_thread(self.stored) if is_large else self.stored()
 
     def forget_asked(self) -> None:
         """Leave out of the response what its request has asked for, which may be anything."""

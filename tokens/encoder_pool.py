@@ -87,6 +87,7 @@ class EncoderPool:
             result: _Result = await one.done
             return result
         finally:
+            del one, work, do  # of an error, this frame would hold the item, which holds the error
             self._count(share, -1, -size_bytes)
             if not share.items:
                 self._shares.pop(tenant, None)

@@ -74,6 +74,7 @@ def error_answer(error: ApiError, body: bytes | None = None) -> Response:
 def refuse(request: Request, error: ApiError) -> Response:
     """Answer a request with an error, which is noted."""
     exchange = exchange_of(request)
+    error.forget_frames()
     exchange.refusal = error
     return error_answer(error, exchange.error_body(error))
 

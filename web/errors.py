@@ -80,6 +80,13 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return _encode_json({"error": error})
 
+    def forget_frames(self) -> None:
+        """Forget where it was raised: the frames hold the request, which holds the error for the log.
+
+        A body in such a circle would stay until the collector finds it.
+        """
+        self.__traceback__ = self.__cause__ = self.__context__ = None
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers that tell the client whether and when to retry."""
         headers: list[tuple[bytes, bytes]] = []

@@ -221,6 +221,7 @@ class Exchange:
 
     async def answer_error(self, error: ApiError, request: Answered | None = None) -> None:
         """Send a whole error answer."""
+        error.forget_frames()
         self.refusal = error if request is None else None
         await self._answer_whole(error.status, self.error_body(error), error.headers(), request)
 
