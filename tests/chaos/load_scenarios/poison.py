@@ -90,7 +90,7 @@ class Table:
             *(encode_usage([encode(attempt_record("x", pool=MODEL, worker_id=STOLEN, **one))]) for one in (nan, large)),
         ):
             sequence = await self.system.bus.publish_durable(subject, poison, message_id=f"poison {self._next()}")
-            self._expect("usage record", "/set-aside", f"in message {sequence}</code></td><td>stolen.1")
+            self._expect("usage record", "/set-aside", f"in message {sequence}</code></td><td>{re.escape(STOLEN)}<")
 
     async def serve_heartbeats(self) -> None:
         """Beat with another day's clock, a price that is none, or a depth that is none; each as another worker."""
