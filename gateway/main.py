@@ -219,7 +219,6 @@ async def run(
             gateway_id=settings.gateway_id,
         )
         garbage.calm()
-        garbage.return_large()
         hurry = asyncio.Event()
         with on_stop_signals(partial(_take_signal, stop, hurry)):
             await _serve(

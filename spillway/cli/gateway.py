@@ -1,6 +1,7 @@
 """``spillway gateway``."""
 
 from gateway.main import run
+from protocol import garbage
 from spillway import logs
 from spillway.cli.context import (
     ConfigOption,
@@ -17,6 +18,8 @@ from spillway.cli.context import (
 def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
     """Run one gateway: the HTTP endpoint."""
     resolved = resolve_config(config, data)
+
+    garbage.return_large()
 
     async def main() -> None:
         settings = resolved.gateway_settings(pepper_of(resolved))
