@@ -17,7 +17,7 @@ from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, ProtocolError
 from protocol.messages import PROTOCOL_VERSION, encode
-from protocol.parked import MAX_REASON_CHARS, ParkedUsage, decode_parked
+from protocol.parked import MAX_MESSAGE_BYTES, MAX_REASON_CHARS, ParkedUsage, decode_parked
 from protocol.pull import Delivery
 from protocol.usage import UnreadUsage, read_usage
 
@@ -32,8 +32,11 @@ async def park(bus: Bus, delivery: Delivery, unread: Iterable[UnreadUsage], *, i
     # The id is the same for a redelivery (its acknowledgement was lost), so the record is parked only once.
     message_id = f"{delivery.stream_sequence}.{delivery.stored_unix_ms}.{'refused' if is_refused else 'unread'}"
     for number, record in enumerate(unread):
-        reason = record.reason[:MAX_REASON_CHARS]
-        parked = ParkedUsage(PROTOCOL_VERSION, record.message, reason, unix_now_ms(), is_refused, delivery.subject)
+        message, reason = record.message, record.reason[:MAX_REASON_CHARS]
+        if len(message) > MAX_MESSAGE_BYTES:  # nobody's but an attacker's; whole, it might never fit
+            reason += f"; kept: the first {MAX_MESSAGE_BYTES} of {len(message)} bytes"
+            message = message[:MAX_MESSAGE_BYTES]
+        parked = ParkedUsage(PROTOCOL_VERSION, message, reason, unix_now_ms(), is_refused, delivery.subject)
         await bus.publish_durable(subjects.PARKED_USAGE_SUBJECT, encode(parked), message_id=f"{message_id}.{number}")
         log.error(
             "parked a usage record of message %d of the stream, see `spillway parked`: %s",

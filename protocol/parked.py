@@ -11,6 +11,7 @@ from msgspec import Struct
 from protocol import wire
 
 MAX_REASON_CHARS: Final = 500
+MAX_MESSAGE_BYTES: Final = 1024 * 1024  # kept of one; gateways and workers send a quarter of it at once
 
 
 class ParkedUsage(Struct, frozen=True, omit_defaults=True):

@@ -5,9 +5,10 @@ should its gateway not live to leave the record. The record of a whole answer is
 """
 
 from collections.abc import Sequence
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from protocol import wire
 from protocol.chat import CountedBy
@@ -117,9 +118,13 @@ class RequestIntent(Struct, frozen=True, tag="intent", omit_defaults=True):
 
 
 UsageRecord = RequestRecord | AttemptRecord | RequestIntent
+MAX_RECORDS: Final = 1024  # of one message; gateways and workers of every release put 64 into it
 
-_decoder: msgspec.msgpack.Decoder[list[UsageRecord]] = msgspec.msgpack.Decoder(list[UsageRecord])
-_sealed_decoder: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_few = Meta(max_length=MAX_RECORDS)
+_decoder: msgspec.msgpack.Decoder[list[UsageRecord]] = msgspec.msgpack.Decoder(Annotated[list[UsageRecord], _few])
+_sealed_decoder: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.msgpack.Decoder(
+    Annotated[list[msgspec.Raw], _few]
+)
 
 
 def encode_usage(encoded_records: Sequence[bytes]) -> bytes:

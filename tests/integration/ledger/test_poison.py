@@ -13,9 +13,11 @@ from ledger import machine_time as machine_time_module
 from ledger import store, writer
 from ledger.machine_time import MachineTime
 from protocol import subjects
+from protocol.bus import HEADER_ROOM_BYTES
 from protocol.clock import unix_now_ms
 from protocol.messages import Heartbeat, encode
-from protocol.usage import encode_usage
+from protocol.parked import MAX_MESSAGE_BYTES
+from protocol.usage import MAX_RECORDS, encode_usage
 from tests.integration.ledger.conftest import Ledger
 from tests.integration.ledger.test_parked import those_parked
 from tests.integration.ledger.test_writer_outages import RunningWriter
@@ -46,6 +48,8 @@ async def test_poisonous_records_are_parked_and_their_neighbours_written(ledger:
         implausible(usd_per_hour=float("nan")),
         implausible(completion_tokens=2**40),
         encode_usage([encode(request_record("y", queue_ms=float("nan")))]),
+        encode_usage([b"\xc0"] * (MAX_RECORDS + 1)),  # each would be a message in PARKED
+        encode_usage([encode(attempt_record("x", completion_tokens=2**40))] * (MAX_RECORDS + 1)),
     ]
     await ledger.publish(poison, subject=STOLEN)
     await ledger.publish(request_record(f"good-{number}") for number in range(10))
@@ -61,6 +65,26 @@ async def test_poisonous_records_are_parked_and_their_neighbours_written(ledger:
     noted = await noted_in(ledger.engine)
     assert [(kind, owner) for kind, owner, _ in noted] == [("usage record", "stolen.w.1")] * len(poison)
     assert all(reason for *_, reason in noted)
+
+
+async def test_a_message_as_large_as_may_be_is_parked_in_part(
+    ledger: Ledger, database_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    # With what stands beside it in PARKED it was too large for the queue server, and came again every 10 s for ever.
+    await ledger.apply_topology(ack_wait_s=600)
+    most_bytes = ledger.bus.client.max_payload
+    await ledger.bus.publish(STOLEN, b"\xc1" * (most_bytes - HEADER_ROOM_BYTES))
+    await ledger.publish([request_record("good")])
+    running = RunningWriter(ledger, database_url)
+
+    async def is_settled() -> bool:
+        return await ledger.has(1, 0) and await ledger.unfinished() == 0
+
+    await until(is_settled)
+    await running.stop()
+    [record] = await those_parked(ledger)
+    assert len(record.message) == MAX_MESSAGE_BYTES
+    assert record.reason.endswith(f"the first {MAX_MESSAGE_BYTES} of {most_bytes - HEADER_ROOM_BYTES} bytes")
 
 
 async def test_a_record_that_brings_out_a_defect_of_ours_is_parked_alone(
