@@ -5,7 +5,8 @@
                                           └──no gateway has it any more──> a row (ledger.abandoned)
 
 Most requests end before their intent is written, and then cost SQL one lookup. An intent is acknowledged only once one
-of the two tables holds its request: if this writer dies, the stream delivers the intent again.
+of the two tables holds its request: if this writer dies, the stream delivers the intent again. Until then it keeps the
+consumer's ack floor back; so where a gateway waits for that floor (``quotas.seeds``), it is written at once.
 """
 
 import logging
@@ -53,6 +54,13 @@ class Intents:
         self._hold_s = hold_s
         self._held: deque[_Held] = deque()  # oldest first
         self._held_rows = 0
+        self._wanted_sequence = 0  # intents of messages up to it are not held back
+        self._wanted = 0  # so many of ``_held``, the oldest ones, are to be written at once
+
+    def want(self, sequence: int) -> None:
+        """Hold back no intent of the stream's messages up to this one, neither those held nor those still to come."""
+        self._wanted_sequence = max(self._wanted_sequence, sequence)
+        self._wanted = len(self._held)
 
     def hold(self, records: Iterable[UsageRecord], delivery: Delivery | None) -> None:
         """Hold the intents among the records; ``write_due`` returns ``delivery`` once they are stored.
@@ -63,19 +71,20 @@ class Intents:
         if rows:
             self._held.append(_Held(rows, time.monotonic() + self._hold_s, delivery))
             self._held_rows += len(rows)
+            if delivery is not None and delivery.stream_sequence <= self._wanted_sequence:
+                self._wanted = len(self._held)
 
-    async def write_due(self, *, flush: bool = False) -> list[Delivery]:
-        """Write the intents held for long enough, or all with ``flush``; return the deliveries to acknowledge.
+    async def write_due(self, *, flush: bool = False) -> list[Delivery] | None:
+        """Write the intents held for long enough, or wanted, or all with ``flush``; return what to acknowledge.
 
-        Writes at most one chunk: call again until nothing is returned. Raises DatabaseUnavailable; then call again.
+        Writes at most one chunk: call again until it is None. Raises DatabaseUnavailable; then call again.
         """
         due: list[_Held] = []
         rows: dict[str, dict[str, Any]] = {}
-        for held in self._held:
-            if (
-                not (flush or held.due_s <= time.monotonic() or self._held_rows > MAX_HELD)
-                or len(rows) >= CHUNK_REQUESTS
-            ):
+        is_flushed = flush or self._held_rows > MAX_HELD
+        for number, held in enumerate(self._held):
+            is_due = is_flushed or number < self._wanted or held.due_s <= time.monotonic()
+            if not is_due or len(rows) >= CHUNK_REQUESTS:
                 break
             due.append(held)
             rows |= {row["request_id"]: row for row in held.rows}
@@ -84,7 +93,8 @@ class Intents:
         for held in due:
             self._held.popleft()
             self._held_rows -= len(held.rows)
-        return [held.delivery for held in due if held.delivery is not None]
+        self._wanted = max(0, self._wanted - len(due))
+        return [held.delivery for held in due if held.delivery is not None] if due else None
 
     def _lose(self, row: dict[str, Any], reason: str) -> None:
         log.error("the intent of request %s is lost: %s", row["request_id"], reason)
@@ -94,7 +104,7 @@ class Intents:
         """Return the deliveries of all intents still held, and drop these: the writer ends."""
         deliveries = [held.delivery for held in self._held if held.delivery is not None]
         self._held.clear()
-        self._held_rows = 0
+        self._held_rows = self._wanted = 0
         return deliveries
 
     async def _write(self, rows: Sequence[dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from msgspec import Struct
+from nats.aio.msg import Msg
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.errors import DatabaseUnavailable
@@ -85,6 +86,7 @@ class LedgerWriter:
         await self._consumer.start()
         await self._machine_time.start()
         self._bus.on_reconnect(self._on_reconnected)
+        await self._bus.listen(subjects.LEDGER_WANTED, self._on_wanted)
         await self._measure_clock()
         if on_ready is not None:
             on_ready()
@@ -155,6 +157,12 @@ class LedgerWriter:
     async def _on_reconnected(self) -> None:
         self._consumer.forget_pulls()  # the stream and its durable are on disk, parked pulls are not
 
+    def _on_wanted(self, message: Msg) -> None:
+        try:
+            self._intents.want(int(message.data))
+        except ValueError:
+            log.warning("somebody wants the ledger up to what is no sequence: %r", message.data[:40])
+
     async def _wake_when_stopping(self) -> None:
         await self._stopping.wait()
         self._arrived.set()
@@ -183,7 +191,7 @@ class LedgerWriter:
     async def _write_intents(self, *, flush: bool = False) -> None:
         """Write the intents whose records have not arrived for a while, or all of them."""
         try:
-            while done := await self._intents.write_due(flush=flush):
+            while (done := await self._intents.write_due(flush=flush)) is not None:
                 await self._answer(done, pull.ack)
         except DatabaseUnavailable as error:
             log.warning("cannot write intents, will retry: %s", error)

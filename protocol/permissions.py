@@ -161,6 +161,7 @@ def _gateway() -> Permissions:
             *_object_subjects(subjects.PROMPTS_BUCKET),
             subjects.answers_subject(_ANY),
             subjects.BUDGET_REFUSED,
+            subjects.LEDGER_WANTED,
             *talk,
         ),
         subscribe=(
@@ -199,7 +200,12 @@ def _ledger() -> Permissions:
             subjects.WEBHOOK_EVENT_SUBJECT,  # of budgets
             subjects.WEBHOOKS_STATE,
         ),
-        subscribe=(f"{inbox_prefix('ledger')}.>", subjects.HEARTBEATS, subjects.BUDGET_REFUSED),
+        subscribe=(
+            f"{inbox_prefix('ledger')}.>",
+            subjects.HEARTBEATS,
+            subjects.BUDGET_REFUSED,
+            subjects.LEDGER_WANTED,
+        ),
     )
 
 

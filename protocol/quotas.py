@@ -2,10 +2,11 @@
 
 An account says what was used and what each gateway holds of the rest. A gateway changes it by writing the whole entry
 back as the successor of the one it has read (compare and set), so there is one order of all changes, whoever makes
-them (docs/adr/0007). Beside the bucket, core NATS carries two hints:
+them (docs/adr/0007). Beside the bucket, core NATS carries three hints:
 
     gateway ──account id──> all gateways     ``subjects.QUOTA_WANTED``: who holds what he does not use, give it back
     gateway ──account id──> ledger           ``subjects.BUDGET_REFUSED``: what is left of it no longer covers a request
+    gateway ──sequence────> ledger           ``subjects.LEDGER_WANTED``: an account begins, which needs all up to it
 """
 
 from enum import IntEnum

@@ -70,6 +70,9 @@ QUOTA_WANTED: Final = "quotas.wanted"
 # Core NATS: a ledger process tells how webhooks are doing, for the gateways' metrics.
 WEBHOOKS_STATE: Final = "webhooks.state"
 
+# Core NATS, a sequence of USAGE: a gateway waits until all up to it is in SQL; writers hold no such intent back.
+LEDGER_WANTED: Final = "ledger.wanted"
+
 # Core NATS, an account's id: what is left of a budget no longer covers a request, for webhooks.
 BUDGET_REFUSED: Final = "quotas.budget-refused"
 

@@ -4,8 +4,8 @@
              ──it has none──────────────> with a budget: what the ledger says was spent in this period; else nothing
                                           after a loss, only when nobody can hold a lease of the lost account any more
 
-What the ledger has not written yet is missing in its sum: it is asked only once a writer has taken all that was there,
-so that is what ended in the last second or so, and what running requests of gateways that are gone will cost.
+What the ledger has not written yet is missing in its sum: it is asked only once all that was there is in SQL, so that
+is what ended in the last second or so, and what running requests of gateways that are gone will cost.
 While it cannot be asked, requests are refused, to be tried again.
 """
 
@@ -29,7 +29,8 @@ from quotas.limits import period_start_s
 from quotas.pools import POOL, pool_of_account, spent_at_pool
 
 FRESH_S: Final = 5.0  # so long a seed may be used
-LEDGER_LIMIT_S: Final = 3.0  # a writer takes what there is several times a second, unless it is behind
+# A writer writes what there is at once, unless it is behind. One of an older release holds intents for 3 s.
+LEDGER_LIMIT_S: Final = 4.5
 LEDGER_LOOK_S: Final = 0.05
 DAY_S: Final = 86_400
 
@@ -98,17 +99,29 @@ async def check_nobody_holds(bus: Bus, started_s: float) -> None:
 
 
 async def until_ledger_is_current(bus: Bus) -> None:
-    """Wait until a ledger writer has taken all records that are stored by now; more may come meanwhile.
+    """Wait until all records that are stored by now are in SQL, for a transaction begun then; more may come meanwhile.
+
+    A writer acknowledges a message only after the commit of its records, and nothing up to the consumer's ack floor is
+    unacknowledged. So all up to the floor is committed, whichever writer took it; what one held that died keeps the
+    floor back until another has written it. What was delivered proves nothing. Intents would keep the floor back too,
+    for seconds: so writers are told up to where somebody waits. Where that is lost, they write them a little later.
 
     Raises BusError, also where that takes longer than ``LEDGER_LIMIT_S``.
     """
-    last_sequence = int((await bus.api(f"STREAM.INFO.{subjects.USAGE_STREAM}"))["state"]["last_seq"])
+    state = (await bus.api(f"STREAM.INFO.{subjects.USAGE_STREAM}"))["state"]
+    last_sequence = int(state["last_seq"])
+    if int(state["first_seq"]) > last_sequence:  # all of it was purged, which is done up to the floor
+        return
     limit_s = time.monotonic() + LEDGER_LIMIT_S
+    is_told = False
     while True:
         info = await bus.api(f"CONSUMER.INFO.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}")
-        waiting = int(info["num_pending"])
-        if not waiting or int(info["delivered"]["stream_seq"]) >= last_sequence:
+        if int(info["ack_floor"]["stream_seq"]) >= last_sequence:
             return
+        if not is_told:
+            await bus.publish(subjects.LEDGER_WANTED, str(last_sequence).encode())
+            is_told = True
         if time.monotonic() > limit_s:
+            waiting = int(info["num_pending"]) + int(info["num_ack_pending"])
             raise BusError(f"{waiting} messages of usage records are not in the ledger yet")
         await asyncio.sleep(LEDGER_LOOK_S)

@@ -87,6 +87,7 @@ PUBLISHES = {
         subjects.KEYS_CHANGED_SUBJECT,
         subjects.QUOTA_WANTED,
         subjects.BUDGET_REFUSED,
+        subjects.LEDGER_WANTED,
         subjects.LANES_IN_USE,
         subjects.kv_subject(subjects.QUOTAS_BUCKET, "key"),
         subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, "claim"),

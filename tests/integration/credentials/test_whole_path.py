@@ -13,15 +13,23 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+from db.engine import create_engine
+from ledger.settings import LedgerSettings
+from ledger.writer import LedgerWriter
 from pool_worker.settings import GateSettings
 from protocol import subjects
+from protocol.errors import BusError
+from protocol.messages import encode as encode_record
 from protocol.open_requests import OpenRequestsQuery, decode_answer, encode
 from protocol.prompts import MAX_INLINE_PROMPT_BYTES
+from protocol.usage import encode_usage
+from quotas.seeds import until_ledger_is_current
 from spillway.cli import app
 from spillway.nats_accounts import of_pool
-from tests.integration.credentials.conftest import MODEL, SLOW, Installation, has_rows
+from tests.integration.credentials.conftest import MODEL, SLOW, Installation, Queue, has_rows
 from tests.integration.pool_worker.playing_gateway import running_worker
 from tests.integration.pool_worker.worker_process import finish, start_process
+from tests.usage_records import request_intent
 from tests.waiting import HANGS_S, until
 
 
@@ -34,6 +42,27 @@ async def test_a_request_is_answered_and_counted(installation: Installation) -> 
         )
         assert "".join([chunk.choices[0].text async for chunk in stream]) == text
         await until(lambda: has_rows(installation, 2, 2))
+
+
+async def test_a_gateway_may_wait_for_the_ledger_and_tell_it_so(queue: Queue, sqlite_url: str) -> None:
+    gateway, ledger = await queue.connect("gateway"), await queue.connect("ledger")
+    engine, stopping = create_engine(sqlite_url), asyncio.Event()
+    settings = LedgerSettings(nats_urls=(), database_url=sqlite_url, hold_intents_s=2 * HANGS_S)  # unless it is told
+    writer = asyncio.create_task(LedgerWriter(ledger, engine, settings, stopping).run())
+    intent = encode_usage([encode_record(request_intent("runs"))])
+    await gateway.publish_durable(subjects.INTENT_USAGE_SUBJECT, intent, message_id="runs")
+
+    async def is_current() -> bool:
+        try:
+            await until_ledger_is_current(gateway)
+        except BusError:  # it was told before it listened
+            return False
+        return True
+
+    await until(is_current)
+    stopping.set()
+    await writer
+    await engine.dispose()
 
 
 async def test_a_response_is_made_in_the_background_and_deleted(installation: Installation) -> None:
