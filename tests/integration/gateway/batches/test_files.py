@@ -186,6 +186,15 @@ async def test_an_upload_that_stands_still_is_given_up(gateway: GatewayUnderTest
     await uploading(gateway, 0)
 
 
+async def test_an_upload_that_never_ends_is_given_up(start_gateway: Start) -> None:
+    """However fast it comes."""
+    gateway = await start_gateway(with_card=False, batches={"upload_silence_s": HANGS_S, "upload_s": 0.3})
+    reader, writer = await begin_upload(gateway, gateway.key)
+    assert await status_of(reader) == b"408"
+    await uploading(gateway, 0)
+    writer.close()
+
+
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/messages/batches"])
 async def test_an_upload_that_trickles_is_given_up(start_gateway: Start, path: str) -> None:
     """A byte every ten seconds held a slot for an hour."""

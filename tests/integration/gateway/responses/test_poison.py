@@ -13,7 +13,7 @@ import pytest
 from gateway.api.responses import ResponsesEndpoint
 from protocol import subjects
 from protocol.bus import Bus
-from response_store import runs
+from response_store import runs, store
 from response_store.records import Run, StoredResponse, decode_stored, encode
 from response_store.run import BackgroundRun
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
@@ -49,16 +49,17 @@ async def series(gateway: GatewayUnderTest, name: str) -> float:
 # --- what cannot be made ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("is_same_way", "most"), [(True, 2), (False, runs.MAX_TRIES)])
 async def test_what_fails_twice_in_the_same_way_is_given_up(
-    start_gateway: Start, bus: Bus, monkeypatch: pytest.MonkeyPatch
+    start_gateway: Start, bus: Bus, monkeypatch: pytest.MonkeyPatch, is_same_way: bool, most: int
 ) -> None:
-    """And another one, of the same gateways, is made."""
+    """And another one, of the same gateways, is made. What fails in another way each time is tried more often."""
     admit, tries = ResponsesEndpoint._admit_again, []
 
     async def poisonous(self: ResponsesEndpoint, run: BackgroundRun, principal: Any) -> Any:
         if b"poison" in run.run.body:
             tries.append(run)
-            raise RecursionError("too deep")
+            raise RecursionError("too deep" if is_same_way else f"{len(tries)} too deep")
         return await admit(self, run, principal)
 
     monkeypatch.setattr(ResponsesEndpoint, "_admit_again", poisonous)
@@ -72,7 +73,7 @@ async def test_what_fails_twice_in_the_same_way_is_given_up(
     client = gateway.client(api_key=left.key)
     assert (await over(client, innocent.id)).status == "completed"
     failed = await over(client, poison.id)
-    assert (failed.status, len(tries)) == ("failed", 2)
+    assert (failed.status, len(tries)) == ("failed", most)
     assert "given up" in failed.error.message
     await until(lambda: none_of(bus, "run"))
     assert await series(gateway, "spillway_background_given_up_total") == 1
@@ -198,6 +199,34 @@ async def test_runs_and_events_count(start_gateway: Start, bus: Bus) -> None:
     await client.responses.delete(made.id)
     assert await none_of(bus, "size.*")
     assert (await client.responses.create(**BACKGROUND)).status == "queued"
+
+
+@pytest.mark.parametrize("limits", [{"max_tenant_responses": 1}, {"max_tenant_bytes": 100_000}])
+async def test_every_gateway_counts_what_is_made(start_gateway: Start, limits: dict[str, int]) -> None:
+    """Also one that has it from the queue server alone, as after a restart."""
+    gateway = await start_gateway(responses=limits)
+    await gateway.client().responses.create(**BACKGROUND)
+    other = await start_gateway(responses=limits)
+    with pytest.raises(openai.RateLimitError) as full:
+        await other.client(api_key=gateway.key).responses.create(**BACKGROUND)
+    assert full.value.code == "too_many_stored_responses"
+
+
+async def test_events_that_outgrow_what_is_counted_for_them_count(
+    start_gateway: Start, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (runs, store):
+        monkeypatch.setattr(module, "HELD_FOR_EVENTS_BYTES", 0)
+    gateway = await start_gateway()
+    await gateway.add_worker(script=Paced())
+    item: Any = {"id": random.Random(0).randbytes(4000).hex(), "role": "user", "content": "Hi"}  # costs no tokens
+    await gateway.client().responses.create(**{**BACKGROUND, "input": [item]})
+
+    async def has_grown() -> bool:
+        sizes = [int(subject.rpartition(".")[2]) for subject in await messages_of(bus, "size.*")]
+        return max(sizes) >= 2 * min(sizes)
+
+    await until(has_grown)
 
 
 async def test_a_run_that_is_too_large_for_its_tenant_is_refused(start_gateway: Start, bus: Bus) -> None:
