@@ -1,11 +1,11 @@
-"""What the ledger knows of the past: the tokens of each quarter of an hour of the last weeks."""
+"""What the ledger knows of the past: the tokens of each quarter of an hour of the last weeks, and of a request."""
 
 import logging
 import time
 from collections.abc import Set as AbstractSet
 from typing import Final
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.errors import SQL_ERRORS, describe
@@ -14,8 +14,39 @@ from fleet.policy.forecast import SLOT_S, Forecast
 from protocol import subjects
 
 WEEKS: Final = 4
+SIZED_SLOTS: Final = 2  # quarters of an hour, this one included, whose requests say what one takes
 
 log = logging.getLogger(__name__)
+
+
+def _requests_of(queues: AbstractSet[str], trusted_pools: AbstractSet[str], since_s: int) -> list[ColumnElement[bool]]:
+    """Return the conditions for the quarters of an hour of a group's requests."""
+    models = set(map(subjects.model_of, queues))
+    is_trusted = SliceRow.pool.in_(trusted_pools)
+    return [
+        RollupRow.width_s == int(SLOT_S),
+        RollupRow.bucket_unix_ms >= since_s * 1000,
+        SliceRow.model.in_(models),
+        ~is_trusted if models & queues else is_trusted,
+    ]
+
+
+async def tokens_per_request(
+    engine: AsyncEngine, trusted_pools: AbstractSet[str], queues: AbstractSet[str]
+) -> float | None:
+    """Return the mean of what a group's answered requests took lately; None: there were none, or SQL is away."""
+    since_s = (int(time.time() // SLOT_S) - SIZED_SLOTS + 1) * int(SLOT_S)
+    sums = func.sum(RollupRow.requests), func.sum(RollupRow.prompt_tokens + RollupRow.completion_tokens)
+    statement = select(*sums).join(SliceRow, SliceRow.id == RollupRow.slice_id)
+    answered = SliceRow.outcome == "ok"
+    try:
+        async with engine.connect() as connection:
+            found = await connection.execute(statement.where(answered, *_requests_of(queues, trusted_pools, since_s)))
+            requests, tokens = found.one()
+    except SQL_ERRORS as error:
+        log.warning("what requests take is not known: %s", describe(error))
+        return None
+    return float(tokens) / int(requests) if tokens else None
 
 
 async def learn(
@@ -25,20 +56,13 @@ async def learn(
 
     ``trusted_pools``: who answered in the queues of what demands them; nobody else did.
     """
-    models = set(map(subjects.model_of, queues))
-    is_trusted = SliceRow.pool.in_(trusted_pools)
     now_s = time.time()
     since_s = int((now_s - WEEKS * 7 * 86_400) // SLOT_S) * int(SLOT_S)
     tokens = func.sum(RollupRow.prompt_tokens + RollupRow.completion_tokens)
     statement = (
         select(RollupRow.bucket_unix_ms, tokens)
         .join(SliceRow, SliceRow.id == RollupRow.slice_id)
-        .where(
-            RollupRow.width_s == int(SLOT_S),
-            RollupRow.bucket_unix_ms >= since_s * 1000,
-            SliceRow.model.in_(models),
-            ~is_trusted if models & queues else is_trusted,
-        )
+        .where(*_requests_of(queues, trusted_pools, since_s))
         .group_by(RollupRow.bucket_unix_ms)
     )
     try:

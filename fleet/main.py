@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from db.engine import create_engine
 from fleet.books import Books
 from fleet.controller import Controller, FleetPool, Group
 from fleet.drivers import registry
-from fleet.history import learn
+from fleet.history import learn, tokens_per_request
 from fleet.leader import Leadership
 from fleet.monitor import Monitor, MonitoredGroup
 from fleet.policy.decide import Decider
@@ -52,7 +53,8 @@ async def run(
         engine = create_engine(settings.database_url)
         stack.push_async_callback(engine.dispose)
         groups = [_group(settings, names, stack) for names in groups_of(settings.pools)]
-        monitor = Monitor(bus, [_monitored(settings, group) for group in groups])
+        request_tokens = partial(tokens_per_request, engine, settings.trusted_pools)
+        monitor = Monitor(bus, [_monitored(settings, group) for group in groups], request_tokens)
         for group in groups:
             await learn(monitor.forecast(group.queues), engine, group.queues, settings.trusted_pools)
         await monitor.start()

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final
@@ -11,6 +11,7 @@ from typing import Final
 from msgspec import Struct
 from nats.aio.msg import Msg
 
+from fleet.claims import Claims
 from fleet.open_batches import OpenBatch
 from fleet.policy.forecast import Forecast
 from fleet.policy.surges import Surges
@@ -29,6 +30,9 @@ FIRST_TOKENS_PER_JOB: Final = 1000.0  # until jobs have been seen
 JOBS_HALF_LIFE: Final = 500.0  # of what is known of a job's size, in jobs
 BATCH_DUE_S: Final = 3600.0  # of batch jobs that belong to no batch, and name no deadline: when they should be done
 DUE_STEP_MS: Final = 900_000  # batches that are due within the same step are one piece of work
+SIZES_PERIOD_S: Final = 60.0  # between two looks at what the ledger says of requests
+
+RequestTokens = Callable[[AbstractSet[str]], Awaitable[float | None]]  # of some queues, lately; None: it is not known
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ class _Group:
     idle_s: float
     forecast: Forecast = field(default_factory=Forecast)
     surges: Surges = field(init=False)
+    claims: Claims = field(default_factory=lambda: Claims(FIRST_TOKENS_PER_JOB))
     arrived_s: float = -math.inf  # when the last request came (monotonic clock)
     is_unknown: bool = True
     minute_tokens: float = 0.0  # arrived since minute_s
@@ -63,9 +68,9 @@ class _Group:
     jobs_seen: float = 0.0
     queued_jobs: int = 0
     queued_batch_jobs: int = 0
-    jobs: int = 0  # taken since the last look
+    jobs: int = 0  # taken since the last look, as workers say
     batch_jobs: int = 0  # of these
-    tokens: int = 0  # made and read since the last look
+    tokens: int = 0  # made and read since the last look, likewise
 
     def __post_init__(self) -> None:
         self.surges = Surges(self.start_s)
@@ -92,9 +97,10 @@ class MonitoredGroup(Struct, frozen=True):
 class Monitor:
     """Hears heartbeats, and looks at the queue when asked to."""
 
-    def __init__(self, bus: Bus, groups: Iterable[MonitoredGroup]) -> None:
-        """Nothing is heard until ``start``."""
+    def __init__(self, bus: Bus, groups: Iterable[MonitoredGroup], request_tokens: RequestTokens | None = None) -> None:
+        """Nothing is heard until ``start``. ``request_tokens``: asks what a request takes; None: it is not known."""
         self._bus = bus
+        self._request_tokens = request_tokens
         self._groups = [_Group(one.queues, one.hosted_usd_per_token, one.start_s, one.idle_s) for one in groups]
         self._by_queue = {queue: group for group in self._groups for queue in group.queues}
         self._beats: dict[str, tuple[float, Heartbeat]] = {}
@@ -102,6 +108,8 @@ class Monitor:
         self._pool_tokens: dict[str, int] = {}  # since the last look
         self._batches: Mapping[str, Sequence[OpenBatch]] = {}  # by queue
         self._looked_s: float | None = None
+        self._published: int | None = None  # jobs that the queue had been given at the last look
+        self._sized_s = -math.inf
         self._began_s = float("inf")
 
     @property
@@ -134,8 +142,9 @@ class Monitor:
         if before is None or group is None:
             return
         tokens = max(0, _tokens(beat) - _tokens(before))
-        group.jobs += max(0, beat.jobs_taken - before.jobs_taken)
-        group.batch_jobs += max(0, beat.batch_jobs_taken - before.batch_jobs_taken)
+        jobs = max(0, beat.jobs_taken - before.jobs_taken)
+        group.jobs += jobs
+        group.batch_jobs += min(jobs, max(0, beat.batch_jobs_taken - before.batch_jobs_taken))
         group.tokens += tokens
         self._pool_tokens[beat.pool] = self._pool_tokens.get(beat.pool, 0) + tokens
 
@@ -146,8 +155,11 @@ class Monitor:
         elapsed_s = None if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
         self._forget(now_s)
+        published = 0 if self._published is None else max(0, backlog.published - self._published)
+        self._published = backlog.published
+        await self._learn_sizes(now_s)
         for group in self._groups:
-            self._look_at(group, backlog, elapsed_s, unix_s)
+            self._look_at(group, backlog, published, elapsed_s, unix_s)
             if group.is_unknown:
                 group.is_unknown = not await self._have_cards(set(map(subjects.model_of, group.queues)))
         self._pool_tokens.clear()
@@ -156,10 +168,26 @@ class Monitor:
         """Remember what open batches need, by queue."""
         self._batches = batches
 
-    def _look_at(self, group: _Group, backlog: Backlog, elapsed_s: float | None, unix_s: float) -> None:
-        queued_before, contended = group.queued_jobs, group.queued_jobs + group.queued_batch_jobs > 0
+    async def _learn_sizes(self, now_s: float) -> None:
+        """Ask now and then what the requests of each group take."""
+        if self._request_tokens is None or now_s - self._sized_s < SIZES_PERIOD_S:
+            return
+        self._sized_s = now_s
+        for group in self._groups:
+            tokens = await self._request_tokens(group.queues)
+            if tokens is not None:
+                group.claims.expect(tokens)
+
+    def _look_at(self, group: _Group, backlog: Backlog, published: int, elapsed_s: float | None, unix_s: float) -> None:
+        """``published``: how many jobs were put into all queues since the last look."""
+        queued_before, all_before = group.queued_jobs, group.queued_jobs + group.queued_batch_jobs
+        contended = all_before > 0
         group.queued_jobs, group.queued_batch_jobs = _queued(backlog, group.queues)
-        jobs, batch_jobs, tokens = group.jobs, group.batch_jobs, group.tokens
+        left = max(0, all_before + published - group.queued_jobs - group.queued_batch_jobs)
+        group.claims.note_left(left, time.monotonic())
+        jobs, batch_jobs = group.claims.take_jobs(group.jobs, group.batch_jobs)
+        believed = group.claims.take_tokens(jobs, group.tokens)
+        tokens = group.tokens * believed
         group.jobs = group.batch_jobs = group.tokens = 0
         if jobs:
             weight = min(group.jobs_seen, JOBS_HALF_LIFE)
@@ -167,6 +195,7 @@ class Monitor:
                 (group.tokens_per_job * weight + tokens) / (weight + jobs) if tokens else (group.tokens_per_job)
             )
             group.jobs_seen += jobs
+        group.tokens_per_job = group.claims.bounded(group.tokens_per_job)
         if jobs or group.queued_jobs or group.queued_batch_jobs:
             group.arrived_s = time.monotonic()
         if elapsed_s is None:
@@ -179,7 +208,7 @@ class Monitor:
         if contended and group.queued_jobs + group.queued_batch_jobs > 0:
             for pool, workers in self._serving_by_pool(group).items():
                 speed = self._speeds.setdefault(pool, _Speed())
-                speed.measure(self._pool_tokens.get(pool, 0), workers * elapsed_s, elapsed_s)
+                speed.measure(believed * self._pool_tokens.get(pool, 0), workers * elapsed_s, elapsed_s)
 
     async def _have_cards(self, models: AbstractSet[str]) -> bool:
         """Return whether workers have published how each model's tokens are counted. Raises BusError."""

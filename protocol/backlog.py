@@ -14,6 +14,7 @@ class Backlog:
     jobs: dict[str, int]  # by subject; empty lanes are left out
     server_time: dt.datetime
     bytes: int = 0  # of all jobs, of whatever lane
+    published: int = 0  # jobs that gateways have put into any queue since the stream was made
 
 
 async def read_backlog(bus: Bus, queue: str | None = None) -> Backlog:
@@ -21,7 +22,9 @@ async def read_backlog(bus: Bus, queue: str | None = None) -> Backlog:
     filter_ = "rq.>" if queue is None else subjects.job_subject(queue, ">")
     info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}", {"subjects_filter": filter_})
     state = info["state"]
-    return Backlog(state.get("subjects") or {}, dt.datetime.fromisoformat(info["ts"]), state["bytes"])
+    return Backlog(
+        state.get("subjects") or {}, dt.datetime.fromisoformat(info["ts"]), state["bytes"], state["last_seq"]
+    )
 
 
 async def oldest_job(bus: Bus, subject: str) -> str:

@@ -1,6 +1,7 @@
 """What every driver must do (fleet/drivers/base.py), each against its provider's stand-in (tests/fleet/rigs.py)."""
 
 import asyncio
+import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -171,4 +172,5 @@ async def test_a_worker_process_that_ends_by_itself_leaves_no_zombie(tmp_path: P
         return await driver.machines() == [] and not psutil.pid_exists(pid)
 
     await until(is_reaped)
-    assert (tmp_path / "logs" / f"{machine_id}.log").read_text() == "over\n"
+    log = tmp_path / "logs" / f"{machine_id}.log"
+    assert (log.read_text(), stat.S_IMODE(log.stat().st_mode)) == ("over\n", 0o600)

@@ -65,6 +65,14 @@ async def test_what_is_left_of_each_batch_by_queue(database_url: str) -> None:
     }
 
 
+async def taken(bus: Bus, lane: str, jobs: int) -> None:
+    """Put jobs into a queue, and let them be taken out of it."""
+    subject = subjects.job_subject("m", lane)
+    for number in range(jobs):
+        await bus.publish_durable(subject, b"x", message_id=f"{lane} {number}")
+    await bus.api(f"STREAM.PURGE.{subjects.INTERACTIVE_STREAM}", {"filter": subject})
+
+
 def beat(jobs_taken: int, batch_jobs_taken: int) -> Heartbeat:
     names = ("w", "spot", "x", "x", "spot", "scripted", ("m",))
     counts: dict[str, Any] = {"jobs_taken": jobs_taken, "batch_jobs_taken": batch_jobs_taken}
@@ -78,9 +86,11 @@ async def test_batches_are_due_when_they_say_and_are_no_interactive_work(nats_ur
     monitor = Monitor(bus, [MonitoredGroup(QUEUES, 60.0, 600.0)])
     monitor.receive(beat(0, 0))
     await monitor.look()
+    await taken(bus, subjects.LOW_LANE, 50)
     monitor.receive(beat(50, 50))
     await monitor.look()
     assert monitor.demand(QUEUES).tokens_per_s == 0.0
+    await taken(bus, subjects.HIGH_LANES[0], 50)
     monitor.receive(beat(100, 50))
     await monitor.look()
     assert monitor.demand(QUEUES).tokens_per_s > 0.0

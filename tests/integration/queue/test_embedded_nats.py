@@ -85,6 +85,11 @@ async def test_its_monitoring_tells_strangers_nothing(tmp_path: Path) -> None:
         await server.stop()
 
 
+def test_each_folder_has_a_password_of_its_own(tmp_path: Path) -> None:
+    passwords = {EmbeddedNats(tmp_path / name, free_port()).password for name in ("a", "b")}
+    assert len(passwords) == 2
+
+
 def test_a_damaged_password_is_told(tmp_path: Path) -> None:
     (tmp_path / PASSWORD_FILE).write_text('"} no_auth_user: spillway #')
     with pytest.raises(EmbeddedNatsError, match="holds no password; delete it"):

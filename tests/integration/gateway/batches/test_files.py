@@ -12,7 +12,7 @@ import pytest
 from accounts.keys import Grant, create_key
 from accounts.principal import Policy
 from accounts.teams import Team, create_team
-from batches.files import File, Files, Part
+from batches.files import SWEEP_GRACE_MS, File, Files, Part
 from batches.states import OVER, Status
 from batches.storage.local import LocalStorage
 from batches.store import Batch, Batches
@@ -309,10 +309,21 @@ async def test_what_a_dead_gateway_has_begun_is_swept(store: Store, monkeypatch:
             await store.files.delete("file-deleted")
     assert await store.files.find("file-deleted", "t") is None
     assert await store.files.find("file-coming", "t") is None
+    assert not await store.files.complete(store.file("file-stored"), [Part("file-stored", 0, "file-stored/0", 1)])
     await store.files.sweep(OVER)
     assert store.left() == await store.ids() == ["file-coming", "file-kept"]
     assert not await store.files.complete(store.file("file-stored"), [])
     assert await store.files.usage("t") == (1, 1)
+
+
+async def test_a_file_stays_for_a_while_after_its_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch may have been made of it in its last moment."""
+    monkeypatch.setattr("batches.files.unix_now_ms", lambda: 2 * SWEEP_GRACE_MS)
+    for name, age_ms in (("file-young", SWEEP_GRACE_MS - 1), ("file-old", SWEEP_GRACE_MS)):
+        await store.files.begin(store.file(name), 2 * SWEEP_GRACE_MS - age_ms)
+        await store.write(name)
+    await store.files.sweep(OVER)
+    assert store.left() == await store.ids() == ["file-young"]
 
 
 async def _dies(_prefix: str) -> list[str]:

@@ -19,6 +19,7 @@ from protocol.bus import Bus
 from response_store.messages import Key
 from response_store.run import BackgroundRun, Lost
 from response_store.settings import ResponseSettings
+from response_store.shares import Shares
 from response_store.store import ResponseStore
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start, restart
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
@@ -44,8 +45,9 @@ class FreeShares:
         return work()
 
 
-def store_of(bus: Bus) -> ResponseStore:
-    return ResponseStore(bus, ResponseSettings(), Sealer(), max_body_bytes=MAX_BODY_BYTES, shares=FreeShares())
+def store_of(bus: Bus, shares: Shares | None = None) -> ResponseStore:
+    shares = shares or FreeShares()
+    return ResponseStore(bus, ResponseSettings(), Sealer(), max_body_bytes=MAX_BODY_BYTES, shares=shares)
 
 
 async def ended(store: ResponseStore, key: Key) -> dict[str, Any] | None:

@@ -4,6 +4,9 @@ import base64
 import json
 import random
 import zlib
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -14,13 +17,23 @@ from gateway.api.responses import ResponsesEndpoint
 from protocol import subjects
 from protocol.bus import Bus
 from response_store import runs, store
+from response_store.messages import Key
 from response_store.records import Run, StoredResponse, decode_stored, encode
 from response_store.run import BackgroundRun
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
-from tests.integration.gateway.responses.test_background import BACKGROUND, Paced, ended, left_behind, over, store_of
+from tests.integration.gateway.responses.test_background import (
+    BACKGROUND,
+    FreeShares,
+    Paced,
+    ended,
+    left_behind,
+    over,
+    store_of,
+)
 from tests.integration.gateway.set_aside import is_set_aside
 from tests.waiting import HANGS_S, until
 from tokens.encoder_pool import EncoderPool
+from web.body import MAX_BODY_VALUES
 
 QUICK = {"take_over_s": 0.1, "retry_s": 0.1}
 JUNK = "j" * 100_000
@@ -261,6 +274,19 @@ async def test_the_request_of_a_run_has_known_fields_only(start_gateway: Start, 
     assert b"jjj" not in await newest(bus, "run")
 
 
+async def test_a_request_is_as_large_as_a_body_may_be_also_as_it_is_kept(start_gateway: Start, bus: Bus) -> None:
+    """Each of its items is kept with its type."""
+    items = 20 * [{"id": "i" * 1000, "role": "user", "content": "Hi"}]
+    body = json.dumps({"model": MODEL, "input": items, "background": True}, separators=(",", ":")).encode()
+    gateway = await start_gateway(limits={"max_body_bytes": len(body)})
+    headers = {"authorization": f"Bearer {gateway.key}"}
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client:
+        refused = await client.post("/v1/responses", content=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    assert "cannot be kept" in refused.text
+    assert await none_of(bus, ">")
+
+
 async def test_a_conversation_is_as_large_as_a_body_may_be(start_gateway: Start) -> None:
     gateway = await start_gateway(limits={"max_body_bytes": 60_000})
     await gateway.add_worker()
@@ -274,6 +300,21 @@ async def test_a_conversation_is_as_large_as_a_body_may_be(start_gateway: Start)
         await client.responses.create(model=MODEL, input=[item], **previous)
     body: Any = refused.value
     assert (body.param, body.code) == ("previous_response_id", "too_large")
+
+
+async def test_a_stored_conversation_has_as_many_values_as_a_body_may(start_gateway: Start, bus: Bus) -> None:
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    client = gateway.client()
+    made = await client.responses.create(model=MODEL, input="Hi", store=True)
+    [subject] = await messages_of(bus, "done.*")
+    stored = StoredResponse(1, b'{"status":"completed","output":[]}', b"[%b[]]" % (b"[]," * MAX_BODY_VALUES))
+    payload = b"zlib\n" + zlib.compress(encode(stored))
+    await bus.publish_durable(subject, payload, message_id="many")
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.create(model=MODEL, input="More", previous_response_id=made.id)
+    body: Any = refused.value
+    assert (body.param, body.code) == ("previous_response_id", "too_many_values")
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -339,3 +380,40 @@ async def test_what_opens_to_much_is_read_in_the_tenants_threads(
         await ask
         assert asked
         assert min(asked) >= 300_000
+
+
+class NotedShares(FreeShares):
+    """Shares that look whether what is opened is held in the tenant's share of memory."""
+
+    def __init__(self) -> None:
+        self.held: Counter[str] = Counter()  # bytes by tenant
+        self.opened: list[int] = []
+
+    @asynccontextmanager
+    async def room(self, tenant: str, size_bytes: int) -> AsyncIterator[None]:
+        self.held[tenant] += size_bytes
+        yield
+        self.held[tenant] -= size_bytes
+
+    async def run(self, tenant: str, size_bytes: int, work: Any) -> Any:
+        assert self.held[tenant] >= size_bytes
+        self.opened.append(size_bytes)
+        return work()
+
+
+async def test_what_is_read_is_held_in_its_tenants_memory(start_gateway: Start, bus: Bus) -> None:
+    """While it is opened, and events until they are sent."""
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    client = gateway.client()
+    made = await client.responses.create(**BACKGROUND)
+    shares = NotedShares()
+    reading = store_of(bus, shares)
+    [key] = [Key.of(subject) for subject in await messages_of(bus, "events")]
+    await over(client, made.id)
+    assert await reading.read(key, lambda kept: kept.answer)
+    assert shares.opened.pop() > len(made.id)
+    async for part, _ in reading.events(key, 0):
+        assert shares.held[key.tenant] >= len(part.events)
+        assert shares.opened
+    assert not +shares.held
