@@ -25,6 +25,7 @@ class Claims:
     def expect(self, tokens_per_request: float) -> None:
         """Remember what requests have taken in the last while."""
         self._most_tokens = MOST_TIMES * tokens_per_request
+        self._tokens = min(self._tokens, CREDIT_JOBS * self._most_tokens)
 
     def bounded(self, tokens_per_job: float) -> float:
         """Return what may be believed of a job's size."""

@@ -12,7 +12,7 @@ from db.engine import create_engine
 from db.models import RollupRow, SliceRow
 from fleet.claims import CREDIT_JOBS, MOST_TIMES, TOLD_S, Claims
 from fleet.history import tokens_per_request
-from fleet.monitor import Monitor, MonitoredGroup
+from fleet.monitor import HALF_LIFE_S, Monitor, MonitoredGroup
 from fleet.policy.decide import Decider
 from fleet.policy.forecast import SLOT_S
 from fleet.policy.view import PlaceView, PoolView
@@ -26,6 +26,7 @@ LARGEST = 2**53  # that a message may hold
 JOB_TOKENS = 100
 PERIOD_S = 5.0
 JOBS = 10  # in a period
+PERIODS = 40
 MAX_WORKERS = 1000
 
 
@@ -65,29 +66,34 @@ LIES: dict[str, dict[str, int]] = {
     "jobs": {"jobs_taken": LARGEST, "tokens_made": 0},
     "both": {"jobs_taken": LARGEST, "tokens_made": LARGEST},
     "batch": {"jobs_taken": LARGEST, "tokens_made": LARGEST, "batch_jobs_taken": LARGEST},
+    "more batch": {"jobs_taken": 0, "batch_jobs_taken": LARGEST},
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
 async def test_a_lie_moves_the_fleet_no_further_than_work_can(bus: Bus, clock: Callable[[], None], lie: str) -> None:
     """One heartbeat drove it to its maximum, where it stayed for weeks of forecasts."""
-    lanes = [subjects.job_subject("m", subjects.HIGH_LANES[0])]
+    taken, waiting = (subjects.job_subject("m", lane) for lane in subjects.HIGH_LANES[:2])
     monitor = Monitor(bus, [MonitoredGroup(QUEUES, 60.0, 600.0)], tokens_of_a_request)
     decider = Decider(max_wait_s=10.0, idle_s=600.0)
     sizes = []
-    for period in range(20):
+    await bus.publish_durable(waiting, b"x", message_id="waits, so that speed is measured")
+    for period in range(PERIODS):
         for number in range(JOBS):
-            await bus.publish_durable(lanes[0], b"x", message_id=f"{period} {number}")
-        await bus.api(f"STREAM.PURGE.{subjects.INTERACTIVE_STREAM}", {"filter": lanes[0]})
+            await bus.publish_durable(taken, b"x", message_id=f"{period} {number}")
+        await bus.api(f"STREAM.PURGE.{subjects.INTERACTIVE_STREAM}", {"filter": taken})
         monitor.receive(beat("honest", JOBS * period))
-        if period < 10:
-            monitor.receive(beat("stolen", **{name: count // 10 * period for name, count in LIES[lie].items()}))
+        if period < PERIODS // 2:
+            monitor.receive(beat("stolen", **{name: count // PERIODS * period for name, count in LIES[lie].items()}))
         await monitor.look()
         pool = PoolView("spot", "spot", 1.0, JOB_TOKENS, 60.0, 0, MAX_WORKERS, (PlaceView("", 1),))
         sizes.append(decider.decide([pool], monitor.demand(QUEUES), PERIOD_S * period)[0].size)
         clock()
     honest = JOBS / PERIOD_S  # workers, each of which does one job in a second
     assert honest / 2 <= monitor.demand(QUEUES).tokens_per_s / JOB_TOKENS <= MOST_TIMES * honest
+    speed = monitor.tokens_per_s("spot")
+    assert speed is not None
+    assert speed <= MOST_TIMES * JOB_TOKENS * (CREDIT_JOBS + JOBS * PERIODS) / HALF_LIFE_S
     assert honest <= max(sizes) <= 3 * MOST_TIMES * honest  # with what is kept for surges
 
 

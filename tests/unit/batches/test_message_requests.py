@@ -165,6 +165,17 @@ def test_what_is_no_json_is_refused(body: bytes, error: type[ApiError]) -> None:
         read(body, 1000)
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_request_may_be_as_deep_as_the_endpoint_reads(more: int) -> None:
+    levels = MAX_NESTING - 2 + more  # in its parameters
+    body = json.dumps({"requests": [request("a", junk="?")]}).replace('"?"', "[" * levels + "]" * levels).encode()
+    if not more:
+        assert len(read(body, 100)) == 1
+        return
+    with pytest.raises(MalformedJson, match="nested too deeply"):
+        read(body, 100)
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400", "-1e400"])
 def test_a_number_that_is_none_is_refused(number: str) -> None:
     body = json.dumps({"requests": [request("a", junk="?")]}).replace('"?"', number)

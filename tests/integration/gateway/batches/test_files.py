@@ -14,13 +14,14 @@ from accounts.principal import Policy
 from accounts.teams import Team, create_team
 from batches.files import SWEEP_GRACE_MS, File, Files, Part
 from batches.states import OVER, Status
-from batches.storage.local import LocalStorage
+from batches.storage.local import UNFINISHED, LocalStorage
 from batches.store import Batch, Batches
 from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.conftest import PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S, until
+from tokens.encoder_pool import EncoderPool
 
 LINES = b'{"custom_id": "1"}\n' * 1000
 
@@ -226,6 +227,58 @@ async def test_one_tenant_leaves_slots_to_others(start_gateway: Start, path: str
     await uploading(gateway, 0)
     mine = gateway.client()
     assert (await mine.files.create(file=LINES, purpose="batch")).bytes == len(LINES)
+
+
+async def test_what_uploads_under_way_have_written_counts(
+    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of many might have filled what is left of the tenant's room."""
+    monkeypatch.setattr("batches.upload.WRITE_BYTES", 1)
+    batches = {"max_tenant_bytes": 150_000, "upload_silence_s": HANGS_S}
+    gateway = await start_gateway(with_card=False, batches=batches)
+    held = [await begin_upload(gateway, gateway.key, part=PART + b"x" * 9_000) for _ in range(2)]
+
+    async def are_written() -> bool:
+        parts = (gateway.settings.data_dir / "files").glob(f"*/*{UNFINISHED}")
+        return sum(path.stat().st_size for path in parts) > 16_000
+
+    await until(are_written)
+    with pytest.raises(openai.APIStatusError, match="together") as refused:
+        await gateway.client().files.create(file=b"x" * 140_000, purpose="batch")
+    assert refused.value.status_code == 413
+    for _, writer in held:
+        writer.close()
+
+    async def has_room() -> bool:
+        try:
+            await gateway.client().files.create(file=b"x" * 140_000, purpose="batch")
+        except openai.APIStatusError as error:
+            if error.status_code != 413:
+                raise
+            return False
+        return True
+
+    await until(has_room)
+
+
+async def test_message_batches_are_parsed_in_their_tenants_threads(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the event loop, one of 4 MiB held up all other requests."""
+    asked: list[tuple[str, int]] = []
+    run = EncoderPool.run
+
+    async def noted(self: EncoderPool, tenant: str, size_bytes: int, work: Any, *, is_quick: bool = False) -> Any:
+        asked.append((tenant, size_bytes))
+        return await run(self, tenant, size_bytes, work, is_quick=is_quick)
+
+    monkeypatch.setattr(EncoderPool, "run", noted)
+    params: Any = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "x" * 50_000}]}
+    body = {"requests": [{"custom_id": "a", "params": params}]}
+    made = await http.post("/v1/messages/batches", json=body)
+    assert made.json()["request_counts"]["processing"] == 1
+    assert len({tenant for tenant, _ in asked}) == 1
+    assert sum(size for _, size in asked) > 50_000
 
 
 async def test_uploads_are_requests_in_the_limits_of_their_key(start_gateway: Start) -> None:
