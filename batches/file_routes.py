@@ -8,7 +8,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from accounts.principal import Principal
-from batches.files import File, Order, new_id
+from batches.files import File, FileGone, Order, new_id
 from batches.receiving import BATCH, Incoming, add_input, receiving, written
 from batches.services import BatchServices
 from batches.states import OVER
@@ -132,6 +132,8 @@ async def content_answer(services: BatchServices, file: File) -> Response:
     pieces = services.files.content(file.id)
     try:
         first = await anext(pieces, b"")
+    except FileGone as error:
+        raise UnknownObject(f"No such File object: {file.id}", param="file_id") from error
     except StorageError as error:
         raise StorageUnavailable from error
     headers = {"content-length": str(file.size_bytes), "content-disposition": _disposition(file.filename)}

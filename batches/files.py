@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 Order = Literal["asc", "desc"]
 
 
+class FileGone(StorageError):
+    """A file was deleted before it had been read."""
+
+
 class File(Struct, frozen=True):
     """A file; see db.batch_models.FileRow."""
 
@@ -133,19 +137,25 @@ class Files:
         return int(count), int(size)
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
-        """Iterate over a file's bytes."""
+        """Iterate over a file's bytes, all of them: raises FileGone where it is deleted meanwhile, or has been."""
+        whole = select(func.sum(FilePartRow.size_bytes)).where(FilePartRow.file_id == file_id)
+        async with self.database.connect() as connection:
+            left_bytes = (await connection.execute(whole)).scalar()
         number = -1
-        while True:
+        while left_bytes:
             later = select(FilePartRow.number, FilePartRow.object_name).where(
                 FilePartRow.file_id == file_id, FilePartRow.number > number
             )
             async with self.database.connect() as connection:
                 page = (await connection.execute(later.order_by(FilePartRow.number).limit(SWEPT_AT_A_TIME))).all()
             if not page:
-                return
+                break
             for number, object_name in page:  # noqa: B007  # the last one is where the next page begins
                 async for chunk in self.storage.read(object_name):
+                    left_bytes -= len(chunk)
                     yield chunk
+        if left_bytes != 0:
+            raise FileGone(f"the file {file_id} has been deleted")
 
     async def is_in_use(self, file_id: str, over: Sequence[str]) -> bool:
         """Return whether a batch that is not ``over`` reads it."""

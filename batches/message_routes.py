@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from accounts.principal import Principal
 from batches.batch_routes import batch_of, refuse_if_too_many
 from batches.file_routes import resumed
-from batches.files import Order, new_id
+from batches.files import FileGone, Order, new_id
 from batches.message_requests import ENDPOINT, lines_of
 from batches.message_results import results_of
 from batches.receiving import Incoming, add_input, receiving, written
@@ -241,6 +241,8 @@ async def _results_answer(services: BatchServices, batch: Batch) -> Response:
     pieces: AsyncIterator[bytes] = results_of(services.files, batch)
     try:
         first = await anext(pieces, b"")
+    except FileGone as error:
+        raise UnknownObject(f"The results of {batch.id} are no longer kept.", param="batch_id") from error
     except StorageError as error:
         raise StorageUnavailable from error
     return StreamingResponse(resumed(first, pieces), media_type="application/x-jsonl")

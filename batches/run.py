@@ -16,7 +16,7 @@ from accounts.keyring import KeyRing
 from accounts.principal import Principal
 from batches.answers import Answer, Verdict, counts_of, verdict_of, wait_s
 from batches.calling import Application, call
-from batches.files import Files
+from batches.files import FileGone, Files
 from batches.index import Index, IndexReport, IndexTask, make_index
 from batches.lines import (
     CANCELLED,
@@ -62,7 +62,8 @@ _FAILURES: Final = {
     Stop.EXPIRED: LineFailure(EXPIRED, "This request could not be answered before the completion window expired."),
     Stop.REVOKED: LineFailure(REVOKED, "The API key of the batch is no longer accepted."),
 }
-SET_ASIDE: Final = "set_aside"  # code of a batch's error
+SET_ASIDE: Final = "set_aside"  # codes of a batch's errors
+FILE_GONE: Final = "input_file_deleted"
 _ENDS: Final = {Stop.CANCELLED: Status.CANCELLED, Stop.EXPIRED: Status.EXPIRED, Stop.REVOKED: Status.FAILED}
 
 
@@ -124,7 +125,11 @@ class BatchRun:
             if self._feeding.keys.may_be_old:
                 return False
             self.stop(Stop.REVOKED)
-        report = await self._index(principal)
+        try:
+            report = await self._index(principal)
+        except FileGone:
+            await self._end(self._status_set_aside, [LineError(FILE_GONE, "The input file has been deleted.")])
+            return True
         if report is None:  # nobody wants its lines any more
             if self._stop is Stop.CANCELLED:
                 await self._end(Status.CANCELLED)
@@ -138,10 +143,13 @@ class BatchRun:
 
     async def set_aside(self, tries: int, reason: str) -> None:
         """End it after so many tries that failed in the same way; what was done is kept, and has been committed."""
-        status = Status.FAILED if self._stop is None else _ENDS.get(self._stop, Status.FAILED)
         message = f"The batch was given up: it failed {tries} times in the same way ({reason}). What was done is kept."
-        await self._end(status, [LineError(SET_ASIDE, message)])
+        await self._end(self._status_set_aside, [LineError(SET_ASIDE, message)])
         self._feeding.set_aside.note("batch", self.batch.id, self.batch.tenant, reason)
+
+    @property
+    def _status_set_aside(self) -> Status:
+        return Status.FAILED if self._stop is None else _ENDS.get(self._stop, Status.FAILED)
 
     @property
     def is_leaving(self) -> bool:

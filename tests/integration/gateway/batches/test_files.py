@@ -12,7 +12,7 @@ import pytest
 from accounts.keys import Grant, create_key
 from accounts.principal import Policy
 from accounts.teams import Team, create_team
-from batches.files import SWEEP_GRACE_MS, File, Files, Part
+from batches.files import SWEEP_GRACE_MS, File, FileGone, Files, Part
 from batches.states import OVER, Status
 from batches.storage.local import UNFINISHED, LocalStorage
 from batches.store import Batch, Batches
@@ -377,6 +377,27 @@ async def test_a_file_stays_for_a_while_after_its_end(store: Store, monkeypatch:
         await store.write(name)
     await store.files.sweep(OVER)
     assert store.left() == await store.ids() == ["file-young"]
+
+
+@pytest.mark.parametrize("read_parts", [0, 1])
+async def test_what_is_read_of_a_deleted_file_is_no_whole_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch, read_parts: int
+) -> None:
+    """Results ended early, as if there were no more."""
+    monkeypatch.setattr("batches.files.SWEPT_AT_A_TIME", 1)  # also parts that are looked up at a time
+    await store.files.begin(store.file("file-read"), 1 << 50)
+    for number in range(3):
+        async with store.files.storage.writing(f"file-read/{number}") as writer:
+            await writer.write(b"x")
+    parts = [Part("file-read", number, f"file-read/{number}", 1) for number in range(3)]
+    assert await store.files.complete(store.file("file-read"), parts)
+    assert len([piece async for piece in store.files.content("file-read")]) == 3
+    pieces = store.files.content("file-read")
+    for _ in range(read_parts):
+        await anext(pieces)
+    await store.files.delete("file-read")
+    with pytest.raises(FileGone):
+        await anext(pieces)
 
 
 async def _dies(_prefix: str) -> list[str]:

@@ -230,3 +230,16 @@ async def test_errors_are_of_the_clients_own_types(gateway: GatewayUnderTest, cl
         assert (packed.status_code, packed.json()["type"]) == (415, "error")
         assert packed.headers["request-id"]
     assert len(list((gateway.settings.data_dir / "files").glob("*/*"))) == 1  # nothing is left of what was refused
+
+
+async def test_results_that_were_deleted_are_not_empty(start_gateway: Start) -> None:
+    gateway = await start_gateway(batches=QUICK)
+    await gateway.add_worker()
+    async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=gateway.key, max_retries=0) as client:
+        batch = await ended(client, (await client.messages.batches.create(requests=[request("a")])).id)
+        assert set(await results(client, batch.id)) == {"a"}
+        files = gateway.client().files
+        for file in [file async for file in await files.list(purpose="batch_output")]:
+            await files.delete(file.id)
+        with pytest.raises(anthropic.NotFoundError, match="no longer kept"):
+            await results(client, batch.id)

@@ -9,7 +9,9 @@ import pytest
 
 from accounts.keys import create_key
 from batches import run as batch_run
+from batches.files import Files
 from batches.index import IndexFailed, IndexReport, IndexTask, NoRoomForIndex, make_index
+from batches.storage.local import LocalStorage
 from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.batches.test_batches import QUICK, line, over, submit
@@ -123,3 +125,21 @@ async def test_nobody_waits_for_a_tenant_with_many_batches(start_gateway: Start)
     assert (await over(other, await submit(other, [line("a")]))).status == "completed"
     for batch in many:
         assert (await greedy.batches.retrieve(batch.id)).status in {"validating", "in_progress"}
+
+
+async def test_a_batch_whose_input_was_deleted_says_so(start_gateway: Start) -> None:
+    """It was taken for empty. Its key's team had deleted the file as the batch was made, or somebody in the storage."""
+    left = await start_gateway(batches=PATIENT)
+    batch = await submit(left.client(), [line("a")])
+    await left.end()
+    engine = create_engine(left.settings.database_url)
+    await Files(engine, LocalStorage(left.settings.data_dir / "files")).delete(batch.input_file_id)
+    await engine.dispose()
+    gateway = await start_gateway(batches=PATIENT)
+    await gateway.add_worker()
+    client = gateway.client(api_key=left.key)
+    failed = await over(client, batch)
+    assert failed.status == "failed"
+    assert failed.errors is not None
+    assert [error.code for error in failed.errors.data or []] == ["input_file_deleted"]
+    assert (await over(client, await submit(client, [line("a")]))).status == "completed"
