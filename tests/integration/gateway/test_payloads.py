@@ -17,6 +17,7 @@ from accounts.keys import Grant, create_key
 from accounts.principal import Policy
 from db.engine import create_engine
 from db.models import PayloadRow
+from gateway.payloads.publisher import Capture, PayloadPublisher
 from ledger.payloads.errors import PayloadKeyMissing
 from ledger.payloads.sealing import Sealer, parse_keys
 from ledger.payloads.store import Payload, open_row, read_payload
@@ -246,6 +247,26 @@ async def test_what_is_too_large_is_not_kept_and_its_row_says_so(
     await keeper.ask(messages=[{"role": "user", "content": content}], stream=stream)
     [row] = await keeper.rows(1)
     assert (row["dropped"], row["request"], row["answer"]) == (True, None, None)
+
+
+async def test_what_waits_counts_with_the_conversation_that_it_goes_on_with(
+    start_keeper: StartKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of 110 bytes may hold megabytes of it."""
+    kept: list[Capture] = []
+    take = PayloadPublisher.take
+
+    def noted(self: PayloadPublisher, capture: Capture) -> None:
+        kept.append(capture)
+        take(self, capture)
+
+    monkeypatch.setattr(PayloadPublisher, "take", noted)
+    keeper = await start_keeper()
+    item: Any = {"id": "i" * 25_000, "role": "user", "content": "Hi"}  # an id costs no tokens
+    made = await keeper.client.responses.create(model=MODEL, input=[item], store=True)
+    await keeper.client.responses.create(model=MODEL, input="More", previous_response_id=made.id)
+    assert len(kept) == 2
+    assert min(capture.body_bytes for capture in kept) > 25_000
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import SecretStr
 
 from gateway.api.responses import ResponsesEndpoint
+from ledger.settings import PayloadSettings
 from protocol import subjects
 from protocol.bus import Bus
 from response_store import runs, store
@@ -417,3 +419,14 @@ async def test_what_is_read_is_held_in_its_tenants_memory(start_gateway: Start, 
         assert shares.held[key.tenant] >= len(part.events)
         assert shares.opened
     assert not +shares.held
+
+
+async def test_gateways_of_the_release_before_can_open_what_is_stored(start_gateway: Start, bus: Bus) -> None:
+    """They read what others have stored, while a new release is rolled out, and know one way of sealing."""
+    gateway = await start_gateway(payloads=PayloadSettings(key=SecretStr("11" * 32)))
+    await gateway.add_worker()
+    await gateway.client().responses.create(model=MODEL, input="Hi", store=True)
+    [subject] = await messages_of(bus, "done.*")
+    found = await bus.get_message(subjects.RESPONSES_STREAM, last_by_subj=subject)
+    assert found is not None
+    assert base64.b64decode(found["data"]).startswith(b"zlib+aes-256-gcm:")
