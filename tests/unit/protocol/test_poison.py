@@ -60,6 +60,19 @@ def test_a_poisonous_record_takes_no_other_along(poison: bytes) -> None:
     assert unread
 
 
+@pytest.mark.parametrize(("decode", "message"), [(m.decode_heartbeat, BEAT), (decode_usage, [attempt_record("r")])])
+def test_text_that_is_not_utf_8_is_a_protocol_error(decode: Callable[[bytes], Any], message: Any) -> None:
+    """Of a field that is read; msgspec lets Python's own exception through."""
+    model = msgspec.msgpack.encode("m" * 20)
+    fields = msgspec.to_builtins(message)
+    (fields[0] if isinstance(fields, list) else fields)["provider"] = "m" * 20
+    encoded = msgspec.msgpack.encode(fields)
+    assert model in encoded
+    decode(encoded)
+    with pytest.raises(ProtocolError, match="undecodable"):
+        decode(encoded.replace(model, model[:1] + b"\xff" * 20))
+
+
 def test_a_poisonous_frame_is_the_fault_of_its_step() -> None:
     with pytest.raises(ProtocolError):
         decode_step(b"\x93\x01\xa1w\x91\x95\xa1t\xa1r\x01\x01" + NESTED)
