@@ -69,12 +69,13 @@ async def test_what_fails_twice_in_the_same_way_is_given_up(
     start_gateway: Start, bus: Bus, monkeypatch: pytest.MonkeyPatch, is_same_way: bool, most: int
 ) -> None:
     """And another one, of the same gateways, is made. What fails in another way each time is tried more often."""
-    admit, tries = ResponsesEndpoint._admit_again, []
+    admit = ResponsesEndpoint._admit_again
+    reasons: list[str] = []
 
     async def poisonous(self: ResponsesEndpoint, run: BackgroundRun, principal: Any) -> Any:
         if b"poison" in run.run.body:
-            tries.append(run)
-            raise RecursionError("too deep" if is_same_way else f"{len(tries)} too deep")
+            reasons.append("too deep" if is_same_way else f"{len(reasons)} too deep")
+            raise RecursionError(reasons[-1])
         return await admit(self, run, principal)
 
     monkeypatch.setattr(ResponsesEndpoint, "_admit_again", poisonous)
@@ -88,11 +89,12 @@ async def test_what_fails_twice_in_the_same_way_is_given_up(
     client = gateway.client(api_key=left.key)
     assert (await over(client, innocent.id)).status == "completed"
     failed = await over(client, poison.id)
-    assert (failed.status, len(tries)) == ("failed", most)
+    assert (failed.status, len(reasons)) == ("failed", most)
     assert "given up" in failed.error.message
     await until(lambda: none_of(bus, "run"))
     assert await series(gateway, "spillway_background_given_up_total") == 1
-    await until(lambda: is_set_aside(gateway.settings.database_url, "response", poison.id, "RecursionError: too deep"))
+    reason = f"RecursionError: {reasons[-1]}"
+    await until(lambda: is_set_aside(gateway.settings.database_url, "response", poison.id, reason))
     assert await series(gateway, 'spillway_set_aside_items{kind="response"}') == 1
 
 
