@@ -1,5 +1,6 @@
 """A whole Spillway as its users start it: ``spillway up`` in its own folder, on a free port."""
 
+import contextlib
 import json
 import os
 import signal
@@ -95,9 +96,12 @@ class System:
     def children(self, command: str) -> list[psutil.Process]:
         """The processes whose command line holds a word, such as "ledger" or "nats-server"."""
         assert self._process is not None
-        return [
-            p for p in psutil.Process(self._process.pid).children(recursive=True) if command in " ".join(p.cmdline())
-        ]
+        found = []
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                if command in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
 
     def logs(self) -> str:
         return "\n".join(

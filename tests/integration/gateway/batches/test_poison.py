@@ -9,6 +9,7 @@ import pytest
 
 from accounts.keys import create_key
 from batches import run as batch_run
+from batches.feeder import MAX_TAKES
 from batches.files import Files
 from batches.index import IndexFailed, IndexReport, IndexTask, NoRoomForIndex, make_index
 from batches.storage.local import LocalStorage
@@ -93,6 +94,57 @@ async def test_a_batch_that_cannot_be_indexed_can_be_cancelled(
     await began.wait()
     await client.batches.cancel(batch.id)
     assert (await over(client, batch)).status == "cancelled"
+
+
+async def test_a_batch_whose_index_is_not_ready_can_be_cancelled(
+    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index may take half an hour."""
+    began = asyncio.Event()
+
+    async def takes_for_ever(*_: Any) -> IndexReport:
+        began.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    monkeypatch.setattr(batch_run, "make_index", takes_for_ever)
+    monkeypatch.setattr(batch_run, "GRACE_S", 0.1)
+    client = (await start_gateway(batches=PATIENT)).client()
+    batch = await submit(client, [line("a")])
+    await began.wait()
+    await client.batches.cancel(batch.id)
+    assert (await over(client, batch)).status == "cancelled"
+
+
+@pytest.mark.parametrize(("takes", "status"), [(MAX_TAKES - 1, "completed"), (MAX_TAKES, "failed")])
+async def test_a_batch_whose_gateways_die_is_given_up(
+    start_gateway: Start, monkeypatch: pytest.MonkeyPatch, takes: int, status: str
+) -> None:
+    """They are not there to say why: how often it was taken tells it."""
+    began = asyncio.Event()
+
+    async def leaves(*_: Any) -> IndexReport:
+        began.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    with monkeypatch.context() as dying:
+        dying.setattr(batch_run, "make_index", leaves)
+        left = await start_gateway(batches=PATIENT)
+        batch = await submit(left.client(), [line("a")])
+        await began.wait()
+        await left.end()
+    engine = create_engine(left.settings.database_url)
+    async with engine.begin() as connection:
+        await connection.exec_driver_sql(f"UPDATE batches SET epoch = {takes}")
+    await engine.dispose()
+    gateway = await start_gateway(batches=PATIENT)
+    await gateway.add_worker()
+    ended = await over(gateway.client(api_key=left.key), batch)
+    assert ended.status == status
+    if ended.errors is not None:
+        [error] = ended.errors.data or []
+        assert (error.code, "nobody lived" in str(error.message)) == ("set_aside", True)
 
 
 async def test_nobody_waits_for_a_tenant_with_many_batches(start_gateway: Start) -> None:
