@@ -42,7 +42,6 @@ from protocol.clock import unix_now_ms
 from protocol.subjects import queue_of
 
 LONGEST_BACKOFF_S: Final = 30.0  # between two tries of a line that fails
-GRACE_S: Final = 10.0  # for stopped lines to end
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +188,7 @@ class BatchRun:
         try:
             await asyncio.wait({indexing, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if self._stop is Stop.CANCELLED and self.batch.in_progress_unix_ms is None:
-                await asyncio.wait({indexing}, timeout=GRACE_S)
+                await asyncio.wait({indexing}, timeout=self._feeding.settings.grace_s)
                 return await indexing if indexing.done() else None
             return None if self.is_leaving else await indexing
         finally:
@@ -226,7 +225,7 @@ class BatchRun:
                 task.add_done_callback(self._open.discard)
             while self._open:
                 has_gone = self._gone.is_set()
-                _, open_still = await asyncio.wait(self._open, timeout=GRACE_S)
+                _, open_still = await asyncio.wait(self._open, timeout=self._feeding.settings.grace_s)
                 for task in open_still if has_gone else ():
                     task.cancel()
             results.end()

@@ -44,4 +44,5 @@ class BatchSettings(Settings):
     lease_s: Annotated[float, Field(ge=0.5, le=600)] = 15.0  # a gateway that is gone for longer loses its batches
     commit_s: PositiveSeconds = 2.0  # how old a result may get in memory: a crash costs so much work
     poll_s: PositiveSeconds = 1.0  # between two looks for work to take
+    grace_s: PositiveSeconds = 10.0  # for the index, or open lines, of a batch that was stopped to end
     retry_s: PositiveSeconds = 5.0  # after a run that failed; one that fails in the same way three times is given up

@@ -108,8 +108,7 @@ async def test_a_batch_whose_index_is_not_ready_can_be_cancelled(
         raise AssertionError("unreachable")
 
     monkeypatch.setattr(batch_run, "make_index", takes_for_ever)
-    monkeypatch.setattr(batch_run, "GRACE_S", 0.1)
-    client = (await start_gateway(batches=PATIENT)).client()
+    client = (await start_gateway(batches={**PATIENT, "grace_s": 0.1})).client()
     batch = await submit(client, [line("a")])
     await began.wait()
     await client.batches.cancel(batch.id)
