@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos flakes fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm coverage mutants simulate limits lock clean
+.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos flakes fuzz fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm coverage mutants simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -134,6 +134,13 @@ FUZZ_SEED ?= 1
 fuzz-api: ## Ask for everything that the OpenAPI document allows, and what it does not: make fuzz-api [FUZZ_EXAMPLES=100] [FUZZ_SEED=1]
 	@scripts/setup.sh test
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_SEED=$(FUZZ_SEED) .venv/bin/python -m pytest -q -n 0 tests/integration/gateway/fuzzed --timeout 3600 $(PYTEST_ARGS)
+
+FUZZ_SECONDS ?= 60
+TARGETS ?=
+fuzz: ## Fuzz by coverage what reads bytes of others, each target a minute: make fuzz [FUZZ_SECONDS=60] [TARGETS="wire frames …"]
+	@scripts/setup.sh test
+	@.venv/bin/uv sync --quiet --frozen --inexact --only-group fuzzing
+	.venv/bin/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(TARGETS)
 
 MUTANTS ?= 40
 PACKAGES ?=
