@@ -16,6 +16,7 @@ from pydantic import SecretStr
 
 from engine.errors import RequestRejected
 from engine.types import SamplingParams
+from pool_worker.engines.formats.base import MAX_COUNT
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 from protocol.chat import Chat, ChatUsage, Part
 
@@ -25,7 +26,7 @@ DONE_HERE: Final = frozenset({"n", "max_tokens"})
 WITHOUT_MEANING: Final = frozenset({"skip_special_tokens", "grammar"})
 
 EndReason = Literal["stop", "length", "content_filter"]
-Count = Annotated[int, msgspec.Meta(ge=0)]  # of tokens, as an API tells it
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]  # of tokens, as an API tells it
 
 _Counts = TypeVar("_Counts", bound=msgspec.Struct)
 

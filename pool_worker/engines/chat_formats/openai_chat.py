@@ -11,8 +11,16 @@ import httpx
 import msgspec
 
 from engine.errors import RequestRejected
-from pool_worker.engines.chat_formats.base import AnswerReader, ChatDelta, ChatServerRequest, EndReason, HeaderAuth
+from pool_worker.engines.chat_formats.base import (
+    AnswerReader,
+    ChatDelta,
+    ChatServerRequest,
+    EndReason,
+    HeaderAuth,
+    read_event,
+)
 from pool_worker.engines.chat_formats.openai_profiles import PROFILES, Profile
+from pool_worker.engines.formats.base import count
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 from pool_worker.settings import OpenAIChatSettings
 from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
@@ -204,6 +212,16 @@ class _ToolCall(msgspec.Struct):
     function: _Function | None = None
 
 
+class _ThoughtPart(msgspec.Struct):
+    text: str = ""
+
+
+class _ContentPart(msgspec.Struct):
+    type: str
+    text: str = ""
+    thinking: list[_ThoughtPart] | None = None
+
+
 class _Delta(msgspec.Struct):
     content: str | list[dict[str, Any]] | None = None
     reasoning_content: str | None = None
@@ -236,10 +254,7 @@ class _Reader:
         """Read one event. Raises MalformedEvent or ServerFailure."""
         if event.get("error") is not None:
             raise ServerFailure(str(event["error"]))
-        try:
-            chunk = msgspec.convert(event, _Chunk)
-        except msgspec.ValidationError as error:
-            raise MalformedEvent(str(error)) from error
+        chunk = read_event(event, _Chunk)
         usage = _usage_of(chunk.usage or (chunk.x_groq or {}).get("usage"))
         if not chunk.choices:
             return ChatDelta(usage=usage)
@@ -288,12 +303,12 @@ class _Reader:
 
 def _content_parts(part: Mapping[str, Any]) -> list[Part]:
     """Return what a part of a content says that is a list: so Mistral tells its reasoning."""
-    if part.get("type") == "text":
-        return [Part("text", str(part.get("text", "")))]
-    if part.get("type") == "thinking":
-        texts = [one.get("text", "") for one in part.get("thinking") or () if isinstance(one, dict)]
-        return [Part("reasoning", "".join(texts))]
-    raise MalformedEvent(f"a part of the type {part.get('type')!r}")
+    read = read_event(part, _ContentPart)
+    if read.type == "text":
+        return [Part("text", read.text)]
+    if read.type == "thinking":
+        return [Part("reasoning", "".join(one.text for one in read.thinking or ()))]
+    raise MalformedEvent(f"a part of the type {read.type!r}")
 
 
 def _end_of(reason: str | None) -> EndReason | None:
@@ -309,19 +324,16 @@ def _usage_of(reported: object) -> ChatUsage | None:
     """Return what the provider says; None where that cannot be, so that it is estimated."""
     if not isinstance(reported, dict):
         return None
-    prompt, completion = _count(reported.get("prompt_tokens")), _count(reported.get("completion_tokens"))
+    prompt, completion = count(reported.get("prompt_tokens")), count(reported.get("completion_tokens"))
     if prompt is None or completion is None:
         return None
-    cached = (reported.get("prompt_tokens_details") or {}).get("cached_tokens", reported.get("prompt_cache_hit_tokens"))
-    reasoning = (reported.get("completion_tokens_details") or {}).get("reasoning_tokens")
-    return ChatUsage(
-        "provider",
-        prompt,
-        completion,
-        _count(cached) or 0,
-        _count(reasoning) or 0,
-    )
+    cached = _detail(reported, "prompt_tokens_details", "cached_tokens")
+    if cached is None:
+        cached = count(reported.get("prompt_cache_hit_tokens"))
+    reasoning = _detail(reported, "completion_tokens_details", "reasoning_tokens")
+    return ChatUsage("provider", prompt, completion, cached or 0, reasoning or 0)
 
 
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and value >= 0 else None
+def _detail(reported: Mapping[str, Any], details: str, name: str) -> int | None:
+    told = reported.get(details)
+    return count(told.get(name)) if isinstance(told, dict) else None

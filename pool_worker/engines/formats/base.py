@@ -13,6 +13,9 @@ from engine.errors import RequestRejected
 from engine.types import SamplingParams
 from pool_worker.engines.framing import Framing, MalformedEvent
 
+MAX_COUNT: Final = 2**50  # of tokens, as a server tells it: the sum of a few is a number that messages may have
+MAX_TOKEN_ID: Final = 2**32 - 1  # as ``protocol.messages.TokenId``
+
 # What is done on this side of the wire, whatever the server can do; the second only where it answers in token ids.
 DONE_HERE: Final = frozenset({"n", "stop", "max_tokens", "include_stop_str_in_output"})
 DONE_WITH_IDS: Final = frozenset({"stop_token_ids", "skip_special_tokens"})
@@ -138,8 +141,18 @@ def refuse_unknown(params: SamplingParams, known: Iterable[str], grammars: Itera
         )
 
 
+def count(value: object) -> int | None:
+    """Return a count that a server reports; None where it cannot be one."""
+    return value if type(value) is int and 0 <= value <= MAX_COUNT else None
+
+
+def limit(value: object) -> int | None:
+    """Return a limit that a server reports; None where it cannot be one."""
+    return count(value) or None
+
+
 def ids(value: object, name: str) -> tuple[int, ...]:
     """Return a list of token ids from an event. Raises MalformedEvent."""
-    if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+    if not isinstance(value, list) or not all(type(one) is int and 0 <= one <= MAX_TOKEN_ID for one in value):
         raise MalformedEvent(f"{name} is no list of token ids")
     return tuple(value)

@@ -8,8 +8,19 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import SAMPLING, Delta, Medium, Scored, ServerFacts, ServerRequest, ids
+from pool_worker.engines.formats.base import (
+    SAMPLING,
+    Delta,
+    Medium,
+    Scored,
+    ServerFacts,
+    ServerRequest,
+    count,
+    ids,
+    limit,
+)
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from protocol.messages import TokenId
 
 _ENDS: Final = {"eos": "eos", "limit": "length", "word": "stop"}
 
@@ -32,9 +43,9 @@ class LlamaCppFormat:
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
         """Read the server's one model, whose context is divided among its slots."""
         settings = answer.get("default_generation_settings")
-        context = settings.get("n_ctx") if isinstance(settings, dict) else None
-        slots = answer.get("total_slots")
-        if not isinstance(context, int) or not isinstance(slots, int):
+        context = limit(settings.get("n_ctx")) if isinstance(settings, dict) else None
+        slots = limit(answer.get("total_slots"))
+        if context is None or slots is None:
             raise MalformedEvent("/props names no n_ctx and total_slots")
         return ServerFacts(model or str(answer.get("model_alias", "default")), context, slots)
 
@@ -79,8 +90,8 @@ class LlamaCppFormat:
             if ended_by is None:
                 raise MalformedEvent(f"stop_type {event.get('stop_type')!r} is not known")
             timings = event.get("timings")
-            cached = timings.get("cache_n", 0) if isinstance(timings, dict) else 0
-            return Delta(ended_by=ended_by, cached_tokens=cached)
+            cached = count(timings.get("cache_n")) if isinstance(timings, dict) else None
+            return Delta(ended_by=ended_by, cached_tokens=cached or 0)
         token_ids = ids(event.get("tokens"), "tokens")
         scored = event.get("completion_probabilities")
         return Delta(token_ids, scored=None if scored is None else _scored(scored))
@@ -95,7 +106,7 @@ def _scored(probabilities: object) -> list[Scored]:
 
 
 class _Candidate(msgspec.Struct):
-    id: int
+    id: TokenId
     logprob: float
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from pool_worker.engines.formats.base import limit
 from protocol.wire import UNDECODABLE
 
 _VLLM_CACHE: Final = re.compile(rb"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
@@ -31,7 +32,7 @@ def _vllm(page: bytes) -> int | None:
     for labels in _VLLM_CACHE.findall(page):
         fields = {name: int(value) for name, value in _VLLM_LABEL.findall(labels)}
         total += fields.get(b"kv_cache_size_tokens") or fields.get(b"num_gpu_blocks", 0) * fields.get(b"block_size", 0)
-    return total or None
+    return limit(total)
 
 
 def _sglang(page: bytes) -> int | None:
@@ -39,7 +40,7 @@ def _sglang(page: bytes) -> int | None:
         reported = msgspec.json.decode(page, type=dict[str, Any]).get("max_total_num_tokens")
     except UNDECODABLE:
         return None
-    return reported if isinstance(reported, int) and reported > 0 else None
+    return limit(reported)
 
 
 MEMORY_PAGES: Final[Mapping[str, MemoryPage]] = {

@@ -6,7 +6,7 @@ Its documentation: https://platform.openai.com/docs/api-reference/completions
 from collections.abc import Mapping
 from typing import Any
 
-from pool_worker.engines.formats.base import Delta, Medium, ServerFacts, ServerRequest
+from pool_worker.engines.formats.base import Delta, Medium, ServerFacts, ServerRequest, count, limit
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 
@@ -68,11 +68,10 @@ def model_of(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
     models = answer.get("data")
     entries = [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
     chosen = next((one for one in entries if model is None or one.get("id") == model), None)
-    if chosen is None:
+    if chosen is None or not isinstance(chosen.get("id"), str):
         names = ", ".join(str(one.get("id")) for one in entries) or "none"
         raise MalformedEvent(f"the server does not serve {model!r}; it serves: {names}")
-    length = chosen.get("max_model_len")
-    return ServerFacts(str(chosen["id"]), length if isinstance(length, int) else None)
+    return ServerFacts(chosen["id"], limit(chosen.get("max_model_len")))
 
 
 def choice_of(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -92,7 +91,7 @@ def choice_of(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def ended_by(choice: Mapping[str, Any]) -> str | None:
     """Return a choice's finish reason. Raises ServerFailure for one that is no end of an answer."""
     reason = choice.get("finish_reason")
-    if reason not in {None, "stop", "length"}:
+    if reason not in (None, "stop", "length"):  # no set: anything may stand there
         raise ServerFailure(f"the server ended the choice with {reason!r}")
     return reason
 
@@ -101,5 +100,4 @@ def cached_of(event: Mapping[str, Any]) -> int:
     """Return how much of the prompt the usage says was cached; nothing where it says nothing that makes sense."""
     usage = event.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return cached if isinstance(cached, int) else 0
+    return count(details.get("cached_tokens")) or 0 if isinstance(details, dict) else 0

@@ -6,7 +6,7 @@ Its documentation: https://docs.sglang.ai/basic_usage/native_api.html and .../sa
 from collections.abc import Mapping
 from typing import Any
 
-from pool_worker.engines.formats.base import SAMPLING, Delta, Medium, ServerFacts, ServerRequest, ids
+from pool_worker.engines.formats.base import SAMPLING, Delta, Medium, ServerFacts, ServerRequest, count, ids
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 
@@ -66,15 +66,14 @@ class SGLangFormat:
         if not isinstance(reported, dict):
             raise MalformedEvent("an event without meta_info")
         output = ids(event.get("output_ids"), "output_ids")
-        count = reported.get("completion_tokens")
+        made = reported.get("completion_tokens")
         # Servers with --stream-output-ids-incremental give only what is new: the count tells which of the two it is.
-        is_whole = len(output) == count if isinstance(count, int) else True
+        is_whole = len(output) == made if isinstance(made, int) else True
         new = output[seen_tokens:] if is_whole else output
         reason = reported.get("finish_reason")
         kind = reason.get("type") if isinstance(reason, dict) else None
         if kind == "abort":
             raise ServerFailure(str(reason.get("message") if isinstance(reason, dict) else reason))
-        if kind not in {None, "stop", "length"}:
+        if kind not in (None, "stop", "length"):  # no set: anything may stand there
             raise MalformedEvent(f"finish_reason {kind!r} is not known")
-        cached = reported.get("cached_tokens")
-        return Delta(new, ended_by=kind, cached_tokens=cached if isinstance(cached, int) else 0)
+        return Delta(new, ended_by=kind, cached_tokens=count(reported.get("cached_tokens")) or 0)

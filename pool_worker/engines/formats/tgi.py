@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import Delta, Medium, Scored, ServerFacts, ServerRequest
+from pool_worker.engines.formats.base import Delta, Medium, Scored, ServerFacts, ServerRequest, limit
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from protocol.messages import TokenId
 
 _ENDS: Final = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
@@ -41,9 +42,9 @@ class TgiFormat:
         memory = answer.get("max_batch_total_tokens")  # not of every release
         return ServerFacts(
             model or served,
-            length if isinstance(length, int) else None,
-            requests if isinstance(requests, int) else None,
-            memory_tokens=memory if isinstance(memory, int) else None,
+            limit(length),
+            limit(requests),
+            memory_tokens=limit(memory),
         )
 
     @staticmethod
@@ -98,7 +99,7 @@ class TgiFormat:
 
 
 class _Token(msgspec.Struct):
-    id: int
+    id: TokenId
     logprob: float = 0.0
 
 

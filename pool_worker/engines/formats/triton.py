@@ -81,7 +81,7 @@ class TritonFormat:
         text, reason = event.get("text_output"), event.get("finish_reason")
         if not isinstance(text, str):
             raise MalformedEvent("an event without text_output")
-        if reason not in {None, "", "None", *_ENDS}:
+        if reason not in (None, "", "None", *_ENDS):  # no set: anything may stand there
             raise ServerFailure(f"the server ended the choice with {reason!r}")
         return Delta(text=text, ended_by=_ENDS.get(str(reason)))
 

@@ -114,7 +114,8 @@ def _scored(logprobs: object) -> list[Scored]:
 
 
 def _id(key: str) -> int:
-    return int(key.removeprefix(_ID_PREFIX))
+    [token_id] = ids([int(key.removeprefix(_ID_PREFIX))], "top_logprobs")
+    return token_id
 
 
 class _Logprobs(msgspec.Struct):

@@ -1,0 +1,158 @@
+"""Events that break what an API documents: the server's fault by name, or a number that is left out. Never a crash."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from engine.detokenizer import TokenText
+from engine.types import GenerationRequest, SamplingParams
+from pool_worker.engines.chat_formats import chat_format
+from pool_worker.engines.chat_formats.base import AnswerReader, ChatServerRequest
+from pool_worker.engines.formats import FORMATS
+from pool_worker.engines.framing import MalformedEvent, ServerFailure
+from pool_worker.engines.server_choice import ServerChoice
+from pool_worker.engines.tokenizer_folder import TokenizerFolder
+from pool_worker.settings import AnthropicSettings, OpenAIChatSettings, VertexSettings
+from protocol.chat import Chat, Turn
+from protocol.messages import Finished, encode
+from protocol.steps import StepFrame, decode_step
+from spillway.config import DEMO_MODEL_PATH
+
+TOKENIZER = TokenizerFolder(DEMO_MODEL_PATH)
+PARAMS = SamplingParams(max_tokens=4, logprobs=1)
+HUGE = 2**70
+
+
+def choice(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": "", **fields}]}
+
+
+def usage_of_completions(cached: object) -> dict[str, Any]:
+    return {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": cached}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [
+        ("vllm", choice(token_ids=[HUGE])),
+        ("vllm", choice(token_ids=[2**33])),
+        ("vllm", choice(finish_reason=[])),
+        ("vllm", choice(finish_reason={})),
+        (
+            "vllm",
+            choice(token_ids=[1], logprobs={"token_logprobs": [-1.0], "top_logprobs": [{f"token_id:{HUGE}": -1.0}]}),
+        ),
+        ("openai_completions", choice(finish_reason=[])),
+        ("trtllm", choice(token_ids=[HUGE])),
+        ("llamacpp", {"tokens": [HUGE]}),
+        ("llamacpp", {"tokens": [1], "completion_probabilities": [{"id": HUGE, "logprob": -1.0, "top_logprobs": []}]}),
+        ("lmdeploy", {"meta_info": {}, "output_ids": [HUGE]}),
+        ("sglang", {"meta_info": {"finish_reason": {"type": []}}, "output_ids": []}),
+        ("sglang", {"meta_info": {}, "output_ids": [HUGE]}),
+        ("tgi", {"token": {"id": -1}}),
+        ("tgi", {"token": {"id": HUGE}}),
+        ("triton", {"text_output": "", "finish_reason": []}),
+    ],
+)
+def test_what_a_token_server_cannot_mean_is_its_fault(kind: str, event: Mapping[str, Any]) -> None:
+    with pytest.raises((MalformedEvent, ServerFailure)):
+        FORMATS[kind].read(event, 0)
+
+
+@pytest.mark.parametrize("count", [HUGE, 2**64 - 1, -1, True, "1", 1.5, None, []])
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [
+        ("vllm", usage_of_completions),
+        ("trtllm", usage_of_completions),
+        ("openai_completions", usage_of_completions),
+        ("sglang", lambda count: {"meta_info": {"cached_tokens": count}, "output_ids": []}),
+        ("llamacpp", lambda count: {"stop": True, "stop_type": "eos", "timings": {"cache_n": count}}),
+    ],
+)
+def test_cached_tokens_that_cannot_be_counted_are_none(kind: str, event: Any, count: object) -> None:
+    delta = FORMATS[kind].read(event(count), 0)
+    taken = ServerChoice(GenerationRequest("r", (1,), PARAMS), 0, TokenText(TOKENIZER), frozenset())
+    output = taken.take(delta) or taken.end("stop")
+    finished = Finished("r", 1, 0, False, 1, output.cached_tokens, 0, 1.0)
+    assert decode_step(encode(StepFrame(1, "w", (finished,)))).frames[0] == finished
+    assert output.cached_tokens == 0
+
+
+@pytest.mark.parametrize("number", [HUGE, -1, 0, True, "1"])
+def test_a_length_that_no_model_has_is_not_told(number: object) -> None:
+    answer = {"data": [{"id": "m", "max_model_len": number}]}
+    assert FORMATS["vllm"].facts(answer, None).max_model_len is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [
+        ("vllm", {"data": [{}]}),
+        ("openai_completions", {"data": [{"object": "model"}]}),
+        ("llamacpp", {"default_generation_settings": {"n_ctx": HUGE}, "total_slots": 1}),
+    ],
+)
+def test_a_page_without_a_model_is_no_such_server(kind: str, answer: Mapping[str, Any]) -> None:
+    with pytest.raises(MalformedEvent):
+        FORMATS[kind].facts(answer, None)
+
+
+def reader_of(kind: str) -> AnswerReader:
+    settings: Any = {
+        "openai": lambda: OpenAIChatSettings(kind="openai_chat", url="http://localhost", model="m", profile="openai"),
+        "anthropic": lambda: AnthropicSettings(kind="anthropic", model="m"),
+        "vertex": lambda: VertexSettings.model_validate(
+            {"kind": "vertex", "model": "m", "project": "p", "location": "global"}
+        ),
+    }[kind]()
+    return chat_format(settings).reader(ChatServerRequest("m", Chat((Turn("user", "a"),)), PARAMS, 4, None))
+
+
+def said(content: object) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": content}}]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "thinking", "thinking": 5}],
+        [{"type": "thinking", "thinking": [{"text": 5}]}],
+        [{"type": "text", "text": 5}],
+        [{"type": ["text"]}],
+    ],
+)
+def test_a_part_of_a_message_that_is_no_text_is_the_server_s_fault(content: object) -> None:
+    with pytest.raises(MalformedEvent):
+        reader_of("openai").read(said(content))
+
+
+@pytest.mark.parametrize("details", [5, "a", [], [1], True, {"cached_tokens": HUGE}, {"reasoning_tokens": -1}])
+def test_details_of_a_usage_that_cannot_be_are_left_out(details: object) -> None:
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+    told = {**usage, "prompt_tokens_details": details, "completion_tokens_details": details}
+    reader = reader_of("openai")
+    assert reader.read({"choices": [], "usage": told}) == reader.read({"choices": [], "usage": usage})
+
+
+@pytest.mark.parametrize("count", [HUGE, 2**63, True, -1])
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [
+        ("openai", lambda count: {"choices": [], "usage": {"prompt_tokens": count, "completion_tokens": 1}}),
+        (
+            "anthropic",
+            lambda count: {"type": "message_delta", "delta": {}, "usage": {"input_tokens": count, "output_tokens": 1}},
+        ),
+        ("vertex", lambda count: {"usageMetadata": {"promptTokenCount": count}}),
+    ],
+)
+def test_a_usage_that_cannot_be_is_none(kind: str, event: Any, count: object) -> None:
+    assert reader_of(kind).read(event(count)).usage is None
+
+
+def test_arguments_with_a_number_of_any_size_are_told() -> None:
+    part = {"functionCall": {"name": "f", "args": {"a": HUGE}}}
+    delta = reader_of("vertex").read({"candidates": [{"content": {"parts": [part]}}]})
+    assert delta.parts[1].text == f'{{"a":{HUGE}}}'
