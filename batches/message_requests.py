@@ -14,13 +14,14 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batches.settings import BatchSettings
+from batches.validation import MAX_DEPTH, is_deeper
 from protocol.wire import UNDECODABLE
 from web.body import MAX_BODY_VALUES, check_values
 from web.errors import BodyTooLarge, InvalidParameter, MalformedJson
 
 ENDPOINT: Final = "/v1/messages"
 MAX_MODEL_CHARS: Final = 512
-MAX_NESTING: Final = 200  # lists and objects in one another; the endpoint reads no deeper either
+MAX_NESTING: Final = MAX_DEPTH + 2  # lists and objects in one another: a request, its parameters, one that is empty
 ID_BYTES: Final = 16  # of a custom_id's hash
 PIECE_BYTES: Final = 256 * 1024  # that a thread reads at a time
 LINE: Final = b'{"custom_id":"%b","method":"POST","url":"/v1/messages","body":%b}\n'
@@ -237,6 +238,8 @@ def _line(raw: bytes, name: str) -> tuple[str, bytes]:
     if not text.startswith(b"{"):
         raise InvalidParameter(f"'{name}.params' must be an object.", param=f"{name}.params", code="invalid_type")
     params = _decoded(_decode_any, text, f"{name}.params")
+    if is_deeper(text, params, MAX_DEPTH):
+        raise _malformed(f"{name}.params is nested too deeply.")
     model = params.get("model")
     if not isinstance(model, str) or not 1 <= len(model) <= MAX_MODEL_CHARS:
         raise InvalidParameter(f"'{name}.params.model' must be a model's name.", param=f"{name}.params.model")

@@ -1,6 +1,6 @@
 """Validation of an input file, line by line: what is wrong before anything runs. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -11,7 +11,7 @@ from web.body import check_values
 from web.errors import InvalidParameter
 
 MAX_CUSTOM_ID_CHARS: Final = 512
-MAX_DEPTH: Final = 200  # of lists and objects in each other, as in the body of a request
+MAX_DEPTH: Final = 200  # of lists and objects in each other, in a line's body as in that of a request
 GUESSED_TOKENS: Final = 256  # of an answer, where the line does not say how many it may have
 CHARS_PER_TOKEN: Final = 4
 
@@ -80,22 +80,27 @@ def _decoded(text: bytes) -> dict[str, Any]:
     except UNDECODABLE as error:
         raise Wrong("invalid_json_line", "This line is not parseable as valid JSON.") from error
     # Whoever reads the line later reads it deeper in the stack than this process does.
-    if text.count(b"[") + text.count(b"{") > MAX_DEPTH and is_deeper(line, MAX_DEPTH):
+    if is_deeper(text, line, MAX_DEPTH + 1):  # the line is around its body
         raise Wrong("invalid_json_line", f"This line is nested more than {MAX_DEPTH} levels deep.")
     if not isinstance(line, dict):
         raise Wrong("invalid_json_line", "This line is no JSON object.")
     return line
 
 
-def is_deeper(value: object, levels: int) -> bool:
-    """Report whether lists and objects are nested in each other more than so many levels deep."""
+def is_deeper(text: bytes, value: object, levels: int) -> bool:
+    """Report whether values are nested more than so many lists and objects deep, as pydantic counts when it reads.
+
+    ``text``: what was decoded. What is empty does not count: nothing is nested in it.
+    """
+    if text.count(b"[") + text.count(b"{") <= levels:
+        return False
     here = [value]
     for _ in range(levels):
         here = [item for one in here for item in _items(one)]
-    return any(isinstance(one, (dict, list)) for one in here)
+    return any(_items(one) for one in here)
 
 
-def _items(value: object) -> Iterable[object]:
+def _items(value: object) -> Collection[object]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()

@@ -16,6 +16,11 @@ def driven(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
     raise AssertionError("it waits")
 
 
+def cut_bytes(payload: bytes) -> int:
+    """Return the size of pieces into which a payload is cut: a dozen or so, however long it is."""
+    return len(payload) // 13 + 3
+
+
 async def pieces(payload: bytes, piece_bytes: int) -> AsyncIterator[bytes]:
     """Iterate over a payload as it may come."""
     for start in range(0, len(payload), piece_bytes):

@@ -14,10 +14,10 @@ from gateway.http.connections import Connections
 from gateway.http.refusals import RefusalLog
 from gateway.metrics.requests import RequestSeries
 from gateway.settings import ConnectionSettings
+from tests.fuzz.driving import cut_bytes
 from tests.fuzz.mutations import Form
 
 FORM: Form = "bytes"
-PIECE_BYTES = 9
 TURNS = 12  # of the loop, in which a request is answered
 
 _HOST = b"Host: a\r\n"
@@ -105,7 +105,7 @@ logging.getLogger("uvicorn.error").addHandler(_Errors(logging.ERROR))
 
 def run(payload: bytes) -> None:
     whole, refused = _loop.run_until_complete(_served(payload, len(payload) or 1))
-    cut, cut_refused = _loop.run_until_complete(_served(payload, PIECE_BYTES))
+    cut, cut_refused = _loop.run_until_complete(_served(payload, cut_bytes(payload)))
     fewer, more = sorted((whole, cut), key=len)
     assert more[: len(fewer)] == fewer, "what is asked depends on how it was cut"
     assert len(fewer) == len(more) or refused or cut_refused

@@ -9,6 +9,7 @@ from batches.message_requests import ENDPOINT, _Requests
 from batches.order import prompt_text, sort_key
 from batches.settings import BatchSettings
 from batches.validation import Request, Wrong, check_line
+from tests.fuzz.driving import cut_bytes
 from tests.fuzz.mutations import Form
 from web.errors import ApiError
 
@@ -35,7 +36,7 @@ def run(payload: bytes) -> None:
             _index(check_line(payload, endpoint, MODELS))
         except Wrong:
             continue
-    whole, cut = _lines(payload, len(payload) or 1), _lines(payload, 7)
+    whole, cut = _lines(payload, len(payload) or 1), _lines(payload, cut_bytes(payload))
     assert whole == cut, "what a body says depends on how it was cut"
     for line in whole or ():
         # A line with as many values in strings as a body may have in all is refused later, and no other.

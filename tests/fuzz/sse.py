@@ -31,11 +31,10 @@ from protocol.logprobs import TokenLogprob
 from protocol.steps import StepFrame, decode_step
 from protocol.wire import UNDECODABLE
 from spillway.config import DEMO_MODEL_PATH
-from tests.fuzz.driving import driven, pieces
+from tests.fuzz.driving import cut_bytes, driven, pieces
 from tests.fuzz.mutations import Form
 
 FORM: Form = "events"
-PIECE_BYTES = 11
 MAX_TOKENS = 16
 # What ``ServerConnection.stream`` takes for the server's fault.
 FAULTS = (MalformedEvent, ServerFailure, *UNDECODABLE)
@@ -137,7 +136,7 @@ async def _events(payload: bytes, framing: Framing) -> list[Mapping[str, Any]]:
     """Return the events up to the first fault."""
     events: list[Mapping[str, Any]] = []
     with contextlib.suppress(*FAULTS):
-        async for data in FRAMINGS[framing](pieces(payload, PIECE_BYTES)):
+        async for data in FRAMINGS[framing](pieces(payload, cut_bytes(payload))):
             events.append(_decode(data))  # noqa: PERF401  # those before the fault stay
     return events
 

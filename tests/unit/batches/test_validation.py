@@ -1,5 +1,6 @@
 """Lines that nobody may stumble over later: what cannot be read, or lies too deep, is invalid at once."""
 
+import msgspec
 import pytest
 
 from batches.validation import MAX_DEPTH, Wrong, check_line, is_deeper
@@ -17,7 +18,7 @@ def nested(levels: int) -> bytes:
         (b"[" * 1_500, "invalid_json_line"),
         (b'{"a":' * 1_500, "invalid_json_line"),
         (nested(1_500), "invalid_json_line"),
-        (nested(MAX_DEPTH), "invalid_json_line"),
+        (nested(MAX_DEPTH + 1), "invalid_json_line"),
         (HEAD + b'"\xff"}}', "invalid_json_line"),
         (HEAD + b"NaN}}", "invalid_json_line"),
         (HEAD + b"1e400}}", "invalid_json_line"),
@@ -33,12 +34,14 @@ def test_a_poisonous_line_is_invalid(text: bytes, code: str) -> None:
 
 
 def test_a_line_may_be_as_deep_as_a_request() -> None:
-    assert check_line(nested(MAX_DEPTH - 2), "/v1/completions", {"m": "m"}).model == "m"
+    assert check_line(nested(MAX_DEPTH), "/v1/completions", {"m": "m"}).model == "m"
 
 
 @pytest.mark.parametrize(
-    ("value", "levels"), [(1, 0), ([], 1), ({}, 1), ([1, [2]], 2), ({"a": [{"b": 1}], "c": []}, 3)]
+    ("value", "levels"),
+    [(1, 0), ([], 0), ({}, 0), ([1], 1), ([1, [2]], 2), ([[], [[]]], 2), ({"a": [{"b": 1}], "c": []}, 3)],
 )
 def test_depth(value: object, levels: int) -> None:
-    assert is_deeper(value, levels) is False
-    assert levels == 0 or is_deeper(value, levels - 1)
+    text = msgspec.json.encode(value)
+    assert is_deeper(text, value, levels) is False
+    assert levels == 0 or is_deeper(text, value, levels - 1)

@@ -1,0 +1,172 @@
+"""pydantic, which reads bodies, and msgspec, which reads all else, agree on what is valid.
+
+A body that only one of them reads is accepted now and stops something later: a background response, a line of a batch,
+a stored conversation. Bodies are texts here, since what the two differ in cannot be said in Python's values.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from batches.lines import decode_line
+from batches.message_requests import ENDPOINT, _Requests
+from batches.settings import BatchSettings
+from batches.validation import Wrong, check_line
+from gateway.api.pooling_schema import parse_embedding, parse_rerank, parse_score
+from gateway.api.sampling import sampling_of
+from gateway.api.schema import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion, parse_tokenize
+from protocol.messages import Sampling
+from surfaces.messages import MessagesRequest
+from surfaces.responses import ResponsesRequest
+from web.errors import ApiError
+from web.schema import parse_body
+
+CHAT = "/v1/chat/completions"
+MODELS = {"m": "m"}
+HEAD = b'{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"a"}],"x":'
+PARSERS: list[Callable[[bytes], Any]] = [
+    parse_chat,
+    parse_completion,
+    parse_tokenize,
+    parse_embedding,
+    parse_score,
+    parse_rerank,
+    lambda body: parse_body(ResponsesRequest, body),
+    lambda body: parse_body(MessagesRequest, body),
+]
+
+
+ATOMS = [
+    "null", "true", "0", "-0", "1", "-1", "2.5", "1e2", "1E+2", "0.1e-400", "1e308", "1e400", "-1e400",
+    "NaN", "Infinity",
+    "-Infinity", "01", "1.", ".5", "+1", "9007199254740993", "9223372036854775808", "18446744073709551616",
+    "-9223372036854775809", "9" * 40, "9" * 4301, '""', '"a"', r'"\u0000"', '"\0"', '"\t"', r'"\ud800"',
+    r'"\udc00\ud800"',
+    r'"\ud83d\ude00"', '"\u20ac"', r'"\x"', "[]", "{}", "[1,]", '{"a":1,}', '{"a":1,"a":"b"}', "'a'", "nul",
+    *(opened * depth + "1" + closed * depth for depth in (99, 195, 197, 198, 199, 200, 201, 1100)
+      for opened, closed in (("[", "]"), ('{"a":', "}"))),
+]  # fmt: skip
+KEYS = ["a", "", "model", r"\u0061", r"\u0000", r"\ud800", "x y"]
+FIELDS = [
+    "x", "metadata", "temperature", "seed", "max_tokens", "logit_bias", "stop", "n", "messages", "prompt", "input",
+    "tools", "chat_template_kwargs", "response_format", "user", "documents", "query", "text_1",
+    "text_2", "top_k", "stream_options",
+    "truncate_prompt_tokens", "stop_token_ids", "allowed_token_ids", "min_tokens", "dimensions", "system", "store",
+]  # fmt: skip
+
+
+def _lists(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    items = st.lists(st.tuples(st.sampled_from(KEYS), inner), max_size=3)
+    objects = items.map(lambda pairs: "{" + ",".join(f'"{key}":{value}' for key, value in pairs) + "}")
+    return objects | st.lists(inner, max_size=3).map(lambda values: "[" + ", ".join(values) + "]")
+
+
+VALUES = st.recursive(st.sampled_from(ATOMS), _lists, max_leaves=6)
+REQUIRED = {
+    "model": '"m"',
+    "messages": '[{"role":"user","content":"hello"}]',
+    "prompt": '"hello"',
+    "input": '"hello"',
+    "query": '"a"',
+    "documents": '["a"]',
+    "text_1": '"a"',
+    "text_2": '"a"',
+    "max_tokens": "5",
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> bytes:
+    """Bodies that every API would accept, but for a few fields; some come twice."""
+    fields = list(REQUIRED.items())
+    for name in draw(st.lists(st.sampled_from(FIELDS), min_size=1, max_size=3)):
+        fields.insert(draw(st.integers(0, len(fields))), (name, draw(VALUES)))
+    if draw(st.booleans()):
+        inner = f'[{{"role":"user","content":"hello","x":{draw(VALUES)}}}]'
+        fields = [(name, inner if name == "messages" and value == REQUIRED[name] else value) for name, value in fields]
+    text = "{" + ",".join(f'"{name}":{value}' for name, value in fields) + "}"
+    return text.encode()
+
+
+def assert_none(request: object, refusal: Exception) -> None:
+    assert request is None, refusal
+
+
+def deep(levels: int) -> bytes:
+    """A body whose lists and objects are nested so deep, itself included."""
+    return (
+        b'{"model":"m","messages":[{"role":"user","content":"a"}],"x":'
+        + b"[" * (levels - 1)
+        + b"]" * (levels - 1)
+        + b"}"
+    )
+
+
+@given(bodies())
+@example(b"\xef\xbb\xbf{}")
+@example(b'{"model":"m","messages":[{"role":"user","content":"a"}],"x":"\xff"}')
+@example(deep(200))
+@example(deep(201))
+@example(deep(1100))
+def test_what_pydantic_accepts_msgspec_writes_and_reads(body: bytes) -> None:
+    for parse in PARSERS:
+        try:
+            request = parse(body)
+        except ApiError:
+            continue
+        given_fields = request.model_dump()
+        assert msgspec.json.decode(msgspec.json.encode(given_fields)) == json.loads(request.model_dump_json())
+        assert request.model_extra is None or msgspec.json.decode(body).keys() >= request.model_extra.keys()
+        if isinstance(request, (ChatCompletionRequest, CompletionRequest)):
+            try:
+                sampling = sampling_of(request, 5)
+            except ApiError:
+                continue
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
+
+
+@given(bodies())
+@example(deep(199))
+@example(deep(200))
+@example(deep(201))
+@example(b'{"model":"x","model":"m","messages":[{"role":"user","content":"a"}]}')
+def test_a_body_is_valid_by_itself_and_as_a_line(body: bytes) -> None:
+    line = b'{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":' + body + b"}"
+    try:
+        request = parse_chat(body)
+    except ApiError:
+        request = None
+    try:
+        check_line(line, CHAT, MODELS)
+    except Wrong as wrong:
+        if wrong.param != "body.model":  # of a model that is not there the endpoint says so, too
+            assert_none(request, wrong)
+        return
+    # What the line holds is told to the API as it stands there.
+    as_line = bytes(decode_line(line).body)
+    try:
+        assert parse_chat(as_line) == request
+    except ApiError:
+        assert request is None
+
+
+@given(bodies())
+@example(deep(200))
+@example(deep(201))
+@example(deep(202))
+def test_a_body_is_valid_by_itself_and_as_a_request_of_a_batch(body: bytes) -> None:
+    try:
+        parse_body(MessagesRequest, body)
+        is_valid = True
+    except ApiError:
+        is_valid = False
+    requests = _Requests(BatchSettings())
+    try:
+        [line] = requests.feed(b'{"requests":[{"custom_id":"a","params":' + body + b"}]}", is_last=True)
+        check_line(line, ENDPOINT, MODELS, any_model=True)
+    except (ApiError, Wrong) as refusal:
+        assert_none(is_valid or None, refusal)
