@@ -98,12 +98,7 @@ def assert_none(request: object, refusal: Exception) -> None:
 
 def deep(levels: int) -> bytes:
     """A body whose lists and objects are nested so deep, itself included."""
-    return (
-        b'{"model":"m","messages":[{"role":"user","content":"a"}],"x":'
-        + b"[" * (levels - 1)
-        + b"]" * (levels - 1)
-        + b"}"
-    )
+    return HEAD + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
 
 
 @given(bodies())
