@@ -1,8 +1,12 @@
 """Statistics of a worker's engine, as its heartbeats report them. Counts only grow while the worker lives."""
 
+from typing import Final
+
 from msgspec import Struct
 
 from protocol.wire import Real, Whole
+
+MAX_BUCKETS: Final = 200  # of one histogram
 
 
 class Histogram(Struct, frozen=True, array_like=True):
@@ -11,6 +15,11 @@ class Histogram(Struct, frozen=True, array_like=True):
     bounds: tuple[Real, ...]  # upper ones, rising; a value equal to one belongs to its bucket
     counts: tuple[Whole, ...]  # of each bucket alone; one more than bounds, for what is beyond the last
     total: Real  # sum of all values
+
+    def __post_init__(self) -> None:
+        """Refuse what nobody can show. Raises ValueError, which is a ProtocolError where it came over the wire."""
+        if len(self.counts) != len(self.bounds) + 1 or len(self.counts) > MAX_BUCKETS:
+            raise ValueError(f"{len(self.counts)} counts of {len(self.bounds)} bounds are no histogram")
 
 
 class Pace(Struct, frozen=True, omit_defaults=True):

@@ -1,7 +1,16 @@
-"""Heartbeats of workers, up to the rows that the ledger writes of them."""
+"""Heartbeats of workers: what the gateway counts, shows and exposes of them, and the rows that the ledger writes."""
+
+from collections.abc import Sequence
 
 from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
 
+from console.dashboard import formats
+from console.dashboard.live import kv_share
+from gateway.admission.capacity import Capacity
+from gateway.metrics.engines import engine_families, worker_families
 from ledger.machine_time import MAX_CATCH_UP_MS, QUARTER_MS, Moment, _check_plausible, _rows
 from ledger.prices import PriceBook
 from ledger.store import MAX_USD_PER_HOUR
@@ -28,6 +37,7 @@ SEEDS = [
 def run(payload: bytes) -> None:
     try:
         beat = m.decode_heartbeat(payload)
+        _count(beat)
         beat = replace(beat, sent_unix_ms=beat.sent_unix_ms - NOW_MS + unix_now_ms())
         _check_plausible(beat)
     except ProtocolError:
@@ -38,3 +48,28 @@ def run(payload: bytes) -> None:
         numbers = [value for value in row.values() if isinstance(value, int)]
         assert all(0 <= number < _SQL_INTEGER for number in numbers), row
         assert 0 <= row["nano_usd_per_hour"] <= MAX_USD_PER_HOUR * 10**9
+
+
+class _Families:
+    """Families of metrics as a collector."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Sequence[Metric]:
+        return self._families
+
+
+def _count(beat: m.Heartbeat) -> None:
+    """Do with a heartbeat what a gateway does with whatever it can decode."""
+    capacity = Capacity(["m"], [("p", "m")])
+    capacity.on_heartbeat(_SEED)
+    capacity.on_heartbeat(beat)
+    capacity.took(beat.worker_id, 1)
+    capacity.keep(lambda _, __: False, 0.0)
+    place = capacity.of("m")
+    assert (place.workers, place.free_sequences, place.running) == (0, 0, 0), "what has come is not gone"
+    registry = CollectorRegistry()
+    registry.register(_Families([*engine_families([beat], beat.models), *worker_families([beat], ["m"])]))
+    generate_latest(registry)
+    formats.share(kv_share([beat]))

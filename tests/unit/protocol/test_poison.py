@@ -9,6 +9,7 @@ import pytest
 
 from protocol import messages as m
 from protocol.dead_letters import decode_dead_letter
+from protocol.engine_stats import EngineStats, Histogram
 from protocol.errors import ProtocolError
 from protocol.idempotency import decode_claim
 from protocol.open_requests import decode_answer
@@ -97,3 +98,18 @@ def test_numbers_are_finite_and_bounded(
     (fields[0] if isinstance(fields, list) else fields)[field] = number
     with pytest.raises(ProtocolError, match=field):
         decode(msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "counts"), [((1.0, 2.0), (1, 1)), ((), ()), ((1.0,), (0, 0, 0)), ((1.0,) * 500, (0,) * 501)]
+)
+@pytest.mark.parametrize("field", ["step_tokens", "inter_token_s"])
+def test_a_histogram_that_cannot_be_shown_is_none(
+    field: str, bounds: tuple[float, ...], counts: tuple[int, ...]
+) -> None:
+    none = Histogram((1.0,), (0, 0), 0.0)
+    stats = msgspec.to_builtins(EngineStats(1, 0, 0.5, 10, 5, none, none))
+    assert m.decode_heartbeat(msgspec.msgpack.encode({**msgspec.to_builtins(BEAT), "stats": stats})).stats is not None
+    stats[field] = [bounds, counts, 0.0]
+    with pytest.raises(ProtocolError, match=field):
+        m.decode_heartbeat(msgspec.msgpack.encode({**msgspec.to_builtins(BEAT), "stats": stats}))
