@@ -40,7 +40,6 @@ SINGLE_HEADERS: Final = (
     b"transfer-encoding", b"idempotency-key",
 )  # fmt: skip
 
-
 log = logging.getLogger(__name__)
 
 
@@ -88,13 +87,15 @@ class Connection(HttpToolsProtocol):
         if self._waits_in is self._connections.idle:
             self._wait_in(None)
         self._piece_bytes, self._began_here = len(data), False
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # the request is answered, and the protocol stays
-            pass
-        except httptools.HttpParserError as error:
-            self._refuse(_refusal_of(error))
-            return
+        while data:
+            try:
+                self.parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as upgrade:  # its request is answered, the protocol stays: read on
+                data = data[upgrade.args[0] :]
+            except httptools.HttpParserError as error:
+                self._refuse(_refusal_of(error))
+                return
         if self._in_head or self._answering is None or self._answering.response_complete:
             self._wait_for_head()
 

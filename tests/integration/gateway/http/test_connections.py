@@ -301,6 +301,22 @@ async def test_a_thousand_requests_in_one_piece_do_not_all_wait(share_gateway: S
         assert 1 < whole.count(b"HTTP/1.1 200") <= 102
 
 
+UPGRADE = LIVE.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, len(UPGRADE), len(UPGRADE) + 1, 10_000])
+async def test_what_comes_behind_a_request_to_upgrade_is_answered_however_it_is_cut(
+    share_gateway: Share, piece_bytes: int
+) -> None:
+    gateway = await share_gateway()
+    sent = UPGRADE + UPGRADE + LIVE
+    async with connect(gateway) as client:
+        for start in range(0, len(sent), piece_bytes):
+            await client.send(sent[start : start + piece_bytes])
+        for _ in range(3):
+            assert (await client.answer())[0] == 200
+
+
 MANY = 60  # descriptions: more than the sockets hold
 
 
