@@ -90,7 +90,7 @@ def _write_seeds(name: str, folder: Path) -> None:
 
 
 def _fuzzer(name: str, findings: Path, options: list[str], limit_s: int) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "tests.fuzz.under_atheris", name, str(findings), *options]
+    command = [sys.executable, "-m", "tests.fuzz.under_atheris", name, str(findings), "fuzz", *options]
     return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False)
 
 
@@ -101,10 +101,9 @@ def _minimise(name: str) -> None:
         for folder in (merged, seeds):
             folder.mkdir()
         _write_seeds(name, seeds)
-        # A merge starts itself again, by the name of its program alone.
         program = Path(temporary) / "program"
         arguments = f"-m tests.fuzz.under_atheris {name} {temporary}"
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$0" "$@"\n')
         program.chmod(0o755)
         sources = [str(CORPUS / name), str(seeds), str(WORK / name / "inputs")]
         (WORK / name / "inputs").mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""The process of one target: ``python -m tests.fuzz.under_atheris TARGET FOLDER [libFuzzer's options and corpora]``.
+"""The process of one target: ``python -m tests.fuzz.under_atheris TARGET FOLDER PROGRAM [libFuzzer's options and corpora]``.
+
+PROGRAM is what libFuzzer starts for a part of a merge: a file that runs this with its own name and the options it gets.
 
 It does not stop at a finding: each is kept once in FOLDER, as the input and a text that says what was raised, and
 known by where. A crash, a hang and memory without end stop libFuzzer, which keeps their inputs there, too.
@@ -28,7 +30,7 @@ PLACES = 2  # the innermost, by which a finding is known
 
 
 def main() -> None:
-    name, folder, *options = sys.argv[1:]
+    name, folder, program, *options = sys.argv[1:]
     if name not in TARGETS:
         sys.exit(f"no target {name!r}: {', '.join(TARGETS)}")
     logging.getLogger().addHandler(logging.NullHandler())
@@ -41,7 +43,7 @@ def main() -> None:
 
         return mutated(data, target.FORM, blindly, random.Random(seed))[:max_size]
 
-    atheris.Setup([sys.argv[0], *options], _keeping(target.run, Path(folder)), custom_mutator=mutate)
+    atheris.Setup([program, *options], _keeping(target.run, Path(folder)), custom_mutator=mutate)
     atheris.Fuzz()
 
 
