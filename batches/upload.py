@@ -104,7 +104,7 @@ async def receive_upload(body: AsyncIterator[bytes], content_type: str, writer: 
         try:
             parser.write(chunk)
         except FormParserError as error:
-            raise InvalidParameter(f"The form cannot be read: {error}") from error
+            raise _unreadable(error) from error
         if len(form.file) >= WRITE_BYTES:
             await _write(writer, form)
     if not form.ended:
@@ -119,7 +119,14 @@ def _parser(content_type: str, form: _Form) -> MultipartParser:
     if kind != b"multipart/form-data" or not boundary:
         raise InvalidParameter("Send the file as multipart/form-data, with the fields 'file' and 'purpose'.")
     callbacks = {name: getattr(form, name) for name in dir(form) if name.startswith("on_")}
-    return MultipartParser(boundary, callbacks)  # type: ignore[arg-type]  # a TypedDict of these names
+    try:
+        return MultipartParser(boundary, callbacks)  # type: ignore[arg-type]  # a TypedDict of these names
+    except FormParserError as error:  # of a boundary that is too long
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: FormParserError) -> InvalidParameter:
+    return InvalidParameter(f"The form cannot be read: {error}")
 
 
 async def _write(writer: Writer, form: _Form) -> None:
