@@ -1,6 +1,7 @@
 """The process of one target: ``python -m tests.fuzz.under_atheris TARGET FOLDER PROGRAM [options and corpora]``.
 
-Options are libFuzzer's. PROGRAM is what libFuzzer starts for a part of a merge: a file that runs this with its own name and the options it gets.
+Options are libFuzzer's. PROGRAM is what it starts for a part of a merge: a file that runs this with its own name and
+the options that it gets.
 
 It does not stop at a finding: each is kept once in FOLDER, as the input and a text that says what was raised, and
 known by where. A crash, a hang and memory without end stop libFuzzer, which keeps their inputs there, too.
