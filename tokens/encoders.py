@@ -9,6 +9,8 @@ import msgspec
 import tiktoken
 import tokenizers
 
+from protocol.wire import UNDECODABLE
+
 TIKTOKEN_PREFIX: Final = "tiktoken:"
 
 
@@ -88,9 +90,12 @@ class HuggingFaceEncoder:
         longest = max(
             map(len, self._tokenizer.get_vocab()), default=0
         )  # in bytes or characters (never more than bytes)
-        parts = msgspec.json.decode(tokenizer_json, type=_Parts)
-        self.max_chars = _max_chars(parts, longest)
-        self.may_backtrack = _may_backtrack(parts)
+        try:
+            parts = msgspec.json.decode(tokenizer_json, type=_Parts)
+            self.max_chars = _max_chars(parts, longest)
+            self.may_backtrack = _may_backtrack(parts)
+        except UNDECODABLE as error:  # the library reads more forms of a file than we do
+            raise TokenizerError(f"unusable tokenizer.json: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids. The batch call releases the GIL, and its fast variant computes no offsets."""

@@ -89,3 +89,10 @@ def test_a_token_that_swallows_spaces_stands_for_any_number() -> None:
     document = json.loads(byte_tokenizer_json())
     document["added_tokens"][0]["rstrip"] = True
     assert HuggingFaceEncoder(json.dumps(document).encode()).max_chars is None
+
+
+def test_a_file_that_only_the_library_reads_is_unusable() -> None:
+    document = json.loads(byte_tokenizer_json())
+    document["normalizer"] = {"type": "Sequence", "normalizers": [{"pattern": {"String": " "}, "content": "_"}]}
+    with pytest.raises(TokenizerError, match="missing required field `type`"):
+        HuggingFaceEncoder(json.dumps(document).encode())
