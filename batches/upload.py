@@ -96,11 +96,14 @@ async def receive_upload(body: AsyncIterator[bytes], content_type: str, writer: 
     upload = Upload()
     form = _Form(upload, max_bytes)
     parser = _parser(content_type, form)
-    size_bytes = 0
+    size_bytes, has_begun = 0, False
     async for chunk in body:
         size_bytes += len(chunk)
         if size_bytes > max_bytes + MAX_FORM_BYTES:  # before the first field, between two headers, or after the end
             raise BodyTooLarge(f"A form may have at most {MAX_FORM_BYTES} bytes beside its file.")
+        if not has_begun:  # the parser would skip what follows a line's end, as far as it is in the same chunk
+            chunk = chunk.lstrip(b"\r\n")  # noqa: PLW2901
+            has_begun = bool(chunk)
         try:
             parser.write(chunk)
         except FormParserError as error:
