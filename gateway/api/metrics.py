@@ -10,7 +10,7 @@ from gateway.api.services import Services
 from gateway.http.exchange import exchange_of
 from gateway.metrics.exposition import MetricsSnapshot, exposition
 from gateway.metrics.fleet import read_fleet
-from ledger.series import ledger_families
+from ledger.series import read_ledger
 from quotas.pools import pool_of_account
 from quotas.quotas import Quotas
 
@@ -32,7 +32,7 @@ def metrics_router(services: Services) -> APIRouter:
 
 
 async def _moment(services: Services) -> MetricsSnapshot:
-    ledger, fleet = await asyncio.gather(ledger_families(services.bus, services.set_aside), read_fleet(services.bus))
+    ledger, fleet = await asyncio.gather(read_ledger(services.bus, services.set_aside), read_fleet(services.bus))
     dispatcher = services.dispatcher
     return MetricsSnapshot(
         counts=services.series.snapshot(),

@@ -11,6 +11,7 @@ from gateway.dispatch.record import usage_record
 from gateway.metrics.exposition import MetricsSnapshot, exposition
 from gateway.metrics.histogram import Buckets
 from gateway.metrics.requests import RequestSeries
+from ledger.series import ledger_families
 from protocol.engine_stats import EngineStats, Histogram
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Timings
 from tests.unit.gateway.dispatch.opened_requests import accepted, failed, finished, open_request, tokens
@@ -120,6 +121,7 @@ def snapshot(
         unpublished_records=2,
         spooled_bytes=3,
         payloads={"published": 3, "lost": 1},
+        further=tuple(ledger_families(3, 5, {"payload": 2})),
     )
 
 
@@ -320,7 +322,11 @@ async def test_the_gateways_own_state() -> None:
     assert found.value("spillway_usage_records_unpublished") == 2
     assert found.value("spillway_usage_spooled_bytes") == 3
     assert found.value("spillway_payloads_total", outcome="lost") == 1
+    assert found.value("spillway_ledger_backlog_messages") == 3
+    assert found.value("spillway_parked_usage_records") == 5
+    assert found.value("spillway_set_aside_items", kind="payload") == 2
     unknown = await scrape(MetricsSnapshot(RequestSeries().snapshot(), (), (), (), (), 0, (), (), False, 0.0, 0, 0, {}))
+    assert list(ledger_families(None, None, None)) == []
     assert unknown.values("spillway_bus_connected") == [0]
 
 
