@@ -12,6 +12,7 @@ import msgspec
 import structlog
 
 _CHATTY: Final = ("httpx", "aiosqlite", "alembic", "botocore", "uvicorn.error", "urllib3")
+_ABOUT_CALLERS: Final = ("python_multipart",)  # each wrong form is a warning: a caller could fill the log
 # Our lines do not show these fields, so they need not be collected: Python's "Logging HOWTO", "Optimization".
 _UNUSED_FIELDS: Final = {"logThreads": False, "logProcesses": False, "logMultiprocessing": False, "_srcfile": None}
 
@@ -58,6 +59,7 @@ def configured(process: str, *, level: int = logging.INFO) -> Iterator[None]:
     """
     root = logging.getLogger()
     levels = {root: level} | {logging.getLogger(name): logging.WARNING for name in _CHATTY}
+    levels |= {logging.getLogger(name): logging.ERROR for name in _ABOUT_CALLERS}
     handlers_before = root.handlers
     levels_before = {logger: logger.level for logger in levels}
     fields_before = {name: getattr(logging, name) for name in _UNUSED_FIELDS}

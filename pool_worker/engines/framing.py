@@ -45,16 +45,20 @@ async def sse_events_to_the_close(body: AsyncIterable[bytes]) -> AsyncIterator[b
 
 async def lines(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     """Yield each line that is not empty. Raises MalformedEvent for one that is too long."""
-    rest = b""
+    rest = bytearray()  # of a line whose end has not come: added to, as a copy for each of many small pieces takes long
     async for chunk in body:
-        *whole, rest = (rest + chunk).split(b"\n")
+        *whole, last = chunk.split(b"\n")
+        if whole:
+            whole[0] = bytes(rest + whole[0])
+            rest.clear()
+        rest += last
         if len(rest) > MAX_EVENT_BYTES:
             raise MalformedEvent(f"an event has more than {MAX_EVENT_BYTES} bytes")
         for line in whole:
             if line.strip():
                 yield line.strip()
     if rest.strip():
-        yield rest.strip()
+        yield bytes(rest.strip())
 
 
 async def aws_events(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:

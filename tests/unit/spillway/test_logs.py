@@ -2,12 +2,17 @@
 
 import logging
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
+from batches.upload import receive_upload
 from spillway.cli import app
+from spillway.logs import configured
+from web.errors import InvalidParameter
 
 SWITCHES = ("logThreads", "logProcesses", "logMultiprocessing", "_srcfile")
 
@@ -32,3 +37,18 @@ def test_nothing_that_a_command_sets_up_outlives_it(command: list[str], tmp_path
     assert done.exit_code == 1
     assert "no such file" in done.stderr
     assert process_state() == before
+
+
+async def test_a_form_that_cannot_be_read_is_no_line_of_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its sender is told; the library would warn of each, and a caller could fill the log."""
+
+    async def form() -> AsyncIterator[bytes]:
+        yield b"no form at all"
+
+    with configured("gateway"):
+        logging.getLogger("spillway.test").warning("a line of ours")
+        with pytest.raises(InvalidParameter):
+            await receive_upload(form(), "multipart/form-data; boundary=b", Mock(), max_bytes=1000)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "a line of ours" in lines[0]
