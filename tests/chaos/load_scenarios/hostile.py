@@ -10,7 +10,7 @@ import contextlib
 import json
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,8 +153,9 @@ async def _again_and_again(attack: Callable[[], Awaitable[None]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _under_attack(crowd: Crowd) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(_again_and_again(attack)) for attack in _attacks(crowd).values()]
+async def meanwhile(works: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Do all of this at once, until the context ends."""
+    tasks = [asyncio.create_task(work) for work in works]
     try:
         yield
     finally:
@@ -174,7 +175,7 @@ async def hostile(stage: Stage) -> None:
     sampling = asyncio.create_task(_sample(gateway, peaks_mib))
     crowd = Crowd(system)
     psutil.cpu_percent()
-    async with _under_attack(crowd):
+    async with meanwhile(_again_and_again(attack) for attack in _attacks(crowd).values()):
         await asyncio.sleep(SETTLE_S)
         beside = await callers.offer(RATE_PER_S, plan.seconds, tokens=TOKENS, tenant=INNOCENT)
     report.extras["machine_busy_percent"] = psutil.cpu_percent()

@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from html import unescape
 from typing import Any, Final
@@ -28,7 +28,15 @@ from protocol.messages import encode
 from protocol.topology import HEARTBEAT_PERIOD_S
 from protocol.usage import encode_usage
 from spillway.children import Child
-from tests.chaos.load_scenarios.hostile import HOSTILE, INNOCENT, Crowd, figures, publish_poisoned_card, raw_request
+from tests.chaos.load_scenarios.hostile import (
+    HOSTILE,
+    INNOCENT,
+    Crowd,
+    figures,
+    meanwhile,
+    publish_poisoned_card,
+    raw_request,
+)
 from tests.chaos.load_scenarios.hostile import HOSTILE_SHAPE as BESIDE_OTHERS
 from tests.chaos.load_scenarios.plan import Stage, expect
 from tests.chaos.system import MODEL, System
@@ -213,16 +221,10 @@ class Table:
         rare = (self.serve_records, self.serve_heartbeats, self.serve_runs, self.serve_batches, self.serve_uploads)
         return {**dict.fromkeys(often, PAUSE_S), **dict.fromkeys(rare, PERIOD_S)}
 
-    @contextlib.asynccontextmanager
-    async def served_to_all(self) -> AsyncIterator[None]:
-        """Serve all of it, again and again."""
-        tasks = [asyncio.create_task(self._again_and_again(dish, wait_s)) for dish, wait_s in self.dishes.items()]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def all_served(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yield what serves each kind, again and again."""
+        for dish, wait_s in self.dishes.items():
+            yield self._again_and_again(dish, wait_s)
 
     async def _again_and_again(self, dish: Callable[[], Awaitable[None]], wait_s: float) -> None:
         while True:
@@ -287,7 +289,7 @@ async def poison(stage: Stage) -> None:
     operator = Operator(system, table.items)
     looking = asyncio.create_task(operator.look())
     psutil.cpu_percent()
-    async with table.served_to_all():
+    async with meanwhile(table.all_served()):
         restarting = asyncio.create_task(_restart(system, plan.seconds, report.extras))
         beside = await callers.offer(RATE_PER_S, plan.seconds, tokens=TOKENS, tenant=INNOCENT)
         report.faults = await restarting
