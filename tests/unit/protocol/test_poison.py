@@ -8,36 +8,16 @@ import msgspec
 import pytest
 
 from protocol import messages as m
-from protocol.dead_letters import decode_dead_letter
 from protocol.engine_stats import EngineStats, Histogram
 from protocol.errors import ProtocolError
-from protocol.idempotency import decode_claim
-from protocol.open_requests import decode_answer
-from protocol.parked import decode_parked
-from protocol.payloads import decode_payloads
-from protocol.quotas import decode_account
 from protocol.steps import decode_step
 from protocol.usage import decode_usage, encode_usage, read_usage
+from tests.fuzz.wire import DECODERS, READERS
 from tests.unit.protocol.test_versions import BEAT
 from tests.usage_records import attempt_record, request_record
 
 NESTED = b"\x91" * 1_100 + b"\x90"  # deeper than Python's stack
 NOT_UTF8 = b"\xa2\xff\xfe"
-DECODERS: list[Callable[[bytes], Any]] = [
-    m.decode_job,
-    m.decode_job_head,
-    m.decode_control,
-    m.decode_heartbeat,
-    m.decode_model_card,
-    decode_step,
-    decode_usage,
-    decode_payloads,
-    decode_parked,
-    decode_account,
-    decode_answer,
-    decode_claim,
-    decode_dead_letter,
-]
 
 
 def with_field(value: bytes) -> bytes:
@@ -46,7 +26,7 @@ def with_field(value: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("poison", [NESTED, NOT_UTF8], ids=["nested", "not-utf-8"])
-@pytest.mark.parametrize("decode", DECODERS)
+@pytest.mark.parametrize("decode", [*DECODERS, *READERS])
 def test_poison_raises_nothing_but_a_protocol_error(decode: Callable[[bytes], Any], poison: bytes) -> None:
     for payload in (poison, with_field(poison), b"\x91" + with_field(poison), b"\x93\x01\xa1w\x91" + poison):
         with contextlib.suppress(ProtocolError):  # text that is passed over is not decoded
