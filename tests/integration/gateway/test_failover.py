@@ -22,9 +22,14 @@ from tests.waiting import HANGS_S, until
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
-async def stream_text(gateway: GatewayUnderTest) -> str:
-    stream = await gateway.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True)
-    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+async def stream_text(gateway: GatewayUnderTest, heard: asyncio.Event | None = None) -> str:
+    """Return the text of an answer; ``heard`` is set by its first piece."""
+    text = ""
+    async for chunk in await gateway.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True):
+        text += chunk.choices[0].delta.content or ""
+        if text and heard is not None:
+            heard.set()
+    return text
 
 
 async def test_lost_frames_are_sent_again(share_gateway: Share) -> None:
@@ -346,9 +351,10 @@ async def test_running_request_survives_a_restart_of_the_queue(start_gateway: St
         await attempt.tokens("c", (3,), finish_reason="stop", lost=True)
         await attempt.finish(lost=True)
 
-    worker = await gateway.add_worker(script=talk_into_the_void)
-    asking = asyncio.create_task(stream_text(gateway))
-    await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
+    await gateway.add_worker(script=talk_into_the_void)
+    heard = asyncio.Event()
+    asking = asyncio.create_task(stream_text(gateway, heard))
+    await heard.wait()  # only then does the gateway know where the job is; one that it may have lost is asked again
     await restart(nats_server, gateway.bus)
     restarted.set()
     assert await asking == "abc"

@@ -318,9 +318,10 @@ async def test_claims_outlive_the_bucket(start_gateway: Start, nats_server: Nats
     """The queue server loses its memory, and another gateway still finds the one that runs the request."""
     owner, other = await start_gateway(), await start_gateway()
     held = Held()
-    worker = await owner.add_worker(script=held)
-    first = asyncio.create_task(stream(owner))
-    await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
+    await owner.add_worker(script=held)
+    begun = asyncio.Event()
+    first = asyncio.create_task(stream(owner, heard=begun))
+    await begun.wait()
     await restart(nats_server, owner.bus)
 
     async def has_claim() -> bool:
