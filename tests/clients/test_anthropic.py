@@ -27,6 +27,8 @@ from tests.clients.asked import (
 from tests.player.engine import NO_PLAY
 from tests.player.system import PlayedSystem
 
+# A gateway that could not reach its limits' counts in time: the client tries again by itself.
+BUSY = httpx.codes.SERVICE_UNAVAILABLE
 TOOL: anthropic.types.ToolParam = {"name": TOOL_NAME, "description": TOOL_TEXT, "input_schema": PARAMETERS}
 
 
@@ -215,7 +217,8 @@ def test_what_may_work_later_is_tried_again(spillway: PlayedSystem, ask: dict[st
         held = client.messages.create(messages=[user(HELD)], stream=True, **ask)
         next(iter(held))
         assert said(client.messages.create(messages=[user(QUESTION)], **ask)) == [NO_PLAY]
-    assert (statuses[0], statuses[1], statuses[-1]) == (200, 429, 200)
+    answered = [status for status in statuses if status != BUSY]
+    assert (answered[0], answered[1], answered[-1]) == (200, 429, 200)
 
 
 def test_what_will_not_work_later_is_not(spillway: PlayedSystem, ask: dict[str, Any]) -> None:
@@ -223,7 +226,7 @@ def test_what_will_not_work_later_is_not(spillway: PlayedSystem, ask: dict[str, 
     client = counting(spillway, "spent", lambda response: statuses.append(response.status_code))
     with client, pytest.raises(anthropic.APIStatusError, match="budget|quota"):
         client.messages.create(messages=[user(QUESTION)], **ask)
-    assert len(statuses) == 1
+    assert [status for status in statuses if status != BUSY] == [httpx.codes.TOO_MANY_REQUESTS]
 
 
 def test_an_answer_parsed_into_a_class(
