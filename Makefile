@@ -22,7 +22,7 @@ unit: ## Run the tests that need no server, no apt, no browser and no minutes (u
 	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not servers and not slow" --ignore tests/unit/engine \
 	  tests/unit $(PYTEST_ARGS)
 
-test: check ## Run the checks and all tests (13 to 20 minutes on two cores)
+test: check ## Run the checks and all tests (10 to 15 minutes on two cores)
 	.venv/bin/python -m pytest -p tests.flakes.confirm -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-gpu: ## Run the tests that need an NVIDIA GPU, on one (docs/GPU.md)
