@@ -128,7 +128,8 @@ async def test_what_a_hosted_pool_does_not_take_comes_back(start_gateway: Start,
     ours = await gateway.add_worker("ours")
     answer = await asked
     assert where(answer) == OURS
-    assert (ours.attempts[0].job.attempt, ours.attempts[0].job.hosted) == (2, ())
+    job = ours.attempts[0].job
+    assert (job.attempt > 1, job.hosted) == (True, ())  # it may have gone there and back until ours was there
     api.takes_jobs = True
     await ask(gateway, leaves)
     assert api.attempts == []
