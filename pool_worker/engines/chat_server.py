@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from engine.errors import RequestRejected
@@ -22,7 +22,8 @@ from engine.types import EngineCounters, EngineStats, FinishReason, Refusal, Seq
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats import chat_format
-from pool_worker.engines.chat_formats.base import ChatDelta, ChatServerRequest, EndReason, refuse_unknown
+from pool_worker.engines.chat_formats.base import AnswerReader, ChatDelta, ChatServerRequest, refuse_unknown
+from pool_worker.engines.reported_ends import EndReason
 from pool_worker.engines.server_choice import SEED_STRIDE
 from pool_worker.engines.server_connection import AttemptFailed, ServerConnection
 from pool_worker.settings import AnyChatSettings
@@ -175,19 +176,15 @@ class ChatServerEngine:
 
     async def _generate(self, choice: "ChatChoice") -> None:
         ask = choice.ask(self._settings.model)
-        path, body, reader = self._format.path(ask), self._format.body(ask), self._format.reader(ask)
-
-        def read(event: Mapping[str, Any]) -> bool:
-            self._take(choice, reader.read(event))
-            return choice.ended_by is not None and choice.usage is not None
-
+        path, body = self._format.path(ask), self._format.body(ask)
+        answer = _Answer(choice, self._format.reader(ask), self._take)
         self._waiting += 1
         try:
             await self._places.acquire()
         finally:
             self._waiting -= 1
         with self._place_of(choice):
-            await self._connection.stream(path, body, self._format.framing, read)
+            await self._connection.stream(path, body, self._format.framing, answer)
         self._put(choice.end())
 
     @contextlib.contextmanager
@@ -212,6 +209,36 @@ class ChatServerEngine:
         self._put(output)
 
 
+class _Answer:
+    """One choice's answer: see ``server_connection.Answer``."""
+
+    def __init__(
+        self, choice: "ChatChoice", reader: AnswerReader, take: "Callable[[ChatChoice, ChatDelta], None]"
+    ) -> None:
+        self._choice = choice
+        self._reader = reader
+        self._take = take
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the caller has a part of it."""
+        return self._choice.has_begun
+
+    def take(self, event: Mapping[str, Any]) -> bool:
+        """Read an event; the answer is whole with its end and its usage."""
+        self._take(self._choice, self._reader.read(event))
+        return self._choice.ended_by is not None and self._choice.usage is not None
+
+    def done(self) -> bool:
+        """End the answer if there is one."""
+        if self._choice.ended_by is None:
+            self._take(self._choice, self._reader.done())
+            if not self.has_begun:
+                self._choice.ended_by = None
+                return False
+        return True
+
+
 class ChatChoice:
     """One choice of a request whose answer somebody else makes."""
 
@@ -227,6 +254,11 @@ class ChatChoice:
         self._point = point
         self._chars = 0
         self._reported_tokens = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a part of it has come."""
+        return self._chars > 0
 
     def ask(self, model: str) -> ChatServerRequest:
         """Return what the server is asked for."""

@@ -1,9 +1,12 @@
 """Framings split a streamed body into events: one function each, and their registry. Formats interpret the events."""
 
+import codecs
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
+
+from protocol.wire import UNDECODABLE
 
 MAX_EVENT_BYTES: Final = 1024 * 1024
 
@@ -15,6 +18,8 @@ Framing = Literal[
     "server-sent events in an AWS event stream",
 ]
 CLOSED: Final = b'{"closed":true}'  # an event of ours: the body is at its end, and was not cut
+DONE: Final = b"[DONE]"  # what servers write instead of a last event; no JSON object, as all other events are
+SHOWN_BYTES: Final = 200  # of what is no event, in the error
 
 
 class MalformedEvent(Exception):
@@ -22,15 +27,141 @@ class MalformedEvent(Exception):
 
 
 class ServerFailure(Exception):
-    """The server reports in its stream that the request failed."""
+    """The server reports in its stream that the request failed. ``status``: what HTTP would have said, if known."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 async def sse_events(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event but ``[DONE]``. Raises MalformedEvent for one that is too long."""
-    async for line in lines(body):
-        data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
-        if data and data != b"[DONE]":
+    """Yield the data of each server-sent event, and DONE for ``[DONE]``.
+
+    Events are read as WHATWG specifies them (https://html.spec.whatwg.org/multipage/server-sent-events.html). Servers
+    have three more habits: no blank line between events, none after the last, and JSON instead of a stream. Raises
+    MalformedEvent for an event that is too long, and for an answer that has no event and is no JSON, such as a page.
+    """
+    lines_of_body = _sse_lines(body)
+    event, has_begun, ignored = _SseEvent(), False, b""
+    async for line in lines_of_body:
+        if not (has_begun or ignored) and line.lstrip()[:1] in {b"{", b"["}:
+            async for document in _documents(line, lines_of_body):
+                yield document
+            return
+        if not event.continues_with(line) and (data := event.take()) is not None:
+            has_begun = True
             yield data
+        if not event.read(line):
+            ignored = ignored or line[:SHOWN_BYTES]
+    if (data := event.take()) is not None:
+        yield data
+    elif ignored and not has_begun:
+        raise MalformedEvent(f"it has no event, and begins with {ignored.decode(errors='replace')!r}")
+
+
+class _SseEvent:
+    """The lines of one event."""
+
+    def __init__(self) -> None:
+        self._data: list[bytes] = []
+        self._bytes = 0
+        self._is_error = False
+
+    def continues_with(self, line: bytes) -> bool:
+        """Return whether a line may belong to the event, although a server leaves out blank lines."""
+        if not line:
+            return False
+        return len(self._data) != 1 or line.startswith(b":") or not _is_whole(self._data[0])
+
+    def read(self, line: bytes) -> bool:
+        """Add a line; return False if it is no line of an event. Raises MalformedEvent for an event too long."""
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            self._data.append(value.removeprefix(b" "))
+            self._bytes += len(value)
+            if self._bytes > MAX_EVENT_BYTES:
+                raise MalformedEvent(f"an event has more than {MAX_EVENT_BYTES} bytes")
+        elif name == b"event":
+            self._is_error = value.strip() == b"error"
+        elif name == b"error":  # a field of llama.cpp's own
+            self._data, self._is_error = [value.strip()], True
+        return name in {b"", b"data", b"event", b"error", b"id", b"retry"}
+
+    def take(self) -> bytes | None:
+        """Return the event's data, None if it has none, and begin the next event."""
+        data, is_error = b"\n".join(self._data).strip(), self._is_error
+        self._data, self._bytes, self._is_error = [], 0, False
+        if not data:
+            return None
+        if is_error:
+            return _error_event(data)
+        return DONE if data == b"[DONE]" else data
+
+
+def _is_whole(data: bytes) -> bool:
+    try:
+        msgspec.json.decode(data, type=msgspec.Raw)
+    except UNDECODABLE:
+        return data.strip() == b"[DONE]"
+    return True
+
+
+def _error_event(data: bytes) -> bytes:
+    """Return an event of the type ``error`` as one that has ``error``."""
+    try:
+        told = msgspec.json.decode(data)
+    except UNDECODABLE:
+        told = data.decode(errors="replace")
+    if isinstance(told, dict) and told.get("error") is not None:
+        return data
+    return msgspec.json.encode({"error": told})
+
+
+async def _sse_lines(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield each line without its end, which is CR, LF or both, and without a byte order mark before the first."""
+    is_first, is_after_cr = True, False
+    rest = bytearray()  # of a line whose end has not come: added to, as a copy for each of many small pieces takes long
+    async for piece in body:
+        chunk = piece.removeprefix(b"\n") if is_after_cr else piece
+        is_after_cr = chunk.endswith(b"\r") if chunk else is_after_cr and not piece
+        if b"\r" in chunk:
+            chunk = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *whole, last = chunk.split(b"\n")
+        if whole:
+            whole[0] = bytes(rest + whole[0])
+            rest.clear()
+        rest += last
+        if len(rest) > MAX_EVENT_BYTES:
+            raise MalformedEvent(f"an event has more than {MAX_EVENT_BYTES} bytes")
+        for line in whole:
+            yield line.removeprefix(codecs.BOM_UTF8) if is_first else line
+            is_first = False
+    if rest:
+        yield bytes(rest).removeprefix(codecs.BOM_UTF8) if is_first else bytes(rest)
+
+
+async def _documents(first: bytes, more: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the JSON that stands where events should: an object a line, or one over all lines, or a list of them."""
+    if first.lstrip()[:1] == b"{" and _is_whole(first):
+        yield first
+        async for line in more:
+            if line.strip():
+                yield line
+        return
+    document = bytearray(first)
+    async for line in more:
+        document += b"\n" + line
+        if len(document) > MAX_EVENT_BYTES:
+            raise MalformedEvent(f"an event has more than {MAX_EVENT_BYTES} bytes")
+    if document.lstrip()[:1] == b"{":
+        yield bytes(document)
+        return
+    try:
+        elements = msgspec.json.decode(document, type=list[msgspec.Raw])
+    except UNDECODABLE as error:
+        raise MalformedEvent(f"its JSON is cut or malformed: {error}") from error
+    for element in elements:
+        yield bytes(element)
 
 
 async def sse_events_to_the_close(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
@@ -38,7 +169,8 @@ async def sse_events_to_the_close(body: AsyncIterable[bytes]) -> AsyncIterator[b
     has_begun = False
     async for data in sse_events(body):
         has_begun = True
-        yield data
+        if data != DONE:
+            yield data
     if has_begun:
         yield CLOSED
 

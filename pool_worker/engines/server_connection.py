@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import httpx
 import msgspec
@@ -18,7 +18,9 @@ import msgspec
 from engine.errors import RequestRejected
 from pool_worker.certificates import authorities
 from pool_worker.engines.base import EngineDiedError
-from pool_worker.engines.framing import FRAMINGS, Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.event_decoder import EventDecoder
+from pool_worker.engines.framing import DONE, FRAMINGS, Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.reported_errors import failure_in
 from pool_worker.settings import ConnectionSettings
 from pool_worker.sidecar.readiness import Readiness
 from protocol.backoff import wait_for
@@ -44,6 +46,23 @@ Meant = Callable[[int, Mapping[str, str], str], int]  # an error's status, heade
 
 class AttemptFailed(Exception):
     """This server did not answer to the end; another may."""
+
+
+class Answer(Protocol):
+    """Takes what a server answers to one request."""
+
+    @property
+    def has_begun(self) -> bool:
+        """True if something has come that the caller has seen."""
+        ...
+
+    def take(self, event: Mapping[str, Any]) -> bool:
+        """Take an event; return whether that is all. Raises MalformedEvent or ServerFailure."""
+        ...
+
+    def done(self) -> bool:
+        """Hear from the server that that was all; return whether it can be. Raises MalformedEvent."""
+        ...
 
 
 class ServerConnection:
@@ -134,13 +153,11 @@ class ServerConnection:
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
-    async def stream(
-        self, path: str, body: Mapping[str, Any], framing: Framing, take: Callable[[dict[str, Any]], bool]
-    ) -> None:
-        """Post a body and hand over each event of the answer, until ``take`` says that it has all.
+    async def stream(self, path: str, body: Mapping[str, Any], framing: Framing, answer: Answer) -> None:
+        """Post a body and hand over each event of the answer, until ``answer`` has all.
 
         A server that is too busy to begin is asked again, within limits. Raises RequestRejected and AttemptFailed;
-        ``take`` may raise MalformedEvent and ServerFailure, which become the latter.
+        ``answer`` may raise MalformedEvent and ServerFailure, which become the latter.
         """
         self._retries = min(MAX_RETRIES_SAVED, self._retries + RETRY_SHARE)
         content = msgspec.json.encode(body)
@@ -149,7 +166,7 @@ class ServerConnection:
         self._running += 1
         try:
             for attempt in range(BUSY_TRIES):
-                wait_s = await self._stream_once(path, content, framing, take)
+                wait_s = await self._stream_once(path, content, framing, answer)
                 if wait_s is None:
                     return
                 if attempt + 1 == BUSY_TRIES or self._retries < 1:
@@ -160,34 +177,53 @@ class ServerConnection:
             self._running -= 1
         raise AttemptFailed("the server is busy")
 
-    async def _stream_once(
-        self, path: str, content: bytes, framing: Framing, take: Callable[[dict[str, Any]], bool]
-    ) -> float | None:
+    async def _stream_once(self, path: str, content: bytes, framing: Framing, answer: Answer) -> float | None:
         """Read one stream; return how long to wait where the server is too busy to begin one."""
         try:
             async with self._client.stream("POST", path, content=content, headers=_HEADERS) as response:
                 if response.status_code != httpx.codes.OK:
                     return await self._refused(response)
-                reading = _Reading(response, self._settings.silence_s)
-                async for data in FRAMINGS[framing](reading.chunks()):
-                    self._last_seen_s = reading.event_s = time.monotonic()
-                    if take(_decode(data)):
-                        return None  # the connection is closed, which tells the server to stop
+                if await self._has_all(response, framing, answer):
+                    return None  # the connection is closed, which tells the server to stop
         except httpx.ConnectError as error:
             if await self._is_there_again():
                 return 0.0
             raise AttemptFailed(f"the server cannot be reached: {_reason(error)}") from error
-        except (MalformedEvent, *UNDECODABLE, ServerFailure, httpx.HTTPError) as error:
+        except ServerFailure as failure:
+            if failure.status is not None and not answer.has_begun:
+                return self._judged(failure.status, str(failure)[:MAX_ERROR_CHARS])
+            raise AttemptFailed(self._fault(failure)) from failure
+        except (MalformedEvent, *UNDECODABLE, httpx.HTTPError) as error:
             raise AttemptFailed(self._fault(error)) from error
         raise AttemptFailed("the server's answer has no end")
+
+    async def _has_all(self, response: httpx.Response, framing: Framing, answer: Answer) -> bool:
+        """Hand over the events of a stream; return False if it ends before the answer does."""
+        reading, events = _Reading(response, self._settings.silence_s), EventDecoder()
+        async for data in FRAMINGS[framing](reading.chunks()):
+            self._last_seen_s = reading.event_s = time.monotonic()
+            if data == DONE:
+                return answer.done()
+            event = events.read(data)
+            failure = failure_in(event)
+            if failure is not None:
+                raise failure
+            if answer.take(event):
+                return True
+        return False
 
     async def _refused(self, response: httpx.Response) -> float:
         """Return how long to wait for a busy server. Raises RequestRejected or AttemptFailed for all else."""
         text = (await _head_of(response)).decode(errors="replace")
         status = self._meant(response.status_code, response.headers, text)
+        return self._judged(status, text, response.headers.get("retry-after", ""))
+
+    @staticmethod
+    def _judged(status: int, text: str, retry_after: str = "") -> float:
+        """Return how long to wait for a busy server. Raises RequestRejected or AttemptFailed for all else."""
         if status in BUSY_STATUSES:
             with contextlib.suppress(ValueError):
-                return min(MAX_BUSY_WAIT_S, max(0.0, float(response.headers.get("retry-after", BUSY_WAIT_S))))
+                return min(MAX_BUSY_WAIT_S, max(0.0, float(retry_after)))
             return BUSY_WAIT_S
         if status in REFUSED_STATUSES:
             raise RequestRejected("model", f"this pool's server refused the request: {text}")

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.formats import FORMATS
-from pool_worker.engines.formats.base import Abilities, Delta, ServerFacts, ServerRequest
+from pool_worker.engines.formats.base import Abilities, Delta, ServerFacts, ServerRequest, WireFormat
 from pool_worker.engines.formats.memory import MEMORY_PAGES
 from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.server_connection import ServerConnection
@@ -78,20 +78,34 @@ class HttpSource:
 
     async def stream(self, ask: ServerRequest, take: Callable[[Delta], bool]) -> None:
         """Pass each event of one choice to ``take``."""
-        seen_tokens = 0
-
-        def read(event: Mapping[str, Any]) -> bool:
-            nonlocal seen_tokens
-            delta = self._format.read(event, seen_tokens)
-            seen_tokens += len(delta.token_ids)
-            return take(delta)
-
         path = _path(self._format.generate_path, ask.facts.model)
-        await self._connection.stream(path, self._format.body(ask), self._format.framing, read)
+        answer = _Answer(self._format, take)
+        await self._connection.stream(path, self._format.body(ask), self._format.framing, answer)
 
     async def close(self) -> None:
         """Disconnect from the server."""
         await self._connection.close()
+
+
+class _Answer:
+    """One choice's answer: see ``server_connection.Answer``."""
+
+    def __init__(self, wire_format: type[WireFormat], take: Callable[[Delta], bool]) -> None:
+        self.has_begun = False
+        self._format = wire_format
+        self._take = take
+        self._seen_tokens = 0
+
+    def take(self, event: Mapping[str, Any]) -> bool:
+        """Read an event."""
+        delta = self._format.read(event, self._seen_tokens)
+        self._seen_tokens += len(delta.token_ids)
+        self.has_begun = self.has_begun or bool(delta.token_ids or delta.text)
+        return self._take(delta)
+
+    def done(self) -> bool:
+        """End the answer as an end token would: the server has not said how."""
+        return self.has_begun and self._take(Delta(ended_by="eos"))
 
 
 def _path(template: str, model: str) -> str:

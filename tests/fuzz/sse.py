@@ -11,11 +11,12 @@ from engine.detokenizer import TokenText
 from engine.types import GenerationRequest, SamplingParams
 from pool_worker.engines.chat_formats import chat_format
 from pool_worker.engines.chat_formats.base import AnswerReader, ChatServerRequest
+from pool_worker.engines.event_decoder import EventDecoder
 from pool_worker.engines.formats import FORMATS
 from pool_worker.engines.formats.base import WireFormat
-from pool_worker.engines.framing import FRAMINGS, Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.framing import DONE, FRAMINGS, Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.reported_errors import failure_in
 from pool_worker.engines.server_choice import ServerChoice
-from pool_worker.engines.server_connection import _decode
 from pool_worker.engines.tokenizer_folder import TokenizerFolder
 from pool_worker.settings import (
     AnthropicSettings,
@@ -135,9 +136,13 @@ def run(payload: bytes) -> None:
 async def _events(payload: bytes, framing: Framing) -> list[Mapping[str, Any]]:
     """Return the events up to the first fault."""
     events: list[Mapping[str, Any]] = []
+    decoder = EventDecoder()
     with contextlib.suppress(*FAULTS):
         async for data in FRAMINGS[framing](pieces(payload, cut_bytes(payload))):
-            events.append(_decode(data))  # noqa: PERF401  # those before the fault stay
+            if data != DONE:
+                event = decoder.read(data)
+                failure_in(event)
+                events.append(event)  # those before the fault stay
     return events
 
 

@@ -16,9 +16,7 @@ from pool_worker.engines.chat_formats.base import (
     ChatDelta,
     ChatServerRequest,
     Count,
-    EndReason,
     effort,
-    end_of,
     read_counts,
     read_event,
     refuse_continuation,
@@ -26,6 +24,7 @@ from pool_worker.engines.chat_formats.base import (
 )
 from pool_worker.engines.chat_formats.conversation import Block, Conversation, Overlap, alternate, owed, schema_of
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import ClaudeSettings
 from protocol.chat import Call, Chat, ChatUsage, Part, Tool
 
@@ -33,14 +32,6 @@ MAX_TEMPERATURE: Final = 1.0
 _SAMPLED: Final = {name: name for name in ("temperature", "top_p", "top_k")}
 _NO_LONGER_SAMPLED: Final = "2026-10-21"  # the version that took them away
 _EFFORTS: Final = ("none", "low", "medium", "high", "xhigh", "max")
-_ENDS: Final[dict[str, EndReason]] = {  # not "pause_turn" of tools that the server would run
-    "end_turn": "stop",
-    "stop_sequence": "stop",
-    "tool_use": "stop",
-    "max_tokens": "length",
-    "model_context_window_exceeded": "length",
-    "refusal": "content_filter",
-}
 _UNPAID: Final = "credit balance"  # in what a 400 says that is about the account
 
 
@@ -236,8 +227,12 @@ class _Reader:
             return ChatDelta([] if self._has_arguments else [Part("arguments", "{}")])
         if event.type == "message_delta" and event.delta is not None:
             self._usage |= {name: count for name, count in (event.usage or {}).items() if count is not None}
-            return ChatDelta(ended_by=end_of(event.delta.stop_reason, _ENDS), usage=_usage_of(self._usage))
+            return ChatDelta(ended_by=end_of(event.delta.stop_reason), usage=_usage_of(self._usage))
         return ChatDelta()
+
+    def done(self) -> ChatDelta:
+        """Return nothing but the end: all else has come."""
+        return ChatDelta(ended_by="stop")
 
     def _begin(self, index: int, block: _Content) -> list[Part]:
         if block.type == "tool_use":

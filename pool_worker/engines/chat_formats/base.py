@@ -8,7 +8,7 @@ yields the JSON object of each event, also where the wire is no text (AWS' event
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Final, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import httpx
 import msgspec
@@ -17,7 +17,8 @@ from pydantic import SecretStr
 from engine.errors import RequestRejected
 from engine.types import SamplingParams
 from pool_worker.engines.formats.base import MAX_COUNT
-from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.framing import Framing, MalformedEvent
+from pool_worker.engines.reported_ends import EndReason
 from protocol.chat import Chat, ChatUsage, Part
 
 # What is done for every format: one stream a choice, and a body that says how long the answer may be.
@@ -25,7 +26,6 @@ DONE_HERE: Final = frozenset({"n", "max_tokens"})
 # What means nothing where no token ids come back, or what the conversation says itself.
 WITHOUT_MEANING: Final = frozenset({"skip_special_tokens", "grammar"})
 
-EndReason = Literal["stop", "length", "content_filter"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]  # of tokens, as an API tells it
 
 _Counts = TypeVar("_Counts", bound=msgspec.Struct)
@@ -58,6 +58,10 @@ class AnswerReader(Protocol):
 
     def read(self, event: Mapping[str, Any]) -> ChatDelta:
         """Read one event. Raises MalformedEvent or ServerFailure."""
+        ...
+
+    def done(self) -> ChatDelta:
+        """Return what is left where the server says that this is all. Raises MalformedEvent."""
         ...
 
 
@@ -163,13 +167,3 @@ def read_counts(reported: object, kind: type[_Counts]) -> _Counts | None:
         return msgspec.convert(reported, kind)
     except msgspec.ValidationError:
         return None
-
-
-def end_of(reason: str | None, ends: Mapping[str, EndReason]) -> EndReason | None:
-    """Return how an answer has ended, None where it has not. Raises ServerFailure for what nobody asked for."""
-    if reason is None:
-        return None
-    ended = ends.get(reason)
-    if ended is None:
-        raise ServerFailure(f"the server ended the answer with {reason!r}")
-    return ended

@@ -17,9 +17,7 @@ from pool_worker.engines.chat_formats.base import (
     ChatDelta,
     ChatServerRequest,
     Count,
-    EndReason,
     effort,
-    end_of,
     read_counts,
     read_event,
     refuse_continuation,
@@ -27,21 +25,13 @@ from pool_worker.engines.chat_formats.base import (
 )
 from pool_worker.engines.chat_formats.conversation import Block, Conversation, Overlap, alternate, owed, schema_of
 from pool_worker.engines.framing import Framing, MalformedEvent
+from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import BedrockSettings
 from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool
 
 MAX_TEMPERATURE: Final = 1.0
 _NAMES: Final = {"temperature": "temperature", "top_p": "topP", "stop": "stopSequences"}
 _EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
-_ENDS: Final[dict[str, EndReason]] = {  # not "malformed_model_output", "malformed_tool_use"
-    "end_turn": "stop",
-    "stop_sequence": "stop",
-    "tool_use": "stop",
-    "max_tokens": "length",
-    "model_context_window_exceeded": "length",
-    "content_filtered": "content_filter",
-    "guardrail_intervened": "content_filter",
-}
 
 
 class BedrockFormat:
@@ -205,8 +195,12 @@ class _Reader:
             self._call = None
             return ChatDelta([] if self._has_arguments else [Part("arguments", "{}")])
         if event.message_stop is not None:
-            return ChatDelta(ended_by=end_of(event.message_stop.stop_reason, _ENDS))
+            return ChatDelta(ended_by=end_of(event.message_stop.stop_reason))
         return ChatDelta(usage=None if event.metadata is None else _usage_of(event.metadata.get("usage")))
+
+    def done(self) -> ChatDelta:
+        """Return nothing but the end: all else has come."""
+        return ChatDelta(ended_by="stop")
 
     def _begin(self, block: _Content) -> list[Part]:
         if block.start is None or block.start.tool_use is None:

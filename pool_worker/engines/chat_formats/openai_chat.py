@@ -15,28 +15,16 @@ from pool_worker.engines.chat_formats.base import (
     AnswerReader,
     ChatDelta,
     ChatServerRequest,
-    EndReason,
     HeaderAuth,
     read_event,
 )
 from pool_worker.engines.chat_formats.openai_profiles import PROFILES, Profile
+from pool_worker.engines.chat_formats.tool_calls import CallDelta, CallReader
 from pool_worker.engines.formats.base import count
-from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.framing import Framing, MalformedEvent
+from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import OpenAIChatSettings
 from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
-
-# "eos" is Together's and TGI's, "end_turn" OpenRouter's for some models; a choice that calls has stopped.
-_ENDS: Final[dict[str, EndReason]] = {
-    "stop": "stop",
-    "length": "length",
-    "tool_calls": "stop",
-    "function_call": "stop",
-    "content_filter": "content_filter",
-    "eos": "stop",
-    "eos_token": "stop",
-    "stop_sequence": "stop",
-    "model_length": "length",
-}
 
 
 class OpenAIChatFormat:
@@ -201,17 +189,6 @@ def _response_format(schema: AnswerSchema) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": described}
 
 
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _ToolCall(msgspec.Struct):
-    index: int = 0
-    id: str | None = None
-    function: _Function | None = None
-
-
 class _ThoughtPart(msgspec.Struct):
     text: str = ""
 
@@ -227,17 +204,18 @@ class _Delta(msgspec.Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[_ToolCall] | _ToolCall | None = None  # TGI's older releases tell one as it is
+    tool_calls: list[CallDelta] | CallDelta | None = None  # TGI's older releases tell one as it is
 
 
 class _Choice(msgspec.Struct):
     index: int = 0
     delta: _Delta | None = None
+    message: _Delta | None = None  # of an answer that comes whole although a stream was asked for
     finish_reason: str | None = None
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[_Choice] | None = None
     usage: dict[str, Any] | None = None
     x_groq: dict[str, Any] | None = None
 
@@ -248,12 +226,10 @@ class _Reader:
     def __init__(self, repeated: str) -> None:
         """``repeated``: what the answer begins with although it was asked to be gone on with."""
         self._repeated = repeated
-        self._call = -1  # whose arguments come
+        self._calls = CallReader()
 
     def read(self, event: Mapping[str, Any]) -> ChatDelta:
         """Read one event. Raises MalformedEvent or ServerFailure."""
-        if event.get("error") is not None:
-            raise ServerFailure(str(event["error"]))
         chunk = read_event(event, _Chunk)
         usage = _usage_of(chunk.usage or (chunk.x_groq or {}).get("usage"))
         if not chunk.choices:
@@ -261,8 +237,14 @@ class _Reader:
         choice = chunk.choices[0]
         if choice.index != 0 or len(chunk.choices) > 1:
             raise MalformedEvent("an event of a choice that was not asked for")
-        parts = [] if choice.delta is None else self._parts(choice.delta)
-        return ChatDelta(parts, _end_of(choice.finish_reason), usage)
+        said = choice.delta or choice.message
+        parts = [] if said is None else self._parts(said)
+        ended_by = end_of(choice.finish_reason)
+        return ChatDelta(parts if ended_by is None else [*parts, *self._calls.end()], ended_by, usage)
+
+    def done(self) -> ChatDelta:
+        """Return the calls that have waited for an end."""
+        return ChatDelta(self._calls.end(), ended_by="stop")
 
     def _parts(self, delta: _Delta) -> list[Part]:
         parts = []
@@ -275,10 +257,8 @@ class _Reader:
             parts += self._text(delta.content)
         if delta.refusal:
             parts.append(Part("refusal", delta.refusal))
-        calls = [delta.tool_calls] if isinstance(delta.tool_calls, _ToolCall) else delta.tool_calls or []
-        for call in calls:
-            parts += self._of_call(call)
-        return parts
+        calls = [delta.tool_calls] if isinstance(delta.tool_calls, CallDelta) else delta.tool_calls or []
+        return [*parts, *self._calls.read(calls)]
 
     def _text(self, text: str) -> list[Part]:
         """Return a text without what it repeats of the message it continues with."""
@@ -287,18 +267,6 @@ class _Reader:
             raise MalformedEvent("the answer does not go on with the message it was given")
         self._repeated = self._repeated[known:]
         return [Part("text", text[known:])] if text[known:] else []
-
-    def _of_call(self, call: _ToolCall) -> list[Part]:
-        parts = []
-        function = call.function or _Function()
-        if call.index > self._call and function.name:
-            self._call = call.index
-            parts.append(Part("call", function.name, call.id or ""))
-        elif call.index != self._call:
-            raise MalformedEvent("arguments of a call that has not begun, or has ended")
-        if function.arguments:
-            parts.append(Part("arguments", function.arguments))
-        return parts
 
 
 def _content_parts(part: Mapping[str, Any]) -> list[Part]:
@@ -309,15 +277,6 @@ def _content_parts(part: Mapping[str, Any]) -> list[Part]:
     if read.type == "thinking":
         return [Part("reasoning", "".join(one.text for one in read.thinking or ()))]
     raise MalformedEvent(f"a part of the type {read.type!r}")
-
-
-def _end_of(reason: str | None) -> EndReason | None:
-    if reason is None or reason == "":
-        return None
-    ended = _ENDS.get(reason)
-    if ended is None:  # "error", DeepSeek's "insufficient_system_resource", …
-        raise ServerFailure(f"the server ended the choice with {reason!r}")
-    return ended
 
 
 def _usage_of(reported: object) -> ChatUsage | None:

@@ -16,9 +16,7 @@ from pool_worker.engines.chat_formats.base import (
     ChatDelta,
     ChatServerRequest,
     Count,
-    EndReason,
     effort,
-    end_of,
     read_counts,
     read_event,
     refuse_continuation,
@@ -26,7 +24,8 @@ from pool_worker.engines.chat_formats.base import (
 )
 from pool_worker.engines.chat_formats.conversation import Block, alternate, schema_of
 from pool_worker.engines.chat_formats.google import AccessToken, meant_by_google, model_path
-from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.framing import Framing, MalformedEvent
+from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import VertexSettings
 from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool
 
@@ -42,16 +41,6 @@ _NAMES: Final = {
 }
 _ROLES: Final = {"user": "user", "assistant": "model"}
 _EFFORTS: Final = ("minimal", "low", "medium", "high")
-_ENDS: Final[dict[str, EndReason]] = {  # not "MALFORMED_FUNCTION_CALL", "OTHER", …
-    "STOP": "stop",
-    "MAX_TOKENS": "length",
-    "SAFETY": "content_filter",
-    "RECITATION": "content_filter",
-    "BLOCKLIST": "content_filter",
-    "PROHIBITED_CONTENT": "content_filter",
-    "SPII": "content_filter",
-    "MODEL_ARMOR": "content_filter",
-}
 # Calls have a signature of the thinking behind them, which no client sends back; this one stands for any:
 # https://cloud.google.com/vertex-ai/generative-ai/docs/thought-signatures.
 _ANY_SIGNATURE: Final = "skip_thought_signature_validator"
@@ -192,7 +181,6 @@ class _Chunk(msgspec.Struct, rename="camel"):
     candidates: list[_Candidate] = []
     prompt_feedback: _PromptFeedback | None = None
     usage_metadata: dict[str, Any] | None = None
-    error: Any = None
 
 
 class _Reader:
@@ -201,8 +189,6 @@ class _Reader:
     def read(self, event: Mapping[str, Any]) -> ChatDelta:
         """Read one event. Raises MalformedEvent or ServerFailure."""
         chunk = read_event(event, _Chunk)
-        if chunk.error is not None:
-            raise ServerFailure(str(chunk.error))
         usage = _usage_of(chunk.usage_metadata)
         if chunk.prompt_feedback is not None and chunk.prompt_feedback.block_reason is not None:
             return ChatDelta(ended_by="content_filter", usage=usage)
@@ -213,7 +199,11 @@ class _Reader:
             raise MalformedEvent("a candidate that was not asked for")
         said = [] if candidate.content is None else candidate.content.parts
         parts = [part for one in said for part in _parts_of(one)]
-        return ChatDelta(parts, end_of(candidate.finish_reason, _ENDS), usage)
+        return ChatDelta(parts, end_of(candidate.finish_reason), usage)
+
+    def done(self) -> ChatDelta:
+        """Return nothing but the end: all else has come."""
+        return ChatDelta(ended_by="stop")
 
 
 def _parts_of(part: _Part) -> list[Part]:

@@ -19,7 +19,8 @@ from pool_worker.engines.formats.base import (
     ids,
     limit,
 )
-from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.framing import Framing, MalformedEvent
+from pool_worker.engines.reported_ends import end_of_tokens
 from protocol.messages import TokenId
 
 _ENDS: Final = {"eos": "eos", "limit": "length", "word": "stop"}
@@ -83,12 +84,8 @@ class LlamaCppFormat:
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
         """Read one event."""
         del seen_tokens
-        if "error" in event:
-            raise ServerFailure(str(event["error"]))
         if event.get("stop") is True:
-            ended_by = _ENDS.get(str(event.get("stop_type")))
-            if ended_by is None:
-                raise MalformedEvent(f"stop_type {event.get('stop_type')!r} is not known")
+            ended_by = _ENDS.get(str(event.get("stop_type"))) or end_of_tokens(event.get("stop_type"))
             timings = event.get("timings")
             cached = count(timings.get("cache_n")) if isinstance(timings, dict) else None
             return Delta(ended_by=ended_by, cached_tokens=cached or 0)

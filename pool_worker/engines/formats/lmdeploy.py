@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from pool_worker.engines.formats.base import Delta, Medium, ServerFacts, ServerRequest, ids
 from pool_worker.engines.formats.openai_completions import model_of
-from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.framing import Framing, MalformedEvent
+from pool_worker.engines.reported_ends import end_of_tokens
 
 _ENDS: Final = {"stop": "eos", "length": "length"}
 
@@ -56,8 +57,6 @@ class LMDeployFormat:
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
         """Read one event. An end token is not among the ids."""
         del seen_tokens
-        if "error" in event:
-            raise ServerFailure(str(event["error"]))
         reported = event.get("meta_info")
         if not isinstance(reported, dict):
             raise MalformedEvent("an event without meta_info")
@@ -65,7 +64,5 @@ class LMDeployFormat:
         reason = reported.get("finish_reason")
         if reason is None:
             return Delta(new)
-        ended_by = _ENDS.get(str(reason.get("type"))) if isinstance(reason, dict) else None
-        if ended_by is None:
-            raise ServerFailure(f"the server ended the choice with {reason!r}")
-        return Delta(new, ended_by=ended_by)
+        kind = reason.get("type") if isinstance(reason, dict) else reason
+        return Delta(new, ended_by=_ENDS.get(str(kind)) or end_of_tokens(kind))

@@ -9,7 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from pool_worker.engines.formats.base import Delta, Medium, ServerFacts, ServerRequest
-from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.framing import Framing, MalformedEvent
+from pool_worker.engines.reported_ends import end_of_tokens
 
 _ENDS: Final = {"stop": "eos", "length": "length"}
 
@@ -90,8 +91,6 @@ class OllamaFormat:
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
         """Read one event."""
         del seen_tokens
-        if "error" in event:
-            raise ServerFailure(str(event["error"]))
         text = event.get("response")
         if not isinstance(text, str):
             raise MalformedEvent("an event without a response")
@@ -99,7 +98,5 @@ class OllamaFormat:
             raise MalformedEvent("the server takes the model's thinking out of its answer")
         if event.get("done") is not True:
             return Delta(text=text)
-        ended_by = _ENDS.get(str(event.get("done_reason")))
-        if ended_by is None:
-            raise MalformedEvent(f"done_reason {event.get('done_reason')!r} is not known")
-        return Delta(text=text, ended_by=ended_by)
+        reason = event.get("done_reason")
+        return Delta(text=text, ended_by=_ENDS.get(str(reason)) or end_of_tokens(reason))

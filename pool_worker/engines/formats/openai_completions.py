@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pool_worker.engines.formats.base import Delta, Medium, ServerFacts, ServerRequest, count, limit
-from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.framing import Framing, MalformedEvent
+from pool_worker.engines.reported_ends import end_of_tokens
 
 
 class OpenAICompletionsFormat:
@@ -75,25 +76,21 @@ def model_of(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
 
 
 def choice_of(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return an event's choice, None if it has none. Raises MalformedEvent or ServerFailure."""
-    if "error" in event:
-        raise ServerFailure(str(event["error"]))
+    """Return an event's choice, None if it has none. Raises MalformedEvent."""
     choices = event.get("choices")
-    if not isinstance(choices, list):
-        raise MalformedEvent("an event without choices")
     if not choices:
         return None
+    if not isinstance(choices, list):
+        raise MalformedEvent("choices that are no list")
     if not isinstance(choices[0], dict):
         raise MalformedEvent("a choice that is no object")
     return choices[0]
 
 
 def ended_by(choice: Mapping[str, Any]) -> str | None:
-    """Return a choice's finish reason. Raises ServerFailure for one that is no end of an answer."""
+    """Return whether a choice ended by "stop" or "length", None where it goes on. Raises ServerFailure for neither."""
     reason = choice.get("finish_reason")
-    if reason not in (None, "stop", "length"):  # no set: anything may stand there
-        raise ServerFailure(f"the server ended the choice with {reason!r}")
-    return reason
+    return None if reason is None or reason == "" else end_of_tokens(reason)
 
 
 def cached_of(event: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pool_worker.engines.formats.base import SAMPLING, Delta, Medium, ServerFacts, ServerRequest, count, ids
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.reported_ends import end_of_tokens
 
 
 class SGLangFormat:
@@ -60,8 +61,6 @@ class SGLangFormat:
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
         """Read one event."""
-        if "error" in event:
-            raise ServerFailure(str(event["error"]))
         reported = event.get("meta_info")
         if not isinstance(reported, dict):
             raise MalformedEvent("an event without meta_info")
@@ -74,6 +73,8 @@ class SGLangFormat:
         kind = reason.get("type") if isinstance(reason, dict) else None
         if kind == "abort":
             raise ServerFailure(str(reason.get("message") if isinstance(reason, dict) else reason))
-        if kind not in (None, "stop", "length"):  # no set: anything may stand there
-            raise MalformedEvent(f"finish_reason {kind!r} is not known")
-        return Delta(new, ended_by=kind, cached_tokens=count(reported.get("cached_tokens")) or 0)
+        return Delta(
+            new,
+            ended_by=None if kind is None else end_of_tokens(kind),
+            cached_tokens=count(reported.get("cached_tokens")) or 0,
+        )

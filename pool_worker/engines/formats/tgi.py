@@ -10,7 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from pool_worker.engines.formats.base import Delta, Medium, Scored, ServerFacts, ServerRequest, limit
-from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.framing import Framing, MalformedEvent
+from pool_worker.engines.reported_ends import end_of_tokens
 from protocol.messages import TokenId
 
 _ENDS: Final = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
@@ -83,17 +84,14 @@ class TgiFormat:
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
         """Read one event. The last event has the details, and an end token that ended it."""
         del seen_tokens
-        if "error" in event:
-            raise ServerFailure(str(event["error"]))
         try:
             read = msgspec.convert(event, _Event)
         except msgspec.ValidationError as error:
             raise MalformedEvent(str(error)) from error
         ended_by = None
         if read.details is not None:
-            ended_by = _ENDS.get(read.details.finish_reason)
-            if ended_by is None:
-                raise MalformedEvent(f"finish_reason {read.details.finish_reason!r} is not known")
+            reason = read.details.finish_reason
+            ended_by = _ENDS.get(reason) or end_of_tokens(reason)
         scored = Scored(read.token.logprob, [(one.id, one.logprob) for one in read.top_tokens])
         return Delta([read.token.id], scored=[scored], ended_by=ended_by)
 

@@ -15,7 +15,8 @@ from typing import Any, Final
 import msgspec
 
 from pool_worker.engines.formats.base import Delta, Medium, ServerFacts, ServerRequest
-from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.framing import Framing, MalformedEvent
+from pool_worker.engines.reported_ends import end_of_tokens
 
 _PENALTIES: Final = frozenset({"presence_penalty", "frequency_penalty", "repetition_penalty"})
 _BY_VLLM: Final = _PENALTIES | {"temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "min_tokens"}
@@ -76,14 +77,12 @@ class TritonFormat:
         del seen_tokens
         if event.get("closed") is True:
             return Delta(ended_by="eos")
-        if "error" in event:
-            raise ServerFailure(str(event["error"]))
         text, reason = event.get("text_output"), event.get("finish_reason")
         if not isinstance(text, str):
             raise MalformedEvent("an event without text_output")
-        if reason not in (None, "", "None", *_ENDS):  # no set: anything may stand there
-            raise ServerFailure(f"the server ended the choice with {reason!r}")
-        return Delta(text=text, ended_by=_ENDS.get(str(reason)))
+        if reason in (None, "", "None"):  # no set: anything may stand there
+            return Delta(text=text)
+        return Delta(text=text, ended_by=_ENDS.get(str(reason)) or end_of_tokens(reason))
 
 
 def _names(tensors: object) -> frozenset[str]:

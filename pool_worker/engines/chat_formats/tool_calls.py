@@ -1,0 +1,141 @@
+"""Calls of tools, as the deltas of servers that imitate OpenAI's tell them: never two calls in one, none in two.
+
+By OpenAI's documents a delta has its call's ``index``, the first one of a call its ``id`` and name, and calls come one
+after the other. Servers leave out the index or give every call the same, repeat ids and names in each delta, tell
+several calls in one delta or by turns, and tell arguments as an object, or none at all.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from pool_worker.engines.framing import MalformedEvent
+from protocol.chat import Part
+from protocol.wire import UNDECODABLE
+
+MAX_CALLS: Final = 128  # of one answer
+
+
+class FunctionDelta(msgspec.Struct):
+    """What a delta says of the function."""
+
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+
+
+class CallDelta(msgspec.Struct):
+    """What a delta says of one call."""
+
+    index: int | None = None
+    id: str | None = None
+    function: FunctionDelta | None = None
+
+
+class _Call:
+    def __init__(self, index: int | None, call_id: str, name: str) -> None:
+        self.index = index
+        self.id = call_id
+        self.name = name
+        self.arguments = ""
+        self.told_chars = 0  # of the arguments
+        self.is_told = False
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the arguments are a JSON object, after which nothing can come."""
+        if not self.arguments.rstrip().endswith("}"):
+            return False
+        try:
+            msgspec.json.decode(self.arguments, type=dict[str, msgspec.Raw])
+        except UNDECODABLE:
+            return False
+        return True
+
+    def news(self) -> list[Part]:
+        """Return what has not been told yet."""
+        parts = []
+        if not self.is_told:
+            parts.append(Part("call", self.name, self.id))
+            self.is_told = True
+        if len(self.arguments) > self.told_chars:
+            parts.append(Part("arguments", self.arguments[self.told_chars :]))
+            self.told_chars = len(self.arguments)
+        return parts
+
+
+class CallReader:
+    """Reads the deltas of one choice's calls, and tells one call after the other.
+
+    The open call is told as it comes. What comes of another meanwhile waits until the open one is whole, or the answer
+    has ended.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []  # in the order of their beginnings
+        self._open = 0  # the call that is told now; those before it have been told
+        self._latest: _Call | None = None  # of which the last delta was
+
+    def read(self, deltas: Sequence[CallDelta]) -> list[Part]:
+        """Return what is to be told after the deltas of one event. Raises MalformedEvent."""
+        for delta in deltas:
+            function = delta.function or FunctionDelta()
+            call = self._latest = self._call_of(delta, function)
+            said = function.arguments
+            text = said if isinstance(said, str) else "" if said is None else msgspec.json.encode(said).decode()
+            if text.strip() and self._calls.index(call) < self._open:
+                raise MalformedEvent("arguments of a call that has ended")
+            call.arguments += text
+        parts = []
+        while self._open < len(self._calls):
+            call = self._calls[self._open]
+            if call.name:
+                parts += call.news()
+            if self._open + 1 == len(self._calls) or not (call.name and call.is_whole):
+                break
+            self._open += 1
+        return parts
+
+    def end(self) -> list[Part]:
+        """Return what has waited until the end of the answer. Raises MalformedEvent for a call without a name."""
+        parts = []
+        for call in self._calls[self._open :]:
+            if not call.name:
+                raise MalformedEvent("a call without a name")
+            if not call.arguments.strip():
+                call.arguments += "{}"
+            parts += call.news()
+        self._open = len(self._calls)
+        return parts
+
+    def _call_of(self, delta: CallDelta, function: FunctionDelta) -> _Call:
+        """Return the call that a delta belongs to, begun if it is new."""
+        known = self._known(delta)
+        if known is not None and not self._begins(known, delta, function):
+            known.name = known.name or function.name or ""
+            known.id = known.id or delta.id or ""
+            return known
+        if not (function.name or delta.id):
+            raise MalformedEvent("arguments of a call that has not begun")
+        if len(self._calls) == MAX_CALLS:
+            raise MalformedEvent(f"more than {MAX_CALLS} calls")
+        is_double = any(call.id == delta.id for call in self._calls)  # the gateway makes another
+        call = _Call(delta.index, "" if is_double else delta.id or "", function.name or "")
+        self._calls.append(call)
+        return call
+
+    def _known(self, delta: CallDelta) -> _Call | None:
+        if delta.index is not None:
+            return next((call for call in reversed(self._calls) if call.index == delta.index), None)
+        if delta.id:
+            return next((call for call in reversed(self._calls) if call.id == delta.id), None)
+        return self._latest
+
+    @staticmethod
+    def _begins(known: _Call, delta: CallDelta, function: FunctionDelta) -> bool:
+        """Return whether a delta begins another call than the one that has its index, or has none."""
+        if not function.name or not known.name:
+            return False
+        if delta.id and known.id:
+            return delta.id != known.id
+        return function.name != known.name or known.is_whole

@@ -1,0 +1,82 @@
+"""Events from bytes to objects, with characters whole that a server has cut into halves.
+
+JSON writes a character beyond U+FFFF as two escapes, and some servers cut between them: one half in one delta, the
+other in the next. A half without its other is U+FFFD, as everywhere in Unicode.
+"""
+
+import json
+from typing import Any, Final
+
+import msgspec
+
+UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}"
+MAX_DEPTH: Final = 64  # of an event with half a character
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_Path = tuple[str | int, ...]
+_FIRST = range(0xD800, 0xDC00)  # the code points of the first halves, and of the second
+_SECOND = range(0xDC00, 0xE000)
+
+
+class EventDecoder:
+    """Decodes the events of one answer."""
+
+    def __init__(self) -> None:
+        self._half: tuple[_Path, str] | None = None  # the first half at the end of a text, and where that stands
+
+    def read(self, data: bytes) -> dict[str, Any]:
+        """Decode one event. Raises one of UNDECODABLE."""
+        try:
+            event = _decode(data)
+        except msgspec.DecodeError:
+            if b"\\u" not in data:
+                raise
+            event = _with_halves(data)
+        else:
+            if self._half is None:
+                return event
+        owed, self._half = self._half, None
+        if owed is not None and not _prepend(event, *owed):
+            self._half = owed
+        whole: dict[str, Any] = self._joined(event, ())
+        return whole
+
+    def _joined(self, value: Any, path: _Path) -> Any:  # noqa: ANN401  # any JSON
+        if isinstance(value, str):
+            if value and ord(value[-1]) in _FIRST and self._half is None:
+                value, self._half = value[:-1], (path, value[-1])
+            return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        if len(path) > MAX_DEPTH:
+            raise msgspec.DecodeError("the event is nested too deeply")
+        if isinstance(value, dict):
+            return {name: self._joined(one, (*path, name)) for name, one in value.items()}
+        if isinstance(value, list):
+            return [self._joined(one, (*path, place)) for place, one in enumerate(value)]
+        return value
+
+
+def _with_halves(data: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError as error:
+        raise msgspec.DecodeError(str(error)) from error
+    if not isinstance(event, dict):
+        raise msgspec.ValidationError("Expected `object`")
+    return event
+
+
+def _prepend(event: dict[str, Any], path: _Path, half: str) -> bool:
+    """Put half a character before the text at its place, UNKNOWN where none follows; False where that may be later."""
+    place: Any = event
+    try:
+        for step in path[:-1]:
+            place = place[step]
+    except (LookupError, TypeError):
+        return False
+    if not isinstance(place, dict):
+        return False
+    text = place.get(path[-1])
+    if text == "":
+        return False
+    place[path[-1]] = half + text if isinstance(text, str) else UNKNOWN
+    return True

@@ -1,0 +1,142 @@
+"""What servers that imitate OpenAI's API answer: taken where it is an answer, and a fault with a name where not."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from engine.types import SamplingParams
+from pool_worker import engines
+from pool_worker.engines.chat import ChatRequest
+from pool_worker.engines.chat_server import ChatServerEngine
+from pool_worker.engines.server_connection import BUSY_TRIES
+from pool_worker.settings import OpenAIChatSettings
+from protocol.chat import Chat, Turn
+from tests.conformance.test_chat_engines import Answer, Driver
+from tests.conformance.upstream_rig import UpstreamRig, rigged, script
+
+HEARD = "Hello"
+
+
+def data(event: Any) -> str:
+    return f"data: {json.dumps(event)}\n\n"
+
+
+def delta(text: str | None = None, end: str | None = None, **more: Any) -> dict[str, Any]:
+    content = {} if text is None else {"content": text}
+    return {"choices": [{"index": 0, "delta": content, "finish_reason": end}], **more}
+
+
+SAID, STOP, DONE = data(delta(HEARD)), data(delta(end="stop")), "data: [DONE]\n\n"
+WHOLE = {"choices": [{"message": {"role": "assistant", "content": HEARD}, "finish_reason": "stop"}]}
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[UpstreamRig]:
+    async with rigged() as rig:
+        yield rig
+
+
+@pytest.fixture
+async def driver(rig: UpstreamRig) -> AsyncIterator[Driver]:
+    engine = engines.create(OpenAIChatSettings(kind="openai_chat", profile="openai", url=rig.url, model="rigged"))
+    assert isinstance(engine, ChatServerEngine)
+    await engine.start()
+    driver = Driver(engine)
+    steps = asyncio.create_task(driver.run())
+    try:
+        yield driver
+    finally:
+        await engine.stop()
+        await steps
+
+
+async def ask(driver: Driver, prompt: str) -> Answer:
+    chat = Chat((Turn("user", prompt),), is_limited=True)
+    driver.engine.submit(ChatRequest("r", chat, SamplingParams(max_tokens=32), prompt_tokens=5))
+    await driver.wait(lambda: "r" in driver.refusals or driver.answers["r", 0].finish_reason is not None)
+    return driver.answers["r", 0]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param((SAID, STOP, DONE), id="as documented"),
+        pytest.param((SAID, STOP), id="closed after its end"),
+        pytest.param((SAID, DONE), id="done without a reason"),
+        pytest.param((SAID, data(delta(end="")), DONE), id="an empty reason"),
+        pytest.param((SAID, data(delta(end="STOP")), DONE), id="in capitals"),
+        pytest.param((SAID, data(delta(end="end_turn")), DONE), id="a synonym"),
+        pytest.param((SAID, data(delta(end="whatever")), DONE), id="an unknown reason"),
+        pytest.param((data(delta(HEARD, error=None)), STOP, DONE), id="no error"),
+        pytest.param((data({"object": "ping"}), SAID, data({"usage": None}), STOP, DONE), id="events without choices"),
+        pytest.param(("\ufeff" + SAID, STOP, DONE), id="a byte order mark"),
+        pytest.param(((SAID + STOP + DONE).replace("\n", "\r\n"),), id="CRLF"),
+        pytest.param(((SAID + STOP + DONE).replace("\n", "\r"),), id="CR"),
+        pytest.param(tuple((SAID + STOP + DONE).replace("\n", "\r\n")), id="CRLF, a byte at a time"),
+        pytest.param((SAID.replace('"delta"', '\ndata: "delta"'), STOP, DONE), id="several lines of data"),
+        pytest.param((": hello\nid: 7\nretry: 3\nx: y\n" + SAID, STOP, DONE), id="other fields"),
+        pytest.param(((SAID + STOP + DONE).replace("\n\n", "\n"),), id="no blank lines"),
+        pytest.param((json.dumps(WHOLE),), id="JSON instead of a stream"),
+        pytest.param((json.dumps(WHOLE, indent=2),), id="JSON over many lines"),
+        pytest.param((json.dumps(delta(HEARD)) + "\n", json.dumps(delta(end="stop")) + "\n"), id="JSON lines"),
+    ],
+)
+async def test_an_answer_is_an_answer(driver: Driver, rig: UpstreamRig, pieces: tuple[str, ...]) -> None:
+    answer = await ask(driver, prompt := script(*pieces))
+    assert (answer.text(), answer.finish_reason, answer.error) == (HEARD, "stop", None)
+    assert rig.bought[prompt] == 1
+
+
+@pytest.mark.parametrize(
+    ("pieces", "error"),
+    [
+        pytest.param((SAID,), "has no end", id="cut"),
+        pytest.param((DONE,), "has no end", id="nothing"),
+        pytest.param(("<html>Log in</html>",), "begins with '<html>Log in</html>'", id="a page"),
+        pytest.param((SAID, data(delta(end="error"))), "ended the answer with 'error'", id="a failure for an end"),
+        pytest.param((SAID, data({"error": "out of memory"})), "out of memory", id="an error"),
+        pytest.param((SAID, "event: error\n" + data({"message": "broken"})), "broken", id="an error event"),
+        pytest.param((SAID, "event: error\ndata: broken\n\n"), "broken", id="an error event without JSON"),
+        pytest.param((SAID, 'error: {"message": "slot lost"}\n\n'), "slot lost", id="an error line"),
+        pytest.param((SAID, data({"object": "error", "message": "dead"})), "dead", id="an error for an object"),
+        pytest.param((data({"error": {"code": 401, "message": "no key"}}),), "401: no key", id="a code"),
+        pytest.param((SAID, data({"error": {"code": 400, "message": "late"}})), "late", id="refused once begun"),
+    ],
+)
+async def test_what_is_no_answer_is_said_so(driver: Driver, pieces: tuple[str, ...], error: str) -> None:
+    answer = await ask(driver, script(*pieces))
+    assert answer.finish_reason == "error"
+    assert error in (answer.error or "")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"error": {"code": 400, "message": "too long"}},
+        {"error": {"code": "400", "message": "too long"}},
+        {"error": {"type": "invalid_request_error", "message": "too long"}},
+        {"error": {"type": "BadRequestError", "message": "too long"}},
+        {"error": {"status": "INVALID_ARGUMENT", "message": "too long"}},
+        {"error": {"code": "context_length_exceeded", "message": "too long"}},
+        {"error": "too long", "error_type": "validation"},
+        {"object": "error", "code": 400, "message": "too long"},
+    ],
+)
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_code_counts_as_a_status_would(
+    driver: Driver, rig: UpstreamRig, told: dict[str, Any], is_stream: bool
+) -> None:
+    prompt = script(data(told) if is_stream else json.dumps(told))
+    await ask(driver, prompt)
+    assert "too long" in (driver.refusals["r"].error or "")
+    assert rig.bought[prompt] == 1
+
+
+async def test_a_busy_server_is_asked_again(driver: Driver, rig: UpstreamRig) -> None:
+    prompt = script(data({"error": {"type": "rate_limit_error", "message": "slowly"}}))
+    answer = await ask(driver, prompt)
+    assert (answer.finish_reason, answer.error) == ("error", "the server is busy")
+    assert rig.bought[prompt] == BUSY_TRIES

@@ -1,0 +1,50 @@
+"""Characters that a server has cut into halves are whole, and halves without another are U+FFFD."""
+
+import msgspec
+import pytest
+
+from pool_worker.engines.event_decoder import EventDecoder
+
+
+def event(content: str) -> bytes:
+    """Return an event whose content is written as it is given, with its escapes."""
+    return b'{"choices": [{"delta": {"content": "%s"}}]}' % content.encode()
+
+
+def said(*events: bytes) -> str:
+    decoder = EventDecoder()
+    deltas = [decoder.read(data)["choices"][0]["delta"] for data in events]
+    return "".join(delta.get("content", "") for delta in deltas)
+
+
+END = b'{"choices": [{"delta": {}, "finish_reason": "stop"}]}'
+
+
+@pytest.mark.parametrize(
+    ("contents", "text"),
+    [
+        (("a\\ud83d", "\\ude00b"), "a😀b"),
+        (("\\ud83d", "", "\\ude00"), "😀"),
+        (("\\ud83d", "\\ude00\\ud83d", "\\ude00"), "😀😀"),
+        (("\\ud83d\\ude00",), "😀"),
+        (("\\ud83d", "x"), "\ufffdx"),
+        (("x\\ude00",), "x\ufffd"),
+        (("\\ud83dx",), "\ufffdx"),
+        (("\\ud83d\\ud83d", "\\ude00"), "\ufffd😀"),
+        (("x\\ud83d",), "x\ufffd"),
+    ],
+)
+def test_halves(contents: tuple[str, ...], text: str) -> None:
+    assert said(*map(event, contents), END) == text
+
+
+def test_another_texts_beginning_is_not_its_other_half() -> None:
+    decoder = EventDecoder()
+    assert decoder.read(b'{"a": "\\ud83d", "b": "x"}') == {"a": "", "b": "x"}
+    assert decoder.read(b'{"b": "\\ude00"}') == {"a": "\ufffd", "b": "\ufffd"}
+
+
+@pytest.mark.parametrize("data", [b"{", b'{"a": "\\u12"}', b'["\\ud83d"]', b'{"a": "\\ud83d"' + b', "b": [' * 5000])
+def test_what_is_no_event_is_undecodable(data: bytes) -> None:
+    with pytest.raises((msgspec.MsgspecError, RecursionError)):
+        EventDecoder().read(data)
