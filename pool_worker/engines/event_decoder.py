@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
+from protocol.wire import UNDECODABLE
+
 UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}"
 MAX_DEPTH: Final = 64  # of an event with half a character
 
@@ -28,7 +30,7 @@ class EventDecoder:
         """Decode one event. Raises one of UNDECODABLE."""
         try:
             event = _decode(data)
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             if b"\\u" not in data:
                 raise
             event = _with_halves(data)
