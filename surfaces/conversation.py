@@ -5,6 +5,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from protocol.chat import Call, Turn
 from surfaces.tool_fields import MAX_CALLS, CalledFunction, ToolCall
 from web.errors import InvalidParameter
 from web.schema import Body, refuse_unsupported
@@ -78,6 +79,17 @@ class Message(Body):
         if reasoning:  # templates have three names for it
             message.update(reasoning_content=reasoning, reasoning=reasoning, thinking=reasoning)
         return message
+
+    def for_job(self) -> Turn:
+        """The message as jobs carry it to pools that take messages; older forms of tools are calls there."""
+        fields = self.for_template()
+        calls = tuple(
+            Call(call["id"], call["function"]["name"], function.arguments_object)
+            for call, function in zip(fields.get("tool_calls", ()), self.called, strict=True)
+        )
+        role = "developer" if self.role == "developer" else fields["role"]
+        reasoning = self.reasoning_content or self.reasoning
+        return Turn(role, self.content, self.name, calls, fields.get("tool_call_id"), reasoning)
 
 
 def check_message(message: Message, prefix: str) -> None:

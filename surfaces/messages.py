@@ -1,7 +1,6 @@
 """Anthropic's Messages: POST /v1/messages (https://docs.anthropic.com/en/api/messages)."""
 
 import datetime as dt
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -236,12 +235,7 @@ def _assistant(blocks: Sequence[Block], param: str) -> dict[str, Any]:
         where = f"{param}.{number}"
         kind = block.get("type")
         if kind == "tool_use":
-            given = block.get("input") or {}
-            if not isinstance(given, dict):
-                param = f"{where}.input"
-                raise InvalidParameter(f"'{param}' must be an object.", param=param, code="invalid_type")
-            arguments = json.dumps(given, ensure_ascii=False)
-            function = {"name": _text(block, "name", where), "arguments": arguments}
+            function = {"name": _text(block, "name", where), "arguments": block.get("input")}
             calls.append({"id": _text(block, "id", where), "type": "function", "function": function})
         elif kind == "thinking":
             thoughts.append(_text(block, "thinking", where))

@@ -3,13 +3,13 @@
 message_start  (content_block_start  content_block_delta*  content_block_stop)*  message_delta  message_stop
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from surfaces.surface import AnswerHead, Usage, joined
+from tokens.tools.calls import HELD_TEXT, arguments_of, is_cut
 from tokens.tools.source import Kind, Piece
 from web.errors import ApiError
 
@@ -68,7 +68,7 @@ class MessageEvents:
         self._has_begun = False
         self._open: Kind | None = None  # the kind of the block that is open
         self._index = -1  # its number
-        self._called = False
+        self._arguments: list[str] | None = None  # of the last call; None: there is none
         self._refused = False
 
     def of(self, pieces: Iterable[Piece]) -> bytes:
@@ -79,7 +79,8 @@ class MessageEvents:
         """Implement ``EventEncoder``."""
         text, stopped_by = self._end_of_text.end(is_stopped=finish_reason == "stop")
         events = self._begin() + (self._delta(Kind.CONTENT, text) if text else b"") + self._close()
-        stop = _stop(finish_reason, stopped_by, called=self._called, refused=self._refused)
+        called = self._arguments is not None and not is_cut("".join(self._arguments))
+        stop = _stop(finish_reason, stopped_by, called=called, refused=self._refused)
         return events + event("message_delta", {"delta": stop, "usage": usage_of(usage)}) + event("message_stop", {})
 
     def failed(self, error: ApiError) -> bytes:
@@ -105,10 +106,11 @@ class MessageEvents:
 
     def _piece(self, piece: Piece) -> bytes:
         if piece.kind is Kind.CALL:
-            self._called = True
+            self._arguments = []
             held = self._delta(Kind.CONTENT, self._end_of_text.release())
             return held + self._start(Kind.CALL, {**_call(piece), "input": {}})
-        if piece.kind is Kind.ARGUMENTS:
+        if piece.kind is Kind.ARGUMENTS and self._arguments is not None:
+            self._arguments.append(piece.text)
             return self._send({"type": "input_json_delta", "partial_json": piece.text})
         if piece.kind is Kind.REASONING:
             if not self._shows_thinking:
@@ -174,8 +176,12 @@ def content_of(
 
 def stop_of(finish_reason: str, pieces: Iterable[Piece], stopped_by: str | None) -> dict[str, Any]:
     """Return why a whole answer ended."""
-    kinds = {piece.kind for piece in pieces}
-    return _stop(finish_reason, stopped_by, called=Kind.CALL in kinds, refused=Kind.REFUSAL in kinds)
+    called = refused = False
+    for piece in joined(pieces):
+        refused |= piece.kind is Kind.REFUSAL
+        if piece.kind in {Kind.CALL, Kind.ARGUMENTS}:
+            called = piece.kind is Kind.CALL or not is_cut(piece.text)
+    return _stop(finish_reason, stopped_by, called=called, refused=refused)
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
@@ -201,9 +207,6 @@ def _call(piece: Piece) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> object:
-    """Return the arguments as an object; what is none, because the answer was cut, as text."""
-    try:
-        found = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        found = arguments
-    return found if isinstance(found, dict) else {"arguments": found}
+    """Return the arguments as an object; what is none, because the answer was cut, as text in one."""
+    found = arguments_of(arguments)
+    return {HELD_TEXT: arguments} if found is None else found

@@ -255,7 +255,7 @@ class ResponsesTranslation:
             name = _text(item, "name", param)
             if item.get("namespace"):
                 name = f"{_text(item, 'namespace', param)}{_NAMESPACE_MARK}{name}"
-            function = {"name": name, "arguments": _text(item, "arguments", param)}
+            function = {"name": name, "arguments": item.get("arguments")}
             turn = _assistant_turn(messages)
             calls = turn.setdefault("tool_calls", [])
             calls.append({"id": _text(item, "call_id", param), "type": "function", "function": function})

@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from surfaces.surface import AnswerHead, Usage
+from tokens.tools.calls import is_cut
 from tokens.tools.source import Kind, Piece
 from web.errors import ApiError
 
@@ -150,6 +151,7 @@ class ResponseEvents:
             return b""
         if self._kind is Kind.CALL:
             arguments = "".join(self._text)
+            status = "incomplete" if is_cut(arguments) else status
             self._item = {**self._item, "arguments": arguments}
             fields = {**self._place(), "name": self._item["name"], "arguments": arguments}
             events = self._event("response.function_call_arguments.done", fields)

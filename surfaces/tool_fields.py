@@ -6,8 +6,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from tokens.chat_template import Arguments
 from tokens.tools.base import Tool
+from tokens.tools.calls import HELD_TEXT, arguments_of
+from tokens.turns import Arguments
 from web.errors import InvalidParameter
 
 MAX_TOOLS: Final = 128
@@ -74,19 +75,32 @@ FunctionChoice = Annotated[Literal["none", "auto"] | NamedFunction | None, Befor
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_known_choice)]
 
 
+def _as_text(arguments: object) -> str:
+    """Some clients send the object itself, or null."""
+    if arguments is None or isinstance(arguments, str):
+        return arguments or ""
+    return json.dumps(arguments, ensure_ascii=False)
+
+
 class CalledFunction(_Part):
     """An assistant's call, with its arguments as JSON text."""
 
     name: Annotated[str, Field(min_length=1)]
-    arguments: str = ""
+    arguments: Annotated[str, BeforeValidator(_as_text, str | dict[str, Any] | None)] = ""
 
-    def arguments_for_template(self) -> object:
-        """The arguments as an object, which templates expect; text that is none stays as it is."""
-        try:
-            arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            return self.arguments
-        return Arguments(arguments) if isinstance(arguments, dict) else self.arguments
+    def arguments_for_template(self) -> Arguments:
+        """The arguments as an object, which templates expect.
+
+        Models write what is no object, or are cut off in it. Then an object holds the text: the conversation goes on.
+        """
+        found = arguments_of(self.arguments)
+        return Arguments({HELD_TEXT: self.arguments} if found is None else found)
+
+    @property
+    def arguments_object(self) -> str:
+        """The arguments as the JSON of an object, in the same way."""
+        is_object = arguments_of(self.arguments) is not None
+        return self.arguments.strip() if is_object else json.dumps({HELD_TEXT: self.arguments}, ensure_ascii=False)
 
 
 class ToolCall(_Part):

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jinja2
@@ -12,6 +12,7 @@ from tokens.chat_template import ChatTemplate, parsed
 from tokens.model_tokens import AnyTemplate
 from tokens.renderer import Renderer, RendererDied
 from tokens.template_proof import unproven_reason
+from tokens.turns import Message, find_rules
 from web.errors import InvalidParameter
 
 MAX_TEMPLATE_CHARS: Final = 256 * 1024  # ten times the longest known template
@@ -56,6 +57,11 @@ async def usable_template(model: str, source: str, special_tokens: Mapping[str, 
         template = await asyncio.to_thread(ChatTemplate, source, special_tokens)
         with contextlib.suppress(InvalidParameter):  # it needs another kind of conversation
             template.render(_PROBE)
+
+        async def render(messages: Sequence[Message], tools: Sequence[Message]) -> str:
+            return await asyncio.to_thread(template.render, messages, tools=tools)
+
+        template.rules = await find_rules(render)
         return template
     log.info("model %s: its chat template is rendered in a separate process: %s", model, reason)
     return await _renderer(source, special_tokens)
@@ -73,6 +79,7 @@ async def _renderer(source: str, special_tokens: Mapping[str, str]) -> Renderer:
     try:
         await renderer.start()
         await renderer.probe(_PROBE)
+        renderer.rules = await find_rules(lambda messages, tools: renderer.render(messages, tools=tools))
     except (RendererDied, InvalidParameter) as error:
         await renderer.close()
         raise UnusableCard(f"its chat template cannot be used: {error}") from error

@@ -16,6 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tokens.turns import AS_IS, TemplateRules
 from web.errors import InvalidParameter
 
 RENDER_CPU_LIMIT_S: Final = 10.0  # CPU time of the thread: a busy machine causes no refusals
@@ -75,13 +76,6 @@ COUNTING_SOURCE: Final = """\
 {% endif %}"""
 
 
-class Arguments(dict[str, Any]):
-    """Arguments of a call: an object that becomes its JSON where a template (DeepSeek's) concatenates it to a text."""
-
-    def __radd__(self, text: str) -> str:
-        return text + json.dumps(self, ensure_ascii=False)
-
-
 def _join_within_limits(pieces: Iterator[str], max_chars: int, cpu_limit_s: float) -> str:
     """Join the pieces that a template writes, within limits of size and CPU time.
 
@@ -128,6 +122,7 @@ class ChatTemplate:
         self._cpu_limit_s = cpu_limit_s
         environment = _environment()
         self.source = source
+        self.rules: TemplateRules = AS_IS  # what it takes, once that is found
         self.variables = frozenset(
             meta.find_undeclared_variables(environment.parse(source))
         )  # variables that the template reads

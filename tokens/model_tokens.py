@@ -1,16 +1,17 @@
 """One served model's tokens: its chat template, tokenizer and context length."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from protocol.pooling import PoolingCard
-from tokens.chat_template import ChatTemplate, up_to_content
+from tokens.chat_template import BeyondLimits, ChatTemplate, up_to_content
 from tokens.control_tokens import ControlTokens
 from tokens.encoder_pool import EncoderPool
 from tokens.encoders import EncodedPair, Encoder
 from tokens.renderer import Renderer
 from tokens.tools.dialect import Dialect
+from tokens.turns import STRICT, STRICTEST, fitted
 from web.errors import ContextLengthExceeded, InvalidParameter
 
 INLINE_CHARS: Final = 4096  # about 1 ms of encoding; longer prompts go to a thread
@@ -95,17 +96,49 @@ class ModelTokens:
         tools: Messages = (),
         variables: Mapping[str, Any] | None = None,
         within_context: str | None = None,
+        notes: set[str] | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation, up to the end of the last message's text if that is continued.
 
         The text of a control token in a message stays text, unless the model's settings say otherwise.
-        ``within_context``: see ``encode_text``. Raises InvalidParameter if the template refuses the conversation or the
-        model has none.
+        ``within_context``: see ``encode_text``. ``notes``: gets the names of the changes that the template needed
+        (``tokens.turns``). Raises InvalidParameter if the template refuses the conversation or the model has none.
         """
         template = self._tool_template if tools else self._template
         if template is None:
             raise InvalidParameter(f"The model {self.model} has no chat format; use /v1/completions.", param="model")
+        refusal: InvalidParameter | None = None
+        for conversation, changes in _fitted_to(template, messages):
+            try:
+                token_ids = await self._encode_chat(
+                    template,
+                    (conversation, tools, variables),
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    within_context=within_context,
+                )
+            except BeyondLimits:
+                raise
+            except InvalidParameter as error:
+                if error.param != "messages":
+                    raise
+                refusal = refusal or error
+            else:
+                if notes is not None:
+                    notes |= changes
+                return token_ids
+        raise refusal or InvalidParameter(param="messages")
 
+    async def _encode_chat(
+        self,
+        template: AnyTemplate,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        within_context: str | None,
+    ) -> list[int]:
+        messages, tools, variables = conversation
         values = [value for message in messages for value in message.values()]
         texts = [value if isinstance(value, str) else str(value) for value in values]
         if tools or variables:
@@ -206,6 +239,17 @@ class ModelTokens:
             return token_ids
         token_ids.clear()
         raise prompt_too_long(self.context_length, count, field)
+
+
+def _fitted_to(template: AnyTemplate, messages: Messages) -> Iterator[tuple[Messages, set[str]]]:
+    """Yield a conversation as a template takes it; then, if it is refused nevertheless, in stricter forms."""
+    tried: list[Messages] = []
+    for rules in (template.rules, STRICT, STRICTEST):
+        notes: set[str] = set()
+        conversation = fitted(messages, rules, notes)
+        if conversation not in tried:
+            tried.append(conversation)
+            yield conversation, notes
 
 
 def use_of(tokens: ModelTokens) -> str:

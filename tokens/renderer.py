@@ -23,7 +23,8 @@ import msgspec
 from msgspec import Struct
 
 from protocol.children import plain_environment
-from tokens.chat_template import Arguments, BeyondLimits, ChatTemplate
+from tokens.chat_template import BeyondLimits, ChatTemplate
+from tokens.turns import AS_IS, Arguments, TemplateRules
 from web.errors import InvalidParameter, Overloaded
 
 RENDER_CPU_S: Final = 2.0  # CPU time for one conversation
@@ -72,6 +73,7 @@ class Renderer:
         self, source: str, special_tokens: Mapping[str, str], *, answer_limit_s: float = ANSWER_LIMIT_S
     ) -> None:
         self.source = source
+        self.rules: TemplateRules = AS_IS  # what it takes, once that is found
         self._answer_limit_s = answer_limit_s
         self.variables: frozenset[str] = frozenset()  # variables that it reads; known after the start
         self._special_tokens = dict(special_tokens)
@@ -104,11 +106,12 @@ class Renderer:
             result = await self._send(request)
         except RendererDied as error:
             message = f"The model's chat template cannot render this: {error}"
-            raise InvalidParameter(message, param="messages") from error
+            raise BeyondLimits(message, param="messages") from error
         finally:
             self._waiting -= 1
         if result.refusal is not None:
-            raise InvalidParameter(result.refusal, param=result.param)
+            kind = BeyondLimits if result.is_beyond_limits else InvalidParameter
+            raise kind(result.refusal, param=result.param)
         return result.text
 
     async def probe(self, messages: Sequence[Mapping[str, Any]]) -> None:

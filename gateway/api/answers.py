@@ -142,7 +142,10 @@ def choice_object(content: ChoiceContent, parser: AnswerParser | None) -> dict[s
         message = {"role": "assistant", "content": content.text, "refusal": None}
     else:
         message = parsed_message(content.text, parser, content.parts)
-    return {"message": message, "finish_reason": finish_reason_of(content.finish_reason, message)}
+    called = calls_of(message)
+    arguments = called[-1]["arguments"] if called else None
+    reason = finish_reason_of(content.finish_reason, arguments, is_legacy="function_call" in message)
+    return {"message": message, "finish_reason": reason}
 
 
 def _chat_row(

@@ -89,6 +89,7 @@ class Call(AnswerEncoder, Protocol):
     name: str  # as in RequestRecord.endpoint
     prompt_param: str  # the field that holds the prompt
     usual_max_tokens: int | None  # OpenAI's default for this endpoint; None: what the context leaves
+    adapted: set[str]  # see Exchange
     is_counted_only: bool  # the prompt's token ids, once encoded, mean nothing to who answers
 
     def serve_as_batch(self) -> None:
@@ -127,6 +128,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_chat(body)
+        self.adapted: set[str] = set()
         self.is_counted_only = False
         self._details = DEFAULT_OPTIONS
         self._form: AnswerForm | None = None  # of answers that engines make, where these are more than text
@@ -148,6 +150,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
             tools=tools_for_template(tokens, tools_for_prompt(request)),
             variables=template_variables(tokens, request),
             within_context=self.prompt_param if request.truncate_prompt_tokens is None else None,
+            notes=self.adapted,
         )
         prompt_ids = truncated(request, prompt_ids, tokens.context_length)
         self._details = details_of(request, prompt_ids)
@@ -227,6 +230,7 @@ class CompletionCall(JobCall[CompletionRequest]):
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_completion(body)
+        self.adapted: set[str] = set()
         self.prompt_param = "prompt"
         self.first_index = 0  # see AnswerOptions
         self._details = DEFAULT_OPTIONS

@@ -6,13 +6,12 @@ What only some of their APIs take, the pool's worker knows, and refuses by name.
 import json
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from gateway.api.form import tools_for_prompt
 from gateway.api.schema import ChatCompletionRequest
 from gateway.request.conversation import Conversation
-from protocol.chat import AnswerSchema, Call, Chat, Tool, Turn, encode_chat
-from surfaces.conversation import Message
+from protocol.chat import AnswerSchema, Chat, Tool, encode_chat
 from surfaces.tool_fields import NamedTool, ToolDefinition
 from tokens.encoders import TokenizerError
 from tokens.model_tokens import ModelTokens
@@ -80,7 +79,7 @@ def chat_of(request: ChatCompletionRequest, *, is_limited: bool) -> Chat:
     choice = request.tool_choice
     tools = tools_for_prompt(request)
     return Chat(
-        turns=tuple(map(_turn, request.messages)),
+        turns=tuple(message.for_job() for message in request.messages),
         tools=tuple(map(_tool, tools)),
         tool_choice=choice if tools and choice in {"auto", "required"} else None,
         only_tool=choice.function.name if isinstance(choice, NamedTool) else None,
@@ -90,17 +89,6 @@ def chat_of(request: ChatCompletionRequest, *, is_limited: bool) -> Chat:
         is_limited=is_limited,
         continues_last=bool(request.continue_final_message),
     )
-
-
-def _turn(message: Message) -> Turn:
-    fields: dict[str, Any] = message.for_template()  # older forms of tools become calls there
-    calls = tuple(
-        Call(call["id"], call["function"]["name"], function.arguments)
-        for call, function in zip(fields.get("tool_calls", ()), message.called, strict=True)
-    )
-    role = "developer" if message.role == "developer" else fields["role"]
-    reasoning = message.reasoning_content or message.reasoning
-    return Turn(role, message.content, message.name, calls, fields.get("tool_call_id"), reasoning)
 
 
 def _tool(tool: ToolDefinition) -> Tool:

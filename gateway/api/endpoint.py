@@ -7,6 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -81,6 +82,7 @@ class JobSpec(Struct, frozen=True):
     pooling: Pooling | None = None
     stream: bool = False
     conversation: Conversation | None = None  # see Admission
+    adapted: AbstractSet[str] = frozenset()  # see Exchange
 
 
 class Arrival(Struct, Generic[_Call], frozen=True):
@@ -206,6 +208,7 @@ class Endpoint(ABC, Generic[_Call]):
         exchange, call = arrival.exchange, arrival.call
         await self._check_budget(arrival)
         spec = await self._spec(call, arrival.tokens)
+        exchange.adapted |= spec.adapted
         quotas = self._services.quotas
         reservation = await reserve(quotas, exchange, arrival.principal, spec, arrival.price, held=arrival.held)
         admission = self._admission(arrival, spec, reservation, exchange.request_id, exchange.trace)

@@ -59,6 +59,7 @@ class GenerationEndpoint(Endpoint[_Call]):
             sampling,
             stream=bool(call.request.stream),
             conversation=call.conversation(tokens, sampling.max_tokens, len(prompt_ids)),
+            adapted=call.adapted,
         )
 
     def _output_limit(self, call: _Call, tokens: ModelTokens, prompt_tokens: int) -> int:

@@ -1,6 +1,6 @@
 """Chat answers in which tool calls and reasoning are separated from content, streamed and complete."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from gateway.api.answer_options import DEFAULT_OPTIONS, AnswerOptions
@@ -8,6 +8,7 @@ from gateway.api.logprobs import chat_logprobs
 from gateway.api.sse import ChunkEnvelope, answer_head
 from protocol.chat import Deltas, Part
 from protocol.messages import Tokens
+from tokens.tools.calls import is_cut
 from tokens.tools.dialect import AnswerForm, AnswerParser
 from tokens.tools.source import Kind, Piece
 from web.answers import encode_json
@@ -28,13 +29,12 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def finish_reason_of(reason: str | None, message: Collection[str]) -> str | None:
+def finish_reason_of(reason: str | None, arguments: str | None, *, is_legacy: bool = False) -> str | None:
     """Return the public finish reason: a choice that stopped after calls waits for their results.
 
-    ``message``: the names of what its message has.
+    ``arguments``: of the last call; None: there is none. A call that was cut off waits for nothing.
     """
-    calls = next((name for name in CALLS if name in message), None)
-    return calls if reason == "stop" and calls is not None else reason
+    return reason if reason != "stop" or arguments is None or is_cut(arguments) else CALLS[is_legacy]
 
 
 def reasoning_tokens(reasoning: Sequence[tuple[int, int]], frames: Iterable[tuple[int, int]]) -> int:
@@ -102,6 +102,7 @@ class _StreamedChoice(PieceReader):
     def __init__(self, form: AnswerForm) -> None:
         super().__init__(form)
         self.calls = 0
+        self._arguments: list[str] = []  # of the last call
         self._has_started = False
 
     def deltas(self, frame: Tokens | Deltas) -> list[dict[str, Any]]:
@@ -115,7 +116,8 @@ class _StreamedChoice(PieceReader):
 
     def finish_reason(self, reason: str) -> str | None:
         """The public finish reason."""
-        return finish_reason_of(reason, (CALLS[self._form.is_legacy],) if self.calls else ())
+        arguments = "".join(self._arguments) if self.calls else None
+        return finish_reason_of(reason, arguments, is_legacy=self._form.is_legacy)
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         if piece.kind is Kind.CONTENT:
@@ -124,6 +126,10 @@ class _StreamedChoice(PieceReader):
             return _reasoning(piece.text)
         if piece.kind is Kind.REFUSAL:
             return {"refusal": piece.text}
+        if piece.kind is Kind.CALL:
+            self._arguments.clear()
+        else:
+            self._arguments.append(piece.text)
         if self._form.is_legacy:
             is_call = piece.kind is Kind.CALL
             self.calls += is_call

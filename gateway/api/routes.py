@@ -171,6 +171,7 @@ async def _input_tokens(services: Services, exchange: Exchange, principal: Princ
     chat = await pool.run(tenant, len(body), partial(_read_count, body), is_quick=True)
     check_shape(limits, messages=chat.message_count, choices=1)
     tokens = services.catalog.tokens_of(services.catalog.canonical_name(chat.request.model, principal))
+    exchange.adapted = chat.adapted
     return json_answer({"input_tokens": len(await chat.encode_prompt(tokens.of_tenant(tenant)))})
 
 
@@ -185,7 +186,7 @@ async def _tokenized(services: Services, exchange: Exchange, principal: Principa
     request = await pool.run(tenant, len(body), partial(_read_tokenize, body), is_quick=True)
     check_shape(limits, messages=len(request.messages or ()), choices=1)
     tokens = services.catalog.tokens_of(_model_named(services, request, principal)).of_tenant(tenant)
-    token_ids = await _token_ids(request, tokens)
+    token_ids = await _token_ids(request, tokens, exchange.adapted)
     fields: dict[str, Any] = {"count": len(token_ids), "max_model_len": tokens.context_length, "tokens": token_ids}
     if request.return_token_strs:
         fields["token_strs"] = await tokens.token_texts(token_ids)
@@ -216,7 +217,7 @@ def _model_named(services: Services, body: TokenizeRequest | DetokenizeRequest, 
     return services.catalog.canonical_name(body.model or next(usable, ""), principal)
 
 
-async def _token_ids(body: TokenizeRequest, tokens: ModelTokens) -> list[int]:
+async def _token_ids(body: TokenizeRequest, tokens: ModelTokens, adapted: set[str]) -> list[int]:
     if body.prompt is not None:
         return await tokens.encode_text(body.prompt, add_special_tokens=body.add_special_tokens)
     return await tokens.encode_chat(
@@ -224,4 +225,5 @@ async def _token_ids(body: TokenizeRequest, tokens: ModelTokens) -> list[int]:
         add_generation_prompt=body.add_generation_prompt is not False,
         tools=tools_for_template(tokens, body.tools or ()),
         variables=body.chat_template_kwargs,
+        notes=adapted,
     )

@@ -75,6 +75,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.sent_status: int | None = None
         self.limit_headers: list[tuple[bytes, bytes]] = []  # how far the caller's limits are used
+        self.adapted: set[str] = set()  # changes to what was asked, so that its model takes it (``tokens.turns``)
         self.refusal: ApiError | None = None  # what was answered instead of admitting a request
         self.trace: Trace | None = None  # None: traces are off
         self.style: AnswerStyle | None = None  # None: OpenAI's
@@ -251,6 +252,8 @@ class Exchange:
             (b"openai-processing-ms", b"%d" % ((time.monotonic() - self.received_s) * 1000)),
         ]
         headers += self.limit_headers
+        if self.adapted:
+            headers.append((b"x-spillway-adapted", ", ".join(sorted(self.adapted)).encode()))
         if self.style is not None:
             headers += self.style.headers(headers)
         if request is not None:

@@ -2,12 +2,37 @@
 
 import json
 from collections.abc import Collection
-from typing import Final
+from typing import Any, Final
 
 from tokens.tools.source import MAX_HELD_CHARS, Kind, Reading, Source
 
 ARGUMENT_KEYS: Final = frozenset({"arguments", "parameters"})
 NO_ARGUMENTS: Final = "{}"
+HELD_TEXT: Final = "arguments"  # the key of an object that holds arguments which are none
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a call; None if the text is no JSON object, as where a call was cut off."""
+    try:
+        found = json.loads(text.strip() or NO_ARGUMENTS, parse_constant=_refuse)
+        if "\\ud" in text.lower():  # half of a surrogate pair is no character
+            json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def is_cut(arguments: str) -> bool:
+    """Report whether a call ended before its arguments did."""
+    try:
+        json.loads(arguments or NO_ARGUMENTS)
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def read_call(source: Source, names: Collection[str] | None = None) -> Reading[bool]:

@@ -1,9 +1,10 @@
 """A conversation as APIs take it in which user and assistant alternate, and say blocks: texts, calls, their results.
 
-What the system says stands beside it. What such an API could not tell apart is refused by name.
+System messages at the beginning stand beside it; later ones become text of the user, where they stand. What such an API
+could not tell apart is refused by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
@@ -55,14 +56,37 @@ def alternate(ask: ChatServerRequest, blocks: Blocks) -> Conversation:
     elif turns[-1].role == "assistant":
         raise RequestRejected("messages", "this pool's API would go on with the assistant's message at the end")
     conversation = Conversation()
-    for turn in turns:
+    for turn in _later_systems_as_user(turns):
         _take(conversation, turn, blocks)
+    if not conversation.messages and conversation.system:  # which needs a message of the user
+        _add(conversation, "user", [blocks.text(text) for text in conversation.system])
+        conversation.system = []
     if not conversation.messages:
         raise RequestRejected("messages", "this pool's API needs a message of the user")
     said = _begun(ask).rstrip()
     if said:
         _add(conversation, "assistant", [blocks.text(said)])
     return conversation
+
+
+def _later_systems_as_user(turns: Sequence[Turn]) -> Iterator[Turn]:
+    """Yield system messages after the beginning as the user's: the API takes none there.
+
+    The result of a call must follow it: what stands between them comes after it.
+    """
+    has_begun = False
+    waiting: list[Turn] = []
+    for turn in turns:
+        if turn.role in _SYSTEM_ROLES and has_begun:
+            if turn.content:
+                waiting.append(Turn("user", f"<system>\n{turn.content}\n</system>"))
+            continue
+        has_begun |= turn.role not in _SYSTEM_ROLES
+        if turn.role != "tool":
+            yield from waiting
+            waiting.clear()
+        yield turn
+    yield from waiting
 
 
 def owed(ask: ChatServerRequest) -> str:
@@ -81,8 +105,6 @@ def _take(conversation: Conversation, turn: Turn, blocks: Blocks) -> None:
         raise RequestRejected("messages", "this pool's API takes no 'name' in a message")
     text = turn.content or ""
     if turn.role in _SYSTEM_ROLES:
-        if conversation.messages:
-            raise RequestRejected("messages", f"this pool's API takes {turn.role} messages at the beginning only")
         conversation.system += [text] if text else []
     elif turn.role == "tool":
         call = conversation.called.get(turn.call_id or "")

@@ -46,7 +46,7 @@ def test_a_conversation_with_tools_and_thinking() -> None:
             "role": "assistant",
             "content": "I look.",
             "reasoning_content": "hm",
-            "tool_calls": [{"id": "t1", "type": "function", "function": {"name": "look", "arguments": '{"at": "ä"}'}}],
+            "tool_calls": [{"id": "t1", "type": "function", "function": {"name": "look", "arguments": {"at": "ä"}}}],
         },
         {"role": "tool", "tool_call_id": "t1", "content": "7"},
         {"role": "user", "content": "and now?"},

@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ def test_calls_and_their_results_reach_the_template() -> None:
             "content": "",
             "tool_calls": [
                 {**CALL, "function": {"name": "f", "arguments": {"city": "Paris"}}},
-                {**CALL, "function": {"name": "f", "arguments": "no JSON"}},
+                {**CALL, "function": {"name": "f", "arguments": {"arguments": "no JSON"}}},
             ],
             "reasoning_content": "So.",
             "reasoning": "So.",
@@ -112,7 +113,31 @@ def test_calls_and_their_results_reach_the_template() -> None:
 
 def test_arguments_that_are_nested_too_deeply_stay_a_text() -> None:
     nested = "[" * 100_000
-    assert CalledFunction(name="f", arguments=nested).arguments_for_template() == nested
+    assert CalledFunction(name="f", arguments=nested).arguments_for_template() == {"arguments": nested}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ("", {}),
+        (" \n", {}),
+        (' {"a": 1} ', {"a": 1}),
+        *(
+            (text, None)
+            for text in ('{"a": ', "[]", '"x"', "null", "5", '{"a": NaN}', '{"a": 1} more', '{"a": "\\ud800"}')
+        ),
+        ('{"a": "\\ud83d\\ude00"}', {"a": "😀"}),
+    ],
+)
+def test_arguments_that_are_no_object_are_held_by_one(text: str, found: Any) -> None:
+    """A model wrote them, or was cut off in them; templates refused the whole conversation."""
+    function = CalledFunction(name="f", arguments=text)
+    assert function.arguments_for_template() == ({"arguments": text} if found is None else found)
+    assert json.loads(function.arguments_object or "{}") == function.arguments_for_template()
+    [turn] = [message.for_job() for message in parse_chat(chat(messages=[{"role": "assistant", "tool_calls": [
+        {"id": "1", "function": {"name": "f", "arguments": text}}]}])).messages]  # fmt: skip
+    assert turn.calls[0].arguments == function.arguments_object
 
 
 def test_null_is_the_same_as_nothing() -> None:
