@@ -1,13 +1,15 @@
 """Anthropic's Messages: POST /v1/messages (https://docs.anthropic.com/en/api/messages)."""
 
 import datetime as dt
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from pydantic import Field
 
 from surfaces.messages_events import MessageEvents, content_of, stop_of, usage_of
+from surfaces.responses_tools import note_skipped
 from surfaces.surface import AnswerHead, Usage, renamed
 from tokens.tools.source import Piece
 from web.errors import ApiError, InvalidParameter
@@ -43,6 +45,7 @@ _ERROR_TYPES: Final = {
 _NAMES: Final = {"stop": "stop_sequences", "user": "metadata.user_id", "response_format": "output_config.format"}
 _NAMES_OF_TOOLS: Final = {"function": "", "parameters": "input_schema"}
 _LIMITS: Final = (b"requests", b"tokens")
+_CALLS: Final = ("tool_use", "server_tool_use", "mcp_tool_use")
 _ROLES: Final = ("user", "assistant", "system")
 
 Block = dict[str, Any]
@@ -126,7 +129,8 @@ class MessagesTranslation:
     def __init__(self, request: MessagesRequest) -> None:
         """Translate a body. Raises InvalidParameter."""
         self._request = request
-        self.chat = _conversation(request) | _sampling(request) | _answer_format(request)
+        self.adapted: set[str] = set()
+        self.chat = _conversation(request, self.adapted) | _sampling(request) | _answer_format(request)
         self._stops = tuple(request.stop_sequences or ())
         self._shows_thinking = request.thinking is None or request.thinking.display != "omitted"
 
@@ -182,9 +186,13 @@ def error_fields(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def counted_chat(body: bytes) -> dict[str, Any]:
-    """Return the chat whose prompt POST /v1/messages/count_tokens counts. Raises MalformedJson or InvalidParameter."""
-    return _conversation(_checked(parse_body(CountTokensRequest, body)))
+def counted_chat(body: bytes) -> tuple[dict[str, Any], set[str]]:
+    """Return the chat whose prompt POST /v1/messages/count_tokens counts, and what was left out of it.
+
+    Raises MalformedJson or InvalidParameter.
+    """
+    adapted: set[str] = set()
+    return _conversation(_checked(parse_body(CountTokensRequest, body)), adapted), adapted
 
 
 def _checked(request: Any) -> Any:  # noqa: ANN401  # either body
@@ -195,7 +203,7 @@ def _checked(request: Any) -> Any:  # noqa: ANN401  # either body
 # --- the conversation -------------------------------------------------------------------------------------------------
 
 
-def _conversation(request: CountTokensRequest) -> dict[str, Any]:
+def _conversation(request: CountTokensRequest, adapted: set[str]) -> dict[str, Any]:
     """Return the fields of the chat that make its prompt."""
     messages: list[dict[str, Any]] = []
     if request.system is not None:
@@ -205,7 +213,8 @@ def _conversation(request: CountTokensRequest) -> dict[str, Any]:
         messages += _turn(message, f"messages.{number}.content")
     chat: dict[str, Any] = {"model": request.model, "messages": messages, **_thinking(request)}
     if request.tools:
-        chat |= {"tools": [_tool(tool, number) for number, tool in enumerate(request.tools)], **_choice(request)}
+        tools = [tool for number, one in enumerate(request.tools) for tool in _tool(one, number, adapted)]
+        chat |= {"tools": tools, **_choice(request)}
     return chat
 
 
@@ -213,7 +222,7 @@ def _turn(message: _Message, param: str) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if message.role == "assistant":
-        return [_assistant(message.content, param)]
+        return list(_assistant(message.content, param))
     turn: list[dict[str, Any]] = []
     texts: list[str] = []
     for number, block in enumerate(message.content):
@@ -229,12 +238,25 @@ def _turn(message: _Message, param: str) -> list[dict[str, Any]]:
     return turn
 
 
-def _assistant(blocks: Sequence[Block], param: str) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
+def _assistant(blocks: Sequence[Block], param: str) -> Iterator[dict[str, Any]]:
+    """Yield an assistant's turn; where Anthropic's service ran a tool in it, the turn up to there, and the result."""
+    begin = 0
     for number, block in enumerate(blocks):
-        where = f"{param}.{number}"
+        if str(block.get("type")).endswith("_tool_result"):
+            yield _said(blocks, begin, number, param)
+            result = json.dumps(block.get("content"), ensure_ascii=False)
+            yield {"role": "tool", "tool_call_id": _text(block, "tool_use_id", f"{param}.{number}"), "content": result}
+            begin = number + 1
+    if begin < len(blocks) or not blocks:
+        yield _said(blocks, begin, len(blocks), param)
+
+
+def _said(blocks: Sequence[Block], begin: int, end: int, param: str) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for number in range(begin, end):
+        block, where = blocks[number], f"{param}.{number}"
         kind = block.get("type")
-        if kind == "tool_use":
+        if kind in _CALLS:
             function = {"name": _text(block, "name", where), "arguments": block.get("input")}
             calls.append({"id": _text(block, "id", where), "type": "function", "function": function})
         elif kind == "thinking":
@@ -274,10 +296,11 @@ def _text(block: Mapping[str, Any], field: str, param: str) -> str:
     return value
 
 
-def _tool(tool: _Tool, number: int) -> dict[str, Any]:
+def _tool(tool: _Tool, number: int, adapted: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield a tool as chats have it; nothing for one that only Anthropic's own service or models know."""
     if tool.type not in {None, "custom"}:
-        message = f"'tools.{number}' is of type '{tool.type}', which is not supported: only tools of the client's are."
-        raise InvalidParameter(message, param=f"tools.{number}.type", code="unsupported_parameter")
+        note_skipped(adapted, "tool", str(tool.type))
+        return
     refuse_unsupported(tool, _UNSUPPORTED_OF_TOOLS, f"tools.{number}.")
     if tool.name is None:
         param = f"tools.{number}.name"
@@ -285,7 +308,7 @@ def _tool(tool: _Tool, number: int) -> dict[str, Any]:
             f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
         )
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": {**function, "strict": tool.strict}}
+    yield {"type": "function", "function": {**function, "strict": tool.strict}}
 
 
 def _choice(request: CountTokensRequest) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 A body that goes on from an earlier response is whole once ``with_history`` has put that conversation before its input.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -12,7 +12,6 @@ from pydantic import Field
 from surfaces.responses_events import ResponseEvents
 from surfaces.responses_items import (
     SCHEMA_FIELDS,
-    TEXT_PARTS,
     Item,
     fields_of,
     known_choice,
@@ -20,10 +19,19 @@ from surfaces.responses_items import (
     known_tool,
     stored_items,
 )
+from surfaces.responses_tools import (
+    INPUT,
+    NAMESPACE_MARK,
+    ToolList,
+    content_of,
+    foreign_messages,
+    listed,
+    text_of,
+)
 from surfaces.surface import AnswerHead, Usage, joined, renamed
 from tokens.tools.source import Piece
 from web.errors import ApiError, InvalidParameter
-from web.schema import Body, parse_body, refuse_fields, refuse_unsupported
+from web.schema import Body, parse_body, refuse_unsupported
 
 # Known fields that cannot be honoured, and the values that mean what happens anyway.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
@@ -37,12 +45,6 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "image": (),
     "access_programs": (),
 }
-_UNSUPPORTED_OF_TOOLS: Final[dict[str, tuple[Any, ...]]] = {"async": (False,), "allowed_callers": (["direct"],)}
-_TYPES_IN_TOOLS: Final = {
-    "description": (str, "a string"),
-    "parameters": (dict, "an object"),
-    "strict": (bool, "true or false"),
-}
 # Fields of the chat whose names are others here.
 _NAMES: Final = {
     "messages": "input",
@@ -54,7 +56,6 @@ _NAMES: Final = {
 }
 _INCLUDED: Final = ("reasoning.encrypted_content",)  # reasoning is told as text: nothing of it has to be encrypted
 _ROLES: Final = ("user", "assistant", "system", "developer")
-_NAMESPACE_MARK: Final = "__"  # between a namespace and the name of a tool in it
 
 _encode = msgspec.json.Encoder().encode
 
@@ -119,14 +120,15 @@ class ResponsesTranslation:
         self.is_stored = self.is_background or (store_by_default if request.store is None else request.store)
         if self.is_background and request.store is False:
             raise InvalidParameter("A response in the background is stored: 'store' must not be false.", param="store")
-        self._namespaces: dict[str, tuple[str, str]] = {}  # of tools in one, by their names in the chat
-        tools = [tool for number, tool in enumerate(request.tools or ()) for tool in self._tools(tool, number)]
+        self.adapted: set[str] = set()
+        self._tools = ToolList(request.tools or (), self.adapted)
+        tools = self._tools.functions
         refuse_included(request.include or ())
         self.chat: dict[str, Any] = {
             "model": request.model,
             "messages": self._messages(),
             "tools": tools or None,
-            "tool_choice": _choice(request.tool_choice) if tools else None,
+            "tool_choice": self._tools.choice(request.tool_choice) if request.tools else None,
             "parallel_tool_calls": request.parallel_tool_calls if tools else None,
             "response_format": _format(request.text),
             "verbosity": None if request.text is None else request.text.verbosity,
@@ -169,7 +171,7 @@ class ResponsesTranslation:
 
     def events(self, head: AnswerHead) -> ResponseEvents:
         """Implement ``Translation``."""
-        return ResponseEvents(head, self._told(head), self._namespaces)
+        return ResponseEvents(head, self._told(head), self._tools.told)
 
     def whole(self, head: AnswerHead, pieces: Sequence[Piece], finish_reason: str, usage: Usage) -> dict[str, Any]:
         """Implement ``Translation``."""
@@ -205,25 +207,6 @@ class ResponsesTranslation:
             "user": request.user,
         }
 
-    def _tools(self, tool: Item, number: int) -> Iterable[dict[str, Any]]:
-        """Yield a tool as chats have it, or those of a namespace."""
-        param, kind = f"tools.{number}", tool.get("type")
-        if kind == "function":
-            yield _function(tool, param, _text(tool, "name", param))
-        elif kind == "namespace":
-            space = _text(tool, "name", param)
-            for place, inner in enumerate(_listed(tool, "tools", param)):
-                where = f"{param}.tools.{place}"
-                if not isinstance(inner, Mapping) or inner.get("type") != "function":
-                    raise _unsupported(f"{where}.type", f"'{where}' is no function.")
-                name = _text(inner, "name", where)
-                flat = f"{space}{_NAMESPACE_MARK}{name}"
-                self._namespaces[flat] = (space, name)
-                yield _function(inner, where, flat)
-        else:
-            message = f"'{param}' is of type '{kind}', which is not supported: only functions of the client's are."
-            raise _unsupported(f"{param}.type", message)
-
     # --- the conversation ---------------------------------------------------------------------------------------------
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -240,28 +223,31 @@ class ResponsesTranslation:
     def _add(self, messages: list[dict[str, Any]], item: Item, param: str) -> None:
         kind = item.get("type", "message")
         if kind == "message" and item.get("role") in _ROLES:
-            content = _content(item.get("content"), f"{param}.content")
+            content = content_of(item.get("content"), f"{param}.content")
             if item["role"] != "assistant":
                 messages.append({"role": item["role"], "content": content})
                 return
             turn = _assistant_turn(messages, "content")
             turn["content"] = content
         elif kind == "reasoning":
-            texts = (_content(_listed(item, name, param), f"{param}.{name}") for name in ("content", "summary"))
+            texts = (content_of(listed(item, name, param), f"{param}.{name}") for name in ("content", "summary"))
             text = "\n".join(filter(None, texts))
             if text:
                 _assistant_turn(messages, "reasoning_content", "content", "tool_calls")["reasoning_content"] = text
-        elif kind == "function_call":
-            name = _text(item, "name", param)
+        elif kind in {"function_call", "custom_tool_call"}:
+            name = text_of(item, "name", param)
             if item.get("namespace"):
-                name = f"{_text(item, 'namespace', param)}{_NAMESPACE_MARK}{name}"
-            function = {"name": name, "arguments": item.get("arguments")}
+                name = f"{text_of(item, 'namespace', param)}{NAMESPACE_MARK}{name}"
+            given = item.get("arguments") if kind == "function_call" else {INPUT: text_of(item, "input", param)}
+            function = {"name": name, "arguments": given}
             turn = _assistant_turn(messages)
             calls = turn.setdefault("tool_calls", [])
-            calls.append({"id": _text(item, "call_id", param), "type": "function", "function": function})
-        elif kind == "function_call_output":
-            output = _content(item.get("output"), f"{param}.output")
-            messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", param), "content": output})
+            calls.append({"id": text_of(item, "call_id", param), "type": "function", "function": function})
+        elif kind in {"function_call_output", "custom_tool_call_output"}:
+            output = content_of(item.get("output"), f"{param}.output")
+            messages.append({"role": "tool", "tool_call_id": text_of(item, "call_id", param), "content": output})
+        elif (foreign := foreign_messages(item, param, self.adapted)) is not None:
+            messages += foreign
         else:
             field = "role" if kind == "message" else "type"
             value = item.get("role") if kind == "message" else kind
@@ -289,56 +275,6 @@ def _assistant_turn(messages: list[dict[str, Any]], *taken: str) -> dict[str, An
             return turn
     messages.append({"role": "assistant", "content": None})
     return messages[-1]
-
-
-def _content(content: object, param: str) -> str:
-    """Return text, or the texts of parts. Raises InvalidParameter, which names what is neither."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidParameter(f"'{param}' must be a string or a list of parts.", param=param, code="invalid_type")
-    texts = []
-    for number, part in enumerate(content):
-        where = f"{param}.{number}"
-        if not isinstance(part, Mapping):
-            raise InvalidParameter(f"'{where}' must be an object.", param=where, code="invalid_type")
-        field = TEXT_PARTS.get(str(part.get("type")))
-        if field is None:
-            message = f"'{where}' is of type '{part.get('type')}', which is not supported here."
-            raise _unsupported(f"{where}.type", message)
-        texts.append(_text(part, field, where))
-    return "\n".join(texts)
-
-
-def _text(fields: Mapping[str, Any], name: str, param: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str):
-        raise InvalidParameter(f"'{param}.{name}' must be a string.", param=f"{param}.{name}", code="invalid_type")
-    return value
-
-
-def _listed(fields: Mapping[str, Any], name: str, param: str) -> list[Any]:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, list):
-        raise InvalidParameter(f"'{param}.{name}' must be a list.", param=f"{param}.{name}", code="invalid_type")
-    return value or []
-
-
-def _function(tool: Mapping[str, Any], param: str, name: str) -> dict[str, Any]:
-    refuse_fields(tool, _UNSUPPORTED_OF_TOOLS, f"{param}.")
-    for field, (kind, what) in _TYPES_IN_TOOLS.items():
-        if tool.get(field) is not None and not isinstance(tool[field], kind):
-            where = f"{param}.{field}"
-            raise InvalidParameter(f"'{where}' must be {what}.", param=where, code="invalid_type")
-    return {"type": "function", "function": {"name": name, **{field: tool.get(field) for field in _TYPES_IN_TOOLS}}}
-
-
-def _choice(choice: str | Item | None) -> object:
-    if choice is None or isinstance(choice, str):
-        return choice
-    if choice.get("type") != "function":
-        raise _unsupported("tool_choice.type", f"'tool_choice' of type '{choice.get('type')}' is not supported.")
-    return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
 
 
 def _format(text: _Text | None) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from surfaces.responses_tools import ToldTool, custom_input
 from surfaces.surface import AnswerHead, Usage
 from tokens.tools.calls import is_cut
 from tokens.tools.source import Kind, Piece
@@ -50,11 +51,12 @@ def fault(error: ApiError) -> dict[str, str]:
 class ResponseEvents:
     """The events of one answer."""
 
-    def __init__(self, head: AnswerHead, told: Mapping[str, Any], namespaces: Mapping[str, tuple[str, str]]) -> None:
-        """``told``: fields that repeat the request's. ``namespaces``: of tools, by the names that the model knows."""
+    def __init__(self, head: AnswerHead, told: Mapping[str, Any], tools: Mapping[str, ToldTool]) -> None:
+        """``told``: fields that repeat the request's. ``tools``: by the names that the model knows."""
         self._head = head
         self._told = told
-        self._namespaces = namespaces
+        self._tools = tools
+        self._called = ToldTool("")  # the tool of the open call
         self._output: list[dict[str, Any]] = []  # items that are complete
         self._kind: Kind | None = None  # of the item that is open
         self._item: dict[str, Any] = {}
@@ -112,12 +114,13 @@ class ResponseEvents:
 
     def _piece(self, piece: Piece) -> bytes:
         if piece.kind is Kind.CALL:
-            space, name = self._namespaces.get(piece.text, (None, piece.text))
-            item = {"type": "function_call", "call_id": piece.call_id, "name": name, "arguments": ""}
-            named = {} if space is None else {"namespace": space}
-            return self._close() + self._open(Kind.CALL, "fc", {**item, **named})
+            closed, self._called = self._close(), self._tools.get(piece.text, ToldTool(piece.text))
+            prefix = "ctc" if self._called.is_custom else "fc"
+            return closed + self._open(Kind.CALL, prefix, self._called.item(piece.call_id))
         if piece.kind is Kind.ARGUMENTS:
             self._text.append(piece.text)
+            if self._called.is_custom:  # its text is known once the arguments are whole
+                return b""
             return self._event("response.function_call_arguments.delta", {**self._place(), "delta": piece.text})
         if not piece.text:
             return b""
@@ -152,9 +155,7 @@ class ResponseEvents:
         if self._kind is Kind.CALL:
             arguments = "".join(self._text)
             status = "incomplete" if is_cut(arguments) else status
-            self._item = {**self._item, "arguments": arguments}
-            fields = {**self._place(), "name": self._item["name"], "arguments": arguments}
-            events = self._event("response.function_call_arguments.done", fields)
+            events = self._called_with(arguments)
         else:
             events = self._close_part(self._kind)
         self._item = {**self._item, "status": status}
@@ -162,6 +163,16 @@ class ResponseEvents:
         self._output.append(self._item)
         self._kind = None
         return events + done
+
+    def _called_with(self, arguments: str) -> bytes:
+        if self._called.is_custom:
+            given = custom_input(arguments)
+            self._item = {**self._item, "input": given}
+            delta = self._event("response.custom_tool_call_input.delta", {**self._place(), "delta": given})
+            return delta + self._event("response.custom_tool_call_input.done", {**self._place(), "input": given})
+        self._item = {**self._item, "arguments": arguments}
+        fields = {**self._place(), "name": self._item["name"], "arguments": arguments}
+        return self._event("response.function_call_arguments.done", fields)
 
     def _close_part(self, kind: Kind) -> bytes:
         text = "".join(self._text)

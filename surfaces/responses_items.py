@@ -20,15 +20,45 @@ _ITEM_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "message": ("id", "type", "role", "status", "content"),
     "function_call": ("id", "type", "status", "call_id", "namespace", "name", "arguments"),
     "function_call_output": ("id", "type", "status", "call_id", "output"),
+    "custom_tool_call": ("id", "type", "status", "call_id", "namespace", "name", "input"),
+    "custom_tool_call_output": ("id", "type", "status", "call_id", "output"),
     "reasoning": ("id", "type", "status", "summary", "content"),
 }
+# Items of tools that run elsewhere. Of a call: where its result is, if it has one itself.
+FOREIGN_CALLS: Final = {
+    "local_shell_call": None,
+    "shell_call": None,
+    "apply_patch_call": None,
+    "tool_search_call": None,
+    "mcp_call": "output",
+    "code_interpreter_call": "outputs",
+    "file_search_call": "results",
+}
+FOREIGN_OUTPUTS: Final = {
+    "local_shell_call_output": "output",
+    "shell_call_output": "output",
+    "apply_patch_call_output": "output",
+    "tool_search_output": "tools",
+}
+FOREIGN_SKIPPED: Final = frozenset(
+    {
+        "web_search_call", "image_generation_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response",
+    }
+)  # fmt: skip
 _LISTS_OF_PARTS: Final = ("content", "output", "summary")
 _EMPTY_FIELDS_OF_PARTS: Final = ("annotations", "logprobs")  # clients expect them where they were; ours are empty
-_TOOL_FIELDS: Final = ("type", "name", "description", "parameters", "strict")
+_TOOL_FIELDS: Final = ("type", "name", "description", "parameters", "strict", "format")
 _NAMESPACE_FIELDS: Final = ("type", "name", "description")
 _CHOICE_FIELDS: Final = ("type", "name")
 SCHEMA_FIELDS: Final = ("name", "description", "schema", "strict")
-_ID_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_ID_PREFIXES: Final = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 
 Item = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -93,6 +123,8 @@ def _stored_item(item: Item, identity: str) -> Item:
 def known_item(item: Item) -> Item:
     """Return what is known of an item that was translated."""
     kind = item.get("type", "message")
+    if kind in FOREIGN_CALLS or kind in FOREIGN_OUTPUTS or kind in FOREIGN_SKIPPED:
+        return dict(item)
     known: Item = {"type": kind}
     for name in _ITEM_FIELDS.get(kind, ()):
         value = item.get(name)
@@ -100,6 +132,8 @@ def known_item(item: Item) -> Item:
             known[name] = [_known_part(part) for part in value]
         elif isinstance(value, str):
             known[name] = value
+    if kind == "function_call" and "arguments" not in known:  # an object, or null
+        known["arguments"] = _encode(item.get("arguments") or {}).decode()
     return known
 
 

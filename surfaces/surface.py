@@ -56,6 +56,8 @@ class EventEncoder(Protocol):
 class Translation(Protocol):
     """One validated body."""
 
+    adapted: set[str]  # names of what was changed or left out, for the client
+
     @property
     def chat(self) -> dict[str, Any]:
         """The body of the chat."""

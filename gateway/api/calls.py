@@ -57,30 +57,24 @@ class AnswerEncoder(Protocol):
     @property
     def done(self) -> bytes:
         """The last event of every stream that ended well."""
-        ...
 
     @property
     def request(self) -> GenerationRequest:
         """The body."""
-        ...
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """Return the encoder of a streamed answer's events."""
-        ...
 
     async def whole(
         self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
     ) -> CompleteAnswer:
         """The body of an answer that is not streamed."""
-        ...
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the event before a stream is broken off, once it has chunks."""
-        ...
 
     async def before_end(self, body: dict[str, Any] | None = None) -> None:
         """Do what must be done before the client gets the end: a stream's ``done``, or a whole answer's ``body``."""
-        ...
 
 
 class Call(AnswerEncoder, Protocol):
@@ -94,28 +88,22 @@ class Call(AnswerEncoder, Protocol):
 
     def serve_as_batch(self) -> None:
         """Like ``JobCall``."""
-        ...
 
     @property
     def message_count(self) -> int:
         """Number of messages."""
-        ...
 
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
         """Token ids of the prompt. Raises InvalidParameter."""
-        ...
 
     def sampling(self, max_tokens: int) -> Sampling:
         """Return the sampling parameters, once the prompt is known. Raises InvalidParameter."""
-        ...
 
     def conversation(self, tokens: ModelTokens, max_tokens: int, prompt_tokens: int) -> Conversation | None:
         """Build the conversation for pools that take messages, once the prompt is encoded. Raises InvalidParameter."""
-        ...
 
     def choice(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
         """Implement ``gateway.payloads.answers.ChoiceEncoder``."""
-        ...
 
 
 class ChatCall(JobCall[ChatCompletionRequest]):

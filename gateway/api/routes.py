@@ -177,7 +177,10 @@ async def _input_tokens(services: Services, exchange: Exchange, principal: Princ
 
 def _read_count(body: bytes) -> ChatCall:
     check_values(body)
-    return ChatCall(encode_json(counted_chat(body)))
+    chat, adapted = counted_chat(body)
+    call = ChatCall(encode_json(chat))
+    call.adapted |= adapted
+    return call
 
 
 async def _tokenized(services: Services, exchange: Exchange, principal: Principal) -> Response:

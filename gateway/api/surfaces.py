@@ -33,6 +33,7 @@ class SurfaceCall(ChatCall):
         self._events: EventEncoder | None = None
         chat = {name: value for name, value in self._translation.chat.items() if value is not None}
         super().__init__(encode_json(chat))
+        self.adapted |= self._translation.adapted
 
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
         """Implement ``Call``."""

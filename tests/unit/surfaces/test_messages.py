@@ -80,7 +80,7 @@ def test_fields_of_the_chat() -> None:
     [
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
+        ({"tools": [{"type": "custom"}]}, "tools.0.name"),
         ({"tools": [{"name": "t"}], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -145,3 +145,23 @@ def read(streamed: bytes) -> dict[str, Any]:
     for index, text in arguments.items():
         message["content"][index]["input"] = json.loads(text)
     return message
+
+
+def test_tools_of_anthropics_own_are_left_out_and_their_results_told() -> None:
+    tools = [{"type": kind, "name": "w"} for kind in ("web_search_20250305", "bash_20250124")]
+    blocks = [
+        {"type": "text", "text": "I look."},
+        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"url": "https://x"}]},
+        {"type": "text", "text": "Found."},
+    ]
+    asked = translated(
+        tools=[*tools, {"name": "mine", "input_schema": {"type": "object"}}],
+        messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": blocks}],
+    )
+    assert [tool["function"]["name"] for tool in asked.chat["tools"]] == ["mine"]
+    assert asked.adapted == {"tool-skipped:web_search_20250305", "tool-skipped:bash_20250124"}
+    _, called, result, said = asked.chat["messages"]
+    assert called["tool_calls"][0]["function"] == {"name": "web_search", "arguments": {"query": "x"}}
+    assert result == {"role": "tool", "tool_call_id": "s1", "content": '[{"url": "https://x"}]'}
+    assert said == {"role": "assistant", "content": "Found."}

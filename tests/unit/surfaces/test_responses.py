@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -130,3 +131,120 @@ def test_the_body_that_is_kept_means_the_same() -> None:
     assert second.body() == kept
     assert second.events(HEAD).queued() == first.events(HEAD).queued()
     assert second.items("abc") == first.items("abc")
+
+
+CUSTOM = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
+}
+FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+HOSTED = (
+    "web_search", "web_search_preview", "web_search_2025_08_26", "file_search", "code_interpreter", "image_generation",
+    "mcp", "computer", "computer_use_preview", "local_shell", "shell", "apply_patch", "tool_search",
+    "programmatic_tool_calling",
+)  # fmt: skip
+
+
+def test_a_custom_tool_is_a_function_with_one_text() -> None:
+    asked = translated(tools=[CUSTOM, FUNCTION], tool_choice={"type": "custom", "name": "apply_patch"})
+    function = asked.chat["tools"][0]["function"]
+    assert function["parameters"]["required"] == ["input"]
+    assert function["description"] == 'Edits files.\n\nThe input follows this lark grammar:\nstart: "x"'
+    assert asked.chat["tool_choice"] == {"type": "function", "function": {"name": "apply_patch"}}
+    assert json.loads(asked.body())["tools"] == [CUSTOM, FUNCTION]
+
+
+@pytest.mark.parametrize("kind", HOSTED)
+def test_what_only_a_hosted_service_can_run_is_left_out(kind: str) -> None:
+    asked = translated(tools=[{"type": kind, "anything": {}}, FUNCTION], tool_choice="auto")
+    assert [tool["function"]["name"] for tool in asked.chat["tools"]] == ["look"]
+    assert asked.adapted == {f"tool-skipped:{kind}"}
+    alone = translated(tools=[{"type": kind}], tool_choice="required")
+    assert (alone.chat["tools"], alone.chat["tool_choice"]) == (None, "required")
+
+
+def test_names_in_the_header_are_few_and_plain() -> None:
+    tools = [{"type": "a\r\nx-evil: 1"}, {"type": "ä"}, *({"type": f"tool_{number}"} for number in range(100))]
+    adapted = translated(tools=tools).adapted
+    assert "tool-skipped:other" in adapted
+    assert len(adapted) == 16
+    assert all(name.isascii() and name.isprintable() for name in adapted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told", "status"),
+    [
+        ('{"input": "*** Begin\\nä"}', "*** Begin\nä", "completed"),
+        ('{"patch": "x"}', '{"patch": "x"}', "completed"),
+        ('{"input": "*** Beg', '{"input": "*** Beg', "incomplete"),
+    ],
+)
+def test_a_call_of_a_custom_tool_is_told_as_one(arguments: str, told: str, status: str) -> None:
+    asked = translated(tools=[CUSTOM])
+    pieces = [Piece(Kind.CALL, "apply_patch", "c1"), *(Piece(Kind.ARGUMENTS, char) for char in arguments)]
+    [item] = asked.whole(HEAD, pieces, "stop", USAGE)["output"]
+    assert (item["type"], item["call_id"], item["name"], item["input"]) == (
+        "custom_tool_call",
+        "c1",
+        "apply_patch",
+        told,
+    )
+    assert (item["status"], item["id"][:4]) == (status, "ctc_")
+    events = asked.events(HEAD)
+    streamed = (events.of(pieces) + events.end("stop", USAGE)).decode()
+    kinds = [line.removeprefix("event: response.") for line in streamed.splitlines() if line.startswith("event: ")]
+    assert kinds[2:] == [
+        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done",
+    ]  # fmt: skip
+    # The item goes back into the next conversation as it came.
+    again = translated(input=[item, {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done."}])
+    call, result = again.chat["messages"]
+    assert call["tool_calls"][0]["function"] == {"name": "apply_patch", "arguments": {"input": told}}
+    assert result == {"role": "tool", "tool_call_id": "c1", "content": "Done."}
+    assert json.loads(again.body())["input"][0]["input"] == told
+
+
+@pytest.mark.parametrize(
+    ("items", "calls", "results"),
+    [
+        ([{"type": "local_shell_call", "id": "l", "call_id": "c", "action": {"command": ["ls"]}},
+          {"type": "local_shell_call_output", "id": "c", "output": "a.txt"}],
+         [("local_shell", {"action": {"command": ["ls"]}})], [("c", "a.txt")]),
+        ([{"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
+          {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "a"}]}],
+         [("shell", {"action": {"commands": ["ls"]}})], [("c", '[{"stdout": "a"}]')]),
+        ([{"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {"q": "x"}},
+          {"type": "tool_search_output", "call_id": "c", "execution": "client", "tools": []}],
+         [("tool_search", {"execution": "client", "arguments": {"q": "x"}})], [("c", "[]")]),
+        ([{"type": "mcp_call", "id": "m", "name": "ask", "arguments": "{}", "output": "yes"}],
+         [("ask", "{}")], [("m", "yes")]),
+        ([{"type": "code_interpreter_call", "id": "i", "code": "1", "outputs": [{"logs": "1"}]}],
+         [("code_interpreter", {"code": "1"})], [("i", '[{"logs": "1"}]')]),
+    ],
+)  # fmt: skip
+def test_items_of_tools_that_run_elsewhere_are_told_as_functions(
+    items: list[Any], calls: list[Any], results: list[Any]
+) -> None:
+    asked = translated(input=items)
+    messages = asked.chat["messages"]
+    called = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    assert [(function["name"], function["arguments"]) for function in called] == calls
+    assert [(m["tool_call_id"], m["content"]) for m in messages if m["role"] == "tool"] == results
+    assert json.loads(asked.body())["input"] == items, "a response that goes on from it has them, too"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["web_search_call", "image_generation_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"],
+)
+def test_items_without_a_result_are_left_out(kind: str) -> None:
+    asked = translated(input=[{"role": "user", "content": "hi"}, {"type": kind, "id": "x"}])
+    assert [message["role"] for message in asked.chat["messages"]] == ["user"]
+    assert asked.adapted == {f"item-skipped:{kind}"}
+
+
+def test_arguments_that_are_no_text_are_stored_as_text() -> None:
+    item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": {"a": 1}}
+    assert json.loads(translated(input=[item]).body())["input"][0]["arguments"] == '{"a":1}'

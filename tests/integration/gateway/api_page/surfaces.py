@@ -28,6 +28,8 @@ class Sdk:
     body: Mapping[str, Any]  # what must be there
     beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what a parameter needs, by its path
     examples: Mapping[str, Any] = field(default_factory=dict)  # values, by path
+    after: Mapping[str, list[Any]] = field(default_factory=dict)  # what follows the items of a list, by parameter
+    of_any_type: frozenset[str] = frozenset()  # that a model wrote, by path
     opaque: frozenset[str] = frozenset()  # objects that are the client's own, by path
     further: frozenset[str] = frozenset()  # parameters that the type does not have
     makes_vectors: bool = False
@@ -60,6 +62,12 @@ CHAT = Sdk(
         "max_tokens": 9,
         "max_completion_tokens": 9,
     },
+    of_any_type=frozenset(
+        {
+            "messages[assistant].function_call.arguments",
+            "messages[assistant].tool_calls[function].function.arguments",
+        }
+    ),
 )
 COMPLETIONS = Sdk(
     "/v1/completions",
@@ -90,6 +98,7 @@ RESPONSES = Sdk(
         "tools[namespace]": {"name": "n", "description": "", "tools": [{"type": "function", **FUNCTION}]},
         "tools[namespace].tools[function]": FUNCTION,
         "tool_choice[function].name": "f",
+        "tool_choice[custom].name": "f",
         "text.format[json_schema].schema": SCHEMA,
         "truncation": "auto",
         "previous_response_id": PREVIOUS,
@@ -97,6 +106,8 @@ RESPONSES = Sdk(
         "reasoning.mode": "standard",
         "input[function_call_output]": {"call_id": "c", "output": "x"},
     },
+    after={"input": HELLO},  # some items alone are no conversation
+    of_any_type=frozenset({"input[function_call].arguments"}),
 )
 _MESSAGES: Final[dict[str, Any]] = {
     "body": {"messages": HELLO, "max_tokens": 9},
@@ -111,6 +122,7 @@ _MESSAGES: Final[dict[str, Any]] = {
         "output_config.format[json_schema].schema": SCHEMA,
         "speed": "fast",
     },
+    "of_any_type": frozenset({"messages[assistant].content[tool_use].input"}),
     "opaque": frozenset({"tools[custom].input_schema"}),
     "further": frozenset({"temperature", "top_k", "top_p"}),  # of the SDK until its second version
 }
