@@ -49,12 +49,12 @@ class ProcessDriver:
         async with self._launching:
             for process, labels in await asyncio.to_thread(self._find):
                 if labels[MACHINE_LABEL] == order.machine_id:
-                    return _id_of(process)
+                    return id_of(process)
             try:
                 pid = self._spawn(order)
             except OSError as error:
                 raise LaunchRefused(f"{self._command[0]}: {error.strerror}") from error
-            machine_id = _id_of(psutil.Process(pid))  # before it may be reaped: it may have ended already
+            machine_id = id_of(psutil.Process(pid))  # before it may be reaped: it may have ended already
             self._spawned.add(pid)
             return machine_id
 
@@ -87,7 +87,7 @@ class ProcessDriver:
 
     async def machines(self) -> list[ProviderMachine]:
         """Return the processes that run."""
-        return [ProviderMachine(_id_of(process), labels) for process, labels in await asyncio.to_thread(self._find)]
+        return [ProviderMachine(id_of(process), labels) for process, labels in await asyncio.to_thread(self._find)]
 
     async def end(self, provider_id: str) -> None:
         """End a process and its children, by SIGKILL where SIGTERM does not do it."""
@@ -99,11 +99,11 @@ class ProcessDriver:
     def _find(self) -> list[tuple[psutil.Process, dict[str, str]]]:
         """Return this pool's processes with their labels. A worker's own children inherit these: they are left out."""
         self._reap()
-        found: dict[str, tuple[float, psutil.Process, dict[str, str]]] = {}
+        found: dict[str, tuple[int, psutil.Process, dict[str, str]]] = {}
         for process, labels in _labelled():
             if labels.get(FLEET_LABEL) == self._fleet_id and labels.get(POOL_LABEL) == self._pool:
                 with contextlib.suppress(psutil.Error):
-                    entry = (process.create_time(), process, labels)
+                    entry = (_start_of(process), process, labels)
                     eldest = found.setdefault(labels.get(MACHINE_LABEL, ""), entry)
                     if (entry[0], process.pid) < (eldest[0], eldest[1].pid):
                         found[labels.get(MACHINE_LABEL, "")] = entry
@@ -111,7 +111,7 @@ class ProcessDriver:
 
     def _end(self, provider_id: str) -> None:
         for process, _ in self._find():
-            if _id_of(process) == provider_id:
+            if id_of(process) == provider_id:
                 family = [process, *process.children(recursive=True)]
                 process.terminate()
                 _, alive = psutil.wait_procs(family, timeout=END_LIMIT_S)
@@ -130,6 +130,24 @@ def _labelled() -> Iterator[tuple[psutil.Process, dict[str, str]]]:
                 yield process, labels
 
 
-def _id_of(process: psutil.Process) -> str:
-    """Return an id that no later process has: numbers of processes are used again."""
-    return f"{process.pid}-{int(process.create_time() * 1000)}"
+def id_of(process: psutil.Process) -> str:
+    """Return an id that no later process has, as numbers of processes are used again. Raises psutil.Error."""
+    return f"{process.pid}-{_start_of(process)}"
+
+
+def _start_of(process: psutil.Process) -> int:
+    """Return a process' start: the same whenever it is asked, and later for a later process. Raises psutil.Error.
+
+    Linux counts it from the boot. psutil adds the time of the boot, which Linux gives in whole seconds and works out
+    anew whenever it is asked: a clock that is set right by a millisecond may move it by a second.
+    """
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # another system, which stores the time itself, or an ended process, which psutil tells
+        return int(process.create_time() * 1000)
+    return int(stat.rpartition(")")[2].split()[_START_FIELD])
+
+
+_START_FIELD: Final = (
+    19  # of those after the program's name: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
+)

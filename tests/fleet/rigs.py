@@ -23,7 +23,7 @@ from pydantic import SecretStr
 
 from fleet.drivers import registry
 from fleet.drivers.base import Driver
-from fleet.drivers.process import LABELS
+from fleet.drivers.process import LABELS, id_of
 from fleet.errors import LaunchRefused, NoCapacity, OverQuota
 from fleet.machine import labels_of, name_of
 from fleet.settings import (
@@ -252,7 +252,7 @@ class ProcessRig:
         )
 
     def alive(self) -> set[str]:
-        return {f"{one.pid}-{int(one.create_time() * 1000)}" for one in self._processes()}
+        return {id_of(one) for one in self._processes()}
 
     def _processes(self) -> list[psutil.Process]:
         found = []
@@ -268,7 +268,7 @@ class ProcessRig:
         process = psutil.Process(self._foreign[-1].pid)
         while LABELS not in process.environ():  # for a moment a new process still has none
             time.sleep(0.001)
-        return f"{process.pid}-{int(process.create_time() * 1000)}"
+        return id_of(process)
 
     def lose_answer(self) -> None:
         pytest.skip("there is no wire between a driver and its own machine")

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from fleet.drivers.base import Driver
-from fleet.drivers.process import ProcessDriver
+from fleet.drivers.process import ProcessDriver, id_of
 from fleet.errors import LaunchRefused, NoCapacity, OverQuota, ProviderError
 from fleet.machine import FLEET_LABEL, POOL_LABEL, Machine, Order, ProviderMachine, State, labels_of, new_machine_id
 from fleet.matching import match
@@ -174,3 +174,10 @@ async def test_a_worker_process_that_ends_by_itself_leaves_no_zombie(tmp_path: P
     await until(is_reaped)
     log = tmp_path / "logs" / f"{machine_id}.log"
     assert (log.read_text(), stat.S_IMODE(log.stat().st_mode)) == ("over\n", 0o600)
+
+
+def test_a_process_keeps_its_id_when_the_clock_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = id_of(psutil.Process())
+    booted_s = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted_s + 1)
+    assert id_of(psutil.Process()) == before
