@@ -13,6 +13,7 @@ all tokens: so the limit of a mask bounds it, too.
 """
 
 import json
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -45,8 +46,11 @@ MASKS_ALLOWANCE_S: Final = 1.0
 MASKS_PER_TOKEN_S: Final = 0.005
 TOKENS_ALLOWANCE_S: Final = 0.25  # for the taking of tokens, which happens in the engine's thread
 TOKENS_PER_TOKEN_S: Final = 0.0005
-# What each byte of a mask, a bit for each token, the lowest first, adds to the logits of its eight tokens.
+_SCHEMA_ERROR: Final = "failed to compile JSON schema: "
+_EXCERPT: Final = re.compile(r" *\d+ \| | +\^+$")  # a line of the grammar, or the mark below it
+_ADVICE_OF_OPTION: Final = re.compile(r"Enable 'coerce_one_of'[^\n]*")  # which Spillway does not offer
 _NOT_ALLOWED: Final = "satisfy the grammar"  # llguidance's words for a token that may not come
+# What each byte of a mask, a bit for each token, the lowest first, adds to the logits of its eight tokens.
 _ADDED: Final = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
 
 
@@ -290,7 +294,15 @@ class GrammarCompiler:
             error = str(not_read)
         except TooExpensive as why:
             return GrammarTooComplex(grammar.field, f"the {grammar.kind} is too complex: {why}")
-        return RequestRejected(grammar.field, f"invalid {grammar.kind}: {error}")
+        kind = "JSON schema" if _SCHEMA_ERROR in error else grammar.kind
+        return RequestRejected(grammar.field, f"invalid {kind}: {_readable(error)}")
+
+
+def _readable(error: str) -> str:
+    """Return llguidance's error without an excerpt of the grammar, which Spillway may have written, and its options."""
+    lines = [line for line in error.rstrip().split("\n") if not _EXCERPT.match(line)]
+    kept = "\n".join(lines).rstrip().rpartition(_SCHEMA_ERROR)[2]
+    return _ADVICE_OF_OPTION.sub("Use anyOf, or alternatives that exclude each other.", kept)
 
 
 def _source(grammar: Grammar, added_tokens: Collection[str]) -> str:
@@ -302,6 +314,6 @@ def _source(grammar: Grammar, added_tokens: Collection[str]) -> str:
     if any(text in schema for text in added_tokens) and isinstance(parsed := json.loads(schema), dict):
         # Where the next bytes are forced, llguidance allows only its tokenizer's tokens for them. For the text of an
         # added token that is the added token, which it then rejects. So forcing is switched off.
-        spaced = json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **parsed})
+        spaced = json.dumps({**parsed, "x-guidance": {"whitespace_pattern": WHITESPACE}})
         return str(LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\nstart: %json {spaced}\n'))
     return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))

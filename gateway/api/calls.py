@@ -157,7 +157,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
     def sampling(self, max_tokens: int) -> Sampling:
         """Implement ``Call``."""
         if self.is_counted_only:  # what a schema may hold is the API's business
-            return replace(sampling_of(self.request, max_tokens, SchemaCheck()), grammar=None)
+            return sampling_of(self.request, max_tokens, is_enforced=False)
         sampling = sampling_of(self.request, max_tokens, self._check)
         form = self._form
         if form is None:

@@ -12,6 +12,7 @@ from gateway.api.schema_check import SchemaCheck
 from protocol.grammar import Grammar
 from surfaces.tool_fields import NamedTool, ToolDefinition, callable_tools
 from tokens.model_tokens import ModelTokens
+from tokens.schema_keywords import SchemaReader
 from tokens.tools.dialect import PLAIN, AnswerForm
 from web.errors import InvalidParameter
 
@@ -77,8 +78,12 @@ def grammar_of(
     refuses.
     """
     must_call = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
+    place = "functions.{}.parameters" if form.is_legacy else "tools.{}.function.parameters"
+    paths = {tool.function.name: place.format(at) for at, tool in enumerate(request.tools or ())}
     tools = tuple(
-        replace(tool, schema=enforceable_schema(tool.schema, "tools", check, tool.name))
+        replace(
+            tool, schema=enforceable_schema(tool.schema, SchemaReader(paths.get(tool.name, "tools")), check, tool.name)
+        )
         if must_call or tool.is_strict
         else tool
         for tool in form.tools

@@ -1,81 +1,45 @@
 """Keywords of a JSON schema that no grammar can enforce: refused by name, or checked at the end if lenient."""
 
 import json
-import re
-from collections.abc import Collection
-from typing import Any, Final
+from typing import Any
 
 from gateway.api.schema_check import SchemaCheck
 from protocol.grammar import Grammar
+from tokens.schema_keywords import SchemaReader
 from web.errors import InvalidParameter
-
-# What a value must be as a whole, which cannot be said of its beginning (llguidance refuses all of them).
-UNENFORCEABLE: Final = frozenset({
-    "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "dependentRequired",
-    "dependentSchemas", "dependencies", "propertyNames", "unevaluatedProperties", "unevaluatedItems",
-})  # fmt: skip
-_HARMLESS: Final = {
-    "uniqueItems": False,
-    "unevaluatedProperties": True,
-    "unevaluatedItems": True,
-}  # they demand nothing
-_OF_SCHEMAS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # by name
-_LISTS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
-_SCHEMAS: Final = frozenset({"items", "additionalProperties", "additionalItems"})
-_PERHAPS: Final = re.compile("|".join(f'"{word}"' for word in sorted(UNENFORCEABLE)))
 
 
 def enforceable(grammar: Grammar | None, check: SchemaCheck | None) -> Grammar | None:
     """The grammar without what none can enforce: ``check`` gets that. Raises InvalidParameter where it is None."""
-    if grammar is None or grammar.kind != "json_schema" or not _PERHAPS.search(grammar.source):
+    if grammar is None or grammar.kind != "json_schema":
         return grammar
     try:
         schema = json.loads(grammar.source)
     except (ValueError, RecursionError):  # the engine says what is wrong with it
         return grammar
-    kept = enforceable_schema(schema, grammar.field, check)
-    return Grammar(grammar.kind, json.dumps(kept), grammar.field)
+    kept = enforceable_schema(schema, SchemaReader(grammar.field, grammar.field), check)
+    return grammar if kept == schema else Grammar(grammar.kind, json.dumps(kept), grammar.field)
 
 
 def enforceable_schema(
     schema: Any,  # noqa: ANN401  # as it came
-    field: str,
+    reader: SchemaReader,
     check: SchemaCheck | None,
     tool: str | None = None,
 ) -> Any:  # noqa: ANN401
-    """The same of a schema; ``field`` of the request holds it. ``tool``: whose arguments it is of."""
-    left_out: set[str] = set()
-    try:
-        kept = _kept(schema, left_out)
-    except RecursionError as error:
-        raise InvalidParameter(f"The schema in '{field}' is nested too deeply.", param=field) from error
-    if left_out and check is None:
-        raise InvalidParameter(_refusal(left_out), param=field, code="unsupported_schema_keyword")
-    if left_out and check is not None:
+    """The same of a schema, read by ``reader``. ``tool``: whose arguments it is of."""
+    kept = reader.read(schema)
+    if reader.left_out and check is None:
+        param = reader.param or min(reader.left_out.values())
+        raise InvalidParameter(_refusal(reader.left_out), param=param, code="unsupported_schema_keyword")
+    if reader.left_out and check is not None:
         check.add(schema, tool)
     return kept
 
 
-def _refusal(words: Collection[str]) -> str:
-    named = ", ".join(f"'{word}'" for word in sorted(words))
+def _refusal(words: dict[str, str]) -> str:
+    named = ", ".join(f"'{word}' (at {words[word]})" for word in sorted(words))
     return (
         f"The schema's {named} cannot be enforced while an answer is made. Leave it out, or have the operator set"
         " lenient_schemas for this model: then answers are made without, and checked."
     )
-
-
-def _kept(schema: Any, left_out: set[str]) -> Any:  # noqa: ANN401
-    if not isinstance(schema, dict):
-        return schema
-    kept: dict[str, Any] = {}
-    for word, value in schema.items():
-        if word in UNENFORCEABLE:
-            if word not in _HARMLESS or value is not _HARMLESS[word]:
-                left_out.add(word)
-        elif word in _OF_SCHEMAS and isinstance(value, dict):
-            kept[word] = {name: _kept(one, left_out) for name, one in value.items()}
-        elif word in _LISTS and isinstance(value, list):
-            kept[word] = [_kept(one, left_out) for one in value]
-        else:
-            kept[word] = _kept(value, left_out) if word in _SCHEMAS else value
-    return kept

@@ -31,8 +31,13 @@ def requested_max_tokens(request: GenerationRequest) -> tuple[str, int] | None:
     return None if request.max_tokens is None else ("max_tokens", request.max_tokens)
 
 
-def sampling_of(request: GenerationRequest, max_tokens: int, check: SchemaCheck | None = None) -> Sampling:
-    """Return the wire form of a request's sampling fields. ``check``: see ``json_schema``; raises as it does."""
+def sampling_of(
+    request: GenerationRequest, max_tokens: int, check: SchemaCheck | None = None, *, is_enforced: bool = True
+) -> Sampling:
+    """Return the wire form of a request's sampling fields. ``check``: see ``json_schema``; raises as it does.
+
+    Without ``is_enforced`` the grammar is left out.
+    """
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     if request.top_k is not None and request.top_k > 0:
         given["top_k"] = request.top_k
@@ -47,7 +52,7 @@ def sampling_of(request: GenerationRequest, max_tokens: int, check: SchemaCheck 
     return Sampling(
         max_tokens=max_tokens,
         logprobs=_logprobs(request),
-        grammar=enforceable(request.grammar, check),
+        grammar=enforceable(request.grammar, check) if is_enforced else None,
         prompt_logprobs=wanted_of_prompt(request),
         **given,
     )

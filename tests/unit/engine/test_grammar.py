@@ -11,11 +11,13 @@ from typing import Any, cast
 import jsonschema
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 from transformers import LlamaConfig, PreTrainedModel
 
 from engine import GenerationRequest, LLMEngine, RequestRejected, ResumePoint, SamplingParams, SequenceOutput
 from engine.grammar import COMPILING_THREADS, CompiledGrammar, Family, GrammarCompiler, Matcher
+from engine.grammar import _source as grammar_source
 from engine.types import Grammar, GrammarKind, Refusal
 from tests.unit.engine.tiny_models import (
     EOS_ID,
@@ -30,6 +32,7 @@ from tests.unit.engine.tiny_models import (
     run,
 )
 from tests.waiting import HANGS_S
+from tokens.tools.lark import LarkGrammar
 
 SCHEMAS = 150
 VOCABULARY = byte_level_tokenizer().get_vocab()
@@ -366,3 +369,28 @@ def test_where_no_token_may_follow_only_that_answer_fails(engine: LLMEngine, mon
     assert answers["bound", 0].finish_reason == "error"
     assert "no token" in str(answers["bound", 0].error)
     assert len(answers["free", 0].token_ids) == 10
+
+
+OVERLAPPING = {"oneOf": [{"type": "string"}, {"type": "string"}]}
+
+
+@pytest.mark.parametrize("schema", [OVERLAPPING, {"pattern": "(?=x)"}, {"$ref": "#/nope"}])
+@pytest.mark.parametrize("kind", ["json_schema", "lark"])
+def test_errors_show_neither_our_grammar_nor_an_option(kind: GrammarKind, schema: Any) -> None:
+    lark = LarkGrammar({})
+    source = json.dumps(schema) if kind == "json_schema" else lark.source(lark.json(schema))
+    compiler = GrammarCompiler(byte_level_tokenizer(), len(VOCABULARY), (EOS_ID,))
+    with pytest.raises(RequestRejected) as refused:
+        compiler.compile(Grammar(kind, source, "tools")).matcher()
+    error = refused.value.message
+    assert error.startswith("invalid ")
+    assert not re.search(r"x-guidance|rule_|TEXT|coerce|%json|\d \|", error)
+
+
+@pytest.mark.parametrize("extra", [{}, {"description": "</s>"}])
+def test_a_schema_cannot_free_its_white_space(extra: dict[str, str]) -> None:
+    schema = {"type": "object", "x-guidance": {"whitespace_pattern": " *"}, **extra}
+    source = grammar_source(Grammar("json_schema", json.dumps(schema)), ("</s>",))
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, source, log_level=0)
+    assert matcher.validate_tokens(tokenizer.tokenize_str("{" + " " * 40)) == 21

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.api.json_schema import UNENFORCEABLE, enforceable
+from gateway.api.json_schema import enforceable
 from gateway.api.schema_check import SchemaCheck
 from protocol.grammar import Grammar
+from tokens.schema_keywords import UNENFORCEABLE
 from web.errors import InvalidParameter
 
 VALUES: dict[str, Any] = {
