@@ -22,6 +22,7 @@ from gateway.api.form import (
     answer_form,
     form_of_parts,
     grammar_of,
+    must_call,
     template_variables,
     tools_for_prompt,
     tools_for_template,
@@ -164,7 +165,9 @@ class ChatCall(JobCall[ChatCompletionRequest]):
             return sampling
         skip_special_tokens = sampling.skip_special_tokens and not form.dialect.has_special_marks
         grammar = grammar_of(form, self.request, sampling.grammar, self._check)
-        return replace(sampling, grammar=grammar, skip_special_tokens=skip_special_tokens)
+        # A forced call has no visible content, and stop strings are for that: in a call's markup they would cut it.
+        stop = () if must_call(self.request) else sampling.stop
+        return replace(sampling, grammar=grammar, skip_special_tokens=skip_special_tokens, stop=stop)
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """Implement ``Call``."""

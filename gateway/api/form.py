@@ -69,6 +69,11 @@ def form_of_parts(request: ChatCompletionRequest) -> AnswerForm:
     return AnswerForm(PLAIN, (), is_single_call=is_single_call, is_legacy=request.is_legacy)
 
 
+def must_call(request: ChatCompletionRequest) -> bool:
+    """Report whether the answer must be a call."""
+    return request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
+
+
 def grammar_of(
     form: AnswerForm, request: ChatCompletionRequest, content: Grammar | None, check: SchemaCheck | None
 ) -> Grammar | None:
@@ -77,19 +82,19 @@ def grammar_of(
     Raises InvalidParameter where calls and other output cannot be distinguished, and for what ``json_schema``
     refuses.
     """
-    must_call = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
+    is_forced = must_call(request)
     place = "functions.{}.parameters" if form.is_legacy else "tools.{}.function.parameters"
     paths = {tool.function.name: place.format(at) for at, tool in enumerate(request.tools or ())}
     tools = tuple(
         replace(
             tool, schema=enforceable_schema(tool.schema, SchemaReader(paths.get(tool.name, "tools")), check, tool.name)
         )
-        if must_call or tool.is_strict
+        if is_forced or tool.is_strict
         else tool
         for tool in form.tools
     )
     try:
-        return dataclasses.replace(form, tools=tools).grammar(must_call=must_call, content=content)
+        return dataclasses.replace(form, tools=tools).grammar(must_call=is_forced, content=content)
     except ValueError as error:
-        field = content.field if content is not None and not must_call else "tools"
+        field = content.field if content is not None and not is_forced else "tools"
         raise InvalidParameter(f"'{field}' cannot be honoured here: {error}.", param=field) from error

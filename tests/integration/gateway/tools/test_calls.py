@@ -197,12 +197,29 @@ async def test_a_rescue_within_the_arguments(start_model: StartModel, template: 
 async def test_forced_by_a_grammar(start_model: StartModel, choice: Any) -> None:
     gateway = await start_model(HERMES_STYLE)
     worker = await gateway.add_worker(script=says('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'))
-    [answer] = await streamed(gateway, tool_choice=choice)
+    [answer] = await streamed(gateway, tool_choice=choice, stop=["\n"])
     assert (answer["calls"], answer["end"]) == ([["now", "{}"]], "tool_calls")
+    assert worker.attempts[0].job.sampling.stop == ()  # they would cut the call's markup
     grammar = worker.attempts[0].job.sampling.grammar
     assert grammar is not None
     assert (grammar.kind, grammar.field) == ("lark", "tools")
     assert ("get_weather" in grammar.source) == (choice == "required")
+
+
+async def test_stop_strings_stay_where_no_call_is_forced(start_model: StartModel) -> None:
+    gateway = await start_model(HERMES_STYLE)
+    worker = await gateway.add_worker(script=says("Hi"))
+    await streamed(gateway, stop=["\n"])
+    assert worker.attempts[0].job.sampling.stop == ("\n",)
+
+
+async def test_a_schema_error_names_the_tool_and_the_path(start_model: StartModel) -> None:
+    gateway = await start_model(HERMES_STYLE)
+    schema = {"type": "object", "properties": {"d": {"type": "string", "pattern": "(?=x)"}}}
+    bad = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    status, param, message = await refusal(gateway, tools=[TOOL, bad], tool_choice="required")
+    assert (status, param) == (400, "tools.1.function.parameters.properties.d.pattern")
+    assert param in message
 
 
 async def test_none_means_that_nothing_is_told_of_tools(start_model: StartModel) -> None:
@@ -264,7 +281,7 @@ async def test_refusals_name_the_field(start_model: StartModel) -> None:
     function = {"name": "f", "parameters": {"type": "object", "not": {}}}
     cannot = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
     status, param, message = await refusal(gateway, **cannot)
-    assert (status, param) == (400, "tools")
+    assert (status, param) == (400, "tools.0.function.parameters.not")
     assert "lenient_schemas" in message
 
 
