@@ -219,7 +219,7 @@ async def test_a_schema_error_names_the_tool_and_the_path(start_model: StartMode
     bad = {"type": "function", "function": {"name": "f", "parameters": schema}}
     status, param, message = await refusal(gateway, tools=[TOOL, bad], tool_choice="required")
     assert (status, param) == (400, "tools.1.function.parameters.properties.d.pattern")
-    assert param in message
+    assert "tools.1.function.parameters.properties.d.pattern" in message
 
 
 async def test_none_means_that_nothing_is_told_of_tools(start_model: StartModel) -> None:
