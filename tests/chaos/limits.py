@@ -36,6 +36,7 @@ from quotas.account import CLOCK_SLACK_S, LEASE_S
 from quotas.account_store import REACH_LIMIT_S, AccountStore
 from spillway.children import Child
 from tests.chaos.system import MODEL, Shape, System
+from tests.waiting import HANGS_S
 
 CALLERS = 200
 GATEWAYS = 3
@@ -60,7 +61,7 @@ SHAPE = Shape(
     clocks_ahead_s=(0.0, AHEAD_S),
 )
 TIMEOUTS = ReadTimeouts(idle_s=30.0, total_s=60.0)
-READY_LIMIT_S = 60.0
+READY_LIMIT_S = HANGS_S
 FREE_LIMIT_S = 15.0
 ASK_S = 0.5  # until one of the refused callers has asked again, which is when a lease is seen to be over
 REOPEN_S = 3.0  # until so many have asked again that all places are taken, and workers have begun

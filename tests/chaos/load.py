@@ -12,10 +12,11 @@ from tests.chaos.background import joined, rest_of
 from tests.chaos.mix import Question
 from tests.chaos.oracle import Answer, BadAnswer, arrivals, read
 from tests.chaos.played_answers import read_played
+from tests.waiting import HANGS_S
 
 ANSWER_LIMIT_S = 120.0
 PATIENCE = ReadTimeouts(idle_s=ANSWER_LIMIT_S, total_s=ANSWER_LIMIT_S)
-READY_LIMIT_S = 60.0
+READY_LIMIT_S = HANGS_S
 READY_POLL_S = 0.1
 RETRIES = 20
 RETRY_WAIT_S = 0.25

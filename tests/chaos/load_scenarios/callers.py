@@ -20,9 +20,10 @@ from tests.chaos.mix import SUBJECTS
 from tests.chaos.report import Report
 from tests.chaos.system import MODEL, System
 from tests.chaos.watcher import JOB_SUBJECTS
+from tests.waiting import HANGS_S
 
 PATH = "/v1/chat/completions"
-READY_LIMIT_S = 60.0
+READY_LIMIT_S = HANGS_S
 READY_POLL_S = 0.1
 TIMEOUTS = ReadTimeouts(idle_s=60.0, total_s=900.0)
 _TOKEN = re.compile(r" \w+|\.")  # the scripted engine's tokens are words and full stops
