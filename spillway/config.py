@@ -8,14 +8,14 @@ reads the environment; the processes get frozen settings from the methods of ``C
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args
 
 from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 from pydantic_settings.exceptions import SettingsError
-from pydantic_settings.sources import EnvSettingsSource, JsonConfigSettingsSource
+from pydantic_settings.sources import JsonConfigSettingsSource
 
 from batches.settings import BatchSettings
 from console.settings import LoginSettings
@@ -40,7 +40,16 @@ from protocol.telemetry import TelemetrySettings
 from response_store.settings import ResponseSettings
 from spillway import ROOMS
 from spillway.children import resolved_config_path
-from spillway.config_problems import explain, source_of
+from spillway.config_problems import explain, keys_of, source_of
+from spillway.config_values import (
+    ENV_PREFIX,
+    MappingEnvSource,
+    Problem,
+    masked_secrets,
+    merge,
+    spelled_as,
+    unexpanded,
+)
 from spillway.nats_accounts import of_pool
 from spillway.nats_section import NatsSection, worker_id
 from spillway.pool_section import ModelName, PoolSettings, gateway_view, only_by_messages
@@ -49,7 +58,6 @@ from webhooks.settings import WebhookSettings
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
 DEMO_MODEL_NAME: Final = "spillway-demo"
 DEMO_MODEL_PATH: Final = ROOMS / "models" / DEMO_MODEL_NAME
-ENV_PREFIX: Final = "SPILLWAY_"
 
 _ENGINES: Final[dict[str, type[BaseModel]]] = {  # by kind
     kind: settings
@@ -321,7 +329,7 @@ def load_config(
         raise ConfigError(
             f"{path}: payloads.key: does not belong here; use SPILLWAY_PAYLOADS__KEY or payloads.key_file"
         )
-    return _validated(_merge(defaults or {}, from_file), str(path), env, overrides)
+    return _validated(merge(defaults or {}, from_file), str(path), env, overrides)
 
 
 def config_without_file(
@@ -351,33 +359,31 @@ def _one_model(model: str) -> dict[str, Any]:
     return {"models": {name: {}}, "pools": {"local": {"models": [name], "engine": engine}}}
 
 
-class _MappingEnvSource(EnvSettingsSource):
-    """Reads pydantic-settings' environment source from a mapping instead of the process's environment."""
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._given = {name.lower(): value for name, value in env.items()}
-        super().__init__(Config)
-
-    def _load_env_vars(self) -> Mapping[str, str | None]:
-        return self._given
-
-
 def _validated(
     base: Mapping[str, Any], where: str, env: Mapping[str, str] | None, overrides: Mapping[str, Any] | None
 ) -> Config:
     environment = dict(os.environ if env is None else env)
     _refuse_unknown_sections(environment)
     try:
-        merged = _merge(_merge(base, _MappingEnvSource(environment)()), overrides or {})
-        return Config(**merged)
+        merged = merge(base, spelled_as(base, MappingEnvSource(Config, environment)()))
+        _refuse(unexpanded(merged), where, environment)
+        config = Config(**merge(merged, overrides or {}))
     except ValidationError as error:
         problems = [
-            f"{source_of(problem, where, environment, ENV_PREFIX)}: {explain(problem, Config, _ENGINES)}"
+            f"{source_of(keys_of(problem), where, environment)}: {explain(problem, Config, _ENGINES)}"
             for problem in error.errors()
         ]
         raise ConfigError("\n".join(problems)) from error
     except SettingsError as error:
         raise ConfigError(f"environment: {error}") from error
+    _refuse(masked_secrets(config), where, environment)
+    return config
+
+
+def _refuse(problems: Iterable[Problem], where: str, env: Mapping[str, str]) -> None:
+    lines = [f"{source_of(keys, where, env)}: {'.'.join(keys)}: {message}" for keys, message in problems]
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def _refuse_unknown_sections(env: Mapping[str, str]) -> None:
@@ -386,11 +392,3 @@ def _refuse_unknown_sections(env: Mapping[str, str]) -> None:
         section, nested, _ = name.removeprefix(ENV_PREFIX).partition("__")
         if name.startswith(ENV_PREFIX) and nested and section.lower() not in Config.model_fields:
             raise ConfigError(f"environment: {name}: unknown section {section.lower()!r}")
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return merged

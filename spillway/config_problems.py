@@ -6,10 +6,12 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from spillway.config_values import variable_of
+
 
 def explain(problem: Mapping[str, Any], root: type[BaseModel], engines: Mapping[str, type[BaseModel]]) -> str:
     """Return the message for a problem in ``root``; ``engines`` are the settings of a pool's engine by kind."""
-    keys = _keys_of(problem)
+    keys = keys_of(problem)
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         message = f"unknown key; valid keys: {', '.join(_valid_keys(problem['loc'], root, engines))}"
@@ -18,13 +20,13 @@ def explain(problem: Mapping[str, Any], root: type[BaseModel], engines: Mapping[
     return f"{'.'.join(keys)}: {message}" if keys else message
 
 
-def source_of(problem: Mapping[str, Any], where: str, env: Mapping[str, str], prefix: str) -> str:
-    """Return the variable that holds the invalid value, or else ``where``; ``prefix``: of our variables' names."""
-    variable = prefix + "__".join(_keys_of(problem)).upper()
+def source_of(keys: Sequence[str], where: str, env: Mapping[str, str]) -> str:
+    """Return the variable that holds the invalid value of a key, or else ``where``."""
+    variable = variable_of(keys)
     return f"environment: {variable}" if variable in env else where
 
 
-def _keys_of(problem: Mapping[str, Any]) -> list[str]:
+def keys_of(problem: Mapping[str, Any]) -> list[str]:
     """Return the path to the invalid key."""
     # The location has a tagged union's tag between "engine" and the key; the tag is not a key of the file.
     parts = problem["loc"]

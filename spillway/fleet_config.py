@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from fleet.settings import ControllerSettings, ManagedPool
 from protocol.subjects import queue_of
-from spillway.config import ENV_PREFIX, Config, process_id
+from spillway.config import Config, process_id
+from spillway.config_values import ENV_PREFIX
 
 
 def controller_settings(config: Config, worker_commands: Mapping[str, tuple[str, ...]]) -> ControllerSettings:

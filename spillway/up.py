@@ -30,6 +30,7 @@ from protocol.errors import ExpectedError
 from protocol.signals import on_stop_signals
 from spillway.children import Child, RestartableChild, keep_running, resolved_config_path, run_dir_of
 from spillway.config import Config
+from spillway.config_values import revealed
 from spillway.data_folder import open_data_folder, private_umask, write_private
 from spillway.embedded_nats import EmbeddedNats, free_port
 
@@ -147,10 +148,10 @@ def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
         update={"gateway": gateway, "nats": nats, "database": database, "data_dir": config.data_dir.resolve()}
     )
     path = resolved_config_path(config.data_dir)
-    # Without the pepper and the payloads' key: children find them where this process did.
-    dumped = resolved.model_dump(mode="json", exclude={"auth": {"pepper"}, "payloads": {"key"}}, exclude_none=True)
-    if resolved.auth.oidc is not None and resolved.auth.oidc.client_secret is not None:
-        dumped["auth"]["oidc"]["client_secret"] = resolved.auth.oidc.client_secret.get_secret_value()
+    # With the secrets in full, since the folder is this user's alone: children and commands must use the same ones. The
+    # key of payloads belongs into no file: they find it where this process did.
+    dumped = revealed(resolved)
+    dumped["payloads"].pop("key", None)
     write_private(path, json.dumps(dumped))
     return resolved
 

@@ -1,0 +1,132 @@
+"""The values of a configuration: file and environment joined, what looks like a value and is none, and secrets in full.
+
+pydantic masks secrets when it dumps a model. What ``spillway up`` writes for its children must hold the secrets
+themselves (``revealed``), and a masked one that comes back must not reach a provider (``masked_secrets``).
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from pydantic import BaseModel, SecretStr
+from pydantic_settings.sources import EnvSettingsSource
+
+ENV_PREFIX: Final = "SPILLWAY_"
+
+# How other programs name a variable in a file: "${VAR}", "${VAR:-default}", "$VAR", "os.environ/VAR", "env:VAR",
+# "{{ env.VAR }}", "%VAR%". Only the first one is also looked for inside a longer value, such as a URL.
+_EXPANSION: Final = re.compile(r"\$\{\w+[^}]*\}")
+_REFERENCE: Final = re.compile(r"\$[A-Z_][A-Z0-9_]*|os\.environ/.*|env:\w+|\{\{.*\}\}|%[A-Z_][A-Z0-9_]*%", re.DOTALL)
+_COMMANDS: Final = frozenset({"exec", "command"})  # a shell of theirs may expand what they hold
+_MASK: Final = re.compile(r"[\w.-]{0,12}\*{3,}[\w.-]{0,8}")
+
+Path = tuple[str, ...]  # of keys
+Problem = tuple[Path, str]  # and what is wrong there
+
+
+class MappingEnvSource(EnvSettingsSource):
+    """Reads pydantic-settings' environment source from a mapping instead of the process's environment."""
+
+    def __init__(self, settings_class: Any, env: Mapping[str, str]) -> None:  # noqa: ANN401  # as pydantic-settings has it
+        self._given = {name.lower(): value for name, value in env.items()}
+        super().__init__(settings_class)
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return self._given
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with the values of ``over``, which take precedence key by key."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def spelled_as(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the environment says, with the names that ``base`` has.
+
+    Variables have neither case nor, in most shells, hyphens and dots: ``SPILLWAY_POOLS__GPT_4O__ENGINE__API_KEY`` is a
+    key of the pool "gpt-4o". A name that two keys of ``base`` share by this rule is left as it is.
+    """
+    names: dict[str, list[str]] = {}
+    for key in base:
+        names.setdefault(_in_variable(key), []).append(key)
+    spelled: dict[str, Any] = {}
+    for key, value in over.items():
+        same = names.get(_in_variable(key), [])
+        name = same[0] if key not in base and len(same) == 1 else key
+        below = base.get(name)
+        spelled[name] = spelled_as(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return spelled
+
+
+def variable_of(keys: Sequence[str]) -> str:
+    """Return the environment variable that takes the place of a key of the file."""
+    return ENV_PREFIX + "__".join(map(_in_variable, keys)).upper()
+
+
+def unexpanded(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each value that names a variable, as some programs' files may and ours may not."""
+    for keys, text in _texts(values, ()):
+        if keys[-1] not in _COMMANDS and (_REFERENCE.fullmatch(text.strip()) or _EXPANSION.search(text)):
+            yield (
+                keys,
+                (
+                    f"{text!r} names a variable, and variables are not expanded: leave this key out, and set the "
+                    f"environment variable {variable_of(keys)}"
+                ),
+            )
+
+
+def masked_secrets(model: BaseModel) -> Iterator[Problem]:
+    """Yield a problem for each secret that is a masked one, copied from where secrets are not shown."""
+    for keys, secret in secrets_of(model):
+        if _MASK.fullmatch(secret.get_secret_value().strip()):
+            yield (
+                keys,
+                (
+                    f"is masked ({secret.get_secret_value()!r}), not the secret itself: write the secret, or set the "
+                    f"environment variable {variable_of(keys)}"
+                ),
+            )
+
+
+def secrets_of(value: object, keys: Path = ()) -> Iterator[tuple[Path, SecretStr]]:
+    """Yield every secret below a value, with the keys that lead to it."""
+    if isinstance(value, SecretStr):
+        yield keys, value
+    elif isinstance(value, BaseModel):
+        for name, below in value:
+            yield from secrets_of(below, (*keys, name))
+    elif isinstance(value, Mapping):
+        for name, below in value.items():
+            yield from secrets_of(below, (*keys, str(name)))
+
+
+def revealed(model: BaseModel) -> dict[str, Any]:
+    """Return what a model is as JSON, without keys that are not set, and with its secrets in full."""
+    dumped = model.model_dump(mode="json", exclude_none=True)
+    for keys, secret in secrets_of(model):
+        at = dumped
+        for key in keys[:-1]:
+            at = at[key]
+        at[keys[-1]] = secret.get_secret_value()
+    return dumped
+
+
+def _in_variable(key: str) -> str:
+    return re.sub(r"\W", "_", key.lower(), flags=re.ASCII)
+
+
+def _texts(value: object, keys: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each text below ``value`` with its keys; those of a list have the list's, which one variable sets."""
+    if isinstance(value, str):
+        yield keys, value
+    elif isinstance(value, Mapping):
+        for key, below in value.items():
+            yield from _texts(below, (*keys, str(key)))
+    elif isinstance(value, list | tuple):
+        for below in value:
+            yield from _texts(below, keys)
