@@ -225,10 +225,11 @@ class Executor:
         engine = self._engine
         try:
             if engine.takes == TAKES_MESSAGES:
-                submit = partial(engine.submit, chat_request(attempt.id, attempt.job, packed))
+                submit = partial(engine.submit, chat_request(attempt.id, attempt.job, packed, engine.honoured))
             else:
                 prompt_ids = unpack_token_ids(packed)
-                submit = partial(engine.submit, engine_request(attempt.id, attempt.job, prompt_ids, self._adapters))
+                request = engine_request(attempt.id, attempt.job, prompt_ids, self._adapters, engine.honoured)
+                submit = partial(engine.submit, request)
         except ProtocolError as error:  # of a newer gateway, and a newer worker may know what it means
             self._fail(attempt, ErrorCode.INTERNAL_ERROR, str(error), retryable=True)
             return

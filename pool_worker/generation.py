@@ -4,6 +4,8 @@ from collections.abc import Collection
 from itertools import accumulate, pairwise
 from typing import cast, get_args
 
+from msgspec.structs import replace
+
 from engine.pooling_types import PoolingInput, PoolingRequest, PoolingTask
 from engine.types import GenerationRequest, Grammar, GrammarKind, ResumePoint, SamplingParams
 from engine.types import PromptLogprob as EnginePromptLogprob
@@ -16,6 +18,7 @@ from protocol.grammar import Grammar as WireGrammar
 from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.messages import Job, Sampling, unpack_token_ids
 from protocol.pooling import Pooling
+from protocol.sampling_defaults import SAMPLING_DEFAULTS, sampling_defaults
 
 
 def prompt_tokens_of(job: Job) -> int:
@@ -33,11 +36,15 @@ def billed_prompt_tokens_of(job: Job) -> int:
 
 
 def engine_request(
-    request_id: str, job: Job, prompt_ids: list[int], adapters: Collection[str] = ()
+    request_id: str,
+    job: Job,
+    prompt_ids: list[int],
+    adapters: Collection[str] = (),
+    honoured: Collection[str] = SAMPLING_DEFAULTS,
 ) -> GenerationRequest | PoolingRequest:
-    """Translate a job. Raises ProtocolError for one that does not fit together."""
+    """Translate a job; ``honoured``: see ``sampling_params``. Raises ProtocolError if it does not fit together."""
     if job.pooling is None:
-        return generation_request(request_id, job, prompt_ids, adapters)
+        return generation_request(request_id, job, prompt_ids, adapters, honoured)
     return pooling_request(request_id, job, job.pooling, prompt_ids)
 
 
@@ -59,13 +66,15 @@ def pooling_request(request_id: str, job: Job, pooling: Pooling, prompt_ids: lis
     return PoolingRequest(request_id, cast("PoolingTask", pooling.task), inputs, pooling.dimensions)
 
 
-def chat_request(request_id: str, job: Job, packed_chat: bytes) -> ChatRequest:
+def chat_request(
+    request_id: str, job: Job, packed_chat: bytes, honoured: Collection[str] = SAMPLING_DEFAULTS
+) -> ChatRequest:
     """Translate a job for an engine that takes messages. Raises ProtocolError."""
     resume = tuple(
         ChatPoint(point.index, point.text or "", point.used_tokens, is_complete=point.finish_reason is not None)
         for point in job.resume
     )
-    chat, sampling = decode_chat(packed_chat), sampling_params(job.sampling)
+    chat, sampling = decode_chat(packed_chat), sampling_params(job.sampling, honoured)
     return ChatRequest(request_id, chat, sampling, job.prompt_tokens, resume, job.cache_salt)
 
 
@@ -81,7 +90,11 @@ def can_go_on(job: Job, engine: Engine) -> bool:
 
 
 def generation_request(
-    request_id: str, job: Job, prompt_ids: list[int], adapters: Collection[str] = ()
+    request_id: str,
+    job: Job,
+    prompt_ids: list[int],
+    adapters: Collection[str] = (),
+    honoured: Collection[str] = SAMPLING_DEFAULTS,
 ) -> GenerationRequest:
     """Translate a job, whose model is one of the engine's ``adapters`` or the engine's own.
 
@@ -95,7 +108,7 @@ def generation_request(
     return GenerationRequest(
         request_id,
         prompt_ids,
-        sampling_params(job.sampling),
+        sampling_params(job.sampling, honoured),
         resume,
         job.scored_tokens,
         adapter=adapter,
@@ -103,8 +116,14 @@ def generation_request(
     )
 
 
-def sampling_params(sampling: Sampling) -> SamplingParams:
-    """Translate the wire's sampling parameters. Raises ProtocolError for a grammar of a kind that is not known."""
+def sampling_params(sampling: Sampling, honoured: Collection[str] = SAMPLING_DEFAULTS) -> SamplingParams:
+    """Translate the wire's sampling parameters, with the model's own defaults of those that are ``honoured``.
+
+    Raises ProtocolError for a grammar of a kind that is not known.
+    """
+    if sampling.defaults:
+        usable = sampling_defaults(sampling.defaults)
+        sampling = replace(sampling, **{name: value for name, value in usable.items() if name in honoured})
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

@@ -79,6 +79,8 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     allowed_token_ids: tuple[int, ...] = ()  # empty: any
     bad_words: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
+    # The model's own values of what the caller has left out. A pool that cannot honour one leaves it out, too.
+    defaults: dict[str, float] = {}
 
 
 class ResumePoint(Struct, frozen=True, omit_defaults=True):
@@ -343,6 +345,7 @@ class ModelCard(Struct, frozen=True, omit_defaults=True):
     pooling: PoolingCard | None = None  # None: it generates text
     tool_template: str | None = None  # for conversations with tools, where the model has one of its own for them
     revision: str = ""  # Revision.weights of the worker that has published it
+    sampling: dict[str, float] = {}  # of generation_config.json: protocol.sampling_defaults
 
 
 class JobHead(Struct, frozen=True):

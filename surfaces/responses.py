@@ -188,10 +188,12 @@ class ResponsesTranslation:
             "metadata": request.metadata or {},
             "model": head.model,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "temperature": head.defaults.get("temperature", 1.0)
+            if request.temperature is None
+            else request.temperature,
             "tool_choice": known_choice(request.tool_choice or "auto"),
             "tools": [known_tool(tool) for tool in request.tools or ()],
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_p": head.defaults.get("top_p", 1.0) if request.top_p is None else request.top_p,
             "background": self.is_background,
             "max_output_tokens": request.max_output_tokens,
             "previous_response_id": request.previous_response_id,

@@ -30,6 +30,7 @@ class AnswerHead(NamedTuple):
     created_unix_s: int
     model: str
     prompt_tokens: int
+    defaults: Mapping[str, float] = {}  # sampling parameters that the model has where the client names none
 
 
 class EventEncoder(Protocol):

@@ -24,6 +24,7 @@ from protocol.chat import NO_TOKENIZER
 from protocol.errors import BusError, ProtocolError
 from protocol.messages import ModelCard
 from protocol.objects import get_object
+from protocol.sampling_defaults import GENERATION_CONFIG, sampling_defaults
 from tokens.cards import UnusableCard, check_context_length, check_tokenizer_size, usable_template
 from tokens.chat_template import COUNTING_SOURCE
 from tokens.encoder_pool import EncoderPool
@@ -111,6 +112,11 @@ class ModelCatalog:
         """Return the context length in prompt + output tokens; None while unknown."""
         tokens = self._tokens.get(model)
         return tokens.context_length if tokens else self._models[model].context_length
+
+    def sampling(self, model: str) -> Mapping[str, float]:
+        """Return the model's own sampling parameters; none while unknown."""
+        tokens = self._tokens.get(model)
+        return tokens.sampling if tokens else {}
 
     def not_ready(self) -> list[str]:
         """Return the configured models whose tokens cannot be counted yet."""
@@ -227,6 +233,7 @@ class ModelCatalog:
             tokenizer=_tokenizer(settings, card) if has_card else NO_TOKENIZER,
             takes_messages=model in self._by_messages,
             counts_chats=counts_chats,
+            sampling=await _sampling(settings, card),
             dialect=None
             if counts_chats
             else Dialect.of(
@@ -282,6 +289,27 @@ class ModelCatalog:
 
 def _tokenizer(settings: ModelTokenSettings, card: ModelCard | None) -> str:
     return tokenizer_name(card.tokenizer_object) if card and settings.tokenizer is None else ""
+
+
+async def _sampling(settings: ModelTokenSettings, card: ModelCard | None) -> dict[str, float]:
+    """Return the model's own sampling parameters: its card's, or else its folder's. Raises TokenizerError."""
+    if settings.generation_config == "ignore":
+        return {}
+    if (card is not None and card.sampling) or settings.tokenizer is None:
+        return sampling_defaults(card.sampling if card else {})
+    return await asyncio.to_thread(_configured_sampling, settings.tokenizer)
+
+
+def _configured_sampling(tokenizer: str) -> dict[str, float]:
+    path = Path(tokenizer)
+    file = (path if path.is_dir() else path.parent) / GENERATION_CONFIG
+    if tokenizer.startswith(TIKTOKEN_PREFIX) or not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"cannot read {file}: {error}") from error
+    return sampling_defaults(config) if isinstance(config, dict) else {}
 
 
 def _smaller(configured: int | None, published: int | None) -> int | None:

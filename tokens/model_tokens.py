@@ -43,6 +43,7 @@ class ModelTokens:
         tokenizer: str = "",
         takes_messages: bool = False,
         counts_chats: bool = False,
+        sampling: Mapping[str, float] | None = None,
     ) -> None:
         self.model = model
         # protocol.messages.Revision.tokenizer of the workers that understand its ids; NO_TOKENIZER: no such workers.
@@ -52,6 +53,7 @@ class ModelTokens:
         self.pooling = pooling  # None: a model that generates text
         self.context_length = context_length  # prompt + output tokens
         self.dialect = dialect  # of answers to a conversation; None: plain text
+        self.sampling = sampling or {}  # its own defaults: protocol.sampling_defaults
         self.lenient_schemas = lenient_schemas  # keywords that no grammar can enforce are ignored
         self._encoder = encoder
         self._template = template

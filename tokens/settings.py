@@ -1,7 +1,7 @@
 """Configuration of a model's tokens."""
 
 from collections.abc import Collection, Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
@@ -34,6 +34,8 @@ class ModelTokenSettings(Settings):
     # Whether keywords of JSON schemas that no grammar can enforce ("not", "uniqueItems", …) are checked after an
     # answer is generated, instead of being refused.
     lenient_schemas: bool = False
+    # Whether the sampling parameters of its generation_config.json stand in for what a request leaves out.
+    generation_config: Literal["auto", "ignore"] = "auto"
 
 
 def canonical_names(models: Mapping[str, ModelTokenSettings]) -> dict[str, str]:

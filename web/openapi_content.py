@@ -175,6 +175,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
             "display_name": TEXT,
             "owned_by": TEXT,
             "context_length": {"type": ["integer", "null"]},
+            "default_parameters": {"type": "object", "additionalProperties": {"type": "number"}},
         }
     ),
     "ModelList": _page_of(_ref("Model")),

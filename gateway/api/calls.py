@@ -147,6 +147,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         self._form = None if tokens.counts_chats else answer_form(tokens, request, prompt_ids)
         self._parts_form = form_of_parts(request) if tokens.takes_messages and self._form is None else self._form
         self._check = SchemaCheck() if tokens.lenient_schemas and not tokens.counts_chats else None
+        self._defaults = tokens.sampling
         return prompt_ids
 
     def conversation(self, tokens: ModelTokens, max_tokens: int, prompt_tokens: int) -> Conversation | None:
@@ -158,8 +159,8 @@ class ChatCall(JobCall[ChatCompletionRequest]):
     def sampling(self, max_tokens: int) -> Sampling:
         """Implement ``Call``."""
         if self.is_counted_only:  # what a schema may hold is the API's business
-            return sampling_of(self.request, max_tokens, is_enforced=False)
-        sampling = sampling_of(self.request, max_tokens, self._check)
+            return sampling_of(self.request, max_tokens, defaults=self._defaults, is_enforced=False)
+        sampling = sampling_of(self.request, max_tokens, self._check, self._defaults)
         form = self._form
         if form is None:
             return sampling
@@ -259,11 +260,12 @@ class CompletionCall(JobCall[CompletionRequest]):
             echo = prompt if isinstance(prompt, str) and is_whole else await tokens.decode(prompt_ids)
         self._details = details_of(request, prompt_ids, echo, first_index=self.first_index)
         self._check = SchemaCheck() if tokens.lenient_schemas else None
+        self._defaults = tokens.sampling
         return prompt_ids
 
     def sampling(self, max_tokens: int) -> Sampling:
         """Implement ``Call``."""
-        return sampling_of(self.request, max_tokens, self._check)
+        return sampling_of(self.request, max_tokens, self._check, self._defaults)
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """Implement ``Call``."""

@@ -1,5 +1,6 @@
 """Base of the calls of all hot routes."""
 
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from gateway.api.schema import JobRequest
@@ -13,6 +14,7 @@ class JobCall(Generic[_Request]):
     """A call with its validated body."""
 
     request: _Request
+    _defaults: Mapping[str, float] = {}  # the model's own sampling parameters, once its prompt is encoded
 
     @property
     def done(self) -> bytes:

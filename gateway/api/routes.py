@@ -113,6 +113,7 @@ def models_router(services: Services) -> APIRouter:
             "created": services.started_unix_s,
             "owned_by": services.catalog.models[name].owned_by,
             "context_length": services.catalog.context_length(name),
+            "default_parameters": services.catalog.sampling(name),
             **model_row(name, services.started_unix_s),
         }
 

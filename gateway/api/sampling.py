@@ -1,5 +1,7 @@
 """Sampling parameters from the public request fields; what the client left out keeps Sampling's defaults."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from gateway.api.json_schema import enforceable
@@ -22,6 +24,7 @@ _SAME_NAME = (
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
+_LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 
 
 def requested_max_tokens(request: GenerationRequest) -> tuple[str, int] | None:
@@ -32,24 +35,23 @@ def requested_max_tokens(request: GenerationRequest) -> tuple[str, int] | None:
 
 
 def sampling_of(
-    request: GenerationRequest, max_tokens: int, check: SchemaCheck | None = None, *, is_enforced: bool = True
+    request: GenerationRequest,
+    max_tokens: int,
+    check: SchemaCheck | None = None,
+    defaults: Mapping[str, float] = MappingProxyType({}),
+    *,
+    is_enforced: bool = True,
 ) -> Sampling:
     """Return the wire form of a request's sampling fields. ``check``: see ``json_schema``; raises as it does.
 
-    Without ``is_enforced`` the grammar is left out.
+    ``defaults``: the model's own. Without ``is_enforced`` the grammar is left out.
     """
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    given |= {name: tuple(value) for name in _LISTS if (value := getattr(request, name))}
     if request.top_k is not None and request.top_k > 0:
         given["top_k"] = request.top_k
-    if request.stop:
-        given["stop"] = tuple(request.stop)
-    if request.stop_token_ids:
-        given["stop_token_ids"] = tuple(request.stop_token_ids)
-    if request.allowed_token_ids:
-        given["allowed_token_ids"] = tuple(request.allowed_token_ids)
-    if request.bad_words:
-        given["bad_words"] = tuple(request.bad_words)
     return Sampling(
+        defaults={name: value for name, value in defaults.items() if getattr(request, name) is None},
         max_tokens=max_tokens,
         logprobs=_logprobs(request),
         grammar=enforceable(request.grammar, check) if is_enforced else None,

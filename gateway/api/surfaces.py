@@ -74,7 +74,7 @@ class SurfaceCall(ChatCall):
         return form_of_parts(self.request) if self._parts_form is None else self._parts_form
 
     def _head(self, answer_id: str, created: int) -> AnswerHead:
-        return AnswerHead(answer_id, created, self.request.model, self._prompt_tokens)
+        return AnswerHead(answer_id, created, self.request.model, self._prompt_tokens, self._defaults)
 
 
 class SurfaceCalls:

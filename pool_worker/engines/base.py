@@ -42,6 +42,7 @@ class Engine(Protocol):
     name: str
     takes: Input
     continues: bool  # it can continue an answer begun by another engine
+    honoured: frozenset[str]  # fields of SamplingParams; of a model's own defaults, the others are left out
 
     async def start(self) -> Capacity:
         """Load the model or connect. Raises EngineDiedError with a reason an operator can act on."""

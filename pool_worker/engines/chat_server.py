@@ -46,7 +46,7 @@ class ChatServerEngine:
         self.name: str = settings.kind
         self._settings = settings
         self._format = chat_format(settings)
-        self.continues = self._format.continues
+        self.continues, self.honoured = self._format.continues, self._format.honoured
         self._connection = ServerConnection(settings, self._lose, self._format.auth(), self._format.meant)
         self._sequences = settings.max_sequences or DEFAULT_SEQUENCES
         self._places = asyncio.Semaphore(self._sequences)

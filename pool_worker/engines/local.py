@@ -7,6 +7,7 @@ taken. torch lets go of the GIL while it computes, so the event loop runs meanwh
 """
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -23,7 +24,7 @@ from engine.pooling import PoolingEngine
 from engine.pooling_folder import task_of
 from engine.pooling_types import PoolingRequest
 from engine.types import EngineInfo, EngineStats, GenerationRequest, Refusal, SequenceOutput, sequences_that_fit
-from engine.weights import WeightsDigest, digest_of
+from engine.weights import WeightsDigest, digest_of, optional_file
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.pooling import (
     pooling_capacity,
@@ -35,6 +36,7 @@ from pool_worker.settings import LocalEngineSettings
 from protocol.artifacts import tokenizer_object_name
 from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
+from protocol.sampling_defaults import GENERATION_CONFIG, SAMPLING_DEFAULTS, sampling_defaults
 
 STEPS_AHEAD: Final = 8
 STOP_LIMIT_S: Final = 10.0  # for the step in progress
@@ -52,6 +54,7 @@ class LocalEngine:
     takes: Literal["ids", "text"] = "ids"
     continues = True
     counted_by: CountedBy = "engine"
+    honoured = SAMPLING_DEFAULTS
 
     def __init__(self, settings: LocalEngineSettings) -> None:
         self._settings = settings
@@ -67,6 +70,7 @@ class LocalEngine:
         self._loaded: asyncio.Future[tuple[Capacity, _Tokenizers]]
         self._tokenizers: _Tokenizers
         self._weights = ""  # its revision, without adapters
+        self._sampling: dict[str, float] = {}  # the model's own defaults
         self._tokenizer_jsons: dict[str, bytes] = {}  # by object name: most adapters have that of their model
         self._max_model_len = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -97,6 +101,7 @@ class LocalEngine:
             tool_template=templates.get("tool_use"),
             pooling=pooling_card(self._engine.info) if isinstance(self._engine, PoolingEngine) else None,
             revision=self._revision(model, object_name),
+            sampling=self._sampling,
         )
         return card, self._tokenizer_jsons.setdefault(object_name, tokenizer_json)
 
@@ -153,6 +158,8 @@ class LocalEngine:
     def _run(self) -> None:
         try:
             engine, self._weights = _load(self._settings)
+            if isinstance(engine, LLMEngine):
+                self._sampling = _sampling(self._settings.path)
             started_s = time.monotonic()
             engine.warm_up()
             log.info("warmed up in %.1f s", time.monotonic() - started_s)
@@ -330,6 +337,11 @@ def _chat_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     if isinstance(template, dict):
         return template
     return {"default": template} if template else {}
+
+
+def _sampling(path: str) -> dict[str, float]:
+    file = optional_file(path, GENERATION_CONFIG)
+    return {} if file is None else sampling_defaults(json.loads(file.read_text()))
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -51,6 +51,7 @@ from pool_worker.settings import ScriptedEngineSettings
 from protocol.artifacts import tokenizer_object_name
 from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
+from protocol.sampling_defaults import SAMPLING_DEFAULTS
 
 SIGKILL_EXIT_CODE: Final = 137
 TOO_COMPLEX: Final = "[[too complex]]"  # a grammar's source: it is refused like one that costs too much
@@ -176,6 +177,7 @@ class ScriptedEngine:
     takes: Literal["ids", "text"] = "ids"
     continues = True
     counted_by: CountedBy = "engine"
+    honoured = SAMPLING_DEFAULTS
 
     def __init__(self, settings: ScriptedEngineSettings) -> None:
         self._settings = settings

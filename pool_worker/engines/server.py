@@ -146,6 +146,7 @@ class ServerEngine:
             special_tokens=self._tokenizer.special_tokens,
             tool_template=templates.get("tool_use"),
             revision=self._settings.revision or f"{self.name}:{self._facts.model}"[:MAX_REVISION_CHARS],
+            sampling=self._tokenizer.sampling,
         )
         return card, tokenizer_json
 

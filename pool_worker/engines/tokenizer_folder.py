@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import tokenizers
 
+from protocol.sampling_defaults import GENERATION_CONFIG, sampling_defaults
+
 SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -37,7 +39,9 @@ class TokenizerFolder:
         special = (self.backend_tokenizer.token_to_id(text) for text in self.special_tokens.values())
         self.all_special_ids = [token_id for token_id in special if token_id is not None]
         self.chat_templates = _chat_templates(file.parent, config)
-        self.eos_ids = self._eos_ids(_json(file.parent / "generation_config.json"))
+        generation = _json(file.parent / GENERATION_CONFIG)
+        self.eos_ids = self._eos_ids(generation)
+        self.sampling = sampling_defaults(generation)
 
     def __len__(self) -> int:
         """Return the size of the vocabulary, added tokens included."""

@@ -32,6 +32,7 @@ class SideCarEngine:
         self.takes: Literal["ids", "text"] = "ids"
         self.continues = True
         self.counted_by: CountedBy = "engine"
+        self.honoured = frozenset[str]()
         self._settings = settings
         self._create = create
         self._process = None if settings.exec is None else ServerProcess(settings.exec, settings.exec_stop_s)
@@ -82,7 +83,7 @@ class SideCarEngine:
             raise EngineDiedError(f"engine.kind: {inner.name} takes messages, and is configured by its name")
         self._inner, self.name, self.takes = inner, inner.name, inner.takes
         capacity = await inner.start()
-        self.continues, self.counted_by = inner.continues, inner.counted_by
+        self.continues, self.counted_by, self.honoured = inner.continues, inner.counted_by, inner.honoured
         return capacity
 
     async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:

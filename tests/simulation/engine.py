@@ -16,6 +16,7 @@ from engine.types import EngineCounters, EngineStats, FinishReason, GenerationRe
 from pool_worker.engines.base import Capacity, EngineDiedError
 from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
+from protocol.sampling_defaults import SAMPLING_DEFAULTS
 
 CONTEXT = 4096
 
@@ -70,6 +71,7 @@ class SimulatedEngine:
     takes: Literal["ids", "text"] = "ids"
     continues = True
     counted_by: CountedBy = "engine"
+    honoured = SAMPLING_DEFAULTS
 
     def __init__(self, max_sequences: int, pace: Pace, made: Made) -> None:
         self.pace = pace

@@ -1,6 +1,8 @@
 """A job as a request to the engine."""
 
 import dataclasses
+from collections.abc import Collection
+from typing import Any
 
 import msgspec
 import pytest
@@ -41,7 +43,36 @@ SAMPLING = m.Sampling(
 
 
 def test_every_sampling_field_arrives() -> None:
-    assert dataclasses.asdict(sampling_params(SAMPLING)) == msgspec.structs.asdict(SAMPLING)
+    named = {**msgspec.structs.asdict(SAMPLING)}
+    named.pop("defaults")  # what the caller has left out
+    assert dataclasses.asdict(sampling_params(SAMPLING)) == named
+
+
+DEFAULTS: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0, "min_p": 0.05, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("honoured", "kept"),
+    [(DEFAULTS, set(DEFAULTS)), ({"temperature", "top_p", "seed"}, {"temperature", "top_p"}), ((), set())],
+)
+def test_a_model_s_own_defaults_are_taken_where_the_engine_honours_them(
+    honoured: Collection[str], kept: set[str]
+) -> None:
+    job = m.Job(m.PROTOCOL_VERSION, "r", 1, "m", "fr.g", m.Sampling(max_tokens=16, defaults=DEFAULTS), b"")
+    expected = dataclasses.replace(SamplingParams(), **{name: DEFAULTS[name] for name in kept})
+    made = generation_request("r.1", job, [1], (), honoured).sampling
+    assert made == expected
+    assert type(made.top_k) is int, "engines count with it"
+    assert chat_request("r.1", job, encode_chat(Chat((Turn("user", "Hi"),))), honoured).sampling == expected
+
+
+def test_an_older_worker_reads_the_job_without_the_model_s_defaults() -> None:
+    """Its release knows no such field: it takes the API's own defaults, as before, and refuses nothing."""
+    job = m.Job(m.PROTOCOL_VERSION, "r", 1, "m", "fr.g", m.Sampling(max_tokens=16, defaults=DEFAULTS), b"")
+    read = msgspec.msgpack.decode(m.encode(job))
+    del read["sampling"]["defaults"]
+    assert sampling_params(m.decode_job(msgspec.msgpack.encode(read)).sampling) == SamplingParams()
+    assert b"defaults" not in m.encode(m.Sampling(max_tokens=16)), "as it was"
 
 
 def test_the_wires_defaults_are_the_engines() -> None:

@@ -1,5 +1,6 @@
 """Revisions that our own engine gives the weights it has loaded."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from pool_worker.settings import LocalEngineSettings
 from tests.unit.engine.peft_adapters import write_adapter
 from tests.unit.engine.tiny_models import SHAPE, byte_level_tokenizer, make_model
 
+SAMPLING = {"temperature": 0.6, "top_k": 20}  # the model's own defaults, which its adapters have, too
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -18,6 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_model(LlamaConfig(**SHAPE))
     model.save_pretrained(folder)
     byte_level_tokenizer().save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **SAMPLING}))
     write_adapter(model, folder / "adapter", seed=1, r=2, target_modules=["q_proj"])
     return folder
 
@@ -31,6 +35,7 @@ async def revisions(folder: Path, **settings: Any) -> tuple[str, str]:
     await engine.start()
     cards = [engine.model_card(model)[0] for model in ("base", "tuned")]
     await engine.stop()
+    assert [card.sampling for card in cards] == [SAMPLING, SAMPLING]
     return cards[0].revision, cards[1].revision
 
 

@@ -51,6 +51,13 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> TokenizerFolder:
     return TokenizerFolder(tmp_path)
 
 
+def test_the_folder_tells_the_model_s_own_sampling_parameters(folder: TokenizerFolder, tmp_path: Path) -> None:
+    assert folder.sampling == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20, "eos_token_id": 2}))
+    assert TokenizerFolder(tmp_path).sampling == TokenizerFolder(tmp_path / "tokenizer.json").sampling
+    assert TokenizerFolder(tmp_path).sampling == {"temperature": 0.6, "top_k": 20}
+
+
 @pytest.fixture
 def text_tokens(folder: TokenizerFolder) -> TextTokens:
     return TextTokens(folder, TokenText(folder), adds_bos=None)

@@ -156,6 +156,46 @@ async def test_a_configured_folder_needs_no_worker(bus: Bus, tmp_path: Path) -> 
         assert len(ids) == 3
 
 
+GENERATION = {"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": [1, 2]}
+OWN = {"temperature": 0.6, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("settings", "card", "expected"),
+    [
+        ({}, {"sampling": OWN}, OWN),
+        ({}, {}, {}),  # of an older worker
+        ({}, {"sampling": {"temperature": 9.0, "top_p": 0.9, "beams": 4.0}}, {"top_p": 0.9}),
+        ({"generation_config": "ignore"}, {"sampling": OWN}, {}),
+        ({"tokenizer": "model"}, None, OWN),
+        ({"tokenizer": "model/tokenizer.json"}, None, OWN),
+        ({"tokenizer": "model", "generation_config": "ignore"}, None, {}),
+        ({"tokenizer": "model"}, {}, OWN),  # of an older worker
+        ({"tokenizer": "model"}, {"sampling": {"top_p": 0.9}}, {"top_p": 0.9}),
+    ],
+)
+async def test_a_model_has_sampling_parameters_of_its_own(
+    bus: Bus, tmp_path: Path, settings: dict[str, Any], card: dict[str, Any] | None, expected: dict[str, float]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(byte_tokenizer_json())
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    if "tokenizer" in settings:
+        settings = {**settings, "tokenizer": str(tmp_path / settings["tokenizer"]), "context_length": 50}
+    if card is not None:
+        await publish(bus, **card)
+    async with running(bus, tmp_path, {MODEL: ModelSettings(**settings)}) as catalog:
+        assert catalog.tokens_of(MODEL).sampling == catalog.sampling(MODEL) == expected
+
+
+async def test_a_broken_generation_config_is_named(bus: Bus, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(byte_tokenizer_json())
+    (tmp_path / "generation_config.json").write_text("{")
+    async with running(bus, tmp_path, {MODEL: ModelSettings(tokenizer=str(tmp_path), context_length=50)}) as catalog:
+        assert "generation_config.json" in catalog.unusable[MODEL]
+
+
 async def test_a_wrong_path_ends_the_start(bus: Bus, tmp_path: Path) -> None:
     models = {MODEL: ModelSettings(tokenizer=str(tmp_path / "nothing"), context_length=50)}
     with pytest.raises(TokenizerError, match="nothing"):

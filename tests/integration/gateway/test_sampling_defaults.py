@@ -1,0 +1,55 @@
+"""A model's own sampling parameters, from its worker's card to the jobs of every API."""
+
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from gateway.settings import ModelSettings
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, card
+from tests.integration.gateway.scripted_worker import answer_hello
+
+OWN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+HELLO = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": HELLO},
+    "completions": {"prompt": "Hi"},
+    "messages": {"messages": HELLO, "max_tokens": 9},
+    "responses": {"input": "Hi"},
+}
+
+
+async def send(gateway: GatewayUnderTest, path: str, body: dict[str, Any] | None = None) -> Any:
+    headers = {"authorization": f"Bearer {gateway.key}"}
+    async with httpx.AsyncClient(base_url=f"{gateway.url}/v1/", headers=headers) as client:
+        answer = await (client.get(path) if body is None else client.post(path, json={"model": MODEL, **body}))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_they_stand_in_for_what_is_left_out(share_gateway: Share, path: str) -> None:
+    gateway = await share_gateway(model_card=replace(card(), sampling=OWN))
+    worker = await gateway.add_worker(script=answer_hello)
+    answer = await send(gateway, path, BODIES[path])
+    assert worker.attempts[0].job.sampling.defaults == OWN
+    if path == "responses":
+        assert (answer["temperature"], answer["top_p"]) == (0.6, 0.95)
+    answer = await send(gateway, path, {**BODIES[path], "temperature": 1.0})
+    assert worker.attempts[1].job.sampling.defaults == {"top_p": 0.95, "top_k": 20}
+    assert worker.attempts[1].job.sampling.temperature == 1.0
+    if path == "responses":
+        assert (answer["temperature"], answer["top_p"]) == (1.0, 0.95)
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+async def test_they_are_shown_unless_ignored(share_gateway: Share, is_ignored: bool) -> None:
+    settings = ModelSettings(aliases=("short",), generation_config="ignore" if is_ignored else "auto")
+    gateway = await share_gateway(model_card=replace(card(), sampling=OWN), models={MODEL: settings})
+    worker = await gateway.add_worker(script=answer_hello)
+    expected = {} if is_ignored else OWN
+    [row] = (await send(gateway, "models"))["data"]
+    assert row["default_parameters"] == (await send(gateway, f"models/{MODEL}"))["default_parameters"] == expected
+    await send(gateway, "chat/completions", BODIES["chat/completions"])
+    assert worker.attempts[0].job.sampling.defaults == expected
