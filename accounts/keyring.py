@@ -1,8 +1,9 @@
 """All active API keys in memory: no request waits for SQL to know whose it is."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from nats.aio.msg import Msg
@@ -17,10 +18,14 @@ from db.schema import wait_for_database
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
+from protocol.errors import BusError
 
 RELOAD_PERIOD_S: Final = 30.0  # the backstop for lost messages
 RETRY_PERIOD_S: Final = 2.0  # while SQL is away
 RELOAD_GAP_S: Final = 0.2  # between two loads, however many messages come
+MAX_ASKERS: Final = 256  # commands that wait for the next load
+# Answers go to no other subject: at one of JetStream's API they would be an order, such as to delete a stream.
+INBOXES: Final = "_INBOX."
 
 OnRevoked = Callable[[frozenset[str], frozenset[str]], None]  # the keys, and those whose running requests end
 
@@ -40,6 +45,7 @@ class KeyRing:
         self._revoked: frozenset[str] = frozenset()  # ids of keys that were active here
         self._stopped: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
+        self._askers: list[str] = []  # reply subjects of commands that wait until a change has taken effect
         self._changes_announced = 0
         self._changes_loaded = 0
         self._failing = False
@@ -85,12 +91,15 @@ class KeyRing:
         while True:
             await self._wait_for_change()
             self._changed.clear()
+            askers, self._askers = self._askers, []
             try:
                 await self._load()
             except SQL_ERRORS as error:
                 self._note_failure(error)
+                self._askers = [*askers, *self._askers][:MAX_ASKERS]
             else:
                 self._note_success()
+                await self._answer(askers)
             await asyncio.sleep(RELOAD_GAP_S)
 
     async def close(self) -> None:
@@ -117,8 +126,15 @@ class KeyRing:
         if (gone or newly_stopped) and self.on_revoked is not None:
             self.on_revoked(gone, newly_stopped)
 
-    async def _on_changed(self, _message: Msg) -> None:
+    async def _answer(self, askers: Iterable[str]) -> None:
+        for reply in askers:
+            with contextlib.suppress(BusError):  # it has a limit for its wait
+                await self._bus.publish(reply, b"loaded")
+
+    async def _on_changed(self, message: Msg) -> None:
         self._changes_announced += 1
+        if message.reply.startswith(INBOXES) and len(self._askers) < MAX_ASKERS:
+            self._askers.append(message.reply)
         self._changed.set()
 
     async def _on_reconnected(self) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from accounts.pepper import load_or_create_pepper
 from protocol.errors import ExpectedError
-from spillway.children import resolved_config_path
+from spillway.children import resolved_config_path, run_dir_of
 from spillway.config import (
     DEFAULT_CONFIG_NAME,
     Config,
@@ -68,16 +68,45 @@ def resolve_config(
 
 
 def running_or_config(path: Path | None, data: Path | None) -> Config:
-    """Return the configuration that a running ``up`` has resolved (ports, URLs), else that of ``resolve_config``."""
+    """Return a command's configuration, with what an `up` that runs in its data folder has resolved.
+
+    Without ``path`` that is all of it. With one, the file is what counts; of the running system come the queue server
+    and the pepper, where the file has none.
+    """
     config = resolve_config(path, data)
+    if path is not None and data is None:
+        config = _where_it_runs(config, path)
     resolved = resolved_config_path(config.data_dir)
+    if not _exists(resolved):
+        return config
+    running = resolve_config(resolved, data)
+    if path is None:
+        return running
+    if running.database_url != config.database_url:  # another system, whose keys are none of this one's
+        return config
+    auth = config.auth.model_copy(update={"pepper": config.auth.pepper or running.auth.pepper})
+    return config.model_copy(update={"auth": auth, "nats": config.nats if config.nats.urls else running.nats})
+
+
+def _where_it_runs(config: Config, path: Path) -> Config:
+    """Return ``config`` with the data folder beside its file, where one is in use there and none is in this folder.
+
+    A relative ``data_dir`` is relative to the folder in which `up` was started, usually the file's own.
+    """
+    beside = path.parent / config.data_dir
+    if config.data_dir.is_absolute() or _exists(run_dir_of(config.data_dir)) or not _exists(run_dir_of(beside)):
+        return config
+    return config.model_copy(update={"data_dir": beside})
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there is something at a path in a data folder; end the command if that is another user's."""
     try:
-        is_running = resolved.exists()
+        return path.exists()
     except PermissionError as error:
         raise fail(
-            f"the data folder {config.data_dir} belongs to another user: run this command as that user"
+            f"the data folder {path.parent.parent} belongs to another user: run this command as that user"
         ) from error
-    return resolve_config(resolved, data) if path is None and is_running else config
 
 
 def run_async(main: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -1,7 +1,6 @@
 """``spillway keys``: API keys and their permissions."""
 
 import json
-import logging
 from collections.abc import Iterable
 from typing import Annotated, Any, Final
 
@@ -11,14 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from accounts.checks import checked_grant
+from accounts.keyring import RELOAD_PERIOD_S
 from accounts.keys import ApiKey, Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
 from accounts.principal import DEFAULT_TEAM_ID, INFERENCE, SCOPES, policy_of
 from console.admin.views import key_view
 from protocol import subjects
 from protocol.clock import unix_now_ms
-from protocol.errors import BusError
+from protocol.errors import BusError, BusTimeout, ExpectedError, NoResponders
 from spillway.cli.connections import connect_admin, database
-from spillway.cli.context import ConfigOption, DataOption, out, pepper_of, run_async, running_or_config
+from spillway.cli.context import ConfigOption, DataOption, err, out, pepper_of, run_async, running_or_config
 from spillway.cli.policy import (
     BatchOption,
     BudgetOption,
@@ -57,8 +57,6 @@ ModelOption = Annotated[
 ExpiresOption = Annotated[str | None, typer.Option("--expires", help="Expiry: 90d, 12h, 2027-01-31 or never.")]
 StopRunningOption = Annotated[bool, typer.Option("--stop-running", help="Also end its running requests.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, as in the admin API.")]
-
-log = logging.getLogger(__name__)
 
 
 def create(
@@ -104,8 +102,8 @@ def create(
         )
         async with database(resolved) as engine:
             key, plaintext = await create_key(engine, name, pepper_of(resolved), grant, this_actor())
-        await notify_gateways(resolved)
         _show_token(key, plaintext, as_json=as_json)
+        await notify_gateways(resolved)
 
     run_async(main)
 
@@ -147,8 +145,8 @@ def update(
         checked = _checked(resolved, changes)
         async with database(resolved) as engine:
             key = await update_key(engine, reference, checked, this_actor())
-        await notify_gateways(resolved)
         show_facts(key_view(key), as_json=as_json)
+        await notify_gateways(resolved)
 
     run_async(main)
 
@@ -167,13 +165,13 @@ def rotate(
     async def main() -> None:
         async with database(resolved) as engine:
             key, plaintext = await rotate_key(engine, reference, pepper_of(resolved), this_actor(), grace_s)
-        await notify_gateways(resolved)
         _show_token(key, plaintext, as_json=as_json)
         if not as_json:
             until = local_time(key.previous_until_unix_ms)
             out.print(
                 f"[dim]the old one is valid until {until}[/dim]" if until else "[dim]the old one is invalid now[/dim]"
             )
+        await notify_gateways(resolved)
 
     run_async(main)
 
@@ -223,29 +221,55 @@ def revoke(
 ) -> None:
     """Revoke an API key: running gateways refuse it immediately, or within half a minute if the queue server is down.
 
-    Waiting requests end; running ones are completed, unless --stop-running is given.
+    Waiting requests end; running ones are completed, unless --stop-running is given. Where no gateway could be told,
+    that is printed.
     """
     resolved = running_or_config(config, data)
 
     async def main() -> None:
         async with database(resolved) as engine:
             key = await revoke_key(engine, reference, this_actor(), stops_running=stop_running)
-        await notify_gateways(resolved)
         out.print(f"revoked {key.key_id} ({key.name})", markup=False)
+        await notify_gateways(resolved)
 
     run_async(main)
 
 
 async def notify_gateways(config: Config) -> None:
-    """Make running gateways load the keys now; otherwise they do so within half a minute."""
+    """Return once a running gateway has loaded the change; where none could be told, say so, and how long it will take.
+
+    Raises nothing: the change is made, and its result must be printed.
+    """
+    reason = await _why_not_told(config)
+    if reason:
+        err.print(
+            f"note: no running gateway could be told of this change: {reason}. Gateways that are running apply it "
+            f"within {RELOAD_PERIOD_S:g} s.",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+async def _why_not_told(config: Config) -> str:
+    """Tell the gateways; return why none of them has confirmed it, empty if one has."""
     if not config.nats.urls:
-        return
+        return f"nats.urls is not set, and no `spillway up` is running in {config.data_dir}"
     try:
         bus = await connect_admin(config, "spillway keys", NOTIFY_LIMIT_S)
-        await bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
-        await bus.close()
+    except ExpectedError as error:
+        return str(error)
+    try:
+        await bus.request(subjects.KEYS_CHANGED_SUBJECT, b"", timeout_s=NOTIFY_LIMIT_S)
+    except NoResponders:
+        return "no gateway is connected to the queue server"
+    except BusTimeout:
+        return f"none has confirmed it within {NOTIFY_LIMIT_S:g} s"
     except BusError as error:
-        log.warning("gateways will see the change within half a minute: %s", error)
+        return str(error)
+    finally:
+        await bus.close()
+    return ""
 
 
 def show_facts(view: dict[str, Any], *, as_json: bool) -> None:

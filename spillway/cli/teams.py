@@ -104,8 +104,8 @@ def update(
     async def main() -> None:
         async with database(resolved) as engine:
             team = await teams.update_team(engine, reference, changes, this_actor())
-        await notify_gateways(resolved)
         show_facts(team_view(team), as_json=as_json)
+        await notify_gateways(resolved)
 
     run_async(main)
 

@@ -1,0 +1,208 @@
+"""Commands that change keys and teams beside a running system: the change has taken effect, or they say so."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+from typer.testing import CliRunner, Result
+
+from accounts.keyring import KeyRing
+from accounts.pepper import load_or_create_pepper
+from benchmarks.ports import free_port
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import BusTimeout
+from spillway.children import resolved_config_path, run_dir_of
+from spillway.cli import app, keys
+from spillway.config import load_config
+from spillway.up import _resolve
+from tests.waiting import HANGS_S
+
+FILE = 'data_dir = "data"\n[gateway]\nport = 0\n[models.m]\n'
+NOTE = "note: no running gateway could be told of this change: "
+TIME = ". Gateways that are running apply it within 30 s."
+
+
+def spillway(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An operator's folder, with a configuration that says nothing of a queue server."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "spillway.toml").write_text(f'{FILE}[database]\nurl = "{sqlite_url}"\n')
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def start_up(folder: Path, nats_url: str, data_dir: Path | None = None) -> SecretStr:
+    """Write what `up` writes when it starts; return the pepper that its gateway has."""
+    config = load_config(folder / "spillway.toml", {}, {"data_dir": data_dir or folder / "data"})
+    run_dir_of(config.data_dir).mkdir(parents=True)
+    _resolve(config, (nats_url,))
+    return load_or_create_pepper(config.data_dir)
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(folder: Path, nats_url: str, data_dir: Path | None = None) -> AsyncIterator[KeyRing]:
+    """The part of a gateway that knows keys."""
+    pepper = start_up(folder, nats_url, data_dir)
+    bus = await Bus.connect(nats_url, name="gateway")
+    database_url = load_config(folder / "spillway.toml", {}).database_url
+    keyring = KeyRing(database_url, pepper, bus)
+    await keyring.start()
+    running = asyncio.create_task(keyring.run())
+    try:
+        yield keyring
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await keyring.close()
+        await bus.close()
+
+
+Options = Callable[[Path], tuple[str, ...]]  # that name the configuration, by the operator's folder
+WAYS: dict[str, Options] = {
+    "the file in this folder": lambda _: (),
+    "a file": lambda folder: ("--config", "spillway.toml"),
+    "a file by its whole path": lambda folder: ("--config", str(folder / "spillway.toml")),
+    "a link to the file": lambda folder: ("--config", str(folder / "link.toml")),
+    "a file and the data folder": lambda folder: ("--config", "spillway.toml", "--data", str(folder / "data")),
+    "the data folder": lambda folder: ("--data", str(folder / "data")),
+    "what up has written": lambda folder: ("--config", str(resolved_config_path(folder / "data"))),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_change_has_taken_effect_when_its_command_ends(folder: Path, nats_url: str, way: str) -> None:
+    (folder / "link.toml").symlink_to("spillway.toml")
+    options = WAYS[way](folder)
+    stopped: list[frozenset[str]] = []
+
+    async def run(*arguments: str) -> str:
+        done = await asyncio.to_thread(spillway, *arguments, *options)
+        assert (done.exit_code, done.stderr) == (0, "")
+        return done.stdout
+
+    async with running_gateway(folder, nats_url) as gateway:
+        gateway.on_revoked = lambda _gone, to_stop: stopped.append(to_stop)
+        await run("teams", "create", "a-team")
+        made = json.loads(await run("keys", "create", "app", "--team", "a-team", "--json"))
+        principal = gateway.authenticate(made["token"])
+        assert principal is not None
+        await run("keys", "update", "app", "--rpm", "7")
+        await run("teams", "update", "a-team", "--rpm", "70")
+        changed = gateway.authenticate(made["token"])
+        assert changed is not None
+        assert changed != principal
+        rotated = json.loads(await run("keys", "rotate", "app", "--grace", "0", "--json"))
+        assert gateway.authenticate(made["token"]) is None
+        assert gateway.authenticate(rotated["token"]) is not None
+        await run("keys", "revoke", "app", "--stop-running")
+        assert gateway.authenticate(rotated["token"]) is None
+        assert stopped[-1] == {made["id"]}
+
+
+async def test_a_relative_data_folder_is_found_beside_the_file(
+    folder: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_gateway(folder, nats_url) as gateway:
+        (folder / "elsewhere").mkdir()
+        monkeypatch.chdir(folder / "elsewhere")
+        done = await asyncio.to_thread(spillway, "keys", "create", "a", "--config", "../spillway.toml")
+        assert (done.exit_code, done.stderr) == (0, "")
+        assert gateway.authenticate(done.stdout.splitlines()[0]) is not None
+        assert list((folder / "elsewhere").iterdir()) == []  # above all no pepper of its own
+
+
+CHANGES = {
+    "create": ("keys", "create", "another"),
+    "update": ("keys", "update", "app", "--rpm", "7"),
+    "rotate": ("keys", "rotate", "app"),
+    "revoke": ("keys", "revoke", "app"),
+    "revoke at once": ("keys", "revoke", "app", "--stop-running"),
+    "team": ("teams", "update", "default", "--rpm", "7"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_where_no_system_runs_a_change_says_so(folder: Path, change: str) -> None:
+    spillway("keys", "create", "app", "--config", "spillway.toml")
+    done = spillway(*CHANGES[change], "--config", "spillway.toml")
+    assert done.exit_code == 0
+    assert done.stderr == f"{NOTE}nats.urls is not set, and no `spillway up` is running in data{TIME}\n"
+
+
+def test_another_systems_queue_server_is_not_this_ones(folder: Path) -> None:
+    """An up of the same folder with another database: its gateways know none of these keys."""
+    start_up(folder, f"nats://127.0.0.1:{free_port()}")
+    (folder / "spillway.toml").write_text(FILE)
+    other = folder / "spillway.toml"
+    other.write_text(f'{FILE}[database]\nurl = "sqlite:///{folder / "other.db"}"\n')
+    assert spillway("db", "upgrade", "--config", str(other)).exit_code == 0
+    done = spillway("keys", "create", "a", "--config", str(other))
+    assert (done.exit_code, "nats.urls is not set" in done.stderr) == (0, True)
+
+
+def test_a_queue_server_that_is_down_is_named_and_the_key_is_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "NOTIFY_LIMIT_S", 0.2)
+    port = free_port()
+    start_up(folder, f"nats://127.0.0.1:{port}")
+    done = spillway("keys", "create", "a", "--config", "spillway.toml")
+    assert done.exit_code == 0
+    assert done.stdout.startswith("sk-")
+    assert f"{NOTE}cannot connect to NATS at nats://127.0.0.1:{port}" in done.stderr
+    assert done.stderr.endswith(f"{TIME}\n")
+
+
+def test_credentials_that_cannot_be_read_do_not_hide_the_key(folder: Path) -> None:
+    with (folder / "spillway.toml").open("a") as file:
+        file.write('[nats]\nurls = ["nats://127.0.0.1:1"]\ncredentials = "gone.creds"\n')
+    done = spillway("keys", "create", "a", "--config", "spillway.toml")
+    assert (done.exit_code, done.stdout[:3]) == (0, "sk-")
+    assert NOTE in done.stderr
+    assert "gone.creds" in done.stderr
+
+
+async def test_without_a_gateway_at_the_queue_server_a_change_says_so(folder: Path, nats_url: str) -> None:
+    start_up(folder, nats_url)
+    done = await asyncio.to_thread(spillway, "keys", "create", "a", "--config", "spillway.toml")
+    assert done.stderr == f"{NOTE}no gateway is connected to the queue server{TIME}\n"
+
+
+async def test_a_gateway_that_does_not_confirm_is_not_taken_for_one_that_has(
+    folder: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of an older release, or one that cannot reach SQL."""
+    monkeypatch.setattr(keys, "NOTIFY_LIMIT_S", 0.5)
+    start_up(folder, nats_url)
+    heard = asyncio.Event()
+    bus = await Bus.connect(nats_url, name="gateway")
+    await bus.listen(subjects.KEYS_CHANGED_SUBJECT, lambda _message: heard.set())
+    await bus.client.flush()
+    done = await asyncio.to_thread(spillway, "keys", "create", "a", "--config", "spillway.toml")
+    async with asyncio.timeout(HANGS_S):
+        await heard.wait()
+    assert done.stderr == f"{NOTE}none has confirmed it within 0.5 s{TIME}\n"
+    await bus.close()
+
+
+async def test_only_inboxes_are_answered(folder: Path, nats_url: str) -> None:
+    """An answer to a subject of JetStream's API would be an order of the gateway's."""
+    async with running_gateway(folder, nats_url):
+        bus = await Bus.connect(nats_url, name="test")
+        order = asyncio.Event()
+        await bus.listen("$JS.API.STREAM.DELETE.USAGE", lambda _message: order.set())
+        await bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"", reply="$JS.API.STREAM.DELETE.USAGE")
+        with contextlib.suppress(BusTimeout):
+            await bus.request(subjects.KEYS_CHANGED_SUBJECT, b"", timeout_s=3.0)  # it has loaded both by now
+        assert not order.is_set()
+        await bus.close()
