@@ -223,7 +223,7 @@ class ResponsesTranslation:
         return messages
 
     def _add(self, messages: list[dict[str, Any]], item: Item, param: str) -> None:
-        kind = item.get("type", "message")
+        kind = text_of(item, "type", param) if "type" in item else "message"
         if kind == "message" and item.get("role") in _ROLES:
             content = content_of(item.get("content"), f"{param}.content")
             if item["role"] != "assistant":

@@ -90,7 +90,7 @@ class ToolList:
         """Return a ``tool_choice`` as chats have it. Raises InvalidParameter."""
         if choice is None or isinstance(choice, str):
             return choice
-        if choice.get("type") not in {"function", "custom"}:
+        if choice.get("type") not in ("function", "custom"):  # no set: anything may stand there
             message = f"'tool_choice' of type '{choice.get('type')}' is not supported."
             raise InvalidParameter(message, param="tool_choice.type", code="unsupported_parameter")
         return {"type": "function", "function": {"name": text_of(choice, "name", "tool_choice")}}

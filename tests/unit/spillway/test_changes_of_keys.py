@@ -150,10 +150,7 @@ def test_another_systems_queue_server_is_not_this_ones(folder: Path) -> None:
     assert (done.exit_code, "nats.urls is not set" in done.stderr) == (0, True)
 
 
-def test_a_queue_server_that_is_down_is_named_and_the_key_is_shown(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keys, "NOTIFY_LIMIT_S", 0.2)
+def test_a_queue_server_that_is_down_is_named_and_the_key_is_shown(folder: Path) -> None:
     port = free_port()
     start_up(folder, f"nats://127.0.0.1:{port}")
     done = spillway("keys", "create", "a", "--config", "spillway.toml")
@@ -178,11 +175,8 @@ async def test_without_a_gateway_at_the_queue_server_a_change_says_so(folder: Pa
     assert done.stderr == f"{NOTE}no gateway is connected to the queue server{TIME}\n"
 
 
-async def test_a_gateway_that_does_not_confirm_is_not_taken_for_one_that_has(
-    folder: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_gateway_that_does_not_confirm_is_not_taken_for_one_that_has(folder: Path, nats_url: str) -> None:
     """One of an older release, or one that cannot reach SQL."""
-    monkeypatch.setattr(keys, "NOTIFY_LIMIT_S", 0.5)
     start_up(folder, nats_url)
     heard = asyncio.Event()
     bus = await Bus.connect(nats_url, name="gateway")
@@ -191,7 +185,7 @@ async def test_a_gateway_that_does_not_confirm_is_not_taken_for_one_that_has(
     done = await asyncio.to_thread(spillway, "keys", "create", "a", "--config", "spillway.toml")
     async with asyncio.timeout(HANGS_S):
         await heard.wait()
-    assert done.stderr == f"{NOTE}none has confirmed it within 0.5 s{TIME}\n"
+    assert done.stderr == f"{NOTE}none has confirmed it within {keys.NOTIFY_LIMIT_S:g} s{TIME}\n"
     await bus.close()
 
 
