@@ -175,9 +175,11 @@ class ModelCatalog:
         await asyncio.gather(*map(self._try_load, sorted(self._stale)))
 
     async def _try_load(self, model: str) -> None:
+        self._stale.discard(model)  # before: a card that comes meanwhile makes the model stale again
         try:
             await self._load(model)
-        except (BusError, Overloaded) as error:  # stays stale: retried
+        except (BusError, Overloaded) as error:  # to be retried
+            self._stale.add(model)
             log.warning("model %s: %s", model, error)
         except (ProtocolError, TokenizerError, UnusableCard) as error:
             log.error("model %s cannot be served: %s", model, error)  # noqa: TRY400  # an operator's mistake
@@ -186,12 +188,11 @@ class ModelCatalog:
             log.exception("model %s cannot be served", model)
             await self._refuse(model, f"{type(error).__name__}: {error}")
         else:
-            if model in self._tokens:  # else retry: the notification may arrive before the card is stored
-                self._stale.discard(model)
+            if model not in self._tokens:  # to be retried: the notification may arrive before the card is stored
+                self._stale.add(model)
 
     async def _refuse(self, model: str, reason: str) -> None:
         """Stop serving a model until its next card."""
-        self._stale.discard(model)
         self._cards.pop(model, None)
         self._unusable[model] = reason
         await self._forget(self._tokens.pop(model, None))

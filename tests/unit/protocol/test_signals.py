@@ -12,6 +12,8 @@ from tests.waiting import until
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_signals_are_handled_while_it_serves_and_have_pythons_handlers_afterwards(number: signal.Signals) -> None:
+    # A shell without job control starts what is in the background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     handlers_before = [signal.getsignal(each) for each in STOP_SIGNALS]
     taken: list[str] = []
 
@@ -22,3 +24,4 @@ def test_signals_are_handled_while_it_serves_and_have_pythons_handlers_afterward
 
     uvloop.run(serve())
     assert [signal.getsignal(each) for each in STOP_SIGNALS] == handlers_before
+    signal.signal(signal.SIGINT, before)

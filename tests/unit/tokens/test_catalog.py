@@ -1,7 +1,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from protocol.objects import delete_object
 from tests.nats_server import NatsServer
 from tests.small_tokenizer import CHATML, byte_tokenizer_json
 from tests.waiting import HANGS_S, until
+from tokens.cards import usable_template
 from tokens.catalog import ModelCatalog
 from tokens.encoders import TokenizerError
+from tokens.model_tokens import AnyTemplate
 from web.errors import ModelNotFound, ModelNotReady
 
 MODEL = "org/model.v1"
@@ -86,6 +88,26 @@ async def test_news_of_a_card_that_is_not_stored_yet(bus: Bus, tmp_path: Path, m
     async with running(bus, tmp_path, retry_s=0.05) as catalog:
         await publish(bus)
         await until(lambda: not catalog.not_ready())
+
+
+async def test_a_card_that_comes_while_another_is_judged(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was forgotten: the gateway served the older one until the next."""
+    judged = 0
+
+    async def judge(model: str, source: str, special_tokens: Mapping[str, str]) -> AnyTemplate:
+        nonlocal judged
+        judged += 1
+        if judged == 1:
+            await publish(bus, context_length=128)
+            await until(catalog._wake.is_set)  # it has heard of it
+        return await usable_template(model, source, special_tokens)
+
+    monkeypatch.setattr("tokens.catalog.usable_template", judge)
+    async with running(bus, tmp_path) as catalog:
+        await publish(bus)
+        await until(lambda: catalog.context_length(MODEL) == 128)
 
 
 async def test_a_restart_counts_without_workers(bus: Bus, tmp_path: Path) -> None:
