@@ -46,8 +46,9 @@ PREFLIGHT_AGE_S: Final = 600
 EXPOSED_HEADERS: Final = (
     "x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
-    *(f"x-spillway-{what}" for what in ("attempts", "idempotent", "overhead-ms", "queue-position", "queue-eta-ms",
-      "queue-ms", "hosted", "pool", "provider", "region", "tier", "engine-queue-ms", "prefill-ms", "decode-ms")),
+    *(f"x-spillway-{what}" for what in ("adapted", "attempts", "idempotent", "overhead-ms", "queue-position",
+      "queue-eta-ms", "queue-ms", "hosted", "pool", "provider", "region", "tier", "engine-queue-ms",
+      "prefill-ms", "decode-ms")),
 )  # fmt: skip
 MESSAGES_PATH: Final = "/v1/messages/"  # below which errors are Anthropic's
 OTHER_ROUTES: Final = "other"  # the endpoint of what FastAPI serves, in logs and series
