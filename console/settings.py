@@ -1,11 +1,12 @@
 """Settings of the console."""
 
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr, field_validator, model_validator
 
-from protocol.settings import HttpUrlText, PositiveInt, PositiveSeconds, Settings
+from protocol.settings import HttpUrlText, PositiveInt, PositiveSeconds, Settings, http_url_parts
 from webhooks.settings import WebhookSettings
 
 
@@ -28,6 +29,16 @@ class OidcSettings(Settings):
             raise ValueError("must be https: without TLS, anyone on the network path could log in")
         return issuer
 
+    @field_validator("allowed_emails")
+    @classmethod
+    def _addresses_must_be_addresses(cls, emails: tuple[str, ...]) -> tuple[str, ...]:
+        for email in emails:
+            name, at, domain = email.rpartition("@")
+            if not at or not domain or "@" in name or re.search(r"[\s*<>,;]", email):
+                advice = f'; all of a domain: "@{domain.strip("*@<> ")}"' if domain.strip("*@<> ") else ""
+                raise ValueError(f'{email!r} is no address such as "ann@example.com"{advice}')
+        return emails
+
     @model_validator(mode="after")
     def _somebody_must_be_allowed(self) -> "OidcSettings":
         if not self.allowed_emails and not self.allowed_groups:
@@ -43,6 +54,14 @@ class LoginSettings(Settings):
     # TLS, cookies are marked secure only if this begins with https.
     public_url: HttpUrlText | None = None
     oidc: OidcSettings | None = None
+
+    @field_validator("public_url")
+    @classmethod
+    def _pages_are_at_the_root(cls, url: str | None) -> str | None:
+        parts = None if url is None else http_url_parts(url)
+        if parts is not None and (parts.path.strip("/") or parts.username is not None):
+            raise ValueError(f"must be scheme and host alone: {parts.scheme}://{parts.netloc.rpartition('@')[2]}")
+        return url
 
 
 class ConsoleSettings(Settings):

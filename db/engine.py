@@ -2,19 +2,23 @@
 
 import asyncio
 import contextlib
+import sqlite3
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import aiosqlite
+import asyncpg
 from sqlalchemy import URL, Connection, event, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from db.errors import DatabaseUrlError
+from db.errors import SQL_ERRORS, DatabaseUrlError, describe
+from db.url import DRIVERS, EXAMPLES, problem_of
 
 CONNECT_LIMIT_S: Final = 10.0
+POSTGRESQL_PORT: Final = 5432  # where a URL names none
 STATEMENT_LIMIT_S: Final = 30.0
 LOCK_LIMIT_S: Final = 5.0
 
@@ -27,34 +31,19 @@ WRITER_LOCK_ID: Final = 0x5350494C4C4C4544  # "SPILLLED": PostgreSQL's advisory 
 # A writer looks up rows by their keys. While a table is small, PostgreSQL would otherwise scan it for each batch.
 _BEGIN_WRITING: Final = text("SELECT pg_advisory_xact_lock(:id), set_config('enable_seqscan', 'off', true)")
 
-_DRIVERS: Final = {
-    "sqlite": "sqlite+aiosqlite",
-    "sqlite+aiosqlite": "sqlite+aiosqlite",
-    "postgres": "postgresql+asyncpg",
-    "postgresql": "postgresql+asyncpg",
-    "postgresql+asyncpg": "postgresql+asyncpg",
-}
-
 
 def parse_database_url(database_url: str) -> URL:
     """Check a URL and set its async driver, which ``sqlite:///file`` and ``postgresql://…`` may omit.
 
     Raises DatabaseUrlError, whose message never holds the password.
     """
+    if problem := problem_of(database_url):
+        raise DatabaseUrlError(f"database.url: {problem}")
     try:
         url = make_url(database_url)
     except (ArgumentError, ValueError) as error:
-        raise DatabaseUrlError(
-            "database.url: not a database URL; examples: sqlite:///data/spillway.db, postgresql://user@host/spillway"
-        ) from error
-    driver = _DRIVERS.get(url.drivername)
-    if driver is None:
-        raise DatabaseUrlError(
-            f"database.url: unsupported database {url.drivername!r}; use sqlite:///… or postgresql://…"
-        )
-    if driver.startswith("sqlite") and url.database in {None, "", ":memory:"}:
-        raise DatabaseUrlError("database.url: SQLite needs a file (sqlite:///path), since several processes share it")
-    return url.set(drivername=driver)
+        raise DatabaseUrlError(f"database.url: not a database URL; examples: {EXAMPLES}") from error
+    return url.set(drivername=DRIVERS[url.drivername])
 
 
 def create_engine(
@@ -73,7 +62,8 @@ def create_engine(
         return engine
     # The ping finds connections that a restarted server has dropped, before a transaction does.
     limits: dict[str, Any] = {"timeout": CONNECT_LIMIT_S, "command_timeout": statement_limit_s}
-    return create_async_engine(url, pool_pre_ping=True, connect_args=limits)
+    connect_args = {**limits, "async_creator_fn": _open_postgresql}
+    return create_async_engine(url, pool_pre_ping=True, connect_args=connect_args)
 
 
 def changing(engine: AsyncEngine) -> contextlib.AbstractAsyncContextManager[AsyncConnection]:
@@ -100,9 +90,22 @@ async def _open_sqlite(*arguments: Any, **options: Any) -> aiosqlite.Connection:
     thread.daemon = True
     try:
         return await connection
+    except sqlite3.OperationalError as error:
+        await asyncio.shield(asyncio.to_thread(thread.join, CONNECT_LIMIT_S))
+        raise sqlite3.OperationalError(f"{arguments[0]}: {error}") from error
     except BaseException:
         await asyncio.shield(asyncio.to_thread(thread.join, CONNECT_LIMIT_S))
         raise
+
+
+async def _open_postgresql(*arguments: Any, **options: Any) -> asyncpg.Connection:  # noqa: ANN401  # as asyncpg.connect has them
+    """Open a connection. An error names host and port, which neither the socket's nor the server's own does."""
+    try:
+        return await asyncpg.connect(*arguments, **options)
+    except SQL_ERRORS as error:
+        reason = f"no answer within {CONNECT_LIMIT_S:g} s" if isinstance(error, TimeoutError) else describe(error)
+        host, port = options.get("host") or "localhost", options.get("port") or POSTGRESQL_PORT
+        raise ConnectionError(f"PostgreSQL at {host}:{port}: {reason}") from error
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:

@@ -1,32 +1,28 @@
 """The settings of a worker: frozen, validated, passed down. Nothing below reads the environment."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from protocol import subjects
+from protocol.settings import PORT_PLACE, HttpUrlText, PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
 
-
-class Settings(BaseModel):
-    """Base of all settings: immutable, and unknown keys are errors that name the key."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-PositiveInt = Annotated[int, Field(gt=0)]
-HttpAddress = Annotated[str, Field(pattern="^https?://")]
 Seconds = Annotated[float, Field(ge=0, le=31_536_000)]  # a year: timers take no infinity
 PositiveMilliseconds = Annotated[float, Field(gt=0, le=3_600_000)]
-PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Task = Literal["generate", "embed", "score"]
 NoticeKind = Literal["none", "aws", "gcp", "azure", "runpod", "salad"]
 REALLOCATING: Final[frozenset[NoticeKind]] = frozenset({"salad"})  # who moves a container to another machine when asked
 DETECTED: Final = "auto"
-PORT_PLACE: Final = "{port}"  # in a server's command and URL
+# What clients of these APIs have at the end of their base URLs, and we append by ourselves.
+_API_PATH: Final = re.compile(
+    r"((?<=openrouter\.ai)/api|(?<=groq\.com)/openai|(?<=azure\.com)/openai)?/v\d\w*(/openai)?"
+    r"(/(chat/completions|completions|messages|models|embeddings|responses))?/*$"
+)
 HonouredField = Literal[
     "temperature",
     "top_p",
@@ -76,7 +72,7 @@ class LocalEngineSettings(Settings):
     # changes an answer.
     draft_tokens: Annotated[int, Field(ge=0, le=64)] = 0
     # LoRA adapters of this model, each served as a model of its own: its name → a PEFT folder, or its name on the hub.
-    adapters: dict[str, str] = {}
+    adapters: dict[str, str] = Field(default={})
     threads: PositiveInt | None = None
     # After so long without a request the KV memory and the prefix cache go back to the system; the next request takes
     # the memory again. On CPUs only. None: never.
@@ -103,13 +99,25 @@ class ScriptedEngineSettings(Settings):
 class ConnectionSettings(Settings):
     """The way to an inference server, and the limits of waiting for it."""
 
-    url: HttpAddress
+    url: HttpUrlText
     api_key: SecretStr | None = None  # sent as a bearer token
     max_sequences: PositiveInt | None = None  # None: what the server tells, and where it does not, 64
     ready_s: Seconds = 900.0  # how long a starting server is waited for: it may have to load and compile
     connect_s: PositiveSeconds = 5.0
     silence_s: PositiveSeconds = 60.0  # how long a stream may be silent, before its first token too
     health_limit_s: PositiveSeconds = 10.0  # a server that is not healthy for so long is lost
+
+    @model_validator(mode="after")
+    def _url_has_no_api_path(self) -> Self:
+        base = _API_PATH.sub("", self.url)
+        if base != self.url and not self._may_have_version():
+            ending = self.url[len(base) :]
+            raise ValueError(f"url: must not end in {ending}: Spillway appends the API's paths; write {base}")
+        return self
+
+    def _may_have_version(self) -> bool:
+        """Return whether the paths that are appended to the URL begin with no version."""
+        return False
 
 
 class ServerEngineSettings(ConnectionSettings):
@@ -162,7 +170,8 @@ class VllmInProcessSettings(Settings):
     max_model_len: PositiveInt | None = None  # None, here and below: what vLLM finds
     max_sequences: PositiveInt | None = None
     max_kv_tokens: PositiveInt | None = None
-    engine_args: dict[str, Any] = {}  # of vLLM's AsyncEngineArgs, by their names: tensor_parallel_size, quantization, …
+    # Of vLLM's AsyncEngineArgs, by their names: tensor_parallel_size, quantization, …
+    engine_args: dict[str, Any] = Field(default={})
     silence_s: PositiveSeconds = 60.0  # how long a stream may be silent, before its first token too
 
 
@@ -201,6 +210,9 @@ class OpenAIChatSettings(ChatEngineSettings):
     ]
     api_version: str = "2024-10-21"  # of Azure OpenAI
 
+    def _may_have_version(self) -> bool:
+        return self.profile == "deepseek"
+
 
 class ClaudeSettings(ChatEngineSettings):
     """Anthropic's Messages API, at any provider."""
@@ -215,7 +227,7 @@ class AnthropicSettings(ClaudeSettings):
     """Anthropic's Messages API at Anthropic's."""
 
     kind: Literal["anthropic"]
-    url: HttpAddress = "https://api.anthropic.com"
+    url: HttpUrlText = "https://api.anthropic.com"
     # The newer one knows no temperature, top_p and top_k; newer models do not either.
     api_version: Literal["2026-10-21", "2023-06-01"] = "2026-10-21"
 
@@ -225,6 +237,9 @@ class AwsSettings(ChatEngineSettings):
 
     aws_region: Annotated[str, Field(pattern="^[a-z0-9-]+$")]
     aws_profile: str | None = None  # of ~/.aws; None: what the environment says, or the machine's role
+
+    def _may_have_version(self) -> bool:
+        return True
 
 
 class BedrockSettings(AwsSettings):
@@ -339,7 +354,7 @@ class WorkerSettings(Settings):
     drain_s: Seconds = 25.0  # how long running jobs may continue after SIGTERM or a notice
     watch: WatchSettings | None = None  # None: its speed is not judged
     notice: NoticeKind = "none"  # who says that the machine will be taken away, and how
-    notice_url: HttpAddress | None = None  # instead of the provider's own metadata server
+    notice_url: HttpUrlText | None = None  # instead of the provider's own metadata server
     telemetry: TelemetrySettings = TelemetrySettings()
     # From here on, spillway.toml has no keys.
     gateway_probe_period_s: float = 2.0

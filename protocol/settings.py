@@ -1,8 +1,11 @@
 """The base of all sections of a configuration: frozen, validated, passed down."""
 
-from typing import Annotated
+from typing import Annotated, Final
+from urllib.parse import SplitResult, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+PORT_PLACE: Final = "{port}"  # in a server's command and URL: a port that is chosen when it starts
 
 
 class Settings(BaseModel):
@@ -11,6 +14,31 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+def http_url_parts(url: str) -> SplitResult:
+    """Return the parts of an absolute URL that paths can be appended to. Raises ValueError."""
+    if any(character.isspace() for character in url):
+        raise ValueError("holds white space")
+    try:
+        parts = urlsplit(url.replace(PORT_PLACE, "1"))
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; write http://host:port, and an IPv6 address in brackets: http://[::1]:8000"
+        ) from None
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError("must be an absolute URL: https://host, or http://host:port")
+    if port == 0:
+        raise ValueError("Port out of range 1-65535")
+    if parts.query or parts.fragment or url.endswith(("?", "#")):
+        raise ValueError("takes no query (?…) and no fragment (#…): paths are appended to it")
+    return parts
+
+
+def _is_http_url(url: str) -> str:
+    http_url_parts(url)
+    return url
+
+
 PositiveInt = Annotated[int, Field(gt=0)]
-HttpUrlText = Annotated[str, Field(pattern="^https?://[^/]+")]
+HttpUrlText = Annotated[str, AfterValidator(_is_http_url)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year: TTLs and timers take no infinity

@@ -5,14 +5,14 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from protocol.settings import Settings
+from protocol.settings import HttpUrlText, Settings
 
 
 class TelemetrySettings(Settings):
     """``[telemetry]``: traces to an OpenTelemetry collector, by OTLP over HTTP. Without ``otlp_endpoint``: none."""
 
     # As OTEL_EXPORTER_OTLP_ENDPOINT: "/v1/traces" is appended to it.
-    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None
+    otlp_endpoint: HttpUrlText | None = None
     headers: dict[str, str] = Field(default={}, repr=False)  # of each export, such as an API key
     sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of requests whose callers have not decided it
     service_name: Annotated[str, Field(min_length=1)] = "spillway"  # "-gateway" and "-worker" are appended

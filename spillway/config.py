@@ -20,6 +20,7 @@ from pydantic_settings.sources import JsonConfigSettingsSource
 from batches.settings import BatchSettings
 from console.settings import LoginSettings
 from db.money import CLIENTS, MACHINE, ConfiguredPrice, Price, nano_usd
+from db.url import DatabaseUrl
 from fleet.settings import FleetSettings
 from gateway.settings import (
     ConnectionSettings,
@@ -88,7 +89,7 @@ class GatewaySection(Settings):
 class DatabaseSection(Settings):
     """``[database]``: the database for usage and keys. Default: SQLite in the data folder."""
 
-    url: str | None = None
+    url: DatabaseUrl | None = None
 
 
 class AuthSection(LoginSettings):

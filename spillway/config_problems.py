@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel
 
 from spillway.config_values import variable_of
+
+_UNIONS: Final = (["engine"], ["fleet", "driver"])  # below a pool
 
 
 def explain(problem: Mapping[str, Any], root: type[BaseModel], engines: Mapping[str, type[BaseModel]]) -> str:
@@ -28,9 +30,12 @@ def source_of(keys: Sequence[str], where: str, env: Mapping[str, str]) -> str:
 
 def keys_of(problem: Mapping[str, Any]) -> list[str]:
     """Return the path to the invalid key."""
-    # The location has a tagged union's tag between "engine" and the key; the tag is not a key of the file.
-    parts = problem["loc"]
-    return [str(part) for n, part in enumerate(parts) if n != 3 or parts[0] != "pools" or parts[2] != "engine"]
+    # The location has a tagged union's tag between the union and the key; the tag is not a key of the file.
+    parts = [str(part) for part in problem["loc"]]
+    tag = next(
+        (2 + len(union) for union in _UNIONS if parts[:1] == ["pools"] and parts[2 : 2 + len(union)] == union), None
+    )
+    return [part for n, part in enumerate(parts) if n != tag]
 
 
 def _valid_keys(

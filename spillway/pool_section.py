@@ -11,7 +11,6 @@ from pool_worker.settings import (
     ChatEngineSettings,
     EngineSettings,
     GateSettings,
-    HttpAddress,
     NoticeKind,
     Seconds,
     Share,
@@ -19,7 +18,7 @@ from pool_worker.settings import (
     WatchSettings,
 )
 from protocol import subjects
-from protocol.settings import Settings
+from protocol.settings import HttpUrlText, Settings
 
 
 def _is_unmarked(name: str) -> str:
@@ -46,7 +45,7 @@ class PoolSettings(Settings):
     workers: Annotated[int, Field(ge=0, le=64)] = 1  # that `spillway up` starts on this machine
     drain_s: Seconds = 25.0
     notice: NoticeKind = "none"
-    notice_url: HttpAddress | None = None
+    notice_url: HttpUrlText | None = None
     batch_reserve: Share = 0.1
     trusted: bool = False  # it serves the keys that demand trusted pools, and no others: docs/SECURITY.md
     gate: GateSettings | None = None

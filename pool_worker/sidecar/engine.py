@@ -15,11 +15,12 @@ from pydantic import TypeAdapter, ValidationError
 from engine.pooling_types import PoolingRequest
 from engine.types import EngineStats, GenerationRequest, SequenceOutput
 from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError, TokenEngine
-from pool_worker.settings import DETECTED, PORT_PLACE, EngineSettings, ServerEngineSettings
+from pool_worker.settings import DETECTED, EngineSettings, ServerEngineSettings
 from pool_worker.sidecar.detect import detect
 from pool_worker.sidecar.process import ServerProcess
 from protocol.chat import TAKES_MESSAGES, CountedBy
 from protocol.messages import ModelCard
+from protocol.settings import PORT_PLACE
 
 
 class SideCarEngine:

@@ -5,20 +5,40 @@ from typing import Annotated
 
 import typer
 
-from spillway.cli.context import out, resolve_config
-from spillway.config import DEFAULT_CONFIG_NAME
+from db.url import advice_of
+from spillway.cli.context import ConfigOption, DataOption, fail, out, resolve_config
+from spillway.config import DEFAULT_CONFIG_NAME, Config
 
 
 def check(
-    path: Annotated[Path | None, typer.Argument(help=f"Default: ./{DEFAULT_CONFIG_NAME}")] = None,
+    path: Annotated[Path | None, typer.Argument(help="The same as --config.")] = None,
+    config: ConfigOption = None,
+    data: DataOption = None,
 ) -> None:
     """Validate a configuration together with the environment; report every invalid key."""
-    resolved = resolve_config(path or Path(DEFAULT_CONFIG_NAME), None)
-    unserved = [name for name in resolved.models if not any(name in pool.models for pool in resolved.pools.values())]
+    if path is not None and config is not None and path != config:
+        raise fail(f"two configuration files: {path} and --config {config}; name one")
+    named = path or config
+    resolved = resolve_config(named, data)
     out.print(f"ok: {len(resolved.models)} model(s), {len(resolved.pools)} pool(s)")
-    for name in unserved:
-        out.print(f"note: models.{name} is served by no pool of this file", style="yellow")
-    for name in [name for name, pool in resolved.pools.items() if pool.trusted and not resolved.nats.credentials]:
-        out.print(
-            f"note: pools.{name} is trusted, and without nats.credentials any worker may take its jobs", style="yellow"
-        )
+    if named is None and not Path(DEFAULT_CONFIG_NAME).is_file():
+        out.print(f"note: there is no {DEFAULT_CONFIG_NAME} here: this is the demo's configuration", style="yellow")
+    for note in _notes(resolved):
+        out.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _notes(config: Config) -> list[str]:
+    """Return what works and is probably not meant."""
+    notes = [
+        f"models.{name} is served by no pool of this file"
+        for name in config.models
+        if not any(name in pool.models for pool in config.pools.values())
+    ]
+    notes += [
+        f"pools.{name} is trusted, and without nats.credentials any worker may take its jobs"
+        for name, pool in config.pools.items()
+        if pool.trusted and not config.nats.credentials
+    ]
+    if advice := advice_of(config.database_url):
+        notes.append(f"database.url: {advice}")
+    return notes

@@ -1,6 +1,7 @@
 """The database and the queue server, as operators' commands reach them."""
 
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
@@ -15,6 +16,8 @@ from protocol.credentials import access_options
 from spillway.cli.context import fail
 from spillway.config import Config
 
+_HINT: Final = " (has `spillway db upgrade` been run?)"
+_NO_TABLE: Final = re.compile(r"no such (table|column)|(relation|column) .* does not exist")  # SQLite's, PostgreSQL's
 CONNECT_LIMIT_S: Final = 5.0  # short: the user is waiting for the command
 
 
@@ -22,11 +25,13 @@ def _need_file(database_url: str) -> None:
     """SQLite would make an empty one, and then say of a table that it is not there."""
     url = make_url(database_url)
     if url.get_backend_name() == "sqlite" and url.database and not Path(url.database).exists():
-        raise DatabaseUnavailable(_hinted(f"there is no {url.database}"))
+        raise DatabaseUnavailable(f"database.url: there is no {url.database}{_HINT}")
 
 
-def _hinted(why: str) -> str:
-    return f"database.url: {why} (has `spillway db upgrade` been run?)"
+def _said(error: Exception) -> str:
+    """Say what is wrong; where tables are missing, what makes them."""
+    text = describe(error)
+    return f"database.url: {text}{_HINT if _NO_TABLE.search(text) else ''}"
 
 
 @contextlib.asynccontextmanager
@@ -37,9 +42,9 @@ async def database(config: Config) -> AsyncIterator[AsyncEngine]:
     try:
         yield engine
     except DatabaseUnavailable as error:
-        raise DatabaseUnavailable(_hinted(str(error))) from error
+        raise DatabaseUnavailable(_said(error)) from error
     except SQL_ERRORS as error:
-        raise DatabaseUnavailable(_hinted(describe(error))) from error
+        raise DatabaseUnavailable(_said(error)) from error
     finally:
         await engine.dispose()
 
