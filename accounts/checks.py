@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, get_args
 
-from accounts.errors import InvalidField, InvalidName
+from accounts.errors import InvalidField
 from accounts.hosted import why_no_leave
 from accounts.principal import SCOPES, BudgetPeriod, Policy
 
-MAX_NAME_CHARS: Final = 100
 PRIORITIES: Final = ("interactive", "batch")
 PERIODS: Final[tuple[str, ...]] = get_args(BudgetPeriod)
 MAX_WEIGHT: Final = 1000.0
@@ -17,12 +16,6 @@ MAX_LEAVES: Final = 64
 _COUNTS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "budget_nano_usd", "retention_days")
 # Where people say a field otherwise than the table does.
 _SAID: Final = {"budget_nano_usd": "budget_usd"}
-
-
-def check_name(name: str) -> None:
-    """A name is 1 to ``MAX_NAME_CHARS`` printable characters. Raises InvalidName."""
-    if not name.strip() or len(name) > MAX_NAME_CHARS or not name.isprintable():
-        raise InvalidName("name", f"must have 1 to {MAX_NAME_CHARS} printable characters")
 
 
 def check_policy(policy: Policy) -> None:

@@ -10,8 +10,9 @@ from sqlalchemy import RowMapping, Update, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from accounts.audit import Change, difference, record
-from accounts.checks import check_name, check_policy, check_scopes
+from accounts.checks import check_policy, check_scopes
 from accounts.errors import AmbiguousKey, InvalidField, UnknownKey, UnknownTeam
+from accounts.names import checked_name, means, must_be_free, not_found
 from accounts.principal import DEFAULT_TEAM_ID, INFERENCE, NO_POLICY, Policy, policy_of
 from accounts.teams import Team, changed_policy, find_team, writing
 from accounts.token import hash_token, new_id, new_token
@@ -65,10 +66,11 @@ async def create_key(
 
     Raises InvalidField, NameTaken, and SQL's own errors.
     """
-    check_name(name)
+    name = checked_name(name)
     check_policy(grant.policy)
     token = new_token()
     async with writing(engine, _taken(name)) as connection:
+        _must_be_free(name, await _select_all(connection))
         team = await _team(connection, grant.team_id)
         key = ApiKey(
             key_id=new_id("key_"),
@@ -102,12 +104,15 @@ async def update_key(engine: AsyncEngine, reference: str, changes: Mapping[str, 
 
     Raises InvalidField, NameTaken, UnknownKey, AmbiguousKey, and SQL's own errors.
     """
-    check_name(changes.get("name", "unchanged"))
     async with writing(engine, _taken(changes.get("name"))) as connection:
         before = await _find_active(connection, reference)
+        name = changes.get("name", before.name)
+        if name != before.name:  # an older release may have taken a name that is refused now
+            name = checked_name(name)
+            _must_be_free(name, [key for key in await _select_all(connection) if key.key_id != before.key_id])
         after = replace(
             before,
-            name=changes.get("name", before.name),
+            name=name,
             scopes=check_scopes(changes.get("scopes", before.scopes)),
             models=changes.get("models", before.models),
             expires_unix_ms=changes.get("expires_unix_ms", before.expires_unix_ms),
@@ -204,11 +209,13 @@ async def _find_active(connection: AsyncConnection, reference: str) -> ApiKey:
 def _pick_active(keys: Sequence[ApiKey], reference: str) -> ApiKey:
     active = [key for key in keys if key.revoked_unix_ms is None]
     for key in active:
-        if reference in {key.key_id, key.name}:
+        if means(reference, key.key_id, key.name):
             return key
+    if any(key.key_id == reference for key in keys):
+        raise UnknownKey(f"the key {reference} is revoked")
     begun = [key for key in active if len(reference) >= MIN_PREFIX_CHARS and key.key_id.startswith(reference)]
-    if not begun:
-        raise UnknownKey(f"no active key has the id or name {reference!r}")
+    if not begun or any(key.name == reference for key in active):  # a name from an older release is not a prefix
+        raise UnknownKey(not_found("active key", reference, ((key.name, key.key_id) for key in active)))
     if len(begun) > 1:
         raise AmbiguousKey(f"{len(begun)} active keys have ids that begin with {reference!r}: give more of it")
     return begun[0]
@@ -223,6 +230,10 @@ async def _team(connection: AsyncConnection, reference: str) -> Team:
 
 def _of(key: ApiKey) -> Update:
     return update(ApiKeyRow).where(ApiKeyRow.id == key.key_id)
+
+
+def _must_be_free(name: str, keys: Sequence[ApiKey]) -> None:
+    must_be_free(name, (key.name for key in keys if key.revoked_unix_ms is None), _taken(name))
 
 
 def _taken(name: str | None) -> str:

@@ -1,17 +1,18 @@
 """Organisations and teams. Whoever changes a team then publishes ``subjects.KEYS_CHANGED_SUBJECT``."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from sqlalchemy import RowMapping, Select, insert, or_, select, update
+from sqlalchemy import FromClause, RowMapping, Select, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from accounts.audit import Change, difference, record
-from accounts.checks import check_name, check_policy
+from accounts.checks import check_policy
 from accounts.errors import InvalidField, NameTaken, UnknownOrganisation, UnknownTeam
+from accounts.names import checked_name, means, must_be_free, not_found
 from accounts.principal import NO_POLICY, POLICY_FIELDS, Policy, policy_of
 from accounts.token import new_id
 from db.engine import changing
@@ -47,9 +48,10 @@ class Team:
 
 async def create_organisation(engine: AsyncEngine, name: str, actor: str) -> Organisation:
     """Make an organisation. Raises InvalidField, NameTaken, and SQL's own errors."""
-    check_name(name)
+    name = checked_name(name)
     made = Organisation(new_id("org_"), name, unix_now_ms())
-    async with writing(engine, f"an organisation is named {name!r} already") as connection:
+    async with writing(engine, _organisation_is_named(name)) as connection:
+        await _must_be_free(connection, _ORGANISATIONS, name, _organisation_is_named(name))
         row = {"id": made.organisation_id, "name": name, "created_unix_ms": made.created_unix_ms}
         await connection.execute(insert(OrganisationRow).values(row))
         await record(connection, Change(actor, "organisation.create", made.organisation_id, None, {"name": name}))
@@ -61,9 +63,11 @@ async def rename_organisation(engine: AsyncEngine, reference: str, name: str, ac
 
     Raises InvalidField, NameTaken, UnknownOrganisation, and SQL's own errors.
     """
-    check_name(name)
-    async with writing(engine, f"an organisation is named {name!r} already") as connection:
+    async with writing(engine, _organisation_is_named(name)) as connection:
         found = await find_organisation(connection, reference)
+        if name != found.name:
+            name = checked_name(name)
+            await _must_be_free(connection, _ORGANISATIONS, name, _organisation_is_named(name), found.organisation_id)
         changed = difference({"name": found.name}, {"name": name})
         if changed is None:
             return found
@@ -83,15 +87,12 @@ async def list_organisations(engine: AsyncEngine) -> Sequence[Organisation]:
 
 async def find_organisation(connection: AsyncConnection, reference: str) -> Organisation:
     """The organisation of this id or name. Raises UnknownOrganisation, and SQL's own errors."""
-    if not reference.isprintable():  # SQL takes neither NUL nor half a character
-        raise UnknownOrganisation("no organisation has such a name")
-    columns = _ORGANISATIONS.c
-    wanted = select(_ORGANISATIONS).where(or_(columns.id == reference, columns.name == reference))
-    # An id wins over another one's name that looks the same.
-    rows = sorted((await connection.execute(wanted)).mappings(), key=lambda row: row["id"] != reference)
-    if not rows:
-        raise UnknownOrganisation(f"no organisation has the id or name {reference!r}")
-    return _organisation(rows[0])
+    names = await _names(connection, _ORGANISATIONS)
+    found = next((row_id for row_id, name in names.items() if means(reference, row_id, name)), None)
+    if found is None:
+        raise UnknownOrganisation(not_found("organisation", reference, _by_name(names)))
+    row = await connection.execute(select(_ORGANISATIONS).where(_ORGANISATIONS.c.id == found))
+    return _organisation(row.mappings().one())
 
 
 async def create_team(
@@ -105,9 +106,10 @@ async def create_team(
 
     Raises InvalidField, NameTaken, and SQL's own errors.
     """
-    check_name(name)
+    name = checked_name(name)
     check_policy(policy)
-    async with writing(engine, f"a team is named {name!r} already") as connection:
+    async with writing(engine, _team_is_named(name)) as connection:
+        await _must_be_free(connection, _TEAMS, name, _team_is_named(name))
         owner = await _owner(connection, organisation)
         team = Team(new_id("team_"), name, owner.organisation_id, owner.name, unix_now_ms(), policy)
         row = {
@@ -128,11 +130,14 @@ async def update_team(engine: AsyncEngine, reference: str, changes: Mapping[str,
 
     Raises InvalidField, NameTaken, UnknownTeam, and SQL's own errors.
     """
-    check_name(changes.get("name", "unchanged"))
-    async with writing(engine, f"a team is named {changes.get('name')!r} already") as connection:
+    async with writing(engine, _team_is_named(changes.get("name", ""))) as connection:
         before = await find_team(connection, reference, for_update=True)
         policy = changed_policy(before.policy, changes)
-        after = replace(before, name=changes.get("name", before.name), policy=policy)
+        name = changes.get("name", before.name)
+        if name != before.name:  # an older release may have taken a name that is refused now
+            name = checked_name(name)
+            await _must_be_free(connection, _TEAMS, name, _team_is_named(name), before.team_id)
+        after = replace(before, name=name, policy=policy)
         if "organisation" in changes:
             owner = await _owner(connection, changes["organisation"])
             after = replace(after, organisation_id=owner.organisation_id, organisation_name=owner.name)
@@ -152,15 +157,14 @@ async def list_teams(engine: AsyncEngine) -> Sequence[Team]:
 
 async def find_team(connection: AsyncConnection, reference: str, *, for_update: bool = False) -> Team:
     """The team of this id or name. Raises UnknownTeam, and SQL's own errors."""
-    if not reference.isprintable():
-        raise UnknownTeam("no team has such a name")
-    wanted = _select_teams().where(or_(_TEAMS.c.id == reference, _TEAMS.c.name == reference))
+    names = await _names(connection, _TEAMS)
+    found = next((row_id for row_id, name in names.items() if means(reference, row_id, name)), None)
+    if found is None:
+        raise UnknownTeam(not_found("team", reference, _by_name(names)))
+    wanted = _select_teams().where(_TEAMS.c.id == found)
     if for_update:
         wanted = wanted.with_for_update(of=_TEAMS)
-    rows = sorted((await connection.execute(wanted)).mappings(), key=lambda row: row["id"] != reference)
-    if not rows:
-        raise UnknownTeam(f"no team has the id or name {reference!r}")
-    return _team(rows[0])
+    return _team((await connection.execute(wanted)).mappings().one())
 
 
 def changed_policy(policy: Policy, changes: Mapping[str, Any]) -> Policy:
@@ -178,6 +182,31 @@ async def writing(engine: AsyncEngine, name_is_taken: str = "") -> AsyncIterator
             yield connection
     except IntegrityError as error:
         raise NameTaken(name_is_taken) from error
+
+
+async def _names(connection: AsyncConnection, table: FromClause) -> dict[str, str]:
+    """Return the names by id, oldest first. SQL cannot compare them: older rows have other forms of Unicode."""
+    rows = await connection.execute(select(table.c.id, table.c.name).order_by(table.c.created_unix_ms, table.c.id))
+    return {row.id: row.name for row in rows}
+
+
+def _by_name(names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    return ((name, row_id) for row_id, name in names.items())
+
+
+async def _must_be_free(
+    connection: AsyncConnection, table: FromClause, name: str, message: str, own_id: str | None = None
+) -> None:
+    names = await _names(connection, table)
+    must_be_free(name, (other for row_id, other in names.items() if row_id != own_id), message)
+
+
+def _team_is_named(name: str) -> str:
+    return f"a team is named {name!r} already"
+
+
+def _organisation_is_named(name: str) -> str:
+    return f"an organisation is named {name!r} already"
 
 
 async def _owner(connection: AsyncConnection, reference: str) -> Organisation:

@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from accounts.audit import Change, difference, record
 from accounts.errors import InvalidField, NotFound, UnknownTeam
+from accounts.names import means
 from accounts.teams import find_team
 from accounts.token import new_id
 from db.engine import changing
@@ -98,7 +99,7 @@ class Endpoints:
         wanted = _select().order_by(_ENDPOINTS.c.created_unix_ms, _ENDPOINTS.c.id)
         async with self._engine.connect() as connection:
             found = [_endpoint(row) for row in (await connection.execute(wanted)).mappings()]
-        return [endpoint for endpoint in found if team is None or team in {endpoint.team_id, endpoint.team_name}]
+        return [endpoint for endpoint in found if team is None or means(team, endpoint.team_id, endpoint.team_name)]
 
     async def find(self, endpoint_id: str) -> Endpoint:
         """The endpoint of this id. Raises UnknownEndpoint."""

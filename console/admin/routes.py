@@ -7,6 +7,7 @@ from fastapi import APIRouter, FastAPI, Query, Request, Response
 from accounts import keys, teams
 from accounts.audit import AuditFilter, list_changes
 from accounts.errors import InvalidField, NameTaken, NotFound, PrincipalError
+from accounts.names import means
 from console.admin import schema
 from console.admin.service import AdminService
 from console.admin.views import audit_view, key_view, organisation_view, team_view
@@ -105,7 +106,7 @@ def _keys(admin: AdminService) -> APIRouter:
         """List the keys, oldest first; only those of `team`, an id or name, if it is given."""
         await admin.actor(request)
         found = await keys.list_keys(database, include_revoked=include_revoked)
-        return _list([key_view(key) for key in found if team is None or team in {key.team_id, key.team_name}])
+        return _list([key_view(key) for key in found if team is None or means(team, key.team_id, key.team_name)])
 
     @router.post("", status_code=201, openapi_extra=body_schema("NewKey"))
     async def create_key(request: Request) -> Response:

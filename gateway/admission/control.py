@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from accounts.names import normalized
 from accounts.principal import Principal
 from gateway.admission.backlog import Backlog
 from gateway.admission.capacity import Capacity, ModelCapacity
@@ -44,7 +45,7 @@ class AdmissionControl:
         self.queues = settings.queues
         self._limits = settings.limits
         self._stream_bytes = settings.queue.max_mib * 1024 * 1024
-        self._tenant_settings = settings.tenants
+        self._tenant_settings = {normalized(name): tenant for name, tenant in settings.tenants.items()}
         self._backlog = Backlog(bus, self.queues)
         self.capacity = Capacity(
             self.queues, [(name, model) for name, pool in settings.hosted.items() for model in pool.models]

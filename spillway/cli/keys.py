@@ -12,6 +12,7 @@ from rich.table import Table
 from accounts.checks import checked_grant
 from accounts.keyring import RELOAD_PERIOD_S
 from accounts.keys import ApiKey, Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
+from accounts.names import means
 from accounts.principal import DEFAULT_TEAM_ID, INFERENCE, SCOPES, policy_of
 from console.admin.views import key_view
 from protocol import subjects
@@ -189,7 +190,7 @@ def list_(
     async def main() -> None:
         async with database(resolved) as engine:
             keys = await list_keys(engine, include_revoked=everything)
-        keys = [key for key in keys if team is None or team in {key.team_id, key.team_name}]
+        keys = [key for key in keys if team is None or means(team, key.team_id, key.team_name)]
         if as_json:
             out.print_json(json.dumps([key_view(key) for key in keys]))
         else:

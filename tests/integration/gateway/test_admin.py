@@ -135,6 +135,8 @@ async def test_what_is_refused_names_its_field(admin: httpx.AsyncClient) -> None
     assert await of({**key, "budget_usd": 5}) == (400, "invalid_value", "budget_period")
     assert await of({**key, "budget_usd": 0, "budget_period": "day"}) == (400, "invalid_value", "budget_usd")
     assert await of({"name": ""}) == (400, "invalid_value", "name")
+    assert await of({"name": "key_a"}) == (400, "invalid_value", "name")
+    assert await of({"name": "a/b"}, "/admin/v1/teams") == (400, "invalid_value", "name")
     assert await of({"name": "admin"}) == (409, "name_in_use", "name")
     assert await of({"name": None}, "/admin/v1/keys/admin", "PATCH") == (400, "invalid_type", "name")
     assert await of({"name": "x"}, "/admin/v1/keys/nobody", "PATCH") == (404, "not_found", None)
