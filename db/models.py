@@ -332,7 +332,7 @@ class PriceRow(Base):
     """A price and its first moment. It holds until the next row of the same model and pool. Rows are only ever added.
 
     model set, pool empty: the charge to clients for the model's tokens. Both set: the charge of the pool's provider to
-    us (hosted APIs). Only pool set: the cost of one machine of the pool. NULL: no such price.
+    us (hosted APIs). Only pool set: the cost of one machine of the pool. NULL: no such price; all NULL: it has ended.
     """
 
     __tablename__ = "price_book"

@@ -17,6 +17,7 @@ from db.models import PriceRow
 from db.money import CLIENTS, ConfiguredPrice, Price
 
 FROM_CONFIG: Final = "config"
+NO_PRICE: Final = Price()  # ends the price before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +59,22 @@ class PriceBook:
 
 
 async def seed_prices(engine: AsyncEngine, configured: Iterable[ConfiguredPrice], now_unix_ms: int) -> None:
-    """Enter the configuration's prices from now on where they differ from those it had before.
+    """Make the configuration's prices those in force from now on: enter what differs, end what it no longer has.
 
     Prices set by an operator since then stay. Raises SQL's own errors.
     """
+    wanted = {(entry.model, entry.pool): entry.price for entry in configured}
     async with writing(engine) as connection:
         latest = {
             (row.model, row.pool): row
             for row in await connection.execute(select(PriceRow.__table__).order_by(PriceRow.from_unix_ms))
         }
-        for entry in configured:
-            before = latest.get((entry.model, entry.pool))
-            if before is None or (before.source == FROM_CONFIG and _price(before) != entry.price):
-                await add_price(
-                    connection, entry.model, entry.pool, entry.price, from_unix_ms=now_unix_ms, source=FROM_CONFIG
-                )
+        for model, pool in [*wanted, *(latest.keys() - wanted.keys())]:
+            before, price = latest.get((model, pool)), wanted.get((model, pool), NO_PRICE)
+            if before is None or (before.source == FROM_CONFIG and _price(before) != price):
+                # After a clock that was set back, too, the newest row is the one in force.
+                from_unix_ms = now_unix_ms if before is None else max(now_unix_ms, before.from_unix_ms + 1)
+                await add_price(connection, model, pool, price, from_unix_ms=from_unix_ms, source=FROM_CONFIG)
 
 
 async def add_price(

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class CurrentPrices:
-    """The price book; of models that it does not have yet, the configuration's prices. Run ``run`` as a task."""
+    """The price book, or the configuration's prices where it has none: not yet, or no longer. Run ``run`` as a task."""
 
     def __init__(self, database: AsyncEngine, configured: Mapping[tuple[str, str], TokenPrice]) -> None:
         """``configured``: by model, and CLIENTS or a hosted pool."""
@@ -28,9 +28,8 @@ class CurrentPrices:
     def of(self, model: str, unix_ms: int, pool: str = CLIENTS) -> TokenPrice | None:
         """Return the price of a model's tokens at a time, for clients or for us at a hosted pool; None: free."""
         price = self._book.at(model, pool, unix_ms)
-        if price is not None:
-            return price.tokens
-        return self._configured.get((model, pool))
+        tokens = None if price is None else price.tokens
+        return self._configured.get((model, pool)) if tokens is None else tokens
 
     async def run(self) -> None:
         """Read the book now and then; never returns. While SQL is away the last known prices stay."""

@@ -11,11 +11,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
 from db.models import RollupRow, SliceRow
-from db.money import ConfiguredPrice, Price
+from db.money import CLIENTS, MACHINE, ConfiguredPrice, Price
 from ledger.abandoned import AbandonedRequests
 from ledger.check import check_rollups
 from ledger.intents import Intents
-from ledger.prices import add_price, seed_prices
+from ledger.prices import add_price, load_prices, seed_prices
 from ledger.rollups import WIDTHS_S, slice_id
 from ledger.store import store_records
 from protocol.bus import Bus
@@ -154,6 +154,34 @@ async def test_the_configuration_adds_what_it_changes_and_leaves_what_somebody_h
     async with engine.connect() as connection:
         rows = await connection.execute(text("SELECT from_unix_ms, prompt_nano_usd FROM price_book ORDER BY 1"))
         assert [tuple(row) for row in rows] == [(at - 1_000_000, 150_000_000), (at + 1, 1), (at + 2, 2)]
+
+
+async def test_a_price_that_the_configuration_no_longer_has_ends(engine: AsyncEngine) -> None:
+    at = START_UNIX_MS
+    hosted = ConfiguredPrice("demo", "hosted", Price(prompt_nano_usd=7))
+    machine = ConfiguredPrice(MACHINE, "spot", Price(machine_nano_usd=9, on_demand_nano_usd=10))
+    free = ConfiguredPrice("free", CLIENTS, Price(0, 0, 0))
+    await seed_prices(engine, [DEMO, hosted, machine, free], at)
+    async with engine.begin() as connection:
+        await add_price(connection, "set", CLIENTS, Price(2), from_unix_ms=at, source="user:ops")
+    for _ in range(2):  # a second start enters nothing
+        await seed_prices(engine, [], at + 1)
+    async with engine.connect() as connection:
+        rows = await connection.execute(text("SELECT model, pool FROM price_book WHERE from_unix_ms > :at"), {"at": at})
+        ended = {("demo", CLIENTS), ("demo", "hosted"), (MACHINE, "spot"), ("free", CLIENTS)}
+        assert sorted(tuple(row) for row in rows) == sorted(ended)
+        book = await load_prices(connection)
+    assert {key: book.at(*key, at + 1) for key in ended} == dict.fromkeys(ended, Price())
+    assert book.at("demo", "hosted", at) == hosted.price
+    assert book.charge_nano_usd("demo", at, 1000, 0, 0) == 150_000
+    assert book.charge_nano_usd("demo", at + 1, 1000, 0, 0) is None
+    assert book.charge_nano_usd("set", at + 1, 1_000_000, 0, 0) == 2
+
+    await seed_prices(engine, [hosted], at)  # back again, by a clock that was set back
+    async with engine.connect() as connection:
+        book = await load_prices(connection)
+    assert book.at("demo", "hosted", at + 2) == hosted.price
+    assert book.charge_nano_usd("demo", at + 2, 1000, 0, 0) is None
 
 
 def test_slices_do_not_run_into_one_another() -> None:
