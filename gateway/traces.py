@@ -16,6 +16,7 @@ from typing import Final
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
+from accounts.masking import masked
 from gateway.dispatch.observers import Observer
 from gateway.dispatch.request import OpenRequest
 from gateway.http.exchange import Exchange
@@ -39,14 +40,15 @@ class RequestTraces(Observer):
     def begin(self, exchange: Exchange) -> "RequestTrace":
         """A request is here."""
         headers = {name.decode(): value for name in _PROPAGATED if (value := exchange.header_text(name)) is not None}
+        path = masked(exchange.path)
         span = self._tracing.tracer.start_span(
-            f"{exchange.method} {exchange.path}",
+            f"{exchange.method} {path}",
             context_of(headers),
             SpanKind.SERVER,
             {
                 names.HTTP_METHOD: exchange.method,
-                names.HTTP_ROUTE: exchange.path,
-                names.URL_PATH: exchange.path,
+                names.HTTP_ROUTE: path,
+                names.URL_PATH: path,
                 names.REQUEST_ID: exchange.request_id,
             },
         )

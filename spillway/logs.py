@@ -11,6 +11,8 @@ from typing import Final
 import msgspec
 import structlog
 
+from accounts.masking import masked
+
 _CHATTY: Final = ("httpx", "aiosqlite", "alembic", "botocore", "uvicorn.error", "urllib3")
 _ABOUT_CALLERS: Final = ("python_multipart",)  # each wrong form is a warning: a caller could fill the log
 # Our lines do not show these fields, so they need not be collected: Python's "Logging HOWTO", "Optimization".
@@ -20,7 +22,10 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 class _JsonLines(structlog.stdlib.ProcessorFormatter):
-    """Formats records with a mapping of ``fields`` at a fraction of structlog's cost: there is one per request."""
+    """Formats records with a mapping of ``fields`` at a fraction of structlog's cost: there is one per request.
+
+    Fields are not masked here: they hold nothing that a caller wrote, or who logs them has masked it.
+    """
 
     def __init__(
         self,
@@ -35,7 +40,7 @@ class _JsonLines(structlog.stdlib.ProcessorFormatter):
         """Format a record as one line."""
         fields: Mapping[str, object] | None = getattr(record, "fields", None)
         if fields is None:
-            return super().format(record)
+            return masked(super().format(record))
         head = {
             "process": self._process,
             "event": record.msg,
@@ -44,6 +49,14 @@ class _JsonLines(structlog.stdlib.ProcessorFormatter):
             "timestamp": dt.datetime.fromtimestamp(record.created, dt.UTC),
         }
         return _encode_json({**head, **fields}).decode()
+
+
+class _MaskedLines(structlog.stdlib.ProcessorFormatter):
+    """Formats records for a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record."""
+        return masked(super().format(record))
 
 
 def _flatten(_logger: object, _name: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
@@ -93,7 +106,7 @@ def _handler(process: str) -> logging.Handler:
     renderer = structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
         shared.pop()  # the console renderer formats exceptions itself, in colour
-    formatter_class = structlog.stdlib.ProcessorFormatter if sys.stderr.isatty() else partial(_JsonLines, process)
+    formatter_class = _MaskedLines if sys.stderr.isatty() else partial(_JsonLines, process)
     formatter = formatter_class(
         foreign_pre_chain=shared,
         processors=[

@@ -45,6 +45,8 @@ from typing import Final
 
 import msgspec
 
+from accounts.masking import masked
+
 RETRY_SOON_S: Final = 1
 RETRY_LATER_S: Final = 5
 LONGEST_RETRY_S: Final = 60.0  # clients ignore what is longer
@@ -70,8 +72,9 @@ class ApiError(Exception):
     retry_after_s: int | None = None
 
     def __init__(self, message: str | None = None, *, param: str | None = None, code: str | None = None) -> None:
-        self.message = message or (self.__doc__ or "").strip()
-        self.param = param
+        # It may repeat what the client sent, or what an upstream server said.
+        self.message = masked(message) if message else (self.__doc__ or "").strip()
+        self.param = None if param is None else masked(param)
         self.code = code or type(self).code
         super().__init__(self.message)
 

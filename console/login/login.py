@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from accounts.errors import TooManyLogins, WrongPassword
+from accounts.masking import masked
 from console.login.admins import check_password
 from console.login.sessions import Session, SessionStore
 from console.login.throttle import LoginThrottle
@@ -154,13 +155,14 @@ def refuse_foreign_origin(request: Request) -> None:
 
 def login_page(next_page: str) -> str:
     """Return the URL of the login page that redirects to ``next_page``."""
-    return "/login?" + urlencode({"next": next_page})
+    return "/login?" + urlencode({"next": local_page(next_page)})
 
 
 def local_page(target: str) -> str:
     """Return ``target`` if it is a page of ours, else the first page: a login must not redirect to other sites."""
     is_local = target.startswith("/") and not target.startswith(("//", "/\\"))
-    return target if is_local and target.isprintable() else FIRST_PAGE
+    # A key in a URL is not written into pages and other URLs.
+    return target if is_local and target.isprintable() and masked(target) == target else FIRST_PAGE
 
 
 def _host_of(origin: str) -> str:

@@ -9,6 +9,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
+from msgspec import structs
+
+from accounts.masking import masked
 from gateway.dispatch.attempts import CurrentAttempt
 from gateway.dispatch.deadlines import WITHDRAW_LINGER_S, overdue
 from gateway.dispatch.failure_rules import VANISHED, is_premature, too_much_unread, verdict_of, why_over
@@ -160,6 +163,7 @@ class OpenRequest(RequestState):
         self._end("ok", None, now_s)
 
     def _on_failed(self, worker_id: str, frame: Failed, now_s: float) -> None:
+        frame = structs.replace(frame, message=masked(frame.message))  # upstream servers repeat the key they refuse
         if is_premature(frame, self.queue_deadline_s, now_s):
             self.log.avoid_worker(worker_id)
         elif self.choices.is_final(frame):

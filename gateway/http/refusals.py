@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
+from accounts.masking import masked
 from gateway.metrics.requests import RequestSeries
 from web.errors import ApiError
 
@@ -43,7 +44,7 @@ class RefusalLog:
             error,
             request_id=exchange.request_id,
             method=exchange.method,
-            path=exchange.path[:MAX_PATH_CHARS],
+            path=masked(exchange.path)[:MAX_PATH_CHARS],
             client=exchange.client,
         )
 

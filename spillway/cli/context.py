@@ -10,6 +10,7 @@ import uvloop
 from pydantic import SecretStr
 from rich.console import Console
 
+from accounts.masking import masked
 from accounts.pepper import load_or_create_pepper
 from protocol.errors import ExpectedError
 from spillway.children import resolved_config_path, run_dir_of
@@ -37,7 +38,7 @@ ReadyFileOption = Annotated[Path | None, typer.Option("--ready-file", hidden=Tru
 
 def fail(message: str) -> typer.Exit:
     """Print an error and return the exception to raise."""
-    err.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    err.print(f"error: {masked(message)}", style="red", markup=False, soft_wrap=True)
     return typer.Exit(1)
 
 

@@ -1,11 +1,13 @@
 """Errors as clients get them, in OpenAI's envelope."""
 
+import logging
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from accounts.token import new_token
 from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
@@ -29,6 +31,42 @@ def error_of(response: httpx.Response) -> tuple[int, str | None, str | None]:
     assert response.headers["x-request-id"].startswith("req_")
     assert "openai-processing-ms" in response.headers
     return response.status_code, error["code"], error["param"]
+
+
+async def test_a_key_in_the_wrong_place_is_neither_answered_nor_logged(
+    share_gateway: Share, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    gateway = await share_gateway(limits=BOUNDS)
+    token, name = new_token(), {"authorization": f"Bearer {gateway.key}"}
+    body: dict[str, Any] = {"model": MODEL, "messages": HELLO}
+    asked: list[tuple[str, str, dict[str, Any]]] = [
+        ("GET", f"/{token}", {}),
+        ("GET", f"/v1/models/{token}", {}),
+        ("GET", f"/v1/models/{token.replace('-', '%2D')}", {}),
+        ("PUT", f"/v1/models/{token}", {}),
+        ("GET", f"/v1/responses/{token}", {}),
+        ("GET", f"/v1/files/{token}", {}),
+        ("GET", f"/v1/batches/{token}", {}),
+        ("GET", f"/v1/batches?limit={token}", {}),
+        ("GET", f"/admin/v1/keys/{token}", {}),
+        ("GET", f"/dashboard/keys/{token}?a={token}", {"headers": {**name, "accept": "text/html"}}),
+        ("GET", f"/login?next=/{token}", {"headers": {"accept": "text/html"}}),
+        ("POST", CHAT, {"json": {**body, "model": token}}),
+        ("POST", CHAT, {"json": {**body, token: 1, "tool_choice": token}}),
+        ("POST", CHAT, {"json": {**body, "messages": [{"role": token, "content": "x"}]}}),
+        ("POST", CHAT, {"json": body, "headers": {"authorization": f"Bearer {token}"}}),
+        ("POST", "/v1/messages", {"json": {**body, "model": token, "max_tokens": 1}}),
+        ("POST", "/v1/responses", {"json": {"model": MODEL, "input": "x", "previous_response_id": token}}),
+        ("POST", "/v1/embeddings", {"json": {"model": token, "input": "x"}}),
+    ]
+    for method, path, rest in asked:
+        answer = await send(gateway, path, method=method, **{"headers": name, **rest})
+        assert token not in answer.text, (method, path)
+        assert token not in str(answer.headers), (method, path)
+    refused = [vars(record)["fields"] for record in caplog.records if record.message == "request refused"]
+    assert {"/v1/models/sk-sw-***", "/v1/files/sk-sw-***"} <= {fields["path"] for fields in refused}
+    assert token not in str(refused)
 
 
 async def test_refused_before_any_worker_is_asked(share_gateway: Share) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from accounts.token import new_token
 from benchmarks.ports import free_port
 from tests.shipped import HAPROXY_CONFIG, HAProxy, haproxy_program
 from tests.unit.deploy.description import services
@@ -129,6 +130,27 @@ async def test_streams_pass_at_once_and_a_leaving_caller_is_reported(tmp_path: P
         writer.close()
         await writer.wait_closed()
         await gateway.caller_gone.wait()
+
+
+@needs_haproxy
+@pytest.mark.servers
+async def test_a_key_in_a_url_is_not_logged(tmp_path: Path) -> None:
+    token, coded = new_token(), new_token().replace("-", "%2D")
+    async with (
+        running_gateway() as gateway,
+        running_haproxy(tmp_path, gateway.port) as haproxy,
+        asyncio.timeout(HANGS_S),
+    ):
+        for path in (f"/v1/models/{token}?a={token}", f"/v1/keys/{coded}/rotate", f"/name?a={token}"):
+            await ask(haproxy.port, path)
+        while "GET /name" not in haproxy.log():
+            await asyncio.sleep(0.01)
+    log = haproxy.log()
+    assert "GET /v1/models/sk-***\n" in log
+    assert "GET /v1/keys/sk-***/rotate\n" in log
+    assert "GET /name\n" in log
+    assert token not in log
+    assert coded not in log
 
 
 @needs_haproxy

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
+from accounts.token import new_token
 from batches.upload import receive_upload
 from spillway.cli import app
 from spillway.logs import configured
@@ -37,6 +38,27 @@ def test_nothing_that_a_command_sets_up_outlives_it(command: list[str], tmp_path
     assert done.exit_code == 1
     assert "no such file" in done.stderr
     assert process_state() == before
+
+
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_a_key_is_masked_wherever_it_stands_in_a_line(
+    on_terminal: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: on_terminal)
+    token, other = new_token(), "sk-proj-abcdefghijklmnop0123"
+    with configured("gateway"):
+        log = logging.getLogger("spillway.test")
+        log.warning("refused %s and %s", token, other)
+        log.warning("refused", extra={"key": other, "path": f"/{token}"})
+        try:
+            int(f"no number {token}, {other}")
+        except ValueError:
+            log.exception("failed")
+    text = capfd.readouterr().err
+    assert "refused" in text
+    assert "ValueError" in text
+    assert token not in text
+    assert other not in text
 
 
 async def test_a_form_that_cannot_be_read_is_no_line_of_the_log(capfd: pytest.CaptureFixture[str]) -> None:
