@@ -12,9 +12,9 @@ from typing import Any, Final, Protocol
 from sqlalchemy import BigInteger, Boolean, Double
 
 from db.models import RequestRow
+from ledger.csv_cells import guarded
 from ledger.queries.log import Row
 
-FORMULA_STARTS: Final = ("=", "+", "-", "@", "\t", "\r")
 COLUMNS: Final = tuple(column.name for column in RequestRow.__table__.columns)
 
 
@@ -36,15 +36,10 @@ class _CsvWriter:
 
     def write(self, rows: Sequence[Row]) -> None:
         """Append rows; NULL is an empty field."""
-        self._csv.writerows([_no_formula(row[name]) for name in COLUMNS] for row in rows)
+        self._csv.writerows(guarded(row, COLUMNS) for row in rows)
 
     def close(self) -> None:
         self._file.close()
-
-
-def _no_formula(value: object) -> object:
-    """Escape a value that a spreadsheet would run as a formula: a key may have any name."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
 
 
 class _JsonLinesWriter:

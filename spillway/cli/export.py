@@ -1,6 +1,5 @@
 """``spillway export``: training sets from payloads whose clients agreed to this use."""
 
-from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from accounts.names import means
 from db.models import ApiKeyRow, TeamRow
 from ledger.payloads.errors import ExportError
 from ledger.payloads.sealing import Sealer, parse_keys
@@ -83,12 +83,11 @@ async def _find_id(engine: AsyncEngine, table: type[TeamRow | ApiKeyRow], refere
     if reference is None:
         return None
     async with engine.connect() as connection:
-        named = select(table.id, table.name).where((table.id == reference) | (table.name == reference))
-        found: Sequence[Any] = (await connection.execute(named)).all()
-    by_id = [row.id for row in found if row.id == reference]
-    if len(by_id or found) != 1:
+        rows = (await connection.execute(select(table.id, table.name))).all()
+    found = [str(row.id) for row in rows if means(reference, row.id, row.name)]
+    if len(found) != 1:
         raise ExportError(f"{len(found)} have the id or name {reference!r}; give an id")
-    return by_id[0] if by_id else str(found[0].id)
+    return found[0]
 
 
 def _tool_version() -> str:

@@ -6,6 +6,7 @@ import msgspec
 import typer
 
 from accounts.keys import list_keys
+from accounts.names import means
 from ledger.payloads.sealing import Sealer, parse_keys
 from ledger.payloads.store import Erasure, erase, read_payload
 from spillway.cli.connections import database
@@ -49,7 +50,7 @@ def delete(
         async with database(resolved) as engine:
             key_id = key
             for known in await list_keys(engine, include_revoked=True) if key is not None else ():
-                if key == known.name and known.revoked_unix_ms is None:
+                if known.revoked_unix_ms is None and means(key or "", known.key_id, known.name):
                     key_id = known.key_id
             deleted = await erase(engine, Erasure(user, key_id, request), this_actor())
         out.print(f"deleted {deleted} payloads")

@@ -14,6 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ledger.csv_cells import guarded
 from ledger.days import UnknownTimeZone, parse_zone
 from ledger.report import GroupBy, ReportTooLarge, UsageRow, usage_report
 from spillway.cli.connections import database
@@ -99,9 +100,8 @@ def _print(rows: Sequence[UsageRow], groups: Sequence[GroupBy], output: Format) 
     if output is Format.JSON:
         out.print_json(json.dumps(records, default=str))
     elif output is Format.CSV:
-        writer = csv.DictWriter(sys.stdout, fieldnames=[field.name for field in dataclasses.fields(UsageRow)])
-        writer.writeheader()
-        writer.writerows(records)
+        columns = [field.name for field in dataclasses.fields(UsageRow)]
+        csv.writer(sys.stdout).writerows([columns, *(guarded(record, columns) for record in records)])
     elif not rows:
         out.print("no requests in this time")
     else:

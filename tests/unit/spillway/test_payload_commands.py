@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
+from sqlalchemy import update
 from typer.testing import CliRunner, Result
 
-from accounts.keys import Grant, create_key
+from accounts.keys import Grant, create_key, list_keys
 from accounts.principal import DEFAULT_TEAM_ID, Policy
 from db.engine import create_engine
+from db.models import ApiKeyRow
 from ledger.payloads.sealing import Sealer
 from ledger.payloads.store import store_payloads
 from ledger.store import store_records
@@ -61,6 +63,24 @@ def test_a_payload_is_shown_decrypted_until_it_is_deleted(spillway, monkeypatch:
     assert spillway("payloads", "delete", "--user", "ann").stdout == "deleted 1 payloads\n"
     assert spillway("payloads", "show", "a").exit_code == 1
     assert spillway("payloads", "delete", "--key", "the key").stdout == "deleted 1 payloads\n"
+
+
+async def name_another_like(database_url: str) -> str:
+    """Give a second key the first one's id as its name, as an older release let it have; returns that id."""
+    engine = create_engine(database_url)
+    (first,) = await list_keys(engine)
+    second, _ = await create_key(engine, "second", SecretStr("p" * 64))
+    async with engine.begin() as connection:
+        await connection.execute(update(ApiKeyRow).where(ApiKeyRow.id == second.key_id).values(name=first.key_id))
+    await engine.dispose()
+    return first.key_id
+
+
+def test_an_id_means_that_key_alone(spillway, sqlite_url: str, tmp_path: Path) -> None:
+    key_id = asyncio.run(name_another_like(sqlite_url))
+    wanted = ("--out", str(tmp_path / "set"), "--key", key_id, "--since", "2001-01-01", "--split", "1")
+    assert "train.jsonl: 2 examples" in spillway("export", "finetune", *wanted).stdout
+    assert spillway("payloads", "delete", "--key", key_id).stdout == "deleted 2 payloads\n"
 
 
 def test_a_training_set_is_written(spillway, tmp_path: Path) -> None:
