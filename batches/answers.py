@@ -103,7 +103,8 @@ def _is_budget(answer: Answer) -> bool:
         error = _decode_error(answer.body).error
     except UNDECODABLE:
         return False
-    return error is not None and "insufficient_quota" in {error.code, error.type}
+    # A request that alone costs more than the budget has another type: waiting does not help it.
+    return error is not None and error.code == error.type == "insufficient_quota"
 
 
 def counts_of(answer: Answer) -> Counts:

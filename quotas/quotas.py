@@ -285,7 +285,8 @@ class Quotas:
 
     def _note_refusal(self, local: LocalAccount, refusal: Refusal) -> None:
         """Note a budget of which too little is left, whatever running requests give back."""
-        if refusal.kind is Kind.MONEY and refusal.retry_after_s is None and local.whose != POOL:
+        is_spent = refusal.kind is Kind.MONEY and refusal.retry_after_s is None and not refusal.is_too_large
+        if is_spent and local.whose != POOL:
             self._refused_budgets.add(local.account_id)
 
     async def _tell_refusals(self) -> None:

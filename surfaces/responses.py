@@ -49,6 +49,7 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
 _NAMES: Final = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "function": "",

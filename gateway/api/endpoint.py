@@ -83,6 +83,7 @@ class JobSpec(Struct, frozen=True):
     stream: bool = False
     conversation: Conversation | None = None  # see Admission
     adapted: AbstractSet[str] = frozenset()  # see Exchange
+    limit_param: str | None = None  # the field that limits the output; None: its size is not the caller's choice
 
 
 class Arrival(Struct, Generic[_Call], frozen=True):

@@ -60,6 +60,7 @@ class GenerationEndpoint(Endpoint[_Call]):
             stream=bool(call.request.stream),
             conversation=call.conversation(tokens, sampling.max_tokens, len(prompt_ids)),
             adapted=call.adapted,
+            limit_param=(requested_max_tokens(call.request) or ("max_tokens",))[0],
         )
 
     def _output_limit(self, call: _Call, tokens: ModelTokens, prompt_tokens: int) -> int:

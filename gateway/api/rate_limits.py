@@ -26,7 +26,12 @@ _NAMES: Final = {
     Kind.TOKENS: "tokens per minute",
     Kind.CONCURRENT: "concurrent requests",
 }
-_TYPES: Final = {Kind.REQUESTS: "requests", Kind.TOKENS: "tokens", Kind.CONCURRENT: "concurrent_requests"}
+_TYPES: Final = {
+    Kind.REQUESTS: "requests",
+    Kind.TOKENS: "tokens",
+    Kind.CONCURRENT: "concurrent_requests",
+    Kind.MONEY: "budget",
+}
 _HEADERS: Final = {
     kind: tuple(b"x-ratelimit-%s-%s" % (what, name) for what in (b"limit", b"remaining", b"reset"))
     for kind, name in ((Kind.REQUESTS, b"requests"), (Kind.TOKENS, b"tokens"))
@@ -42,6 +47,8 @@ class RequestedTokens(Protocol):
     def sampling(self) -> Sampling: ...  # noqa: D102
     @property
     def pooling(self) -> Pooling | None: ...  # noqa: D102
+    @property
+    def limit_param(self) -> str | None: ...  # noqa: D102
 
 
 _A_PLACE: Final = Estimate(0, 0)
@@ -92,7 +99,9 @@ async def reserve(
 
     ``held``: what it has reserved already. Raises RateLimitExceeded, InsufficientQuota or LimitsUnavailable.
     """
-    return (await _reserve(quotas, exchange, principal, [_estimate(spec, price)], held))[0]
+    return (await _reserve(quotas, exchange, principal, [_estimate(spec, price)], held, limit_param=spec.limit_param))[
+        0
+    ]
 
 
 async def reserve_all(
@@ -105,7 +114,8 @@ async def reserve_all(
     held: Reservation | None = None,
 ) -> Sequence[Reservation | None]:
     """Reserve for several requests as ``reserve`` does for one, all or nothing. ``held``: of the first of them."""
-    return await _reserve(quotas, exchange, principal, [_estimate(spec, price) for spec in specs], held)
+    estimates = [_estimate(spec, price) for spec in specs]
+    return await _reserve(quotas, exchange, principal, estimates, held, limit_param=specs[0].limit_param)
 
 
 async def _reserve(
@@ -114,12 +124,14 @@ async def _reserve(
     principal: Principal,
     estimates: Sequence[Estimate],
     held: Reservation | None,
+    *,
+    limit_param: str | None = None,
 ) -> Sequence[Reservation | None]:
     try:
         reservations = await quotas.reserve(principal, estimates, held)
     except Refused as refused:
         exchange.limit_headers = _limit_headers(refused.local_accounts)
-        raise _error_of(refused.refusal) from refused
+        raise _error_of(refused.refusal, limit_param) from refused
     except Unavailable as error:
         raise LimitsUnavailable from error
     if reservations is None:
@@ -150,14 +162,16 @@ def _limit_headers(local_accounts: tuple[LocalAccount, ...]) -> list[tuple[bytes
     return headers
 
 
-def _error_of(refusal: Refusal) -> ApiError:
+def _error_of(refusal: Refusal, limit_param: str | None) -> ApiError:
+    """``limit_param``: the field by which the client makes the request smaller; None: there is none."""
     if refusal.kind is Kind.MONEY:
-        return _budget_error(refusal)
+        return _budget_error(refusal, limit_param)
     name = _NAMES[refusal.kind]
     if refusal.is_too_large:
         error = RateLimitExceeded(
             f"Request too large for the {refusal.whose}'s limit of {name}: limit {refusal.limit}, requested"
-            f" {refusal.needed} (prompt and 'max_tokens', for each choice). Make it smaller."
+            f" {refusal.needed}{_smaller(limit_param)}",
+            param=limit_param,
         )
         error.should_retry = False
     else:
@@ -170,14 +184,32 @@ def _error_of(refusal: Refusal) -> ApiError:
     return error
 
 
-def _budget_error(refusal: Refusal) -> ApiError:
+def _smaller(limit_param: str | None) -> str:
+    """Return the end of a sentence about a request's size, and what to do."""
+    if limit_param is None:
+        return ". Make it smaller."
+    return f" (prompt and '{limit_param}', for each choice). Lower '{limit_param}' or shorten the prompt."
+
+
+def _budget_error(refusal: Refusal, limit_param: str | None) -> ApiError:
     amounts = (
         f"limit {refusal.limit / NANO_USD:.6g} USD, used {refusal.used / NANO_USD:.6g} USD, this request may cost up to"
         f" {refusal.needed / NANO_USD:.6g} USD"
     )
+    if refusal.is_too_large:
+        too_large = InsufficientQuota(
+            f"Request too large for the {refusal.whose}'s whole budget: {amounts}{_smaller(limit_param)}",
+            param=limit_param,
+        )
+        too_large.type = _TYPES[Kind.MONEY]
+        return too_large
+    if refusal.retry_after_s is None and refusal.used < refusal.limit:
+        return InsufficientQuota(
+            f"Too little is left of the {refusal.whose}'s budget: {amounts}{_smaller(limit_param)}", param=limit_param
+        )
     if refusal.retry_after_s is None:
         return InsufficientQuota(f"The {refusal.whose}'s budget is used up: {amounts}.")
     error = RateLimitExceeded(f"The {refusal.whose}'s budget is reserved by requests that are running: {amounts}.")
-    error.type = "budget"
+    error.type = _TYPES[Kind.MONEY]
     error.retry_after_s = math.ceil(refusal.retry_after_s)
     return error

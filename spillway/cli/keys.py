@@ -39,6 +39,7 @@ from spillway.cli.policy import (
     local_time,
     policy_changes,
     this_actor,
+    zoned_time,
 )
 from spillway.config import Config
 from tokens.settings import canonical_names
@@ -55,7 +56,13 @@ ScopeOption = Annotated[
 ModelOption = Annotated[
     list[str] | None, typer.Option("--model", "-m", help="A model it may use; repeatable. `all`: all.")
 ]
-ExpiresOption = Annotated[str | None, typer.Option("--expires", help="Expiry: 90d, 12h, 2027-01-31 or never.")]
+ExpiresOption = Annotated[
+    str | None,
+    typer.Option(
+        "--expires",
+        help="Expiry: 90d, 12h, 2027-01-31 (00:00 in this machine's time zone), 2027-01-31T18:00Z or never.",
+    ),
+]
 StopRunningOption = Annotated[bool, typer.Option("--stop-running", help="Also end its running requests.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, as in the admin API.")]
 
@@ -168,7 +175,7 @@ def rotate(
             key, plaintext = await rotate_key(engine, reference, pepper_of(resolved), this_actor(), grace_s)
         _show_token(key, plaintext, as_json=as_json)
         if not as_json:
-            until = local_time(key.previous_until_unix_ms)
+            until = zoned_time(key.previous_until_unix_ms)
             out.print(
                 f"[dim]the old one is valid until {until}[/dim]" if until else "[dim]the old one is invalid now[/dim]"
             )
@@ -320,6 +327,8 @@ def _show_token(key: ApiKey, plaintext: str, *, as_json: bool) -> None:
         return
     out.print(plaintext, markup=False, soft_wrap=True)
     out.print(f"[dim]{key.key_id}: save it now, it cannot be shown again[/dim]")
+    if key.expires_unix_ms is not None:
+        out.print(f"[dim]valid until {zoned_time(key.expires_unix_ms)}[/dim]", soft_wrap=True)
 
 
 def _cells(key: ApiKey) -> tuple[str, ...]:
@@ -330,5 +339,5 @@ def _cells(key: ApiKey) -> tuple[str, ...]:
 
 def _fact(field: str, value: object) -> str:
     if field.endswith("_unix_ms") and isinstance(value, int):
-        return local_time(value)
+        return zoned_time(value)
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

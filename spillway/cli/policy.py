@@ -114,16 +114,26 @@ def _hosted_grant(words: list[str]) -> tuple[str, ...] | None:
 
 
 def expiry_unix_ms(text: str) -> int | None:
-    """Parse an expiry: ``90d`` (h, m, s) from now, ``2027-01-31`` in local time, ``never``. Raises BadParameter."""
+    """Parse an expiry: ``90d`` (h, m, s) from now, ``2027-01-31`` in local time, ``never``. Raises BadParameter.
+
+    A moment may name its zone: ``2027-01-31T18:00+01:00``, ``2027-01-31T18:00Z``.
+    """
     if text == "never":
         return None
     after = _DURATION.fullmatch(text)
     if after is not None:
         return int((time.time() + int(after[1]) * _UNIT_S[after[2]]) * 1000)
     try:
-        return int(datetime.fromisoformat(text).timestamp() * 1000)
+        moment = datetime.fromisoformat(text)
+        unix_ms = int(moment.timestamp() * 1000)
     except (ValueError, OverflowError) as error:
-        raise typer.BadParameter("such as 90d, 12h, 2027-01-31 or never", param_hint="--expires") from error
+        raise typer.BadParameter(
+            f"such as 90d, 12h, 2027-01-31 (00:00 {datetime.now().astimezone():%Z}), 2027-01-31T18:00Z or never",
+            param_hint="--expires",
+        ) from error
+    if unix_ms <= time.time() * 1000:
+        raise typer.BadParameter(f"{zoned_time(unix_ms)} is not in the future", param_hint="--expires")
+    return unix_ms
 
 
 def duration_s(text: str, option: str) -> int:
@@ -163,6 +173,11 @@ def limits_text(policy: Policy) -> str:
 def local_time(unix_ms: int | None) -> str:
     """Format a moment in this machine's time zone; empty if there is none."""
     return "" if unix_ms is None else f"{datetime.fromtimestamp(unix_ms / 1000).astimezone():%Y-%m-%d %H:%M}"
+
+
+def zoned_time(unix_ms: int | None) -> str:
+    """Format a moment with the name of this machine's time zone; empty if there is none."""
+    return "" if unix_ms is None else f"{local_time(unix_ms)} {datetime.fromtimestamp(unix_ms / 1000).astimezone():%Z}"
 
 
 def this_actor() -> str:

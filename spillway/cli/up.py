@@ -1,8 +1,10 @@
 """``spillway up``."""
 
 import json
+import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,12 +49,14 @@ def up(
         pools = {name: pool.model_copy(update={"workers": workers}) for name, pool in resolved.pools.items()}
         resolved = resolved.model_copy(update={"pools": pools})
     check_local_engines(resolved)
+    options = finding_options({"--config": config, "--data": data})
 
     def say(line: str) -> None:
         out.print(f"[dim]{datetime.now().astimezone():%H:%M:%S}[/dim] {line}")
 
     def on_running(running: Running) -> None:
         out.print(Panel(banner(running), title="Spillway is running", expand=False))
+        out.print(next_commands(running, options), soft_wrap=True, markup=False)
         out.print(curl_command(running), soft_wrap=True, markup=False)
         out.print("")
 
@@ -76,22 +80,34 @@ def check_local_engines(config: Config) -> None:
             raise fail(f"pools.{name}: its engine needs torch: pip install 'spillway[worker]'")
 
 
+def finding_options(paths: Mapping[str, Path | None]) -> str:
+    """Return the options by which other commands find the running system, as they were given."""
+    return "".join(f" {option} {shlex.quote(str(path))}" for option, path in paths.items() if path is not None)
+
+
 def banner(running: Running) -> str:
     """Return the facts for a new user, as rich markup."""
-    command = command_name()
-    key = running.api_key or f"(created earlier; `{command} keys create NAME` creates another)"
-    password = f"{running.admin_password}  (shown only once)"
-    if not running.admin_password:
-        password = f"(set earlier; `{command} admin password` sets a new one)"
+    key = running.api_key or "(created earlier)"
+    password = f"{running.admin_password}  (shown only once)" if running.admin_password else "(set earlier)"
     return (
         f"[bold]Endpoint[/bold]  {running.base_url}/v1\n"
         f"[bold]API key[/bold]   {key}\n"
         f"[bold]Model[/bold]     {running.model}\n"
         f"[bold]Pages[/bold]     {running.base_url}/dashboard\n"
         f"[bold]Login[/bold]     {ADMIN_NAME}  {password}\n"
-        f"[bold]Usage[/bold]     {command} usage      [bold]Stop[/bold]  Ctrl-C\n\n"
-        "Try it from another terminal:"
+        "[bold]Stop[/bold]      Ctrl-C"
     )
+
+
+def next_commands(running: Running, options: str) -> str:
+    """Return commands for a new user, a line each; ``options``: what each needs to find this system."""
+    command = command_name()
+    lines = [f"Usage:         {command} usage{options}"]
+    if not running.api_key:
+        lines.append(f"Another key:   {command} keys create NAME{options}")
+    if not running.admin_password:
+        lines.append(f"New password:  {command} admin password{options}")
+    return "\n".join([*lines, "Try it from another terminal:"])
 
 
 def command_name() -> str:

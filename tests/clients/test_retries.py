@@ -88,7 +88,7 @@ ERRORS = {  # and what they say
     "429": ("RateLimitError", "refuses this request"),
     "500": ("InternalServerError", "internal error"),
     "lost": ("APIConnectionError", "Connection error"),
-    "final": ("RateLimitError", "used up"),
+    "final": ("RateLimitError", "whole budget"),
 }
 clients = pytest.mark.parametrize("ask", CLIENTS, ids=lambda ask: ask.__name__)
 

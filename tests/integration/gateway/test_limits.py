@@ -267,6 +267,39 @@ async def test_a_large_body_beyond_the_limit_is_refused_unread(share_gateway: Sh
     assert b"rate_limit_exceeded" in answer
 
 
+@pytest.mark.parametrize("limit", [{"budget_nano_usd": 5, "budget_period": "day"}, {"tokens_per_minute": 5}])
+async def test_a_request_larger_than_the_limit_says_so_and_names_the_field_to_lower(
+    start_gateway: Start, make_key: MakeKey, limit: dict[str, Any]
+) -> None:
+    _, key = await make_key(Policy(**limit))
+    gateway = await start_gateway(models={MODEL: {"aliases": ("short",), "price": {"completion": 1.0}}})
+    await gateway.add_worker()
+    chat: dict[str, Any] = {"model": MODEL, "messages": HELLO}
+    asked: list[tuple[str, str, dict[str, Any]]] = [
+        ("/v1/chat/completions", "max_tokens", chat),
+        ("/v1/chat/completions", "max_tokens", {**chat, "max_tokens": 16}),
+        ("/v1/chat/completions", "max_completion_tokens", {**chat, "max_completion_tokens": 16}),
+        ("/v1/completions", "max_tokens", {"model": MODEL, "prompt": "Hi", "max_tokens": 16}),
+        ("/v1/completions", "max_tokens", {"model": MODEL, "prompt": ["Hi", "Ho"], "max_tokens": 16}),
+        ("/v1/responses", "max_output_tokens", {"model": MODEL, "input": "Hi"}),
+        ("/v1/responses", "max_output_tokens", {"model": MODEL, "input": "Hi", "max_output_tokens": 16}),
+        ("/v1/messages", "max_tokens", {**chat, "max_tokens": 16}),
+    ]
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client:
+        for path, field, body in asked:
+            answer = await client.post(path, json=body)
+            error = answer.json()["error"]
+            assert answer.status_code == 429, (path, answer.text)
+            assert answer.headers["x-should-retry"] == "false"
+            assert error["message"].startswith("Request too large for the key's "), error
+            assert f"(prompt and '{field}', for each choice). Lower '{field}'" in error["message"]
+            assert "used up" not in error["message"]
+            if path != "/v1/messages":
+                assert error["param"] == field
+                assert error["code"] == ("insufficient_quota" if "budget_nano_usd" in limit else "rate_limit_exceeded")
+
+
 async def test_a_spent_budget_refuses_before_anything_is_counted(
     start_gateway: Start, make_key: MakeKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:

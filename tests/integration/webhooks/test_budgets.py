@@ -140,6 +140,28 @@ async def test_a_budget_that_covers_no_more_requests_is_used_up(
     await quotas.close()
 
 
+async def test_a_request_larger_than_the_whole_budget_uses_up_none(bus: Bus, engine: AsyncEngine) -> None:
+    heard: list[bytes] = []
+    await bus.listen(subjects.BUDGET_REFUSED, lambda message: heard.append(message.data))
+    policy = Policy(budget_nano_usd=10 * USD, budget_period="month")
+    spent = Principal("key_x", "x", TEAM, "default", "org_default", team_policy=policy)
+    unused = Principal("key_y", "y", "team_y", "y", "org_default", key_policy=policy)
+    await spend(engine, "r1", 9)
+    quotas = Quotas(bus, "g1", RollupLedger(engine))
+    await quotas.start()
+    await until(lambda: is_refused(quotas, unused, [Estimate(0, 11, TokenPrice(0, 0, 1_000_000 * USD))]))
+    await until(lambda: is_refused(quotas, spent, [Estimate(0, 2, TokenPrice(0, 0, 1_000_000 * USD))]))
+    reporting = asyncio.create_task(quotas.run())
+
+    async def is_heard() -> bool:
+        return TEAM.encode() in heard
+
+    await until(is_heard)
+    reporting.cancel()
+    await quotas.close()  # which ends only after all has been sent
+    assert set(heard) == {TEAM.encode()}
+
+
 async def is_refused(quotas: Quotas, principal: Principal, estimates: Sequence[Estimate]) -> bool:
     """Whether the budget refuses a request; until the account is known, nothing does."""
     try:

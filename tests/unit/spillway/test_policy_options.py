@@ -1,6 +1,7 @@
 """Limits, money and times as people write them on the command line."""
 
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import typer
 
 from accounts.principal import Policy
-from spillway.cli.policy import duration_s, expiry_unix_ms, limits_text, policy_changes
+from spillway.cli.policy import duration_s, expiry_unix_ms, limits_text, policy_changes, zoned_time
 
 NOTHING: dict[str, Any] = dict.fromkeys(
     (
@@ -60,12 +61,52 @@ def test_what_cannot_be_read_is_refused_by_its_option(options: dict[str, str]) -
     assert refused.value.param_hint == f"--{next(iter(options))}"
 
 
+@pytest.fixture
+def in_nepal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "NPT-5:45")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.usefixtures("in_nepal")
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("2127-01-31", "2127-01-31 00:00 NPT"),
+        ("2127-01-31T18:00", "2127-01-31 18:00 NPT"),
+        ("2127-01-31T18:00Z", "2127-01-31 23:45 NPT"),
+        ("2127-01-31T18:00+01:00", "2127-01-31 22:45 NPT"),
+    ],
+)
+def test_an_expiry_names_its_time_zone(text: str, shown: str) -> None:
+    assert zoned_time(expiry_unix_ms(text)) == shown
+
+
+@pytest.mark.usefixtures("in_nepal")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("soon", r"such as 90d, 12h, 2027-01-31 \(00:00 NPT\), 2027-01-31T18:00Z or never"),
+        ("2001-01-31", "2001-01-31 00:00 NPT is not in the future"),
+    ],
+)
+def test_a_wrong_expiry_is_refused_with_the_time_zone(text: str, said: str) -> None:
+    with pytest.raises(typer.BadParameter, match=said):
+        expiry_unix_ms(text)
+
+
+def test_no_time_is_no_text() -> None:
+    assert zoned_time(None) == ""
+
+
 def test_times() -> None:
     in_90_days = expiry_unix_ms("90d")
     assert in_90_days is not None
     assert abs(in_90_days / 1000 - time.time() - 90 * 86_400) < 60
     assert expiry_unix_ms("never") is None
-    assert expiry_unix_ms("2027-01-31") == datetime(2027, 1, 31).timestamp() * 1000  # noqa: DTZ001  # local, as said
+    assert expiry_unix_ms("2127-01-31") == datetime(2127, 1, 31).timestamp() * 1000  # noqa: DTZ001  # local, as said
     assert (duration_s("24h", "--grace"), duration_s("0", "--grace")) == (86_400, 0)
     with pytest.raises(typer.BadParameter):
         expiry_unix_ms("soon")
