@@ -5,6 +5,7 @@ and with little memory, while the gateway answers others. Whoever takes a batch 
 """
 
 import asyncio
+import codecs
 import hashlib
 import os
 import sqlite3
@@ -21,7 +22,7 @@ from msgspec import Struct
 
 from batches.lines import Done
 from batches.order import prompt_text, sort_key
-from batches.validation import LineError, Request, Wrong, check_line
+from batches.validation import LineError, Request, Wrong, check_line, is_wide
 from protocol.children import plain_environment
 
 MAX_ERRORS: Final = 100  # that are told of one batch
@@ -96,7 +97,13 @@ def _unfinished(path: Path, process_id: int) -> Path:
 
 def _insert(task: IndexTask, source: IO[bytes], database: sqlite3.Connection, report: IndexReport) -> None:
     rows: list[tuple[int, bytes, bytes, bytes]] = []
-    for number, text in enumerate(_lines(source, task.max_line_bytes), start=1):
+    for number, line in enumerate(_lines(source, task.max_line_bytes), start=1):
+        if number == 1 and is_wide(line):
+            message = "column 1: the file is UTF-16 or UTF-32; save it as UTF-8."
+            report.total = 1
+            report.errors.append(LineError("invalid_json_line", message, line=1))
+            break
+        text = line.removeprefix(codecs.BOM_UTF8)
         if not text.strip(SPACE):
             continue
         report.total += 1

@@ -1,5 +1,7 @@
 """Validation of an input file, line by line: what is wrong before anything runs. Pure."""
 
+import codecs
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -14,6 +16,13 @@ MAX_CUSTOM_ID_CHARS: Final = 512
 MAX_DEPTH: Final = 200  # of lists and objects in each other, in a line's body as in that of a request
 GUESSED_TOKENS: Final = 256  # of an answer, where the line does not say how many it may have
 CHARS_PER_TOKEN: Final = 4
+_MALFORMED: Final = re.compile(r"JSON is malformed: (?P<reason>.*) \(byte (?P<byte>\d+)\)")  # as msgspec says it
+_NO_NUMBER: Final = re.compile(rb"[-+]?(NaN|nan|Infinity|inf)\b")
+_HALF: Final = "half of a surrogate pair, which is no character"
+_HALF_CHARACTER: Final = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
+_ESCAPE: Final = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)"
+)
 
 
 class LineError(Struct, frozen=True):
@@ -78,13 +87,43 @@ def _decoded(text: bytes) -> dict[str, Any]:
     try:
         line = msgspec.json.decode(text)
     except UNDECODABLE as error:
-        raise Wrong("invalid_json_line", "This line is not parseable as valid JSON.") from error
+        raise Wrong("invalid_json_line", f"This line is not valid JSON: {_why_no_json(text, error)}.") from error
     # Whoever reads the line later reads it deeper in the stack than this process does.
     if is_deeper(text, line, MAX_DEPTH + 1):  # the line is around its body
         raise Wrong("invalid_json_line", f"This line is nested more than {MAX_DEPTH} levels deep.")
     if not isinstance(line, dict):
         raise Wrong("invalid_json_line", "This line is no JSON object.")
     return line
+
+
+def is_wide(text: bytes) -> bool:
+    """Return whether a file that begins so is UTF-16 or UTF-32."""
+    return text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in text[:4]
+
+
+def _why_no_json(text: bytes, error: Exception) -> str:
+    """Return column and reason, for who wrote the line."""
+    place, reason = _fault_of(text, error)
+    return reason if place is None else f"column {len(text[:place].decode(errors='replace')) + 1}: {reason}"
+
+
+def _fault_of(text: bytes, error: Exception) -> tuple[int | None, str]:
+    """Return the byte from which a line is wrong (None: unknown), and why."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as wrong:
+        is_half = _HALF_CHARACTER.match(text, wrong.start) is not None
+        return wrong.start, _HALF if is_half else f"byte 0x{text[wrong.start]:02x} is not UTF-8"
+    for escape in _ESCAPE.finditer(text):
+        if escape["half"] is not None:
+            return escape.start(), _HALF
+    found = _MALFORMED.fullmatch(str(error))
+    if found is None:
+        is_short = str(error) == "Input data was truncated"
+        return (len(text.rstrip()), "the line ends too early") if is_short else (None, str(error))
+    place = int(found["byte"]) - (found["reason"] == "trailing characters")  # which it has read already
+    number = _NO_NUMBER.match(text, max(0, place - 1)) or _NO_NUMBER.match(text, place)
+    return (number.start(), f"{number[0].decode()} is no number in JSON") if number else (place, found["reason"])
 
 
 def is_deeper(text: bytes, value: object, levels: int) -> bool:

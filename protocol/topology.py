@@ -47,6 +47,13 @@ FLEET_MAX_BYTES: Final = 1024 * 1024  # the controllers' lease
 BATCHES_MAX_AGE_S: Final = 3600  # of a lease that nobody renews
 BATCHES_MAX_BYTES: Final = 4 * 1024 * 1024  # some 10,000 leases
 
+MIB: Final = 1024 * 1024
+# The streams whose size is a setting.
+_SIZE_SETTINGS: Final = {
+    subjects.INTERACTIVE_STREAM: "nats.queue.max_mib",
+    subjects.USAGE_STREAM: "nats.queue.usage_max_mib",
+}
+
 NS: Final = 1_000_000_000
 CONSUMER_NOT_FOUND: Final = 10014
 CONSUMER_CANNOT_CHANGE: Final = 10012
@@ -318,16 +325,36 @@ async def _apply_stream(bus: Bus, config: dict[str, Any]) -> None:
     if found is None:
         try:
             await bus.api(f"STREAM.CREATE.{config['name']}", config)
-        except (ApiError, StreamFull):
+        except (ApiError, StreamFull) as error:
             # Somebody else may have made it since: the server asks for the room once more before it compares the two.
             found = await _stream_config(bus, config["name"])
             if found is None:
-                raise
+                raise _explained(error, config) from error
         else:
             return
     if any((found.get(key) or None) != (value or None) for key, value in config.items()):
         log.info("updating stream %s", config["name"])
-        await bus.api(f"STREAM.UPDATE.{config['name']}", config)
+        try:
+            await bus.api(f"STREAM.UPDATE.{config['name']}", config)
+        except (ApiError, StreamFull) as error:
+            raise _explained(error, config) from error
+
+
+def _explained(error: ApiError | StreamFull, config: dict[str, Any]) -> ApiError | StreamFull:
+    """Return an error with the stream's name; of too little room, with what it needs and the settings that matter."""
+    name, text = config["name"], str(error).partition(": ")[2] if isinstance(error, ApiError) else str(error)
+    if "insufficient" in text or "resource" in text:
+        limit = "max_memory_store" if config.get("storage") == "memory" else "max_file_store"
+        own = _SIZE_SETTINGS.get(name)
+        lower = f", or lower {own} in spillway.toml" if own else ""
+        need_mib, servers = config.get("max_bytes", 0) // MIB, config.get("num_replicas", 1)
+        text = (
+            f"the queue server has too little room for the stream {name}, which needs {need_mib} MiB on {servers} "
+            f"server(s): {text}. Raise jetstream.{limit} in nats-server's configuration{lower}"
+        )
+    else:
+        text = f"stream {name}: {text}"
+    return StreamFull(text) if isinstance(error, StreamFull) else ApiError(error.code, text)
 
 
 async def _stream_config(bus: Bus, name: str) -> dict[str, Any] | None:

@@ -9,9 +9,9 @@ import pytest
 
 from protocol import subjects, topology
 from protocol.bus import Bus
-from protocol.errors import ApiError, BusTimeout
-from protocol.topology import QueueBounds
-from tests.nats_server import NatsCluster
+from protocol.errors import ApiError, BusError, BusTimeout
+from protocol.topology import MIB, QueueBounds
+from tests.nats_server import NatsCluster, NatsServer
 from tests.waiting import HANGS_S
 
 MODEL = "m"
@@ -51,6 +51,42 @@ async def test_a_consumer_of_an_older_version_becomes_as_it_should_be(bus: Bus, 
     assert {key: found.get(key) for key in wanted} == wanted
     info = await bus.api(f"CONSUMER.INFO.{STREAM}.{CONSUMER}")
     assert info["num_pending"] == 1
+
+
+@pytest.mark.parametrize(
+    ("bounds", "server", "said"),
+    [
+        (
+            QueueBounds(max_usage_bytes=64 * MIB),
+            "max_file_store: 8MB, max_memory_store: 1GB",
+            ["stream USAGE, which needs 64 MiB", "jetstream.max_file_store", "nats.queue.usage_max_mib"],
+        ),
+        (
+            QueueBounds(max_bytes=64 * MIB),
+            "max_file_store: 64GB, max_memory_store: 8MB",
+            ["stream RQ, which needs 64 MiB", "jetstream.max_memory_store", "nats.queue.max_mib"],
+        ),
+    ],
+)
+async def test_too_little_room_names_the_stream_its_need_and_both_settings(
+    tmp_path: Path, bounds: QueueBounds, server: str, said: list[str]
+) -> None:
+    nats = NatsServer(tmp_path, f'\njetstream {{ store_dir: "{tmp_path}", {server} }}\n')
+    nats.start()
+    bus = await Bus.connect(nats.url, name="test")
+    try:
+        with pytest.raises(BusError) as refused:
+            await topology.apply(bus, [], bounds)
+        assert all(part in str(refused.value) for part in said), refused.value
+        # Also where a smaller one is there.
+        name = said[0].split()[1].rstrip(",")
+        (wanted,) = [config for config in topology.streams(bounds) if config["name"] == name]
+        await bus.api(f"STREAM.CREATE.{name}", {**wanted, "max_bytes": MIB})
+        with pytest.raises(BusError, match="needs 64 MiB"):
+            await topology.apply(bus, [], bounds)
+    finally:
+        await bus.close()
+        nats.stop()
 
 
 async def test_a_stream_that_cannot_be_changed_is_left_and_the_error_says_why(bus: Bus) -> None:

@@ -1,6 +1,7 @@
 """The process that indexes the lines of a batch."""
 
 import asyncio
+import codecs
 import contextlib
 import io
 import json
@@ -17,6 +18,7 @@ import pytest
 
 from batches.index import Index, IndexTask, build, make_index
 from batches.lines import Done
+from batches.validation import LineError
 from tests.waiting import until
 
 PATH = "/v1/completions"
@@ -45,6 +47,24 @@ def test_whose_gateway_dies_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+def test_a_file_with_a_bom_is_read(tmp_path: Path) -> None:
+    """With several, too: files joined by `cat`."""
+    lines = [codecs.BOM_UTF8 + line for line in LINES.splitlines(keepends=True)]
+    report = build(task_in(tmp_path), io.BytesIO(b"".join(lines)))
+    assert (report.total, report.errors) == (100, [])
+    index = Index(tmp_path / "one.index")
+    texts = asyncio.run(_texts(index))
+    index.close()
+    assert {json.loads(text)["custom_id"] for text in texts} == {str(n) for n in range(100)}
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+def test_a_file_in_another_encoding_is_one_error(tmp_path: Path, encoding: str) -> None:
+    (error,) = build(task_in(tmp_path), io.BytesIO(LINES.decode().encode(encoding))).errors
+    message = "column 1: the file is UTF-16 or UTF-32; save it as UTF-8."
+    assert error == LineError("invalid_json_line", message, line=1)
 
 
 def test_an_open_index_has_no_file(tmp_path: Path) -> None:
@@ -108,3 +128,7 @@ def _is_closed(index: Index) -> bool:
     except sqlite3.ProgrammingError:
         return True
     return False
+
+
+async def _texts(index: Index) -> list[bytes]:
+    return [text async for _, text in index.lines(Done())]

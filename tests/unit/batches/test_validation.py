@@ -33,6 +33,38 @@ def test_a_poisonous_line_is_invalid(text: bytes, code: str) -> None:
     assert caught.value.code == code
 
 
+LINE = '{"custom_id":"ä","body":'
+
+
+@pytest.mark.parametrize(
+    ("rest", "column", "reason"),
+    [
+        (b"NaN}", 25, "NaN is no number in JSON"),
+        (b"Infinity}", 25, "Infinity is no number in JSON"),
+        (b"-Infinity}", 25, "-Infinity is no number in JSON"),
+        (b'"a\\ud800"}', 27, "half of a surrogate pair"),
+        (b'"a\\udc00 b"}', 27, "half of a surrogate pair"),
+        (b'"\\ud800\\u0041"}', 26, "half of a surrogate pair"),
+        (b'"\\\\ud83d\\ude00\\ud83d\\ude00"}', 33, "half of a surrogate pair"),
+        (b'"a\xed\xa0\x80"}', 27, "half of a surrogate pair"),
+        (b'"a\xff"}', 27, "byte 0xff is not UTF-8"),
+        (b'"a', 27, "the line ends too early"),
+        (b"1,}", 27, "trailing comma in object"),
+        (b"1} x", 28, "trailing characters"),
+        (b"{'a': 1}}", 26, "object keys must be strings"),
+    ],
+)
+def test_a_line_that_is_no_json_says_where_and_why(rest: bytes, column: int, reason: str) -> None:
+    with pytest.raises(Wrong, match=f"This line is not valid JSON: column {column}: {reason}") as caught:
+        check_line(LINE.encode() + rest, "/v1/completions", {"m": "m"})
+    assert caught.value.code == "invalid_json_line"
+
+
+def test_where_the_place_is_unknown_none_is_named() -> None:
+    with pytest.raises(Wrong, match="This line is not valid JSON: Number out of range"):
+        check_line(LINE.encode() + b"1e999}", "/v1/completions", {"m": "m"})
+
+
 def test_a_line_may_be_as_deep_as_a_request() -> None:
     assert check_line(nested(MAX_DEPTH), "/v1/completions", {"m": "m"}).model == "m"
 
