@@ -24,7 +24,7 @@ from transformers.utils.hub import cached_file
 
 from engine.errors import ConfigError, UnsupportedModel
 from engine.types import AdapterInfo
-from engine.weights import ADAPTER_PICKLE_NAMES, digest_of, refuse_pickles, sha256_of
+from engine.weights import ADAPTER_PICKLE_NAMES, check_whole, digest_of, refuse_pickles, sha256_of
 
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
@@ -75,6 +75,7 @@ def load_adapter(name: str, path: str, model: PreTrainedModel) -> Adapter:
         config = json.loads(_file(path, CONFIG_NAME).read_text())
         refuse_pickles(path, ADAPTER_PICKLE_NAMES, unless=WEIGHTS_NAME)
         weights_file = _file(path, WEIGHTS_NAME)
+        check_whole([weights_file])
         tensors = load_file(weights_file)
         tokenizer = _load_tokenizer(path)
         _check_config(config)

@@ -35,7 +35,7 @@ from engine.panel_kernel import PANELS_SOURCE
 from engine.projections import make_fast, watch_siblings
 from engine.row_modules import ROWS_SOURCE, speed_up_rows
 from engine.torch_attention import AttentionOptions
-from engine.weights import weight_files
+from engine.weights import check_whole, weight_files
 
 _OTHER_ENGINE = "use a pool of another engine (vLLM, or a remote server) for it"
 _PROBE_TOKENS = 12
@@ -48,9 +48,9 @@ def load_model(name: str, config: EngineConfig) -> tuple[PreTrainedModel, PreTra
     """Load weights and tokenizer by hub name or local path.
 
     Raises OSError (transformers) if they cannot be found, UnsupportedModel if there is no causal model of that type or
-    its weights are not safetensors, ConfigError if the device is not available.
+    its weights are not safetensors or not whole, ConfigError if the device is not available.
     """
-    weight_files(name)
+    check_whole(weight_files(name))
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     if device.type == "cpu" and dtype is torch.float32:

@@ -31,7 +31,7 @@ from engine.errors import ConfigError, UnsupportedModel
 from engine.model_loader import max_model_len
 from engine.pooling_folder import PoolingFolder, matryoshka_of, read_pooling_folder, score_activation
 from engine.pooling_types import PoolingInfo, PoolingInput, PoolingKind, PoolingTask
-from engine.weights import weight_files
+from engine.weights import check_whole, weight_files
 
 _PROBE_LENGTHS = (3, 11)
 # Differences that rounding explains, relative to the vectors' length.
@@ -122,7 +122,7 @@ def load_pooled_model(
 
     Raises OSError (transformers) if it cannot be found, UnsupportedModel, or ConfigError.
     """
-    weight_files(name)
+    check_whole(weight_files(name))
     folder = read_pooling_folder(name)
     device = choose_device(config)
     kind = AutoModelForSequenceClassification if task == "score" else AutoModel

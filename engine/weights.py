@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
 from engine.errors import UnsupportedModel
@@ -42,6 +43,19 @@ def weight_files(name: str) -> list[Path]:
     if (whole := optional_file(name, SAFE_NAME)) is not None:
         return [whole]
     raise UnsupportedModel(f"{name} has neither {SAFE_NAME} nor {SAFE_INDEX_NAME}")
+
+
+def check_whole(files: Iterable[Path]) -> None:
+    """Raise UnsupportedModel, naming the file, if one is damaged or was not copied to its end. Reads headers only."""
+    for path in files:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            size = path.stat().st_size
+            raise UnsupportedModel(
+                f"{path} is damaged or truncated ({size:,} bytes; {error}): copy or download it again"
+            ) from error
 
 
 def refuse_pickles(name: str, file_names: Iterable[str], *, unless: str) -> None:

@@ -76,6 +76,7 @@ class ModelCatalog:
         self._tokens: dict[str, ModelTokens] = {}
         self._cards: dict[str, ModelCard] = {}
         self._unusable: dict[str, str] = {}
+        self._missing: dict[str, str] = {}  # what models that are not ready lack
         self._stale = set(models)  # models whose card must be (re)read
         self._wake = asyncio.Event()
         self._pool = EncoderPool()
@@ -105,7 +106,8 @@ class ModelCatalog:
         if tokens is None and model in self._unusable:
             raise ModelNotReady(f"The model `{model}` cannot be served: {self._unusable[model]}.")
         if tokens is None:
-            raise ModelNotReady(f"The model `{model}` is not ready: no worker has published its tokenizer yet.")
+            missing = self._missing.get(model, "this gateway has just started and is reading what it needs")
+            raise ModelNotReady(f"The model `{model}` is not ready: {missing}.")
         return tokens
 
     def context_length(self, model: str) -> int | None:
@@ -180,6 +182,7 @@ class ModelCatalog:
             await self._load(model)
         except (BusError, Overloaded) as error:  # to be retried
             self._stale.add(model)
+            self._missing[model] = f"its tokenizer could not be loaded from the queue server ({error})"
             log.warning("model %s: %s", model, error)
         except (ProtocolError, TokenizerError, UnusableCard) as error:
             log.error("model %s cannot be served: %s", model, error)  # noqa: TRY400  # an operator's mistake
@@ -209,8 +212,16 @@ class ModelCatalog:
             return
         context_length = _smaller(settings.context_length, card.context_length if card else None)
         encoder, template_source, special_tokens = await self._parts(settings, card)
-        if encoder is None or context_length is None:
-            return  # unknown until the first card arrives
+        if encoder is None or context_length is None:  # unknown until the first card arrives
+            unknown = {"tokenizer": encoder, "context_length": context_length}
+            keys = [name for name, value in unknown.items() if value is None]
+            things = " and ".join(keys).replace("_", " ")
+            settings_keys = " and ".join(f"models.{model}.{key}" for key in keys)
+            self._missing[model] = (
+                f"no worker has published its {things}. Start a worker of a pool whose `models` name it, or set "
+                f"{settings_keys}"
+            )
+            return
         check_context_length(context_length)
         counts_chats = not has_card or (template_source is None and model in self._by_messages)
         if counts_chats:
@@ -220,6 +231,7 @@ class ModelCatalog:
         tool_template = await usable_template(model, tool_source, special_tokens) if tool_source else None
         replaced = self._tokens.get(model)
         self._unusable.pop(model, None)
+        self._missing.pop(model, None)
         self._tokens[model] = ModelTokens(
             model,
             encoder,

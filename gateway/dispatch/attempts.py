@@ -192,7 +192,9 @@ class AttemptLog:
         failed = [failure.worker_id for failure in self.failures if failure.code not in FREE_CODES]
         return tuple(dict.fromkeys([worker_id for worker_id in (*failed, *self._avoided) if worker_id is not None]))
 
-    def why(self) -> str:
-        """Return the failures in one line."""
-        codes = counted_codes(self.failures)
-        return f"{len(self.failures)} attempts failed ({codes}); the last: {self.failures[-1].reason}"
+    def why(self, attempts: int) -> str:
+        """Return the failures in one line; ``attempts``: all of them, as headers have it."""
+        codes, failed = counted_codes(self.failures), len(self.failures)
+        # The others were moved to another pool before a worker had them, or belong to a gateway that is gone.
+        counted = "attempts failed" if failed == attempts else f"attempts, of which {failed} failed"
+        return f"{attempts} {counted} ({codes}); the last: {self.failures[-1].reason}"

@@ -35,7 +35,7 @@ def verdict_of(frame: Failed, admission: Admission, now_s: float) -> Failure:
 def why_over(request: "OpenRequest") -> Failure | None:
     """Return why a request whose attempt has failed gets no other, or None."""
     if request.log.exhausted:
-        return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, request.log.why())
+        return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, request.log.why(request.attempt))
     if request.choices.is_encoded and not request.admission.stream:
         drop_answer(request)  # its caller has been told nothing of it
     return None if request.choices.may_go_on else ANSWER_CUT

@@ -124,6 +124,7 @@ async def test_model_not_ready(start_gateway: Start) -> None:
     gateway = await start_gateway(with_card=False)
     response = await send(gateway, json={"model": MODEL, "messages": HELLO})
     assert error_of(response) == (503, "model_not_ready", None)
+    assert "no worker has published its tokenizer and context length. Start a worker of a pool" in response.text
     assert 0 < int(response.headers["retry-after"]) <= 60
     ready = await send(gateway, "/readyz", method="GET")
     assert (ready.status_code, ready.json()["models_not_ready"]) == (200, [MODEL])

@@ -280,6 +280,8 @@ async def test_attempts_are_exhausted(start_gateway: Start, caplog: pytest.LogCa
     assert caught.value.code == "attempts_exhausted"
     assert caught.value.response.headers["x-should-retry"] == "false"
     assert "boom" in caught.value.message
+    said = caught.value.response.json()["error"]["message"]
+    assert said.startswith(f"{caught.value.response.headers['x-spillway-attempts']} attempts failed ")
     assert [attempt.job.attempt for attempt in worker.attempts] == [1, 2, 3]
     [record] = await gateway.records()
     assert (record.attempts, record.outcome, record.error_code) == (3, "failed", "attempts_exhausted")

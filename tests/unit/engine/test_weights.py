@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from engine import EngineConfig, LLMEngine
 from engine.errors import ConfigError, UnsupportedModel
+from engine.pooling_model import PoolingOptions, load_pooled_model
 from engine.weights import SAFE_INDEX_NAME, SAFE_NAME, WeightsDigest, weight_files
 from tests.unit.engine.peft_adapters import write_adapter
 from tests.unit.engine.tiny_models import SHAPE, byte_level_tokenizer, make_model
@@ -21,6 +22,24 @@ def folder(tmp_path: Path) -> Path:
     make_model(LlamaConfig(**SHAPE)).save_pretrained(tmp_path / "model")
     byte_level_tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_a_truncated_file_is_named(folder: Path, kept: int) -> None:
+    file = folder / SAFE_NAME
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(UnsupportedModel, match=f"{file} is damaged or truncated"):
+        LLMEngine.from_pretrained(str(folder), EngineConfig())
+    with pytest.raises(UnsupportedModel, match=f"{file} is damaged or truncated"):
+        load_pooled_model(str(folder), "embed", EngineConfig(), PoolingOptions())
+
+
+def test_a_truncated_adapter_is_named(folder: Path, tmp_path: Path) -> None:
+    write_adapter(make_model(LlamaConfig(**SHAPE)), tmp_path / "adapter", seed=1, r=2, target_modules=["q_proj"])
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=f"{file} is damaged or truncated"):
+        LLMEngine.from_pretrained(str(folder), EngineConfig(adapters={"a": str(tmp_path / "adapter")}))
 
 
 def digest(folder: Path) -> str:

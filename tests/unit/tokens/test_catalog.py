@@ -12,7 +12,7 @@ from accounts.principal import DEFAULT_TEAM_ID, Principal
 from gateway.settings import ModelSettings
 from protocol import artifacts, subjects, topology
 from protocol.bus import Bus
-from protocol.messages import PROTOCOL_VERSION, ModelCard
+from protocol.messages import PROTOCOL_VERSION, ModelCard, encode
 from protocol.objects import delete_object
 from tests.nats_server import NatsServer
 from tests.small_tokenizer import CHATML, byte_tokenizer_json
@@ -74,6 +74,31 @@ async def test_cards_come_and_change(bus: Bus, tmp_path: Path) -> None:
         await publish(bus, context_length=128, add_special_tokens=False)
         await until(lambda: catalog.context_length(MODEL) == 128)
         assert await catalog.tokens_of(MODEL).encode_text("ab") == [64, 65]
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        ({}, "its tokenizer and context length. Start"),
+        ({"context_length": 64}, "its tokenizer. Start"),
+    ],
+)
+async def test_a_model_that_is_not_ready_says_what_is_missing(
+    bus: Bus, tmp_path: Path, settings: dict[str, Any], missing: str
+) -> None:
+    async with running(bus, tmp_path, {MODEL: ModelSettings(**settings)}) as catalog:
+        with pytest.raises(ModelNotReady, match=f"no worker has published {missing} a worker of a pool"):
+            catalog.tokens_of(MODEL)
+        name = artifacts.tokenizer_object_name(byte_tokenizer_json())  # which is not there
+        card = ModelCard(PROTOCOL_VERSION, MODEL, 64, name, CHATML)
+        await bus.request(subjects.model_card_subject(MODEL), encode(card), timeout_s=HANGS_S)
+
+        async def is_said() -> bool:
+            with pytest.raises(ModelNotReady) as refused:
+                catalog.tokens_of(MODEL)
+            return "its tokenizer could not be loaded from the queue server" in str(refused.value)
+
+        await until(is_said)
 
 
 async def test_news_of_a_card_that_is_not_stored_yet(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,6 +182,16 @@ async def test_an_end_before_all_choices_are_complete_is_a_failed_attempt() -> N
     assert (request.state, actions.published) == (State.QUEUED, [2])
 
 
+async def test_an_attempt_that_was_moved_counts_as_in_the_header() -> None:
+    request, _ = open_request(max_attempts=1)
+    request.move(1, None, 1.0)
+    request.on_frame("w", accepted(2), 1.0)
+    request.on_frame("w", failed(1, 2), 1.0)
+    assert request.failure is not None
+    assert request.failure.message == "2 attempts, of which 1 failed (engine_died); the last: boom"
+    assert request.attempt == 2
+
+
 async def test_attempts_are_bounded() -> None:
     request, actions = open_request(max_attempts=3)
     request.on_frame("w", accepted(), 1.0)
