@@ -285,7 +285,7 @@ async def _serve(
             }.items()
         ]
         serving = group.create_task(server.serve(sockets=[listener]), name="http")
-        log.info("listening on http://%s:%d", services.settings.host, port)
+        log.info("listening on http://%s:%d", in_url(services.settings.host), port)
         if on_ready is not None:
             on_ready(port)
         await stop.wait()
@@ -349,10 +349,16 @@ async def _must_not_end(part: str, work: Coroutine[Any, Any, None]) -> NoReturn:
     raise GatewayDied(f"the {part} ended")
 
 
+def in_url(host: str) -> str:
+    """Return a host as URLs write it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def listen(host: str, port: int) -> socket.socket:
     """The socket that connections come to. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
+    is_dual = host == "::" and socket.has_dualstack_ipv6()  # every address, those of IPv4 too
+    listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG, dualstack_ipv6=is_dual)
     # Its connections inherit it. uvloop sets it anyway, asyncio's own loop does not: there a body that follows its
     # head in a second packet would wait for the client's acknowledgement, which takes 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

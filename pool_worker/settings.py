@@ -5,12 +5,47 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 
 from protocol import subjects
 from protocol.settings import PORT_PLACE, HttpUrlText, PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
 
+
+def _is_own_header(name: str) -> str:
+    if name.lower() in _CONNECTION_HEADERS:
+        raise ValueError(f"is set by the connection itself; not allowed: {', '.join(sorted(_CONNECTION_HEADERS))}")
+    return name
+
+
+def _is_header_text(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value()
+    if not (text.isascii() and text.isprintable()) or text != text.strip():
+        raise ValueError("must be printable ASCII without white space at its ends")
+    return value
+
+
+def _is_proxy(value: SecretStr) -> SecretStr:
+    if not re.fullmatch(r"https?://[^/\s]+/?", value.get_secret_value()):
+        raise ValueError("must be http://host:port or https://host:port, perhaps with user:password@")
+    return value
+
+
+_CONNECTION_HEADERS: Final = frozenset(
+    {
+        "connection",
+        "content-encoding",
+        "content-length",
+        "content-type",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+HeaderName = Annotated[str, Field(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$"), AfterValidator(_is_own_header)]
+HeaderValue = Annotated[SecretStr, AfterValidator(_is_header_text)]
+ProxyAddress = Annotated[SecretStr, AfterValidator(_is_proxy)]  # its password is a secret
 Seconds = Annotated[float, Field(ge=0, le=31_536_000)]  # a year: timers take no infinity
 PositiveMilliseconds = Annotated[float, Field(gt=0, le=3_600_000)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -18,11 +53,6 @@ Task = Literal["generate", "embed", "score"]
 NoticeKind = Literal["none", "aws", "gcp", "azure", "runpod", "salad"]
 REALLOCATING: Final[frozenset[NoticeKind]] = frozenset({"salad"})  # who moves a container to another machine when asked
 DETECTED: Final = "auto"
-# What clients of these APIs have at the end of their base URLs, and we append by ourselves.
-_API_PATH: Final = re.compile(
-    r"((?<=openrouter\.ai)/api|(?<=groq\.com)/openai|(?<=azure\.com)/openai)?/v\d\w*(/openai)?"
-    r"(/(chat/completions|completions|messages|models|embeddings|responses))?/*$"
-)
 HonouredField = Literal[
     "temperature",
     "top_p",
@@ -99,8 +129,13 @@ class ScriptedEngineSettings(Settings):
 class ConnectionSettings(Settings):
     """The way to an inference server, and the limits of waiting for it."""
 
-    url: HttpUrlText
+    url: HttpUrlText  # with or without the API's own path: http://host:8000 and http://host:8000/v1 are the same
     api_key: SecretStr | None = None  # sent as a bearer token
+    headers: dict[HeaderName, HeaderValue] = Field(default={})  # sent with every request
+    ca_file: Path | None = None  # who vouches for its certificate; None: SSL_CERT_FILE, else the usual authorities
+    client_cert_file: Path | None = None  # a certificate that it asks for, and the certificate's chain
+    client_key_file: Path | None = None  # None: it is in the same file
+    proxy: ProxyAddress | None = None  # the way there; variables such as HTTPS_PROXY are not read
     max_sequences: PositiveInt | None = None  # None: what the server tells, and where it does not, 64
     ready_s: Seconds = 900.0  # how long a starting server is waited for: it may have to load and compile
     connect_s: PositiveSeconds = 5.0
@@ -108,16 +143,12 @@ class ConnectionSettings(Settings):
     health_limit_s: PositiveSeconds = 10.0  # a server that is not healthy for so long is lost
 
     @model_validator(mode="after")
-    def _url_has_no_api_path(self) -> Self:
-        base = _API_PATH.sub("", self.url)
-        if base != self.url and not self._may_have_version():
-            ending = self.url[len(base) :]
-            raise ValueError(f"url: must not end in {ending}: Spillway appends the API's paths; write {base}")
+    def _key_must_have_certificate(self) -> Self:
+        if self.client_key_file is not None and self.client_cert_file is None:
+            raise ValueError("client_key_file: needs client_cert_file")
+        if self.api_key is not None and "authorization" in map(str.lower, self.headers):
+            raise ValueError("headers, api_key: both set the header 'authorization'")
         return self
-
-    def _may_have_version(self) -> bool:
-        """Return whether the paths that are appended to the URL begin with no version."""
-        return False
 
 
 class ServerEngineSettings(ConnectionSettings):
@@ -210,8 +241,11 @@ class OpenAIChatSettings(ChatEngineSettings):
     ]
     api_version: str = "2024-10-21"  # of Azure OpenAI
 
-    def _may_have_version(self) -> bool:
-        return self.profile == "deepseek"
+    @model_validator(mode="after")
+    def _azure_asks_deployments(self) -> Self:
+        if self.profile == "azure" and re.search(r"/openai/v\d\w*/*$", self.url):
+            raise ValueError("url: the profile 'azure' asks /openai/deployments; for the API at /openai/v1: 'openai'")
+        return self
 
 
 class ClaudeSettings(ChatEngineSettings):
@@ -237,9 +271,6 @@ class AwsSettings(ChatEngineSettings):
 
     aws_region: Annotated[str, Field(pattern="^[a-z0-9-]+$")]
     aws_profile: str | None = None  # of ~/.aws; None: what the environment says, or the machine's role
-
-    def _may_have_version(self) -> bool:
-        return True
 
 
 class BedrockSettings(AwsSettings):

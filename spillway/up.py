@@ -159,7 +159,7 @@ def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
 def _check_port_is_free(host: str, port: int) -> None:
     if port == 0:
         return
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -326,7 +326,7 @@ async def _unless_stopped(work: asyncio.Future[Any], stop: asyncio.Event) -> boo
 
 def _base_url(config: Config) -> str:
     host = "127.0.0.1" if config.gateway.host in {"0.0.0.0", "::"} else config.gateway.host  # noqa: S104
-    return f"http://{host}:{config.gateway.port}"
+    return f"http://[{host}]:{config.gateway.port}" if ":" in host else f"http://{host}:{config.gateway.port}"
 
 
 def _running(config: Config, api_key: str, admin_password: str) -> Running:

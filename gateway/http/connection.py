@@ -42,6 +42,8 @@ SINGLE_HEADERS: Final = (
 
 log = logging.getLogger(__name__)
 
+MAPPED_IPV4: Final = "::ffff:"
+
 
 class Connection(HttpToolsProtocol):
     """One client's connection."""
@@ -73,6 +75,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         """A client has connected."""
         super().connection_made(transport)
+        if self.client is not None:  # at "::", an IPv4 address comes as ::ffff:192.0.2.1, and settings name 192.0.2.1
+            self.client = (self.client[0].removeprefix(MAPPED_IPV4), self.client[1])
         error = self._connections.enter(self._address)
         if error is not None:
             self._refuse(error)

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 from engine.errors import RequestRejected
 from engine.step_stats import SequenceClock, StepStats
-from engine.types import EngineCounters, EngineStats, FinishReason, Refusal, SequenceOutput
+from engine.types import EngineCounters, EngineStats, FinishReason, Refusal, SamplingParams, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats import chat_format
@@ -27,7 +27,7 @@ from pool_worker.engines.reported_ends import EndReason
 from pool_worker.engines.server_choice import SEED_STRIDE
 from pool_worker.engines.server_connection import AttemptFailed, ServerConnection
 from pool_worker.settings import AnyChatSettings
-from protocol.chat import TAKES_MESSAGES, ChatUsage, Part
+from protocol.chat import TAKES_MESSAGES, Chat, ChatUsage, Part
 from protocol.messages import PROTOCOL_VERSION, ModelCard
 
 CHARS_PER_TOKEN: Final = 4.0  # of English text, by OpenAI's own rule of thumb
@@ -47,7 +47,11 @@ class ChatServerEngine:
         self._settings = settings
         self._format = chat_format(settings)
         self.continues, self.honoured = self._format.continues, self._format.honoured
-        self._connection = ServerConnection(settings, self._lose, self._format.auth(), self._format.meant)
+        nothing = ChatServerRequest(settings.model, Chat(()), SamplingParams(), None, None)
+        self._path = path = self._format.path(nothing)
+        self._connection = ServerConnection(
+            settings, self._lose, self._format.auth(), self._format.meant, api_paths=(path,)
+        )
         self._sequences = settings.max_sequences or DEFAULT_SEQUENCES
         self._places = asyncio.Semaphore(self._sequences)
         self._tasks: dict[str, dict[ChatChoice, asyncio.Task[None]]] = {}  # by request
@@ -68,13 +72,15 @@ class ChatServerEngine:
         health_path = self._format.health_path
         if health_path is not None:
             await self._connection.wait_until_ready(health_path)
+        await self._connection.check_credentials(self._path)
+        if health_path is not None:
             self._watching = asyncio.create_task(self._connection.watch(health_path), name="server health")
         length = self._settings.max_model_len
-        log.info("%s at %s serves %s", self.name, self._settings.url, self._settings.model)
+        log.info("%s at %s serves %s", self.name, self._connection.place, self._settings.model)
         return Capacity(self._sequences, self._sequences * length, length)
 
     def _lose(self, reason: str) -> None:
-        self._death = EngineDiedError(f"{self._settings.url} is lost: {reason}")
+        self._death = EngineDiedError(f"{self._connection.place} is lost: {reason}")
         self._changed.set()
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:

@@ -7,8 +7,9 @@ What is asked and what the events mean is the caller's; what cuts a body into ev
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -16,11 +17,11 @@ import httpx
 import msgspec
 
 from engine.errors import RequestRejected
-from pool_worker.certificates import authorities
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.event_decoder import EventDecoder
 from pool_worker.engines.framing import DONE, FRAMINGS, Framing, MalformedEvent, ServerFailure
 from pool_worker.engines.reported_errors import failure_in
+from pool_worker.engines.server_client import OPENAI_PATHS, client_of, final_advice, shown
 from pool_worker.settings import ConnectionSettings
 from pool_worker.sidecar.readiness import Readiness
 from protocol.backoff import wait_for
@@ -36,7 +37,10 @@ RETRY_SHARE: Final = 0.2  # of all streams: how many may be asked for again, so 
 MAX_RETRIES_SAVED: Final = 10.0
 MAX_ERROR_CHARS: Final = 500
 BUSY_STATUSES: Final = frozenset({429, 503, 529})
+CREDENTIAL_STATUSES: Final = frozenset({401, 403})
 REFUSED_STATUSES: Final = frozenset({400, 413, 422})  # about this request; all others are about the server or its key
+
+log = logging.getLogger(__name__)
 
 _HEADERS: Final = {"content-type": "application/json", "accept": "text/event-stream, application/x-ndjson"}
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -74,21 +78,18 @@ class ServerConnection:
         lose: Callable[[str], None],
         auth: httpx.Auth | None = None,
         meant: Meant = lambda status, _headers, _text: status,
+        api_paths: Sequence[str] = OPENAI_PATHS,
     ) -> None:
-        """Open nothing yet. ``auth`` signs what is sent, where an API key as a bearer token is not enough."""
+        """Open nothing yet. ``auth`` signs what is sent, where an API key as a bearer token is not enough.
+
+        ``api_paths`` are those that the settings' URL may end in. Raises EngineDiedError.
+        """
         self._settings = settings
         self._lose = lose
         self._meant = meant
-        key = settings.api_key
-        self._client = httpx.AsyncClient(
-            base_url=settings.url.rstrip("/"),
-            auth=auth,
-            headers={} if key is None or auth is not None else {"authorization": f"Bearer {key.get_secret_value()}"},
-            timeout=httpx.Timeout(settings.silence_s, connect=settings.connect_s, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=settings.max_sequences or 256),
-            verify=authorities(),
-            trust_env=False,
-        )
+        timeout = httpx.Timeout(settings.silence_s, connect=settings.connect_s, pool=None)
+        self._client = client_of(settings, api_paths=api_paths, auth=auth, timeout=timeout)
+        self.place = shown(str(self._client.base_url))  # for people
         self._running = 0  # streams
         self._last_seen_s = 0.0  # monotonic clock: the last event of any stream
         self._retries = MAX_RETRIES_SAVED
@@ -104,7 +105,7 @@ class ServerConnection:
 
     async def wait_until_ready(self, health_path: str, facts_path: str | None = None) -> dict[str, Any]:
         """Return what a ready server answers at ``facts_path``, if it has one. Raises EngineDiedError."""
-        wait = Readiness(self._settings.url, self._settings.ready_s)
+        wait = Readiness(self.place, self._settings.ready_s)
         while True:
             try:
                 (await self._client.get(health_path)).raise_for_status()
@@ -112,9 +113,42 @@ class ServerConnection:
                     return {}
                 return _decode((await self._client.get(facts_path)).raise_for_status().content)
             except UNDECODABLE as error:
-                raise EngineDiedError(f"{self._settings.url}{facts_path} answers no JSON object: {error}") from error
+                raise EngineDiedError(f"{self.place}{facts_path} answers no JSON object: {error}") from error
             except httpx.HTTPError as error:
+                self._raise_if_final(error)
                 await wait.not_yet(_reason(error))
+
+    async def check_credentials(self, path: str) -> None:
+        """Post an empty request, to see whether the server would refuse any. Raises EngineDiedError.
+
+        It costs nothing, and every API that we know judges the credentials first.
+        """
+        place = shown(self.place + path)
+        try:
+            async with (
+                asyncio.timeout(self._settings.health_limit_s),
+                self._client.stream("POST", path, content=b"{}", headers=_HEADERS) as response,
+            ):
+                text = (await _head_of(response)).decode(errors="replace")
+                status = self._meant(response.status_code, response.headers, text)
+        except (httpx.HTTPError, TimeoutError) as error:
+            if isinstance(error, httpx.HTTPError):
+                self._raise_if_final(error)
+            log.warning("%s cannot be reached yet: %s", place, _reason(error))
+            return
+        if status in CREDENTIAL_STATUSES:
+            raise EngineDiedError(_refused_credentials(place, status, text))
+        if status == httpx.codes.NOT_FOUND:
+            log.warning("%s answers 404; are engine.url and engine.model right? %s", place, text)
+
+    def _raise_if_final(self, error: httpx.HTTPError) -> None:
+        """Raise EngineDiedError for what no waiting changes."""
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in CREDENTIAL_STATUSES:
+            place, text = shown(str(error.request.url)), error.response.text[:MAX_ERROR_CHARS]
+            raise EngineDiedError(_refused_credentials(place, error.response.status_code, text)) from error
+        advice = final_advice(error)
+        if advice is not None:
+            raise EngineDiedError(f"{self.place}: {_reason(error)}; {advice}") from error
 
     async def page(self, path: str) -> bytes:
         """Return what a ready server shows at ``path``; nothing where it shows nothing, or too much."""
@@ -159,6 +193,12 @@ class ServerConnection:
         A server that is too busy to begin is asked again, within limits. Raises RequestRejected and AttemptFailed;
         ``answer`` may raise MalformedEvent and ServerFailure, which become the latter.
         """
+        try:
+            await self._stream(path, body, framing, answer)
+        except AttemptFailed as error:
+            raise AttemptFailed(f"{shown(self.place + path)}: {error}") from error
+
+    async def _stream(self, path: str, body: Mapping[str, Any], framing: Framing, answer: Answer) -> None:
         self._retries = min(MAX_RETRIES_SAVED, self._retries + RETRY_SHARE)
         content = msgspec.json.encode(body)
         if not self._running:
@@ -276,6 +316,10 @@ async def _head_of(response: httpx.Response) -> bytes:
             if len(head) >= MAX_ERROR_CHARS:
                 break
     return head[:MAX_ERROR_CHARS]
+
+
+def _refused_credentials(place: str, status: int, text: str) -> str:
+    return f"{place} refuses the credentials (engine.api_key or what stands for it): it answered {status}: {text}"
 
 
 def _reason(error: Exception) -> str:

@@ -10,6 +10,7 @@ from pool_worker.engines.formats import FORMATS
 from pool_worker.engines.formats.base import Abilities, Delta, ServerFacts, ServerRequest, WireFormat
 from pool_worker.engines.formats.memory import MEMORY_PAGES
 from pool_worker.engines.framing import MalformedEvent
+from pool_worker.engines.server_client import OPENAI_PATHS
 from pool_worker.engines.server_connection import ServerConnection
 from pool_worker.settings import ServerEngineSettings
 
@@ -48,13 +49,14 @@ class HttpSource:
 
     def __init__(self, settings: ServerEngineSettings, lose: Callable[[str], None]) -> None:
         """Connect to nothing yet. ``lose`` is called once with the reason why the server is lost."""
-        self.place = settings.url
         self._format = FORMATS[settings.kind]
         self.abilities: type[Abilities] = self._format
         self.adds_bos = settings.adds_bos
         self.continues = settings.continues
         self._settings = settings
-        self._connection = ServerConnection(settings, lose)
+        own_path = _path(self._format.generate_path, settings.model or "")
+        self._connection = ServerConnection(settings, lose, api_paths=(own_path, *OPENAI_PATHS))
+        self.place = self._connection.place
 
     async def start(self) -> ServerFacts:
         """Wait until the server is ready; return what it reports."""
@@ -66,7 +68,7 @@ class HttpSource:
         try:
             facts = self._format.facts(answer, settings.model)
         except MalformedEvent as error:
-            raise EngineDiedError(f"{settings.url} is no {settings.kind} server: {error}") from error
+            raise EngineDiedError(f"{self.place} is no {settings.kind} server: {error}") from error
         memory = MEMORY_PAGES.get(settings.kind)
         if memory is not None:
             facts = replace(facts, memory_tokens=memory.read(await self._connection.page(memory.path)))

@@ -9,8 +9,8 @@ from typing import Any, Final
 import httpx
 import msgspec
 
-from pool_worker.certificates import authorities
 from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.server_client import client_of, final_advice, shown
 from pool_worker.settings import ServerEngineSettings
 from pool_worker.sidecar.readiness import Readiness
 from protocol.wire import UNDECODABLE
@@ -48,26 +48,32 @@ PROBES: Final[tuple[tuple[str, Callable[[_Answer], str | None]], ...]] = (
 
 async def detect(settings: ServerEngineSettings, wait: Readiness | None = None) -> str:
     """Wait until a server answers; return its kind. Raises EngineDiedError."""
-    url, key = settings.url.rstrip("/"), settings.api_key
-    headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
-    wait = wait or Readiness(url, settings.ready_s)
     timeout = httpx.Timeout(ANSWER_LIMIT_S, connect=settings.connect_s)
-    async with httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=timeout, verify=authorities(), trust_env=False
-    ) as client:
+    async with client_of(settings, timeout=timeout) as client:
+        url = shown(str(client.base_url))
+        wait = wait or Readiness(url, settings.ready_s)
         while True:
             try:
-                kind = await _ask(client)
+                kind, statuses = await _ask(client)
             except httpx.HTTPError as error:
+                advice = final_advice(error)
+                if advice is not None:
+                    raise EngineDiedError(f"{url}: {error}; {advice}") from error
                 await wait.not_yet(str(error) or type(error).__name__)
                 continue
+            if kind is None and statuses & {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
+                raise EngineDiedError(f"{url} refuses the credentials (engine.api_key)")
             if kind is None:
                 raise EngineDiedError(f"{url} does not tell what server it is: say so with --engine-kind (engine.kind)")
             return kind
 
 
-async def _ask(client: httpx.AsyncClient) -> str | None:
-    """Probe a server for its kind. Raises httpx.HTTPError without an answer, or if it says to retry later."""
+async def _ask(client: httpx.AsyncClient) -> tuple[str | None, set[int]]:
+    """Return a server's kind, and the statuses that it answered.
+
+    Raises httpx.HTTPError without an answer, or if it says to retry later.
+    """
+    statuses: set[int] = set()
     for path, kind_of in PROBES:
         async with client.stream("GET", path) as response:
             if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
@@ -77,6 +83,7 @@ async def _ask(client: httpx.AsyncClient) -> str | None:
                 body += chunk
                 if len(body) > ANSWER_LIMIT_BYTES:
                     break
+        statuses.add(response.status_code)
         if not response.is_success:
             continue
         try:
@@ -84,5 +91,5 @@ async def _ask(client: httpx.AsyncClient) -> str | None:
         except UNDECODABLE:
             continue
         if kind is not None:
-            return kind
-    return None
+            return kind, statuses
+    return None, statuses

@@ -60,6 +60,7 @@ class ChatReplay:
     headers: list[dict[str, str]] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
     is_healthy: bool = True
+    check_status: int = 400  # of an empty request
     token_s: float = 0.0
     streams: int = 0  # that run
     url: str = ""
@@ -68,7 +69,7 @@ class ChatReplay:
         """Be as new, at the same address."""
         for told in (self.faults, self.bodies, self.headers, self.urls):
             told.clear()
-        self.repeats_prefix, self.is_healthy, self.token_s = False, True, 0.0
+        self.repeats_prefix, self.is_healthy, self.check_status, self.token_s = False, True, 400, 0.0
 
     def received(self, request: Request) -> None:
         """Look at what is not in the body."""
@@ -81,6 +82,8 @@ class ChatReplay:
 
         async def chat(request: Request) -> Response:
             body = await request.json()
+            if not body:  # a check of credentials
+                return JSONResponse({}, self.check_status)
             self.bodies.append(body)
             self.headers.append(dict(request.headers))
             self.urls.append(str(request.url))

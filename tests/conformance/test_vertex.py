@@ -52,7 +52,7 @@ async def driving(replay: VertexReplay, **more: Any) -> AsyncIterator[Driver]:
         yield driver
 
 
-@pytest.mark.parametrize(("life_s", "tokens"), [(3600, 1), (60, 2)])
+@pytest.mark.parametrize(("life_s", "tokens"), [(3600, 1), (60, 3)])
 async def test_a_token_serves_until_shortly_before_it_expires(replay: VertexReplay, life_s: int, tokens: int) -> None:
     replay.token_life_s = life_s
     async with driving(replay) as driver:
@@ -65,24 +65,35 @@ async def test_a_token_serves_until_shortly_before_it_expires(replay: VertexRepl
 
 
 async def test_nothing_else_waits_for_a_token_and_many_ask_for_one_once(replay: VertexReplay) -> None:
-    replay.may_give_tokens.clear()
-    async with driving(replay) as driver:
+    replay.token_life_s = 60
+    async with driving(replay) as driver:  # whose start has had one
+        replay.token_life_s = 3600
+        replay.may_give_tokens.clear()
         for name in ("a", "b"):
             driver.engine.submit(ChatRequest(name, chat(), SamplingParams(max_tokens=100), 7))
-        await driver.wait_until(lambda: replay.tokens == 1)  # while the loop runs
+        await driver.wait_until(lambda: replay.tokens == 2)  # while the loop runs
         assert not replay.bodies
         replay.may_give_tokens.set()
         await driver.wait(lambda: all(driver.answers[name, 0].finish_reason == "stop" for name in ("a", "b")))
-    assert replay.tokens == 1
+    assert replay.tokens == 2
 
 
 async def test_who_gets_no_token_fails_the_attempt_alone(replay: VertexReplay) -> None:
-    replay.token_status = 400
+    replay.token_life_s = 60
     async with driving(replay) as driver:
+        replay.token_status = 400
         assert "no access token" in ((await driver.answer()).error or "")
         assert not driver.refusals
         replay.token_status = 200
         assert (await driver.answer(name="after")).finish_reason == "stop"
+
+
+async def test_who_gets_no_token_does_not_start(replay: VertexReplay) -> None:
+    replay.token_status = 400
+    engine = engines.create(VertexSettings(**VERTEX, url=replay.url))
+    with pytest.raises(EngineDiedError, match="no access token"):
+        await engine.start()
+    await engine.stop()
 
 
 def test_without_credentials_or_the_extra_no_worker_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

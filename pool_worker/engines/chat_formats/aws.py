@@ -12,6 +12,7 @@ from botocore.exceptions import BotoCoreError
 from botocore.session import Session
 
 from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.server_client import CredentialsError
 from pool_worker.settings import AwsSettings
 
 _THROTTLED: Final = frozenset({"ThrottlingException", "Throttling", "TooManyRequestsException", "SlowDown"})
@@ -50,7 +51,7 @@ class SignatureV4(httpx.Auth):
             # Renewing asks another service, and blocks.
             frozen = await asyncio.to_thread(self._credentials.get_frozen_credentials)
         except BotoCoreError as error:
-            raise httpx.RequestError(f"no AWS credentials: {error}", request=request) from error
+            raise CredentialsError(f"no AWS credentials: {error}", request=request) from error
         headers = {"content-type": request.headers["content-type"]}
         signed = AWSRequest(request.method, str(request.url), headers=headers, data=request.content)
         SigV4Auth(frozen, self._service, self._region).add_auth(signed)

@@ -14,6 +14,7 @@ import httpx
 from google.auth.exceptions import GoogleAuthError, TransportError
 
 from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.server_client import CredentialsError
 from pool_worker.settings import GoogleSettings
 
 SCOPE: Final = "https://www.googleapis.com/auth/cloud-platform"
@@ -49,7 +50,9 @@ class AccessToken(httpx.Auth):
                 try:
                     await asyncio.to_thread(self._credentials.refresh, _ask)
                 except GoogleAuthError as error:
-                    raise httpx.RequestError(f"no access token: {error}", request=request) from error
+                    may_pass = isinstance(error, TransportError) or error.retryable
+                    kind = httpx.RequestError if may_pass else CredentialsError
+                    raise kind(f"no access token: {error}", request=request) from error
         request.headers["authorization"] = f"Bearer {self._credentials.token}"
         yield request
 

@@ -2,17 +2,13 @@
 
 import asyncio
 import datetime as dt
-import ssl
 from email.utils import format_datetime
 from functools import partial
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
+from tests.certificates import certified
 from tests.integration.webhooks.conftest import Received, StartReceiver, settings, status
 from webhooks.addresses import LookUp, look_up
 from webhooks.secrets import new_secret
@@ -50,7 +46,7 @@ async def test_the_resolved_address_is_asked_by_the_name(
         asked.append(host)
         return ["127.0.0.1"] if len(asked) == 1 else ["10.0.0.1"]  # a later answer would be another one
 
-    receiver = await start_receiver(_certified(tmp_path, NAME))
+    receiver = await start_receiver(certified(tmp_path, NAME))
     url = f"https://{NAME}:{receiver.port}/hook"
     refused = await send(url, names=lambda _host, _port: ["127.0.0.1"])
     assert "CERTIFICATE_VERIFY_FAILED" in (refused.error or "")
@@ -131,35 +127,3 @@ async def test_a_receiver_costs_no_more_than_its_limits(start_receiver: StartRec
     receiver.answer = lambda _request: b"HTTP/1.1 200 x\r\n" + b"a: b\r\n" * 100_000
     assert "RemoteProtocolError" in ((await send(receiver.url)).error or "")
     assert "ConnectError" in ((await send("http://127.0.0.1:1/")).error or "")
-
-
-def _certified(folder: Path, name: str) -> ssl.SSLContext:
-    """Return a server's TLS with a certificate for a name, by an authority whose certificate is in the folder."""
-    now, keys = dt.datetime.now(dt.UTC), [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
-    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)]) for text in ("test authority", name)]
-    made = []
-    for subject, key, extension in (
-        (names[0], keys[0], x509.BasicConstraints(ca=True, path_length=None)),
-        (names[1], keys[1], x509.SubjectAlternativeName([x509.DNSName(name)])),
-    ):
-        made.append(
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(names[0])
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - dt.timedelta(days=1))
-            .not_valid_after(now + dt.timedelta(days=1))
-            .add_extension(extension, critical=False)
-            .sign(keys[0], hashes.SHA256())
-        )
-    (folder / "ca.pem").write_bytes(made[0].public_bytes(serialization.Encoding.PEM))
-    (folder / "server.pem").write_bytes(
-        made[1].public_bytes(serialization.Encoding.PEM)
-        + keys[1].private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-    )
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(folder / "server.pem")
-    return context

@@ -1,6 +1,9 @@
 """The gateway's end."""
 
 import asyncio
+import socket
+
+import pytest
 
 from gateway import main
 from tests.waiting import HANGS_S
@@ -25,3 +28,18 @@ async def test_a_task_that_lost_a_cancellation_is_cancelled_again() -> None:
         await main._end(tasks)  # type: ignore[arg-type]
     assert all(task.cancelled() for task in tasks)
     assert lost == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "reached_at"),
+    [("::", ("127.0.0.1", "::1")), ("127.0.0.1", ("127.0.0.1",)), ("0.0.0.0", ("127.0.0.1",)), ("::1", ("::1",))],
+)
+def test_the_gateway_listens_on_ipv4_and_ipv6(host: str, reached_at: tuple[str, ...]) -> None:
+    with main.listen(host, 0) as listener:
+        for address in reached_at:
+            with socket.create_connection((address, listener.getsockname()[1])):
+                pass
+
+
+def test_urls_have_brackets() -> None:
+    assert [main.in_url(host) for host in ("::", "::1", "127.0.0.1")] == ["[::]", "[::1]", "127.0.0.1"]

@@ -36,6 +36,7 @@ EVERY_SECRET = (
     'client_secret = "of oidc"\nallowed_groups = ["g"]\n'
     + "".join(
         f'[pools.{name}]\nmodels = ["m"]\n[pools.{name}.engine]\n{engine}\napi_key = "sk-of-{name}"\n'
+        f'proxy = "http://user:password-of-{name}@proxy:3128"\nheaders = {{ X-Route = "route-of-{name}" }}\n'
         for name, engine in ENGINES.items()
     )
     + "".join(
