@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
+from web.compressed import decoded, encoding_of
 from web.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow, UnsupportedEncoding
 
 LARGE_BODY_BYTES: Final = 16 * 1024  # others must not wait while a larger one is read: the worst takes 250 ns a byte
@@ -19,11 +20,23 @@ async def read_body(
     limit_s: float,
     whole_body: Callable[[], bytes | None] = lambda: None,
 ) -> bytes:
-    """Read the whole body, giving up at the bounds. ``whole_body``: what takes it where it is here already.
+    """Read the whole body and decode it, up to the bounds. ``whole_body``: what takes it where it is here already.
 
-    Raises BodyTooLarge, RequestTooSlow, ClientDisconnected, and UnsupportedEncoding for a compressed one.
+    Raises BodyTooLarge, RequestTooSlow, ClientDisconnected, UnsupportedEncoding, and InvalidParameter for a compressed
+    body that is broken.
     """
-    refuse_compressed(headers)
+    encoding = encoding_of(headers.get(b"content-encoding", b""))
+    body = await _read_sent(receive, headers, max_bytes, limit_s, whole_body)
+    return body if encoding is None else await asyncio.to_thread(decoded, body, encoding, max_bytes)
+
+
+async def _read_sent(
+    receive: Receive,
+    headers: Mapping[bytes, bytes],
+    max_bytes: int,
+    limit_s: float,
+    whole_body: Callable[[], bytes | None],
+) -> bytes:
     here = whole_body()
     if here is not None:
         if len(here) > max_bytes:

@@ -38,5 +38,7 @@ class BodyReader:
             return await read_body(receive, headers, self._max_body_bytes, self._limit_s)
 
     def _most(self, headers: Mapping[bytes, bytes]) -> int:
+        if headers.get(b"content-encoding"):
+            return self._max_body_bytes  # what it becomes
         length = headers.get(b"content-length", b"")
         return min(int(length), self._max_body_bytes) if length.isdigit() else self._max_body_bytes

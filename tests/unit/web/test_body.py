@@ -1,7 +1,10 @@
 import asyncio
+import gzip
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import zstandard
 
 from web.body import MAX_BODY_VALUES, Receive, check_values, read_body
 from web.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow, UnsupportedEncoding
@@ -75,10 +78,39 @@ def test_json_in_texts_counts_together() -> None:
         check_values(half, half, param="messages")
 
 
-@pytest.mark.parametrize("encoding", [b"gzip", b"GZIP, deflate", b"br"])
-async def test_a_compressed_body_is_refused_before_it_is_read(encoding: bytes) -> None:
+@pytest.mark.parametrize("encoding", [b"deflate", b"GZIP, deflate", b"br", b"gzip, zstd"])
+async def test_a_body_of_another_coding_is_refused_before_it_is_read(encoding: bytes) -> None:
     with pytest.raises(UnsupportedEncoding, match="uncompressed") as caught:
         await read_body(receiving(), {b"content-encoding": encoding}, 3, LIMIT_S)
     assert caught.value.status == 415
     plain = {b"content-encoding": b"identity"}
     assert await read_body(receiving(part(b"a", more=False)), plain, 3, LIMIT_S) == b"a"
+
+
+CODINGS: dict[bytes, Callable[[bytes], bytes]] = {
+    b"gzip": gzip.compress,
+    b"x-gzip": gzip.compress,
+    b"ZSTD": zstandard.compress,
+}
+MIB = 1024 * 1024
+
+
+async def read_coded(sent: bytes, coding: bytes, max_bytes: int = 64 * MIB) -> bytes:
+    half = len(sent) // 2
+    messages = receiving(part(sent[:half]), part(sent[half:], more=False))
+    return await read_body(messages, {b"content-encoding": coding}, max_bytes, LIMIT_S)
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+async def test_a_compressed_body_is_decoded_within_bounds(coding: bytes) -> None:
+    packed = CODINGS[coding]
+    assert await read_coded(packed(b'{"a": 1}'), coding) == b'{"a": 1}'
+    assert await read_coded(packed(b"a") + packed(b"b"), coding) == b"ab"  # members, or frames
+    assert await read_coded(packed(b"x" * MIB), coding) == b"x" * MIB
+    with pytest.raises(BodyTooLarge, match="at most 100 bytes"):
+        await read_coded(packed(b"x" * 101), coding, 100)
+    with pytest.raises(BodyTooLarge, match="100 times"):
+        await read_coded(packed(b"x" * 32 * MIB), coding)
+    for broken in (b"no such thing", packed(b"whole")[:-9]):
+        with pytest.raises(InvalidParameter, match="not valid"):
+            await read_coded(broken, coding)

@@ -1,0 +1,65 @@
+"""Compressed request bodies: gzip and zstd, decoded up to bounds, so that a few bytes cannot become gigabytes."""
+
+import io
+import zlib
+from typing import Final
+
+import zstandard
+
+from web.errors import BodyTooLarge, InvalidParameter, UnsupportedEncoding
+
+ENCODINGS: Final = {"gzip": "gzip", "x-gzip": "gzip", "zstd": "zstd"}
+MAX_RATIO: Final = 100  # of decoded bytes to sent ones, beyond the next
+FREE_BYTES: Final = 1024 * 1024  # decoded, whatever the ratio
+MAX_WINDOW_BYTES: Final = 8 * 1024 * 1024  # of zstd, as RFC 9659 has it for HTTP
+_GZIP_WBITS: Final = 31
+
+
+def encoding_of(header: bytes) -> str | None:
+    """Return the coding that a content-encoding names, None for none. Raises UnsupportedEncoding."""
+    name = header.decode("latin-1").strip().lower()
+    if name in {"", "identity"}:
+        return None
+    if name not in ENCODINGS:
+        raise UnsupportedEncoding(
+            f"The body has the content-encoding '{name[:100]}': send it uncompressed, or as gzip or zstd."
+        )
+    return ENCODINGS[name]
+
+
+def decoded(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Decode a whole body. Raises BodyTooLarge, and InvalidParameter for what is not of this coding."""
+    limit = min(max_bytes, max(FREE_BYTES, MAX_RATIO * len(body)))
+    try:
+        plain = _of_gzip(body, limit) if encoding == "gzip" else _of_zstd(body, limit)
+    except (zlib.error, zstandard.ZstdError, EOFError) as error:
+        raise InvalidParameter(f"The body is not valid {encoding}: {error}") from error
+    if len(plain) <= limit:
+        return plain
+    if limit == max_bytes:
+        raise BodyTooLarge(f"The request body may have at most {max_bytes} bytes, also once it is decoded.")
+    raise BodyTooLarge(f"The request body may become at most {MAX_RATIO} times as large by decoding it.")
+
+
+def _of_gzip(body: bytes, limit: int) -> bytes:
+    plain, rest = bytearray(), body
+    while rest:  # each member; a decoder makes no more than it is asked for
+        decoder = zlib.decompressobj(_GZIP_WBITS)
+        plain += decoder.decompress(rest, limit + 1 - len(plain))
+        if len(plain) > limit:
+            break
+        if not decoder.eof:
+            raise EOFError("it is cut")
+        rest = decoder.unused_data
+    return bytes(plain)
+
+
+def _of_zstd(body: bytes, limit: int) -> bytes:
+    decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    with decoder.stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
+        plain = bytearray()
+        while len(plain) <= limit and (piece := reader.read(limit + 1 - len(plain))):
+            plain += piece
+    if body and not plain:
+        raise EOFError("it is cut")
+    return bytes(plain)
