@@ -114,10 +114,10 @@ conformance-skypilot: ## A fleet by the real SkyPilot, whose machines are jobs o
 	.venv/bin/python -m tests.conformance.real_skypilot
 
 AGENT_KILLS ?= 2
-agents: ## Coding agents work while their tool calls are torn apart: make agents [AGENT_KILLS=2] [AGENT_SEED=1]
+agents: ## Coding agents work on several template rules while their tool calls are torn apart: make agents [AGENT_KILLS=2] [AGENT_RULES=alternating]
 	@scripts/setup.sh test
 	.venv/bin/python scripts/install_node_packages.py tests/agents
-	AGENT_KILLS=$(AGENT_KILLS) AGENT_SEED=$(or $(AGENT_SEED),1) .venv/bin/python -m pytest -v -n 0 tests/agents/agents.py $(PYTEST_ARGS)
+	AGENT_KILLS=$(AGENT_KILLS) AGENT_SEED=$(or $(AGENT_SEED),1) $(if $(AGENT_RULES),AGENT_RULES="$(AGENT_RULES)") .venv/bin/python -m pytest -v -n 0 tests/agents/agents.py $(PYTEST_ARGS)
 
 KILLS_OF_CONTROLLERS ?= 200
 fleet-kills: ## Kill the fleet controller at any step of launches and ends at EC2 in a box: make fleet-kills [KILLS_OF_CONTROLLERS=200]

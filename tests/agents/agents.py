@@ -10,6 +10,7 @@ import pytest
 from tests.agents.killer import Killer
 from tests.agents.programs import AGENTS
 from tests.player.system import PlayedSystem, run_played
+from tests.tool_templates import ALTERNATING_STYLE, SYSTEM_FIRST_STYLE, THINKING_STYLE, WITHOUT_TOOLS_STYLE
 
 KILLS = int(os.environ.get("AGENT_KILLS", "2"))  # of each answer that calls a tool
 SEED = int(os.environ.get("AGENT_SEED", "1"))
@@ -23,10 +24,24 @@ if __name__ == "__main__":
 '''
 
 
-@pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedSystem]:
+# What the model's template demands of a conversation. "tools unknown" needs a prompt of ours for tools: AGENT_RULES.
+RULES = {
+    "no rule": THINKING_STYLE,
+    "system first": SYSTEM_FIRST_STYLE,
+    "alternating": ALTERNATING_STYLE,
+    "tools unknown": WITHOUT_TOOLS_STYLE,
+}
+CHOSEN = os.environ.get("AGENT_RULES", "no rule,system first,alternating").split(",")
+
+
+@pytest.fixture(scope="module", params=CHOSEN)
+def system(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedSystem]:
     with run_played(
-        tmp_path_factory.mktemp("agents") / "run", workers=4, inter_token_s=INTER_TOKEN_S, with_vectors=False
+        tmp_path_factory.mktemp("agents") / "run",
+        workers=4,
+        inter_token_s=INTER_TOKEN_S,
+        with_vectors=False,
+        template=RULES[request.param],
     ) as played:
         yield played
 

@@ -103,15 +103,16 @@ class PlayedScript(Script):
 class PlayingEngine(ScriptedEngine):
     """A scripted engine whose answers are plays, and obey grammars: one that does not is refused."""
 
-    def __init__(self, settings: ScriptedEngineSettings) -> None:
+    def __init__(self, settings: ScriptedEngineSettings, template: str = THINKING_STYLE) -> None:
         super().__init__(settings)
+        self._template = template
         self._script: PlayedScript = PlayedScript(self._script)
         self._vocabulary: LLTokenizer | None = None
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
         """Return a card whose template knows tools and reasoning."""
         card, tokenizer_json = super().model_card(model)
-        return msgspec.structs.replace(card, chat_template=THINKING_STYLE), tokenizer_json
+        return msgspec.structs.replace(card, chat_template=self._template), tokenizer_json
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
         """Accept a request without blocking."""

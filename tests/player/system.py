@@ -19,6 +19,7 @@ from spillway.config import load_config
 from tests.chaos.system import MODEL, Shape, System
 from tests.chaos.workers import worker_process
 from tests.player.engine import PlayingEngine, Turn
+from tests.tool_templates import THINKING_STYLE
 from tests.waiting import HANGS_S, until
 
 VECTORS = "vectors"  # the model that makes embeddings
@@ -29,13 +30,13 @@ PRICE = {"completion": 1.0}  # of the model's tokens, where keys have limits: bu
 T = TypeVar("T")
 
 
-def playing_worker(settings_json: str, log_path: str) -> None:
+def playing_worker(settings_json: str, log_path: str, template: str = THINKING_STYLE) -> None:
     """The whole life of a worker whose scripted engine plays; one that makes vectors stays as it is."""
     create = engines.create
 
     def play(settings: Any) -> Any:
         plays = isinstance(settings, ScriptedEngineSettings) and settings.task == "generate"
-        return PlayingEngine(settings) if plays else create(settings)
+        return PlayingEngine(settings, template) if plays else create(settings)
 
     engines.create = play  # the registry is where engines are plugged in
     worker_process(settings_json, log_path)
@@ -80,6 +81,7 @@ def run_played(
     inter_token_s: float = 0.0,
     with_vectors: bool = True,
     limited: dict[str, Policy] | None = None,
+    template: str = THINKING_STYLE,
 ) -> Iterator[PlayedSystem]:
     """Start everything, and end it. ``limited``: further API keys and their limits."""
     engine = {
@@ -93,7 +95,7 @@ def run_played(
     shape = Shape(
         workers=workers,
         worker_settings={"engine": engine},
-        worker_life=playing_worker,
+        worker_life=partial(playing_worker, template=template),
         limited=limited or {},
         price=PRICE if limited else None,
         other_models=(VECTORS,) if with_vectors else (),
