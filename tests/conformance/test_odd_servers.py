@@ -138,5 +138,5 @@ async def test_a_code_counts_as_a_status_would(
 async def test_a_busy_server_is_asked_again(driver: Driver, rig: UpstreamRig) -> None:
     prompt = script(data({"error": {"type": "rate_limit_error", "message": "slowly"}}))
     answer = await ask(driver, prompt)
-    assert (answer.finish_reason, answer.error) == ("error", "the server is busy")
+    assert (answer.finish_reason, answer.error) == ("error", f"{rig.url}/v1/chat/completions: the server is busy")
     assert rig.bought[prompt] == BUSY_TRIES
