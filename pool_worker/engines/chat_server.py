@@ -24,8 +24,9 @@ from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats import chat_format
 from pool_worker.engines.chat_formats.base import AnswerReader, ChatDelta, ChatServerRequest, refuse_unknown
 from pool_worker.engines.reported_ends import EndReason
+from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_choice import SEED_STRIDE
-from pool_worker.engines.server_connection import AttemptFailed, ServerConnection
+from pool_worker.engines.server_connection import AttemptFailed, ServerConnection, Taken
 from pool_worker.settings import AnyChatSettings
 from protocol.chat import TAKES_MESSAGES, Chat, ChatUsage, Part
 from protocol.messages import PROTOCOL_VERSION, ModelCard
@@ -171,6 +172,9 @@ class ChatServerEngine:
     async def _run(self, choice: "ChatChoice") -> None:
         try:
             await self._generate(choice)
+        except ServerBusy as error:
+            choice.has_ended = True
+            self._put(Busy.of(choice.request_id, choice.index, error))
         except AttemptFailed as error:
             # Once it has said why it ended, nothing is missing but perhaps its usage.
             self._put(choice.end() if choice.ended_by else choice.broken_off("error", str(error)))
@@ -230,10 +234,14 @@ class _Answer:
         """True if the caller has a part of it."""
         return self._choice.has_begun
 
-    def take(self, event: Mapping[str, Any]) -> bool:
+    def take(self, event: Mapping[str, Any]) -> Taken:
         """Read an event; the answer is whole with its end and its usage."""
-        self._take(self._choice, self._reader.read(event))
-        return self._choice.ended_by is not None and self._choice.usage is not None
+        delta = self._reader.read(event)
+        self._take(self._choice, delta)
+        if self._choice.ended_by is not None and self._choice.usage is not None:
+            return Taken.ALL
+        has_content = delta.ended_by or any(part.text or part.call_id for part in delta.parts)
+        return Taken.SOME if has_content else Taken.NOTHING
 
     def done(self) -> bool:
         """End the answer if there is one."""
@@ -251,6 +259,7 @@ class ChatChoice:
     def __init__(self, request: ChatRequest, point: ChatPoint) -> None:
         """Make a choice that begins where ``point`` says."""
         self.request_id = request.request_id
+        self.index = point.index
         self.prompt_tokens = request.prompt_tokens
         self.clock = SequenceClock(added_s=time.monotonic())
         self.ended_by: EndReason | None = None

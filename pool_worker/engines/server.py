@@ -26,6 +26,7 @@ from engine.step_stats import StepStats
 from engine.types import EngineCounters, EngineInfo, EngineStats, GenerationRequest, Refusal, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.formats.base import Delta, ServerFacts, ServerRequest, done_here, refuse_unknown
+from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_choice import ServerChoice
 from pool_worker.engines.server_connection import AttemptFailed
 from pool_worker.engines.text_tokens import TextTokens, UnwritableError
@@ -235,6 +236,9 @@ class ServerEngine:
     async def _run(self, choice: ServerChoice) -> None:
         try:
             await self._generate(choice)
+        except ServerBusy as error:
+            choice.end("error")
+            self._put(Busy.of(choice.request_id, choice.index, error))
         except AttemptFailed as error:
             self._put(choice.end("error", str(error)))
         except RequestRejected as error:

@@ -1,16 +1,17 @@
 """The way to an inference server: streams asked of it by HTTP, their limits, and what becomes of its faults.
 
 What a server does wrong is one of three: the request's own fault (RequestRejected: nobody tries again), this attempt's
-(AttemptFailed: another pool continues), or the whole server's (``lost``: the worker leaves, its jobs go elsewhere).
-What is asked and what the events mean is the caller's; what cuts a body into events is a ``Framing``.
+(AttemptFailed: another pool continues), or the whole server's (``lost``: the worker leaves, its jobs go elsewhere). One
+that is only too busy is no fault (ServerBusy: the request waits with others). Silence is counted in what is said of the
+answer, not in bytes. What is asked and what the events mean is the caller's; a ``Framing`` cuts a body into events.
 """
 
 import asyncio
 import contextlib
+import enum
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import httpx
@@ -21,6 +22,7 @@ from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.event_decoder import EventDecoder
 from pool_worker.engines.framing import DONE, FRAMINGS, Framing, MalformedEvent, ServerFailure
 from pool_worker.engines.reported_errors import failure_in
+from pool_worker.engines.server_busy import ServerBusy, asked_wait_s
 from pool_worker.engines.server_client import OPENAI_PATHS, client_of, final_advice, shown
 from pool_worker.settings import ConnectionSettings
 from pool_worker.sidecar.readiness import Readiness
@@ -30,12 +32,13 @@ from protocol.wire import UNDECODABLE
 HEALTH_PERIOD_S: Final = 1.0
 PAGE_LIMIT_S: Final = 5.0
 PAGE_LIMIT_BYTES: Final = 4 * 1024 * 1024
-BUSY_WAIT_S: Final = 1.0  # after a 429 or 503 without a Retry-After
-MAX_BUSY_WAIT_S: Final = 10.0
-BUSY_TRIES: Final = 3  # of one stream, before the gateway looks for another pool
+LONGEST_WAIT_HERE_S: Final = 0.25  # that a stream waits for a busy server; longer waits are for the queue
+BUSY_TRIES: Final = 3  # of one stream, before it goes back to the queue
 RETRY_SHARE: Final = 0.2  # of all streams: how many may be asked for again, so that retries cannot amplify an overload
 MAX_RETRIES_SAVED: Final = 10.0
 MAX_ERROR_CHARS: Final = 500
+SILENCE_STEPS: Final = 20  # in a silence limit: so exactly it is kept, without a timer for each event
+SILENCED_STREAMS: Final = 3  # in a row: a server is lost that says no more in so many
 BUSY_STATUSES: Final = frozenset({429, 503, 529})
 CREDENTIAL_STATUSES: Final = frozenset({401, 403})
 REFUSED_STATUSES: Final = frozenset({400, 413, 422})  # about this request; all others are about the server or its key
@@ -52,6 +55,14 @@ class AttemptFailed(Exception):
     """This server did not answer to the end; another may."""
 
 
+class Taken(enum.Enum):
+    """What an event says of the answer."""
+
+    NOTHING = enum.auto()  # as a comment does: it ends no silence
+    SOME = enum.auto()
+    ALL = enum.auto()  # nothing more is wanted
+
+
 class Answer(Protocol):
     """Takes what a server answers to one request."""
 
@@ -60,8 +71,8 @@ class Answer(Protocol):
         """True if something has come that the caller has seen."""
         ...
 
-    def take(self, event: Mapping[str, Any]) -> bool:
-        """Take an event; return whether that is all. Raises MalformedEvent or ServerFailure."""
+    def take(self, event: Mapping[str, Any]) -> Taken:
+        """Take an event. Raises MalformedEvent or ServerFailure."""
         ...
 
     def done(self) -> bool:
@@ -90,8 +101,8 @@ class ServerConnection:
         timeout = httpx.Timeout(settings.silence_s, connect=settings.connect_s, pool=None)
         self._client = client_of(settings, api_paths=api_paths, auth=auth, timeout=timeout)
         self.place = shown(str(self._client.base_url))  # for people
-        self._running = 0  # streams
-        self._last_seen_s = 0.0  # monotonic clock: the last event of any stream
+        self._prefilling = 0  # streams that have said nothing of their answer yet
+        self._silenced = 0  # others, in a row, that have fallen silent
         self._retries = MAX_RETRIES_SAVED
         self._is_watched = False
         self._is_reachable = asyncio.Event()
@@ -190,8 +201,8 @@ class ServerConnection:
     async def stream(self, path: str, body: Mapping[str, Any], framing: Framing, answer: Answer) -> None:
         """Post a body and hand over each event of the answer, until ``answer`` has all.
 
-        A server that is too busy to begin is asked again, within limits. Raises RequestRejected and AttemptFailed;
-        ``answer`` may raise MalformedEvent and ServerFailure, which become the latter.
+        A server that is too busy for a moment is asked again, within limits. Raises RequestRejected, AttemptFailed and
+        ServerBusy; ``answer`` may raise MalformedEvent and ServerFailure, which become AttemptFailed.
         """
         try:
             await self._stream(path, body, framing, answer)
@@ -201,87 +212,101 @@ class ServerConnection:
     async def _stream(self, path: str, body: Mapping[str, Any], framing: Framing, answer: Answer) -> None:
         self._retries = min(MAX_RETRIES_SAVED, self._retries + RETRY_SHARE)
         content = msgspec.json.encode(body)
-        if not self._running:
-            self._last_seen_s = time.monotonic()
-        self._running += 1
-        try:
-            for attempt in range(BUSY_TRIES):
-                wait_s = await self._stream_once(path, content, framing, answer)
-                if wait_s is None:
-                    return
-                if attempt + 1 == BUSY_TRIES or self._retries < 1:
-                    break
-                self._retries -= 1
-                await asyncio.sleep(wait_s)
-        finally:
-            self._running -= 1
-        raise AttemptFailed("the server is busy")
+        for attempt in range(BUSY_TRIES):
+            busy = await self._stream_once(path, content, framing, answer)
+            if busy is None:
+                return
+            is_short = busy.wait_s is not None and busy.wait_s <= LONGEST_WAIT_HERE_S
+            if not is_short or attempt + 1 == BUSY_TRIES or self._retries < 1:
+                raise busy
+            self._retries -= 1
+            await asyncio.sleep(busy.wait_s or 0.0)
 
-    async def _stream_once(self, path: str, content: bytes, framing: Framing, answer: Answer) -> float | None:
-        """Read one stream; return how long to wait where the server is too busy to begin one."""
+    async def _stream_once(self, path: str, content: bytes, framing: Framing, answer: Answer) -> ServerBusy | None:
+        """Read one stream; return what a server says that is too busy to begin one."""
+        timeout = httpx.Timeout(None, connect=self._settings.connect_s)
         try:
-            async with self._client.stream("POST", path, content=content, headers=_HEADERS) as response:
+            async with (
+                self._limited_silence() as heard,
+                self._client.stream("POST", path, content=content, headers=_HEADERS, timeout=timeout) as response,
+            ):
                 if response.status_code != httpx.codes.OK:
                     return await self._refused(response)
-                if await self._has_all(response, framing, answer):
-                    return None  # the connection is closed, which tells the server to stop
+                async for taken in self._taken(response, framing, answer):
+                    if isinstance(taken, ServerBusy):
+                        return taken
+                    if taken is Taken.ALL:
+                        return None  # the connection is closed, which tells the server to stop
+                    if taken is Taken.SOME:
+                        heard()
         except httpx.ConnectError as error:
             if await self._is_there_again():
-                return 0.0
+                return ServerBusy("the server was away", 0.0)
             raise AttemptFailed(f"the server cannot be reached: {_reason(error)}") from error
-        except ServerFailure as failure:
-            if failure.status is not None and not answer.has_begun:
-                return self._judged(failure.status, str(failure)[:MAX_ERROR_CHARS])
-            raise AttemptFailed(self._fault(failure)) from failure
-        except (MalformedEvent, *UNDECODABLE, httpx.HTTPError) as error:
-            raise AttemptFailed(self._fault(error)) from error
+        except (MalformedEvent, *UNDECODABLE, ServerFailure, httpx.HTTPError) as error:
+            raise AttemptFailed(_fault(error)) from error
         raise AttemptFailed("the server's answer has no end")
 
-    async def _has_all(self, response: httpx.Response, framing: Framing, answer: Answer) -> bool:
-        """Hand over the events of a stream; return False if it ends before the answer does."""
-        reading, events = _Reading(response, self._settings.silence_s), EventDecoder()
-        async for data in FRAMINGS[framing](reading.chunks()):
-            self._last_seen_s = reading.event_s = time.monotonic()
-            if data == DONE:
-                return answer.done()
-            event = events.read(data)
-            failure = failure_in(event)
-            if failure is not None:
-                raise failure
-            if answer.take(event):
-                return True
-        return False
+    @contextlib.asynccontextmanager
+    async def _limited_silence(self) -> AsyncIterator[Callable[[], None]]:
+        """Limit how long a stream says nothing of its answer; what is yielded is called when it does."""
+        silence_s, loop = self._settings.silence_s, asyncio.get_running_loop()
+        heard_s: float | None = None  # when the limit was last set anew
 
-    async def _refused(self, response: httpx.Response) -> float:
-        """Return how long to wait for a busy server. Raises RequestRejected or AttemptFailed for all else."""
-        text = (await _head_of(response)).decode(errors="replace")
-        status = self._meant(response.status_code, response.headers, text)
-        return self._judged(status, text, response.headers.get("retry-after", ""))
+        def heard() -> None:
+            nonlocal heard_s
+            self._silenced = 0
+            self._prefilling -= heard_s is None
+            now_s = loop.time()
+            if heard_s is None or now_s - heard_s > silence_s / SILENCE_STEPS:
+                heard_s = now_s
+                limit.reschedule(now_s + silence_s)
+
+        self._prefilling += 1
+        try:
+            async with asyncio.timeout(silence_s) as limit:
+                yield heard
+        except TimeoutError as error:
+            raise AttemptFailed(self._silence(has_begun=heard_s is not None)) from error
+        finally:
+            self._prefilling -= heard_s is None
+
+    def _silence(self, *, has_begun: bool) -> str:
+        """Say that a stream is silent; where others that had begun are, too, the server is lost."""
+        silence_s = self._settings.silence_s
+        if not has_begun:
+            return f"no token within {silence_s:g} s (engine.silence_s: raise it where long prompts take longer)"
+        self._silenced += 1
+        # A long prefill may hold up all other streams.
+        if self._silenced >= SILENCED_STREAMS and not self._prefilling:
+            self._lose(f"it is healthy, and makes no tokens for {silence_s:g} s (engine.silence_s)")
+        return f"the server was silent for {silence_s:g} s (engine.silence_s)"
 
     @staticmethod
-    def _judged(status: int, text: str, retry_after: str = "") -> float:
-        """Return how long to wait for a busy server. Raises RequestRejected or AttemptFailed for all else."""
-        if status in BUSY_STATUSES:
-            with contextlib.suppress(ValueError):
-                return min(MAX_BUSY_WAIT_S, max(0.0, float(retry_after)))
-            return BUSY_WAIT_S
-        if status in REFUSED_STATUSES:
-            raise RequestRejected("model", f"this pool's server refused the request: {text}")
-        raise AttemptFailed(f"the server answered {status}: {text}")
+    async def _taken(response: httpx.Response, framing: Framing, answer: Answer) -> AsyncIterator[Taken | ServerBusy]:
+        """Hand over the events of a stream, and yield what each says. Raises what ``answer`` and ``_judged`` raise."""
+        events = EventDecoder()
+        try:
+            async for data in FRAMINGS[framing](response.aiter_bytes()):
+                if data == DONE:
+                    if answer.done():
+                        yield Taken.ALL
+                    return
+                event = events.read(data)
+                failure = failure_in(event)
+                if failure is not None:
+                    raise failure
+                yield answer.take(event)
+        except ServerFailure as failure:
+            if failure.status is None or answer.has_begun:
+                raise
+            yield _judged(failure.status, str(failure)[:MAX_ERROR_CHARS], response.headers)
 
-    def _fault(self, error: Exception) -> str:
-        """Say what went wrong with one stream; where that is all of the server's, it is lost."""
-        if isinstance(error, ServerFailure):
-            return f"the server failed: {str(error)[:MAX_ERROR_CHARS]}"
-        if isinstance(error, httpx.ReadTimeout):
-            if (
-                time.monotonic() - self._last_seen_s >= self._settings.silence_s
-            ):  # and none of its other streams says more
-                self._lose("it is healthy, and makes no tokens")
-            return f"the server was silent for {self._settings.silence_s:g} s"
-        if isinstance(error, httpx.HTTPError):
-            return f"the connection to the server broke: {_reason(error)}"
-        return f"the server's answer is malformed: {error}"
+    async def _refused(self, response: httpx.Response) -> ServerBusy:
+        """Return what a busy server says. Raises RequestRejected or AttemptFailed for all else."""
+        text = (await _head_of(response)).decode(errors="replace")
+        status = self._meant(response.status_code, response.headers, text)
+        return _judged(status, text, response.headers)
 
     async def _is_there_again(self) -> bool:
         """Wait for the watch's word: who failed at once where nobody listens would swallow the whole queue."""
@@ -291,20 +316,22 @@ class ServerConnection:
         return await wait_for(self._is_reachable, self._settings.health_limit_s)
 
 
-@dataclass(slots=True)
-class _Reading:
-    """One stream's body. Bytes that make no event are silence: a server may send one at a time for ever."""
+def _judged(status: int, text: str, headers: Mapping[str, str]) -> ServerBusy:
+    """Return what a busy server says. Raises RequestRejected or AttemptFailed for all else."""
+    if status in BUSY_STATUSES:
+        return ServerBusy(f"the server is busy: it answered {status}: {text}", asked_wait_s(headers, text, time.time()))
+    if status in REFUSED_STATUSES:
+        raise RequestRejected("model", f"this pool's server refused the request: {text}")
+    raise AttemptFailed(f"the server answered {status}: {text}")
 
-    response: httpx.Response
-    silence_s: float
-    event_s: float = field(default_factory=time.monotonic)  # the last one
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield what comes. Raises ReadTimeout."""
-        async for chunk in self.response.aiter_bytes():
-            if time.monotonic() - self.event_s > self.silence_s and b"\n" not in chunk:
-                raise httpx.ReadTimeout("bytes that make no event")
-            yield chunk
+def _fault(error: Exception) -> str:
+    """Say what went wrong with one stream."""
+    if isinstance(error, ServerFailure):
+        return f"the server failed: {str(error)[:MAX_ERROR_CHARS]}"
+    if isinstance(error, httpx.HTTPError):
+        return f"the connection to the server broke: {_reason(error)}"
+    return f"the server's answer is malformed: {error}"
 
 
 async def _head_of(response: httpx.Response) -> bytes:

@@ -11,7 +11,7 @@ from pool_worker.engines.formats.base import Abilities, Delta, ServerFacts, Serv
 from pool_worker.engines.formats.memory import MEMORY_PAGES
 from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.server_client import OPENAI_PATHS
-from pool_worker.engines.server_connection import ServerConnection
+from pool_worker.engines.server_connection import ServerConnection, Taken
 from pool_worker.settings import ServerEngineSettings
 
 
@@ -98,12 +98,14 @@ class _Answer:
         self._take = take
         self._seen_tokens = 0
 
-    def take(self, event: Mapping[str, Any]) -> bool:
+    def take(self, event: Mapping[str, Any]) -> Taken:
         """Read an event."""
         delta = self._format.read(event, self._seen_tokens)
         self._seen_tokens += len(delta.token_ids)
         self.has_begun = self.has_begun or bool(delta.token_ids or delta.text)
-        return self._take(delta)
+        if self._take(delta):
+            return Taken.ALL
+        return Taken.SOME if delta.token_ids or delta.text or delta.ended_by else Taken.NOTHING
 
     def done(self) -> bool:
         """End the answer as an end token would: the server has not said how."""

@@ -48,6 +48,7 @@ class VllmInProcess:
         self._numbers = count()  # of the requests, whose ids must be vLLM's own: a cancelled one may come again
         self._last_seen_s = 0.0  # monotonic clock: the last output of any stream
         self._running = 0  # streams
+        self._prefilling = 0  # of these, the ones without a token
 
     async def start(self) -> ServerFacts:
         """Start vLLM and return its facts. It may take minutes: vLLM loads the model and may compile it."""
@@ -96,11 +97,11 @@ class VllmInProcess:
                 self._lose(f"its engine core has died: {error}")
             raise AttemptFailed(f"vLLM failed: {error.__cause__ or error}") from error
         except TimeoutError:
-            if (
-                time.monotonic() - self._last_seen_s >= self._settings.silence_s
-            ):  # and none of its other streams says more
-                self._lose("it makes no tokens")
-            raise AttemptFailed(f"vLLM was silent for {self._settings.silence_s:g} s") from None
+            silence_s = self._settings.silence_s
+            # None of its other streams says more, and none is read in, which may take long and hold up all others.
+            if not self._prefilling and time.monotonic() - self._last_seen_s >= silence_s:
+                self._lose(f"it makes no tokens for {silence_s:g} s (engine.silence_s)")
+            raise AttemptFailed(f"vLLM was silent for {silence_s:g} s (engine.silence_s)") from None
         except (MalformedEvent, ServerFailure) as error:
             raise AttemptFailed(f"vLLM failed: {error}") from error
         finally:
@@ -113,12 +114,24 @@ class VllmInProcess:
         if ask.cache_salt:
             prompt["cache_salt"] = ask.cache_salt
         answer = vllm.engine.generate(prompt, vllm.sampling_params(ask), f"spillway-{next(self._numbers)}")
-        async with asyncio.timeout(silence_s) as limit, aclosing(answer) as outputs:
-            async for output in outputs:
-                self._last_seen_s = time.monotonic()
-                limit.reschedule(loop.time() + silence_s)
-                if take(_delta(output)):
-                    return  # closed, it tells the engine core to stop
+        has_begun = False
+        self._prefilling += 1
+        try:
+            async with asyncio.timeout(silence_s) as limit, aclosing(answer) as outputs:
+                async for output in outputs:
+                    self._last_seen_s = time.monotonic()
+                    self._prefilling -= not has_begun
+                    has_begun = True
+                    limit.reschedule(loop.time() + silence_s)
+                    if take(_delta(output)):
+                        return  # closed, it tells the engine core to stop
+        except TimeoutError:
+            if has_begun:
+                raise
+            advice = "engine.silence_s: raise it where long prompts take longer"
+            raise AttemptFailed(f"no token within {silence_s:g} s ({advice})") from None
+        finally:
+            self._prefilling -= not has_begun
         raise AttemptFailed("vLLM's answer has no end")
 
     @property

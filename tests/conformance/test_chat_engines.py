@@ -17,6 +17,7 @@ from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats.openai_chat import OpenAIChatFormat
 from pool_worker.engines.chat_formats.openai_profiles import PROFILES
 from pool_worker.engines.chat_server import ChatServerEngine
+from pool_worker.engines.server_busy import Busy
 from pool_worker.settings import OpenAIChatSettings
 from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
@@ -53,6 +54,7 @@ class Driver:
         self.engine = engine
         self.answers: dict[tuple[str, int], Answer] = defaultdict(Answer)
         self.refusals: dict[str, Refusal] = {}
+        self.busy: dict[str, float | None] = {}  # by request: how long the server asks to wait
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -62,6 +64,8 @@ class Driver:
                 assert answer.finish_reason is None, "output after the end"
                 if isinstance(output, Refusal):
                     self.refusals[output.request_id] = output
+                elif isinstance(output, Busy):
+                    self.busy[output.request_id] = output.wait_s
                 elif isinstance(output, ChatOutput):
                     answer.parts += output.parts
                     answer.tokens += output.tokens

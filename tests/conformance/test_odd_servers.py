@@ -1,6 +1,7 @@
 """What servers that imitate OpenAI's API answer: taken where it is an answer, and a fault with a name where not."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,6 +19,9 @@ from tests.conformance.test_chat_engines import Answer, Driver
 from tests.conformance.upstream_rig import UpstreamRig, rigged, script
 
 HEARD = "Hello"
+SHORT_S = 1.0  # of silence; a loaded machine pauses for a part of it
+NEVER_ENDING = 100  # events
+LIMITED = {"error": {"type": "rate_limit_error", "message": "slowly"}}
 
 
 def data(event: Any) -> str:
@@ -41,7 +45,14 @@ async def rig() -> AsyncIterator[UpstreamRig]:
 
 @pytest.fixture
 async def driver(rig: UpstreamRig) -> AsyncIterator[Driver]:
-    engine = engines.create(OpenAIChatSettings(kind="openai_chat", profile="openai", url=rig.url, model="rigged"))
+    async with driving(rig) as driver:
+        yield driver
+
+
+@contextlib.asynccontextmanager
+async def driving(rig: UpstreamRig, **more: Any) -> AsyncIterator[Driver]:
+    known = {"kind": "openai_chat", "profile": "openai", "url": rig.url, "model": "rigged"}
+    engine = engines.create(OpenAIChatSettings(**{**known, **more}))
     assert isinstance(engine, ChatServerEngine)
     await engine.start()
     driver = Driver(engine)
@@ -135,8 +146,36 @@ async def test_a_code_counts_as_a_status_would(
     assert rig.bought[prompt] == 1
 
 
-async def test_a_busy_server_is_asked_again(driver: Driver, rig: UpstreamRig) -> None:
-    prompt = script(data({"error": {"type": "rate_limit_error", "message": "slowly"}}))
+@pytest.mark.parametrize(
+    ("prompt", "wait_s", "times"),
+    [
+        pytest.param(script(data(LIMITED)), None, 1, id="an event"),
+        pytest.param(script(json.dumps(LIMITED), status=429), None, 1, id="a status"),
+        pytest.param(script(status=503, headers=[("retry-after", "20")]), 20, 1, id="a status with a wait"),
+        pytest.param(script(data(LIMITED), headers=[("retry-after", "20")]), 20, 1, id="an event with a wait"),
+        pytest.param(script(status=429, headers=[("retry-after-ms", "10")]), 0.01, BUSY_TRIES, id="a short wait"),
+    ],
+)
+async def test_a_busy_server_is_not_asked_before_its_time(
+    driver: Driver, rig: UpstreamRig, prompt: str, wait_s: float | None, times: int
+) -> None:
     answer = await ask(driver, prompt)
-    assert (answer.finish_reason, answer.error) == ("error", f"{rig.url}/v1/chat/completions: the server is busy")
-    assert rig.bought[prompt] == BUSY_TRIES
+    assert (answer.finish_reason, driver.busy) == ("error", {"r": wait_s})
+    assert "the server is busy: it answered" in (answer.error or "")
+    assert rig.bought[prompt] == times
+
+
+@pytest.mark.parametrize("noise", [": ping\n\n", data(delta("")), data({"choices": []}), "data: {}\n\n"])
+@pytest.mark.parametrize("begun", [(), (SAID,)], ids=["before it begins", "in an answer"])
+async def test_noise_keeps_no_stream_alive(rig: UpstreamRig, begun: tuple[str, ...], noise: str) -> None:
+    async with driving(rig, silence_s=SHORT_S) as driver:
+        answer = await ask(driver, script(*begun, *[noise] * NEVER_ENDING, pause_s=SHORT_S / 20))
+        assert "engine.silence_s" in (answer.error or "")
+
+
+async def test_whatever_is_said_keeps_a_stream_alive(rig: UpstreamRig) -> None:
+    called = {"index": 0, "id": "c", "function": {"name": "f", "arguments": ""}}
+    parts = [delta("a"), delta(reasoning_content="b"), delta(tool_calls=[called])]
+    async with driving(rig, silence_s=SHORT_S) as driver:
+        answer = await ask(driver, script(*map(data, parts * 4), STOP, DONE, pause_s=SHORT_S / 4))
+        assert (answer.finish_reason, answer.error) == ("stop", None)

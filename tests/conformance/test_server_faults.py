@@ -21,9 +21,10 @@ from engine.types import Grammar, ResumePoint
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.formats import FORMATS
+from pool_worker.engines.server_connection import SILENCED_STREAMS
 from pool_worker.settings import ServerEngineSettings
 from tests.conformance.driven_engine import MAX_MODEL_LEN, Driver, driving, request
-from tests.conformance.replay_events import EVENTS
+from tests.conformance.replay_events import EVENTS, vllm_events
 from tests.conformance.server_replay import Fault, Replay, running, running_on_demand
 from tests.conformance.test_engines import server_settings
 from tests.unit.engine.tiny_models import byte_level_tokenizer
@@ -294,7 +295,7 @@ async def test_bytes_that_make_no_event_are_silence(tokenizer: str) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await keeping
             assert answer.finish_reason == "error"
-            assert "silent" in (answer.error or "")
+            assert "engine.silence_s" in (answer.error or "")
 
 
 async def _keep_busy(driver: Driver) -> None:
@@ -302,15 +303,38 @@ async def _keep_busy(driver: Driver) -> None:
         await driver.answer(request(f"busy{number}"))
 
 
-async def test_a_server_that_makes_no_tokens_at_all_is_lost(tokenizer: str) -> None:
+def _stalled_after(events: int) -> Callable[[Request], StreamingResponse]:
+    async def stalled(request: Request) -> AsyncIterator[str]:
+        for event in vllm_events(request._json)[:events]:
+            yield event
+        while True:  # what means nothing keeps no stream alive
+            yield ": hello\n\n"
+            yield 'data: {"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": null}]}\n\n'
+            await asyncio.sleep(SHORT_S / 10)
+
+    return lambda request: StreamingResponse(stalled(request), media_type="text/event-stream")
+
+
+async def test_a_server_that_makes_no_tokens_any_longer_is_lost(tokenizer: str) -> None:
     """Its health page answers, and its streams are silent: the worker leaves, and its jobs go elsewhere."""
-    with running(Replay("vllm", token_s=3600.0)) as replay:
+    with running(Replay("vllm")) as replay:
+        replay.faults += [_stalled_after(5)] * SILENCED_STREAMS
         engine = engines.create(settings(replay, tokenizer, silence_s=SHORT_S))
         driver = Driver(engine, await engine.start())
-        driver.engine.submit(request())
-        with pytest.raises(EngineDiedError, match="makes no tokens"):
+        for number in range(SILENCED_STREAMS):
+            driver.engine.submit(request(f"r{number}"))
+        with pytest.raises(EngineDiedError, match=r"makes no tokens for .* s \(engine\.silence_s\)"):
             await driver.run()
         await engine.stop()
+
+
+async def test_a_long_prefill_is_no_broken_server(tokenizer: str) -> None:
+    with running(Replay("vllm")) as replay:
+        async with driving(settings(replay, tokenizer, silence_s=SHORT_S)) as driver:
+            replay.faults.append(_stalled_after(0))
+            answer = await driver.answer(request("long"))
+            assert "no token within 1 s (engine.silence_s: raise it" in (answer.error or "")
+            assert (await driver.answer(request("after"))).finish_reason == "length"
 
 
 async def test_an_unhealthy_server_is_lost(tokenizer: str) -> None:

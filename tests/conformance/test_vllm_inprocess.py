@@ -132,6 +132,17 @@ async def test_an_engine_core_that_dies_idle_is_noticed(tmp_path: Path, vllm: Vl
     await driver.engine.stop()
 
 
+async def test_a_long_prefill_is_no_lost_engine(tmp_path: Path, vllm: VllmReplay) -> None:
+    driver, running = await lost(tmp_path, silence_s=0.2)
+    vllm.faults.append(lambda: 0)
+    driver.engine.submit(request("long"))
+    (answer,) = await driver.end_of("long")
+    assert "no token within 0.2 s (engine.silence_s: raise it" in (answer.error or "")
+    assert not running.done()
+    await driver.engine.stop()
+    await running
+
+
 async def test_an_engine_that_makes_no_tokens_is_lost(tmp_path: Path, vllm: VllmReplay) -> None:
     driver, running = await lost(tmp_path, silence_s=0.2)
     vllm.faults.append(lambda: 3)

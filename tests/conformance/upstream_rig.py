@@ -44,9 +44,28 @@ class UpstreamRig:
     def __init__(self) -> None:
         self.bought: Counter[str] = Counter()
         self.url = ""
+        self._serving: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection's one request."""
+        serving = asyncio.current_task()
+        assert serving is not None
+        self._serving.add(serving)
+        try:
+            await self._answer(reader, writer)
+        except asyncio.CancelledError:
+            writer.transport.abort()  # an answer without an end; the server of asyncio wants its tasks to return
+        finally:
+            self._serving.discard(serving)
+            writer.close()
+
+    async def stop(self) -> None:
+        """Break off what is being answered."""
+        for serving in self._serving:
+            serving.cancel()
+        await asyncio.gather(*self._serving)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = await reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
@@ -59,7 +78,6 @@ class UpstreamRig:
             else:
                 writer.write(_NO_SCRIPT)
             await writer.drain()
-        writer.close()
 
     @staticmethod
     async def _play(plan: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -78,4 +96,7 @@ async def rigged() -> AsyncIterator[UpstreamRig]:
     server = await asyncio.start_server(rig.serve, "127.0.0.1", 0, limit=MAX_HEAD_BYTES)
     async with server:
         rig.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        yield rig
+        try:
+            yield rig
+        finally:
+            await rig.stop()
