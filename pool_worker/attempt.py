@@ -92,6 +92,11 @@ class Attempt:
         """Return the milliseconds since the pull."""
         return (time.monotonic() - self.pulled_s) * 1000
 
+    @property
+    def first_token_s(self) -> float:
+        """When its first token came (monotonic clock); infinite before."""
+        return math.inf if self.ttft_ms is None else self.pulled_s + self.ttft_ms / 1000
+
     def remaining_s(self, now_s: float) -> float:
         """Return how long it may still run, at most and at its pace so far; infinite while a choice has no pace yet."""
         if self.ttft_ms is None:

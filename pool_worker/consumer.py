@@ -242,7 +242,8 @@ class Consumer:
         is_blocked = self._executor.waiting_jobs if is_batch else self._executor.has_waiting_interactive
         if is_blocked or self._executor.is_draining or self._outbox.full or not self._bus.connected:
             return 0
-        return self._credit.jobs_to_pull(is_batch=is_batch)
+        jobs, places = self._credit.jobs_to_pull(is_batch=is_batch), self._executor.breaker.places(time.monotonic())
+        return jobs if places is None else min(jobs, places)
 
     def _is_open(self, lane: Lane) -> bool:
         # Whoever resumes has waited already, and maybe only this pool has a worker on which it has not failed.

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 from engine.types import PromptLogprob as EnginePromptLogprob
 from engine.types import Refusal, SequenceOutput
 from pool_worker.attempt import Attempt, attempt_id
+from pool_worker.breaker import Breaker
 from pool_worker.credit import Credit
 from pool_worker.engines.base import AnyEngine
 from pool_worker.engines.chat import ChatOutput
+from pool_worker.engines.server_busy import Busy
 from pool_worker.generation import chat_request, engine_request, wire_logprob, wire_prompt_logprob
 from pool_worker.publisher import Publisher
 from pool_worker.replay import RecentAttempts
@@ -60,12 +62,14 @@ class Executor:
         revisions: Mapping[str, Revision],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         on_end: Callable[[Attempt], None],
+        on_pause: Callable[[], None],
         traces: "AttemptTraces | None" = None,
     ) -> None:
         """Make an executor that holds nothing; ``revisions`` are those of its models.
 
         ``spawn`` runs a coroutine in a supervised task; ``on_end`` gets each attempt that was accepted when it has
-        ended and its credit is free again; ``traces`` makes their spans, if any are to be made.
+        ended and its credit is free again; ``on_pause`` is called when the breaker has opened or closed; ``traces``
+        makes their spans, if any are to be made.
         """
         self._settings = settings
         self._adapters = settings.adapters
@@ -88,6 +92,7 @@ class Executor:
         self._waiting: deque[Attempt] = deque()  # of these, the ones without credit
         self._fetches: dict[str, asyncio.Task[None]] = {}  # id → fetch of its prompt
         self._recent = RecentAttempts()
+        self.breaker = Breaker(self._held.values, credit.capacity.max_sequences, on_pause)
         self._is_draining = False
         self._is_starting = False
         self.is_idle = asyncio.Event()  # nothing is held
@@ -183,7 +188,7 @@ class Executor:
             self._is_starting = False
 
     def _start_waiting(self) -> None:
-        while self._waiting and not self._is_draining:
+        while self._waiting and not self._is_draining and not self.breaker.is_open(time.monotonic()):
             attempt = min(self._waiting, key=lambda attempt: attempt.is_batch)  # the oldest; batch jobs let others pass
             if not self._credit.fits(attempt.cost, is_batch=attempt.is_batch):
                 return
@@ -290,13 +295,17 @@ class Executor:
 
     def _fail_by_engine(self, attempt: Attempt, output: SequenceOutput) -> None:
         message = output.error or "the engine gave no reason"
-        if isinstance(output, Refusal) and output.is_too_complex:
-            self._fail(attempt, ErrorCode.GRAMMAR_TOO_COMPLEX, message, retryable=False, param=output.param)
+        if isinstance(output, Busy):
+            self.breaker.asked_to_wait(output.wait_s, message, time.monotonic())
+            self._fail(attempt, ErrorCode.ENGINE_BUSY, message, retryable=True)
         elif isinstance(output, Refusal):
+            code = ErrorCode.GRAMMAR_TOO_COMPLEX if output.is_too_complex else ErrorCode.INVALID_REQUEST
             # What was taken by a worker before, one of wider limits may take again.
-            was_taken_before = attempt.job.attempt > 1
-            self._fail(attempt, ErrorCode.INVALID_REQUEST, message, retryable=was_taken_before, param=output.param)
+            may_retry = attempt.job.attempt > 1 and not output.is_too_complex
+            self._fail(attempt, code, message, retryable=may_retry, param=output.param)
         else:
+            if attempt.ttft_ms is None and self._settings.asks_server:
+                self.breaker.failed(attempt.job.request_id, message, time.monotonic())
             self._fail(attempt, ErrorCode.ENGINE_ERROR, message, retryable=True)
 
     # --- the gateway asks ---------------------------------------------------------------------------------------------
@@ -336,10 +345,14 @@ class Executor:
         """Hand back every job that arrives from now on."""
         self._is_draining = True
 
-    def hand_back(self, attempts: Sequence[Attempt]) -> None:
+    def hand_back(self, attempts: Sequence[Attempt], message: str = DRAINING_MESSAGE) -> None:
         """End attempts so that their gateways, which hold all their tokens, have others resume them."""
         for attempt in attempts:
-            self._fail(attempt, ErrorCode.WORKER_DRAINING, DRAINING_MESSAGE, retryable=True)
+            self._fail(attempt, ErrorCode.WORKER_DRAINING, message, retryable=True)
+
+    def hand_back_waiting(self) -> None:
+        """Hand back what has not reached the engine: its server takes nothing for now."""
+        self.hand_back(tuple(self._waiting), "the worker's server takes no requests for now")
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
         """End every attempt so that its gateway tries again elsewhere."""
@@ -386,4 +399,5 @@ class Executor:
         self._start_what_fits()
         if not self._held:
             self.is_idle.set()
+        self.breaker.ended(attempt, time.monotonic())
         self._on_end(attempt)

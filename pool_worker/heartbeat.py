@@ -89,7 +89,8 @@ class HeartbeatPublisher:
     def _heartbeat(self) -> Heartbeat:
         settings, capacity = self._settings, self._credit.capacity
         # Behind a closed gate nothing is free: nobody who will not wait is to be let in for the sake of it.
-        takes_jobs = any(map(self._gate.is_open, settings.models))
+        paused = self._executor.breaker.report(time.monotonic())
+        takes_jobs = paused is None and any(map(self._gate.is_open, settings.models))
         return Heartbeat(
             v=PROTOCOL_VERSION,
             worker_id=settings.worker_id,
@@ -119,4 +120,5 @@ class HeartbeatPublisher:
             machine=settings.machine,
             trusted=settings.trusted,
             batch_jobs_taken=self._executor.batch_jobs_taken,
+            paused=paused,
         )

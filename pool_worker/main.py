@@ -32,8 +32,9 @@ async def run(settings: WorkerSettings, on_ready: OnReady | None = None) -> None
     """Serve until SIGTERM, SIGINT or a notice, then drain and return; a second signal cuts the drain short.
 
     ``on_ready`` is called with the task of the models when jobs are about to be pulled: once, and again after each
-    restart of a server that is ours. Raises EngineDiedError if the engine does not start or is lost, and is not to be
-    started again (its jobs have been handed back by then), and BusError if no queue server answers at first.
+    restart of a server that is ours; with None when a server has broken. Raises EngineDiedError if the engine does not
+    start or is lost, and is not to be started again (its jobs have been handed back by then), and BusError if no queue
+    server answers at first.
     """
     stop = Stop(settings.drain_s, notices.signal_limit_s(settings.notice))
     with on_stop_signals(stop.on_signal):

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Peers:
-    """The models served by others. One that drains, has departed or is silent for ``silence_s`` serves none."""
+    """The models served by others. One that drains, pauses, has departed or is silent for ``silence_s`` serves none."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Peers:
         self._hosted_pool = hosted_pool
         self._trusted = trusted
         self._silence_s = silence_s
-        self._peers: dict[str, Heartbeat] = {}  # none of them draining
+        self._peers: dict[str, Heartbeat] = {}  # all of them take jobs
         self._last_seen_s: dict[str, float] = {}  # monotonic clock
         self._listening_since_s = 0.0
         self._on_change: list[Callable[[], None]] = []
@@ -105,7 +105,7 @@ class Peers:
         if worker_id == self._worker_id or "Status" in (message.headers or {}):  # the server's answer to somebody
             return
         heartbeat = _read(message)
-        if heartbeat is None or heartbeat.draining or heartbeat.tier not in PULL_PRIORITIES:
+        if heartbeat is None or not heartbeat.takes_jobs or heartbeat.tier not in PULL_PRIORITIES:
             has_changed = self._forget(worker_id)
         else:
             has_changed = worker_id not in self._peers

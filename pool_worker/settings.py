@@ -405,6 +405,11 @@ class WorkerSettings(Settings):
         return self.tier == subjects.HOSTED_TIER
 
     @property
+    def asks_server(self) -> bool:
+        """True if the engine is another's, which may be broken while this worker is well."""
+        return isinstance(self.engine, ConnectionSettings | VllmInProcessSettings)
+
+    @property
     def lanes(self) -> tuple[str, ...]:
         """The lanes that it serves, of each of its models."""
         return (subjects.hosted_lane(self.pool),) if self.is_hosted else subjects.LANES

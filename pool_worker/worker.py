@@ -6,6 +6,7 @@ the work      engine steps, pulls, heartbeat, cards   ends by a drain, or when o
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,8 +24,9 @@ from pool_worker.gateway_watch import GatewayWatch
 from pool_worker.heartbeat import HeartbeatPublisher
 from pool_worker.job_filter import JobFilter
 from pool_worker.peers import Peers
+from pool_worker.probe import Prober
 from pool_worker.publisher import Publisher
-from pool_worker.settings import WorkerSettings
+from pool_worker.settings import ConnectionSettings, ServerEngineSettings, VllmInProcessSettings, WorkerSettings
 from pool_worker.stopping import Stop
 from pool_worker.usage import OUTBOX_RECORDS
 from pool_worker.watch.node import NodeTooSlowError, NodeWatch
@@ -42,7 +44,7 @@ OUTBOX_FLUSH_LIMIT_S: Final = 10.0  # at shutdown
 HURRIED_FLUSH_LIMIT_S: Final = 1.0  # after a second signal
 CANCEL_AGAIN_S: Final = 0.5
 
-OnReady = Callable[[str], None]  # with the task of its models: "generate", "embed" or "score"
+OnReady = Callable[[str | None], None]  # the task of its models: "generate", "embed" or "score"; None: not ready
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class Worker:
             revisions=revisions,
             spawn=tasks.create_task,
             on_end=self._on_attempt_ended,
+            on_pause=self._on_pause,
             traces=traces,
         )
         self._gate = Gate(
@@ -112,7 +115,14 @@ class Worker:
             must_look=self._must_look,
             on_foreign_tokens=self._cards.publish_again,
         )
+        self._prober = None
+        asked = settings.engine
+        if isinstance(asked, (ConnectionSettings, VllmInProcessSettings)):
+            is_ours = isinstance(asked, ServerEngineSettings) and asked.exec is not None
+            breaker, model = self._executor.breaker, settings.models[0]
+            self._prober = Prober(engine, breaker, model=model, silence_s=asked.silence_s, is_ours=is_ours)
         self._control = ControlListener(bus, settings.worker_id, self._executor)
+        self._on_ready: OnReady | None = None
         self._is_measured = asyncio.Event()
         self._watch = None
         if settings.watch is not None and engine.takes != TAKES_MESSAGES:  # an API is nobody's machine
@@ -146,9 +156,10 @@ class Worker:
 
         Raises EngineDiedError once its jobs have been handed back, also where the node was too slow to stay.
         """
+        self._on_ready = on_ready
         sending = [self._tasks.create_task(self._publisher.run()), self._tasks.create_task(self._outbox.run())]
         try:
-            await self._work(stop, on_ready)
+            await self._work(stop)
         finally:
             self._executor.fail_all(ErrorCode.INTERNAL_ERROR, "the worker failed")  # nothing is left in good times
             await self._publisher.flush()
@@ -170,9 +181,9 @@ class Worker:
             flushing.cancel()
             await self._outbox.flush(HURRIED_FLUSH_LIMIT_S)
 
-    async def _work(self, stop: Stop, on_ready: OnReady | None) -> None:
+    async def _work(self, stop: Stop) -> None:
         async with asyncio.TaskGroup() as work:
-            pulling = work.create_task(self._pull_jobs(stop, on_ready), name="pulls")
+            pulling = work.create_task(self._pull_jobs(stop), name="pulls")
             keeping = [
                 work.create_task(self._cards.run(), name="cards"),
                 work.create_task(self._beat(), name="heartbeat"),
@@ -183,14 +194,16 @@ class Worker:
             ]
             stepping = work.create_task(self._run_engine(), name="engine")
             stop_requested = work.create_task(stop.requested.wait(), name="stopping")
-            await asyncio.wait({stepping, stop_requested}, return_when=asyncio.FIRST_COMPLETED)
+            probing = work.create_task(self._probe(), name="probes")
+            await asyncio.wait({stepping, stop_requested, probing}, return_when=asyncio.FIRST_COMPLETED)
             pulling.cancel()
             await self._end_work(stop)
-            await _cancel({pulling, stop_requested, stepping, *keeping})
-        if not stepping.cancelled():
-            raise stepping.result()
+            await _cancel({pulling, stop_requested, stepping, probing, *keeping})
+        for ended in (stepping, probing):
+            if not ended.cancelled():
+                raise ended.result()
 
-    async def _pull_jobs(self, stop: Stop, on_ready: OnReady | None) -> None:
+    async def _pull_jobs(self, stop: Stop) -> None:
         if self._watch is not None:
             await self._watch.measure(self._settings.models[0])
             if self._watch.reason is not None:
@@ -202,10 +215,15 @@ class Worker:
         await self._control.start(on_drain=stop.request)
         await self._consumer.start()
         await self._heart.beat()
-        if on_ready is not None:
-            card, _ = self._engine.model_card(self._settings.models[0])
-            on_ready("generate" if card.pooling is None else card.pooling.task)
+        self._report_readiness()
         await self._consumer.run()
+
+    def _report_readiness(self) -> None:
+        if self._on_ready is None:
+            return
+        card, _ = self._engine.model_card(self._settings.models[0])
+        task = "generate" if card.pooling is None else card.pooling.task
+        self._on_ready(task if self._executor.breaker.reason is None else None)
 
     async def _beat(self) -> None:
         await self._is_measured.wait()  # until then it would seem to have room for jobs
@@ -217,10 +235,22 @@ class Worker:
             async for outputs in self._engine.steps():
                 if self._watch is None or not self._watch.took(outputs):
                     self._executor.take(outputs)
+                    if self._prober is not None:
+                        self._prober.take(outputs)
         except EngineDiedError as error:
             death = error
         else:
             death = EngineDiedError("the engine stopped by itself")
+        return self._died(death)
+
+    async def _probe(self) -> EngineDiedError:
+        """Probe a broken server; return why it is lost."""
+        if self._prober is None:
+            await asyncio.Event().wait()
+            raise AssertionError
+        return self._died(await self._prober.run())
+
+    def _died(self, death: EngineDiedError) -> EngineDiedError:
         log.error("the engine died, %d jobs are handed back: %s", len(self._executor.held), death)
         self._executor.fail_all(ErrorCode.ENGINE_DIED, str(death))
         return death
@@ -250,6 +280,17 @@ class Worker:
         if self._watch is not None:
             self._watch.ended(attempt)
         self._must_look.set()
+
+    def _on_pause(self) -> None:
+        """Note that the server takes requests no longer, or again."""
+        breaker = self._executor.breaker
+        if breaker.is_open(time.monotonic()):
+            self._executor.hand_back_waiting()
+        self._report_readiness()
+        if self._prober is not None:
+            self._prober.opened.set()
+        self._must_look.set()
+        self._tasks.create_task(self._heart.beat(), name="heartbeat of a pause")
 
     async def _on_reconnected(self) -> None:
         self._consumer.forget_pulls()

@@ -31,6 +31,13 @@ class Pace(Struct, frozen=True, omit_defaults=True):
     leaving: str = ""  # why it leaves its pool, once it does
 
 
+class Paused(Struct, frozen=True, omit_defaults=True):
+    """Why a live worker takes no jobs for now."""
+
+    reason: str  # as its server has told it
+    wait_ms: Whole = 0  # for so long, as its server asks; 0: it is broken, and comes back when a probe is answered
+
+
 class EngineStats(Struct, frozen=True, omit_defaults=True):
     """One engine at one moment. Sequences are choices; a job has one for each of its ``n``."""
 

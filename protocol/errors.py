@@ -50,6 +50,7 @@ class ErrorCode(StrEnum):
     ANSWER_CUT = "answer_cut"  # what is told of it can be gone on with by nobody, and is not told twice
     # The attempt failed; the request may go on elsewhere.
     ENGINE_ERROR = "engine_error"
+    ENGINE_BUSY = "engine_busy"  # its server asks to wait: nobody has failed
     ENGINE_DIED = "engine_died"
     WORKER_DRAINING = "worker_draining"
     WORKER_LOST = "worker_lost"

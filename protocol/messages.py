@@ -27,7 +27,7 @@ from msgspec import Meta, Struct
 
 from protocol import wire
 from protocol.chat import CountedBy, Deltas, Input
-from protocol.engine_stats import EngineStats, Pace
+from protocol.engine_stats import EngineStats, Pace, Paused
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar
 from protocol.logprobs import PromptLogprob, TokenLogprob
@@ -325,11 +325,17 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     machine: str = ""  # that the fleet controller launched it on; "": none
     trusted: bool = False  # it takes the jobs that demand trusted pools, and no others
     batch_jobs_taken: Whole = 0  # of jobs_taken: those of the low lane
+    paused: Paused | None = None  # None: it takes jobs
 
     @property
     def queues(self) -> list[str]:
         """The queues that it serves, or for a hosted pool, serves a lane of."""
         return [queue_of(model, trusted=self.trusted) for model in self.models]
+
+    @property
+    def takes_jobs(self) -> bool:
+        """True if it takes new jobs."""
+        return not self.draining and self.paused is None
 
 
 class ModelCard(Struct, frozen=True, omit_defaults=True):

@@ -21,7 +21,7 @@ MIN_TURNOVER: Final = 0.5
 
 @dataclass(slots=True)
 class ModelCapacity:
-    """The live workers of one queue, taken together. Workers that drain are left out: they take nothing new."""
+    """The live workers of one queue, taken together. Those that drain or pause are left out: they take nothing new."""
 
     workers: int = 0
     free_sequences: int = 0
@@ -75,7 +75,7 @@ class Capacity:
         """Take a worker's state from its heartbeat."""
         before = self._beats.get(beat.worker_id)
         self._remove(beat.worker_id)
-        if beat.draining:
+        if not beat.takes_jobs:
             return
         self._beats[beat.worker_id] = beat
         self._add(beat, 1, beat.free_sequences)

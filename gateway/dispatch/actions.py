@@ -1,12 +1,14 @@
 """Commands that a request gives its dispatcher: the seam between the state machine and the bus."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from protocol.messages import Cancel, Frame
+from protocol.messages import Cancel, Frame, Heartbeat
 
 if TYPE_CHECKING:
     from gateway.dispatch.request import OpenRequest
+    from gateway.dispatch.request_state import RequestState
 
 
 class Actions(Protocol):
@@ -14,6 +16,10 @@ class Actions(Protocol):
 
     def publish(self, request: "OpenRequest", after_s: float) -> None:
         """Publish the current attempt after a pause."""
+        ...
+
+    def takers(self, request: "RequestState") -> Sequence[Heartbeat]:
+        """Return the live workers that could run its next attempt."""
         ...
 
     def withdraw(self, request: "OpenRequest") -> None:

@@ -13,8 +13,14 @@ from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Failed, Finished, Timings
 
 # Nobody's fault: the worker left in order, or none had begun.
-FREE_CODES: Final = {ErrorCode.WORKER_DRAINING, ErrorCode.JOB_VANISHED, ErrorCode.GATEWAY_LOST}
+FREE_CODES: Final = {
+    ErrorCode.WORKER_DRAINING,
+    ErrorCode.JOB_VANISHED,
+    ErrorCode.GATEWAY_LOST,
+    ErrorCode.ENGINE_BUSY,
+}
 MAX_FREE_FAILURES: Final = 32  # in a row and without a new token
+MAX_BUSY_FAILURES: Final = 256  # times that servers asked one request to wait; what usually ends it is its time to wait
 PROGRESS_ALLOWANCE: Final = 4  # while every attempt makes tokens, so many times ``max_attempts`` may fail
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
@@ -142,20 +148,26 @@ class AttemptLog:
         self.failures: list[AttemptFailure] = []
         self.spent = TimeSpent()
         self.hosted_failed: set[str] = set()  # hosted pools that are not tried again
+        self.failed_pools: set[str] = set()  # where an attempt has failed
         self._max_attempts = max_attempts
         self._avoided: list[str] = []
         self._real = 0
         self._fruitless = 0  # real ones since the last that made tokens, that one included
         self._free = 0  # free ones since then
+        self._busy = 0
 
-    def add(self, attempt: CurrentAttempt, code: str, reason: str, tokens: int) -> None:
-        """Add a failed attempt, which produced ``tokens``."""
+    def add(self, attempt: CurrentAttempt, code: str, reason: str, tokens: int, *, is_excused: bool = False) -> None:
+        """Add a failed attempt, which produced ``tokens``; ``is_excused``: its pool is to blame, and others live."""
         self.failures.append(AttemptFailure(attempt.number, attempt.worker_id, code, reason, tokens))
         if attempt.hosted is not None and code not in {ErrorCode.WORKER_LOST, *FREE_CODES}:
             self.hosted_failed.add(attempt.hosted.pool.name)
         if tokens or attempt.answered_inputs:
             self._fruitless = self._free = 0
-        if attempt.worker_id is None or code in FREE_CODES:
+        if attempt.accepted is not None and code not in FREE_CODES:
+            self.failed_pools.add(attempt.accepted.pool)
+        if code == ErrorCode.ENGINE_BUSY:
+            self._busy += 1
+        elif attempt.worker_id is None or code in FREE_CODES or is_excused:
             self._free += 1
         else:
             self._real += 1
@@ -172,6 +184,7 @@ class AttemptLog:
             self._fruitless >= self._max_attempts
             or self._real >= self._max_attempts * PROGRESS_ALLOWANCE
             or self._free >= MAX_FREE_FAILURES
+            or self._busy >= MAX_BUSY_FAILURES
         )
 
     @property

@@ -29,7 +29,8 @@ from gateway.dispatch.overflow import Overflow
 from gateway.dispatch.record import dead_letter, rescue, settle_limits
 from gateway.dispatch.recorder import Recorder
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.revisions import LiveRevisions, restart_or_fail
+from gateway.dispatch.request_state import RequestState
+from gateway.dispatch.revisions import LiveRevisions, takers_of
 from gateway.dispatch.streams import Streams
 from gateway.dispatch.unowned_attempts import UnownedAttempts
 from gateway.request.mailbox import Failure, Mailbox
@@ -142,9 +143,8 @@ class Dispatcher:
     ) -> None:
         try:
             request.on_tick(now_s, connected=connected)
-            if revisions is not None and request.state is State.QUEUED and revisions.is_changed(request):
-                wait_s, is_cut = self._settings.timeouts.revision_wait_s, revisions.is_cut(request)
-                restart_or_fail(request, wait_s, now_s, is_cut=is_cut)
+            if revisions is not None and request.state is State.QUEUED:
+                revisions.look(request, self._settings.timeouts.revision_wait_s, now_s)
         except Exception as mistake:  # noqa: BLE001  # logged there
             fail_alone(request, self, mistake)
 
@@ -308,6 +308,10 @@ class Dispatcher:
         for notify_queued in self._observers.queued:
             notify_queued(request, after_s)
         self._background.start(self._queue.publish(request, after_s))
+
+    def takers(self, request: RequestState) -> list[Heartbeat]:
+        """Return the live workers that could run its next attempt."""
+        return takers_of(request, self.live_workers())
 
     def withdraw(self, request: OpenRequest) -> None:
         """Delete the current attempt from the queue, if it is still there."""

@@ -41,6 +41,28 @@ def why_over(request: "OpenRequest") -> Failure | None:
     return None if request.choices.may_go_on else ANSWER_CUT
 
 
+def is_excused(request: "OpenRequest", code: str) -> bool:
+    """Return whether a failed attempt uses up none: it made no token, and the request has not failed at another pool.
+
+    A server that refuses everything takes jobs faster than healthy ones. A request that fails everywhere has an end: at
+    the last pool its failures count.
+    """
+    current, log = request.current, request.log
+    if code != ErrorCode.ENGINE_ERROR or current.accepted is None or request.attempt_tokens or current.answered_inputs:
+        return False
+    failed = {current.accepted.pool, *log.failed_pools}
+    return any(beat.takes_jobs and beat.pool not in failed for beat in request.takers())
+
+
+def may_run_elsewhere(request: "OpenRequest", timeout: Failure) -> bool:
+    """Return whether a worker's silence ends its attempt alone, as another one is free."""
+    if timeout.code not in {ErrorCode.FIRST_TOKEN_TIMEOUT, ErrorCode.INTER_TOKEN_TIMEOUT}:
+        return False
+    silent = {request.worker_id, *request.log.avoid}
+    takers = request.takers()
+    return any(beat.takes_jobs and beat.free_sequences and beat.worker_id not in silent for beat in takers)
+
+
 def drop_answer(request: "OpenRequest") -> None:
     """Drop what is held of the answer: the next attempt begins it again."""
     request.choices.clear()

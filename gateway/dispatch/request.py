@@ -14,7 +14,15 @@ from msgspec import structs
 from accounts.masking import masked
 from gateway.dispatch.attempts import CurrentAttempt
 from gateway.dispatch.deadlines import WITHDRAW_LINGER_S, overdue
-from gateway.dispatch.failure_rules import VANISHED, is_premature, too_much_unread, verdict_of, why_over
+from gateway.dispatch.failure_rules import (
+    VANISHED,
+    is_excused,
+    is_premature,
+    may_run_elsewhere,
+    too_much_unread,
+    verdict_of,
+    why_over,
+)
 from gateway.dispatch.plausible import plausible_prompt, why_implausible
 from gateway.dispatch.request_state import RequestState
 from gateway.hosted.slot import HostedSlot
@@ -244,7 +252,7 @@ class OpenRequest(RequestState):
         if is_complete:
             self._end("ok", None, now_s)
             return
-        self.log.add(self.current, code, reason, self.attempt_tokens)
+        self.log.add(self.current, code, reason, self.attempt_tokens, is_excused=is_excused(self, code))
         if (over := why_over(self)) is not None:
             self._end("failed", over, now_s)
         else:
@@ -339,7 +347,10 @@ class OpenRequest(RequestState):
             return
         queue_deadline_s = self.queue_deadline_s if self.state is State.QUEUED else None
         if (timeout := overdue(self._timeouts, self.admission, self.current, queue_deadline_s, now_s)) is not None:
-            self.fail(timeout, now_s)
+            if may_run_elsewhere(self, timeout):
+                self._attempt_failed(timeout.code, timeout.message, now_s)
+            else:
+                self.fail(timeout, now_s)
             return
         if self.state is State.RUNNING and connected:
             if (reason := self.current.why_lost(now_s)) is not None:

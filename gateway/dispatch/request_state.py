@@ -1,7 +1,7 @@
 """The data of one open request: what its state machine changes, and what others read."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gateway.admission.ticket import Ticket
 from gateway.dispatch.actions import Actions
@@ -11,7 +11,7 @@ from gateway.dispatch.deadlines import QueueWaitBudget
 from gateway.request.mailbox import Ended, Failure, Mailbox
 from gateway.request.states import State
 from gateway.settings import TimeoutSettings
-from protocol.messages import Accepted
+from protocol.messages import Accepted, Heartbeat
 from protocol.usage import RequestRecord
 
 
@@ -84,6 +84,10 @@ class RequestState:
     def attempt_tokens(self) -> int:
         """Output tokens of the current attempt, as far as they have come."""
         return self.choices.held_tokens() - self.current.tokens_before
+
+    def takers(self) -> Sequence[Heartbeat]:
+        """Return the live workers that could run the next attempt."""
+        return self._actions.takers(self)
 
     def waits_for_worker(self, attempt: int) -> bool:
         """Return whether this attempt is the current one and not yet accepted."""

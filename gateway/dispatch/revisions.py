@@ -6,11 +6,13 @@ run its model, one that has told its caller nothing starts again; a stream that 
 may come back, and then ends with an error: it never continues with other weights.
 """
 
+import math
 from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from gateway.dispatch.failure_rules import ANSWER_CUT, drop_answer
 from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.request_state import RequestState
 from gateway.request.mailbox import Failure
 from gateway.request.states import State
 from protocol import subjects
@@ -33,7 +35,7 @@ class ServingWorker(NamedTuple):
         """Return the declaration of a heartbeat."""
         return cls(beat.revisions.get(model, Revision()), beat.takes, beat.continues)
 
-    def may_take(self, request: OpenRequest) -> bool:
+    def may_take(self, request: RequestState) -> bool:
         """Return whether it may run a request's next attempt and can continue what is held."""
         choices = request.choices
         if choices.has_output and not self.continues:
@@ -52,13 +54,32 @@ class LiveRevisions:
         """``only_hosted``: models that hosted pools alone serve."""
         self._by_queue: dict[str, set[ServingWorker]] = {}
         self._all: dict[str, set[ServingWorker]] = {}  # hosted ones, too
+        # How long servers ask to wait, the shortest, by queue and provider ("": ours). Who is only broken may be back.
+        self._waits_s: dict[tuple[str, str], float] = {}
         for beat in beats:
             is_hosted = beat.tier == subjects.HOSTED_TIER
+            wait_s = 0.0 if beat.paused is None else beat.paused.wait_ms / 1000
             for model, queue in () if beat.draining else zip(beat.models, beat.queues, strict=True):
                 taker = ServingWorker.of(beat, model)
                 self._all.setdefault(queue, set()).add(taker)
+                place = queue, beat.provider if is_hosted else ""
+                self._waits_s[place] = min(wait_s, self._waits_s.get(place, math.inf))
                 if not is_hosted or model in only_hosted:
                     self._by_queue.setdefault(queue, set()).add(taker)
+
+    def look(self, request: OpenRequest, revision_wait_s: float, now_s: float) -> None:
+        """End or restart a waiting request that no live worker may take, or none in time."""
+        self._refuse_if_late(request, now_s)
+        if request.state is State.QUEUED and self.is_changed(request):
+            restart_or_fail(request, revision_wait_s, now_s, is_cut=self.is_cut(request))
+
+    def _refuse_if_late(self, request: OpenRequest, now_s: float) -> None:
+        """End a waiting request whose model's servers all ask to wait for longer than it may."""
+        queue = request.admission.queue
+        wait_s = min(self._waits_s.get((queue, one), math.inf) for one in ("", *request.admission.hosted))
+        if 0 < wait_s < math.inf and now_s + wait_s > request.queue_deadline_s:
+            message = f"the servers of this model ask to wait for {wait_s:.0f} s, longer than the request may wait"
+            request.fail(Failure(ErrorCode.WAIT_TOO_LONG, message, retry_after_s=math.ceil(wait_s)), now_s)
 
     def is_changed(self, request: OpenRequest) -> bool:
         """Return whether workers run its model and none of them may take it."""
@@ -85,11 +106,24 @@ class LiveRevisions:
         return bool(held) and any(own.revision.weights == held and not own.may_take(request) for own in live)
 
 
-def needed_revision(request: OpenRequest) -> Revision:
+def needed_revision(request: RequestState) -> Revision:
     """Return the revision that a worker must run to take the request's next attempt."""
     choices = request.choices
     tokenizer = request.admission.tokenizer if choices.takes_ids else NO_TOKENIZER
     return Revision(choices.revision if choices.has_output else "", tokenizer)
+
+
+def takers_of(request: RequestState, beats: Iterable[Heartbeat]) -> list[Heartbeat]:
+    """Return the workers that could run a request's next attempt. Of hosted pools, those that it may go to."""
+    admission = request.admission
+
+    def serves(beat: Heartbeat) -> bool:
+        if beat.tier != subjects.HOSTED_TIER:
+            return admission.queue in beat.queues
+        is_allowed = beat.provider in admission.hosted and beat.pool not in request.log.hosted_failed
+        return is_allowed and admission.model in beat.models
+
+    return [beat for beat in beats if serves(beat) and ServingWorker.of(beat, admission.model).may_take(request)]
 
 
 def _agree(needed: Revision, own: Revision) -> bool:

@@ -64,6 +64,9 @@ def worker_families(beats: Collection[Heartbeat], queues: Collection[str]) -> It
     """The workers by queue."""
     info = GaugeMetricFamily("spillway_worker_info", "A live worker; always 1.", labels=WORKER_LABELS)
     draining = GaugeMetricFamily("spillway_worker_draining", "1: it takes no new jobs.", labels=WORKER_LABELS)
+    paused = GaugeMetricFamily(
+        "spillway_worker_paused", "1: its server is broken, or asks to wait.", labels=(*WORKER_LABELS, "reason")
+    )
     reported = GaugeMetricFamily(
         "spillway_worker_heartbeat_timestamp_seconds", "Its last heartbeat, by its own clock.", labels=WORKER_LABELS
     )
@@ -82,6 +85,8 @@ def worker_families(beats: Collection[Heartbeat], queues: Collection[str]) -> It
         labels = (beat.worker_id, beat.pool, beat.provider, beat.region, beat.tier, beat.engine)
         info.add_metric(labels, 1)
         draining.add_metric(labels, int(beat.draining))
+        if beat.paused is not None:
+            paused.add_metric((*labels, "asked_to_wait" if beat.paused.wait_ms else "broken"), 1)
         reported.add_metric(labels, beat.sent_unix_ms / 1000)
         price.add_metric(labels, beat.usd_per_hour)
         busy.add_metric(labels, beat.busy_ms / 1000)
@@ -89,12 +94,12 @@ def worker_families(beats: Collection[Heartbeat], queues: Collection[str]) -> It
             tpot.add_metric(labels, beat.pace.tpot_ms / 1000)
         if beat.pace is not None and beat.pace.slowdown:
             slowdown.add_metric(labels, beat.pace.slowdown)
-    yield from (info, draining, reported, price, busy, tpot, slowdown)
+    yield from (info, draining, paused, reported, price, busy, tpot, slowdown)
     serving = GaugeMetricFamily(
         "spillway_model_workers", "Live workers that take jobs of a configured model.", labels=("model_name",)
     )
     for queue in queues:
-        serving.add_metric((queue,), sum(queue in beat.queues and not beat.draining for beat in beats))
+        serving.add_metric((queue,), sum(queue in beat.queues and beat.takes_jobs for beat in beats))
     yield serving
 
 

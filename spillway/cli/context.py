@@ -128,9 +128,11 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     return leaves
 
 
-def write_ready(path: Path | None, facts: dict[str, Any]) -> None:
-    """Notify the launcher that this process is ready, by a file that is written atomically."""
-    if path is not None:
+def write_ready(path: Path | None, facts: dict[str, Any] | None) -> None:
+    """Notify the launcher that this process is ready, by a file that is written atomically; None: not."""
+    if path is not None and facts is None:
+        path.unlink(missing_ok=True)
+    elif path is not None:
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps(facts))
         draft.replace(path)

@@ -118,7 +118,7 @@ def worker(
         run_async(
             lambda: run(
                 resolved.worker_settings(pool, machine),
-                on_ready=lambda task: write_ready(ready_file, {"pool": pool, "task": task}),
+                on_ready=lambda task: write_ready(ready_file, None if task is None else {"pool": pool, "task": task}),
             )
         )
 

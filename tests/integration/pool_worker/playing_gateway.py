@@ -171,16 +171,22 @@ class PlayingGateway:
 
 
 @asynccontextmanager
-async def running_worker(settings: WorkerSettings) -> AsyncIterator[Stop]:
-    """Run a worker on this event loop; requesting the stop that is yielded makes it drain. At the end it must end."""
+async def running_worker(settings: WorkerSettings, ready: asyncio.Event | None = None) -> AsyncIterator[Stop]:
+    """Run a worker on this event loop; requesting the stop that is yielded makes it drain. At the end it must end.
+
+    ``ready`` is set while it says that it is.
+    """
     bus = await connect(settings)
     engine = engines.create(settings.engine)
     capacity = await engine.start()
-    stop, ready = Stop(settings.drain_s), asyncio.Event()
+    stop, ready = Stop(settings.drain_s), ready or asyncio.Event()
+
+    def on_ready(task: str | None) -> None:
+        ready.clear() if task is None else ready.set()
 
     async def serve() -> None:
         async with asyncio.TaskGroup() as tasks:
-            await Worker(settings, bus, engine, capacity, tasks).serve(stop, lambda _task: ready.set())
+            await Worker(settings, bus, engine, capacity, tasks).serve(stop, on_ready)
 
     serving = asyncio.create_task(serve())
     async with asyncio.timeout(HANGS_S):

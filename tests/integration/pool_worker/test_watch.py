@@ -40,7 +40,9 @@ def watched(nats_url: str, watch: dict[str, Any], notice_url: str | None = None,
     return WorkerSettings.model_validate({**settings, **notice, "watch": WatchSettings(**watch).model_dump()})
 
 
-async def serve(settings: WorkerSettings, engine: AnyEngine, on_ready: Callable[[str], None] = lambda _: None) -> None:
+async def serve(
+    settings: WorkerSettings, engine: AnyEngine, on_ready: Callable[[str | None], None] = lambda _: None
+) -> None:
     """Run a worker until it ends by itself."""
     bus = await Bus.connect(list(settings.nats_urls), name=subjects.connection_name(settings.worker_id))
     capacity = await engine.start()

@@ -12,12 +12,17 @@ from pool_worker.engines.base import Capacity
 from protocol.outbox import Outbox
 
 
-def consumer(*, connected: bool = True, draining: bool = False, waiting: str = "", records: int = 0) -> Consumer:
+def consumer(
+    *, connected: bool = True, draining: bool = False, waiting: str = "", records: int = 0, places: int | None = None
+) -> Consumer:
     bus: Any = SimpleNamespace(
         connected=connected, api_prefix="$JS.API", client=SimpleNamespace(new_inbox=lambda: "inbox")
     )
     executor: Any = SimpleNamespace(
-        is_draining=draining, waiting_jobs=int(bool(waiting)), has_waiting_interactive=waiting == "interactive"
+        is_draining=draining,
+        waiting_jobs=int(bool(waiting)),
+        has_waiting_interactive=waiting == "interactive",
+        breaker=SimpleNamespace(places=lambda _now_s: places),
     )
     gate: Any = SimpleNamespace(is_open=lambda _model: True)
     outbox = Outbox(bus, "usage.attempt", 2)
@@ -42,11 +47,17 @@ async def test_there_is_room_in_good_times_and_less_for_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    "reason", [{"connected": False}, {"draining": True}, {"waiting": "interactive"}, {"records": 2}], ids=str
+    "reason",
+    [{"connected": False}, {"draining": True}, {"waiting": "interactive"}, {"records": 2}, {"places": 0}],
+    ids=str,
 )
 async def test_there_is_none(reason: dict[str, Any]) -> None:
     assert consumer(**reason).room() == 0
     assert consumer(**reason).room(is_batch=True) == 0
+
+
+async def test_a_server_that_comes_back_gets_few_jobs_at_first() -> None:
+    assert consumer(places=2).room() == 2
 
 
 async def test_a_batch_job_that_waits_for_room_stops_only_batch() -> None:

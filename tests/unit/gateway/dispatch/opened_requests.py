@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.request_state import RequestState
+from gateway.dispatch.revisions import takers_of
 from gateway.request.admission import Admission
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Sampling, Tokens
+from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Heartbeat, Sampling, Tokens
 from tests.unit.gateway.admission.controls import principal, ticket_of
 
 ID = "req_1"
@@ -27,6 +29,10 @@ class RecordedActions:
     pauses: list[float] = field(default_factory=list)
     recorded: list[tuple[int, str, str | None, int]] = field(default_factory=list)  # attempt, outcome, code, tokens
     ends: int = 0
+    others: list[Heartbeat] = field(default_factory=list)  # live workers that could run the next attempt
+
+    def takers(self, request: RequestState) -> list[Heartbeat]:
+        return takers_of(request, self.others)
 
     def publish(self, request: OpenRequest, after_s: float) -> None:
         self.published.append(request.attempt)

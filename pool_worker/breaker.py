@@ -1,0 +1,144 @@
+"""The circuit breaker of one worker: whether its server does well enough to pull jobs for it.
+
+    serving ──FAILURES requests in a row without a token──> broken ──a probe is answered──> serving, slowly at first
+       └──the server asks to wait, and says how long──> waiting ──the time is over──> serving, slowly at first
+
+While it is open nothing is pulled, so that a server that refuses at once does not drain the queue. What "slowly" means:
+few requests at once, and two more for each that gets its first token. Pure: the time is passed in.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Collection
+from typing import Final
+
+from pool_worker.attempt import Attempt
+from protocol.engine_stats import Paused
+
+FAILURES: Final = 3  # different requests: one that fails everywhere breaks no pool
+FIRST_PAUSE_S: Final = 1.0  # until the first probe; twice as long after each that fails
+LONGEST_PAUSE_S: Final = 30.0
+UNKNOWN_WAIT_S: Final = 1.0  # a busy server that names no time; twice as long each time in a row
+LONGEST_UNKNOWN_WAIT_S: Final = 30.0
+LONGEST_WAIT_S: Final = 3600.0  # whatever a server asks for: then it is asked again
+MAX_REASON_CHARS: Final = 300  # in every heartbeat
+
+log = logging.getLogger(__name__)
+
+
+class Breaker:
+    """Decides how many jobs a worker may hold. ``reason`` says why it is broken; None while it is not."""
+
+    def __init__(
+        self, held: Callable[[], Collection[Attempt]], max_sequences: int, on_change: Callable[[], None]
+    ) -> None:
+        """``held`` gives the attempts that run; ``on_change`` is called when it has opened or closed."""
+        self._held = held
+        self._max_sequences = max_sequences
+        self._on_change = on_change
+        self.reason: str | None = None
+        self._failed: set[str] = set()  # requests that have failed in a row without a token
+        self._since_s = 0.0  # monotonic clock: first tokens before it prove nothing
+        self._probe_s = FIRST_PAUSE_S
+        self._wait_until_s = 0.0  # monotonic clock
+        self._wait_reason = ""
+        self._waits = 0  # in a row that named no time
+        self._most: int | None = None  # jobs at once; None: no limit of ours
+        self._served = 0  # attempts with a token that have ended, since it closed
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    def failed(self, request_id: str, reason: str, now_s: float) -> None:
+        """Note an attempt that the server failed before its first token."""
+        if self._first_tokens():
+            self._proved(now_s)
+        self._failed.add(request_id)
+        if self.reason is None and len(self._failed) >= FAILURES:
+            self.reason = reason[:MAX_REASON_CHARS]
+            log.error("the server failed %d requests in a row: no jobs until it answers a probe; %s", FAILURES, reason)
+            self._open(now_s, 1)
+
+    def asked_to_wait(self, wait_s: float | None, reason: str, now_s: float) -> None:
+        """Note that the server wants no requests for so long; None: it did not say how long."""
+        is_new = now_s >= self._wait_until_s
+        if wait_s is None:
+            self._waits += is_new
+            wait_s = min(LONGEST_UNKNOWN_WAIT_S, UNKNOWN_WAIT_S * 2.0 ** (min(self._waits, 10) - 1))
+        until_s = now_s + min(wait_s, LONGEST_WAIT_S)
+        self._failed.clear()  # it is there, and answers
+        if until_s <= self._wait_until_s:
+            return
+        self._wait_until_s, self._wait_reason = until_s, reason[:MAX_REASON_CHARS]
+        if is_new:
+            log.warning("the server asks to wait for %.1f s: no jobs until then; %s", until_s - now_s, reason)
+            self._open(now_s, max(1, sum(attempt.ttft_ms is not None for attempt in self._held()) // 2))
+
+    def ended(self, attempt: Attempt, now_s: float) -> None:
+        """Note that an attempt is over."""
+        if self._since_s <= attempt.first_token_s < math.inf:
+            self._served += 1
+            self._failed.clear()
+            self._waits = 0
+            self._probe_s = FIRST_PAUSE_S
+            self.closed(now_s)
+
+    def probe_failed(self, reason: str) -> float:
+        """Note a probe without an answer; return the seconds until the next."""
+        self.reason = reason[:MAX_REASON_CHARS]
+        self._probe_s = min(LONGEST_PAUSE_S, 2 * self._probe_s)
+        log.warning("the server still fails, the next probe is in %.0f s: %s", self._probe_s, reason)
+        return self._probe_s
+
+    def closed(self, now_s: float) -> None:
+        """Note that the server answers again."""
+        if self.reason is not None:
+            log.info("the server answers again")
+            self.reason = None
+            self._failed.clear()
+            self._restart(now_s, 1)
+            self._on_change()
+
+    def _open(self, now_s: float, most: int) -> None:
+        self._restart(now_s, most)
+        self._on_change()
+
+    def _restart(self, now_s: float, most: int) -> None:
+        self._since_s, self._most, self._served = now_s, most, 0
+
+    def _proved(self, now_s: float) -> None:
+        """Begin to count anew: a stream that runs has got its first token since the first failure."""
+        self._failed.clear()
+        self._since_s = now_s
+
+    def _first_tokens(self) -> int:
+        return sum(self._since_s <= attempt.first_token_s < math.inf for attempt in self._held())
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the server is probed."""
+        return self._probe_s
+
+    def is_open(self, now_s: float) -> bool:
+        """Return whether no jobs may be taken."""
+        return self.reason is not None or now_s < self._wait_until_s
+
+    def places(self, now_s: float) -> int | None:
+        """Return how many more jobs may be held; None: as many as fit."""
+        if self.is_open(now_s):
+            return 0
+        if self._most is None:
+            return None
+        most = self._most + 2 * (self._served + self._first_tokens())
+        if most >= self._max_sequences:
+            self._most = None
+            return None
+        return max(0, most - len(self._held()))
+
+    def report(self, now_s: float) -> Paused | None:
+        """Return what heartbeats tell; None while it serves."""
+        if self.reason is not None:
+            return Paused(self.reason)
+        left_s = self._wait_until_s - now_s
+        return Paused(self._wait_reason, math.ceil(left_s * 1000)) if left_s > 0 else None

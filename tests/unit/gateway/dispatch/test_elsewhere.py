@@ -1,0 +1,152 @@
+"""What becomes of an attempt whose pool is broken, silent or busy, by what other workers there are."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from gateway.dispatch.attempts import MAX_BUSY_FAILURES, MAX_FREE_FAILURES
+from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.revisions import LiveRevisions
+from gateway.request.states import State
+from protocol.engine_stats import Paused
+from protocol.errors import ErrorCode
+from protocol.messages import PROTOCOL_VERSION, Accepted, Heartbeat
+from tests.unit.gateway.dispatch.opened_requests import ID, failed, open_request, tokens
+
+MAX_ATTEMPTS = 3
+BROKEN, WAITS = Paused("401"), Paused("429", 20_000)
+
+
+def worker(name: str, *, free: int = 4, **fields: Any) -> Heartbeat:
+    """One of a pool of its own name."""
+    names = (f"w-{name}", name, "x", "eu", fields.pop("tier", "spot"), "e", ("m",))
+    return Heartbeat(PROTOCOL_VERSION, *names, 0.5, 4, 400, free, 400, 0, 1, 2, **fields)
+
+
+def run_on(request: OpenRequest, pool: str, now_s: float = 1.0) -> None:
+    frame = Accepted(ID, request.attempt, 0, f"w-{pool}", pool, "provider", "region", 1.0)
+    request.on_frame(f"w-{pool}", frame, now_s)
+
+
+def fail_on(request: OpenRequest, pool: str, code: str = "engine_error", *, after_token: bool = False) -> None:
+    run_on(request, pool)
+    attempt, seq = request.attempt, 1
+    if after_token:
+        request.on_frame(f"w-{pool}", tokens(1, attempt=attempt), 1.1)
+        seq = 2
+    request.on_frame(f"w-{pool}", failed(seq, attempt, code), 1.2)
+
+
+def attempts_until_the_end(request: OpenRequest, pools: list[str], **how: Any) -> int:
+    for attempt, pool in enumerate(itertools.cycle(pools), 1):
+        fail_on(request, pool, **how)
+        if request.state is State.ENDED:
+            return attempt
+    raise AssertionError
+
+
+EXCUSED = MAX_FREE_FAILURES
+CASES: dict[str, tuple[list[Heartbeat], list[str], dict[str, Any], int]] = {
+    # others that live · where it fails, one after the other · how · attempts
+    "no other pool": ([worker("a")], ["a"], {}, MAX_ATTEMPTS),
+    "another worker of the same pool": ([worker("a"), worker("a")], ["a"], {}, MAX_ATTEMPTS),
+    "another pool": ([worker("a"), worker("b")], ["a"], {}, EXCUSED),
+    "another pool, without room": ([worker("b", free=0)], ["a"], {}, EXCUSED),
+    "another pool that drains": ([worker("b", draining=True)], ["a"], {}, MAX_ATTEMPTS),
+    "another pool that is broken": ([worker("b", paused=BROKEN)], ["a"], {}, MAX_ATTEMPTS),
+    "another pool that waits": ([worker("b", paused=WAITS)], ["a"], {}, MAX_ATTEMPTS),
+    "a hosted pool that it may not go to": ([worker("b", tier="hosted")], ["a"], {}, MAX_ATTEMPTS),
+    "a trusted pool, whose jobs are others": ([worker("b", trusted=True)], ["a"], {}, MAX_ATTEMPTS),
+    "a request that fails everywhere": ([worker("a"), worker("b")], ["a", "b"], {}, 1 + MAX_ATTEMPTS),
+    "a lost worker": ([worker("a"), worker("b")], ["a"], {"code": "engine_died"}, MAX_ATTEMPTS),
+    "a busy server": ([], ["a"], {"code": "engine_busy"}, MAX_BUSY_FAILURES),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_failures_of_a_broken_pool_use_up_no_attempt_while_another_lives(case: str) -> None:
+    beats, pools, how, attempts = CASES[case]
+    request, actions = open_request(max_attempts=MAX_ATTEMPTS)
+    actions.others = beats
+    assert attempts_until_the_end(request, pools, **how) == attempts
+    assert request.failure is not None
+    assert request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED
+
+
+def test_a_failure_after_a_token_counts() -> None:
+    request, actions = open_request(max_attempts=MAX_ATTEMPTS)
+    actions.others = [worker("a"), worker("b")]
+    for _ in range(MAX_ATTEMPTS * 4):
+        fail_on(request, "a", after_token=True)
+    assert request.state is State.ENDED
+
+
+def test_a_busy_worker_is_not_avoided_and_its_pool_not_blamed() -> None:
+    request, _ = open_request()
+    fail_on(request, "a", "engine_busy")
+    assert (request.log.avoid, request.log.failed_pools, request.log.pause_s) == ((), set(), 0.0)
+
+
+TIMEOUTS: dict[str, tuple[list[Heartbeat], bool]] = {
+    "nobody else": ([worker("a")], False),
+    "a free one": ([worker("a"), worker("b")], True),
+    "a full one": ([worker("b", free=0)], False),
+    "a broken one": ([worker("b", paused=BROKEN)], False),
+    "a draining one": ([worker("b", draining=True)], False),
+}
+
+
+@pytest.mark.parametrize("case", TIMEOUTS)
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_the_end_of_a_silence_is_another_attempt_while_a_worker_is_free(case: str, has_begun: bool) -> None:
+    beats, goes_on = TIMEOUTS[case]
+    request, actions = open_request(first_token_s=10.0, inter_token_s=10.0)
+    actions.others = beats
+    run_on(request, "a")
+    if has_begun:
+        request.on_frame("w-a", tokens(1), 1.0)
+    request.on_tick(10.9, connected=False)
+    assert request.state is State.RUNNING
+    request.on_tick(11.1, connected=False)
+    if goes_on:
+        assert (request.state, request.attempt, request.failure) == (State.QUEUED, 2, None)
+        assert [worker_id for worker_id, _ in actions.cancelled] == ["w-a"]
+        return
+    code = ErrorCode.INTER_TOKEN_TIMEOUT if has_begun else ErrorCode.FIRST_TOKEN_TIMEOUT
+    assert request.failure is not None
+    assert request.failure.code is code
+
+
+def test_silence_everywhere_has_an_end() -> None:
+    request, actions = open_request(max_attempts=MAX_ATTEMPTS, first_token_s=10.0)
+    actions.others = [worker(str(number)) for number in range(9)]
+    for number in range(MAX_ATTEMPTS):
+        run_on(request, str(number), 20.0 * number)
+        request.on_tick(20.0 * number + 11, connected=False)
+    assert request.failure is not None
+    assert request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED
+
+
+def look(request: OpenRequest, *beats: Heartbeat, now_s: float) -> tuple[str, int | None] | None:
+    LiveRevisions(beats).look(request, 30.0, now_s)
+    return None if request.failure is None else (request.failure.code, request.failure.retry_after_s)
+
+
+WAITING: dict[str, tuple[list[Heartbeat], bool]] = {
+    "nobody": ([], False),
+    "one that waits for longer": ([worker("a", paused=WAITS)], True),
+    "one that waits, one that serves": ([worker("a", paused=WAITS), worker("b", free=0)], False),
+    "one that waits, one that may be back": ([worker("a", paused=WAITS), worker("b", paused=BROKEN)], False),
+    "one that waits, one that leaves": ([worker("a", paused=WAITS), worker("b", draining=True)], True),
+    "the first of two is soon enough": ([worker("a", paused=WAITS), worker("b", paused=Paused("429", 500))], False),
+    "a hosted pool that it may not go to": ([worker("a", paused=WAITS), worker("b", tier="hosted")], True),
+}
+
+
+@pytest.mark.parametrize("case", WAITING)
+def test_whoever_no_server_takes_in_time_is_told_when_to_come_back(case: str) -> None:
+    beats, is_refused = WAITING[case]
+    request, _ = open_request()
+    assert look(request, *beats, now_s=570.0) is None  # of 600
+    assert look(request, *beats, now_s=590.0) == ((ErrorCode.WAIT_TOO_LONG, 20) if is_refused else None)
