@@ -47,7 +47,7 @@ class ErrorCode(StrEnum):
     TENANT_QUEUED = "tenant_queued_exceeded"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     MODEL_CHANGED = "model_changed"  # nobody runs the weights any more that the answer, or its prompt's tokens, are of
-    ANSWER_CUT = "answer_cut"  # what is told of it can be gone on with by nobody, and is not told twice
+    ANSWER_CUT = "answer_cut"  # no worker can resume the stream, and what was sent is not repeated
     # The attempt failed; the request may go on elsewhere.
     ENGINE_ERROR = "engine_error"
     ENGINE_BUSY = "engine_busy"  # its server asks to wait: nobody has failed

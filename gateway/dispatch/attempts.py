@@ -22,6 +22,7 @@ FREE_CODES: Final = {
 MAX_FREE_FAILURES: Final = 32  # in a row and without a new token
 MAX_BUSY_FAILURES: Final = 256  # times that servers asked one request to wait; what usually ends it is its time to wait
 PROGRESS_ALLOWANCE: Final = 4  # while every attempt makes tokens, so many times ``max_attempts`` may fail
+MAX_PURCHASES: Final = 2  # of an answer whose server breaks it off
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
 
@@ -155,9 +156,14 @@ class AttemptLog:
         self._fruitless = 0  # real ones since the last that made tokens, that one included
         self._free = 0  # free ones since then
         self._busy = 0
+        self._breaks: set[tuple[str, ...]] = set()  # how and where servers have broken answers off
+        self._dropped = 0  # answers that were begun and are asked for from their beginning
+        self.is_repeated = False  # a server has broken the answer off twice at the same place
 
     def add(self, attempt: CurrentAttempt, code: str, reason: str, tokens: int, *, is_excused: bool = False) -> None:
         """Add a failed attempt, which produced ``tokens``; ``is_excused``: its pool is to blame, and others live."""
+        if code == ErrorCode.ENGINE_ERROR and attempt.accepted is not None:
+            self._note_break(attempt.accepted.pool, reason, tokens, attempt.tokens_before + tokens)
         self.failures.append(AttemptFailure(attempt.number, attempt.worker_id, code, reason, tokens))
         if attempt.hosted is not None and code not in {ErrorCode.WORKER_LOST, *FREE_CODES}:
             self.hosted_failed.add(attempt.hosted.pool.name)
@@ -172,6 +178,21 @@ class AttemptLog:
         else:
             self._real += 1
             self._fruitless += 1
+
+    def _note_break(self, pool: str, reason: str, tokens: int, held_tokens: int) -> None:
+        """Note where a server has failed: the same fault at the same place is the answer's, and not the worker's.
+
+        The place is that in the answer, or that in what one attempt made, where a server begins it again.
+        """
+        made, held = ("made", pool, reason, str(tokens)), ("held", pool, reason, str(held_tokens))
+        self.is_repeated = self.is_repeated or (bool(tokens) and made in self._breaks) or held in self._breaks
+        if tokens:
+            self._breaks |= {made, held}
+
+    def drop(self) -> bool:
+        """Note that what was made is dropped; return whether the answer may be bought again."""
+        self._dropped += self.failures[-1].code == ErrorCode.ENGINE_ERROR
+        return self._dropped < MAX_PURCHASES
 
     def avoid_worker(self, worker_id: str) -> None:
         """Avoid a worker that refused wrongly."""

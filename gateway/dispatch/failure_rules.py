@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from gateway.dispatch.request import OpenRequest
 
 VANISHED: Final = Failure(ErrorCode.JOB_VANISHED, "the job vanished from the queue")
-ANSWER_CUT: Final = Failure(
-    ErrorCode.ANSWER_CUT, "the answer was cut where nobody can go on with it, and what you have is not told again"
+BROKEN_OFF_TWICE: Final = (
+    "The server broke the answer off twice, and it is not paid for a third time: check the server of this pool, "
+    "or send the request again."
 )
 CLOCK_SKEW_S: Final = 1.0  # between a gateway and a worker
 
@@ -36,9 +37,30 @@ def why_over(request: "OpenRequest") -> Failure | None:
     """Return why a request whose attempt has failed gets no other, or None."""
     if request.log.exhausted:
         return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, request.log.why(request.attempt))
+    if request.log.is_repeated and not _leaves_pool(request):
+        return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, f"{request.log.why(request.attempt)}. {BROKEN_OFF_TWICE}")
     if request.choices.is_encoded and not request.admission.stream:
+        if not request.log.drop():
+            return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, f"{request.log.why(request.attempt)}. {BROKEN_OFF_TWICE}")
         drop_answer(request)  # its caller has been told nothing of it
-    return None if request.choices.may_go_on else ANSWER_CUT
+    return None if request.choices.may_go_on else answer_cut(request)
+
+
+def answer_cut(request: "OpenRequest") -> Failure:
+    """Return the failure of a stream that no live worker can resume."""
+    why = f": {failures[-1].reason}" if (failures := request.log.failures) else ""
+    end = "Text already sent is not repeated: send the request again."
+    message = f"The stream was interrupted and no worker can resume it{why}. {end}"
+    return Failure(ErrorCode.ANSWER_CUT, message)
+
+
+def _leaves_pool(request: "OpenRequest") -> bool:
+    """Avoid every worker of the pool whose server repeats a fault; return False if no other pool is left."""
+    failed, takers = request.log.failed_pools, request.takers()
+    for beat in takers:
+        if beat.pool in failed:
+            request.log.avoid_worker(beat.worker_id)
+    return any(beat.takes_jobs and beat.pool not in failed for beat in takers)
 
 
 def is_excused(request: "OpenRequest", code: str) -> bool:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
-from gateway.dispatch.failure_rules import ANSWER_CUT, drop_answer
+from gateway.dispatch.failure_rules import answer_cut, drop_answer
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.request_state import RequestState
 from gateway.request.mailbox import Failure
@@ -148,7 +148,7 @@ def restart_or_fail(request: OpenRequest, revision_wait_s: float, now_s: float, 
         message = "nobody runs the weights any more that had made a part of the answer"
         request.job_vanished(request.attempt, now_s, Failure(ErrorCode.MODEL_CHANGED, message))
     elif is_cut:
-        request.fail(ANSWER_CUT, now_s)
+        request.fail(answer_cut(request), now_s)
     elif waited_s >= revision_wait_s:
         message = "the model was changed during the answer, and nobody runs any more what had begun it"
         request.fail(Failure(ErrorCode.MODEL_CHANGED, message), now_s)
