@@ -90,14 +90,18 @@ class ServerConnection:
         auth: httpx.Auth | None = None,
         meant: Meant = lambda status, _headers, _text: status,
         api_paths: Sequence[str] = OPENAI_PATHS,
+        *,
+        is_ours: bool = False,
     ) -> None:
         """Open nothing yet. ``auth`` signs what is sent, where an API key as a bearer token is not enough.
 
-        ``api_paths`` are those that the settings' URL may end in. Raises EngineDiedError.
+        ``api_paths`` are those that the settings' URL may end in. ``is_ours``: the server is an inference engine of
+        ours, which may hang; a hosted API is never lost for silence. Raises EngineDiedError.
         """
         self._settings = settings
         self._lose = lose
         self._meant = meant
+        self._is_ours = is_ours
         timeout = httpx.Timeout(settings.silence_s, connect=settings.connect_s, pool=None)
         self._client = client_of(settings, api_paths=api_paths, auth=auth, timeout=timeout)
         self.place = shown(str(self._client.base_url))  # for people
@@ -272,13 +276,13 @@ class ServerConnection:
             self._prefilling -= heard_s is None
 
     def _silence(self, *, has_begun: bool) -> str:
-        """Say that a stream is silent; where others that had begun are, too, the server is lost."""
+        """Say that a stream is silent; where others that had begun are, too, a server that is ours is lost."""
         silence_s = self._settings.silence_s
         if not has_begun:
             return f"no token within {silence_s:g} s (engine.silence_s: raise it where long prompts take longer)"
         self._silenced += 1
         # A long prefill may hold up all other streams.
-        if self._silenced >= SILENCED_STREAMS and not self._prefilling:
+        if self._is_ours and self._silenced >= SILENCED_STREAMS and not self._prefilling:
             self._lose(f"it is healthy, and makes no tokens for {silence_s:g} s (engine.silence_s)")
         return f"the server was silent for {silence_s:g} s (engine.silence_s)"
 

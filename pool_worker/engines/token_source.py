@@ -55,7 +55,7 @@ class HttpSource:
         self.continues = settings.continues
         self._settings = settings
         own_path = _path(self._format.generate_path, settings.model or "")
-        self._connection = ServerConnection(settings, lose, api_paths=(own_path, *OPENAI_PATHS))
+        self._connection = ServerConnection(settings, lose, api_paths=(own_path, *OPENAI_PATHS), is_ours=True)
         self.place = self._connection.place
 
     async def start(self) -> ServerFacts:

@@ -9,8 +9,9 @@ Only what is wrong with the request itself is a refusal, which nobody tries agai
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi import Request
@@ -21,7 +22,7 @@ from engine.types import Grammar, ResumePoint
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.formats import FORMATS
-from pool_worker.engines.server_connection import SILENCED_STREAMS
+from pool_worker.engines.server_connection import SILENCED_STREAMS, ServerConnection, Taken
 from pool_worker.settings import ServerEngineSettings
 from tests.conformance.driven_engine import MAX_MODEL_LEN, Driver, driving, request
 from tests.conformance.replay_events import EVENTS, vllm_events
@@ -31,6 +32,7 @@ from tests.unit.engine.tiny_models import byte_level_tokenizer
 from tests.waiting import HANGS_S, HEALTHY_S
 
 KIND_OF_FRAMING = {FORMATS[kind].framing: kind for kind in reversed(FORMATS)}
+BODY = {"model": "replay", "prompt": [40, 41], "max_tokens": 20, "temperature": 0, "stop_token_ids": []}
 SHORT_S = 1.0  # of silence; a loaded machine pauses for a part of it
 
 
@@ -315,17 +317,30 @@ def _stalled_after(events: int) -> Callable[[Request], StreamingResponse]:
     return lambda request: StreamingResponse(stalled(request), media_type="text/event-stream")
 
 
-async def test_a_server_that_makes_no_tokens_any_longer_is_lost(tokenizer: str) -> None:
-    """Its health page answers, and its streams are silent: the worker leaves, and its jobs go elsewhere."""
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_a_server_that_makes_no_tokens_any_longer_is_lost(tokenizer: str, is_ours: bool) -> None:
+    """Its health page answers, and its streams are silent: the worker leaves an engine of ours, and no hosted API."""
+    lost: list[str] = []
     with running(Replay("vllm")) as replay:
         replay.faults += [_stalled_after(5)] * SILENCED_STREAMS
-        engine = engines.create(settings(replay, tokenizer, silence_s=SHORT_S))
-        driver = Driver(engine, await engine.start())
-        for number in range(SILENCED_STREAMS):
-            driver.engine.submit(request(f"r{number}"))
-        with pytest.raises(EngineDiedError, match=r"makes no tokens for .* s \(engine\.silence_s\)"):
-            await driver.run()
-        await engine.stop()
+        connection = ServerConnection(settings(replay, tokenizer, silence_s=SHORT_S), lost.append, is_ours=is_ours)
+        streams = (connection.stream("/v1/completions", BODY, "server-sent events", Heard()) for _ in replay.faults)
+        ends = await asyncio.gather(*streams, return_exceptions=True)
+        await connection.close()
+    assert {str(end) for end in ends} == {f"the server was silent for {SHORT_S:g} s (engine.silence_s)"}
+    assert lost == ([f"it is healthy, and makes no tokens for {SHORT_S:g} s (engine.silence_s)"] if is_ours else [])
+
+
+class Heard:
+    """An answer that is all of the tokens in its events."""
+
+    has_begun = True
+
+    def take(self, event: Mapping[str, Any]) -> Taken:
+        return Taken.SOME if event["choices"][0]["token_ids"] else Taken.NOTHING
+
+    def done(self) -> bool:
+        return True
 
 
 async def test_a_long_prefill_is_no_broken_server(tokenizer: str) -> None:

@@ -59,6 +59,7 @@ async def test_an_answer_is_bought_twice_at_most(
 
 
 async def read(gateway: GatewayUnderTest, messages: list[Any], *, stream: bool) -> None:
-    answer = await gateway.client().chat.completions.create(model=MODEL, messages=messages, stream=stream)
+    create: Any = gateway.client().chat.completions.create
+    answer = await create(model=MODEL, messages=messages, stream=stream)
     if stream:
         _ = [chunk async for chunk in answer]
