@@ -12,6 +12,7 @@ otherwise the machine would be measured (``machine_busy_percent`` says how busy 
     fleet.py    pools of the controller's size   provider.py  a whole provider gone
     regions.py  workers behind a leaf node   batch_kills.py  a batch of lines under kills
     batch_beside.py  and beside others      poison.py  what nobody can read or write
+    upstreams.py  a server that does everything wrong
 """
 
 from tests.chaos.load_scenarios import batch_kills, poison, shares, spike, sql_away
@@ -26,6 +27,7 @@ from tests.chaos.load_scenarios.regions import REGIONS_SHAPE, regions
 from tests.chaos.load_scenarios.shares import FAIR_SHAPE, WEIGHTS_SHAPE
 from tests.chaos.load_scenarios.spike import NOBODY_SHAPE, SPIKE_SHAPE
 from tests.chaos.load_scenarios.tiers import TIERS_SHAPE, tiers
+from tests.chaos.load_scenarios.upstreams import UPSTREAMS_SHAPE, upstreams
 from tests.chaos.system import Shape
 
 LOAD_SCENARIOS = {
@@ -70,6 +72,9 @@ LOAD_SCENARIOS = {
         "a day of a spot market in 432 s, at EC2 in a box; the controller killed", SPOT_SHAPE, spot_market, 432
     ),
     "provider": LoadScenario("a whole provider's network is lost, and comes back", PROVIDER_SHAPE, provider, 8, 8),
+    "upstreams": LoadScenario(
+        "a server that does everything wrong, beside a healthy pool", UPSTREAMS_SHAPE, upstreams, 60
+    ),
     "regions": LoadScenario("two regions, their workers and the wire between them", REGIONS_SHAPE, regions, 8, 3),
     "disconnect": LoadScenario("callers hang up at any moment", DISCONNECT_SHAPE, disconnect, 0, 1000),
 }

@@ -40,18 +40,31 @@ class HostedApi(Replay):
 
     async def answer(self, body: Mapping[str, Any]) -> AsyncIterator[str]:
         """Implement ``Replay``."""
+        prompt, tokens = self.made_for(body)
+        sent = 0
+        try:
+            async for event in self._paced(self.events_of(body, tokens)):
+                sent = min(sent + 1, len(tokens))
+                yield event
+        finally:
+            self.bills.append(Bill(prompt, len(body["prompt"]), sent))
+
+    def is_question(self, body: Mapping[str, Any]) -> bool:
+        """Return whether a user asks; a worker may, too."""
+        return self._begin_id in body["prompt"]
+
+    def made_for(self, body: Mapping[str, Any]) -> tuple[str, list[int]]:
+        """Return the user's message, and the tokens that are asked for."""
         given: list[int] = body["prompt"]
         own_tokens = len(given) - given[::-1].index(self._begin_id) - 1 + self._head  # without what is made already
         seed = self._script.answer_seed(given[:own_tokens], 0)
         place, end = len(given) - own_tokens, len(given) - own_tokens + body["max_tokens"]
-        tokens = [self._script.token_at(seed, at) for at in range(place, end)]
-        sent = 0
-        try:
-            async for event in self._paced(_events(len(given), tokens)):
-                sent = min(sent + 1, len(tokens))
-                yield event
-        finally:
-            self.bills.append(Bill(self._user(given[:own_tokens]), len(given), sent))
+        return self._user(given[:own_tokens]), [self._script.token_at(seed, at) for at in range(place, end)]
+
+    @staticmethod
+    def events_of(body: Mapping[str, Any], tokens: Sequence[int]) -> list[str]:
+        """Return the events of an answer."""
+        return _events(len(body["prompt"]), tokens)
 
     def _user(self, prompt_ids: Sequence[int]) -> str:
         whole = self._tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
@@ -72,8 +85,13 @@ def _events(prompt_tokens: int, tokens: Sequence[int]) -> list[str]:
 @contextlib.contextmanager
 def hosted_api(folder: Path, token_s: float) -> Iterator[tuple[HostedApi, Path]]:
     """Let one run; returns it with a folder that has the model's tokenizer."""
+    prepare_tokenizer(folder)
+    with running(HostedApi(token_s=token_s)) as api:
+        yield api, folder
+
+
+def prepare_tokenizer(folder: Path) -> None:
+    """Write the model's tokenizer into a new folder."""
     folder.mkdir()
     build_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    with running(HostedApi(token_s=token_s)) as api:
-        yield api, folder
