@@ -220,7 +220,7 @@ class Monitor:
     def _serving_by_pool(self, group: _Group) -> Mapping[str, int]:
         counts: dict[str, int] = {}
         for _, beat in self._beats.values():
-            if not beat.draining and group.queues.intersection(beat.queues):
+            if beat.takes_jobs and group.queues.intersection(beat.queues):
                 counts[beat.pool] = counts.get(beat.pool, 0) + 1
         return counts
 

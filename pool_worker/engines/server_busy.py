@@ -56,7 +56,9 @@ def asked_wait_s(headers: Mapping[str, str], body: str, now_unix_s: float) -> fl
         value = headers.get(name, "").strip()
         if _NUMBER.fullmatch(value):
             return float(value) * unit_s
-        if (wait_s := _until(value, now_unix_s)) is not None:
+        wait_s = _duration_s(value) if value[-1:].isalpha() else None
+        wait_s = _until(value, now_unix_s) if wait_s is None else wait_s
+        if wait_s is not None:
             return wait_s
     found = _IN_BODY.search(body)
     if found is not None and (wait_s := _duration_s((found[1] or found[2]).rstrip("."))) is not None:

@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 
 from protocol import artifacts, subjects, topology
 from protocol.bus import Bus
-from protocol.engine_stats import EngineStats
+from protocol.engine_stats import EngineStats, Paused
 from protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -161,6 +161,7 @@ class ScriptedWorker:
         """``place``: pool, provider, region, tier; of a hosted one, only the pool's own lane is served."""
         self.place = place
         self.trusted = trusted
+        self.paused: Paused | None = None
         queue = subjects.queue_of(model, trusted=trusted)
         self.bus = bus
         self.model = model
@@ -241,6 +242,7 @@ class ScriptedWorker:
                 jobs_taken=self.jobs_taken,
                 stats=self.stats,
                 trusted=self.trusted,
+                paused=self.paused,
             )
             await self.bus.publish(subjects.heartbeat_subject(self.worker_id), encode(beat))
             await asyncio.sleep(0.2)

@@ -30,6 +30,7 @@ from ledger.payloads.store import store_payloads
 from ledger.prices import add_price, seed_prices
 from ledger.store import store_records
 from protocol.clock import unix_now_ms
+from protocol.engine_stats import Paused
 from protocol.messages import PROTOCOL_VERSION
 from protocol.payloads import PayloadRecord
 from spillway.config import load_config
@@ -447,6 +448,22 @@ async def test_live_numbers_come_as_events(gateway: GatewayUnderTest, browser: h
     assert numbers["in_flight"] == "0"
     page = (await browser.get("/dashboard/pools/now")).text
     assert "<code>w1</code>" in page
+
+
+@pytest.mark.parametrize(
+    ("paused", "shown"),
+    [(Paused("401 <b>"), "broken</span>"), (Paused("429 <b>", 19_500), "waiting 20 s</span>")],
+)
+async def test_a_pool_that_pulls_nothing_says_why(
+    gateway: GatewayUnderTest, browser: httpx.AsyncClient, paused: Paused, shown: str
+) -> None:
+    (await gateway.add_worker()).paused = paused
+
+    async def is_shown() -> bool:
+        page = (await browser.get("/dashboard/pools/now")).text
+        return shown in page and "&lt;b&gt;" in page
+
+    await until(is_shown)
 
 
 async def test_too_many_who_watch_are_told_so(browser: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ WAITS: dict[str, tuple[dict[str, str], str, float | None]] = {
     "nothing": ({}, "", None),
     "seconds": ({"Retry-After": "20"}, "", 20),
     "a part of a second": ({"retry-after": "0.25"}, "", 0.25),
+    "seconds with their unit": ({"retry-after": "1m20s"}, "", 80),
+    "a date of another kind": ({"retry-after": "2026-11-26T12:00:20Z"}, "", 20),
     "no time at all": ({"retry-after": "0"}, "", 0),
     "a date": ({"retry-after": http_date(20)}, "", 20),
     "a date that has passed": ({"retry-after": http_date(-20)}, "", 0),
