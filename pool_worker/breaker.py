@@ -20,6 +20,8 @@ FIRST_PAUSE_S: Final = 1.0  # until the first probe; twice as long after each th
 LONGEST_PAUSE_S: Final = 30.0
 UNKNOWN_WAIT_S: Final = 1.0  # a busy server that names no time; twice as long each time in a row
 LONGEST_UNKNOWN_WAIT_S: Final = 30.0
+SHORTEST_WAIT_S: Final = 0.25  # where a server names less; twice as long each time in a row
+LONGEST_SHORT_WAIT_S: Final = 5.0
 LONGEST_WAIT_S: Final = 3600.0  # whatever a server asks for: then it is asked again
 MAX_REASON_CHARS: Final = 300  # in every heartbeat
 
@@ -42,7 +44,7 @@ class Breaker:
         self._probe_s = FIRST_PAUSE_S
         self._wait_until_s = 0.0  # monotonic clock
         self._wait_reason = ""
-        self._waits = 0  # in a row that named no time
+        self._waits = 0  # in a row
         self._most: int | None = None  # jobs at once; None: no limit of ours
         self._served = 0  # attempts with a token that have ended, since it closed
 
@@ -61,10 +63,12 @@ class Breaker:
     def asked_to_wait(self, wait_s: float | None, reason: str, now_s: float) -> None:
         """Note that the server wants no requests for so long; None: it did not say how long."""
         is_new = now_s >= self._wait_until_s
+        self._waits += is_new
+        growth = 2.0 ** (min(self._waits, 10) - 1)
         if wait_s is None:
-            self._waits += is_new
-            wait_s = min(LONGEST_UNKNOWN_WAIT_S, UNKNOWN_WAIT_S * 2.0 ** (min(self._waits, 10) - 1))
-        until_s = now_s + min(wait_s, LONGEST_WAIT_S)
+            wait_s = min(LONGEST_UNKNOWN_WAIT_S, UNKNOWN_WAIT_S * growth)
+        shortest_s = min(LONGEST_SHORT_WAIT_S, SHORTEST_WAIT_S * growth)
+        until_s = now_s + min(max(wait_s, shortest_s), LONGEST_WAIT_S)
         self._failed.clear()  # it is there, and answers
         if until_s <= self._wait_until_s:
             return

@@ -345,14 +345,15 @@ class Executor:
         """Hand back every job that arrives from now on."""
         self._is_draining = True
 
-    def hand_back(self, attempts: Sequence[Attempt], message: str = DRAINING_MESSAGE) -> None:
+    def hand_back(self, attempts: Sequence[Attempt]) -> None:
         """End attempts so that their gateways, which hold all their tokens, have others resume them."""
         for attempt in attempts:
-            self._fail(attempt, ErrorCode.WORKER_DRAINING, message, retryable=True)
+            self._fail(attempt, ErrorCode.WORKER_DRAINING, DRAINING_MESSAGE, retryable=True)
 
     def hand_back_waiting(self) -> None:
         """Hand back what has not reached the engine: its server takes nothing for now."""
-        self.hand_back(tuple(self._waiting), "the worker's server takes no requests for now")
+        for attempt in tuple(self._waiting):
+            self._fail(attempt, ErrorCode.ENGINE_BUSY, "the worker's server takes no requests for now", retryable=True)
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
         """End every attempt so that its gateway tries again elsewhere."""

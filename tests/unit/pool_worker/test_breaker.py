@@ -124,15 +124,25 @@ def test_nothing_is_pulled_for_as_long_as_the_server_asks(held: Held) -> None:
     assert held.breaker.places(21.0) == 4  # half of what ran
 
 
-def test_a_wait_without_a_time_grows_while_it_repeats(held: Held) -> None:
-    waits, now_s = [], 0.0
+@pytest.mark.parametrize(
+    ("asked_s", "expected_s"),
+    [
+        (None, [1, 2, 4, 8, 16, 30, 30]),
+        (0.0, [0.25, 0.5, 1, 2, 4, 5, 5]),
+        (20.0, [20] * 7),
+    ],
+)
+def test_a_wait_that_is_too_short_grows_while_it_repeats(
+    held: Held, asked_s: float | None, expected_s: list[float]
+) -> None:
+    waits, now_s = [], 1.0
     for _ in range(7):
-        held.breaker.asked_to_wait(None, "503", now_s)
+        held.breaker.asked_to_wait(asked_s, "503", now_s)
         report = held.breaker.report(now_s)
         assert report is not None
         waits.append(report.wait_ms / 1000)
         now_s += waits[-1]
-    assert waits == [1, 2, 4, 8, 16, 30, 30]
+    assert waits == pytest.approx(expected_s, abs=0.002)
     held.end(held.begin(first_token_s=now_s), now_s)
     held.breaker.asked_to_wait(None, "503", now_s)
     assert held.breaker.report(now_s) == Paused("503", 1000)
