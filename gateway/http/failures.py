@@ -51,6 +51,7 @@ FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.SLOW_CLIENT: FailureKind(408, "invalid_request_error", should_retry=False),
     ErrorCode.ANSWER_TOO_LARGE: _BAD_REQUEST,
     ErrorCode.ENGINE_ERROR: _INTERNAL,
+    ErrorCode.ENGINE_BUSY: _INTERNAL,
     ErrorCode.ENGINE_DIED: _INTERNAL,
     ErrorCode.WORKER_DRAINING: _NO_CAPACITY,
     ErrorCode.WORKER_LOST: _INTERNAL,
