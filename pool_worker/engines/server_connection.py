@@ -211,7 +211,8 @@ class ServerConnection:
         try:
             await self._stream(path, body, framing, answer)
         except AttemptFailed as error:
-            raise AttemptFailed(f"{shown(self.place + path)}: {error}") from error
+            log.warning("%s: %s", shown(self.place + path), error)  # the error itself reaches callers
+            raise
 
     async def _stream(self, path: str, body: Mapping[str, Any], framing: Framing, answer: Answer) -> None:
         self._retries = min(MAX_RETRIES_SAVED, self._retries + RETRY_SHARE)
