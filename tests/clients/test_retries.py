@@ -88,7 +88,7 @@ ERRORS = {  # and what they say
     "429": ("RateLimitError", "refuses this request"),
     "500": ("InternalServerError", "internal error"),
     "lost": ("APIConnectionError", "Connection error"),
-    "final": ("RateLimitError", "whole budget"),
+    "final": ("RateLimitError", "used up"),
 }
 clients = pytest.mark.parametrize("ask", CLIENTS, ids=lambda ask: ask.__name__)
 

@@ -1,5 +1,6 @@
 """Errors as clients get them, in OpenAI's envelope."""
 
+import asyncio
 import logging
 from typing import Any
 
@@ -159,11 +160,12 @@ async def read_lines(response: httpx.Response, into: list[str]) -> None:
 
 
 async def test_error_after_the_first_byte_breaks_the_stream_off(share_gateway: Share) -> None:
-    gateway = await share_gateway()
+    gateway, begun = await share_gateway(), asyncio.Event()
 
     async def die(attempt: Attempt) -> None:
         await attempt.accept()
         await attempt.tokens("Hel")
+        await begun.wait()
         await attempt.fail("engine_error", "out of luck", retryable=False)
 
     await gateway.add_worker(script=die)
@@ -173,6 +175,7 @@ async def test_error_after_the_first_byte_breaks_the_stream_off(share_gateway: S
         headers = {"authorization": f"Bearer {gateway.key}"}
         async with client.stream("POST", CHAT, json=body, headers=headers) as response:
             assert response.status_code == 200
+            begun.set()
             with pytest.raises(httpx.RemoteProtocolError):
                 await read_lines(response, lines)
     events = [line for line in lines if line]
