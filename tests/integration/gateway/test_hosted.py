@@ -35,7 +35,7 @@ def make_key(sqlite_url: str) -> MakeKey:
     async def make(*leaves: str) -> str:
         engine = create_engine(sqlite_url)
         grant = Grant(policy=Policy(allow_hosted=leaves or None))
-        _, token = await create_key(engine, " ".join(leaves) or "stays", PEPPER, grant)
+        _, token = await create_key(engine, " ".join(leaves).replace("/", "-") or "stays", PEPPER, grant)
         await engine.dispose()
         return token
 
