@@ -23,7 +23,7 @@ from msgspec import Struct
 from batches.lines import Done
 from batches.order import prompt_text, sort_key
 from batches.validation import LineError, Request, Wrong, check_line, is_wide
-from protocol.children import plain_environment
+from protocol.children import ending, plain_environment
 
 MAX_ERRORS: Final = 100  # that are told of one batch
 ID_BYTES: Final = 16  # of a custom_id's hash
@@ -54,6 +54,10 @@ class IndexReport(Struct):
     total: int = 0
     models: dict[str, tuple[int, int]] = {}  # lines and estimated tokens of each
     errors: list[LineError] = []
+
+
+_decode_task: Final = msgspec.json.Decoder(IndexTask).decode
+_decode_report: Final = msgspec.json.Decoder(IndexReport).decode
 
 
 class IndexFailed(Exception):
@@ -159,7 +163,7 @@ def _find_duplicates(database: sqlite3.Connection, report: IndexReport) -> None:
 def main() -> None:
     """Read a task, make the index, and report."""
     os.nice(NICENESS)
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=IndexTask)
+    task = _decode_task(sys.stdin.buffer.readline())
     os.environ["SQLITE_TMPDIR"] = str(Path(task.path).parent)
     try:
         report = build(task, sys.stdin.buffer)
@@ -211,8 +215,8 @@ async def make_index(task: IndexTask, content: AsyncIterator[bytes]) -> IndexRep
     if process.returncode:
         last_words = words.decode(errors="replace").strip()[-500:]
         kind = NoRoomForIndex if process.returncode == NO_ROOM else IndexFailed
-        raise kind(f"lines could not be indexed (exit code {process.returncode}): {last_words}")
-    return msgspec.json.decode(answer, type=IndexReport)
+        raise kind(f"lines could not be indexed ({ending(process.returncode)}): {last_words}")
+    return _decode_report(answer)
 
 
 class Index:

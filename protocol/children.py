@@ -1,10 +1,13 @@
-"""Environments of processes that we start: ours holds the database's password, the pepper and the queue's credentials.
+"""Processes that we start: how they ended, and their environments.
+
+Ours holds the database's password, the pepper and the queue's credentials.
 
 ``plain_environment``       a process that reads what a caller or a worker has sent: only what an interpreter needs
 ``without_own_variables``   an operator's program, which has variables of its own in ours: all but Spillway's
 """
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from typing import Final
@@ -15,6 +18,14 @@ _PLAIN: Final = (
     "PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
     "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX",
 )  # fmt: skip
+
+
+def ending(code: int) -> str:
+    """Return how a process ended, for a message: ``exit code 3`` or ``signal SIGSEGV``."""
+    if code >= 0:
+        return f"exit code {code}"
+    known = {one.value: one.name for one in signal.Signals}
+    return f"signal {known.get(-code, -code)}"
 
 
 def plain_environment() -> dict[str, str]:

@@ -25,6 +25,9 @@ class LeaseEntry(msgspec.Struct, frozen=True):
     until_unix_s: float
 
 
+_decode_entry: Final = msgspec.json.Decoder(LeaseEntry).decode
+
+
 class Lease:
     """One process's view of a lease."""
 
@@ -61,7 +64,7 @@ class Lease:
         sequence = 0
         if found is not None:
             sequence = int(found["seq"])
-            entry = msgspec.json.decode(base64.b64decode(found["data"]), type=LeaseEntry)
+            entry = _decode_entry(base64.b64decode(found["data"]))
             if entry.holder not in ("", self._holder) and entry.until_unix_s + SLACK_S > now_s:
                 return False
         mine = msgspec.json.encode(LeaseEntry(self._holder, now_s + self._lease_s))

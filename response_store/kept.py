@@ -24,6 +24,10 @@ class _Identity(msgspec.Struct, frozen=True):
     id: str
 
 
+_decode_state: Final = msgspec.json.Decoder(State).decode
+_decode_identities: Final = msgspec.json.Decoder(list[_Identity]).decode
+
+
 class ItemsPage(msgspec.Struct, frozen=True):
     """Some input items, each as it is stored."""
 
@@ -61,7 +65,7 @@ class Kept:
     @property
     def state(self) -> State:
         """Its state."""
-        return msgspec.json.decode(self.answer, type=State)
+        return _decode_state(self.answer)
 
     @property
     def answer(self) -> bytes:
@@ -81,7 +85,7 @@ class Kept:
         """Return some of its input items: JSON. Raises UnknownObject where none has the id ``after``."""
         listed = self.items or b"[]"
         items = msgspec.json.decode(listed, type=list[msgspec.Raw])
-        ids = [item.id for item in msgspec.json.decode(listed, type=list[_Identity])]
+        ids = [item.id for item in _decode_identities(listed)]
         if order == "desc":
             items.reverse()
             ids.reverse()

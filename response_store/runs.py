@@ -62,6 +62,9 @@ class _Ended(msgspec.Struct):
     status: str
 
 
+_decode_ended: Final = msgspec.json.Decoder(_Ended).decode
+
+
 class BackgroundRuns:
     """Run ``run`` as a supervised task."""
 
@@ -204,7 +207,7 @@ class BackgroundRuns:
 
     async def _finish(self, run: BackgroundRun) -> None:
         """Store a response that has ended, and tell its team. Who dies in between leaves it to another gateway."""
-        ended, ended_unix_s = msgspec.json.decode(run.response, type=_Ended), unix_now_ms() // 1000
+        ended, ended_unix_s = _decode_ended(run.response), unix_now_ms() // 1000
 
         async def finish() -> None:
             await self._store_end(run)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from protocol.children import ending
 from protocol.errors import ExpectedError
 from spillway import IS_WHEEL
 
@@ -141,8 +142,8 @@ class Child:
             if self._ready_path.exists():
                 return dict(json.loads(self._ready_path.read_text()))
             if self._process is None or self._process.returncode is not None:
-                await self.wait()
-                raise ChildError(f"{self.name} ended while starting:\n  {self.last_lines()}")
+                how = ending(await self.wait())
+                raise ChildError(f"{self.name} ended while starting, with {how}:\n  {self.last_lines()}")
             await asyncio.sleep(READY_POLL_S)
         raise ChildError(f"{self.name} is not ready after {READY_LIMIT_S:g} s; see {self.log_path}")
 
@@ -205,7 +206,7 @@ async def keep_running(child: RestartableChild, announce: Callable[[str], None])
                 f"{child.name} died {len(recent) + 1} times within {RESTART_WINDOW_S:g} s:\n  {child.last_lines()}"
             )
         deaths.append(now_s)
-        announce(f"{child.name} ended with exit code {code}; restarting it (its log: {child.log_path})")
+        announce(f"{child.name} ended with {ending(code)}; restarting it (its log: {child.log_path})")
         await asyncio.sleep(FIRST_RESTART_WAIT_S * 2 ** len(recent))
         await child.start()
 

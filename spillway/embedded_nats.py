@@ -21,6 +21,7 @@ import urllib.request
 from pathlib import Path
 from typing import Final
 
+from protocol.children import ending
 from protocol.errors import ExpectedError
 from spillway.children import die_with_parent, stop_process
 from spillway.data_folder import write_private
@@ -191,7 +192,9 @@ class EmbeddedNats:
         deadline_s = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline_s:
             if process.returncode is not None:
-                raise EmbeddedNatsError(f"nats-server ended while starting:\n  {self.last_lines()}")
+                raise EmbeddedNatsError(
+                    f"nats-server ended while starting, with {ending(process.returncode)}:\n  {self.last_lines()}"
+                )
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", self.port)
             except OSError:

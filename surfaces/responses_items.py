@@ -3,7 +3,7 @@
 Other fields have no meaning here, and a caller may send any amount of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -73,13 +73,18 @@ class _Previous(msgspec.Struct):
     output: list[msgspec.Raw]
 
 
+_decode_input: Final = msgspec.json.Decoder(_Input).decode
+_decode_previous: Final = msgspec.json.Decoder(_Previous).decode
+_decode_items: Final[Callable[[bytes], str | list[Item]]] = msgspec.json.Decoder(str | list[Item]).decode
+
+
 def with_history(body: bytes, items: bytes, response: bytes) -> bytes:
     """Put an earlier conversation before the input of a valid body: its input items and its response, as stored.
 
     Raises InvalidParameter where there is nothing to go on from, and MsgspecError. What they hold stays unparsed.
     """
     param = "previous_response_id"
-    previous = msgspec.json.decode(response, type=_Previous)
+    previous = _decode_previous(response)
     if previous.status not in USABLE:
         message = f"The previous response is '{previous.status}': there is nothing to go on from."
         raise InvalidParameter(message, param=param)
@@ -99,7 +104,7 @@ def _user_item(text: bytes) -> msgspec.Raw:
 
 def items_of(body: bytes, answer_id: str) -> bytes:
     """Return the input items of a valid body, as they are stored: JSON. Raises MsgspecError."""
-    given = msgspec.json.decode(msgspec.json.decode(body, type=_Input).input, type=str | list[Item])
+    given = _decode_items(_decode_input(body).input)
     return _encode(stored_items(given, answer_id))
 
 

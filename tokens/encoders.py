@@ -91,7 +91,7 @@ class HuggingFaceEncoder:
             map(len, self._tokenizer.get_vocab()), default=0
         )  # in bytes or characters (never more than bytes)
         try:
-            parts = msgspec.json.decode(tokenizer_json, type=_Parts)
+            parts = _decode_parts(tokenizer_json)
             self.max_chars = _max_chars(parts, longest)
             self.may_backtrack = _may_backtrack(parts)
         except UNDECODABLE as error:  # the library reads more forms of a file than we do
@@ -226,6 +226,9 @@ class _Parts(msgspec.Struct):
     normalizer: _Part | None = None
     pre_tokenizer: _Part | None = None
     added_tokens: list[_AddedToken] = []
+
+
+_decode_parts: Final = msgspec.json.Decoder(_Parts).decode
 
 
 # Normalizers, and how many characters they reduce to one at most; composing (NFC) joins up to four.

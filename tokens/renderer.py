@@ -66,6 +66,11 @@ class Rendered(Struct):
     variables: list[str] = []  # variables that the template reads; in the answer to the source
 
 
+_decode_source: Final = msgspec.msgpack.Decoder(Source).decode
+_decode_conversation: Final = msgspec.msgpack.Decoder(Conversation).decode
+_decode_rendered: Final = msgspec.msgpack.Decoder(Rendered).decode
+
+
 class Renderer:
     """The gateway's side. Use it from the event loop only."""
 
@@ -148,7 +153,7 @@ class Renderer:
     async def _ask(self, process: asyncio.subprocess.Process, request: Source | Conversation) -> Rendered:
         try:
             async with asyncio.timeout(self._answer_limit_s):
-                result = msgspec.msgpack.decode(await _answer_of(process, _framed(request)), type=Rendered)
+                result = _decode_rendered(await _answer_of(process, _framed(request)))
         except TimeoutError as error:  # its own limits are of CPU time, and were not reached
             self.kill()
             raise Overloaded(f"A chat template was not rendered within {self._answer_limit_s:g} s.") from error
@@ -199,7 +204,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway stops this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    source = msgspec.msgpack.decode(_read(request), type=Source)
+    source = _decode_source(_read(request))
     signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_S)  # an unhandled SIGPROF terminates the process
     try:
         template = ChatTemplate(source.source, source.special_tokens)
@@ -209,7 +214,7 @@ def main() -> None:
     _answer(answers, Rendered(variables=sorted(template.variables)))
     while data := _read(request):
         signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_S)
-        _answer(answers, _rendered(template, msgspec.msgpack.decode(data, type=Conversation)))
+        _answer(answers, _rendered(template, _decode_conversation(data)))
 
 
 def _rendered(template: ChatTemplate, request: Conversation) -> Rendered:

@@ -21,7 +21,7 @@ import msgspec
 from fleet.errors import LaunchRefused, NoCapacity, OverQuota, ProviderError
 from fleet.machine import Order, ProviderMachine, labels_in, name_of
 from fleet.settings import SkyPilotSettings
-from protocol.children import without_own_variables
+from protocol.children import ending, without_own_variables
 from protocol.wire import UNDECODABLE
 
 RUNNER: Final = Path(__file__).with_name("skypilot_runner.py")
@@ -39,6 +39,9 @@ class _Answer(msgspec.Struct):
     result: Any = None
     error: str | None = None  # the name of one of our errors
     text: str = ""
+
+
+_decode_answer: Final = msgspec.json.Decoder(_Answer).decode
 
 
 class _Cluster(msgspec.Struct):
@@ -156,12 +159,12 @@ class _Runner:
         """Hand out answers until the process ends."""
         try:
             async for line in cast("asyncio.StreamReader", process.stdout):
-                self._hand_out(msgspec.json.decode(line, type=_Answer))
+                self._hand_out(_decode_answer(line))
         except (*UNDECODABLE, ValueError) as error:
             self._fail(f"SkyPilot's process answers nonsense: {error}")
             process.kill()
         status = await process.wait()
-        self._fail(f"SkyPilot's process has ended with status {status}")
+        self._fail(f"SkyPilot's process has ended with {ending(status)}")
 
     def _hand_out(self, answer: _Answer) -> None:
         future = self._waiting.get(answer.id)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from pool_worker.engines.base import EngineDiedError
-from protocol.children import without_own_variables
+from protocol.children import ending, without_own_variables
 from protocol.settings import PORT_PLACE
 
 KEEPER: Final = Path(__file__).with_name("keeper.py")
@@ -66,7 +66,7 @@ class ServerProcess:
         if self._copying is not None:
             # Who inherited the pipe may keep it open.
             await asyncio.wait({self._copying}, timeout=self._keeper_margin_s)
-        return EngineDiedError(f"the server ended with exit code {code}; its last words:\n  {self._lines.last_words()}")
+        return EngineDiedError(f"the server ended with {ending(code)}; its last words:\n  {self._lines.last_words()}")
 
     async def stop(self) -> None:
         """End it, by SIGTERM or by SIGKILL after its limit. Safe to call in any state."""

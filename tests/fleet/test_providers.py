@@ -226,7 +226,7 @@ async def test_a_process_that_dies_fails_who_waits_and_is_started_again(sky: Sky
     driver = sky.driver()
     try:
         sky.lose_answer()
-        with pytest.raises(ProviderError, match="has ended with status 1"):
+        with pytest.raises(ProviderError, match="has ended with exit code 1"):
             await driver.launch(order())
         listed: list[ProviderMachine] = []
 
@@ -254,7 +254,7 @@ async def test_an_autostopping_cluster_is_on_its_way_out(sky: SkyPilotRig) -> No
 async def test_python_without_skypilot_says_so(tmp_path: Path) -> None:
     driver = driver_of(SkyPilotSettings(kind="skypilot", task="task.yaml", python=sys.executable))
     try:
-        with pytest.raises(ProviderError, match="has ended with status 1"):
+        with pytest.raises(ProviderError, match="has ended with exit code 1"):
             await driver.machines()
     finally:
         await driver.close()

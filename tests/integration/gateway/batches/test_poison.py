@@ -45,7 +45,7 @@ async def test_a_batch_whose_indexer_dies_each_time_is_given_up(
         nonlocal tries
         if task.endpoint == "/v1/completions":
             tries += 1
-            raise IndexFailed("exit code -11")
+            raise IndexFailed("signal SIGSEGV")
         return await real(task, content)
 
     monkeypatch.setattr(batch_run, "make_index", dies)
