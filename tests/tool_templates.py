@@ -35,23 +35,6 @@ THINKING_STYLE = HERMES_STYLE.replace(
     "{{- '<think>\\n\\n</think>\\n\\n' }}{%- else %}{{- '<think>\\n' }}{%- endif %}{%- endif %}",
 )
 
-# What some families' templates demand of a conversation; the words of their errors are theirs.
-SYSTEM_FIRST_STYLE = (
-    "{%- for message in messages %}{%- if message.role == 'system' and not loop.first %}"
-    "{{- raise_exception('System message must be at the beginning.') }}{%- endif %}{%- endfor %}" + THINKING_STYLE
-)
-ALTERNATING_STYLE = (
-    "{%- set ns = namespace(index=0) %}{%- for message in messages %}"
-    "{%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}"
-    "{%- if (message.role == 'user') != (ns.index % 2 == 0) %}"
-    "{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}"
-    "{%- set ns.index = ns.index + 1 %}{%- endif %}{%- endfor %}" + THINKING_STYLE
-)
-WITHOUT_TOOLS_STYLE = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-
 LLAMA_STYLE = """{{- bos_token }}
 {%- if not tools is defined %}{%- set tools = none %}{%- endif %}
 {{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}

@@ -9,8 +9,8 @@ import pytest
 
 from tests.agents.killer import Killer
 from tests.agents.programs import AGENTS
+from tests.agents.template_rules import RULES
 from tests.player.system import PlayedSystem, run_played
-from tests.tool_templates import ALTERNATING_STYLE, SYSTEM_FIRST_STYLE, THINKING_STYLE, WITHOUT_TOOLS_STYLE
 
 KILLS = int(os.environ.get("AGENT_KILLS", "2"))  # of each answer that calls a tool
 SEED = int(os.environ.get("AGENT_SEED", "1"))
@@ -22,15 +22,6 @@ GREETING = "helo"
 if __name__ == "__main__":
     print(GREETING, "from", __file__.rpartition("/")[2])
 '''
-
-
-# What the model's template demands of a conversation. "tools unknown" needs a prompt of ours for tools: AGENT_RULES.
-RULES = {
-    "no rule": THINKING_STYLE,
-    "system first": SYSTEM_FIRST_STYLE,
-    "alternating": ALTERNATING_STYLE,
-    "tools unknown": WITHOUT_TOOLS_STYLE,
-}
 CHOSEN = os.environ.get("AGENT_RULES", "no rule,system first,alternating").split(",")
 
 
