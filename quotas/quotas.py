@@ -38,6 +38,7 @@ KEEP_PERIOD_S: Final = 10.0  # how old what is known of a kept account may be wh
 FORGET_S: Final = 120.0  # local_accounts that nobody has asked for and that hold nothing
 MAX_SEEDS: Final = 4  # accounts that the ledger is asked about at once
 SEED_LIMIT_S: Final = 5.0
+SEED_GAP_S: Final = 0.25  # between two tries for the same account
 MAX_EXCHANGES: Final = 32  # at once, over all accounts
 CLOSE_LIMIT_S: Final = 2.0  # for giving everything back
 
@@ -339,7 +340,15 @@ class Quotas:
             task.add_done_callback(lambda _: self._seeding.pop(local.account_id, None))
 
     async def _seed(self, local: LocalAccount) -> None:
-        """Find out what an account that is not there must begin with. It keeps nobody else waiting."""
+        """Find out what an account that is not there must begin with, as long as requests wait for it."""
+        while not await self._is_seeded(local):
+            if not local.waiting:
+                return
+            await asyncio.sleep(SEED_GAP_S)
+        self._exchange_soon(local)
+
+    async def _is_seeded(self, local: LocalAccount) -> bool:
+        """Return whether it is known now what an account begins with. To find out keeps nobody else waiting."""
         now_s, spent = self._clock.now_s(), 0
         try:
             async with self._seed_places, asyncio.timeout(SEED_LIMIT_S):
@@ -351,9 +360,9 @@ class Quotas:
                     spent = await self._ledger.spent_nano_usd(local.account_id, local.whose, terms, now_s)
         except (BusError, DatabaseUnavailable, TimeoutError) as error:
             log.warning("limits of %s are not known yet: %s", local.account_id, error or "the ledger is too slow")
-            return
+            return False
         local.seed = Seed(now_s, spent)
-        self._exchange_soon(local)
+        return True
 
     async def _publish_wanted(self, local: LocalAccount) -> None:
         try:
@@ -364,6 +373,6 @@ class Quotas:
     async def _on_wanted(self, message: Msg) -> None:
         sender, _, account_id = message.data.decode("utf-8", "replace").partition(" ")
         local = self._local_accounts.get(account_id)
-        if local is not None and sender != self._gateway_id and any(local.slice.idle) and not local.waiting:
+        if local is not None and sender != self._gateway_id and any(local.slice.idle):
             local.is_wanted = True
             self._exchange_soon(local)

@@ -135,8 +135,9 @@ class Slice:
         self._usual = self._taken_soon(now_s) if keep_idle else NOTHING
         self._taken, self._reported_s = [0, 0, 0, 0], now_s
         wanted = self._usual
-        for one in needs:
-            wanted = plus(wanted, one)
+        if keep_idle:  # or else what is idle here may be just what others lack, as theirs is what is lacking here
+            for one in needs:
+                wanted = plus(wanted, one)
         given = tuple(max(0, idle - most) for idle, most in zip(self.idle, wanted, strict=True))
         given_back: Amounts = (given[0], given[1], given[2], given[3])
         self._add_idle(given_back, sign=-1)

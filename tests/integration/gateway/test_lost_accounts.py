@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -138,6 +139,24 @@ async def test_while_the_ledger_cannot_be_asked_a_missing_account_is_closed(
             await quotas.reserve(principal(budget), [ONE])
         assert await quotas.reserve(principal(Policy(), rate), [ONE])  # needs no ledger
     assert await ask_patiently(quotas, budget) is not None
+
+
+async def test_the_ledger_is_asked_again_while_a_request_waits(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    quotas = await start("g0", reach_limit_s=HANGS_S)
+    really, asked = RollupLedger.spent_nano_usd, 0
+
+    async def away_at_first(ledger: RollupLedger, *question: Any) -> int:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise DatabaseUnavailable("away")
+        return await really(ledger, *question)
+
+    monkeypatch.setattr(RollupLedger, "spent_nano_usd", away_at_first)
+    budget = Policy(budget_nano_usd=1_000_000, budget_period="month")
+    async with asyncio.timeout(HANGS_S / 2):
+        assert await ask(quotas, principal(budget), ONE) is not None
+    assert asked == 3
 
 
 async def test_while_records_wait_for_the_ledger_a_missing_account_is_closed(start: Start, bus: Bus) -> None:

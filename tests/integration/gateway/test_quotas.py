@@ -21,7 +21,7 @@ from protocol.messages import PROTOCOL_VERSION
 from protocol.quotas import NOTHING, Account, ExpiredLease, Kind
 from quotas import account as accounts
 from quotas import local_account as books
-from quotas.account_store import AccountStore
+from quotas.account_store import REACH_LIMIT_S, AccountStore
 from quotas.limits import period_at
 from quotas.quotas import SLICE_WAIT_S, Quotas, Refused, Unavailable
 from quotas.recount import recount_budgets
@@ -45,11 +45,11 @@ async def start(nats_url: str, sqlite_url: str) -> AsyncIterator[Start]:
     running: list[tuple[Bus, asyncio.Task[None]]] = []
     database = create_engine(sqlite_url)
 
-    async def start_one(gateway_id: str, *, clock_ahead_s: float = 0.0) -> Quotas:
+    async def start_one(gateway_id: str, *, clock_ahead_s: float = 0.0, reach_limit_s: float = REACH_LIMIT_S) -> Quotas:
         bus = await Bus.connect(nats_url, name=gateway_id)
         bus.clock = ServerClock(bus._server_time_s, lambda: time.time() + clock_ahead_s)
         await topology.apply(bus, [], topology.QueueBounds())
-        quotas = Quotas(bus, gateway_id, RollupLedger(database))
+        quotas = Quotas(bus, gateway_id, RollupLedger(database), reach_limit_s)
         await quotas.start()
         running.append((bus, asyncio.create_task(quotas.run())))
         return quotas
@@ -398,3 +398,16 @@ async def test_who_has_no_limit_reserves_nothing(start: Start) -> None:
     quotas = await start("g0")
     assert await quotas.reserve(principal(Policy(weight=2.0)), [SMALL]) is None
     assert not quotas._local_accounts
+
+
+async def test_what_two_gateways_hold_for_nobody_serves_one_request(start: Start) -> None:
+    """Each has half of what its own request lacks, and waits for the other's."""
+    gateways = [await start(f"g{number}", reach_limit_s=HANGS_S) for number in range(2)]
+    who = principal(Policy(budget_nano_usd=380_000, budget_period="month"))
+    cost = Estimate(10, 90, PRICE)
+    for held in [await ask(quotas, who, cost) for quotas in gateways]:
+        assert held is not None
+        held.settle(5, 0, 45)  # half of what was reserved
+    async with asyncio.timeout(HANGS_S / 2):
+        again = await asyncio.gather(*(ask(quotas, who, cost) for quotas in gateways))
+    assert sum(one is not None for one in again) == 1
