@@ -21,7 +21,6 @@ from batches.storage.base import StorageError
 from batches.store import Batch
 from protocol.clock import unix_now_ms
 from web.answers import exchange_of, json_answer
-from web.body import refuse_compressed
 from web.errors import BodyTooLarge, InvalidParameter, StorageUnavailable, UnknownObject
 
 WINDOW: Final = "24h"
@@ -77,7 +76,6 @@ def _add_collection(router: APIRouter, services: BatchServices) -> None:
     async def create_message_batch(request: Request) -> Response:
         """Create a batch of messages. Its requests are written as they come."""
         principal = exchange_of(request).authenticate(services.keys)
-        refuse_compressed(exchange_of(request).headers)
         async with receiving(services, request, principal) as incoming:
             return _answer(services, request, await _created(services, principal, incoming))
 

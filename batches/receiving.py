@@ -20,6 +20,7 @@ from batches.upload_slots import Pace, Slot
 from db.errors import SQL_ERRORS
 from protocol.clock import unix_now_ms
 from web.answers import exchange_of
+from web.body import refuse_compressed
 from web.errors import BodyTooLarge, ClientDisconnected, RequestTooSlow, StorageUnavailable, too_many
 
 BATCH: Final = "batch"  # the purpose of an input file
@@ -40,8 +41,9 @@ class Incoming:
 async def receiving(services: BatchServices, request: Request, principal: Principal) -> AsyncIterator[Incoming]:
     """Receive an upload, which counts as a request whatever becomes of it.
 
-    Raises Overloaded, RateLimitExceeded, LimitsUnavailable, and InsufficientQuota.
+    Raises UnsupportedEncoding, Overloaded, RateLimitExceeded, LimitsUnavailable, and InsufficientQuota.
     """
+    refuse_compressed(exchange_of(request).headers)
     settings = services.settings
     with services.uploads.hold(principal.tenant) as slot:
         async with services.counted(exchange_of(request), principal):

@@ -11,6 +11,7 @@ from web.errors import BodyTooLarge, InvalidParameter, UnsupportedEncoding
 ENCODINGS: Final = {"gzip": "gzip", "x-gzip": "gzip", "zstd": "zstd"}
 MAX_RATIO: Final = 100  # of decoded bytes to sent ones, beyond the next
 FREE_BYTES: Final = 1024 * 1024  # decoded, whatever the ratio
+MAX_PARTS: Final = 64  # members or frames of one body: each costs a copy of all that comes after it
 MAX_WINDOW_BYTES: Final = 8 * 1024 * 1024  # of zstd, as RFC 9659 has it for HTTP
 _GZIP_WBITS: Final = 31
 
@@ -27,9 +28,14 @@ def encoding_of(header: bytes) -> str | None:
     return ENCODINGS[name]
 
 
+def most_decoded_bytes(sent_bytes: int, max_bytes: int) -> int:
+    """Return how many bytes so many compressed ones may become at most."""
+    return min(max_bytes, max(FREE_BYTES, MAX_RATIO * sent_bytes))
+
+
 def decoded(body: bytes, encoding: str, max_bytes: int) -> bytes:
     """Decode a whole body. Raises BodyTooLarge, and InvalidParameter for what is not of this coding."""
-    limit = min(max_bytes, max(FREE_BYTES, MAX_RATIO * len(body)))
+    limit = most_decoded_bytes(len(body), max_bytes)
     try:
         plain = _of_gzip(body, limit) if encoding == "gzip" else _of_zstd(body, limit)
     except (zlib.error, zstandard.ZstdError, EOFError) as error:
@@ -43,9 +49,11 @@ def decoded(body: bytes, encoding: str, max_bytes: int) -> bytes:
 
 def _of_gzip(body: bytes, limit: int) -> bytes:
     plain, rest = bytearray(), body
-    while rest:  # each member; a decoder makes no more than it is asked for
+    parts = 0
+    while rest:
+        parts = _one_more(parts)
         decoder = zlib.decompressobj(_GZIP_WBITS)
-        plain += decoder.decompress(rest, limit + 1 - len(plain))
+        plain += decoder.decompress(rest, limit + 1 - len(plain))  # which makes no more than that
         if len(plain) > limit:
             break
         if not decoder.eof:
@@ -55,11 +63,25 @@ def _of_gzip(body: bytes, limit: int) -> bytes:
 
 
 def _of_zstd(body: bytes, limit: int) -> bytes:
-    decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-    with decoder.stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
-        plain = bytearray()
-        while len(plain) <= limit and (piece := reader.read(limit + 1 - len(plain))):
-            plain += piece
-    if body and not plain:
-        raise EOFError("it is cut")
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    with decompressor.stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
+        begun = reader.read(limit + 1)
+    if len(begun) > limit:
+        return begun
+    # The reader takes a cut frame for a whole one, and only it can be told how much to make: now nothing is too much.
+    plain, rest = bytearray(), body
+    parts = 0
+    while rest:
+        parts = _one_more(parts)
+        decoder = decompressor.decompressobj()
+        plain += decoder.decompress(rest)
+        if not decoder.eof:
+            raise EOFError("it is cut")
+        rest = decoder.unused_data
     return bytes(plain)
+
+
+def _one_more(parts: int) -> int:
+    if parts == MAX_PARTS:
+        raise EOFError(f"it has more than {MAX_PARTS} members or frames")
+    return parts + 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from gateway.settings import LimitSettings
 from web.body import LARGE_BODY_BYTES, Receive, read_body
 from web.byte_room import ByteRoom
+from web.compressed import most_decoded_bytes
 
 
 class BodyReader:
@@ -38,7 +39,9 @@ class BodyReader:
             return await read_body(receive, headers, self._max_body_bytes, self._limit_s)
 
     def _most(self, headers: Mapping[bytes, bytes]) -> int:
-        if headers.get(b"content-encoding"):
-            return self._max_body_bytes  # what it becomes
         length = headers.get(b"content-length", b"")
-        return min(int(length), self._max_body_bytes) if length.isdigit() else self._max_body_bytes
+        if not length.isdigit():
+            return self._max_body_bytes
+        if headers.get(b"content-encoding"):
+            return most_decoded_bytes(int(length), self._max_body_bytes)
+        return min(int(length), self._max_body_bytes)

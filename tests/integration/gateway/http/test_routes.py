@@ -1,12 +1,16 @@
 """Answers beside generating: to browsers, probes and tools, and what the description promises."""
 
+import gzip
+import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import pytest_asyncio
+import zstandard
 
 import batches
 import gateway
@@ -23,6 +27,21 @@ from web.errors import ApiError, InvalidParameter
 
 ROOMS = [Path(str(room.__file__)).parent for room in (batches, gateway, response_store, tokens, web)]
 CHAT = "/v1/chat/completions"
+NO_MODEL = {"model": "no-such-model"}
+ASKED = [{"role": "user", "content": "Hi"}]
+JSON_BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {**NO_MODEL, "messages": ASKED},
+    "/v1/completions": {**NO_MODEL, "prompt": "Hi"},
+    "/v1/embeddings": {**NO_MODEL, "input": "Hi"},
+    "/v1/score": {**NO_MODEL, "text_1": "Hi", "text_2": "Ho"},
+    "/v1/rerank": {**NO_MODEL, "query": "Hi", "documents": ["Ho"]},
+    "/v1/responses": {**NO_MODEL, "input": "Hi"},
+    "/v1/messages": {**NO_MODEL, "messages": ASKED, "max_tokens": 1},
+    "/v1/messages/count_tokens": {**NO_MODEL, "messages": ASKED},
+    "/tokenize": {**NO_MODEL, "prompt": "Hi"},
+    "/detokenize": {**NO_MODEL, "tokens": [1]},
+    "/v1/batches": {"input_file_id": "file-none", "endpoint": CHAT, "completion_window": "24h"},
+}
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -68,6 +87,28 @@ async def test_bodies_in_other_codings_are_refused_with_the_reason(http: httpx.A
         answer = await http.post(path, content=b"{}", headers={"content-encoding": "br"})
         assert error_of(answer) == (415, "unsupported_content_encoding", None)
         assert "uncompressed" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("packed", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
+@pytest.mark.parametrize("path", JSON_BODIES)
+async def test_bodies_may_be_compressed(http: httpx.AsyncClient, path: str, packed: Callable[[bytes], bytes]) -> None:
+    """Each is understood as it would be uncompressed; what is no such coding is a 400."""
+    body = json.dumps(JSON_BODIES[path]).encode()
+    coding = {"content-encoding": packed.__module__.replace("zstandard", "zstd").split(".")[0]}
+    plain, answer = await http.post(path, content=body), await http.post(path, content=packed(body), headers=coding)
+    assert (answer.status_code, answer.json()["error"]) == (plain.status_code, plain.json()["error"])
+    assert answer.status_code in {400, 404}
+    cut = await http.post(path, content=packed(body)[:-3], headers=coding)
+    assert cut.status_code == 400
+    assert f"not valid {coding['content-encoding']}" in cut.text
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/messages/batches"])
+async def test_uploads_are_not_compressed(http: httpx.AsyncClient, path: str) -> None:
+    """They are as large as a disk; what they become would have to be bounded on the way."""
+    answer = await http.post(path, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+    assert answer.status_code == 415
+    assert "uncompressed" in answer.text
 
 
 async def test_pages_of_other_sites(http: httpx.AsyncClient, share_gateway: Share) -> None:

@@ -8,6 +8,7 @@ import pytest
 from gateway.limits.body_reader import BodyReader
 from gateway.settings import LimitSettings
 from web.body import LARGE_BODY_BYTES
+from web.compressed import FREE_BYTES, MAX_RATIO
 from web.errors import Overloaded
 
 SIZE = 2 * LARGE_BODY_BYTES
@@ -92,3 +93,19 @@ async def test_who_waits_in_vain_is_told() -> None:
     with pytest.raises(Overloaded):
         await sender.task
     assert not sender.is_read.is_set()
+
+
+@pytest.mark.parametrize(
+    ("headers", "most"),
+    [
+        ({b"content-length": b"500"}, 500),
+        ({b"content-length": b"500", b"content-encoding": b"gzip"}, FREE_BYTES),
+        ({b"content-length": b"20000", b"content-encoding": b"zstd"}, 20_000 * MAX_RATIO),
+        ({b"content-length": b"1000000", b"content-encoding": b"zstd"}, 8 * FREE_BYTES),
+        ({b"content-encoding": b"gzip"}, 8 * FREE_BYTES),
+        ({}, 8 * FREE_BYTES),
+    ],
+)
+def test_room_is_kept_for_what_a_body_may_become(headers: dict[bytes, bytes], most: int) -> None:
+    reader = BodyReader(LimitSettings(max_body_bytes=8 * FREE_BYTES), LIMIT_S)
+    assert reader._most(headers) == most
