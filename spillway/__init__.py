@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 _HERE: Final = Path(__file__).resolve().parent
-IS_WHEEL: Final = (_HERE / "rooms").is_dir()
-ROOMS: Final = _HERE / "rooms" if IS_WHEEL else _HERE.parent  # the demo model lies beside them
+IS_WHEEL: Final = (_HERE / "_roots").is_dir()
+ROOMS: Final = _HERE / "_roots" if IS_WHEEL else _HERE.parent  # the demo model lies beside them
 
 sys.path.insert(0, str(ROOMS))

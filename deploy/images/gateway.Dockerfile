@@ -24,27 +24,7 @@ RUN --mount=type=cache,target=/root/.cache/uv \
     UV_PROJECT_ENVIRONMENT=/opt/build uv sync --frozen --only-group build \
     && UV_PROJECT_ENVIRONMENT=/opt/venv uv sync --frozen --no-install-project $EXTRAS
 
-COPY README.md LICENSE ./
-COPY accounts accounts
-COPY batches batches
-COPY console console
-COPY db db
-COPY engine engine
-COPY fleet fleet
-COPY gateway gateway
-COPY idempotency idempotency
-COPY ledger ledger
-COPY migrations migrations
-COPY pool_worker pool_worker
-COPY protocol protocol
-COPY quotas quotas
-COPY spillway spillway
-COPY response_store response_store
-COPY surfaces surfaces
-COPY tokens tokens
-COPY training training
-COPY web web
-COPY webhooks webhooks
+COPY . .
 RUN uv build --wheel --no-build-isolation --offline --python /opt/build/bin/python --out-dir /wheels \
     && uv pip install --no-cache --offline --no-deps --python /opt/venv /wheels/*.whl
 

@@ -20,27 +20,7 @@ COPY pyproject.toml uv.lock ./
 RUN --mount=type=cache,target=/root/.cache/uv \
     UV_PROJECT_ENVIRONMENT=/opt/spillway uv sync --frozen --only-group sidecar
 
-COPY README.md LICENSE ./
-COPY accounts accounts
-COPY batches batches
-COPY console console
-COPY db db
-COPY engine engine
-COPY fleet fleet
-COPY gateway gateway
-COPY idempotency idempotency
-COPY ledger ledger
-COPY migrations migrations
-COPY pool_worker pool_worker
-COPY protocol protocol
-COPY quotas quotas
-COPY spillway spillway
-COPY response_store response_store
-COPY surfaces surfaces
-COPY tokens tokens
-COPY training training
-COPY web web
-COPY webhooks webhooks
+COPY . .
 RUN --mount=type=cache,target=/root/.cache/uv \
     UV_PROJECT_ENVIRONMENT=/tmp/build uv sync --frozen --only-group build \
     && uv build --wheel --no-build-isolation --offline --python /tmp/build/bin/python --out-dir /tmp/wheels \

@@ -35,27 +35,7 @@ ARG TORCH_PIP_OPTIONS=--no-deps
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip --python /opt/venv/bin/python install --index-url "$TORCH_INDEX_URL" $TORCH_PIP_OPTIONS "torch==$TORCH_VERSION"
 
-COPY README.md LICENSE ./
-COPY accounts accounts
-COPY batches batches
-COPY console console
-COPY db db
-COPY engine engine
-COPY fleet fleet
-COPY gateway gateway
-COPY idempotency idempotency
-COPY ledger ledger
-COPY migrations migrations
-COPY pool_worker pool_worker
-COPY protocol protocol
-COPY quotas quotas
-COPY spillway spillway
-COPY response_store response_store
-COPY surfaces surfaces
-COPY tokens tokens
-COPY training training
-COPY web web
-COPY webhooks webhooks
+COPY . .
 RUN uv build --wheel --no-build-isolation --offline --python /opt/build/bin/python --out-dir /wheels \
     && uv pip install --no-cache --offline --no-deps --python /opt/venv /wheels/*.whl
 

@@ -48,15 +48,20 @@ def is_in_build_context(source: str) -> bool:
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
 def test_copied_files_exist_and_are_in_the_build_context(path: Path) -> None:
-    sources = copied_sources(path)
+    sources = [source for source in copied_sources(path) if source != "."]
     assert sources
     assert [source for source in sources if not (ROOT / source).exists()] == []
     assert [source for source in sources if not is_in_build_context(source)] == []
 
 
 @pytest.mark.parametrize("path", BUILT_FROM_SOURCE, ids=name_of)
-def test_every_room_is_copied(path: Path) -> None:
-    assert set(ROOMS) <= set(copied_sources(path))
+def test_the_wheel_is_built_from_all_that_it_is_made_of(path: Path) -> None:
+    assert "." in copied_sources(path)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    made_of = {*wheel["only-include"], project["project"]["readme"], *project["project"]["license-files"]}
+    assert made_of >= set(ROOMS)
+    assert [source for source in made_of if not is_in_build_context(source)] == []
 
 
 def syncs(path: Path) -> list[str]:

@@ -23,7 +23,7 @@ def test_it_puts_one_name_into_site_packages(names: set[str]) -> None:
 
 def test_it_holds_every_file_of_the_rooms_and_the_demo_model_and_nothing_else(names: set[str]) -> None:
     beside = {
-        f"spillway/rooms/{name}" for name in tracked_files(*ROOMS, DEMO_MODEL) if not name.startswith("spillway/")
+        f"spillway/_roots/{name}" for name in tracked_files(*ROOMS, DEMO_MODEL) if not name.startswith("spillway/")
     }
     assert {name for name in names if name.startswith("spillway/")} == {*tracked_files("spillway"), *beside}
 
@@ -43,4 +43,4 @@ def test_it_holds_every_file_of_the_rooms_and_the_demo_model_and_nothing_else(na
     ],
 )
 def test_among_them_are(names: set[str], file: str) -> None:
-    assert f"spillway/rooms/{file}" in names
+    assert f"spillway/_roots/{file}" in names
