@@ -127,10 +127,10 @@ class LLMEngine:
         if self._waiting_choices + request.sampling.n > self._max_waiting:
             raise RequestRejected("n", f"more than {self._max_waiting} choices would be waiting")
         self.wake_up()
-        grammar = request.sampling.grammar
-        if grammar is None:
+        grammar, grammars = request.sampling.grammar, self._vocabularies[request.adapter].grammars
+        if grammar is None or (grammar.is_optional and not grammars.can_compile):
             self._start(request, None)
-        elif (compiled := self._vocabularies[request.adapter].grammars.compile(grammar)).is_usable:
+        elif (compiled := grammars.compile(grammar)).is_usable:
             self._start(request, compiled)
         else:
             self._compiling[request.request_id] = Compiling(request, compiled, time.monotonic())

@@ -260,6 +260,11 @@ class GrammarCompiler:
         self._added_tokens = tuple(tokenizer.get_added_vocab())  # their texts
         self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # the longest unused first
 
+    @property
+    def can_compile(self) -> bool:
+        """False if the model's tokenizer cannot follow grammars."""
+        return self._tokenizer is not None
+
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Start to compile a grammar, unless already done. Raises RequestRejected for errors that are cheap to find."""
         if self._tokenizer is None or self._check is None:

@@ -17,6 +17,7 @@ class Grammar:
     kind: GrammarKind
     source: str  # empty for json_object
     field: str = "response_format"  # of the request that set it, for errors
+    is_optional: bool = False  # who cannot follow it goes without
 
 
 @dataclass(frozen=True, slots=True)

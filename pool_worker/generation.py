@@ -153,7 +153,7 @@ def sampling_params(sampling: Sampling, honoured: Collection[str] = SAMPLING_DEF
 def _grammar(grammar: WireGrammar) -> Grammar:
     if grammar.kind not in get_args(GrammarKind):
         raise ProtocolError(f"a grammar of the unknown kind {grammar.kind!r}")
-    return Grammar(cast("GrammarKind", grammar.kind), grammar.source, grammar.field)
+    return Grammar(cast("GrammarKind", grammar.kind), grammar.source, grammar.field, grammar.is_optional)
 
 
 def wire_logprob(logprob: EngineLogprob) -> TokenLogprob:

@@ -36,7 +36,7 @@ from tokens.encoders import (
     TokenizerError,
     read_tokenizer_file,
 )
-from tokens.model_tokens import ModelTokens
+from tokens.model_tokens import AnyTemplate, ModelTokens
 from tokens.settings import ModelTokenSettings, canonical_names
 from tokens.tools.dialect import Dialect
 from web.errors import ModelNotFound, ModelNotReady, Overloaded
@@ -252,6 +252,7 @@ class ModelCatalog:
             else Dialect.of(
                 tool_source or template_source or "",
                 encoder.added_tokens(),
+                knows_tools=_knows_tools(tool_template or template),
                 tool_parser=settings.tool_parser,
                 reasoning_parser=settings.reasoning_parser,
             ),
@@ -298,6 +299,10 @@ class ModelCatalog:
         except OSError as error:  # the cache is optional
             log.warning("%s cannot be written: %s", cached, error)
         return data
+
+
+def _knows_tools(template: AnyTemplate | None) -> bool:
+    return template is not None and template.rules.tools and "tools" in template.variables
 
 
 def _tokenizer(settings: ModelTokenSettings, card: ModelCard | None) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from protocol.pooling import PoolingCard
@@ -11,7 +12,8 @@ from tokens.encoder_pool import EncoderPool
 from tokens.encoders import EncodedPair, Encoder
 from tokens.renderer import Renderer
 from tokens.tools.dialect import Dialect
-from tokens.turns import STRICT, STRICTEST, fitted
+from tokens.tools.generic import with_tool_prompt
+from tokens.turns import STRICT, STRICTEST, TOOLS_DESCRIBED, fitted
 from web.errors import ContextLengthExceeded, InvalidParameter
 
 INLINE_CHARS: Final = 4096  # about 1 ms of encoding; longer prompts go to a thread
@@ -109,8 +111,12 @@ class ModelTokens:
         template = self._tool_template if tools else self._template
         if template is None:
             raise InvalidParameter(f"The model {self.model} has no chat format; use /v1/completions.", param="model")
+        describes_tools = self.dialect is not None and self.dialect.is_generic
+        described: set[str] = set()
+        if tools and describes_tools:
+            messages, tools, described = with_tool_prompt(messages, tools), (), {TOOLS_DESCRIBED}
         refusal: InvalidParameter | None = None
-        for conversation, changes in _fitted_to(template, messages):
+        for conversation, changes in _fitted_to(template, messages, calls_as_text=describes_tools):
             try:
                 token_ids = await self._encode_chat(
                     template,
@@ -127,7 +133,7 @@ class ModelTokens:
                 refusal = refusal or error
             else:
                 if notes is not None:
-                    notes |= changes
+                    notes |= changes | described
                 return token_ids
         raise refusal or InvalidParameter(param="messages")
 
@@ -179,6 +185,11 @@ class ModelTokens:
             given[0], add_generation_prompt=add_generation_prompt, tools=given[1], variables=given[2]
         )
         return await self._run(len(text), lambda: encoded(text, given, is_marked=is_marked))
+
+    @property
+    def describes_tools(self) -> bool:
+        """True if prompts tell the model of tools: its template does, or a prompt of ours."""
+        return (self.dialect is not None and self.dialect.is_generic) or self.template_reads("tools")
 
     def template_reads(self, variable: str) -> bool:
         """Report whether the chat template, or the one for conversations with tools, uses a variable."""
@@ -243,12 +254,14 @@ class ModelTokens:
         raise prompt_too_long(self.context_length, count, field)
 
 
-def _fitted_to(template: AnyTemplate, messages: Messages) -> Iterator[tuple[Messages, set[str]]]:
+def _fitted_to(
+    template: AnyTemplate, messages: Messages, *, calls_as_text: bool
+) -> Iterator[tuple[Messages, set[str]]]:
     """Yield a conversation as a template takes it; then, if it is refused nevertheless, in stricter forms."""
     tried: list[Messages] = []
     for rules in (template.rules, STRICT, STRICTEST):
         notes: set[str] = set()
-        conversation = fitted(messages, rules, notes)
+        conversation = fitted(messages, replace(rules, tool_results=False) if calls_as_text else rules, notes)
         if conversation not in tried:
             tried.append(conversation)
             yield conversation, notes

@@ -22,6 +22,7 @@ TURNS_MERGED: Final = "turns-merged"  # neighbors of one role became one message
 TURN_ADDED: Final = "turn-added"  # a short message between two that must not be neighbors
 TOOLS_AS_TEXT: Final = "tools-as-text"  # calls and results of earlier turns became text
 CALLS_SPLIT: Final = "calls-split"  # each of several calls became a message, with its result
+TOOLS_DESCRIBED: Final = "tools-described"  # the system message describes the tools
 CALL_IDS: Final = "call-ids"  # ids of calls were replaced
 REASONING_JOINED: Final = "reasoning-joined"  # content beside reasoning and a call became reasoning
 
@@ -29,10 +30,8 @@ _BETWEEN: Final = "\n\n"
 _ACKNOWLEDGED: Final = "OK."  # the assistant's message between the result of a tool and the user's next message
 _SHORT_ID_CHARS: Final = 9  # of letters and digits: Mistral's templates take no other ids
 _REASONING: Final = ("reasoning_content", "reasoning", "thinking")
-_CALLED: Final = {
-    "type": "function",
-    "function": {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}},
-}
+_ANY: Final = {"type": "object", "properties": {}}
+_CALLED: Final = {"type": "function", "function": {"name": "look", "description": "", "parameters": _ANY}}
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Message]], Awaitable[str]]  # a conversation and its tools
@@ -57,6 +56,7 @@ class TemplateRules:
     user_twice: bool = True
     assistant_twice: bool = True
     assistant_first: bool = True
+    tools: bool = True  # it tells the model what tools there are
     tool_results: bool = True
     user_after_tool: bool = True
     several_calls: bool = True  # in one message
@@ -102,6 +102,7 @@ def _said(roles: str) -> list[Message]:
 
 _LONG_ID: Final = "call_{:024}"
 _PLAIN: Final = _said("u")
+_TOLD: Final[Message] = {"type": "function", "function": {"name": _word(1), "description": "", "parameters": _ANY}}
 _PROBES: Final[dict[str, list[Message]]] = {
     "system": _said("su"),
     "several_systems": _said("ssu"),
@@ -133,11 +134,12 @@ async def find_rules(render: Render) -> TemplateRules:
             text = await render(messages, tools)
         except InvalidParameter:
             return False
-        return all(word in text for word in _words(messages))
+        return all(word in text for word in (*_words(messages), *_names(tools)))
 
     if not await takes(_PLAIN):
         return AS_IS  # it needs what no probe has
     found = {rule: await takes(messages) for rule, messages in _PROBES.items()}
+    found["tools"] = await takes(_PLAIN, [_TOLD])
     if await takes(_PROBES_WITH_TOOLS["tool_results"], [_CALLED]):
         found |= {rule: await takes(messages, [_CALLED]) for rule, messages in _PROBES_WITH_TOOLS.items()}
     else:
@@ -152,6 +154,10 @@ def _words(messages: Sequence[Message]) -> Iterator[str]:
             yield message["content"]
         for call in message.get("tool_calls", ()):
             yield call["function"]["arguments"]["for"]
+
+
+def _names(tools: Sequence[Message]) -> Iterator[str]:
+    yield from (tool["function"]["name"] for tool in tools)
 
 
 # --- a conversation that a template takes -----------------------------------------------------------------------------

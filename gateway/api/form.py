@@ -20,9 +20,12 @@ _UNSUPPORTED: Final = "unsupported_parameter"
 
 
 def tools_for_template(tokens: ModelTokens, tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
-    """Return the tools as the model's chat template expects them. Raises InvalidParameter if it knows none."""
-    if tools and not tokens.template_reads("tools"):
-        text = f"The model {tokens.model} was not made for tools: its chat template does not know them."
+    """Return the tools as the model's chat template expects them. Raises InvalidParameter if they cannot be told."""
+    if tools and not tokens.describes_tools:
+        text = (
+            f"The chat template of the model {tokens.model} does not know tools, and models.{tokens.model}.tool_parser"
+            " says that they are not described otherwise."
+        )
         raise InvalidParameter(text, param="tools", code=_UNSUPPORTED)
     return [tool.for_template() for tool in tools]
 

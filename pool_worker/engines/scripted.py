@@ -232,7 +232,8 @@ class ScriptedEngine:
         if self._settings.task != "generate":
             raise RequestRejected("model", "it makes vectors and nothing else")
         check_request(request, self._info)
-        if (grammar := request.sampling.grammar) is not None:
+        grammar = request.sampling.grammar
+        if grammar is not None and not grammar.is_optional:
             if grammar.source == TOO_COMPLEX:
                 raise GrammarTooComplex(grammar.field, "the grammar is too complex")
             raise RequestRejected(grammar.field, "the scripted engine's words follow no grammar")

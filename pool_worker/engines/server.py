@@ -25,7 +25,14 @@ from engine.pooling_types import PoolingRequest
 from engine.step_stats import StepStats
 from engine.types import EngineCounters, EngineInfo, EngineStats, GenerationRequest, Refusal, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
-from pool_worker.engines.formats.base import Delta, ServerFacts, ServerRequest, done_here, refuse_unknown
+from pool_worker.engines.formats.base import (
+    Delta,
+    ServerFacts,
+    ServerRequest,
+    done_here,
+    refuse_unknown,
+    without_optional_grammar,
+)
 from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_choice import ServerChoice
 from pool_worker.engines.server_connection import AttemptFailed
@@ -207,6 +214,7 @@ class ServerEngine:
         if request.request_id in self._tasks:
             raise RequestRejected("request_id", f"{request.request_id!r} is already running")
         check_request(request, self._info)
+        request = without_optional_grammar(request, self._abilities.grammars)
         params = request.sampling
         refuse_unknown(params, self.honoured, self._abilities.grammars, self.name)
         if params.grammar is not None and any(point.token_ids for point in request.resume):

@@ -22,7 +22,7 @@ GREETING = "helo"
 if __name__ == "__main__":
     print(GREETING, "from", __file__.rpartition("/")[2])
 '''
-CHOSEN = os.environ.get("AGENT_RULES", "no rule,system first,alternating").split(",")
+CHOSEN = os.environ.get("AGENT_RULES", "no rule,system first,alternating,tools unknown").split(",")
 
 
 @pytest.fixture(scope="module", params=CHOSEN)

@@ -11,6 +11,7 @@ from tokens.tools.base import MAX_FORCED_CALLS, Tool, ToolFormat
 from tokens.tools.lark import LarkGrammar
 from tokens.tools.marked import new_call_id
 from tokens.tools.registry import (
+    GENERIC,
     HARMONY,
     NONE,
     REASONING_FORMATS,
@@ -35,6 +36,7 @@ class Dialect:
     takes_tools: bool
     token_ids: Mapping[str, int]  # of marks that are single tokens
     has_special_marks: bool  # whether some are special tokens, omitted from text by default
+    is_generic: bool = False  # the prompt describes tools, as the template does not: tokens.tools.generic
 
     @classmethod
     def of(
@@ -42,15 +44,20 @@ class Dialect:
         template: str,
         added_tokens: Mapping[str, tuple[int, bool]],
         *,
+        knows_tools: bool = True,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
     ) -> "Dialect | None":
         """Return the dialect of a chat template, unless parsers are named; None if there is nothing to parse.
 
-        ``added_tokens``: the vocabulary's added tokens by text: id, and whether special.
+        ``added_tokens``: the vocabulary's added tokens by text: id, and whether special. ``knows_tools``: whether the
+        template tells the model of tools.
         """
-        tool_parser = tool_parser or tool_parser_of(template)
         reasoning_parser = reasoning_parser or reasoning_parser_of(template)
+        if tool_parser is None:
+            detected = tool_parser_of(template) if knows_tools else NONE
+            is_generic = bool(template) and detected == NONE and reasoning_parser != HARMONY
+            tool_parser = GENERIC if is_generic else detected
         if HARMONY in {tool_parser, reasoning_parser}:  # one format for both
             tool_format = TOOL_FORMATS[HARMONY] if reasoning_parser == HARMONY else None
             tool_parser = tool_parser if tool_format else NONE
@@ -67,6 +74,7 @@ class Dialect:
             takes_tools=tool_parser != NONE,
             token_ids={mark: token_id for mark, (token_id, _) in known.items()},
             has_special_marks=any(is_special for _, is_special in known.values()),
+            is_generic=tool_parser == GENERIC,
         )
 
     @property
@@ -110,24 +118,30 @@ class AnswerForm:
         """Return the grammar of the answers; None if they are unconstrained.
 
         Calls are constrained if one is required or a tool is strict; other tools then accept any object as arguments.
+        Where the model was not trained for the format they are always, but by a grammar that an engine may leave out.
         ``content``: the grammar of all text outside calls. Raises ValueError if it cannot be distinguished from a call.
         """
-        dialect = self.dialect
+        dialect, is_optional = self.dialect, False
         lark = LarkGrammar(dialect.token_ids)
         tool_format = dialect.format
         if must_call and tool_format is not None:
             body = tool_format.forced(lark, self.tools, most=self._max_calls)
         elif content is not None:
             body = self._answer(lark, content)
-        elif tool_format is not None and any(tool.is_strict for tool in self.tools):
+        elif tool_format is not None and self.tools and (dialect.is_generic or self._has_strict):
             body = tool_format.free(lark, self._loosened(), most=self._max_calls)
+            is_optional = not self._has_strict
         else:
             return None
         before = ""
         if dialect.thinking is not None:
             before = dialect.thinking.before(lark, is_open=self.begins_in_reasoning)
         field = content.field if content is not None and not self.tools else FIELD
-        return Grammar("lark", lark.source(f"{before} ({body})"), field)
+        return Grammar("lark", lark.source(f"{before} ({body})"), field, is_optional=is_optional)
+
+    @property
+    def _has_strict(self) -> bool:
+        return any(tool.is_strict for tool in self.tools)
 
     @property
     def _max_calls(self) -> int:

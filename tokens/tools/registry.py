@@ -22,6 +22,7 @@ from tokens.tools.thinking import Thinking
 
 NONE: Final = "none"
 HARMONY: Final = "harmony"
+GENERIC: Final = "generic"  # for templates that know no tools: tokens.tools.generic
 _THINK: Final = Thinking("<think>", "</think>")
 _GLM: Final = TaggedFormat(GLM)
 
@@ -37,6 +38,7 @@ TOOL_FORMATS: Final[dict[str, ToolFormat]] = {
     "deepseek_v31": SectionFormat(DEEPSEEK_V31),
     "kimi_k2": SectionFormat(KIMI_K2),
     HARMONY: HarmonyFormat(),
+    GENERIC: HermesFormat(),
 }
 REASONING_FORMATS: Final[dict[str, Thinking | None]] = {
     "think": _THINK,

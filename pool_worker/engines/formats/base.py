@@ -5,12 +5,12 @@ One file a format in this folder, one registry in ``__init__``, and one conforma
 limits and the faults are ``pool_worker.engines.server_connection``'s.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, Protocol
 
 from engine.errors import RequestRejected
-from engine.types import SamplingParams
+from engine.types import GenerationRequest, SamplingParams
 from pool_worker.engines.framing import Framing, MalformedEvent
 
 MAX_COUNT: Final = 2**50  # of tokens, as a server tells it: the sum of a few is a number that messages may have
@@ -139,6 +139,19 @@ def refuse_unknown(params: SamplingParams, known: Iterable[str], grammars: Itera
         raise RequestRejected(
             params.grammar.field, f"this pool's server ({server}) cannot follow a {params.grammar.kind}"
         )
+
+
+def without_optional_grammar(request: GenerationRequest, grammars: Container[str]) -> GenerationRequest:
+    """Return a request without a grammar that nobody asked for, where the server cannot follow it.
+
+    It cannot where a half-made answer is resumed, either: it would begin the grammar again in its middle.
+    """
+    grammar = request.sampling.grammar
+    if grammar is None or not grammar.is_optional:
+        return request
+    if grammar.kind in grammars and not any(point.token_ids for point in request.resume):
+        return request
+    return replace(request, sampling=replace(request.sampling, grammar=None))
 
 
 def count(value: object) -> int | None:

@@ -22,11 +22,11 @@ REFUSED = {
     "Llama 3": {"several_calls"},
     "Gemma 3": {
         "several_systems", "later_system", "system_alone", "user_twice", "assistant_twice", "assistant_first",
-        "tool_results",
+        "tools", "tool_results",
     },
     "Gemma 2": {
         "system", "several_systems", "later_system", "system_alone", "user_twice", "assistant_twice", "assistant_first",
-        "tool_results",
+        "tools", "tool_results",
     },
     "Mistral": {
         "system_before_result", "several_systems", "later_system", "system_alone", "user_twice", "assistant_twice",

@@ -96,6 +96,32 @@ def test_a_templates_format_is_found(style: str, parser: str, marks: bool, has_r
     assert (dialect.has_special_marks, dialect.has_reasoning, dialect.takes_tools) == (marks, has_reasoning, True)
 
 
+@pytest.mark.parametrize(
+    ("template", "knows_tools", "tool_parser", "is_generic"),
+    [
+        (CHATML, False, None, True),
+        (CHATML, True, None, True),  # in a form that is not known
+        (tool_templates.HERMES_STYLE, True, None, False),
+        (tool_templates.HERMES_STYLE, False, None, True),  # DeepSeek's own: calls are told, tools are not
+        (tool_templates.THINKING_STYLE, False, None, True),
+        (tool_templates.HERMES_STYLE, True, "generic", True),
+        (CHATML, False, "llama3_json", False),
+        (CHATML, False, "none", False),
+        (tool_templates.HARMONY_STYLE, False, None, False),
+        ("", False, None, False),  # a model that only goes on with a text
+    ],
+)
+def test_the_generic_form_is_for_templates_that_know_no_tools(
+    template: str, knows_tools: bool, tool_parser: str | None, is_generic: bool
+) -> None:
+    dialect = Dialect.of(template, {}, knows_tools=knows_tools, tool_parser=tool_parser)
+    assert (dialect is not None and dialect.is_generic) == is_generic
+    if dialect is not None and is_generic:
+        assert dialect.format is TOOL_FORMATS["generic"]
+        assert dialect.takes_tools
+        assert dialect.has_reasoning == ("think" in template)
+
+
 def test_only_kimis_calls_end_its_reasoning() -> None:
     thinks = tool_templates.KIMI_STYLE + "{# <think></think> #}"
     dialects = [Dialect.of(template, {}) for template in (thinks, tool_templates.GLM_STYLE)]
@@ -104,7 +130,8 @@ def test_only_kimis_calls_end_its_reasoning() -> None:
 
 def test_what_settings_say_comes_first() -> None:
     hermes, harmony = tool_templates.HERMES_STYLE, tool_templates.HARMONY_STYLE
-    assert Dialect.of(CHATML, {}) is None
+    assert Dialect.of(CHATML, {}, tool_parser="none") is None
+    assert Dialect.of("", {}) is None
     coder = Dialect.of(hermes.replace('{\\"name', "<function=…>"), {})
     assert coder is not None
     assert coder.format is TOOL_FORMATS["qwen3_coder"]
