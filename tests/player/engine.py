@@ -34,7 +34,7 @@ NO_PLAY: Final = "Hello from Spillway."
 _PLAY: Final = re.compile(r"\[\[play=([^\]]+)\]\]")
 _RESULT: Final = "<tool_response>\n"
 _RESULT_END: Final = "\n</tool_response>"
-_TOOLS: Final = "# Tools\n<tools>"
+_TOOLS: Final = "<tools>\n"
 _OPEN_REASONING: Final = "<think>\n"
 
 _SOURCES: Final[dict[str, Callable[[str], str]]] = {  # in llguidance's form, by the kind of grammar
