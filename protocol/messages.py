@@ -53,6 +53,15 @@ def unpack_token_ids(packed: bytes) -> list[int]:
     return token_ids.tolist()
 
 
+class Markup(Struct, frozen=True, omit_defaults=True):
+    """The formats by which an answer's visible content is told from its reasoning and calls (``tokens.tools``)."""
+
+    tool_parser: str
+    reasoning_parser: str
+    tools: tuple[str, ...] = ()  # names of those that the answer may call
+    begins_in_reasoning: bool = False  # the prompt opens the reasoning
+
+
 class Sampling(Struct, frozen=True, omit_defaults=True):
     """Sampling parameters. Names and defaults are those of the OpenAI API and, beyond it, of vLLM."""
 
@@ -68,7 +77,8 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     n: int = 1  # choices
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # looked for in what the client sees as content
+    markup: Markup | None = None  # of answers in which not all text is content; only where there are stop strings
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
