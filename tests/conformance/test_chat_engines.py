@@ -1,6 +1,7 @@
 """Duties of every pool that takes messages, whatever differs with its API; and what becomes of its faults."""
 
 import asyncio
+import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -187,6 +188,44 @@ async def test_reasoning_and_calls_are_told_apart(pair: tuple[Driver, ChatReplay
     [body] = replay.bodies
     assert body["tools"][0]["function"]["parameters"]["properties"] == {"city": {"type": "string"}}
     assert body["tool_choice"] in {"required", "any"}
+
+
+async def check_stop_strings(driver: Driver, replay: ChatReplay) -> None:
+    """They end the content, and nothing else does; what has stopped it is known, and the API is not told."""
+    whole = answer_text(ASKED)
+    stop = whole[len(whole) // 2 :][:12]  # in several pieces
+    before = whole[: whole.index(stop)]
+    for name, more, expected in (
+        ("before", {"stop": (stop,)}, before),
+        ("with", {"stop": ("never", stop), "include_stop_str_in_output": True}, before + stop),
+        ("not found", {"stop": (whole[-9:] + "x",)}, whole),
+        ("too early", {"stop": (stop,), "min_tokens": 1000}, whole),
+    ):
+        if "min_tokens" in more and "min_tokens" not in driver.engine.honoured:
+            continue
+        answer = await driver.answer(name=name, **more)
+        assert (answer.text(), answer.finish_reason) == (expected, "stop"), name
+        assert answer.usage is not None
+        assert answer.usage.counted_by == ("provider" if expected == whole else "estimate")
+        assert stop not in json.dumps(replay.bodies[-1])
+    if driver.engine.continues:
+        resume = (ChatPoint(0, before[:20], 5),)
+        answer = await driver.answer(name="resumed", stop=(stop,), resume=resume)
+        assert before[:20] + answer.text() == before
+    driver.engine.submit(ChatRequest("two", chat(), SamplingParams(max_tokens=100, n=2, stop=(stop,)), 7))
+    await driver.wait(lambda: all(driver.answers["two", index].finish_reason for index in (0, 1)))
+    assert [driver.answers["two", index].text() for index in (0, 1)] == [before, before]
+
+    asked = [ASKED[0], {"role": "user", "content": "think"}]
+    stops = ("Let", "about", f"{REASONING[-3:]}{answer_text(asked)[:3]}")  # the last ends in the content
+    answer = await driver.answer(chat("think"), name="thought", stop=stops)
+    assert (answer.text("reasoning"), answer.text()) == (REASONING, answer_text(asked))
+    answer = await driver.answer(chat("call", tools=(WEATHER,)), name="called", stop=(ARGUMENTS[:3], "weather", "{"))
+    assert (answer.text("call"), answer.text("arguments")) == ("weather", ARGUMENTS)
+
+
+async def test_stop_strings_are_looked_for_in_the_content(pair: tuple[Driver, ChatReplay]) -> None:
+    await check_stop_strings(*pair)
 
 
 async def test_refusals_and_filters(pair: tuple[Driver, ChatReplay]) -> None:

@@ -47,7 +47,7 @@ class AnthropicFormat:
         """Speak the version that the settings name."""
         self._settings = settings
         self.continues = settings.continues
-        self._names = {"stop": "stop_sequences"} | ({} if settings.api_version == _NO_LONGER_SAMPLED else _SAMPLED)
+        self._names = {} if settings.api_version == _NO_LONGER_SAMPLED else _SAMPLED
         self.honoured = frozenset(self._names)
 
     def auth(self) -> httpx.Auth | None:

@@ -21,8 +21,9 @@ from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import EndReason
 from protocol.chat import Chat, ChatUsage, Part
 
-# What is done for every format: one stream a choice, and a body that says how long the answer may be.
-DONE_HERE: Final = frozenset({"n", "max_tokens"})
+# What is done for every format: one stream a choice, which ends at a stop string, and a body that says how long the
+# answer may be.
+DONE_HERE: Final = frozenset({"n", "max_tokens", "stop", "include_stop_str_in_output"})
 # What means nothing where no token ids come back, or what the conversation says itself.
 WITHOUT_MEANING: Final = frozenset({"skip_special_tokens", "grammar"})
 

@@ -30,7 +30,7 @@ from pool_worker.settings import BedrockSettings
 from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool
 
 MAX_TEMPERATURE: Final = 1.0
-_NAMES: Final = {"temperature": "temperature", "top_p": "topP", "stop": "stopSequences"}
+_NAMES: Final = {"temperature": "temperature", "top_p": "topP"}
 _EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 
 

@@ -140,8 +140,6 @@ def _sampling(ask: ChatServerRequest, profile: Profile) -> dict[str, Any]:
         value = getattr(params, name)
         if value != _DEFAULTS[name]:
             fields[name] = list(value) if isinstance(value, tuple) else value
-    if params.stop:
-        fields["stop"] = list(params.stop)
     if params.logit_bias:
         fields["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
     if ask.seed is not None:
@@ -159,7 +157,6 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "min_tokens": 0,
     "ignore_eos": False,
     "stop_token_ids": (),
-    "include_stop_str_in_output": False,
     "bad_words": (),
     "allowed_token_ids": (),
 }

@@ -7,10 +7,10 @@ message is gone on with, it is not. The documents are listed in docs/ENGINES.md.
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-_OPENAI: Final = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop"})
+_OPENAI: Final = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"})
 _BIASED: Final = _OPENAI | {"logit_bias"}
 _OPEN_MODELS: Final = frozenset({"top_k", "min_p", "repetition_penalty"})
-_ENGINE_FIELDS: Final = frozenset({"min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"})
+_ENGINE_FIELDS: Final = frozenset({"min_tokens", "ignore_eos", "stop_token_ids"})
 _BOTH_SCHEMAS: Final = frozenset({"json_object", "json_schema"})
 
 
@@ -76,7 +76,7 @@ PROFILES: Final[dict[str, Profile]] = {
     ),
     "gemini": Profile(
         path="/v1beta/openai/chat/completions",
-        honoured=frozenset({"temperature", "top_p", "stop"}),
+        honoured=frozenset({"temperature", "top_p"}),
         takes_names=False,
         takes_single_call=False,
     ),
@@ -93,7 +93,7 @@ PROFILES: Final[dict[str, Profile]] = {
     "vllm": Profile(health_path="/health", salt_field="cache_salt", **_AS_VLLM),
     "sglang": Profile(
         health_path="/health",
-        honoured=_BIASED | _OPEN_MODELS | _ENGINE_FIELDS - {"include_stop_str_in_output"},
+        honoured=_BIASED | _OPEN_MODELS | _ENGINE_FIELDS,
         salt_field="cache_salt",
         in_last_message={},
         in_body={"continue_final_message": True},

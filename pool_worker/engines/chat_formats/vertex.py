@@ -37,7 +37,6 @@ _NAMES: Final = {
     "presence_penalty": "presencePenalty",
     "frequency_penalty": "frequencyPenalty",
     "seed": "seed",
-    "stop": "stopSequences",
 }
 _ROLES: Final = {"user": "user", "assistant": "model"}
 _EFFORTS: Final = ("minimal", "low", "medium", "high")
