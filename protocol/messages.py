@@ -249,6 +249,15 @@ class Failed(Struct, frozen=True, array_like=True, tag="x"):
     timings: Timings | None = None  # None: the engine does not report them, or has not begun
 
 
+class Dropped(Struct, frozen=True, array_like=True, tag="k"):
+    """Fields that the attempt's pool does not honour, and leaves out as it is configured to. Before all output."""
+
+    request_id: str
+    attempt: int
+    seq: int
+    fields: tuple[str, ...]  # of ``protocol.chat.DROPPABLE``
+
+
 class UnreadableFrame(Struct, frozen=True, array_like=True, tag="?"):
     """Stands in for a frame that its reader could not decode; it is never sent."""
 
@@ -264,8 +273,10 @@ class UnreadableFrame(Struct, frozen=True, array_like=True, tag="?"):
         return self.kind in _FRAME_TAGS
 
 
-Frame = Accepted | Tokens | Deltas | Vector | Finished | Failed | UnreadableFrame
-_FRAME_TAGS: Final = {kind.__struct_config__.tag for kind in (Accepted, Tokens, Deltas, Vector, Finished, Failed)}
+Frame = Accepted | Dropped | Tokens | Deltas | Vector | Finished | Failed | UnreadableFrame
+_FRAME_TAGS: Final = {
+    kind.__struct_config__.tag for kind in (Accepted, Dropped, Tokens, Deltas, Vector, Finished, Failed)
+}
 
 
 # --- control: gateway → worker ----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 from engine.errors import RequestRejected
@@ -25,7 +26,13 @@ from engine.types import EngineCounters, EngineStats, FinishReason, Refusal, Sam
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats import chat_format
-from pool_worker.engines.chat_formats.base import AnswerReader, ChatDelta, ChatServerRequest, refuse_unknown
+from pool_worker.engines.chat_formats.base import (
+    AnswerReader,
+    ChatDelta,
+    ChatServerRequest,
+    refuse_unknown,
+    without_unsupported,
+)
 from pool_worker.engines.reported_ends import EndReason
 from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_choice import SEED_STRIDE
@@ -132,6 +139,13 @@ class ChatServerEngine:
         await self._connection.close()
 
     # --- requests -----------------------------------------------------------------------------------------------------
+
+    def fitted(self, request: ChatRequest) -> tuple[ChatRequest, tuple[str, ...]]:
+        """Return a request without the fields that the API lacks, where these are dropped, and their names."""
+        if self._settings.unsupported != "drop":
+            return request, ()
+        chat, params, dropped = without_unsupported(request.chat, request.sampling, self._format)
+        return replace(request, chat=chat, sampling=params), dropped
 
     def submit(self, request: ChatRequest) -> None:
         """Accept a request without blocking."""
