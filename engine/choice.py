@@ -85,7 +85,7 @@ class Choice:
             sequence=sequence,
             sampling_row=row,
             tokens=tokens,
-            text=OutputText(params, eos_ids, detokenizer, resume.text_chars),
+            text=OutputText(params, eos_ids, detokenizer, resume.text_chars, request.content_finder),
             matcher=matcher,
             # Processors depend on the tokens before the one they change: only plain rows can be sampled ahead.
             drafts=NgramDrafts(sequence.token_ids, draft_tokens) if draft_tokens and row.is_plain else None,

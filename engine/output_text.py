@@ -3,8 +3,10 @@
 Imports no torch: remote engines answer with token ids, and their text is produced here as for Spillway's own engine.
 """
 
+from collections.abc import Callable
+
 from engine.detokenizer import Detokenizer
-from engine.stop_strings import StopStrings
+from engine.stop_strings import ContentFinder, stop_strings
 from engine.types import FinishReason, SamplingParams
 
 
@@ -26,17 +28,22 @@ class OutputText:
     )
 
     def __init__(
-        self, params: SamplingParams, eos_ids: frozenset[int], detokenizer: Detokenizer, chars_to_skip: int = 0
+        self,
+        params: SamplingParams,
+        eos_ids: frozenset[int],
+        detokenizer: Detokenizer,
+        chars_to_skip: int = 0,
+        content_finder: Callable[[], ContentFinder] | None = None,
     ) -> None:
         """Create the state before the first output token.
 
         ``eos_ids`` are the model's own end tokens, empty with ``ignore_eos``; ``chars_to_skip`` counts the characters
-        of the text that the client of a resumed choice already has.
+        of the text that the client of a resumed choice already has; ``content_finder``: see ``GenerationRequest``.
         """
         self._params = params
         self._eos_ids = eos_ids
         self._detokenizer = detokenizer
-        self._stops = StopStrings(params.stop)
+        self._stops = stop_strings(params.stop, content_finder)
         self._chars_to_skip = chars_to_skip
         self.produced_tokens = 0  # read so far
         self.finish_reason: FinishReason | None = None
@@ -49,8 +56,9 @@ class OutputText:
         if token_id in self._eos_ids or token_id in params.stop_token_ids:
             text = self._apply_stops(self._detokenizer.push(token_id)) if params.include_stop_str_in_output else ""
             text += self._flush()
-            self.finish_reason = "stop"
-            self.stop_reason = token_id if token_id in params.stop_token_ids else None
+            if self.finish_reason is None:
+                self.finish_reason = "stop"
+                self.stop_reason = token_id if token_id in params.stop_token_ids else None
             return self._skip_sent(text)
         text = self._apply_stops(self._detokenizer.push(token_id))
         if self.finish_reason is None and (is_complete or self.produced_tokens >= params.max_tokens):
@@ -66,8 +74,10 @@ class OutputText:
 
     def _apply_stops(self, text: str) -> str:
         if self.produced_tokens <= self._params.min_tokens:
-            return text
-        released, stop = self._stops.push(text)
+            return self._stops.skip(text)
+        return self._taken(*self._stops.push(text))
+
+    def _taken(self, released: str, stop: str | None) -> str:
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
             if self._params.include_stop_str_in_output:
@@ -75,8 +85,9 @@ class OutputText:
         return released
 
     def _flush(self) -> str:
-        text = self._apply_stops(self._detokenizer.flush())
-        return text + self._stops.flush()
+        """Return the text that is held back, unless a stop string has ended it already."""
+        text = "" if self.finish_reason is not None else self._apply_stops(self._detokenizer.flush())
+        return text if self.finish_reason is not None else text + self._taken(*self._stops.end())
 
     def _skip_sent(self, text: str) -> str:
         skipped = min(self._chars_to_skip, len(text))

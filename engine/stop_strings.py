@@ -4,8 +4,9 @@ Uses the automaton of Aho and Corasick (Communications of the ACM 18, 1975, 333-
 strings are, and wherever the text is cut, each character costs a step or two.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Final
+from typing import Final, Protocol
 
 CACHED_AUTOMATA: Final = 16  # for the choices of one request; of 8 KiB, one takes 2.5 MiB
 ROOT: Final = 0
@@ -92,7 +93,86 @@ class StopStrings:
         released, self._held = self._held[:shown], self._held[shown:]
         return released, None
 
-    def flush(self) -> str:
-        """Return the text held back: the choice ended without completing a stop string."""
+    def skip(self, text: str) -> str:
+        """Take text in which a stop string means nothing; return it."""
+        return text
+
+    def end(self) -> tuple[str, str | None]:
+        """Return the text held back, which the choice ended without completing a stop string, and None."""
         released, self._held, self._node = self._held, "", ROOT
-        return released
+        return released, None
+
+    @property
+    def held_chars(self) -> int:
+        """Number of characters held back."""
+        return len(self._held)
+
+
+class ContentFinder(Protocol):
+    """Finds what of one choice's text is content: neither reasoning, nor a call, nor their markup."""
+
+    @property
+    def read_chars(self) -> int:
+        """Number of characters of the text that are known to be content, or not."""
+        ...
+
+    def push(self, text: str, *, is_last: bool) -> list[tuple[int, int]]:
+        """Add text; return begin and end, in the complete text, of each new stretch of content."""
+        ...
+
+
+class ContentStopStrings:
+    """Stop strings as ``StopStrings``, looked for in the content alone. One does not span two stretches of it."""
+
+    def __init__(self, stops: tuple[str, ...], finder: ContentFinder) -> None:
+        self._stops = StopStrings(stops)
+        self._finder = finder
+        self._held = ""
+        self._begin = 0  # offset of what is held in the complete text
+        self._skipped = 0  # characters at the beginning in which a stop string means nothing
+        self._looked_at = 0  # offset in the complete text
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Add text; return what may be shown now, and the stop string that was found (nothing follows it)."""
+        return self._read(text, is_last=False)
+
+    def skip(self, text: str) -> str:
+        """Take text in which a stop string means nothing; return it."""
+        self._finder.push(text, is_last=False)
+        self._begin = self._skipped = self._skipped + len(text)
+        return text
+
+    def end(self) -> tuple[str, str | None]:
+        """Return the text held back, up to a stop string if there is one, and that."""
+        return self._read("", is_last=True)
+
+    def _read(self, text: str, *, is_last: bool) -> tuple[str, str | None]:
+        self._held += text
+        for start, end in self._finder.push(text, is_last=is_last):
+            begin = max(start, self._skipped)
+            if begin >= end:
+                continue
+            if begin != self._looked_at:
+                self._stops.end()
+            first = begin - self._stops.held_chars
+            shown, stop = self._stops.push(self._held[begin - self._begin : end - self._begin])
+            self._looked_at = end
+            if stop is not None:
+                released, self._held = self._held[: first + len(shown) - self._begin], ""
+                return released, stop
+        read_chars = max(self._begin, self._finder.read_chars)
+        if is_last or read_chars > self._looked_at:
+            self._stops.end()
+        shown_chars = len(self._held) if is_last else read_chars - self._stops.held_chars - self._begin
+        released, self._held = self._held[:shown_chars], self._held[shown_chars:]
+        self._begin += shown_chars
+        return released, None
+
+
+def stop_strings(
+    stops: tuple[str, ...], content_finder: Callable[[], ContentFinder] | None
+) -> StopStrings | ContentStopStrings:
+    """Return what finds one choice's stop strings; ``content_finder``: see ``GenerationRequest``."""
+    if content_finder is None or not stops:
+        return StopStrings(stops)
+    return ContentStopStrings(stops, content_finder())

@@ -1,10 +1,11 @@
 """The engine's public records: the requests it takes and the outputs of its steps. Imports no torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.errors import GrammarTooComplex, RequestRejected
+from engine.stop_strings import ContentFinder
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
@@ -36,7 +37,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id → added to its logit
     seed: int | None = None  # same seed, prompt and parameters: same output; None: random
     n: int = 1  # choices per request
-    stop: tuple[str, ...] = ()  # strings that end a choice; not part of its text
+    stop: tuple[str, ...] = ()  # strings that end a choice where its content has one; not part of its text
     stop_token_ids: tuple[int, ...] = ()  # token ids that end a choice, beside the model's own
     max_tokens: int = 16  # output tokens of one choice, the resumed ones included; 0: only the prompt is computed
     min_tokens: int = 0  # no stop of any kind before so many output tokens
@@ -70,6 +71,7 @@ class GenerationRequest:
     scored_tokens: int = 0  # of the prompt, from its first: how many logprobs the client has already
     adapter: str | None = None  # one of EngineConfig.adapters; None: the model as it is
     cache_salt: str = ""  # only requests of the same salt find each other's prompts in the prefix cache
+    content_finder: Callable[[], ContentFinder] | None = None  # makes one for a choice; None: all text is content
 
 
 Candidate = tuple[int, str, float, bytes]  # token id, text, logprob, bytes

@@ -15,7 +15,7 @@ from pool_worker.settings import WorkerSettings
 from protocol.chat import ChatUsage, CountedBy, Deltas
 from protocol.clock import unix_now_ms
 from protocol.logprobs import PromptLogprob, TokenLogprob
-from protocol.messages import Accepted, Failed, Finished, Frame, Job, Timings, Tokens, Vector, encode
+from protocol.messages import Accepted, Dropped, Failed, Finished, Frame, Job, Timings, Tokens, Vector, encode
 from protocol.pull import Delivery
 from protocol.subjects import LOW_LANE
 
@@ -135,6 +135,10 @@ class Attempt:
         names = (settings.worker_id, settings.pool, settings.provider, settings.region)
         how = (self.queue_ms, settings.tier, revision, counted_by)
         return self.add(Accepted(job.request_id, job.attempt, 0, *names, *how))
+
+    def dropped(self, fields: tuple[str, ...]) -> bytes:
+        """Make a frame of the fields that are left out."""
+        return self.add(Dropped(self.job.request_id, self.job.attempt, len(self.frames), fields))
 
     def tokens(
         self,

@@ -230,7 +230,10 @@ class Executor:
         engine = self._engine
         try:
             if engine.takes == TAKES_MESSAGES:
-                submit = partial(engine.submit, chat_request(attempt.id, attempt.job, packed, engine.honoured))
+                chat, dropped = engine.fitted(chat_request(attempt.id, attempt.job, packed, engine.honoured))
+                submit = partial(engine.submit, chat)
+                if dropped and attempt.live:
+                    self._publisher.send(attempt.job.reply_subject, attempt.dropped(dropped))
             else:
                 prompt_ids = unpack_token_ids(packed)
                 request = engine_request(attempt.id, attempt.job, prompt_ids, self._adapters, engine.honoured)

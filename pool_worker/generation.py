@@ -1,6 +1,7 @@
 """Translates a job of the queue into a request to the engine, and the engine's logprobs into those of frames."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import cast, get_args
 
@@ -16,9 +17,10 @@ from protocol.chat import TAKES_MESSAGES, decode_chat
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar as WireGrammar
 from protocol.logprobs import PromptLogprob, TokenLogprob
-from protocol.messages import Job, Sampling, unpack_token_ids
+from protocol.messages import Job, Markup, Sampling, unpack_token_ids
 from protocol.pooling import Pooling
 from protocol.sampling_defaults import SAMPLING_DEFAULTS, sampling_defaults
+from tokens.tools.dialect import AnswerForm, ContentFinder
 
 
 def prompt_tokens_of(job: Job) -> int:
@@ -113,7 +115,13 @@ def generation_request(
         job.scored_tokens,
         adapter=adapter,
         cache_salt=job.cache_salt,
+        content_finder=content_finder(job.sampling.markup),
     )
+
+
+def content_finder(markup: Markup | None) -> Callable[[], ContentFinder] | None:
+    """Return what makes the ``content_finder`` of a choice; None where all of an answer is content."""
+    return None if markup is None else partial(ContentFinder, AnswerForm.of_markup(markup))
 
 
 def sampling_params(sampling: Sampling, honoured: Collection[str] = SAMPLING_DEFAULTS) -> SamplingParams:

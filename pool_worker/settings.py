@@ -217,6 +217,8 @@ class ChatEngineSettings(ConnectionSettings):
     revision: Annotated[str, Field(pattern=r"^[\w.:-]{1,64}$")] | None = None
     max_model_len: PositiveInt = 131_072  # prompt and output tokens of one conversation: what the worker pulls up to
     max_output_tokens: PositiveInt | None = None  # where the caller names no limit; None: the server's own
+    # What becomes of a field that the API lacks: a 400 that names it, or it is left out, which a header tells.
+    unsupported: Literal["refuse", "drop"] = "refuse"
 
 
 class OpenAIChatSettings(ChatEngineSettings):

@@ -19,6 +19,30 @@ TAKES_MESSAGES: Final = "messages"
 # take messages have none.
 NO_TOKENIZER: Final = "-"
 
+# How a chat's body names the switch of reasoning.
+THINKING: Final = "chat_template_kwargs.enable_thinking"
+# Fields of a chat's body that a pool may leave out where its API lacks them: the form of the answer stays the same.
+DROPPABLE: Final = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "seed",
+        "stop_token_ids",
+        "min_tokens",
+        "ignore_eos",
+        "allowed_token_ids",
+        "bad_words",
+        "reasoning_effort",
+        THINKING,
+    }
+)
+
 CountedBy = Literal["engine", "provider", "estimate"]  # whose counts of tokens these are
 PartKind = Literal["text", "reasoning", "call", "arguments", "refusal"]
 
@@ -69,6 +93,7 @@ class Chat(Struct, frozen=True, omit_defaults=True):
     is_single_call: bool = False
     schema: AnswerSchema | None = None
     reasoning_effort: str | None = None
+    thinks: bool | None = None  # whether the model is to reason; None: not said
     is_limited: bool = False  # ``Sampling.max_tokens`` was asked for, and is not merely what the context leaves
     continues_last: bool = False  # the caller wants the last message, an assistant's, to be gone on with
 

@@ -53,6 +53,15 @@ def unpack_token_ids(packed: bytes) -> list[int]:
     return token_ids.tolist()
 
 
+class Markup(Struct, frozen=True, omit_defaults=True):
+    """The formats by which an answer's visible content is told from its reasoning and calls (``tokens.tools``)."""
+
+    tool_parser: str
+    reasoning_parser: str
+    tools: tuple[str, ...] = ()  # names of those that the answer may call
+    begins_in_reasoning: bool = False  # the prompt opens the reasoning
+
+
 class Sampling(Struct, frozen=True, omit_defaults=True):
     """Sampling parameters. Names and defaults are those of the OpenAI API and, beyond it, of vLLM."""
 
@@ -68,7 +77,8 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     n: int = 1  # choices
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # looked for in what the client sees as content
+    markup: Markup | None = None  # of answers in which not all text is content; only where there are stop strings
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -239,6 +249,15 @@ class Failed(Struct, frozen=True, array_like=True, tag="x"):
     timings: Timings | None = None  # None: the engine does not report them, or has not begun
 
 
+class Dropped(Struct, frozen=True, array_like=True, tag="k"):
+    """Fields that the attempt's pool does not honour, and leaves out as it is configured to. Before all output."""
+
+    request_id: str
+    attempt: int
+    seq: int
+    fields: tuple[str, ...]  # of ``protocol.chat.DROPPABLE``
+
+
 class UnreadableFrame(Struct, frozen=True, array_like=True, tag="?"):
     """Stands in for a frame that its reader could not decode; it is never sent."""
 
@@ -254,8 +273,10 @@ class UnreadableFrame(Struct, frozen=True, array_like=True, tag="?"):
         return self.kind in _FRAME_TAGS
 
 
-Frame = Accepted | Tokens | Deltas | Vector | Finished | Failed | UnreadableFrame
-_FRAME_TAGS: Final = {kind.__struct_config__.tag for kind in (Accepted, Tokens, Deltas, Vector, Finished, Failed)}
+Frame = Accepted | Dropped | Tokens | Deltas | Vector | Finished | Failed | UnreadableFrame
+_FRAME_TAGS: Final = {
+    kind.__struct_config__.tag for kind in (Accepted, Dropped, Tokens, Deltas, Vector, Finished, Failed)
+}
 
 
 # --- control: gateway → worker ----------------------------------------------------------------------------------------

@@ -52,8 +52,9 @@ class HeldEnd:
     def end(self, *, is_stopped: bool) -> tuple[str, str | None]:
         """Return the rest of the text, and the stop sequence that ended it, if one did."""
         held = self.release()
-        stop = held if is_stopped and held in self._stops else None
-        return ("" if stop is not None else held), stop
+        ends = [stop for stop in self._stops if is_stopped and held.endswith(stop)]
+        stop = max(ends, key=len, default=None)  # of several that end here, the one that begins first
+        return held[: len(held) - len(stop or "")], stop
 
 
 class MessageEvents:

@@ -28,7 +28,7 @@ from surfaces.responses_tools import (
     listed,
     text_of,
 )
-from surfaces.surface import AnswerHead, Usage, joined, renamed
+from surfaces.surface import AnswerHead, Usage, field_name, joined, renamed
 from tokens.tools.source import Piece
 from web.errors import ApiError, InvalidParameter
 from web.schema import Body, parse_body, refuse_unsupported
@@ -51,9 +51,10 @@ _NAMES: Final = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
-    "function": "",
-    "json_schema": "",
+    "tool_choice.function": "tool_choice",
+    "tools.*.function": "tools.*",
 }
 _INCLUDED: Final = ("reasoning.encrypted_content",)  # reasoning is told as text: nothing of it has to be encrypted
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -319,6 +320,10 @@ class Responses:
         del request_id
         message, param = renamed(error, _NAMES)
         return _encode({"error": {"message": message, "type": error.type, "param": param, "code": error.code}})
+
+    def field_name(self, name: str) -> str:
+        """Implement ``Surface``."""
+        return field_name(name, _NAMES)
 
     def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """Implement ``Surface``."""

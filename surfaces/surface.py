@@ -7,6 +7,7 @@ Nothing here reads a clock, draws at random or waits: the same pieces always mak
 split.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -86,23 +87,40 @@ class Surface(Protocol):
         """Return an error as this API has it."""
         ...
 
+    def field_name(self, name: str) -> str:
+        """Return what this API calls a field of a chat."""
+        ...
+
     def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """Return the headers that every answer of this API has besides ours."""
         ...
 
 
-def renamed(error: ApiError, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return an error's message and the field at fault; ``names``: of fields of the chat, as the client knows them.
+def field_name(param: str, names: Mapping[str, str]) -> str:
+    """Return what the client calls a field of the chat.
 
-    Objects that chats alone have around a field are named "".
+    ``names``: of those fields that the client knows by others, with ``*`` for each index. A field inside one of them
+    keeps the rest of its name.
     """
+    parts = param.split(".")
+    for length in range(len(parts), 0, -1):
+        known = names.get(".".join("*" if part.isdecimal() else part for part in parts[:length]))
+        if known is not None:
+            indexes = iter([part for part in parts[:length] if part.isdecimal()])
+            return ".".join([next(indexes) if part == "*" else part for part in known.split(".")] + parts[length:])
+    return param
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return an error's message and the field at fault, as the client knows it; ``names``: see ``field_name``."""
     if error.param is None:
         return error.message, None
-    parts = (names.get(part, part) for part in error.param.split("."))
-    param = ".".join(part for part in parts if part)
     first = error.param.partition(".")[0]
-    message = error.message.replace(f"'{error.param}'", f"'{param}'")
-    return message.replace(f"'{first}", f"'{names.get(first) or first}"), param
+    mentioned = rf"(?<=')({re.escape(first)}(?:\.[^\s']+)?)(?=')"  # it, or what is around it
+    if first != error.param:
+        mentioned += rf"|(?<![\w.']){re.escape(error.param)}(?![\w'])"
+    message = re.sub(mentioned, lambda found: field_name(found.group(), names), error.message)
+    return message, field_name(error.param, names)
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:

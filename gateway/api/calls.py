@@ -159,16 +159,23 @@ class ChatCall(JobCall[ChatCompletionRequest]):
     def sampling(self, max_tokens: int) -> Sampling:
         """Implement ``Call``."""
         if self.is_counted_only:  # what a schema may hold is the API's business
-            return sampling_of(self.request, max_tokens, defaults=self._defaults, is_enforced=False)
-        sampling = sampling_of(self.request, max_tokens, self._check, self._defaults)
+            return self._unstopped(sampling_of(self.request, max_tokens, defaults=self._defaults, is_enforced=False))
+        sampling = self._unstopped(sampling_of(self.request, max_tokens, self._check, self._defaults))
         form = self._form
         if form is None:
             return sampling
         skip_special_tokens = sampling.skip_special_tokens and not form.dialect.has_special_marks
         grammar = grammar_of(form, self.request, sampling.grammar, self._check)
-        # A forced call has no visible content, and stop strings are for that: in a call's markup they would cut it.
-        stop = () if must_call(self.request) else sampling.stop
-        return replace(sampling, grammar=grammar, skip_special_tokens=skip_special_tokens, stop=stop)
+        return replace(
+            sampling,
+            grammar=grammar,
+            skip_special_tokens=skip_special_tokens,
+            markup=form.markup if sampling.stop else None,
+        )
+
+    def _unstopped(self, sampling: Sampling) -> Sampling:
+        """Leave out stop strings where the answer must be a call: text before it is no end of the answer."""
+        return replace(sampling, stop=()) if must_call(self.request) else sampling
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """Implement ``Call``."""

@@ -11,7 +11,7 @@ from typing import Final
 from gateway.api.form import tools_for_prompt
 from gateway.api.schema import ChatCompletionRequest
 from gateway.request.conversation import Conversation
-from protocol.chat import AnswerSchema, Chat, Tool, encode_chat
+from protocol.chat import THINKING, AnswerSchema, Chat, Tool, encode_chat
 from surfaces.tool_fields import NamedTool, ToolDefinition
 from tokens.encoders import TokenizerError
 from tokens.model_tokens import ModelTokens
@@ -67,7 +67,7 @@ def _not_honoured(request: ChatCompletionRequest) -> str | None:
         "prompt_logprobs": request.prompt_logprobs is not None,
         "return_token_ids": bool(request.return_token_ids),
         "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
-        "chat_template_kwargs": bool(request.chat_template_kwargs),
+        "chat_template_kwargs": bool(request.chat_template_kwargs) and _thinks(request) is None,
         "add_generation_prompt": not (request.adds_generation_prompt or request.continue_final_message),
         "" if grammar is None else grammar.field: grammar is not None and grammar.kind not in _SCHEMA_KINDS,
     }
@@ -86,9 +86,17 @@ def chat_of(request: ChatCompletionRequest, *, is_limited: bool) -> Chat:
         is_single_call=request.parallel_tool_calls is False,
         schema=_schema(request),
         reasoning_effort=request.reasoning_effort,
+        thinks=_thinks(request),
         is_limited=is_limited,
         continues_last=bool(request.continue_final_message),
     )
+
+
+def _thinks(request: ChatCompletionRequest) -> bool | None:
+    """Return whether the model is asked to reason, if that is all that is said to its template."""
+    variables = dict(request.chat_template_kwargs or {})
+    thinks = variables.pop(THINKING.rpartition(".")[2], None)
+    return thinks if isinstance(thinks, bool) and not variables else None
 
 
 def _tool(tool: ToolDefinition) -> Tool:

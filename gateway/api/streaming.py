@@ -53,6 +53,7 @@ class StreamWriter:
         self._maker = maker
         self._do_not_queue = bool(maker.request.do_not_queue)
         self._with_usage = maker.request.include_usage
+        self._told: set[str] = set()  # in the head
         chunks = maker.chunks(exchange.id, exchange.received_unix_ms // 1000)
         self._chunks = chunks if answer is None else RecordedChunks(chunks, answer)
 
@@ -98,6 +99,7 @@ class StreamWriter:
 
     async def _write_all(self, events: list[Event]) -> None:
         await self._exchange.start(200, list(SSE_HEADERS), self._request)
+        self._told = self._exchange.adapted_for(self._request)
         if not events and self._request.state is State.QUEUED and self._timeouts.queued_comment_s:
             await self._exchange.write(self._sign_of_life(State.QUEUED.value), more=True)
         while not events or not isinstance(events[-1], Ended):
@@ -133,7 +135,9 @@ class StreamWriter:
             await self._maker.before_end()
             # The headers, which would have said so, were gone by then.
             with_comments = self._timeouts.queued_comment_s > 0
-            rescue = comment(f"spillway attempts={request.attempt}") if with_comments and request.attempt > 1 else b""
-            await self._exchange.write(body + usage + rescue + self._maker.done, more=False)
+            late = comment(f"spillway attempts={request.attempt}") if with_comments and request.attempt > 1 else b""
+            if with_comments and (adapted := self._exchange.adapted_for(request) - self._told):
+                late += comment(f"spillway adapted={', '.join(sorted(adapted))}")
+            await self._exchange.write(body + usage + late + self._maker.done, more=False)
         elif request.failure is not None:
             await self._exchange.write(body + self._maker.error_event(RequestFailed(request.failure)), more=True)

@@ -29,9 +29,9 @@ from gateway.hosted.slot import HostedSlot
 from gateway.request.mailbox import Ended, Failure, StillWaiting
 from gateway.request.queue_position import QueuePosition
 from gateway.request.states import State
-from protocol.chat import Deltas
+from protocol.chat import DROPPABLE, Deltas
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, UnreadableFrame, Vector
+from protocol.messages import Accepted, Cancel, Dropped, Failed, Finished, Frame, Tokens, UnreadableFrame, Vector
 from response_store.made_before import MadeBefore
 
 CANCEL_REPEAT_S: Final = 1.0
@@ -118,6 +118,9 @@ class OpenRequest(RequestState):
                 self.current.last_token_s = self._last_event_s = now_s
         elif isinstance(frame, Accepted):
             reason = self._on_accepted(worker_id, frame, now_s)
+        elif isinstance(frame, Dropped):
+            reason = None
+            self.dropped |= DROPPABLE.intersection(frame.fields)
         elif isinstance(frame, UnreadableFrame):  # where its kind is unknown, a newer worker sends it: do without
             reason = frame.reason if frame.is_known else None
         else:
@@ -145,6 +148,8 @@ class OpenRequest(RequestState):
 
     def _note_worker(self, worker_id: str, frame: Accepted, now_s: float) -> None:
         self.choices.generated_by(frame)
+        if not self.choices.has_output:
+            self.dropped = frozenset()  # by a pool that has made nothing
         self.current.worker_id = worker_id
         self.current.accepted = self.accepted = frame
         self.current.accepted_s = self.accepted_s = now_s
@@ -196,7 +201,7 @@ class OpenRequest(RequestState):
         elif isinstance(frame, (Tokens, Deltas)):
             if frame.seq >= current.next_seq and self.choices.take(frame) is None:
                 current.next_seq, current.last_token_s = frame.seq + 1, now_s
-        elif isinstance(frame, (Vector, UnreadableFrame)):
+        elif isinstance(frame, (Vector, Dropped, UnreadableFrame)):
             current.next_seq = max(current.next_seq, frame.seq + 1)
         else:
             self._take_final_frame(frame, now_s)

@@ -192,7 +192,8 @@ class Connection(HttpToolsProtocol):
             access_log=False,
             default_headers=self.server_state.default_headers,
             message_event=asyncio.Event(),
-            expect_100_continue=by_name.get(b"expect", b"").lower() == b"100-continue",
+            # A client of HTTP/1.0 may not be sent an interim answer.
+            expect_100_continue=version == "1.1" and by_name.get(b"expect", b"").lower() == b"100-continue",
             keep_alive=keep_alive,
             on_response=self.on_response_complete,
         )

@@ -54,6 +54,10 @@ class AnswerStyle(Protocol):
         """Return the body of an error."""
         ...
 
+    def field_name(self, name: str) -> str:
+        """Return what the API calls a field of a chat."""
+        ...
+
     def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """Return further headers of every answer."""
         ...
@@ -252,13 +256,20 @@ class Exchange:
             (b"openai-processing-ms", b"%d" % ((time.monotonic() - self.received_s) * 1000)),
         ]
         headers += self.limit_headers
-        if self.adapted:
-            headers.append((b"x-spillway-adapted", ", ".join(sorted(self.adapted)).encode()))
+        if adapted := self.adapted_for(request):
+            headers.append((b"x-spillway-adapted", ", ".join(sorted(adapted)).encode()))
         if self.style is not None:
             headers += self.style.headers(headers)
         if request is not None:
             headers.extend(_dispatch_headers(request, self.received_s))
         return headers
+
+    def adapted_for(self, request: Answered | None) -> set[str]:
+        """Name the changes to what was asked: the gateway's, and fields that the answer's pool has left out."""
+        if not isinstance(request, OpenRequest):
+            return self.adapted
+        own = request.dropped if self.style is None else map(self.style.field_name, request.dropped)
+        return self.adapted | {f"field-dropped:{name}" for name in own}
 
 
 def exchange_of(request: Request) -> Exchange:

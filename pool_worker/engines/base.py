@@ -91,6 +91,10 @@ class ChatEngine(Engine, Protocol):
 
     takes: Literal["messages"]
 
+    def fitted(self, request: ChatRequest) -> tuple[ChatRequest, tuple[str, ...]]:
+        """Return a request without the fields that are dropped because the API lacks them, and their names."""
+        ...
+
     def submit(self, request: ChatRequest) -> None:
         """Accept a request. Never blocks; refusals end in ``steps`` as for TokenEngine."""
         ...

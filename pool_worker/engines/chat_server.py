@@ -2,7 +2,9 @@
 
     submit ──> one stream a choice (POST) ──deltas──> parts, estimated counts ──> steps
 
-No token ids come back: counts are estimated while an answer is made, and are the provider's at its end. What another
+No token ids come back: counts are estimated while an answer is made, and are the provider's at its end. Stop strings
+are looked for here, in the content alone, and never sent: servers look in reasoning and calls, too, most do not tell
+which of them they have found, and some take none. An answer that one has ended is counted by estimation. What another
 worker has begun continues as an assistant's message, where the format says that the server takes one. What differs
 between APIs is in ``chat_formats``; the way to them, with its limits and faults, is ``server_connection``.
 """
@@ -14,15 +16,23 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 from engine.errors import RequestRejected
 from engine.step_stats import SequenceClock, StepStats
+from engine.stop_strings import StopStrings
 from engine.types import EngineCounters, EngineStats, FinishReason, Refusal, SamplingParams, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats import chat_format
-from pool_worker.engines.chat_formats.base import AnswerReader, ChatDelta, ChatServerRequest, refuse_unknown
+from pool_worker.engines.chat_formats.base import (
+    AnswerReader,
+    ChatDelta,
+    ChatServerRequest,
+    refuse_unknown,
+    without_unsupported,
+)
 from pool_worker.engines.reported_ends import EndReason
 from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_choice import SEED_STRIDE
@@ -130,6 +140,13 @@ class ChatServerEngine:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
+    def fitted(self, request: ChatRequest) -> tuple[ChatRequest, tuple[str, ...]]:
+        """Return a request without the fields that the API lacks, where these are dropped, and their names."""
+        if self._settings.unsupported != "drop":
+            return request, ()
+        chat, params, dropped = without_unsupported(request.chat, request.sampling, self._format)
+        return replace(request, chat=chat, sampling=params), dropped
+
     def submit(self, request: ChatRequest) -> None:
         """Accept a request without blocking."""
         try:
@@ -235,9 +252,11 @@ class _Answer:
         return self._choice.has_begun
 
     def take(self, event: Mapping[str, Any]) -> Taken:
-        """Read an event; the answer is whole with its end and its usage."""
+        """Read an event; the answer is whole with its end and its usage, or with a stop string."""
         delta = self._reader.read(event)
         self._take(self._choice, delta)
+        if self._choice.is_stopped:
+            return Taken.ALL
         if self._choice.ended_by is not None and self._choice.usage is not None:
             return Taken.ALL
         has_content = delta.ended_by or any(part.text or part.call_id for part in delta.parts)
@@ -267,6 +286,8 @@ class ChatChoice:
         self.has_ended = False  # and said so
         self._request = request
         self._point = point
+        self.is_stopped = False  # by a stop string
+        self._stops = StopStrings(request.sampling.stop)
         self._chars = 0
         self._reported_tokens = 0
 
@@ -286,12 +307,36 @@ class ChatChoice:
         """Take what one event says; return what it yields, None if that is nothing yet."""
         self.ended_by = delta.ended_by or self.ended_by
         self.usage = delta.usage or self.usage
-        if not delta.parts:
-            return None
         self._chars += sum(len(part.text) for part in delta.parts)
+        parts = list(self._unstopped(delta.parts))
+        if self.is_stopped:
+            self.ended_by = "stop"
+        elif delta.ended_by is not None:
+            parts += self._content(self._stops.end()[0])
+        if not parts:
+            return None
         tokens = math.ceil(self._chars / CHARS_PER_TOKEN) - self._reported_tokens
         self._reported_tokens += tokens
-        return self._output(parts=tuple(delta.parts), tokens=tokens)
+        return self._output(parts=tuple(parts), tokens=tokens)
+
+    def _unstopped(self, parts: Sequence[Part]) -> Iterator[Part]:
+        """Yield parts up to a stop string, without the end of a text that may become one."""
+        params = self._request.sampling
+        for part in parts:
+            if part.kind != "text":
+                yield from self._content(self._stops.end()[0])  # a stop string does not span another part
+                yield part
+                continue
+            may_stop = self._reported_tokens >= params.min_tokens
+            text, stop = self._stops.push(part.text) if may_stop else (self._stops.skip(part.text), None)
+            self.is_stopped = stop is not None
+            yield from self._content(text + (stop or "") * params.include_stop_str_in_output)
+            if self.is_stopped:
+                return
+
+    @staticmethod
+    def _content(text: str) -> Sequence[Part]:
+        return [Part("text", text)] if text else []
 
     def end(self) -> ChatOutput:
         """End as the server has said, with its counts or, where it gives none, ours."""

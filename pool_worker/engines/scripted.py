@@ -32,7 +32,7 @@ from engine.admission import check_request
 from engine.errors import GrammarTooComplex, RequestRejected
 from engine.pooling_types import PoolingRequest
 from engine.step_stats import SequenceClock, StepStats
-from engine.stop_strings import StopStrings
+from engine.stop_strings import stop_strings
 from engine.types import (
     EngineCounters,
     EngineInfo,
@@ -100,7 +100,7 @@ class ScriptedChoice:
         self.fault = None if request.resume else wishes.fault
         self.fault_at = wishes.after
         self.made = 0  # output tokens, the resumed ones included
-        self.stops = StopStrings(request.sampling.stop)
+        self.stops = stop_strings(request.sampling.stop, request.content_finder)
         self.chars_to_skip = 0  # of text that the client already has
         self.ready_s = 0.0  # monotonic clock: when its first token may come
         self.prompt_tokens = len(request.prompt_ids)
@@ -147,21 +147,22 @@ class ScriptedChoice:
         params = self.params
         may_stop = self.made > params.min_tokens
         if may_stop and token_id in params.stop_token_ids:
-            text = self.script.text_of.get(token_id, "") if params.include_stop_str_in_output else ""
-            return self._unseen(self.stops.flush() + text), "stop", token_id
+            text, stop = self.stops.end()
+            if params.include_stop_str_in_output:
+                text += self.script.text_of.get(token_id, "") if stop is None else stop
+            return self._unseen(text), "stop", token_id if stop is None else stop
         text = self.script.text_of.get(token_id, "")
-        if may_stop and params.stop:
-            text, stop = self.stops.push(text)
-            if stop is not None:
-                text += stop if params.include_stop_str_in_output else ""
-                return self._unseen(text), "stop", stop
+        text, stop = self.stops.push(text) if may_stop else (self.stops.skip(text), None)
         reason: FinishReason | None = None
         if may_stop and self.made >= self.answer_tokens and not params.ignore_eos:
             reason = "stop"
         elif self.made >= params.max_tokens:
             reason = "length"
-        if reason is not None:
-            text += self.stops.flush()
+        if reason is not None and stop is None:
+            rest, stop = self.stops.end()
+            text += rest
+        if stop is not None:
+            return self._unseen(text + stop * params.include_stop_str_in_output), "stop", stop
         return (self._unseen(text) if self.chars_to_skip else text), reason, None
 
     def _unseen(self, text: str) -> str:

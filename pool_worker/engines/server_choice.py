@@ -34,7 +34,7 @@ class ServerChoice:
         self._tokens = tokens
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids
         detokenizer = tokens.detokenizer(request.prompt_ids, skip_special_tokens=params.skip_special_tokens)
-        self.text = OutputText(params, self._eos_ids, detokenizer, resume.text_chars)
+        self.text = OutputText(params, self._eos_ids, detokenizer, resume.text_chars, request.content_finder)
         self._cached_tokens = 0
         self._answer: AnswerText | None = None  # of a server that answers in text
 

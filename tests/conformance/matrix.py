@@ -74,7 +74,7 @@ SOURCES: Final = {
     "vllm": "https://docs.vllm.ai/en/latest/serving/openai_compatible_server/",
     "sglang": "https://docs.sglang.ai/basic_usage/openai_api_completions.html",
 }
-ALL_PROFILES: Final = frozenset({"temperature", "top_p", "stop"})  # fields that each of them takes
+ALL_PROFILES: Final = frozenset({"temperature", "top_p"})  # fields that each of them takes
 A_REPLAY: Final = "a replay of its schema"
 
 

@@ -1,9 +1,11 @@
 """Duties of every pool that takes messages, whatever differs with its API; and what becomes of its faults."""
 
 import asyncio
+import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from pool_worker.engines.chat_formats.openai_profiles import PROFILES
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.engines.server_busy import Busy
 from pool_worker.settings import OpenAIChatSettings
-from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
+from protocol.chat import DROPPABLE, THINKING, AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
 from tests.conformance.server_replay import Fault, running
 from tests.waiting import HANGS_S, HEALTHY_S
@@ -84,11 +86,14 @@ class Driver:
             while not condition():
                 await asyncio.sleep(0.01)
 
+    async def end_of(self, name: str) -> None:
+        await self.wait(lambda: self.answers[name, 0].finish_reason is not None)
+
     async def answer(self, asked: Chat | None = None, name: str = "r", **more: Any) -> Answer:
         resume, salt = more.pop("resume", ()), more.pop("cache_salt", "")
         sampling = SamplingParams(max_tokens=more.pop("max_tokens", 100), **more)
         self.engine.submit(ChatRequest(name, asked or chat(), sampling, 7, resume, salt))
-        await self.wait(lambda: self.answers[name, 0].finish_reason is not None)
+        await self.end_of(name)
         return self.answers.pop((name, 0))
 
 
@@ -189,6 +194,44 @@ async def test_reasoning_and_calls_are_told_apart(pair: tuple[Driver, ChatReplay
     assert body["tool_choice"] in {"required", "any"}
 
 
+async def check_stop_strings(driver: Driver, replay: ChatReplay) -> None:
+    """They end the content, and nothing else does; what has stopped it is known, and the API is not told."""
+    whole = answer_text(ASKED)
+    stop = whole[len(whole) // 2 :][:12]  # in several pieces
+    before = whole[: whole.index(stop)]
+    for name, more, expected in (
+        ("before", {"stop": (stop,)}, before),
+        ("with", {"stop": ("never", stop), "include_stop_str_in_output": True}, before + stop),
+        ("not found", {"stop": (whole[-9:] + "x",)}, whole),
+        ("too early", {"stop": (stop,), "min_tokens": 1000}, whole),
+    ):
+        if "min_tokens" in more and "min_tokens" not in driver.engine.honoured:
+            continue
+        answer = await driver.answer(name=name, **more)
+        assert (answer.text(), answer.finish_reason) == (expected, "stop"), name
+        assert answer.usage is not None
+        assert answer.usage.counted_by == ("provider" if expected == whole else "estimate")
+        assert stop not in json.dumps(replay.bodies[-1])
+    if driver.engine.continues:
+        resume = (ChatPoint(0, before[:20], 5),)
+        answer = await driver.answer(name="resumed", stop=(stop,), resume=resume)
+        assert before[:20] + answer.text() == before
+    driver.engine.submit(ChatRequest("two", chat(), SamplingParams(max_tokens=100, n=2, stop=(stop,)), 7))
+    await driver.wait(lambda: all(driver.answers["two", index].finish_reason for index in (0, 1)))
+    assert [driver.answers["two", index].text() for index in (0, 1)] == [before, before]
+
+    asked = [ASKED[0], {"role": "user", "content": "think"}]
+    stops = ("Let", "about", f"{REASONING[-3:]}{answer_text(asked)[:3]}")  # the last ends in the content
+    answer = await driver.answer(chat("think"), name="thought", stop=stops)
+    assert (answer.text("reasoning"), answer.text()) == (REASONING, answer_text(asked))
+    answer = await driver.answer(chat("call", tools=(WEATHER,)), name="called", stop=(ARGUMENTS[:3], "weather", "{"))
+    assert (answer.text("call"), answer.text("arguments")) == ("weather", ARGUMENTS)
+
+
+async def test_stop_strings_are_looked_for_in_the_content(pair: tuple[Driver, ChatReplay]) -> None:
+    await check_stop_strings(*pair)
+
+
 async def test_refusals_and_filters(pair: tuple[Driver, ChatReplay]) -> None:
     driver, _ = pair
     assert (await driver.answer(chat("refuse"))).text("refusal") == "I cannot help with that."
@@ -223,10 +266,88 @@ async def test_what_an_api_lacks_is_refused_by_name(pair: tuple[Driver, ChatRepl
         assert driver.refusals["schema"].param == "response_format"
     answer = await driver.answer(chat(tools=(WEATHER,), is_single_call=True), name="single")
     assert isinstance(driver.engine._format, OpenAIChatFormat)
-    if driver.engine._format._profile.takes_single_call:
-        assert replay.bodies[-1]["parallel_tool_calls"] is False
-    else:
-        assert driver.refusals["single"].param == "parallel_tool_calls"
+    told = {"parallel_tool_calls": False} if driver.engine._format._profile.takes_single_call else {}
+    assert {name: value for name, value in replay.bodies[-1].items() if name == "parallel_tool_calls"} == told
+
+
+SAMPLED: dict[str, Any] = {
+    "temperature": 1.9,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {5: 1.0},
+    "seed": 7,
+    "stop_token_ids": (5,),
+    "min_tokens": 2,
+    "ignore_eos": True,
+    "allowed_token_ids": (5,),
+    "bad_words": ("no",),
+}
+WISHES: dict[str, Chat] = {"reasoning_effort": chat(reasoning_effort="unheard of"), THINKING: chat(thinks=True)}
+
+
+Drive = Callable[..., AbstractAsyncContextManager[Driver]]
+
+
+async def check_unsupported(drive: Drive, replay: ChatReplay) -> None:
+    """What an API lacks is refused by its name, or left out and told; what it takes is sent."""
+    assert {*SAMPLED, *WISHES} == DROPPABLE
+    requests = {
+        name: ChatRequest(
+            name,
+            WISHES.get(name, chat()),
+            SamplingParams(max_tokens=100, **({name: SAMPLED[name]} if name in SAMPLED else {})),
+            7,
+        )
+        for name in sorted(DROPPABLE)
+    }
+    async with drive() as driver:
+        await driver.answer(name="usual")
+        [usual] = replay.bodies
+        for name, request in requests.items():
+            assert driver.engine.fitted(request) == (request, ())
+            driver.engine.submit(request)
+            await driver.end_of(name)
+            if name not in driver.refusals:
+                assert name == THINKING or replay.bodies[-1] != usual, name
+                assert driver.answers[name, 0].finish_reason == "stop", name
+        refusals = driver.refusals
+    assert all(refusal.param == name and f"'{name}'" in str(refusal.error) for name, refusal in refusals.items())
+    async with drive(unsupported="drop") as driver:
+        for name, request in requests.items():
+            fitted, dropped = driver.engine.fitted(request)
+            assert dropped == ((name,) if name in refusals else ())
+            assert (fitted == request) == (name not in refusals)
+            driver.engine.submit(fitted)
+            await driver.end_of(name)
+            assert driver.answers[name, 0].text() == answer_text(ASKED)
+            assert name == THINKING or (replay.bodies[-1] == usual) == (name in refusals), name
+        both = SamplingParams(logprobs=1, n=2)  # whose answer would have another form
+        assert driver.engine.fitted(ChatRequest("r", chat(), both, 7))[1] == ()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+async def test_what_an_api_lacks_is_refused_or_dropped(replay: ChatReplay, profile: str) -> None:
+    await check_unsupported(partial(driving, replay, profile=profile), replay)
+
+
+@pytest.mark.parametrize(
+    ("profile", "thinks", "sent"),
+    [
+        ("vllm", True, {"chat_template_kwargs": {"enable_thinking": True}}),
+        ("sglang", False, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ("openrouter", False, {"reasoning": {"enabled": False}}),
+        ("deepseek", True, {"thinking": {"type": "enabled"}}),
+    ],
+)
+async def test_reasoning_is_switched(replay: ChatReplay, profile: str, thinks: bool, sent: dict[str, Any]) -> None:
+    async with driving(replay, profile=profile) as driver:
+        await driver.answer(chat(thinks=thinks))
+    [body] = replay.bodies
+    assert {name: value for name, value in body.items() if name in sent} == sent
 
 
 async def test_what_is_said_already_is_gone_on_with_or_left_to_others(pair: tuple[Driver, ChatReplay]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -169,6 +170,31 @@ async def test_a_stop_string_ends_the_text_before_it(driver: Driver) -> None:
     answer = await driver.answer(request("stopped", stop=(stop,)))
     assert answer.finish_reason == "stop"
     assert answer.text == whole.text[: whole.text.index(stop)]
+
+
+class ContentAfter:
+    """A text's content begins after so many characters."""
+
+    def __init__(self, chars: int) -> None:
+        self.chars = chars
+        self.read_chars = 0
+
+    def push(self, text: str, *, is_last: bool) -> list[tuple[int, int]]:
+        del is_last
+        begin = max(self.read_chars, self.chars)
+        self.read_chars += len(text)
+        return [(begin, self.read_chars)] if begin < self.read_chars else []
+
+
+async def test_a_stop_string_is_looked_for_in_content(driver: Driver) -> None:
+    whole = await driver.answer(request("whole"))
+    half = len(whole.text) // 2
+    stop = whole.text[half - 3 : half]
+    hidden = replace(request("hidden", stop=(stop,)), content_finder=partial(ContentAfter, len(whole.text)))
+    assert (await driver.answer(hidden)).text == whole.text
+    both = request("seen", stop=(stop, whole.text[half + 1 : half + 3]))
+    answer = await driver.answer(replace(both, content_finder=partial(ContentAfter, half)))
+    assert (answer.text, answer.finish_reason) == (whole.text[: half + 1], "stop")
 
 
 async def test_what_ended_it_may_be_part_of_the_text(driver: Driver) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,15 @@ from tests.conformance.aws_replay import AWS_ENVIRONMENT, BedrockReplay, SageMak
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, answer_text
 from tests.conformance.provider_replay import Asked, ProviderReplay, script_of
 from tests.conformance.server_replay import Fault, running
-from tests.conformance.test_chat_engines import ASKED, WEATHER, Driver, chat, driving_engine
+from tests.conformance.test_chat_engines import (
+    ASKED,
+    WEATHER,
+    Driver,
+    chat,
+    check_stop_strings,
+    check_unsupported,
+    driving_engine,
+)
 from tests.conformance.vertex_replay import VertexReplay, google_environment
 
 SETTINGS: Final = TypeAdapter[AnyChatSettings](AnyChatSettings)
@@ -135,6 +144,14 @@ async def test_text_and_the_providers_counts(driver: Driver, provider: Provider,
         assert "authorization" not in replay.headers[0]
 
 
+async def test_stop_strings_are_looked_for_in_the_content(driver: Driver, replay: ProviderReplay) -> None:
+    await check_stop_strings(driver, replay)
+
+
+async def test_what_an_api_lacks_is_refused_or_dropped(provider: Provider, replay: ProviderReplay) -> None:
+    await check_unsupported(partial(driving, provider, replay), replay)
+
+
 async def test_a_limit_and_several_choices(driver: Driver, provider: Provider, replay: ProviderReplay) -> None:
     driver.engine.submit(ChatRequest("two", chat(is_limited=True), SamplingParams(max_tokens=3, n=2), 7))
     await driver.wait(lambda: all(driver.answers["two", index].finish_reason for index in (0, 1)))
@@ -176,7 +193,6 @@ async def test_what_the_api_lacks_is_refused_by_name(
         "logit_bias": {5: 1.0},
         "seed": 7,
         "logprobs": 2,
-        "stop": ("end",),
         "ignore_eos": True,
     }
     await driver.answer(name="usual")

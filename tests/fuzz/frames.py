@@ -68,5 +68,5 @@ def _take(frame: m.Frame, choices: Choices) -> None:
     elif isinstance(frame, m.Failed):
         choices.is_final(frame)
         plausible_timings(frame.timings, 1.0)
-    else:
+    elif isinstance(frame, m.UnreadableFrame):
         assert isinstance(frame.is_known, bool)

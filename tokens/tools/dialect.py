@@ -3,10 +3,11 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from protocol.grammar import Grammar
+from protocol.messages import Markup
 from tokens.tools.base import MAX_FORCED_CALLS, Tool, ToolFormat
 from tokens.tools.lark import LarkGrammar
 from tokens.tools.marked import new_call_id
@@ -36,7 +37,26 @@ class Dialect:
     takes_tools: bool
     token_ids: Mapping[str, int]  # of marks that are single tokens
     has_special_marks: bool  # whether some are special tokens, omitted from text by default
-    is_generic: bool = False  # the prompt describes tools, as the template does not: tokens.tools.generic
+    tool_parser: str = NONE
+    reasoning_parser: str = NONE
+
+    @classmethod
+    def named(cls, tool_parser: str, reasoning_parser: str) -> "Dialect":
+        """Return the dialect of these parsers, to read with; there may be nothing to parse."""
+        if HARMONY in {tool_parser, reasoning_parser}:  # one format for both
+            tool_format = TOOL_FORMATS[HARMONY] if reasoning_parser == HARMONY else None
+            tool_parser = tool_parser if tool_format else NONE
+        else:
+            tool_format = TOOL_FORMATS.get(tool_parser)
+        return cls(
+            tool_format,
+            REASONING_FORMATS.get(reasoning_parser),
+            takes_tools=tool_parser != NONE,
+            token_ids={},
+            has_special_marks=False,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
+        )
 
     @classmethod
     def of(
@@ -58,24 +78,22 @@ class Dialect:
             detected = tool_parser_of(template) if knows_tools else NONE
             is_generic = bool(template) and detected == NONE and reasoning_parser != HARMONY
             tool_parser = GENERIC if is_generic else detected
-        if HARMONY in {tool_parser, reasoning_parser}:  # one format for both
-            tool_format = TOOL_FORMATS[HARMONY] if reasoning_parser == HARMONY else None
-            tool_parser = tool_parser if tool_format else NONE
-        else:
-            tool_format = TOOL_FORMATS.get(tool_parser)
-        thinking = REASONING_FORMATS.get(reasoning_parser)
+        found = cls.named(tool_parser, reasoning_parser)
+        tool_format, thinking = found.format, found.thinking
         if tool_format is None and thinking is None:
             return None
         marks = (*(tool_format.marks if tool_format else ()), *((thinking.open, thinking.close) if thinking else ()))
         known = {mark: added_tokens[mark] for mark in marks if mark in added_tokens}
-        return cls(
-            tool_format,
-            thinking,
-            takes_tools=tool_parser != NONE,
+        return replace(
+            found,
             token_ids={mark: token_id for mark, (token_id, _) in known.items()},
             has_special_marks=any(is_special for _, is_special in known.values()),
-            is_generic=tool_parser == GENERIC,
         )
+
+    @property
+    def is_generic(self) -> bool:
+        """True if the prompt describes tools, as the template does not: ``tokens.tools.generic``."""
+        return self.tool_parser == GENERIC
 
     @property
     def has_reasoning(self) -> bool:
@@ -95,6 +113,19 @@ class AnswerForm:
     is_single_call: bool = False  # further calls are neither forced nor emitted
     begins_in_reasoning: bool = False  # the prompt opens the reasoning
     is_legacy: bool = False  # its one call is returned as ``function_call``
+
+    @classmethod
+    def of_markup(cls, markup: Markup) -> "AnswerForm":
+        """Return the form that tells content from the rest as ``markup`` says; its tools have no schemas."""
+        tools = tuple(Tool(name, {}, is_strict=False) for name in markup.tools)
+        dialect = Dialect.named(markup.tool_parser, markup.reasoning_parser)
+        return cls(dialect, tools, begins_in_reasoning=markup.begins_in_reasoning)
+
+    @property
+    def markup(self) -> Markup:
+        """What others need to tell content from the rest."""
+        names, dialect = tuple(tool.name for tool in self.tools), self.dialect
+        return Markup(dialect.tool_parser, dialect.reasoning_parser, names, self.begins_in_reasoning)
 
     def parser(self) -> "AnswerParser":
         """Return a parser for one choice."""
@@ -191,6 +222,27 @@ class AnswerParser:
     def _is_emitted(self, piece: Piece) -> bool:
         self._calls += piece.kind is Kind.CALL
         return self._calls <= 1 or piece.kind not in {Kind.CALL, Kind.ARGUMENTS}
+
+
+class ContentFinder:
+    """Finds the content in one choice's text: an ``engine.stop_strings.ContentFinder``."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._source = Source()
+        self._reading = form.read(self._source)
+
+    @property
+    def read_chars(self) -> int:
+        """Number of characters of the text that are known to be content, or not."""
+        return self._source.read_chars
+
+    def push(self, text: str, *, is_last: bool) -> list[tuple[int, int]]:
+        """Add text; return begin and end, in the complete text, of each new stretch of content."""
+        self._source.feed(text)
+        self._source.has_ended = is_last
+        next(self._reading, None)
+        self._source.take_pieces()
+        return self._source.take_content()
 
 
 def _rule_of(lark: LarkGrammar, grammar: Grammar) -> str:

@@ -50,7 +50,9 @@ class Source:
     def __init__(self) -> None:
         self.at = 0
         self.has_ended = False
-        self.reasoning: list[tuple[int, int]] = []  # begin and end of each stretch in the complete text
+        # Begin and end of each stretch in the complete text.
+        self.reasoning: list[tuple[int, int]] = []
+        self.content: list[tuple[int, int]] = []
         self._begin = 0  # offset of ``_text`` in the complete text
         self._text = ""
         self._pieces: list[tuple[Kind, list[str], str]] = []
@@ -65,6 +67,16 @@ class Source:
         """Return the pieces emitted since the last call."""
         pieces, self._pieces = self._pieces, []
         return [Piece(kind, "".join(texts), call_id) for kind, texts, call_id in pieces]
+
+    def take_content(self) -> list[tuple[int, int]]:
+        """Return the stretches of content emitted since the last call."""
+        content, self.content = self.content, []
+        return content
+
+    @property
+    def read_chars(self) -> int:
+        """Number of characters that are emitted or dropped."""
+        return self._begin
 
     # --- for readers: emitting ----------------------------------------------------------------------------------------
 
@@ -82,6 +94,7 @@ class Source:
 
     def give_back(self, kind: Kind) -> None:
         """Emit the peeked text unchanged: it was not a call."""
+        self._note(kind, self.at)
         self.emit(kind, self._text[: self.at])
         self.drop()
 
@@ -177,8 +190,7 @@ class Source:
             if has_layout and (found is not None or not self.has_ended):
                 sure = _start_of_layout(self._text, sure)
             text, self._text = self._text[:sure], self._text[sure:]
-            if kind is Kind.REASONING and text:
-                self._note_reasoning(sure)
+            self._note(kind, sure)
             self._begin += sure
             self.emit(kind, text if encode is None else encode(text))
             if found is not None:
@@ -188,11 +200,15 @@ class Source:
                 return None
             yield
 
-    def _note_reasoning(self, chars: int) -> None:
+    def _note(self, kind: Kind, chars: int) -> None:
+        """Note where the next characters are, if they are reasoning or content."""
+        noted = self.reasoning if kind is Kind.REASONING else self.content if kind is Kind.CONTENT else None
+        if noted is None or not chars:
+            return
         start = self._begin
-        if self.reasoning and self.reasoning[-1][1] == start:
-            start, _ = self.reasoning.pop()
-        self.reasoning.append((start, self._begin + chars))
+        if noted and noted[-1][1] == start:
+            start, _ = noted.pop()
+        noted.append((start, self._begin + chars))
 
     def pass_value(self, kind: Kind) -> Reading[None]:
         """Emit one JSON value as it arrives, after discarding the peeked text."""

@@ -4,7 +4,7 @@ Its documentation: https://platform.claude.com/docs/en/api/messages and …/docs
 versions take: …/docs/en/api/versioning.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Final
 
 import httpx
@@ -16,7 +16,6 @@ from pool_worker.engines.chat_formats.base import (
     ChatDelta,
     ChatServerRequest,
     Count,
-    effort,
     read_counts,
     read_event,
     refuse_continuation,
@@ -28,10 +27,8 @@ from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import ClaudeSettings
 from protocol.chat import Call, Chat, ChatUsage, Part, Tool
 
-MAX_TEMPERATURE: Final = 1.0
 _SAMPLED: Final = {name: name for name in ("temperature", "top_p", "top_k")}
 _NO_LONGER_SAMPLED: Final = "2026-10-21"  # the version that took them away
-_EFFORTS: Final = ("none", "low", "medium", "high", "xhigh", "max")
 _UNPAID: Final = "credit balance"  # in what a 400 says that is about the account
 
 
@@ -41,14 +38,17 @@ class AnthropicFormat:
     framing: Framing = "server-sent events"
     health_path: str | None = None
     schemas = frozenset({"json_schema"})
+    max_temperature = 1.0
+    efforts: Sequence[str] | None = ("none", "low", "medium", "high", "xhigh", "max")
     takes_tools = True
 
     def __init__(self, settings: ClaudeSettings) -> None:
         """Speak the version that the settings name."""
         self._settings = settings
         self.continues = settings.continues
-        self._names = {"stop": "stop_sequences"} | ({} if settings.api_version == _NO_LONGER_SAMPLED else _SAMPLED)
+        self._names = {} if settings.api_version == _NO_LONGER_SAMPLED else _SAMPLED
         self.honoured = frozenset(self._names)
+        self.thinking: Collection[bool] = {False, settings.thinks}
 
     def auth(self) -> httpx.Auth | None:
         """Return the authentication of every request; None for a bearer token."""
@@ -77,15 +77,11 @@ class AnthropicFormat:
         if conversation.system:
             body["system"] = [{"type": "text", "text": text} for text in conversation.system]
         return (
-            body
-            | sampling(ask, self._names, MAX_TEMPERATURE)
-            | _tools(ask.chat, conversation)
-            | self._thinking(ask)
-            | _output(ask.chat)
+            body | sampling(ask, self._names) | _tools(ask.chat, conversation) | self._thinking(ask) | _output(ask.chat)
         )
 
     def _thinking(self, ask: ChatServerRequest) -> dict[str, Any]:
-        if ask.chat.reasoning_effort == "none":
+        if ask.chat.reasoning_effort == "none" or ask.chat.thinks is False:
             return {"thinking": {"type": "disabled"}}
         is_begun = ask.chat.continues_last or bool(ask.prefix)
         must_call = ask.chat.tool_choice == "required" or ask.chat.only_tool is not None
@@ -152,9 +148,8 @@ def _output(chat: Chat) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if chat.schema is not None and chat.schema.schema is not None:
         config["format"] = {"type": "json_schema", "schema": msgspec.Raw(chat.schema.schema.encode())}
-    level = effort(chat, _EFFORTS)
-    if level not in {None, "none"}:
-        config["effort"] = level
+    if chat.reasoning_effort not in {None, "none"}:
+        config["effort"] = chat.reasoning_effort
     return {"output_config": config} if config else {}
 
 

@@ -6,8 +6,8 @@ limits and faults are ``pool_worker.engines.server_connection``'s; what cuts a b
 yields the JSON object of each event, also where the wire is no text (AWS' event streams).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import httpx
@@ -19,10 +19,11 @@ from engine.types import SamplingParams
 from pool_worker.engines.formats.base import MAX_COUNT
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import EndReason
-from protocol.chat import Chat, ChatUsage, Part
+from protocol.chat import DROPPABLE, THINKING, Chat, ChatUsage, Part
 
-# What is done for every format: one stream a choice, and a body that says how long the answer may be.
-DONE_HERE: Final = frozenset({"n", "max_tokens"})
+# What is done for every format: one stream a choice, which ends at a stop string, and a body that says how long the
+# answer may be.
+DONE_HERE: Final = frozenset({"n", "max_tokens", "stop", "include_stop_str_in_output"})
 # What means nothing where no token ids come back, or what the conversation says itself.
 WITHOUT_MEANING: Final = frozenset({"skip_special_tokens", "grammar"})
 
@@ -72,6 +73,9 @@ class ChatFormat(Protocol):
     health_path: str | None  # GET; None: it has none, and only answers tell
     honoured: frozenset[str]  # the fields of SamplingParams that it honours, beside DONE_HERE
     schemas: frozenset[str]  # what of "json_object" and "json_schema" an answer can be made to follow
+    max_temperature: float  # that it takes
+    efforts: Sequence[str] | None  # that it takes as ``reasoning_effort``; None: any
+    thinking: Collection[bool]  # whether it can be asked to reason, and not to
     takes_tools: bool
     continues: bool  # it continues with an assistant's message (``ChatServerRequest.prefix``) without repeating it
 
@@ -112,11 +116,8 @@ class HeaderAuth(httpx.Auth):
 
 def refuse_unknown(chat: Chat, params: SamplingParams, chat_format: ChatFormat) -> None:
     """Raise RequestRejected for the first thing asked for that would not be honoured: nothing is silently dropped."""
-    known = {*DONE_HERE, *WITHOUT_MEANING, *chat_format.honoured}
-    for one in fields(params):
-        default = one.default_factory() if callable(one.default_factory) else one.default
-        if one.name not in known and getattr(params, one.name) != default:
-            raise RequestRejected(one.name, "this pool's API does not support it")
+    for name, reason in _not_honoured(chat, params, chat_format):
+        raise RequestRejected(name, reason)
     if chat.tools and not chat_format.takes_tools:
         raise RequestRejected("tools", "this pool's API does not take tools")
     if chat.schema is not None:
@@ -125,10 +126,38 @@ def refuse_unknown(chat: Chat, params: SamplingParams, chat_format: ChatFormat) 
             raise RequestRejected("response_format", f"this pool's API cannot follow a {kind}")
 
 
-def sampling(ask: ChatServerRequest, names: Mapping[str, str], max_temperature: float) -> dict[str, Any]:
+def without_unsupported(
+    chat: Chat, params: SamplingParams, chat_format: ChatFormat
+) -> tuple[Chat, SamplingParams, tuple[str, ...]]:
+    """Leave out what the API lacks and the answer's form does not depend on; return the names of that, too."""
+    names = [name for name, _ in _not_honoured(chat, params, chat_format) if name in DROPPABLE]
+    unset = {name: getattr(_UNSET, name) for name in names if hasattr(_UNSET, name)}
+    unsaid = {_OF_CHAT[name]: None for name in names if name in _OF_CHAT}
+    return msgspec.structs.replace(chat, **unsaid), replace(params, **unset), tuple(names)
+
+
+def _not_honoured(chat: Chat, params: SamplingParams, chat_format: ChatFormat) -> Iterator[tuple[str, str]]:
+    """Yield each field asked for that would not be honoured, and why not."""
+    known = {*DONE_HERE, *WITHOUT_MEANING, *chat_format.honoured}
+    for one in fields(params):
+        if one.name not in known and getattr(params, one.name) != getattr(_UNSET, one.name):
+            yield one.name, _lacks(one.name)
+    if "temperature" in known and params.temperature > chat_format.max_temperature:
+        yield "temperature", f"this pool's API takes a 'temperature' of at most {chat_format.max_temperature:g}"
+    effort, efforts = chat.reasoning_effort, chat_format.efforts
+    if effort is not None and efforts is not None and effort not in efforts:
+        name = "reasoning_effort"
+        yield name, f"this pool's API takes as '{name}' {', '.join(efforts)}" if efforts else _lacks(name)
+    if chat.thinks is not None and chat.thinks not in chat_format.thinking:
+        yield THINKING, _lacks(THINKING)
+
+
+def _lacks(name: str) -> str:
+    return f"this pool's API does not support '{name}'"
+
+
+def sampling(ask: ChatServerRequest, names: Mapping[str, str]) -> dict[str, Any]:
     """Return what the caller has set, under an API's own names; what they have not is the API's own default."""
-    if ask.params.temperature > max_temperature:
-        raise RequestRejected("temperature", f"this pool's API takes at most {max_temperature:g}")
     fields: dict[str, Any] = {}
     for name, api_name in names.items():
         value = ask.seed if name == "seed" else getattr(ask.params, name)
@@ -138,19 +167,13 @@ def sampling(ask: ChatServerRequest, names: Mapping[str, str], max_temperature: 
 
 
 _UNSET: Final = SamplingParams()
-
-
-def effort(chat: Chat, known: Sequence[str]) -> str | None:
-    """Return how hard the model is to think, None where nobody has said it. Raises RequestRejected."""
-    if chat.reasoning_effort is None or chat.reasoning_effort in known:
-        return chat.reasoning_effort
-    raise RequestRejected("reasoning_effort", f"this pool's API takes {', '.join(known)}")
+_OF_CHAT: Final = {"reasoning_effort": "reasoning_effort", THINKING: "thinks"}  # fields of Chat
 
 
 def refuse_continuation(ask: ChatServerRequest, chat_format: ChatFormat) -> None:
     """Raise RequestRejected where an answer is begun, and the API does not go on with one."""
     if (ask.chat.continues_last or ask.prefix) and not chat_format.continues:
-        raise RequestRejected("continue_final_message", "this pool's API does not support it")
+        raise RequestRejected("continue_final_message", _lacks("continue_final_message"))
 
 
 def read_event(event: Mapping[str, Any], kind: type[_Counts]) -> _Counts:

@@ -3,7 +3,7 @@
 Its documentation: https://docs.aws.amazon.com/bedrock/latest/APIReference/API_runtime_ConverseStream.html.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -17,7 +17,6 @@ from pool_worker.engines.chat_formats.base import (
     ChatDelta,
     ChatServerRequest,
     Count,
-    effort,
     read_counts,
     read_event,
     refuse_continuation,
@@ -29,9 +28,7 @@ from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import BedrockSettings
 from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool
 
-MAX_TEMPERATURE: Final = 1.0
-_NAMES: Final = {"temperature": "temperature", "top_p": "topP", "stop": "stopSequences"}
-_EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
+_NAMES: Final = {"temperature": "temperature", "top_p": "topP"}
 
 
 class BedrockFormat:
@@ -41,6 +38,9 @@ class BedrockFormat:
     health_path: str | None = None
     honoured = frozenset(_NAMES)
     schemas = frozenset({"json_schema"})
+    max_temperature = 1.0
+    efforts: Sequence[str] | None = ("low", "medium", "high", "xhigh", "max")
+    thinking: Collection[bool] = ()
     takes_tools = True
 
     def __init__(self, settings: BedrockSettings) -> None:
@@ -69,7 +69,7 @@ class BedrockFormat:
         }
         if conversation.system:
             body["system"] = [{"text": text} for text in conversation.system]
-        inference = sampling(ask, _NAMES, MAX_TEMPERATURE)
+        inference = sampling(ask, _NAMES)
         limit = ask.max_tokens or self._settings.max_output_tokens
         if limit is not None:
             inference["maxTokens"] = limit
@@ -98,8 +98,6 @@ def _tools(chat: Chat, conversation: Conversation) -> dict[str, Any]:
         if conversation.called:  # it has no way to forbid tools, and wants to know those of earlier calls
             raise RequestRejected("tools", "this pool's API takes no calls of tools without tools")
         return {}
-    if chat.is_single_call:
-        raise RequestRejected("parallel_tool_calls", "this pool's API does not support it")
     choice: dict[str, Any] = {"auto": {}}
     if chat.only_tool is not None:
         choice = {"tool": {"name": chat.only_tool}}
@@ -121,9 +119,8 @@ def _output(chat: Chat) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if chat.schema is not None:
         config["textFormat"] = {"type": "json_schema", "structure": {"jsonSchema": _json_schema(chat.schema)}}
-    level = effort(chat, _EFFORTS)
-    if level is not None:
-        config["effort"] = level
+    if chat.reasoning_effort is not None:
+        config["effort"] = chat.reasoning_effort
     return {"outputConfig": config} if config else {}
 
 

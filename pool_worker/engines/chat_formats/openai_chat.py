@@ -4,7 +4,8 @@ Its documentation: https://platform.openai.com/docs/api-reference/chat-streaming
 there, is in ``openai_profiles``.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import httpx
@@ -31,6 +32,7 @@ class OpenAIChatFormat:
     """OpenAI's chat format as a ChatFormat."""
 
     framing: Framing = "server-sent events"
+    max_temperature = math.inf  # gateways bound it
     takes_tools = True
 
     def __init__(self, settings: OpenAIChatSettings) -> None:
@@ -40,6 +42,8 @@ class OpenAIChatFormat:
         self.health_path = profile.health_path
         self.honoured = profile.honoured
         self.schemas = profile.schemas
+        self.efforts: Sequence[str] | None = None if profile.takes_effort else ()
+        self.thinking: Collection[bool] = profile.thinking.keys()
         self.continues = profile.in_last_message is not None
 
     def auth(self) -> httpx.Auth | None:
@@ -73,14 +77,14 @@ class OpenAIChatFormat:
         if chat.schema is not None:
             body["response_format"] = _response_format(chat.schema)
         if chat.reasoning_effort is not None:
-            if not profile.takes_effort:
-                raise RequestRejected("reasoning_effort", "this pool's API does not support it")
             body["reasoning_effort"] = chat.reasoning_effort
+        if chat.thinks is not None:
+            body |= profile.thinking[chat.thinks]
         return body | profile.in_body if _is_continued(ask) else body
 
     def _messages(self, ask: ChatServerRequest) -> list[dict[str, Any]]:
         if ask.chat.continues_last and not self.continues:
-            raise RequestRejected("continue_final_message", "this pool's API does not support it")
+            raise RequestRejected("continue_final_message", "this pool's API does not support 'continue_final_message'")
         turns = list(ask.chat.turns)
         if ask.prefix and ask.chat.continues_last:
             turns[-1] = msgspec.structs.replace(turns[-1], content=(turns[-1].content or "") + ask.prefix)
@@ -111,9 +115,7 @@ class OpenAIChatFormat:
             fields["tool_choice"] = {"type": "function", "function": {"name": chat.only_tool}}
         elif chat.tool_choice is not None:
             fields["tool_choice"] = self._profile.must_call if chat.tool_choice == "required" else chat.tool_choice
-        if chat.is_single_call:
-            if not self._profile.takes_single_call:
-                raise RequestRejected("parallel_tool_calls", "this pool's API does not support it")
+        if chat.is_single_call and self._profile.takes_single_call:  # the gateway leaves out further calls
             fields["parallel_tool_calls"] = False
         return fields
 
@@ -140,8 +142,6 @@ def _sampling(ask: ChatServerRequest, profile: Profile) -> dict[str, Any]:
         value = getattr(params, name)
         if value != _DEFAULTS[name]:
             fields[name] = list(value) if isinstance(value, tuple) else value
-    if params.stop:
-        fields["stop"] = list(params.stop)
     if params.logit_bias:
         fields["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
     if ask.seed is not None:
@@ -159,7 +159,6 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "min_tokens": 0,
     "ignore_eos": False,
     "stop_token_ids": (),
-    "include_stop_str_in_output": False,
     "bad_words": (),
     "allowed_token_ids": (),
 }

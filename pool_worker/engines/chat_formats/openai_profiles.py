@@ -4,13 +4,14 @@ Fields that an API lacks are refused by name; nothing is dropped. Where a docume
 message is gone on with, it is not. The documents are listed in docs/ENGINES.md.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-_OPENAI: Final = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop"})
+_OPENAI: Final = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"})
 _BIASED: Final = _OPENAI | {"logit_bias"}
 _OPEN_MODELS: Final = frozenset({"top_k", "min_p", "repetition_penalty"})
-_ENGINE_FIELDS: Final = frozenset({"min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"})
+_ENGINE_FIELDS: Final = frozenset({"min_tokens", "ignore_eos", "stop_token_ids"})
 _BOTH_SCHEMAS: Final = frozenset({"json_object", "json_schema"})
 
 
@@ -29,6 +30,8 @@ class Profile:
     takes_names: bool = True  # of who speaks
     takes_effort: bool = True  # ``reasoning_effort``
     takes_single_call: bool = True  # ``parallel_tool_calls``
+    # What the body has where the model is to reason, and where it is not to, as far as it can be asked.
+    thinking: Mapping[bool, dict[str, Any]] = field(default_factory=dict)
     salt_field: str | None = None  # it keeps the cached prompts of different values of this field apart
     asks_for_usage: bool = True  # ``stream_options``; else usage comes by itself
     # How an assistant's message is gone on with; None: not at all.
@@ -38,8 +41,12 @@ class Profile:
     repeats_prefix: bool = False  # its answer begins with that message
 
 
+_BY_TEMPLATE: Final[Mapping[bool, dict[str, Any]]] = {
+    thinks: {"chat_template_kwargs": {"enable_thinking": thinks}} for thinks in (True, False)
+}
 _AS_VLLM: Final[dict[str, Any]] = {
     "honoured": _BIASED | _OPEN_MODELS | _ENGINE_FIELDS | {"bad_words", "allowed_token_ids"},
+    "thinking": _BY_TEMPLATE,
     "in_last_message": {},
     "in_body": {"continue_final_message": True, "add_generation_prompt": False},
 }
@@ -52,7 +59,11 @@ PROFILES: Final[dict[str, Profile]] = {
         limit_field="max_completion_tokens",
         honoured=_BIASED,
     ),
-    "openrouter": Profile(path="/api/v1/chat/completions", honoured=_BIASED | _OPEN_MODELS),
+    "openrouter": Profile(
+        path="/api/v1/chat/completions",
+        honoured=_BIASED | _OPEN_MODELS,
+        thinking={thinks: {"reasoning": {"enabled": thinks}} for thinks in (True, False)},
+    ),
     "together": Profile(honoured=_BIASED | _OPEN_MODELS, takes_single_call=False),
     "groq": Profile(path="/openai/v1/chat/completions", limit_field="max_completion_tokens", takes_names=False),
     "deepseek": Profile(
@@ -61,6 +72,7 @@ PROFILES: Final[dict[str, Profile]] = {
         schemas=frozenset({"json_object"}),
         takes_effort=False,
         takes_single_call=False,
+        thinking={True: {"thinking": {"type": "enabled"}}, False: {"thinking": {"type": "disabled"}}},
         salt_field="user_id",
         in_last_message={"prefix": True},
         continued_path="/beta/chat/completions",
@@ -76,7 +88,7 @@ PROFILES: Final[dict[str, Profile]] = {
     ),
     "gemini": Profile(
         path="/v1beta/openai/chat/completions",
-        honoured=frozenset({"temperature", "top_p", "stop"}),
+        honoured=frozenset({"temperature", "top_p"}),
         takes_names=False,
         takes_single_call=False,
     ),
@@ -93,7 +105,8 @@ PROFILES: Final[dict[str, Profile]] = {
     "vllm": Profile(health_path="/health", salt_field="cache_salt", **_AS_VLLM),
     "sglang": Profile(
         health_path="/health",
-        honoured=_BIASED | _OPEN_MODELS | _ENGINE_FIELDS - {"include_stop_str_in_output"},
+        honoured=_BIASED | _OPEN_MODELS | _ENGINE_FIELDS,
+        thinking=_BY_TEMPLATE,
         salt_field="cache_salt",
         in_last_message={},
         in_body={"continue_final_message": True},

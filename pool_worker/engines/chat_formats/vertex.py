@@ -4,19 +4,17 @@ Its documentation: https://cloud.google.com/vertex-ai/generative-ai/docs/model-r
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import httpx
 import msgspec
 
-from engine.errors import RequestRejected
 from pool_worker.engines.chat_formats.base import (
     AnswerReader,
     ChatDelta,
     ChatServerRequest,
     Count,
-    effort,
     read_counts,
     read_event,
     refuse_continuation,
@@ -29,7 +27,6 @@ from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import VertexSettings
 from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool
 
-MAX_TEMPERATURE: Final = 2.0
 _NAMES: Final = {
     "temperature": "temperature",
     "top_p": "topP",
@@ -37,10 +34,8 @@ _NAMES: Final = {
     "presence_penalty": "presencePenalty",
     "frequency_penalty": "frequencyPenalty",
     "seed": "seed",
-    "stop": "stopSequences",
 }
 _ROLES: Final = {"user": "user", "assistant": "model"}
-_EFFORTS: Final = ("minimal", "low", "medium", "high")
 # Calls have a signature of the thinking behind them, which no client sends back; this one stands for any:
 # https://cloud.google.com/vertex-ai/generative-ai/docs/thought-signatures.
 _ANY_SIGNATURE: Final = "skip_thought_signature_validator"
@@ -53,12 +48,15 @@ class VertexFormat:
     health_path: str | None = None
     honoured = frozenset(_NAMES)
     schemas = frozenset({"json_object", "json_schema"})
+    max_temperature = 2.0
+    efforts: Sequence[str] | None = ("minimal", "low", "medium", "high")
     takes_tools = True
     continues = False  # no document says that it continues with a model's message
 
     def __init__(self, settings: VertexSettings) -> None:
         """Ask as the settings say."""
         self._settings = settings
+        self.thinking: Collection[bool] = {True} if settings.thinks else ()
 
     def auth(self) -> httpx.Auth | None:
         """Return the authentication of every request; None for a bearer token."""
@@ -82,7 +80,7 @@ class VertexFormat:
         }
         if conversation.system:
             body["systemInstruction"] = {"parts": [{"text": text} for text in conversation.system]}
-        generation = sampling(ask, _NAMES, MAX_TEMPERATURE) | _schema(ask.chat.schema) | self._thinking(ask.chat)
+        generation = sampling(ask, _NAMES) | _schema(ask.chat.schema) | self._thinking(ask.chat)
         limit = ask.max_tokens or self._settings.max_output_tokens
         if limit is not None:
             generation["maxOutputTokens"] = limit
@@ -90,9 +88,8 @@ class VertexFormat:
 
     def _thinking(self, chat: Chat) -> dict[str, Any]:
         config: dict[str, Any] = {"includeThoughts": True} if self._settings.thinks else {}
-        level = effort(chat, _EFFORTS)
-        if level is not None:
-            config["thinkingLevel"] = level.upper()
+        if chat.reasoning_effort is not None:
+            config["thinkingLevel"] = chat.reasoning_effort.upper()
         return {"thinkingConfig": config} if config else {}
 
     def reader(self, ask: ChatServerRequest) -> AnswerReader:
@@ -126,8 +123,6 @@ def _schema(schema: AnswerSchema | None) -> dict[str, Any]:
 def _tools(chat: Chat) -> dict[str, Any]:
     if not chat.tools:
         return {}
-    if chat.is_single_call:
-        raise RequestRejected("parallel_tool_calls", "this pool's API does not support it")
     calling: dict[str, Any] = {"mode": "VALIDATED" if any(tool.is_strict for tool in chat.tools) else "AUTO"}
     if chat.only_tool is not None:
         calling = {"mode": "ANY", "allowedFunctionNames": [chat.only_tool]}

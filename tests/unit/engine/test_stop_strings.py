@@ -78,7 +78,7 @@ def test_any_cutting_gives_the_text_before_the_first_stop(text: str, stops: list
         # Held back is only what could still become a stop string.
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
     if hit is None:
-        assert shown + matcher.flush() == text
+        assert shown + matcher.end()[0] == text
         assert not found
     else:
         # The first stop to be complete ends the text; another that began earlier may not have been complete yet.
@@ -98,4 +98,4 @@ def test_a_false_start_is_released() -> None:
     matcher = StopStrings(("\nUser:",))
     assert matcher.push("Hello.\nUs") == ("Hello.", None)
     assert matcher.push("ed") == ("\nUsed", None)
-    assert matcher.flush() == ""
+    assert matcher.end()[0] == ""

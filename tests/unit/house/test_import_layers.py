@@ -46,7 +46,7 @@ ALLOWED = {
         "web",
         "webhooks",
     },
-    "pool_worker": {"engine", "protocol"},
+    "pool_worker": {"engine", "protocol", "tokens"},
 }
 ALLOWED["spillway"] = set(ALLOWED)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from engine.types import ResumePoint, SamplingParams
 from pool_worker.attempt import Attempt
@@ -44,7 +45,7 @@ SAMPLING = m.Sampling(
 
 def test_every_sampling_field_arrives() -> None:
     named = {**msgspec.structs.asdict(SAMPLING)}
-    named.pop("defaults")  # what the caller has left out
+    del named["defaults"], named["markup"]  # what the caller has left out, and where stop strings are looked for
     assert dataclasses.asdict(sampling_params(SAMPLING)) == named
 
 
@@ -93,6 +94,16 @@ def test_the_salt_arrives() -> None:
     assert generation_request("r.1", job, [1]).cache_salt == "salt"
     assert chat_request("r.1", job, encode_chat(Chat((Turn("user", "Hi"),)))).cache_salt == "salt"
     assert b"cache_salt" not in m.encode(m.Job(m.PROTOCOL_VERSION, "r", 1, "m", "fr.g", SAMPLING, b"")), "as it was"
+
+
+def test_the_markup_tells_where_content_is() -> None:
+    sampling = m.Sampling(max_tokens=7, stop=("a",), markup=m.Markup("hermes", "think", begins_in_reasoning=True))
+    job = m.Job(m.PROTOCOL_VERSION, "r", 1, "m", "fr.g", sampling, b"")
+    finder = generation_request("r.1", m.decode_job(m.encode(job)), [1]).content_finder
+    assert finder is not None
+    assert finder().push("So.</think>Hi", is_last=True) == [(11, 13)]
+    assert generation_request("r.1", replace(job, sampling=SAMPLING), [1]).content_finder is None
+    assert b"markup" not in m.encode(SAMPLING), "as it was"
 
 
 def test_a_cut_resume_point_is_a_protocol_error() -> None:

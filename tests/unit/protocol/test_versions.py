@@ -43,6 +43,7 @@ LISTS: list[tuple[Any, Callable[[bytes], bytes], Decode]] = [
 ]
 FRAMES: list[m.Frame] = [
     m.Accepted("r", 1, 0, "w", "p", "aws", "eu", 1.5, "spot"),
+    m.Dropped("r", 1, 1, ("top_k",)),
     m.Tokens("r", 1, 1, 0, (5,), "a", "stop"),
     m.Vector("r", 1, 1, 0, b"1234"),
     m.Finished("r", 1, 2, False, 1, 0, 1, 1.0, m.Timings(1.0, 2.0, 3.0, 4)),

@@ -120,6 +120,28 @@ def test_how_an_answer_was_split_changes_no_block(pieces: list[Piece], at_once: 
     assert read(streamed) == whole
 
 
+@pytest.mark.parametrize(
+    ("stops", "text", "shown", "stop"),
+    [
+        (["END"], "One END", "One ", "END"),
+        (["b"], "ab", "a", "b"),
+        (["abX", "b"], "ab", "a", "b"),  # "ab" might have become the first
+        (["b", "ab"], "ab", "", "ab"),
+        (["END"], "One", "One", None),
+    ],
+)
+def test_the_sequence_that_ended_a_text_is_told_and_cut_off(
+    stops: list[str], text: str, shown: str, stop: str | None
+) -> None:
+    translation, pieces = translated(stop_sequences=stops), [Piece(Kind.CONTENT, text)]
+    answer = translation.whole(HEAD, pieces, "stop", USAGE)
+    assert "".join(block["text"] for block in answer["content"]) == shown
+    reason = "end_turn" if stop is None else "stop_sequence"
+    assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, stop)
+    events = translation.events(HEAD)
+    assert read(events.of(pieces) + events.end("stop", USAGE)) == answer
+
+
 def read(streamed: bytes) -> dict[str, Any]:
     """Put a stream together as clients do."""
     message: dict[str, Any] = {}

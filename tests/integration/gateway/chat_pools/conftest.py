@@ -63,11 +63,16 @@ def settings_of(tokenizer: Path, *, is_mixed: bool = False, tier: str = "spot") 
 
 
 def worker_settings(
-    gateway: GatewayUnderTest, server: ChatReplay, profile: str = "openai", *, number: int = 0, tier: str = "spot"
+    gateway: GatewayUnderTest,
+    server: ChatReplay,
+    profile: str = "openai",
+    *,
+    number: int = 0,
+    tier: str = "spot",
+    **more: Any,
 ) -> WorkerSettings:
-    engine = OpenAIChatSettings.model_validate(
-        {"kind": "openai_chat", "profile": profile, "url": server.url, "model": "replay", "max_model_len": 1_000_000}
-    )
+    known = {"kind": "openai_chat", "profile": profile, "url": server.url, "model": "replay"}
+    engine = OpenAIChatSettings.model_validate({**known, "max_model_len": 1_000_000, **more})
     names: dict[str, Any] = {"worker_id": f"api-{number}", "pool": "api", "provider": "openai", "tier": tier}
     return WorkerSettings(nats_urls=gateway.settings.nats_urls, engine=engine, models=(MODEL,), **names)
 
@@ -80,11 +85,11 @@ async def start_pool(
     async with AsyncExitStack() as stack:
 
         async def start(
-            profile: str = "openai", *, is_mixed: bool = False, workers: int = 1, tier: str = "spot"
+            profile: str = "openai", *, is_mixed: bool = False, workers: int = 1, tier: str = "spot", **more: Any
         ) -> GatewayUnderTest:
             gateway = await start_gateway(**settings_of(tokenizer, is_mixed=is_mixed, tier=tier))
             for number in range(workers):
-                settings = worker_settings(gateway, replay, profile, number=number, tier=tier)
+                settings = worker_settings(gateway, replay, profile, number=number, tier=tier, **more)
                 stops.append(await stack.enter_async_context(running_worker(settings)))
             return gateway
 

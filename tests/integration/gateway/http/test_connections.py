@@ -198,6 +198,72 @@ async def test_what_two_could_read_in_two_ways_is_refused(share_gateway: Share, 
         assert await client.refusal() == (400, "malformed_http")
 
 
+# --- HTTP/1.0 ---------------------------------------------------------------------------------------------------------
+
+
+def as_http_1_0(request: bytes, *headers: bytes) -> bytes:
+    return request.replace(b" HTTP/1.1\r\n", b" HTTP/1.0\r\n" + b"".join(header + b"\r\n" for header in headers), 1)
+
+
+async def says_much(attempt: Attempt) -> None:
+    await attempt.accept()
+    for _ in range(40):
+        await attempt.tokens("x" * 10_000)
+    await attempt.tokens("!", finish_reason="stop")
+    await attempt.finish()
+
+
+@pytest.mark.parametrize("headers", [(), (b"Connection: keep-alive",), (b"Expect: 100-continue",)])
+@pytest.mark.parametrize("script", [hello, says_much])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_to_http_1_0_has_no_chunks_and_ends_with_the_connection(
+    share_gateway: Share, stream: bool, script: Any, headers: tuple[bytes, ...]
+) -> None:
+    gateway = await share_gateway()
+    await gateway.add_worker(script=script)
+    async with connect(gateway) as client:
+        await client.send(as_http_1_0(chat(gateway, stream=stream, max_tokens=200), *headers))
+        head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head.split(b"\r\n")
+    if stream:
+        assert body.startswith(b"data: {")
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert all(line.startswith((b"data: ", b": ")) for line in body.split(b"\n") if line)
+    else:
+        assert json.loads(body)["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("path", [b"/livez", b"/v1/models", b"/nowhere", b"/metrics", b"/docs", b"/openapi.json"])
+async def test_so_has_each_other_page(share_gateway: Share, path: bytes) -> None:
+    gateway = await share_gateway()
+    async with connect(gateway) as client:
+        await client.send(b"GET %b HTTP/1.0\r\n\r\n" % path)
+        head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head.split(b"\r\n")
+    [length] = [int(line.split()[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length")] or [
+        len(body)
+    ]
+    assert len(body) == length > 0
+
+
+async def test_a_stream_of_http_1_0_that_is_broken_off_does_not_end_as_a_whole_one(share_gateway: Share) -> None:
+    gateway = await share_gateway()
+
+    async def breaks(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.tokens("Hel")
+        await attempt.fail("internal_error", "no", retryable=False)
+
+    await gateway.add_worker(script=breaks)
+    async with connect(gateway) as client:
+        await client.send(as_http_1_0(chat(gateway, stream=True)))
+        with pytest.raises(ConnectionResetError):
+            await asyncio.wait_for(client.reader.read(), HANGS_S)
+
+
 # --- how many ---------------------------------------------------------------------------------------------------------
 
 

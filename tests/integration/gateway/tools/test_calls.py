@@ -9,6 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel, SecretStr
 
+from protocol.messages import Markup
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, card
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.integration.gateway.tools.calls import (
@@ -206,11 +207,28 @@ async def test_forced_by_a_grammar(start_model: StartModel, choice: Any) -> None
     assert ("get_weather" in grammar.source) == (choice == "required")
 
 
-async def test_stop_strings_stay_where_no_call_is_forced(start_model: StartModel) -> None:
-    gateway = await start_model(HERMES_STYLE)
+@pytest.mark.parametrize(
+    ("template", "markup"),
+    [
+        (HERMES_STYLE, Markup("hermes", "none", ("get_weather", "now"))),
+        (THINKING_STYLE, Markup("hermes", "think", ("get_weather", "now"), begins_in_reasoning=True)),
+        (LLAMA_STYLE, Markup("llama3_json", "none", ("get_weather", "now"))),
+        (GLM_STYLE, Markup("glm45", "think", ("get_weather", "now"))),
+        (KIMI_STYLE, Markup("kimi_k2", "none", ("get_weather", "now"))),
+        (DEEPSEEK_V3_STYLE, Markup("deepseek_v3", "none", ("get_weather", "now"))),
+    ],
+    ids=["hermes", "thinking", "llama", "glm", "kimi", "deepseek"],
+)
+async def test_stop_strings_go_with_what_tells_content_from_calls(
+    start_model: StartModel, template: str, markup: Markup
+) -> None:
+    gateway = await start_model(template)
     worker = await gateway.add_worker(script=says("Hi"))
     await streamed(gateway, stop=["\n"])
-    assert worker.attempts[0].job.sampling.stop == ("\n",)
+    await streamed(gateway)
+    stopped, free = (attempt.job.sampling for attempt in worker.attempts)
+    assert (stopped.stop, stopped.markup) == (("\n",), markup)
+    assert (free.stop, free.markup) == ((), None)
 
 
 async def test_a_schema_error_names_the_tool_and_the_path(start_model: StartModel) -> None:

@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+from socket import SO_LINGER, SOL_SOCKET
 from typing import Any
 
 import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from gateway.http.cycle import Cycle
+from gateway.http.cycle import LINGER, Cycle
 
 SERVER = (b"server", b"spillway")
 
@@ -19,6 +20,14 @@ class Socket(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.is_read = True
+        self.resets = False  # a client is told by a reset that the connection is closed
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return {"socket": self}.get(name, default)
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        assert (level, option) == (SOL_SOCKET, SO_LINGER)
+        self.resets = value == LINGER.pack(1, 0)
 
     def write(self, data: Any) -> None:
         self.written += data
@@ -38,10 +47,10 @@ def socket() -> Socket:
     return Socket()
 
 
-def cycle_on(socket: Socket, *, method: str = "POST", keep_alive: bool = True) -> Cycle:
+def cycle_on(socket: Socket, *, method: str = "POST", keep_alive: bool = True, version: str = "1.1") -> Cycle:
     log = logging.getLogger(__name__)
     return Cycle(
-        scope={"type": "http", "method": method},  # type: ignore[typeddict-item]
+        scope={"type": "http", "method": method, "http_version": version},  # type: ignore[typeddict-item]
         transport=socket,
         flow=FlowControl(socket),
         logger=log,
@@ -79,6 +88,16 @@ async def test_an_answer_of_unknown_length_comes_in_chunks(socket: Socket) -> No
         socket.written
         == b"HTTP/1.1 200 OK\r\nserver: spillway\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"
     )
+
+
+async def test_to_http_1_0_it_ends_with_the_connection(socket: Socket) -> None:
+    cycle = cycle_on(socket, keep_alive=False, version="1.0")
+    await cycle.send(head())
+    assert socket.resets
+    await cycle.send(body(b"ok", more=True))
+    await cycle.send(body(b"!"))
+    assert not socket.resets
+    assert socket.written == b"HTTP/1.1 200 OK\r\nserver: spillway\r\nconnection: close\r\n\r\nok!<closed>"
 
 
 @pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("POST", 204), ("POST", 304)])
