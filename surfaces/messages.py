@@ -8,9 +8,9 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from pydantic import Field
 
-from surfaces.messages_events import MessageEvents, content_of, stop_of, usage_of
+from surfaces.messages_events import NAMES, MessageEvents, content_of, message_of, stop_of, usage_of
 from surfaces.responses_tools import note_skipped
-from surfaces.surface import AnswerHead, Usage, field_name, renamed
+from surfaces.surface import AnswerHead, Usage, field_name
 from tokens.tools.source import Piece
 from web.errors import ApiError, InvalidParameter
 from web.schema import Body, parse_body, refuse_unsupported
@@ -40,20 +40,6 @@ _ERROR_TYPES: Final = {
     502: "api_error",
     503: "overloaded_error",
     504: "timeout_error",
-}
-# Fields of the chat whose names are others here.
-_NAMES: Final = {
-    "stop": "stop_sequences",
-    "user": "metadata.user_id",
-    "response_format": "output_config.format",
-    "response_format.json_schema": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-    "chat_template_kwargs": "thinking",
-    "chat_template_kwargs.enable_thinking": "thinking",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "tool_choice.function": "tool_choice",
-    "tools.*.function": "tools.*",
-    "tools.*.function.parameters": "tools.*.input_schema",
 }
 _LIMITS: Final = (b"requests", b"tokens")
 _CALLS: Final = ("tool_use", "server_tool_use", "mcp_tool_use")
@@ -180,7 +166,7 @@ class Messages:
 
     def field_name(self, name: str) -> str:
         """Implement ``Surface``."""
-        return field_name(name, _NAMES)
+        return field_name(name, NAMES)
 
     def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """Implement ``Surface``: Anthropic's names of the request's id and of the limits."""
@@ -196,11 +182,8 @@ class Messages:
 
 def error_fields(error: ApiError) -> dict[str, Any]:
     """Return an error as Messages has it."""
-    message, param = renamed(error, _NAMES)
-    if param is not None and param not in message:  # nothing else tells it
-        message = f"{param}: {message}"
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": message_of(error)}}
 
 
 def counted_chat(body: bytes) -> tuple[dict[str, Any], set[str]]:

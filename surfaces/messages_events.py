@@ -4,16 +4,32 @@ message_start  (content_block_start  content_block_delta*  content_block_stop)* 
 """
 
 from collections.abc import Iterable, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
 
-from surfaces.surface import AnswerHead, Usage, joined
+from surfaces.surface import AnswerHead, Usage, joined, renamed
 from tokens.tools.calls import HELD_TEXT, arguments_of, is_cut
 from tokens.tools.source import Kind, Piece
 from web.errors import ApiError
 
 SIGNATURE: Final = "unsigned"  # clients want one; nothing here checks it when it comes back
+
+# Fields of the chat whose names are others here.
+NAMES: Final = {
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "chat_template_kwargs": "thinking",
+    "chat_template_kwargs.enable_thinking": "thinking",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "tool_choice.function": "tool_choice",
+    "tools.*.function": "tools.*",
+    "tools.*.function.parameters": "tools.*.input_schema",
+}
 
 _encode = msgspec.json.Encoder().encode
 _STOP_REASONS: Final = {"length": "max_tokens", "content_filter": "refusal"}
@@ -22,6 +38,12 @@ _STOP_REASONS: Final = {"length": "max_tokens", "content_filter": "refusal"}
 def event(kind: str, fields: dict[str, Any]) -> bytes:
     """Encode one event."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))
+
+
+def message_of(error: ApiError) -> str:
+    """Return an error's message, which names the field at fault: nothing else does in Messages."""
+    message, param = renamed(error, NAMES)
+    return message if param is None or param in message else f"{param}: {message}"
 
 
 class HeldEnd:
@@ -86,8 +108,9 @@ class MessageEvents:
 
     def failed(self, error: ApiError) -> bytes:
         """Implement ``EventEncoder``."""
-        kind = "overloaded_error" if error.status in {429, 503} else "api_error"
-        return event("error", {"error": {"type": kind, "message": error.message}})
+        usual = "invalid_request_error" if error.status == HTTPStatus.BAD_REQUEST else "api_error"
+        kind = "overloaded_error" if error.status in {429, 503} else usual
+        return event("error", {"error": {"type": kind, "message": message_of(error)}})
 
     def _begin(self) -> bytes:
         if self._has_begun:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from pydantic import Field
 
-from surfaces.responses_events import ResponseEvents
+from surfaces.responses_events import NAMES, ResponseEvents
 from surfaces.responses_items import (
     SCHEMA_FIELDS,
     Item,
@@ -44,17 +44,6 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "moderation": (),
     "image": (),
     "access_programs": (),
-}
-# Fields of the chat whose names are others here.
-_NAMES: Final = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "response_format.json_schema": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "tool_choice.function": "tool_choice",
-    "tools.*.function": "tools.*",
 }
 _INCLUDED: Final = ("reasoning.encrypted_content",)  # reasoning is told as text: nothing of it has to be encrypted
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -318,12 +307,12 @@ class Responses:
     def error_body(self, error: ApiError, request_id: str) -> bytes:
         """Implement ``Surface``."""
         del request_id
-        message, param = renamed(error, _NAMES)
+        message, param = renamed(error, NAMES)
         return _encode({"error": {"message": message, "type": error.type, "param": param, "code": error.code}})
 
     def field_name(self, name: str) -> str:
         """Implement ``Surface``."""
-        return field_name(name, _NAMES)
+        return field_name(name, NAMES)
 
     def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """Implement ``Surface``."""

@@ -15,10 +15,22 @@ from typing import Any, Final
 import msgspec
 
 from surfaces.responses_tools import ToldTool, custom_input
-from surfaces.surface import AnswerHead, Usage
+from surfaces.surface import AnswerHead, Usage, renamed
 from tokens.tools.calls import is_cut
 from tokens.tools.source import Kind, Piece
 from web.errors import ApiError
+
+# Fields of the chat whose names are others here.
+NAMES: Final = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "tool_choice.function": "tool_choice",
+    "tools.*.function": "tools.*",
+}
 
 _encode = msgspec.json.Encoder().encode
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -45,7 +57,7 @@ def ended_at(
 def fault(error: ApiError) -> dict[str, str]:
     """Return an error as a response tells it."""
     code = "rate_limit_exceeded" if error.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
-    return {"code": code, "message": error.message}
+    return {"code": code, "message": renamed(error, NAMES)[0]}
 
 
 class ResponseEvents:

@@ -6,8 +6,12 @@ import pytest
 
 from surfaces.messages import Messages
 from surfaces.responses import Responses
+from surfaces.surface import AnswerHead
 from web.errors import InvalidParameter
 
+HEAD = AnswerHead("1", 0, "m", 1)
+MESSAGES = Messages().translate(b'{"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}')
+RESPONSES = Responses().translate(b'{"model": "m", "input": "Hi"}')
 DEEP = "tools.1.function.parameters.properties.function.pattern"
 SCHEMA = "response_format.json_schema.schema.properties.stop.pattern"
 
@@ -63,6 +67,8 @@ def test_each_field(param: str, message: str, of_messages: str, of_responses: st
     assert told == message.replace("{}", of_messages)
     body = json.loads(Responses().error_body(error, "req_1"))["error"]
     assert (body["message"], body["param"]) == (message.replace("{}", of_responses), of_responses)
+    assert json.dumps(told) in MESSAGES.events(HEAD).failed(error).decode()  # after the head of a stream was sent
+    assert json.dumps(body["message"]) in RESPONSES.events(HEAD).failed(error).decode()
     assert Messages().field_name(param) == of_messages
     assert Responses().field_name(param) == of_responses
 

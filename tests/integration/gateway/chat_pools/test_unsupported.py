@@ -1,5 +1,6 @@
 """Fields that a pool's API lacks: refused by the name that the client knows, or left out and told in a header."""
 
+import contextlib
 from typing import Any
 
 import httpx
@@ -87,6 +88,31 @@ async def test_a_stream_that_has_begun_to_wait_tells_it_at_its_end(start_pool: S
         lines = [line async for line in answer.aiter_lines() if line.startswith(": spillway")]
     assert "x-spillway-adapted" not in answer.headers
     assert lines == [": spillway adapted=field-dropped:top_k"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
+        (MESSAGES, {"output_config": {"effort": "low"}}, "output_config.effort"),
+        (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ],
+)
+async def test_so_does_a_refusal(
+    start_pool: StartPool, replay: ChatReplay, path: str, fields: dict[str, Any], name: str
+) -> None:
+    gateway = await start_pool("mistral", workers=0)
+    headers = {"authorization": f"Bearer {gateway.key}"}
+    last = ""
+    async with (
+        httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client,
+        client.stream("POST", path, json={**BODIES[path], **fields, "stream": True}) as answer,
+        running_worker(worker_settings(gateway, replay, "mistral")),
+    ):
+        with contextlib.suppress(httpx.RemoteProtocolError):  # it is broken off
+            async for line in answer.aiter_lines():
+                last = line if line.startswith("data: ") else last
+    assert f"'{name}'" in last
 
 
 async def test_what_another_form_of_answer_needs_is_never_dropped(start_pool: StartPool) -> None:
