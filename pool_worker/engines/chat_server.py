@@ -23,10 +23,12 @@ from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats import chat_format
 from pool_worker.engines.chat_formats.base import AnswerReader, ChatDelta, ChatServerRequest, refuse_unknown
+from pool_worker.engines.facts_reader import FactsReader
 from pool_worker.engines.reported_ends import EndReason
 from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_choice import SEED_STRIDE
 from pool_worker.engines.server_connection import AttemptFailed, ServerConnection, Taken
+from pool_worker.engines.server_facts import FactsUnread, FactsWatch, in_use
 from pool_worker.settings import AnyChatSettings
 from protocol.chat import TAKES_MESSAGES, Chat, ChatUsage, Part
 from protocol.messages import PROTOCOL_VERSION, ModelCard
@@ -47,6 +49,7 @@ class ChatServerEngine:
         self.name: str = settings.kind
         self._settings = settings
         self._format = chat_format(settings)
+        self.facts_watch: FactsWatch | None = None
         self.continues, self.honoured = self._format.continues, self._format.honoured
         nothing = ChatServerRequest(settings.model, Chat(()), SamplingParams(), None, None)
         self._path = path = self._format.path(nothing)
@@ -75,10 +78,28 @@ class ChatServerEngine:
             await self._connection.wait_until_ready(health_path)
         await self._connection.check_credentials(self._path)
         if health_path is not None:
+            await self._watch_facts()
             self._watching = asyncio.create_task(self._connection.watch(health_path), name="server health")
         length = self._settings.max_model_len
         log.info("%s at %s serves %s", self.name, self._connection.place, self._settings.model)
         return Capacity(self._sequences, self._sequences * length, length)
+
+    async def _watch_facts(self) -> None:
+        """Remember what the server serves, where it tells."""
+        if self._format.server is None:
+            return
+        reader, model = FactsReader(self._connection, self._format.server), self._settings.model
+        try:
+            facts = await reader.read(model)
+        except FactsUnread as error:
+            log.info("a change of the server will not be noticed: %s", error)
+            return
+        if facts.model != model:
+            log.warning("%s does not serve %s; it serves: %s", self._connection.place, model, facts.model)
+            return
+        before = in_use(facts, self._settings.max_model_len, self._sequences)
+        self.facts_watch = FactsWatch(lambda: reader.read(model), before, self._settings.facts_period_s)
+        self._connection.facts_watch = self.facts_watch
 
     def _lose(self, reason: str) -> None:
         self._death = EngineDiedError(f"{self._connection.place} is lost: {reason}")

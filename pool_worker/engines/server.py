@@ -29,6 +29,7 @@ from pool_worker.engines.formats.base import Delta, ServerFacts, ServerRequest, 
 from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_choice import ServerChoice
 from pool_worker.engines.server_connection import AttemptFailed
+from pool_worker.engines.server_facts import FactsWatch, in_use
 from pool_worker.engines.text_tokens import TextTokens, UnwritableError
 from pool_worker.engines.token_source import TokenSource
 from pool_worker.engines.tokenizer_folder import TokenizerFolder, TokenizerFolderError
@@ -62,6 +63,7 @@ class ServerEngine:
         self.continues = True  # answers that another worker has begun
         self.counted_by: CountedBy = "engine" if self._abilities.answers_in == "ids" else "estimate"
         self.honoured: frozenset[str]  # fields of SamplingParams that are honoured
+        self.facts_watch: FactsWatch | None = None
         self._places: asyncio.Semaphore
         self._tasks: dict[str, dict[ServerChoice, asyncio.Task[None]]] = {}  # by request
         self._ready: deque[SequenceOutput] = deque()  # what the next step yields
@@ -115,6 +117,7 @@ class ServerEngine:
             sequences,
             length,
         )
+        self.facts_watch = self._source.watch_facts(in_use(facts, length, sequences))
         self._watching = asyncio.create_task(self._source.watch(), name="server health")
         memory_tokens = facts.memory_tokens or facts.max_kv_tokens
         return Capacity(sequences, kv_tokens, length, facts.max_sequences, memory_tokens)

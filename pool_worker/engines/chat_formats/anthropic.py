@@ -40,6 +40,7 @@ class AnthropicFormat:
 
     framing: Framing = "server-sent events"
     health_path: str | None = None
+    server: str | None = None
     schemas = frozenset({"json_schema"})
     takes_tools = True
 

@@ -39,6 +39,7 @@ class BedrockFormat:
 
     framing: Framing = "AWS event stream"
     health_path: str | None = None
+    server: str | None = None
     honoured = frozenset(_NAMES)
     schemas = frozenset({"json_schema"})
     takes_tools = True

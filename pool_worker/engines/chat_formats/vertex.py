@@ -51,6 +51,7 @@ class VertexFormat:
 
     framing: Framing = "server-sent events"
     health_path: str | None = None
+    server: str | None = None
     honoured = frozenset(_NAMES)
     schemas = frozenset({"json_object", "json_schema"})
     takes_tools = True

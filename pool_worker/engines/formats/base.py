@@ -48,6 +48,20 @@ class ServerFacts:
     memory_tokens: int | None = None
     inputs: frozenset[str] = frozenset()  # what a request may have, by name
     honoured: frozenset[str] | None = None  # of the fields of SamplingParams; None: what the format says
+    # Whose other value, after a restart, is another model under the same name: see ``server_facts``.
+    weights: str | None = None  # where the server has them from, or their digest
+    weights_version: str | None = None
+    tokenizer: str | None = None  # where from
+    tokenizer_sample: str | None = None  # how it reads a text: token ids
+    template: str | None = None  # the chat template's digest
+
+
+class NotServed(MalformedEvent):
+    """The server serves other models than the one asked for."""
+
+    def __init__(self, model: str | None, served: Sequence[str]) -> None:
+        self.served = ", ".join(served)  # "": none
+        super().__init__(f"the server does not serve {model!r}; it serves: {self.served or 'none'}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +136,16 @@ class WireFormat(Abilities, Protocol):
         ...
 
 
+def facts_again(wire_format: type[WireFormat], answer: Mapping[str, Any], model: str) -> ServerFacts:
+    """Read what ``facts_path`` answers of a server that served ``model`` before. Raises MalformedEvent."""
+    try:
+        return wire_format.facts(answer, model)
+    except NotServed as error:
+        if not error.served:  # it loads one, perhaps
+            raise
+        return ServerFacts(error.served)
+
+
 def done_here(answers_in: Medium) -> frozenset[str]:
     """Return the fields of SamplingParams that need nothing of the server."""
     return DONE_HERE | DONE_WITH_IDS if answers_in == "ids" else DONE_HERE
@@ -149,6 +173,11 @@ def count(value: object) -> int | None:
 def limit(value: object) -> int | None:
     """Return a limit that a server reports; None where it cannot be one."""
     return count(value) or None
+
+
+def text(value: object) -> str | None:
+    """Return a text that a server reports; None where there is none."""
+    return value if isinstance(value, str) and value else None
 
 
 def ids(value: object, name: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ Its documentation: https://docs.sglang.ai/basic_usage/native_api.html and .../sa
 from collections.abc import Mapping
 from typing import Any
 
-from pool_worker.engines.formats.base import SAMPLING, Delta, Medium, ServerFacts, ServerRequest, count, ids
+from pool_worker.engines.formats.base import SAMPLING, Delta, Medium, ServerFacts, ServerRequest, count, ids, text
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 from pool_worker.engines.reported_ends import end_of_tokens
 
@@ -31,7 +31,12 @@ class SGLangFormat:
         path = answer.get("served_model_name") or answer.get("model_path")
         if not isinstance(path, str):
             raise MalformedEvent("/get_model_info names no model_path")
-        return ServerFacts(model or path)
+        return ServerFacts(
+            model or path,
+            weights=text(answer.get("model_path")) or path,
+            weights_version=text(answer.get("weight_version")),
+            tokenizer=text(answer.get("tokenizer_path")),
+        )
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import Delta, Medium, Scored, ServerFacts, ServerRequest, limit
+from pool_worker.engines.formats.base import Delta, Medium, Scored, ServerFacts, ServerRequest, limit, text
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of_tokens
 from protocol.messages import TokenId
@@ -46,6 +46,8 @@ class TgiFormat:
             limit(length),
             limit(requests),
             memory_tokens=limit(memory),
+            weights=served,
+            weights_version=text(answer.get("model_sha")),
         )
 
     @staticmethod
