@@ -159,8 +159,9 @@ class Breaker:
 
     def report(self, now_s: float) -> Paused | None:
         """Return what heartbeats tell; None while it serves."""
-        reason = self.change or self.reason
-        if reason is not None:
-            return Paused(reason)
+        if self.change is not None:
+            return Paused(self.change, has_changed=True)
+        if self.reason is not None:
+            return Paused(self.reason)
         left_s = self._wait_until_s - now_s
         return Paused(self._wait_reason, math.ceil(left_s * 1000)) if left_s > 0 else None

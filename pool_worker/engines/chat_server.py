@@ -36,6 +36,7 @@ from protocol.messages import PROTOCOL_VERSION, ModelCard
 CHARS_PER_TOKEN: Final = 4.0  # of English text, by OpenAI's own rule of thumb
 DEFAULT_SEQUENCES: Final = 64
 MAX_REVISION_CHARS: Final = 64
+ANY_NAME: Final = frozenset({"sglang", "tgi"})  # of ChatFormat.server: one model, which is asked by whatever name
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +89,14 @@ class ChatServerEngine:
         """Remember what the server serves, where it tells."""
         if self._format.server is None:
             return
-        reader, model = FactsReader(self._connection, self._format.server), self._settings.model
+        reader = FactsReader(self._connection, self._format.server)
+        model = None if self._format.server in ANY_NAME else self._settings.model
         try:
             facts = await reader.read(model)
         except FactsUnread as error:
             log.info("a change of the server will not be noticed: %s", error)
             return
-        if facts.model != model:
+        if model is not None and facts.model != model:
             log.warning("%s does not serve %s; it serves: %s", self._connection.place, model, facts.model)
             return
         before = in_use(facts, self._settings.max_model_len, self._sequences)

@@ -18,9 +18,9 @@ class FactsReader:
         self._format = FORMATS[kind]
         self._tokenizer_page = TOKENIZER_PAGES.get(kind)
 
-    async def read(self, model: str) -> ServerFacts:
-        """Return what it tells of ``model`` now. Raises FactsUnread."""
-        path = with_model(self._format.facts_path, model)
+    async def read(self, model: str | None) -> ServerFacts:
+        """Return what it tells of ``model`` now, or of the first that it serves. Raises FactsUnread."""
+        path = with_model(self._format.facts_path, model or "")
         facts = await self._connection.facts(path, lambda answer: facts_again(self._format, answer, model))
         return await self.completed(facts)
 

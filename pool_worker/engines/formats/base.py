@@ -136,8 +136,8 @@ class WireFormat(Abilities, Protocol):
         ...
 
 
-def facts_again(wire_format: type[WireFormat], answer: Mapping[str, Any], model: str) -> ServerFacts:
-    """Read what ``facts_path`` answers of a server that served ``model`` before. Raises MalformedEvent."""
+def facts_again(wire_format: type[WireFormat], answer: Mapping[str, Any], model: str | None) -> ServerFacts:
+    """Read what ``facts_path`` answers; where other models are served now, these. Raises MalformedEvent."""
     try:
         return wire_format.facts(answer, model)
     except NotServed as error:
@@ -178,6 +178,19 @@ def limit(value: object) -> int | None:
 def text(value: object) -> str | None:
     """Return a text that a server reports; None where there is none."""
     return value if isinstance(value, str) and value else None
+
+
+def only_model(model: str | None, *names: object) -> str | None:
+    """Return how a server's only model is called: ``model``, or else the first of the ``names`` that it reports.
+
+    Raises NotServed where ``model`` is none of them, nor the last part of a path among them.
+    """
+    known = [name for name in map(text, names) if name is not None]
+    if model is None or not known:
+        return model or next(iter(known), None)
+    if model not in {*known, *(name.rstrip("/").rpartition("/")[2] for name in known)}:
+        raise NotServed(model, known[:1])
+    return model
 
 
 def ids(value: object, name: str) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from pool_worker.engines.formats.base import (
     count,
     ids,
     limit,
+    only_model,
     text,
 )
 from pool_worker.engines.framing import Framing, MalformedEvent
@@ -51,12 +52,12 @@ class LlamaCppFormat:
         slots = limit(answer.get("total_slots"))
         if context is None or slots is None:
             raise MalformedEvent("/props names no n_ctx and total_slots")
-        template, alias = answer.get("chat_template"), answer.get("model_alias", "default")
+        template, path = answer.get("chat_template"), answer.get("model_path")
         return ServerFacts(
-            model or str(alias),
+            only_model(model, answer.get("model_alias"), path) or "default",
             context,
             slots,
-            weights=text(answer.get("model_path")) or str(alias),
+            weights=text(path),
             template=sha256(template.encode()).hexdigest()[:DIGEST_CHARS] if isinstance(template, str) else None,
         )
 

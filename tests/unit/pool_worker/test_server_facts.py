@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pool_worker.engines.formats import FORMATS
-from pool_worker.engines.formats.base import ServerFacts, facts_again
+from pool_worker.engines.formats.base import NotServed, ServerFacts, facts_again
 from pool_worker.engines.formats.tokenizer_sample import TOKENIZER_PAGES
 from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.server_facts import FactsUnread, FactsWatch, changes, in_use
@@ -57,12 +57,13 @@ LENGTH, SEQUENCES, FIELDS, INPUTS = "context length", "sequences at once", "hono
         ("trtllm", models({}), models({"id": "b"}), [MODEL]),
         ("openai_completions", models({}), models({"id": "b"}), [MODEL]),
         ("ollama", tags(a="1"), tags(b="1"), [MODEL]),
-        ("llamacpp", props(), props(model_alias="b"), [WEIGHTS]),
-        ("sglang", sglang(), sglang(model_path="b"), [WEIGHTS]),
-        ("tgi", tgi(), tgi(model_id="b"), [WEIGHTS]),
+        ("llamacpp", props(), props(model_alias="b"), [MODEL]),
+        ("sglang", sglang(), sglang(model_path="b"), [MODEL]),
+        ("tgi", tgi(), tgi(model_id="b"), [MODEL]),
         # Under the same name.
         ("vllm", models({"root": "/a"}), models({"root": "/b"}), [WEIGHTS]),
         ("llamacpp", props(model_path="/a.gguf"), props(model_path="/b.gguf"), [WEIGHTS]),
+        ("sglang", sglang(served_model_name="a"), sglang(served_model_name="a", model_path="b"), [WEIGHTS]),
         ("sglang", sglang(), sglang(weight_version="2"), [VERSION]),
         ("tgi", tgi(), tgi(model_sha="2"), [VERSION]),
         ("ollama", tags(a="1"), tags(a="2"), [WEIGHTS]),
@@ -99,7 +100,8 @@ LENGTH, SEQUENCES, FIELDS, INPUTS = "context length", "sequences at once", "hono
         ("tgi", tgi(version="1", max_batch_total_tokens=100), tgi(version="2", max_batch_total_tokens=90), STAY),
         # Both.
         ("vllm", models({"max_model_len": 4096}), models({"id": "b", "max_model_len": 2048}), [MODEL]),
-        ("tgi", tgi(), tgi(model_id="b", max_total_tokens=2048), [WEIGHTS, LENGTH]),
+        ("tgi", tgi(), tgi(model_sha="2", max_total_tokens=2048), [VERSION, LENGTH]),
+        ("tgi", tgi(), tgi(model_id="b", max_total_tokens=2048), [MODEL]),
     ],
 )
 def test_what_is_a_reason_to_leave(kind: str, before: Page, now: Page, leaves: list[str]) -> None:
@@ -119,6 +121,42 @@ def test_what_is_a_reason_to_leave(kind: str, before: Page, now: Page, leaves: l
 )
 def test_what_is_not_used_may_go(before: ServerFacts, now: ServerFacts) -> None:
     assert not list(changes(in_use(before, max_model_len=1024, max_sequences=16), now))
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "page"),
+    [
+        ("vllm", "a", models({"id": "b"})),
+        ("lmdeploy", "a", models({"id": "b"})),
+        ("trtllm", "a", models({"id": "b"})),
+        ("openai_completions", "a", models({"id": "b"})),
+        ("ollama", "a", tags(b="1")),
+        ("llamacpp", "a", props(model_alias="b")),
+        ("llamacpp", "a", props(model_alias="b", model_path="/a/b.gguf")),
+        ("sglang", "a", sglang(model_path="b")),
+        ("sglang", "a", sglang(model_path="/models/b", served_model_name="b")),
+        ("tgi", "a", tgi(model_id="b")),
+    ],
+)
+def test_a_model_that_is_named_and_not_served_is_refused(kind: str, model: str, page: Page) -> None:
+    """A worker that starts after its server has changed must not serve the other model either."""
+    with pytest.raises(NotServed, match="does not serve 'a'; it serves: b"):
+        FORMATS[kind].facts(page, model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "page"),
+    [
+        ("llamacpp", "b.gguf", props(model_path="/a/b.gguf")),
+        ("llamacpp", "any", {"default_generation_settings": {"n_ctx": 9}, "total_slots": 1}),  # it tells no name
+        ("sglang", "b", sglang(model_path="/models/b")),
+        ("sglang", "/models/b", sglang(model_path="/models/b", served_model_name="c")),
+        ("tgi", "b", tgi(model_id="org/b")),
+        ("ollama", "a", tags(a="1")),
+    ],
+)
+def test_a_model_has_several_names(kind: str, model: str, page: Page) -> None:
+    assert FORMATS[kind].facts(page, model).model in {model, f"{model}:latest"}
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ async def test_callers_get_no_error_and_no_answer_of_another_model(
         assert await asyncio.gather(*asking, *later) == [""] * 2 * REQUESTS
         await until(lambda: not ready.is_set())
         assert REASON in caplog.text
-        await until(lambda: says(gateway, "spillway_worker_paused{", 'pool="new"'))
+        await until(lambda: says(gateway, "spillway_worker_paused{", 'pool="new"', 'reason="changed"'))
         taken = len(changing.bodies)
         assert await ask(gateway, 1) == ""
         assert len(changing.bodies) == taken  # it is out
