@@ -24,6 +24,7 @@ from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats import chat_format
 from pool_worker.engines.chat_formats.base import AnswerReader, ChatDelta, ChatServerRequest, refuse_unknown
 from pool_worker.engines.facts_reader import FactsReader
+from pool_worker.engines.formats.base import default_revision
 from pool_worker.engines.reported_ends import EndReason
 from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_choice import SEED_STRIDE
@@ -35,7 +36,6 @@ from protocol.messages import PROTOCOL_VERSION, ModelCard
 
 CHARS_PER_TOKEN: Final = 4.0  # of English text, by OpenAI's own rule of thumb
 DEFAULT_SEQUENCES: Final = 64
-MAX_REVISION_CHARS: Final = 64
 ANY_NAME: Final = frozenset({"sglang", "tgi"})  # of ChatFormat.server: one model, which is asked by whatever name
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,8 @@ class ChatServerEngine:
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
         """Return None: it has no tokenizer, so gateways count by their own configuration."""
-        revision = self._settings.revision or f"{self.name}:{self._settings.model}"[:MAX_REVISION_CHARS]
+        facts = None if self.facts_watch is None else self.facts_watch.before
+        revision = self._settings.revision or default_revision(self.name, self._settings.model, facts)
         card = ModelCard(
             v=PROTOCOL_VERSION,
             model=model,

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from engine.admission import check_request
 from engine.detokenizer import TokenText
@@ -25,7 +25,14 @@ from engine.pooling_types import PoolingRequest
 from engine.step_stats import StepStats
 from engine.types import EngineCounters, EngineInfo, EngineStats, GenerationRequest, Refusal, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
-from pool_worker.engines.formats.base import Delta, ServerFacts, ServerRequest, done_here, refuse_unknown
+from pool_worker.engines.formats.base import (
+    Delta,
+    ServerFacts,
+    ServerRequest,
+    default_revision,
+    done_here,
+    refuse_unknown,
+)
 from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_choice import ServerChoice
 from pool_worker.engines.server_connection import AttemptFailed
@@ -37,8 +44,6 @@ from pool_worker.settings import TokenServerSettings
 from protocol.artifacts import tokenizer_object_name
 from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
-
-MAX_REVISION_CHARS: Final = 64
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +154,7 @@ class ServerEngine:
             chat_template=templates.get("default"),
             special_tokens=self._tokenizer.special_tokens,
             tool_template=templates.get("tool_use"),
-            revision=self._settings.revision or f"{self.name}:{self._facts.model}"[:MAX_REVISION_CHARS],
+            revision=self._settings.revision or default_revision(self.name, self._facts.model, self._facts),
             sampling=self._tokenizer.sampling,
         )
         return card, tokenizer_json

@@ -88,7 +88,7 @@ class FactsWatch:
     def __init__(self, read: Callable[[], Awaitable[ServerFacts]], before: ServerFacts, period_s: float) -> None:
         """``read`` asks the server; it raises FactsUnread."""
         self._read = read
-        self._before = before
+        self.before = before
         self._period_s = period_s
         self._reading = asyncio.Lock()
         self._read_s = time.monotonic()  # when the last read began, as the next
@@ -163,7 +163,7 @@ class FactsWatch:
             return
         self._is_failing = False
         self._proved_s = begun_s
-        self._decide(list(changes(self._before, now)))
+        self._decide(list(changes(self.before, now)))
 
     def _decide(self, found: list[Change]) -> None:
         change = f"the server has changed: {'; '.join(map(str, found))}" if found else None

@@ -8,11 +8,13 @@ import contextlib
 import copy
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from engine.types import ResumePoint
 from pool_worker import engines
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.engines.formats import FORMATS
@@ -21,10 +23,11 @@ from pool_worker.engines.server_facts import FactsWatch
 from pool_worker.settings import OpenAIChatSettings
 from tests.conformance import test_chat_engines as chat_engines
 from tests.conformance.chat_replay import ChatReplay
-from tests.conformance.driven_engine import Driver, request
+from tests.conformance.driven_engine import Driver, driving, request
 from tests.conformance.replay_events import EVENTS
 from tests.conformance.server_replay import FACTS, Replay, running, running_on_demand
 from tests.conformance.test_chat_servers import chat
+from tests.conformance.test_engines import server_settings
 from tests.conformance.test_server_faults import paired
 from tests.unit.engine.tiny_models import byte_level_tokenizer
 from tests.waiting import until
@@ -167,6 +170,70 @@ def broken_off(kind: str) -> Callable[[Request], Response]:
         raise ConnectionResetError
 
     return lambda request: StreamingResponse(events(request._json))
+
+
+class Address:
+    """Where servers follow one another: a connection to one that is gone breaks, the next one reaches its successor."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        parts = urlsplit(self.url)
+        server_reader, server_writer = await asyncio.open_connection(parts.hostname, parts.port)
+        both = {writer, server_writer}
+        self._open |= both
+        try:
+            await asyncio.gather(relay(reader, server_writer), relay(server_reader, writer))
+        finally:
+            self._open -= both
+            for one in both:
+                one.close()
+
+    def become(self, url: str) -> None:
+        self.url = url
+        for one in self._open:
+            one.transport.abort()
+
+
+async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+    writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def listening(address: Address) -> AsyncIterator[str]:
+    async with await asyncio.start_server(address.connect, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", OTHER)
+async def test_a_server_that_is_started_anew_as_another_gets_nothing_to_continue(
+    kind: str, tokenizer: str, replay_of: Callable[[str], Replay]
+) -> None:
+    first = replay_of(kind)
+    first.token_s = 0.01
+    with running(Replay(kind)) as second:
+        second.facts = told(kind, OTHER[kind], ["2"] if kind == "triton" else "other")
+        address = Address(first.url)
+        settings = server_settings(first, tokenizer)
+        async with listening(address) as url, driving(settings.model_copy(update={"url": url})) as driver:
+            driver.submit(request("begun", max_tokens=150))
+            await driver.wait(lambda: driver.answers["begun", 0].token_ids)
+            address.become(second.url)
+            (begun,) = await driver.end_of("begun")
+            assert (begun.finish_reason, bool(begun.token_ids)) == ("error", True)
+            point = ResumePoint(0, tuple(begun.token_ids), len(begun.text))
+            rescued = await driver.answer(request("rescued", max_tokens=150, resume=(point,)))
+            assert (rescued.finish_reason, rescued.token_ids) == ("error", [])
+            assert "the server has changed" in (rescued.error or "")
+            address.become(first.url)
+            back = await driver.answer(request("back", max_tokens=150, resume=(point,)))
+            assert (back.finish_reason, len(back.token_ids)) == ("length", 150 - len(begun.token_ids))
 
 
 async def test_a_running_stream_vouches_for_its_server(serve: Serve) -> None:

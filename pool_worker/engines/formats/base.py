@@ -14,6 +14,8 @@ from engine.types import SamplingParams
 from pool_worker.engines.framing import Framing, MalformedEvent
 
 MAX_COUNT: Final = 2**50  # of tokens, as a server tells it: the sum of a few is a number that messages may have
+MAX_REVISION_CHARS: Final = 64
+MAX_VERSION_CHARS: Final = 12  # enough of a digest
 MAX_TOKEN_ID: Final = 2**32 - 1  # as ``protocol.messages.TokenId``
 
 # What is done on this side of the wire, whatever the server can do; the second only where it answers in token ids.
@@ -49,8 +51,8 @@ class ServerFacts:
     inputs: frozenset[str] = frozenset()  # what a request may have, by name
     honoured: frozenset[str] | None = None  # of the fields of SamplingParams; None: what the format says
     # Whose other value, after a restart, is another model under the same name: see ``server_facts``.
-    weights: str | None = None  # where the server has them from, or their digest
-    weights_version: str | None = None
+    weights: str | None = None  # where the server has them from
+    weights_version: str | None = None  # or their digest; a part of the revision, where no other is set
     tokenizer: str | None = None  # where from
     tokenizer_sample: str | None = None  # how it reads a text: token ids
     template: str | None = None  # the chat template's digest
@@ -178,6 +180,13 @@ def limit(value: object) -> int | None:
 def text(value: object) -> str | None:
     """Return a text that a server reports; None where there is none."""
     return value if isinstance(value, str) and value else None
+
+
+def default_revision(kind: str, model: str, facts: ServerFacts | None) -> str:
+    """Return what the weights of a server are called, by which workers continue each other's answers."""
+    version = None if facts is None else facts.weights_version
+    parts = [kind, model] if version is None else [kind, version[:MAX_VERSION_CHARS], model]
+    return ":".join(parts)[:MAX_REVISION_CHARS]
 
 
 def only_model(model: str | None, *names: object) -> str | None:

@@ -49,7 +49,7 @@ class OllamaFormat:
         chosen = next((name for name in digests if model is None or name in {model, f"{model}:latest"}), None)
         if chosen is None:
             raise NotServed(model, list(digests))
-        return ServerFacts(chosen, weights=text(digests[chosen]))
+        return ServerFacts(chosen, weights_version=text(digests[chosen]))
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class TritonFormat:
         else:
             raise MalformedEvent("the model has neither sampling_parameters nor max_tokens")
         versions = answer.get("versions")
-        version = ", ".join(map(str, versions)) if isinstance(versions, list) else None
+        version = ",".join(map(str, versions)) if isinstance(versions, list) else None
         return ServerFacts(str(answer.get("name") or model), inputs=inputs, honoured=honoured, weights_version=version)
 
     @staticmethod

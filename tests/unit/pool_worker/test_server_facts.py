@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pool_worker.engines.formats import FORMATS
-from pool_worker.engines.formats.base import NotServed, ServerFacts, facts_again
+from pool_worker.engines.formats.base import NotServed, ServerFacts, default_revision, facts_again
 from pool_worker.engines.formats.tokenizer_sample import TOKENIZER_PAGES
 from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.server_facts import FactsUnread, FactsWatch, changes, in_use
@@ -66,7 +66,7 @@ LENGTH, SEQUENCES, FIELDS, INPUTS = "context length", "sequences at once", "hono
         ("sglang", sglang(served_model_name="a"), sglang(served_model_name="a", model_path="b"), [WEIGHTS]),
         ("sglang", sglang(), sglang(weight_version="2"), [VERSION]),
         ("tgi", tgi(), tgi(model_sha="2"), [VERSION]),
-        ("ollama", tags(a="1"), tags(a="2"), [WEIGHTS]),
+        ("ollama", tags(a="1"), tags(a="2"), [VERSION]),
         ("triton", triton(), triton(versions=["2"]), [VERSION]),
         # Another tokenizer or template.
         ("sglang", sglang(), sglang(tokenizer_path="b"), ["tokenizer"]),
@@ -173,6 +173,23 @@ def test_a_reason_has_the_old_value_and_the_new_one() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "page", "revision"),
+    [
+        ("tgi", tgi(model_sha="0123456789abcdef"), "tgi:0123456789ab:a"),
+        ("ollama", tags(a="0123456789abcdef"), "ollama:0123456789ab:a:latest"),
+        ("sglang", sglang(weight_version="v2"), "sglang:v2:a"),
+        ("triton", triton(versions=["1", "2"]), "triton:1,2:a"),
+        ("tgi", tgi(model_sha=None), "tgi:a"),
+        ("vllm", models({"root": "/models/a"}), "vllm:a"),  # the same weights may lie elsewhere
+    ],
+)
+def test_answers_are_not_continued_by_another_version_of_the_weights(kind: str, page: Page, revision: str) -> None:
+    """Also where a server was away for so long that its worker has started anew."""
+    facts = FORMATS[kind].facts(page, None)
+    assert default_revision(kind, facts.model, facts) == revision
+
+
+@pytest.mark.parametrize(
     ("kind", "answer", "sample"),
     [
         ("vllm", b'{"count": 2, "tokens": [5, 6]}', "5 6"),
@@ -209,8 +226,8 @@ class Server:
             raise FactsUnread("loading")
         return self.facts
 
-    def watch(self) -> FactsWatch:
-        return FactsWatch(self.read, ServerFacts("a", 4096), period_s=3600)
+    def watch(self, period_s: float = 3600.0) -> FactsWatch:
+        return FactsWatch(self.read, ServerFacts("a", 4096), period_s)
 
 
 @asynccontextmanager
@@ -239,6 +256,16 @@ async def test_it_is_read_again_after_a_reconnect_and_another_model_is_out_until
         watch.reconnected()
         await until(lambda: len(server.reported) == 2)
         assert (server.reported[1], watch.doubt(is_answer=True)) == (None, None)
+
+
+async def test_it_is_read_from_time_to_time() -> None:
+    server = Server()
+    watch = server.watch(period_s=0.01)
+    running = asyncio.create_task(watch.run(server.reported.append))
+    await until(lambda: server.asked > 2)
+    server.facts = ServerFacts("a", 2048)
+    await running
+    assert server.reported == ["the server has changed: context length: 4096 before, 2048 now"]
 
 
 async def test_a_worker_whose_server_has_less_leaves() -> None:
