@@ -1,7 +1,8 @@
 """The circuit breaker of one worker: whether its server does well enough to pull jobs for it.
 
     serving ──FAILURES requests in a row without a token──> broken ──a probe is answered──> serving, slowly at first
-       └──the server asks to wait, and says how long──> waiting ──the time is over──> serving, slowly at first
+       ├──the server asks to wait, and says how long──> waiting ──the time is over──> serving, slowly at first
+       └──the server has changed──> out ──it is again what it was──> serving, slowly at first
 
 While it is open nothing is pulled, so that a server that refuses at once does not drain the queue. What "slowly" means:
 few requests at once, and two more for each that gets its first token. Pure: the time is passed in.
@@ -29,7 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class Breaker:
-    """Decides how many jobs a worker may hold. ``reason`` says why it is broken; None while it is not."""
+    """Decides how many jobs a worker may hold.
+
+    ``reason`` says why it is broken, and ``change`` how the server has changed; None while it is not.
+    """
 
     def __init__(
         self, held: Callable[[], Collection[Attempt]], max_sequences: int, on_change: Callable[[], None]
@@ -39,6 +43,7 @@ class Breaker:
         self._max_sequences = max_sequences
         self._on_change = on_change
         self.reason: str | None = None
+        self.change: str | None = None
         self._failed: set[str] = set()  # requests that have failed in a row without a token
         self._since_s = 0.0  # monotonic clock: first tokens before it prove nothing
         self._probe_s = FIRST_PAUSE_S
@@ -86,6 +91,13 @@ class Breaker:
             self._probe_s = FIRST_PAUSE_S
             self.closed(now_s)
 
+    def changed(self, change: str | None, now_s: float) -> None:
+        """Note how the server has changed, or with None that it is again what it was."""
+        self.change = None if change is None else change[:MAX_REASON_CHARS]
+        self._failed.clear()
+        self._restart(now_s, 1)
+        self._on_change()
+
     def probe_failed(self, reason: str) -> float:
         """Note a probe without an answer; return the seconds until the next."""
         self.reason = reason[:MAX_REASON_CHARS]
@@ -124,9 +136,14 @@ class Breaker:
         """Seconds until the server is probed."""
         return self._probe_s
 
+    @property
+    def is_ready(self) -> bool:
+        """True unless the server is broken or out; one that asks to wait is ready."""
+        return self.reason is None and self.change is None
+
     def is_open(self, now_s: float) -> bool:
         """Return whether no jobs may be taken."""
-        return self.reason is not None or now_s < self._wait_until_s
+        return not self.is_ready or now_s < self._wait_until_s
 
     def places(self, now_s: float) -> int | None:
         """Return how many more jobs may be held; None: as many as fit."""
@@ -142,6 +159,8 @@ class Breaker:
 
     def report(self, now_s: float) -> Paused | None:
         """Return what heartbeats tell; None while it serves."""
+        if self.change is not None:
+            return Paused(self.change, has_changed=True)
         if self.reason is not None:
             return Paused(self.reason)
         left_s = self._wait_until_s - now_s

@@ -141,6 +141,8 @@ class ConnectionSettings(Settings):
     connect_s: PositiveSeconds = 5.0
     silence_s: PositiveSeconds = 60.0  # how long a stream may be silent, before its first token too
     health_limit_s: PositiveSeconds = 10.0  # a server that is not healthy for so long is lost
+    # How often at least a server of one's own is asked what it serves, beside each time that it was away.
+    facts_period_s: Annotated[float, Field(ge=1, le=86_400)] = 60.0
 
     @model_validator(mode="after")
     def _key_must_have_certificate(self) -> Self:

@@ -124,6 +124,7 @@ class Worker:
         self._control = ControlListener(bus, settings.worker_id, self._executor)
         self._on_ready: OnReady | None = None
         self._is_measured = asyncio.Event()
+        self._has_less = False  # the server; this worker leaves
         self._watch = None
         if settings.watch is not None and engine.takes != TAKES_MESSAGES:  # an API is nobody's machine
             self._watch = NodeWatch(
@@ -154,7 +155,8 @@ class Worker:
     async def serve(self, stop: Stop, on_ready: OnReady | None) -> None:
         """Work until ``stop`` is requested or the provider gives a notice, then drain.
 
-        Raises EngineDiedError once its jobs have been handed back, also where the node was too slow to stay.
+        Raises EngineDiedError once its jobs have been handed back, also where the node was too slow to stay, or its
+        server takes less than when this worker has told its pool.
         """
         self._on_ready = on_ready
         sending = [self._tasks.create_task(self._publisher.run()), self._tasks.create_task(self._outbox.run())]
@@ -171,6 +173,8 @@ class Worker:
             if self._watch.reallocates:
                 await notices.reallocate(self._settings.notice, self._settings.notice_url, self._watch.reason)
             raise NodeTooSlowError(f"this node is too slow: {self._watch.reason}")
+        if self._has_less:
+            raise EngineDiedError(f"the worker has left its pool: {self._executor.breaker.change}")
 
     async def _flush_outbox(self, stop: Stop) -> None:
         flushing = asyncio.create_task(self._outbox.flush(OUTBOX_FLUSH_LIMIT_S))
@@ -191,6 +195,7 @@ class Worker:
                 work.create_task(self._gate.run(), name="gate"),
                 work.create_task(self._watch_for_notice(stop), name="notices"),
                 work.create_task(self._watch_pace(stop), name="pace"),
+                work.create_task(self._watch_facts(stop), name="facts"),
             ]
             stepping = work.create_task(self._run_engine(), name="engine")
             stop_requested = work.create_task(stop.requested.wait(), name="stopping")
@@ -223,7 +228,7 @@ class Worker:
             return
         card, _ = self._engine.model_card(self._settings.models[0])
         task = "generate" if card.pooling is None else card.pooling.task
-        self._on_ready(task if self._executor.breaker.reason is None else None)
+        self._on_ready(task if self._executor.breaker.is_ready else None)
 
     async def _beat(self) -> None:
         await self._is_measured.wait()  # until then it would seem to have room for jobs
@@ -262,6 +267,15 @@ class Worker:
     async def _watch_pace(self, stop: Stop) -> None:
         if self._watch is not None:
             await self._watch.run()
+            stop.request()
+
+    async def _watch_facts(self, stop: Stop) -> None:
+        """Take no jobs for a server that is another, and leave where it only has less than before."""
+        facts = self._engine.facts_watch
+        if facts is not None:
+            await self._is_measured.wait()  # as heartbeats do
+            await facts.run(lambda change: self._executor.breaker.changed(change, time.monotonic()))
+            self._has_less = True
             stop.request()
 
     async def _end_work(self, stop: Stop) -> None:

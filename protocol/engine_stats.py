@@ -36,6 +36,7 @@ class Paused(Struct, frozen=True, omit_defaults=True):
 
     reason: str  # as its server has told it
     wait_ms: Whole = 0  # for so long, as its server asks; 0: it is broken, and comes back when a probe is answered
+    has_changed: bool = False  # the server, or what it serves: it comes back when that is as before
 
 
 class EngineStats(Struct, frozen=True, omit_defaults=True):

@@ -6,7 +6,7 @@ from typing import Final
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from gateway.metrics.histogram import add_histogram
-from protocol.engine_stats import EngineStats, Histogram
+from protocol.engine_stats import EngineStats, Histogram, Paused
 from protocol.messages import Heartbeat
 
 ENGINE_INDEX: Final = "0"  # vLLM numbers the engines of one server, and its newer boards ask for the label
@@ -86,7 +86,7 @@ def worker_families(beats: Collection[Heartbeat], queues: Collection[str]) -> It
         info.add_metric(labels, 1)
         draining.add_metric(labels, int(beat.draining))
         if beat.paused is not None:
-            paused.add_metric((*labels, "asked_to_wait" if beat.paused.wait_ms else "broken"), 1)
+            paused.add_metric((*labels, _why(beat.paused)), 1)
         reported.add_metric(labels, beat.sent_unix_ms / 1000)
         price.add_metric(labels, beat.usd_per_hour)
         busy.add_metric(labels, beat.busy_ms / 1000)
@@ -107,3 +107,9 @@ def _labels(beat: Heartbeat, models: Collection[str]) -> tuple[str, ...]:
     # An engine is one, however many names it serves; like vLLM, it goes by the first.
     model = next((model for model in beat.models if model in models), "")
     return model, ENGINE_INDEX, beat.pool, beat.provider, beat.region, beat.worker_id
+
+
+def _why(paused: Paused) -> str:
+    if paused.has_changed:
+        return "changed"
+    return "asked_to_wait" if paused.wait_ms else "broken"

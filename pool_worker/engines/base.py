@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from engine.pooling_types import PoolingRequest
 from engine.types import EngineStats, GenerationRequest, SequenceOutput
 from pool_worker.engines.chat import ChatRequest
+from pool_worker.engines.server_facts import FactsWatch
 from protocol.chat import CountedBy, Input
 from protocol.errors import ExpectedError
 from protocol.messages import ModelCard
@@ -43,6 +44,11 @@ class Engine(Protocol):
     takes: Input
     continues: bool  # it can continue an answer begun by another engine
     honoured: frozenset[str]  # fields of SamplingParams; of a model's own defaults, the others are left out
+
+    @property
+    def facts_watch(self) -> FactsWatch | None:
+        """Whether its server is still the same, known after ``start``; None: the engine cannot become another."""
+        ...
 
     async def start(self) -> Capacity:
         """Load the model or connect. Raises EngineDiedError with a reason an operator can act on."""

@@ -33,17 +33,20 @@ from pool_worker.engines.chat_formats.base import (
     refuse_unknown,
     without_unsupported,
 )
+from pool_worker.engines.facts_reader import FactsReader
+from pool_worker.engines.formats.base import default_revision
 from pool_worker.engines.reported_ends import EndReason
 from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_choice import SEED_STRIDE
 from pool_worker.engines.server_connection import AttemptFailed, ServerConnection, Taken
+from pool_worker.engines.server_facts import FactsUnread, FactsWatch, in_use
 from pool_worker.settings import AnyChatSettings
 from protocol.chat import TAKES_MESSAGES, Chat, ChatUsage, Part
 from protocol.messages import PROTOCOL_VERSION, ModelCard
 
 CHARS_PER_TOKEN: Final = 4.0  # of English text, by OpenAI's own rule of thumb
 DEFAULT_SEQUENCES: Final = 64
-MAX_REVISION_CHARS: Final = 64
+ANY_NAME: Final = frozenset({"sglang", "tgi"})  # of ChatFormat.server: one model, which is asked by whatever name
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class ChatServerEngine:
         self.name: str = settings.kind
         self._settings = settings
         self._format = chat_format(settings)
+        self.facts_watch: FactsWatch | None = None
         self.continues, self.honoured = self._format.continues, self._format.honoured
         nothing = ChatServerRequest(settings.model, Chat(()), SamplingParams(), None, None)
         self._path = path = self._format.path(nothing)
@@ -85,10 +89,29 @@ class ChatServerEngine:
             await self._connection.wait_until_ready(health_path)
         await self._connection.check_credentials(self._path)
         if health_path is not None:
+            await self._watch_facts()
             self._watching = asyncio.create_task(self._connection.watch(health_path), name="server health")
         length = self._settings.max_model_len
         log.info("%s at %s serves %s", self.name, self._connection.place, self._settings.model)
         return Capacity(self._sequences, self._sequences * length, length)
+
+    async def _watch_facts(self) -> None:
+        """Remember what the server serves, where it tells."""
+        if self._format.server is None:
+            return
+        reader = FactsReader(self._connection, self._format.server)
+        model = None if self._format.server in ANY_NAME else self._settings.model
+        try:
+            facts = await reader.read(model)
+        except FactsUnread as error:
+            log.info("a change of the server will not be noticed: %s", error)
+            return
+        if model is not None and facts.model != model:
+            log.warning("%s does not serve %s; it serves: %s", self._connection.place, model, facts.model)
+            return
+        before = in_use(facts, self._settings.max_model_len, self._sequences)
+        self.facts_watch = FactsWatch(lambda: reader.read(model), before, self._settings.facts_period_s)
+        self._connection.facts_watch = self.facts_watch
 
     def _lose(self, reason: str) -> None:
         self._death = EngineDiedError(f"{self._connection.place} is lost: {reason}")
@@ -96,7 +119,8 @@ class ChatServerEngine:
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
         """Return None: it has no tokenizer, so gateways count by their own configuration."""
-        revision = self._settings.revision or f"{self.name}:{self._settings.model}"[:MAX_REVISION_CHARS]
+        facts = None if self.facts_watch is None else self.facts_watch.before
+        revision = self._settings.revision or default_revision(self.name, self._settings.model, facts)
         card = ModelCard(
             v=PROTOCOL_VERSION,
             model=model,

@@ -55,6 +55,7 @@ class LocalEngine:
     continues = True
     counted_by: CountedBy = "engine"
     honoured = SAMPLING_DEFAULTS
+    facts_watch = None
 
     def __init__(self, settings: LocalEngineSettings) -> None:
         self._settings = settings

@@ -179,6 +179,7 @@ class ScriptedEngine:
     continues = True
     counted_by: CountedBy = "engine"
     honoured = SAMPLING_DEFAULTS
+    facts_watch = None
 
     def __init__(self, settings: ScriptedEngineSettings) -> None:
         self._settings = settings

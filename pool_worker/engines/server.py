@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from engine.admission import check_request
 from engine.detokenizer import TokenText
@@ -29,6 +29,7 @@ from pool_worker.engines.formats.base import (
     Delta,
     ServerFacts,
     ServerRequest,
+    default_revision,
     done_here,
     refuse_unknown,
     without_optional_grammar,
@@ -36,6 +37,7 @@ from pool_worker.engines.formats.base import (
 from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_choice import ServerChoice
 from pool_worker.engines.server_connection import AttemptFailed
+from pool_worker.engines.server_facts import FactsWatch, in_use
 from pool_worker.engines.text_tokens import TextTokens, UnwritableError
 from pool_worker.engines.token_source import TokenSource
 from pool_worker.engines.tokenizer_folder import TokenizerFolder, TokenizerFolderError
@@ -43,8 +45,6 @@ from pool_worker.settings import TokenServerSettings
 from protocol.artifacts import tokenizer_object_name
 from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
-
-MAX_REVISION_CHARS: Final = 64
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class ServerEngine:
         self.continues = True  # answers that another worker has begun
         self.counted_by: CountedBy = "engine" if self._abilities.answers_in == "ids" else "estimate"
         self.honoured: frozenset[str]  # fields of SamplingParams that are honoured
+        self.facts_watch: FactsWatch | None = None
         self._places: asyncio.Semaphore
         self._tasks: dict[str, dict[ServerChoice, asyncio.Task[None]]] = {}  # by request
         self._ready: deque[SequenceOutput] = deque()  # what the next step yields
@@ -122,6 +123,7 @@ class ServerEngine:
             sequences,
             length,
         )
+        self.facts_watch = self._source.watch_facts(in_use(facts, length, sequences))
         self._watching = asyncio.create_task(self._source.watch(), name="server health")
         memory_tokens = facts.memory_tokens or facts.max_kv_tokens
         return Capacity(sequences, kv_tokens, length, facts.max_sequences, memory_tokens)
@@ -153,7 +155,7 @@ class ServerEngine:
             chat_template=templates.get("default"),
             special_tokens=self._tokenizer.special_tokens,
             tool_template=templates.get("tool_use"),
-            revision=self._settings.revision or f"{self.name}:{self._facts.model}"[:MAX_REVISION_CHARS],
+            revision=self._settings.revision or default_revision(self.name, self._facts.model, self._facts),
             sampling=self._tokenizer.sampling,
         )
         return card, tokenizer_json

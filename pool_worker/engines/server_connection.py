@@ -11,7 +11,7 @@ import contextlib
 import enum
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import httpx
@@ -20,10 +20,12 @@ import msgspec
 from engine.errors import RequestRejected
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.event_decoder import EventDecoder
+from pool_worker.engines.formats.base import ServerFacts
 from pool_worker.engines.framing import DONE, FRAMINGS, Framing, MalformedEvent, ServerFailure
 from pool_worker.engines.reported_errors import failure_in
 from pool_worker.engines.server_busy import ServerBusy, asked_wait_s
 from pool_worker.engines.server_client import OPENAI_PATHS, client_of, final_advice, shown
+from pool_worker.engines.server_facts import FactsUnread, FactsWatch
 from pool_worker.settings import ConnectionSettings
 from pool_worker.sidecar.readiness import Readiness
 from protocol.backoff import wait_for
@@ -111,6 +113,8 @@ class ServerConnection:
         self._is_watched = False
         self._is_reachable = asyncio.Event()
         self._is_reachable.set()
+        self.facts_watch: FactsWatch | None = None  # None: the server is not asked what it serves
+        self._vouchers = 0  # streams that run, of a server that was the same when they began
 
     async def close(self) -> None:
         """Close every connection."""
@@ -165,11 +169,21 @@ class ServerConnection:
         if advice is not None:
             raise EngineDiedError(f"{self.place}: {_reason(error)}; {advice}") from error
 
-    async def page(self, path: str) -> bytes:
-        """Return what a ready server shows at ``path``; nothing where it shows nothing, or too much."""
-        page = b""
+    async def facts(self, path: str, facts_of: Callable[[dict[str, Any]], ServerFacts]) -> ServerFacts:
+        """Return what the server says of itself now. Raises FactsUnread."""
+        page = await self.page(path)
         try:
-            async with asyncio.timeout(PAGE_LIMIT_S), self._client.stream("GET", path) as response:
+            return facts_of(_decode(page))
+        except (MalformedEvent, *UNDECODABLE) as error:
+            raise FactsUnread(
+                f"{self.place}{path}: {error}" if page else f"{self.place}{path} shows nothing"
+            ) from error
+
+    async def page(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Return what a ready server shows at ``path``, or to a body posted there; b"" for nothing, or too much."""
+        page, method = b"", "GET" if body is None else "POST"
+        try:
+            async with asyncio.timeout(PAGE_LIMIT_S), self._client.stream(method, path, json=body) as response:
                 if not response.is_success:
                     return b""
                 async for chunk in response.aiter_bytes():
@@ -191,6 +205,7 @@ class ServerConnection:
                 answer = await self._client.get(health_path, timeout=self._settings.health_limit_s)
                 answer.raise_for_status()
             except httpx.HTTPError as error:
+                self._note_reconnect()
                 is_refused = isinstance(error, httpx.ConnectError)
                 if (is_refused and was_refused) or time.monotonic() - healthy_s > self._settings.health_limit_s:
                     self._lose(_reason(error))
@@ -211,6 +226,8 @@ class ServerConnection:
         try:
             await self._stream(path, body, framing, answer)
         except AttemptFailed as error:
+            if error.__cause__ is None or isinstance(error.__cause__, httpx.TransportError):
+                self._note_reconnect()  # it may have been started anew
             log.warning("%s: %s", shown(self.place + path), error)  # the error itself reaches callers
             raise
 
@@ -232,9 +249,12 @@ class ServerConnection:
         timeout = httpx.Timeout(None, connect=self._settings.connect_s)
         try:
             async with (
+                self._checked() as doubt,
                 self._limited_silence() as heard,
                 self._client.stream("POST", path, content=content, headers=_HEADERS, timeout=timeout) as response,
             ):
+                if (doubted := await doubt(response.status_code)) is not None:
+                    return doubted
                 if response.status_code != httpx.codes.OK:
                     return await self._refused(response)
                 async for taken in self._taken(response, framing, answer):
@@ -251,6 +271,39 @@ class ServerConnection:
         except (MalformedEvent, *UNDECODABLE, ServerFailure, httpx.HTTPError) as error:
             raise AttemptFailed(_fault(error)) from error
         raise AttemptFailed("the server's answer has no end")
+
+    @contextlib.asynccontextmanager
+    async def _checked(self) -> AsyncIterator[Callable[[int], Awaitable[ServerBusy | None]]]:
+        """Read, while a stream begins, whether the server is the same, where no running stream vouches for that.
+
+        What is yielded is asked before anything of an answer with that status is believed, and returns a reason not to.
+        """
+        watch, checking, is_voucher = self.facts_watch, None, False
+        if watch is not None and not (watch.is_proved and self._vouchers):
+            checking = asyncio.create_task(watch.check(), name="facts")
+
+        async def doubt(status: int) -> ServerBusy | None:
+            nonlocal is_voucher
+            if checking is not None:
+                await checking
+            reason = None if watch is None else watch.doubt(is_answer=status == httpx.codes.OK)
+            if reason is not None:
+                return ServerBusy(reason, None)
+            is_voucher = True
+            self._vouchers += 1
+            return None
+
+        try:
+            yield doubt
+        finally:
+            self._vouchers -= is_voucher
+            if checking is not None:
+                checking.cancel()
+                await asyncio.gather(checking, return_exceptions=True)
+
+    def _note_reconnect(self) -> None:
+        if self.facts_watch is not None:
+            self.facts_watch.reconnected()
 
     @contextlib.asynccontextmanager
     async def _limited_silence(self) -> AsyncIterator[Callable[[], None]]:
@@ -315,6 +368,7 @@ class ServerConnection:
 
     async def _is_there_again(self) -> bool:
         """Wait for the watch's word: who failed at once where nobody listens would swallow the whole queue."""
+        self._note_reconnect()
         if not self._is_watched:
             return False
         self._is_reachable.clear()

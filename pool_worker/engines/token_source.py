@@ -3,15 +3,16 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
-from urllib.parse import quote
 
 from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.facts_reader import FactsReader, with_model
 from pool_worker.engines.formats import FORMATS
 from pool_worker.engines.formats.base import Abilities, Delta, ServerFacts, ServerRequest, WireFormat
 from pool_worker.engines.formats.memory import MEMORY_PAGES
 from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.server_client import OPENAI_PATHS
 from pool_worker.engines.server_connection import ServerConnection, Taken
+from pool_worker.engines.server_facts import FactsWatch
 from pool_worker.settings import ServerEngineSettings
 
 
@@ -25,6 +26,10 @@ class TokenSource(Protocol):
 
     async def start(self) -> ServerFacts:
         """Wait until the server is ready; return what it tells of itself. Raises EngineDiedError."""
+        ...
+
+    def watch_facts(self, before: ServerFacts) -> FactsWatch | None:
+        """Have nothing streamed by a server that is no longer what it was; None where it cannot become another."""
         ...
 
     async def watch(self) -> None:
@@ -54,8 +59,9 @@ class HttpSource:
         self.adds_bos = settings.adds_bos
         self.continues = settings.continues
         self._settings = settings
-        own_path = _path(self._format.generate_path, settings.model or "")
+        own_path = with_model(self._format.generate_path, settings.model or "")
         self._connection = ServerConnection(settings, lose, api_paths=(own_path, *OPENAI_PATHS), is_ours=True)
+        self._reader = FactsReader(self._connection, settings.kind)
         self.place = self._connection.place
 
     async def start(self) -> ServerFacts:
@@ -63,7 +69,7 @@ class HttpSource:
         settings = self._settings
         if settings.model is None and "{model}" in self._format.facts_path:
             raise EngineDiedError(f"engine.model: required for {settings.kind}")
-        path = _path(self._format.facts_path, settings.model or "")
+        path = with_model(self._format.facts_path, settings.model or "")
         answer = await self._connection.wait_until_ready(self._format.health_path, path)
         try:
             facts = self._format.facts(answer, settings.model)
@@ -72,7 +78,21 @@ class HttpSource:
         memory = MEMORY_PAGES.get(settings.kind)
         if memory is not None:
             facts = replace(facts, memory_tokens=memory.read(await self._connection.page(memory.path)))
-        return facts if settings.honours is None else replace(facts, honoured=frozenset(settings.honours))
+        return self._as_configured(await self._reader.completed(facts))
+
+    def _as_configured(self, facts: ServerFacts) -> ServerFacts:
+        honours = self._settings.honours
+        return facts if honours is None else replace(facts, honoured=frozenset(honours))
+
+    def watch_facts(self, before: ServerFacts) -> FactsWatch:
+        """Read the facts again before streams, and whenever else it is time."""
+
+        async def read() -> ServerFacts:
+            return self._as_configured(await self._reader.read(before.model))
+
+        watch = FactsWatch(read, before, self._settings.facts_period_s)
+        self._connection.facts_watch = watch
+        return watch
 
     async def watch(self) -> None:
         """Check the server's health until it is lost."""
@@ -80,7 +100,7 @@ class HttpSource:
 
     async def stream(self, ask: ServerRequest, take: Callable[[Delta], bool]) -> None:
         """Pass each event of one choice to ``take``."""
-        path = _path(self._format.generate_path, ask.facts.model)
+        path = with_model(self._format.generate_path, ask.facts.model)
         answer = _Answer(self._format, take)
         await self._connection.stream(path, self._format.body(ask), self._format.framing, answer)
 
@@ -110,7 +130,3 @@ class _Answer:
     def done(self) -> bool:
         """End the answer as an end token would: the server has not said how."""
         return self.has_begun and self._take(Delta(ended_by="eos"))
-
-
-def _path(template: str, model: str) -> str:
-    return template.replace("{model}", quote(model, safe=""))

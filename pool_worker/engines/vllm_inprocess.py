@@ -74,6 +74,9 @@ class VllmInProcess:
         self._vllm = started = await starting
         return _facts(started.engine.vllm_config)
 
+    def watch_facts(self, before: ServerFacts) -> None:
+        """Watch nothing: it lives and dies with this process."""
+
     async def watch(self) -> None:
         """Check the server's health until it is lost."""
         while True:

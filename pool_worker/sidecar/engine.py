@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from engine.pooling_types import PoolingRequest
 from engine.types import EngineStats, GenerationRequest, SequenceOutput
 from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError, TokenEngine
+from pool_worker.engines.server_facts import FactsWatch
 from pool_worker.settings import DETECTED, EngineSettings, ServerEngineSettings
 from pool_worker.sidecar.detect import detect
 from pool_worker.sidecar.process import ServerProcess
@@ -34,6 +35,7 @@ class SideCarEngine:
         self.continues = True
         self.counted_by: CountedBy = "engine"
         self.honoured = frozenset[str]()
+        self.facts_watch: FactsWatch | None = None
         self._settings = settings
         self._create = create
         self._process = None if settings.exec is None else ServerProcess(settings.exec, settings.exec_stop_s)
@@ -85,6 +87,7 @@ class SideCarEngine:
         self._inner, self.name, self.takes = inner, inner.name, inner.takes
         capacity = await inner.start()
         self.continues, self.counted_by, self.honoured = inner.continues, inner.counted_by, inner.honoured
+        self.facts_watch = inner.facts_watch
         return capacity
 
     async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:

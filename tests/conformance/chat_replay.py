@@ -23,6 +23,7 @@ from tests.conformance.server_replay import Fault
 
 WORDS: Final = ("river", "stone", "lantern", "harbour", "copper", "meadow", "signal", "winter", "bridge", "falcon")
 ANSWER_WORDS: Final = 30
+ANOTHER: Final = "I am another model."
 REASONING: Final = "Let me think about it."
 ARGUMENTS: Final = '{"city":"Paris","days":3}'
 PATHS: Final = (
@@ -60,6 +61,8 @@ class ChatReplay:
     headers: list[dict[str, str]] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
     is_healthy: bool = True
+    facts: dict[str, Any] = field(default_factory=dict)  # what it tells of itself, by path
+    is_another: bool = False  # another model, which says ANOTHER to everything
     check_status: int = 400  # of an empty request
     token_s: float = 0.0
     streams: int = 0  # that run
@@ -67,8 +70,9 @@ class ChatReplay:
 
     def forget(self) -> None:
         """Be as new, at the same address."""
-        for told in (self.faults, self.bodies, self.headers, self.urls):
+        for told in (self.faults, self.bodies, self.headers, self.urls, self.facts):
             told.clear()
+        self.is_another = False
         self.repeats_prefix, self.is_healthy, self.check_status, self.token_s = False, True, 400, 0.0
 
     def received(self, request: Request) -> None:
@@ -77,8 +81,8 @@ class ChatReplay:
     def app(self) -> FastAPI:
         app = FastAPI()
 
-        async def health() -> Response:
-            return JSONResponse({}, 200 if self.is_healthy else 500)
+        async def health(request: Request) -> Response:
+            return JSONResponse(self.facts.get(request.url.path, {}), 200 if self.is_healthy else 500)
 
         async def chat(request: Request) -> Response:
             body = await request.json()
@@ -90,9 +94,10 @@ class ChatReplay:
             self.received(request)
             if self.faults:
                 return self.faults.popleft()(request)
-            return StreamingResponse(self._paced(self.events(body)), media_type=self.media_type)
+            events = self._stream(body, [{"content": ANOTHER}], "stop") if self.is_another else self.events(body)
+            return StreamingResponse(self._paced(events), media_type=self.media_type)
 
-        for path in ("/health", "/readyz", "/v1/models"):
+        for path in ("/health", "/readyz", "/v1/models", "/get_model_info", "/info"):
             app.get(path)(health)
         for path in self.paths:
             app.post(path)(chat)
@@ -100,9 +105,12 @@ class ChatReplay:
 
     async def _paced(self, events: Sequence[str | bytes]) -> AsyncIterator[str | bytes]:
         self.streams += 1
+        is_another = self.is_another
         try:
             for event in events:
                 await asyncio.sleep(self.token_s)
+                if self.is_another != is_another:
+                    raise ConnectionResetError("started anew")
                 yield event
         finally:
             self.streams -= 1

@@ -14,9 +14,10 @@ from typing import Any, Final, Protocol, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from pool_worker.engines.formats import FORMATS
+from pool_worker.engines.formats.tokenizer_sample import TOKENIZER_PAGES
 from tests.conformance.replay_events import EVENTS
 from tests.conformance.vllm_replay import VllmReplay
 
@@ -64,6 +65,8 @@ class Replay:
     faults: deque[Fault] = field(default_factory=deque)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     is_healthy: bool = True
+    facts: Any = None  # what it tells of itself; None: as in FACTS, and a status: that instead
+    sample: Sequence[int] = (40, 41, 42)  # how its tokenizer reads any text
     token_s: float = 0.0
     streams: int = 0  # that run
     url: str = ""
@@ -81,11 +84,23 @@ class Replay:
                 return fault(request)
             return StreamingResponse(self.answer(body), media_type="text/event-stream")
 
+        async def told() -> Response:
+            facts = FACTS.get(wire.facts_path, {}) if self.facts is None else self.facts
+            return Response(status_code=facts) if isinstance(facts, int) else JSONResponse(facts)
+
+        async def tokenize(request: Request) -> Response:
+            assert await request.json()
+            page = TOKENIZER_PAGES[self.kind]
+            return JSONResponse(
+                [{"id": id_} for id_ in self.sample] if page.field is None else {page.field: self.sample}
+            )
+
         wire = FORMATS[self.kind]
-        facts = FACTS.get(wire.facts_path, {})
+        if self.kind in TOKENIZER_PAGES:
+            app.post(TOKENIZER_PAGES[self.kind].path)(tokenize)
         if wire.health_path != wire.facts_path:
             app.get(wire.health_path)(health)
-        app.get(wire.facts_path.format(model="replay"))(lambda: facts)
+        app.get(wire.facts_path.format(model="replay"))(told)
         app.post(wire.generate_path.format(model="replay"))(generate)
         return app
 
@@ -159,6 +174,8 @@ def running_on_demand() -> Iterator[Callable[[str], Any]]:
             replay.faults.clear()
             replay.bodies.clear()
             replay.is_healthy = True
+            if isinstance(replay, Replay):
+                replay.facts, replay.sample = None, Replay.sample
             return replay
 
         yield of

@@ -72,6 +72,7 @@ class SimulatedEngine:
     continues = True
     counted_by: CountedBy = "engine"
     honoured = SAMPLING_DEFAULTS
+    facts_watch = None
 
     def __init__(self, max_sequences: int, pace: Pace, made: Made) -> None:
         self.pace = pace

@@ -37,6 +37,7 @@ class AnthropicFormat:
 
     framing: Framing = "server-sent events"
     health_path: str | None = None
+    server: str | None = None
     schemas = frozenset({"json_schema"})
     max_temperature = 1.0
     efforts: Sequence[str] | None = ("none", "low", "medium", "high", "xhigh", "max")

@@ -36,6 +36,7 @@ class BedrockFormat:
 
     framing: Framing = "AWS event stream"
     health_path: str | None = None
+    server: str | None = None
     honoured = frozenset(_NAMES)
     schemas = frozenset({"json_schema"})
     max_temperature = 1.0

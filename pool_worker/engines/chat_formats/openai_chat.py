@@ -39,7 +39,7 @@ class OpenAIChatFormat:
         """Speak it as one profile does."""
         self._profile = profile = PROFILES[settings.profile]
         self._settings = settings
-        self.health_path = profile.health_path
+        self.health_path, self.server = profile.health_path, profile.server
         self.honoured = profile.honoured
         self.schemas = profile.schemas
         self.efforts: Sequence[str] | None = None if profile.takes_effort else ()

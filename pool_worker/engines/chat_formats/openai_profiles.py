@@ -21,6 +21,7 @@ class Profile:
 
     path: str = "/v1/chat/completions"  # ``{model}`` and ``{api_version}`` are filled in
     health_path: str | None = None  # None: a hosted API, which is not asked how it does
+    server: str | None = None  # as ChatFormat.server
     key_header: str | None = None  # None: the key goes as a bearer token
     honoured: frozenset[str] = _OPENAI
     schemas: frozenset[str] = _BOTH_SCHEMAS
@@ -92,19 +93,21 @@ PROFILES: Final[dict[str, Profile]] = {
         takes_names=False,
         takes_single_call=False,
     ),
-    "ray": Profile(health_path="/v1/models", honoured=_BIASED | _OPEN_MODELS),
-    "openllm": Profile(health_path="/readyz", honoured=_BIASED | _OPEN_MODELS),
+    "ray": Profile(health_path="/v1/models", server="openai_completions", honoured=_BIASED | _OPEN_MODELS),
+    "openllm": Profile(health_path="/readyz", server="openai_completions", honoured=_BIASED | _OPEN_MODELS),
     "tgi": Profile(
         health_path="/health",
+        server="tgi",
         honoured=_OPENAI,
         takes_effort=False,
         takes_single_call=False,
         in_last_message={},
         in_body={"continue_final_message": True},
     ),
-    "vllm": Profile(health_path="/health", salt_field="cache_salt", **_AS_VLLM),
+    "vllm": Profile(health_path="/health", server="vllm", salt_field="cache_salt", **_AS_VLLM),
     "sglang": Profile(
         health_path="/health",
+        server="sglang",
         honoured=_BIASED | _OPEN_MODELS | _ENGINE_FIELDS,
         thinking=_BY_TEMPLATE,
         salt_field="cache_salt",

@@ -32,7 +32,7 @@ class SageMakerFormat(OpenAIChatFormat):
         asked = {name: getattr(settings, name) for name in names} | {"url": settings.url, "profile": settings.profile}
         super().__init__(OpenAIChatSettings(kind="openai_chat", **asked))
         self._endpoint = settings
-        self.health_path = None  # of the container, which only the endpoint reaches
+        self.health_path = self.server = None  # of the container, which only the endpoint reaches
 
     def auth(self) -> httpx.Auth | None:
         """Return the authentication of every request; None for a bearer token."""

@@ -46,6 +46,7 @@ class VertexFormat:
 
     framing: Framing = "server-sent events"
     health_path: str | None = None
+    server: str | None = None
     honoured = frozenset(_NAMES)
     schemas = frozenset({"json_object", "json_schema"})
     max_temperature = 2.0

@@ -14,6 +14,8 @@ from engine.types import GenerationRequest, SamplingParams
 from pool_worker.engines.framing import Framing, MalformedEvent
 
 MAX_COUNT: Final = 2**50  # of tokens, as a server tells it: the sum of a few is a number that messages may have
+MAX_REVISION_CHARS: Final = 64
+MAX_VERSION_CHARS: Final = 12  # enough of a digest
 MAX_TOKEN_ID: Final = 2**32 - 1  # as ``protocol.messages.TokenId``
 
 # What is done on this side of the wire, whatever the server can do; the second only where it answers in token ids.
@@ -48,6 +50,20 @@ class ServerFacts:
     memory_tokens: int | None = None
     inputs: frozenset[str] = frozenset()  # what a request may have, by name
     honoured: frozenset[str] | None = None  # of the fields of SamplingParams; None: what the format says
+    # Whose other value, after a restart, is another model under the same name: see ``server_facts``.
+    weights: str | None = None  # where the server has them from
+    weights_version: str | None = None  # or their digest; a part of the revision, where no other is set
+    tokenizer: str | None = None  # where from
+    tokenizer_sample: str | None = None  # how it reads a text: token ids
+    template: str | None = None  # the chat template's digest
+
+
+class NotServed(MalformedEvent):
+    """The server serves other models than the one asked for."""
+
+    def __init__(self, model: str | None, served: Sequence[str]) -> None:
+        self.served = ", ".join(served)  # "": none
+        super().__init__(f"the server does not serve {model!r}; it serves: {self.served or 'none'}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +138,16 @@ class WireFormat(Abilities, Protocol):
         ...
 
 
+def facts_again(wire_format: type[WireFormat], answer: Mapping[str, Any], model: str | None) -> ServerFacts:
+    """Read what ``facts_path`` answers; where other models are served now, these. Raises MalformedEvent."""
+    try:
+        return wire_format.facts(answer, model)
+    except NotServed as error:
+        if not error.served:  # it loads one, perhaps
+            raise
+        return ServerFacts(error.served)
+
+
 def done_here(answers_in: Medium) -> frozenset[str]:
     """Return the fields of SamplingParams that need nothing of the server."""
     return DONE_HERE | DONE_WITH_IDS if answers_in == "ids" else DONE_HERE
@@ -162,6 +188,31 @@ def count(value: object) -> int | None:
 def limit(value: object) -> int | None:
     """Return a limit that a server reports; None where it cannot be one."""
     return count(value) or None
+
+
+def text(value: object) -> str | None:
+    """Return a text that a server reports; None where there is none."""
+    return value if isinstance(value, str) and value else None
+
+
+def default_revision(kind: str, model: str, facts: ServerFacts | None) -> str:
+    """Return what the weights of a server are called, by which workers continue each other's answers."""
+    version = None if facts is None else facts.weights_version
+    parts = [kind, model] if version is None else [kind, version[:MAX_VERSION_CHARS], model]
+    return ":".join(parts)[:MAX_REVISION_CHARS]
+
+
+def only_model(model: str | None, *names: object) -> str | None:
+    """Return how a server's only model is called: ``model``, or else the first of the ``names`` that it reports.
+
+    Raises NotServed where ``model`` is none of them, nor the last part of a path among them.
+    """
+    known = [name for name in map(text, names) if name is not None]
+    if model is None or not known:
+        return model or next(iter(known), None)
+    if model not in {*known, *(name.rstrip("/").rpartition("/")[2] for name in known)}:
+        raise NotServed(model, known[:1])
+    return model
 
 
 def ids(value: object, name: str) -> tuple[int, ...]:

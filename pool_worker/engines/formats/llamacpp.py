@@ -4,6 +4,7 @@ Its documentation: https://github.com/ggml-org/llama.cpp/blob/master/tools/serve
 """
 
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any, Final
 
 import msgspec
@@ -18,11 +19,14 @@ from pool_worker.engines.formats.base import (
     count,
     ids,
     limit,
+    only_model,
+    text,
 )
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of_tokens
 from protocol.messages import TokenId
 
+DIGEST_CHARS: Final = 12
 _ENDS: Final = {"eos": "eos", "limit": "length", "word": "stop"}
 
 
@@ -48,7 +52,14 @@ class LlamaCppFormat:
         slots = limit(answer.get("total_slots"))
         if context is None or slots is None:
             raise MalformedEvent("/props names no n_ctx and total_slots")
-        return ServerFacts(model or str(answer.get("model_alias", "default")), context, slots)
+        template, path = answer.get("chat_template"), answer.get("model_path")
+        return ServerFacts(
+            only_model(model, answer.get("model_alias"), path) or "default",
+            context,
+            slots,
+            weights=text(path),
+            template=sha256(template.encode()).hexdigest()[:DIGEST_CHARS] if isinstance(template, str) else None,
+        )
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import Delta, Medium, ServerFacts, ServerRequest
+from pool_worker.engines.formats.base import Delta, Medium, NotServed, ServerFacts, ServerRequest, text
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of_tokens
 
@@ -44,11 +44,12 @@ class OllamaFormat:
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
         """Find the model asked for, or the first that is there; the server tells no length here."""
         models = answer.get("models")
-        names = [str(one.get("name")) for one in models if isinstance(one, dict)] if isinstance(models, list) else []
-        chosen = next((name for name in names if model is None or name in {model, f"{model}:latest"}), None)
+        entries = [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
+        digests = {str(one.get("name")): one.get("digest") for one in entries}
+        chosen = next((name for name in digests if model is None or name in {model, f"{model}:latest"}), None)
         if chosen is None:
-            raise MalformedEvent(f"the server does not serve {model!r}; it serves: {', '.join(names) or 'none'}")
-        return ServerFacts(chosen)
+            raise NotServed(model, list(digests))
+        return ServerFacts(chosen, weights_version=text(digests[chosen]))
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
@@ -91,12 +92,12 @@ class OllamaFormat:
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
         """Read one event."""
         del seen_tokens
-        text = event.get("response")
-        if not isinstance(text, str):
+        said = event.get("response")
+        if not isinstance(said, str):
             raise MalformedEvent("an event without a response")
         if event.get("thinking"):  # it has cut the answer into two, and nobody knows where
             raise MalformedEvent("the server takes the model's thinking out of its answer")
         if event.get("done") is not True:
-            return Delta(text=text)
+            return Delta(text=said)
         reason = event.get("done_reason")
-        return Delta(text=text, ended_by=_ENDS.get(str(reason)) or end_of_tokens(reason))
+        return Delta(text=said, ended_by=_ENDS.get(str(reason)) or end_of_tokens(reason))

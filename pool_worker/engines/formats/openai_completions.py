@@ -6,7 +6,7 @@ Its documentation: https://platform.openai.com/docs/api-reference/completions
 from collections.abc import Mapping
 from typing import Any
 
-from pool_worker.engines.formats.base import Delta, Medium, ServerFacts, ServerRequest, count, limit
+from pool_worker.engines.formats.base import Delta, Medium, NotServed, ServerFacts, ServerRequest, count, limit, text
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of_tokens
 
@@ -57,11 +57,11 @@ class OpenAICompletionsFormat:
         choice = choice_of(event)
         if choice is None:
             return Delta(cached_tokens=cached_of(event))
-        text = choice.get("text")
-        if not isinstance(text, str):
+        said = choice.get("text")
+        if not isinstance(said, str):
             raise MalformedEvent("a choice without text")
         reason = ended_by(choice)
-        return Delta(text=text, ended_by="eos" if reason == "stop" else reason, cached_tokens=cached_of(event))
+        return Delta(text=said, ended_by="eos" if reason == "stop" else reason, cached_tokens=cached_of(event))
 
 
 def model_of(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
@@ -70,9 +70,8 @@ def model_of(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
     entries = [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
     chosen = next((one for one in entries if model is None or one.get("id") == model), None)
     if chosen is None or not isinstance(chosen.get("id"), str):
-        names = ", ".join(str(one.get("id")) for one in entries) or "none"
-        raise MalformedEvent(f"the server does not serve {model!r}; it serves: {names}")
-    return ServerFacts(chosen["id"], limit(chosen.get("max_model_len")))
+        raise NotServed(model, [str(one.get("id")) for one in entries])
+    return ServerFacts(chosen["id"], limit(chosen.get("max_model_len")), weights=text(chosen.get("root")))
 
 
 def choice_of(event: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -6,7 +6,17 @@ Its documentation: https://docs.sglang.ai/basic_usage/native_api.html and .../sa
 from collections.abc import Mapping
 from typing import Any
 
-from pool_worker.engines.formats.base import SAMPLING, Delta, Medium, ServerFacts, ServerRequest, count, ids
+from pool_worker.engines.formats.base import (
+    SAMPLING,
+    Delta,
+    Medium,
+    ServerFacts,
+    ServerRequest,
+    count,
+    ids,
+    only_model,
+    text,
+)
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 from pool_worker.engines.reported_ends import end_of_tokens
 
@@ -28,10 +38,16 @@ class SGLangFormat:
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
         """Read the server's one model; it tells no length here."""
-        path = answer.get("served_model_name") or answer.get("model_path")
-        if not isinstance(path, str):
+        path = answer.get("model_path")
+        served = only_model(model, answer.get("served_model_name"), path)
+        if served is None:
             raise MalformedEvent("/get_model_info names no model_path")
-        return ServerFacts(model or path)
+        return ServerFacts(
+            served,
+            weights=text(path),
+            weights_version=text(answer.get("weight_version")),
+            tokenizer=text(answer.get("tokenizer_path")),
+        )
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import Delta, Medium, Scored, ServerFacts, ServerRequest, limit
+from pool_worker.engines.formats.base import Delta, Medium, Scored, ServerFacts, ServerRequest, limit, only_model, text
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of_tokens
 from protocol.messages import TokenId
@@ -36,16 +36,18 @@ class TgiFormat:
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
         """Read the server's one model."""
-        served = answer.get("model_id")
-        if not isinstance(served, str):
+        path = answer.get("model_id")
+        if not isinstance(path, str):
             raise MalformedEvent("/info names no model_id")
         length, requests = answer.get("max_total_tokens"), answer.get("max_concurrent_requests")
         memory = answer.get("max_batch_total_tokens")  # not of every release
         return ServerFacts(
-            model or served,
+            only_model(model, path) or path,
             limit(length),
             limit(requests),
             memory_tokens=limit(memory),
+            weights=path,
+            weights_version=text(answer.get("model_sha")),
         )
 
     @staticmethod

@@ -51,7 +51,9 @@ class TritonFormat:
             honoured = _BY_VLLM & inputs | ({"seed"} if inputs & {*_SEED_NAMES} else set())
         else:
             raise MalformedEvent("the model has neither sampling_parameters nor max_tokens")
-        return ServerFacts(str(answer.get("name") or model), inputs=inputs, honoured=honoured)
+        versions = answer.get("versions")
+        version = ",".join(map(str, versions)) if isinstance(versions, list) else None
+        return ServerFacts(str(answer.get("name") or model), inputs=inputs, honoured=honoured, weights_version=version)
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
@@ -77,12 +79,12 @@ class TritonFormat:
         del seen_tokens
         if event.get("closed") is True:
             return Delta(ended_by="eos")
-        text, reason = event.get("text_output"), event.get("finish_reason")
-        if not isinstance(text, str):
+        said, reason = event.get("text_output"), event.get("finish_reason")
+        if not isinstance(said, str):
             raise MalformedEvent("an event without text_output")
         if reason in (None, "", "None"):  # no set: anything may stand there
-            return Delta(text=text)
-        return Delta(text=text, ended_by=_ENDS.get(str(reason)) or end_of_tokens(reason))
+            return Delta(text=said)
+        return Delta(text=said, ended_by=_ENDS.get(str(reason)) or end_of_tokens(reason))
 
 
 def _names(tensors: object) -> frozenset[str]:

@@ -452,7 +452,11 @@ async def test_live_numbers_come_as_events(gateway: GatewayUnderTest, browser: h
 
 @pytest.mark.parametrize(
     ("paused", "shown"),
-    [(Paused("401 <b>"), "broken</span>"), (Paused("429 <b>", 19_500), "waiting 20 s</span>")],
+    [
+        (Paused("401 <b>"), "broken</span>"),
+        (Paused("model: a <b>", has_changed=True), "changed</span>"),
+        (Paused("429 <b>", 19_500), "waiting 20 s</span>"),
+    ],
 )
 async def test_a_pool_that_pulls_nothing_says_why(
     gateway: GatewayUnderTest, browser: httpx.AsyncClient, paused: Paused, shown: str

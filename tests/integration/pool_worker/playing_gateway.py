@@ -195,6 +195,8 @@ async def running_worker(settings: WorkerSettings, ready: asyncio.Event | None =
             yield stop
         finally:
             stop.request()
-            await serving
-            await engine.stop()
-            await bus.close()
+            try:
+                await serving
+            finally:
+                await engine.stop()
+                await bus.close()

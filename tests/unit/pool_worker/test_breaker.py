@@ -54,6 +54,21 @@ def test_some_failures_in_a_row_open_it(held: Held) -> None:
     assert (held.breaker.places(1.0), held.breaker.report(1.0), held.changes) == (0, Paused(BROKEN), 1)
 
 
+def test_a_server_that_has_changed_is_out_until_it_is_what_it_was(held: Held) -> None:
+    held.breaker.changed(change := "the server has changed: model: a before, b now", 1.0)
+    assert (held.breaker.places(1.0), held.breaker.report(1.0), held.changes) == (
+        0,
+        Paused(change, has_changed=True),
+        1,
+    )
+    assert not held.breaker.is_ready
+    held.break_it(2.0)
+    held.breaker.closed(3.0)  # a probe is answered, by the other model
+    assert held.breaker.report(3.0) == Paused(change, has_changed=True)
+    held.breaker.changed(None, 4.0)
+    assert (held.breaker.places(4.0), held.breaker.report(4.0), held.breaker.is_ready) == (1, None, True)
+
+
 def test_one_request_that_fails_again_and_again_does_not(held: Held) -> None:
     for _ in range(10 * FAILURES):
         held.breaker.failed("poison", BROKEN, 1.0)

@@ -1,0 +1,179 @@
+"""What a server tells of itself, read again: whether it is still the server that this worker has joined the pool for.
+
+    same ──another model, weights, tokenizer or template──> out ──the first ones again──> same
+     └──a shorter context, fewer sequences, fewer fields──> left: a worker that starts anew has the new limits
+
+It is read after each sign of a reconnect, before an answer begins that no running one vouches for, and from time to
+time. A read that fails is no change. What a change does to the worker is the worker's (ADR 22).
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pool_worker.engines.formats.base import ServerFacts
+from protocol.backoff import wait_for
+
+FACTS_LIMIT_S: Final = 10.0  # for one read
+AGAIN_AFTER_S: Final = 1.0  # where a read fails after a reconnect
+SHORTEST_PERIOD: Final = 0.5  # of the period: the workers of a pool do not ask all at once
+MAX_VALUE_CHARS: Final = 60  # of a fact, in a reason
+
+# Another value of these is another server: its answers are not the ones that callers of the pool ask for.
+IDENTITY: Final = {
+    "model": "model",
+    "weights": "weights",
+    "weights_version": "version of the weights",
+    "tokenizer": "tokenizer",
+    "tokenizer_sample": "token ids of a sample text",
+    "template": "chat template",
+}
+# Less of these is a server that refuses what this worker takes; more does no harm.
+LIMITS: Final = {"max_model_len": "context length", "max_sequences": "sequences at once"}
+ABILITIES: Final = {"inputs": "inputs", "honoured": "honoured fields"}
+
+log = logging.getLogger(__name__)
+
+
+class FactsUnread(Exception):
+    """The server does not say what it serves: it is loading, busy or away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A fact that differs from what it was when the worker started."""
+
+    fact: str
+    before: str
+    now: str
+    is_identity: bool
+
+    def __str__(self) -> str:
+        return f"{self.fact}: {self.before[:MAX_VALUE_CHARS]} before, {self.now[:MAX_VALUE_CHARS]} now"
+
+
+def changes(before: ServerFacts, now: ServerFacts) -> Iterator[Change]:
+    """Yield what is a reason to leave the pool. What is unknown before or now is none."""
+    for name, fact in IDENTITY.items():
+        known, told = getattr(before, name), getattr(now, name)
+        if known is not None and told is not None and known != told:
+            yield Change(fact, known, told, is_identity=True)
+    for name, fact in LIMITS.items():
+        known, told = getattr(before, name), getattr(now, name)
+        if known is not None and told is not None and told < known:
+            yield Change(fact, str(known), str(told), is_identity=False)
+    for name, fact in ABILITIES.items():
+        known, told = getattr(before, name) or frozenset(), getattr(now, name)
+        if told is not None and known - told:
+            yield Change(fact, ", ".join(sorted(known)), ", ".join(sorted(told)) or "none", is_identity=False)
+
+
+def in_use(facts: ServerFacts, max_model_len: int, max_sequences: int) -> ServerFacts:
+    """Return facts without the room that this worker does not use: losing that is no reason to leave."""
+    length, sequences = facts.max_model_len, facts.max_sequences
+    return replace(
+        facts,
+        max_model_len=None if length is None else min(length, max_model_len),
+        max_sequences=None if sequences is None else min(sequences, max_sequences),
+    )
+
+
+class FactsWatch:
+    """The facts of one server since the worker's start. ``change`` says what differs; None while nothing does."""
+
+    def __init__(self, read: Callable[[], Awaitable[ServerFacts]], before: ServerFacts, period_s: float) -> None:
+        """``read`` asks the server; it raises FactsUnread."""
+        self._read = read
+        self.before = before
+        self._period_s = period_s
+        self._reading = asyncio.Lock()
+        self._read_s = time.monotonic()  # when the last read began, as the next
+        self._proved_s = self._read_s  # of those that succeeded
+        self._reconnected_s = -1.0  # the last sign
+        self._is_due = asyncio.Event()
+        self._is_failing = False
+        self.change: str | None = None
+        self.is_another = False  # not only a smaller one
+
+    def reconnected(self) -> None:
+        """Note a sign that the server may have been started anew: nothing is asked of it before it is read again."""
+        self._reconnected_s = time.monotonic()
+        self._is_due.set()
+
+    @property
+    def is_proved(self) -> bool:
+        """True if the server was read since the last sign of a reconnect, and is the same."""
+        return self._proved_s > self._reconnected_s and self.change is None
+
+    async def check(self) -> None:
+        """Read the facts, by a read that begins now."""
+        await self._read_since(time.monotonic())
+
+    def doubt(self, *, is_answer: bool) -> str | None:
+        """Return why nothing is taken from the server: it has changed, or it may have, and what it says is an answer.
+
+        Where a read fails, the server passes for the same unless it was reconnected.
+        """
+        if self.change is None and is_answer and not self.is_proved:
+            return "the server was reconnected, and does not say yet what it serves"
+        return self.change
+
+    async def run(self, on_change: Callable[[str | None], None]) -> None:
+        """Read again when it is time; return when a worker that starts anew is better off.
+
+        ``on_change`` is called with the reason when the server has changed, and with None when it is as it was.
+        """
+        reported: str | None = None
+        while True:
+            await wait_for(self._is_due, self._pause_s())
+            self._is_due.clear()
+            if self.change == reported:
+                await self.check()
+            if self.change != reported:
+                reported = self.change
+                on_change(reported)
+            if self.change is not None and not self.is_another:
+                return
+
+    def _pause_s(self) -> float:
+        if self._proved_s <= self._reconnected_s:
+            return AGAIN_AFTER_S
+        return self._period_s * random.uniform(SHORTEST_PERIOD, 1.0)  # noqa: S311
+
+    async def _read_since(self, since_s: float) -> None:
+        """Read the facts, once for all who want that at the same time."""
+        async with self._reading:
+            if self._read_s <= since_s:
+                begun_s = time.monotonic()
+                await self._judge(begun_s)
+                self._read_s = begun_s
+
+    async def _judge(self, begun_s: float) -> None:
+        try:
+            async with asyncio.timeout(FACTS_LIMIT_S):
+                now = await self._read()
+        except (FactsUnread, TimeoutError) as error:
+            if not self._is_failing:
+                log.warning("the server does not say what it serves: %s", error or "no answer in time")
+            self._is_failing = True
+            return
+        self._is_failing = False
+        self._proved_s = begun_s
+        self._decide(list(changes(self.before, now)))
+
+    def _decide(self, found: list[Change]) -> None:
+        change = f"the server has changed: {'; '.join(map(str, found))}" if found else None
+        if change == self.change:
+            return
+        self.change, self.is_another = change, any(one.is_identity for one in found)
+        self._is_due.set()
+        if change is None:
+            log.info("the server is again what it was at the start")
+        elif self.is_another:
+            log.error("%s; no jobs until it is what it was: if this is meant, restart the worker", change)
+        else:
+            log.error("%s; this worker leaves, to start anew with these limits", change)

@@ -1,0 +1,318 @@
+"""Servers that become others under a running worker: nothing of an answer is taken from one, and the reason is told.
+
+For each kind that tells what it serves, and each change that it can tell.
+"""
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from engine.types import ResumePoint
+from pool_worker import engines
+from pool_worker.engines.chat_server import ChatServerEngine
+from pool_worker.engines.formats import FORMATS
+from pool_worker.engines.formats.tokenizer_sample import TOKENIZER_PAGES
+from pool_worker.engines.server_facts import FactsWatch
+from pool_worker.settings import OpenAIChatSettings
+from tests.conformance import test_chat_engines as chat_engines
+from tests.conformance.chat_replay import ChatReplay
+from tests.conformance.driven_engine import Driver, driving, request
+from tests.conformance.replay_events import EVENTS
+from tests.conformance.server_replay import FACTS, Replay, running, running_on_demand
+from tests.conformance.test_chat_servers import chat
+from tests.conformance.test_engines import server_settings
+from tests.conformance.test_server_faults import paired
+from tests.unit.engine.tiny_models import byte_level_tokenizer
+from tests.waiting import until
+
+OTHER: dict[str, str] = {  # a fact of each kind that another model would change, and its name in the reason
+    "vllm": "id",
+    "sglang": "model_path",
+    "llamacpp": "model_alias",
+    "lmdeploy": "id",
+    "trtllm": "id",
+    "tgi": "model_id",
+    "ollama": "name",
+    "triton": "versions",
+    "openai_completions": "id",
+}
+CONTEXT: dict[str, str] = {
+    "vllm": "max_model_len",
+    "llamacpp": "n_ctx",
+    "tgi": "max_total_tokens",
+    "openai_completions": "max_model_len",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_level_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def replay_of() -> Iterator[Callable[[str], Replay]]:
+    with running_on_demand() as replay_of:
+        yield replay_of
+
+
+Serve = Callable[[str], contextlib.AbstractAsyncContextManager[tuple[Driver, Replay]]]
+
+
+@pytest.fixture
+def serve(tokenizer: str, replay_of: Callable[[str], Replay]) -> Serve:
+    return lambda kind: paired(replay_of(kind), tokenizer)
+
+
+def told(kind: str, key: str, value: Any) -> Any:
+    """What a server of this kind says of itself, but for one fact."""
+
+    def changed(page: Any) -> Any:
+        if isinstance(page, dict):
+            return {name: value if name == key else changed(one) for name, one in page.items()}
+        return [changed(one) for one in page] if isinstance(page, list) else page
+
+    facts = {**FACTS[FORMATS[kind].facts_path]}
+    if kind in ("ollama", "triton") and key == "name":
+        return {**facts, "models": [{"name": value}]}
+    return changed(copy.deepcopy(facts))
+
+
+def watch_of(driver: Driver | chat_engines.Driver) -> FactsWatch:
+    watch = driver.engine.facts_watch
+    assert watch is not None
+    return watch
+
+
+@pytest.mark.parametrize("kind", OTHER)
+async def test_nothing_is_taken_from_another_model(kind: str, serve: Serve) -> None:
+    async with serve(kind) as (driver, replay):
+        assert (await driver.answer(request("before"))).finish_reason == "length"
+        replay.facts = told(kind, OTHER[kind], ["2"] if kind == "triton" else "other")
+        answer = await driver.answer(request("after"))
+        assert (answer.finish_reason, answer.token_ids, answer.text) == ("error", [], "")
+        assert (answer.error or "").startswith("the server has changed: ")
+        assert " now" in (answer.error or "")
+        assert not driver.refusals
+        assert watch_of(driver).is_another
+        replay.facts = None
+        assert (await driver.answer(request("back"))).finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", CONTEXT)
+async def test_nor_from_one_with_a_shorter_context(kind: str, serve: Serve) -> None:
+    """Also where it refuses for its length what it took before: no caller hears of that."""
+    async with serve(kind) as (driver, replay):
+        replay.facts = told(kind, CONTEXT[kind], 20)
+        replay.faults.append(lambda _: JSONResponse({"error": {"message": "context is too long"}}, 400))
+        answer = await driver.answer(request())
+        assert "context length: 200 before, 20 now" in (answer.error or "")
+        assert not driver.refusals
+        assert not watch_of(driver).is_another
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_PAGES)
+async def test_nor_from_one_with_another_tokenizer(kind: str, serve: Serve) -> None:
+    async with serve(kind) as (driver, replay):
+        replay.sample = (40, 41, 43)
+        answer = await driver.answer(request())
+        assert answer.error == "the server has changed: token ids of a sample text: 40 41 42 before, 40 41 43 now"
+
+
+@pytest.mark.parametrize("kind", CONTEXT)
+async def test_a_change_that_does_no_harm_is_none(kind: str, serve: Serve) -> None:
+    async with serve(kind) as (driver, replay):
+        replay.facts = told(kind, CONTEXT[kind], 100_000)
+        assert (await driver.answer(request())).finish_reason == "length"
+
+
+@pytest.mark.parametrize("facts", [500, 503, 404, {}, []], ids=str)
+@pytest.mark.parametrize("kind", OTHER)
+async def test_a_page_that_cannot_be_read_is_no_change(kind: str, facts: Any, serve: Serve) -> None:
+    async with serve(kind) as (driver, replay):
+        replay.facts = facts
+        assert (await driver.answer(request())).finish_reason == "length"
+        assert watch_of(driver).change is None
+
+
+@pytest.mark.parametrize("kind", OTHER)
+async def test_after_a_broken_stream_even_a_busy_server_is_read_before_the_next(kind: str, serve: Serve) -> None:
+    """A stream that runs vouches for the server no longer: it may be that of a proxy with several."""
+    async with serve(kind) as (driver, replay):
+        replay.token_s = 0.01
+        driver.submit(request("beside", max_tokens=150))
+        await driver.wait(lambda: driver.answers["beside", 0].token_ids)
+        replay.faults.append(broken_off(kind))
+        cut = await driver.answer(request("cut"))
+        assert (cut.finish_reason, len(cut.token_ids)) == ("error", 5)
+        replay.facts = 503  # it loads
+        loading = await driver.answer(request("loading"))
+        assert (loading.token_ids, driver.answers["beside", 0].finish_reason) == ([], None)
+        assert "does not say yet what it serves" in (loading.error or "")
+        replay.facts = told(kind, OTHER[kind], ["2"] if kind == "triton" else "other")
+        another = await driver.answer(request("another"))
+        assert (another.token_ids, driver.answers["beside", 0].finish_reason) == ([], None)
+        assert "the server has changed" in (another.error or "")
+
+
+def broken_off(kind: str) -> Callable[[Request], Response]:
+    async def events(body: Any) -> AsyncIterator[str]:
+        for event in EVENTS[kind](body)[:5]:
+            yield event
+        raise ConnectionResetError
+
+    return lambda request: StreamingResponse(events(request._json))
+
+
+class Address:
+    """Where servers follow one another: a connection to one that is gone breaks, the next one reaches its successor."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        parts = urlsplit(self.url)
+        server_reader, server_writer = await asyncio.open_connection(parts.hostname, parts.port)
+        both = {writer, server_writer}
+        self._open |= both
+        try:
+            await asyncio.gather(relay(reader, server_writer), relay(server_reader, writer))
+        finally:
+            self._open -= both
+            for one in both:
+                one.close()
+
+    def become(self, url: str) -> None:
+        self.url = url
+        for one in self._open:
+            one.transport.abort()
+
+
+async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+    writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def listening(address: Address) -> AsyncIterator[str]:
+    async with await asyncio.start_server(address.connect, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", OTHER)
+async def test_a_server_that_is_started_anew_as_another_gets_nothing_to_continue(
+    kind: str, tokenizer: str, replay_of: Callable[[str], Replay]
+) -> None:
+    first = replay_of(kind)
+    first.token_s = 0.01
+    with running(Replay(kind)) as second:
+        second.facts = told(kind, OTHER[kind], ["2"] if kind == "triton" else "other")
+        address = Address(first.url)
+        settings = server_settings(first, tokenizer)
+        async with listening(address) as url, driving(settings.model_copy(update={"url": url})) as driver:
+            driver.submit(request("begun", max_tokens=150))
+            await driver.wait(lambda: driver.answers["begun", 0].token_ids)
+            address.become(second.url)
+            (begun,) = await driver.end_of("begun")
+            assert (begun.finish_reason, bool(begun.token_ids)) == ("error", True)
+            point = ResumePoint(0, tuple(begun.token_ids), len(begun.text))
+            rescued = await driver.answer(request("rescued", max_tokens=150, resume=(point,)))
+            assert (rescued.finish_reason, rescued.token_ids) == ("error", [])
+            assert "the server has changed" in (rescued.error or "")
+            address.become(first.url)
+            back = await driver.answer(request("back", max_tokens=150, resume=(point,)))
+            assert (back.finish_reason, len(back.token_ids)) == ("length", 150 - len(begun.token_ids))
+
+
+async def test_a_running_stream_vouches_for_its_server(serve: Serve) -> None:
+    """A server under load is not asked for each request."""
+    async with serve("vllm") as (driver, replay):
+        replay.token_s = 0.01
+        driver.submit(request("beside", max_tokens=150))
+        await driver.wait(lambda: driver.answers["beside", 0].token_ids)
+        replay.facts = told("vllm", "id", "other")
+        assert (await driver.answer(request())).finish_reason == "length"
+        assert driver.answers["beside", 0].finish_reason is None
+
+
+async def test_a_server_whose_health_fails_for_a_moment_is_read_again(serve: Serve) -> None:
+    async with serve("vllm") as (driver, replay):
+        watch = watch_of(driver)
+        running = asyncio.create_task(watch.run(lambda _: None))
+        replay.facts = told("vllm", "id", "other")
+        replay.is_healthy = False
+        await until(lambda: watch.change)
+        replay.is_healthy = True
+        running.cancel()
+
+
+# --- servers that take messages ---------------------------------------------------------------------------------------
+
+PAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "vllm": (
+        "/v1/models",
+        {"data": [{"id": "replay", "root": "/a", "max_model_len": 4096}]},
+        {"data": [{"id": "replay", "root": "/b", "max_model_len": 4096}]},
+    ),
+    "sglang": ("/get_model_info", {"model_path": "/a"}, {"model_path": "/b"}),
+    "tgi": ("/info", {"model_id": "a"}, {"model_id": "b"}),
+    "ray": ("/v1/models", {"data": [{"id": "replay"}]}, {"data": [{"id": "other"}]}),
+    "openllm": ("/v1/models", {"data": [{"id": "replay"}]}, {"data": [{"id": "other"}]}),
+}
+
+
+@pytest.fixture(scope="module")
+def chat_server() -> Iterator[ChatReplay]:
+    with running(ChatReplay()) as replay:
+        yield replay
+
+
+@contextlib.asynccontextmanager
+async def chatting(replay: ChatReplay, profile: str) -> AsyncIterator[chat_engines.Driver]:
+    known = {"kind": "openai_chat", "profile": profile, "url": replay.url, "model": "replay"}
+    engine = engines.create(OpenAIChatSettings.model_validate(known))
+    assert isinstance(engine, ChatServerEngine)
+    await engine.start()
+    driver = chat_engines.Driver(engine)
+    steps = asyncio.create_task(driver.run())
+    try:
+        yield driver
+    finally:
+        await engine.stop()
+        await steps
+
+
+@pytest.mark.parametrize("profile", PAGES)
+async def test_nothing_is_taken_from_another_model_that_chats(chat_server: ChatReplay, profile: str) -> None:
+    path, before, now = PAGES[profile]
+    chat_server.forget()
+    chat_server.facts[path] = before
+    async with chatting(chat_server, profile) as driver:
+        assert (await driver.answer(chat(), name="before")).finish_reason == "stop"
+        chat_server.facts[path], chat_server.is_another = now, True
+        after = await driver.answer(chat(), name="after")
+        assert (after.finish_reason, after.parts, driver.busy) == ("error", [], {"after": None})
+        assert (after.error or "").startswith("the server has changed: ")
+        chat_server.facts[path], chat_server.is_another = before, False
+        assert (await driver.answer(chat(), name="back")).finish_reason == "stop"
+
+
+@pytest.mark.parametrize("profile", ["openai", "vllm"])
+async def test_a_server_that_does_not_say_what_it_serves_is_believed(chat_server: ChatReplay, profile: str) -> None:
+    """A hosted API is asked by the model's name, and refuses what it does not serve any longer."""
+    chat_server.forget()
+    async with chatting(chat_server, profile) as driver:
+        assert driver.engine.facts_watch is None
+        assert (await driver.answer(chat())).finish_reason == "stop"
