@@ -5,7 +5,7 @@ import re
 from typing import Annotated, Final
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
 PORT_PLACE: Final = "{port}"  # in a server's command and URL: a port that is chosen when it starts
 
@@ -46,6 +46,13 @@ def _is_http_url(url: str) -> str:
     return url
 
 
+def _is_header_text(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value()
+    if not (text.isascii() and text.isprintable()) or text != text.strip():
+        raise ValueError("must be printable ASCII without white space at its ends")
+    return value
+
+
 def _is_host(host: str) -> str:
     try:
         ipaddress.ip_address(host)
@@ -57,5 +64,6 @@ def _is_host(host: str) -> str:
 
 PositiveInt = Annotated[int, Field(gt=0)]
 HostText = Annotated[str, AfterValidator(_is_host)]  # of an address to listen at; an IPv6 one has no brackets here
+HeaderSecret = Annotated[SecretStr, AfterValidator(_is_header_text)]  # an HTTP client's error would show another
 HttpUrlText = Annotated[str, AfterValidator(_is_http_url)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year: TTLs and timers take no infinity
