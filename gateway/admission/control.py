@@ -155,7 +155,7 @@ class AdmissionControl:
     def _queue_refusal(self, admission: Admission, capacity: ModelCapacity, waiting: int) -> Failure | None:
         limits, use = self._limits, self._models[admission.queue]
         most = limits.max_queued_requests
-        if not capacity.workers:
+        if not capacity.workers and self.capacity.wait_s(admission.queue, admission.hosted) is None:
             most = min(most, limits.max_queued_without_workers)
         if waiting >= most:
             message = f"{waiting} requests wait for this model already"
@@ -198,7 +198,10 @@ class AdmissionControl:
         return None
 
     def _refused(self, capacity: ModelCapacity, code: ErrorCode, message: str, admission: Admission) -> Failure:
-        if not capacity.workers:
+        wait_s = None if capacity.workers else self.capacity.wait_s(admission.queue, admission.hosted)
+        if wait_s is not None:
+            message, retry_after_s = f"the servers of this model ask to wait, and {message}", max(1, math.ceil(wait_s))
+        elif not capacity.workers:
             message = "the request is not to be queued" if admission.do_not_queue else message
             code, message = ErrorCode.NO_WORKERS, f"no worker is alive, and {message}"
             retry_after_s = UNKNOWN_RETRY_AFTER_S
