@@ -54,7 +54,7 @@ class Capacity:
         self._queues = {queue: ModelCapacity() for queue in queues}
         self._hosted = {place: ModelCapacity() for place in hosted}
         self._beats: dict[str, Heartbeat] = {}  # the last one of every live worker that takes jobs
-        self._waiting: dict[str, Heartbeat] = {}  # likewise, of those whose servers ask to wait
+        self._paused: dict[str, Heartbeat] = {}  # likewise, of those that take none for their servers' sake
         self._taken: dict[str, int] = {}  # sequences that our jobs took from a worker since its last heartbeat
 
     def of(self, queue: str) -> ModelCapacity:
@@ -77,8 +77,8 @@ class Capacity:
         before = self._beats.get(beat.worker_id)
         self._remove(beat.worker_id)
         if not beat.takes_jobs:
-            if not beat.draining and beat.paused is not None and beat.paused.wait_ms:
-                self._waiting[beat.worker_id] = beat
+            if not beat.draining:
+                self._paused[beat.worker_id] = beat
             return
         self._beats[beat.worker_id] = beat
         self._add(beat, 1, beat.free_sequences)
@@ -98,19 +98,20 @@ class Capacity:
 
     def keep(self, is_alive: Callable[[str, float], bool], now_s: float) -> None:
         """Forget the dead."""
-        for worker_id in [one for one in (*self._beats, *self._waiting) if not is_alive(one, now_s)]:
+        for worker_id in [one for one in (*self._beats, *self._paused) if not is_alive(one, now_s)]:
             self._remove(worker_id)
 
     def wait_s(self, queue: str, providers: Collection[str]) -> float | None:
-        """Return for how long a queue's servers ask to wait, the shortest, with ``providers`` of hosted pools."""
+        """Return for how long all servers of a queue ask to wait, the shortest; None: one does not, or none is there.
+
+        ``providers``: of the hosted pools that count, too. A server that is only broken may be back at any moment.
+        """
         waits_ms = [
-            beat.paused.wait_ms
-            for beat in self._waiting.values()
-            if beat.paused is not None
-            and queue in beat.queues
-            and (beat.tier != subjects.HOSTED_TIER or beat.provider in providers)
+            0 if beat.paused is None else beat.paused.wait_ms
+            for beat in (*self._beats.values(), *self._paused.values())
+            if queue in beat.queues and (beat.tier != subjects.HOSTED_TIER or beat.provider in providers)
         ]
-        return min(waits_ms) / 1000 if waits_ms else None
+        return min(waits_ms, default=0) / 1000 or None
 
     def _add(self, beat: Heartbeat, sign: int, free_sequences: int) -> None:
         for capacity in self._of_worker(beat):
@@ -119,7 +120,7 @@ class Capacity:
             capacity.running += sign * beat.running
 
     def _remove(self, worker_id: str) -> None:
-        self._waiting.pop(worker_id, None)
+        self._paused.pop(worker_id, None)
         beat = self._beats.pop(worker_id, None)
         taken = self._taken.pop(worker_id, 0)
         if beat is not None:

@@ -134,6 +134,12 @@ PAUSED: dict[str, tuple[list[Heartbeat], ErrorCode, int]] = {
     "one that is broken": ([beat(free=4, paused=Paused("401"))], ErrorCode.NO_WORKERS, 5),
     "one that leaves": ([beat(draining=True, paused=Paused("429", 9000))], ErrorCode.NO_WORKERS, 5),
     "one that is full, one that waits": ([beat(), beat("b", paused=Paused("429", 9000))], ErrorCode.NO_FREE_PLACE, 5),
+    "one that waits, one that is broken": (
+        [beat(paused=Paused("429", 9000)), beat("b", paused=Paused("401"))], ErrorCode.NO_WORKERS, 5,
+    ),
+    "one that waits, a hosted pool that is full": (
+        [beat(paused=Paused("429", 9000)), beat("b", tier="hosted", provider="openai")], ErrorCode.NO_WORKERS, 5,
+    ),
     "one of another model": ([beat(models=("x",), paused=Paused("429", 9000))], ErrorCode.NO_WORKERS, 5),
     "a hosted pool": (
         [beat(tier="hosted", provider="openai", paused=Paused("429", 9000))], ErrorCode.NO_FREE_PLACE, 9,
@@ -155,6 +161,9 @@ def test_servers_that_ask_to_wait_are_no_missing_workers(case: str) -> None:
         gate.capacity.on_heartbeat(one)
     failure = refused(gate, do_not_queue=True, hosted=("openai",))
     assert (failure.code, failure.retry_after_s) == (code, retry_after_s)
+    impatient = gate.refusal(admission("next", queue_wait_s=0.5, hosted=("openai",)))
+    waits_longer = retry_after_s in {9, 20}
+    assert (impatient and impatient.code) == (ErrorCode.WAIT_TOO_LONG if waits_longer else None)
     fill(gate, 2, tenant="other")
     has_workers = code is not ErrorCode.NO_WORKERS
     assert (gate.refusal(admission("next", hosted=("openai",))) is None) == has_workers
