@@ -16,6 +16,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from db.errors import SQL_ERRORS, DatabaseUrlError, describe
 from db.url import DRIVERS, EXAMPLES, problem_of
+from protocol.settings import in_url
 
 CONNECT_LIMIT_S: Final = 10.0
 POSTGRESQL_PORT: Final = 5432  # where a URL names none
@@ -105,7 +106,7 @@ async def _open_postgresql(*arguments: Any, **options: Any) -> asyncpg.Connectio
     except SQL_ERRORS as error:
         reason = f"no answer within {CONNECT_LIMIT_S:g} s" if isinstance(error, TimeoutError) else describe(error)
         host, port = options.get("host") or "localhost", options.get("port") or POSTGRESQL_PORT
-        raise ConnectionError(f"PostgreSQL at {host}:{port}: {reason}") from error
+        raise ConnectionError(f"PostgreSQL at {in_url(host)}:{port}: {reason}") from error
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 from zoneinfo import ZoneInfo
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
-from protocol.settings import HttpUrlText, PositiveInt, PositiveSeconds, Settings
+from protocol.settings import HeaderSecret, HttpUrlText, PositiveInt, PositiveSeconds, Settings
 
 Seconds = Annotated[float, Field(ge=0, le=31_536_000)]
 Workers = Annotated[int, Field(ge=0, le=10_000)]
@@ -67,7 +67,7 @@ class RunPodSettings(DriverSettings):
     """Pods of RunPod, by its REST API, version 2, which has no spot pods."""
 
     kind: Literal["runpod"]
-    api_key: SecretStr | None = None  # None: RUNPOD_API_KEY of the controller's environment
+    api_key: HeaderSecret | None = None  # None: RUNPOD_API_KEY of the controller's environment
     gpu_types: Annotated[tuple[str, ...], Field(min_length=1)]  # as RunPod names them, best first
     image: str
     data_centers: tuple[str, ...] = ()  # such as "EU-RO-1", best first; none: anywhere
@@ -80,7 +80,7 @@ class SaladSettings(DriverSettings):
     """A container group of SaladCloud, by its REST API. Its replicas are the pool's machines."""
 
     kind: Literal["salad"]
-    api_key: SecretStr | None = None  # None: SALAD_API_KEY of the controller's environment
+    api_key: HeaderSecret | None = None  # None: SALAD_API_KEY of the controller's environment
     organization: str
     project: str
     container_group: str

@@ -50,6 +50,7 @@ from protocol import garbage, subjects
 from protocol.bus import Bus
 from protocol.credentials import access_options
 from protocol.outbox import Outbox
+from protocol.settings import in_url
 from protocol.signals import on_stop_signals
 from protocol.spool import Spool
 from quotas.prices import CurrentPrices
@@ -347,11 +348,6 @@ async def _must_not_end(part: str, work: Coroutine[Any, Any, None]) -> NoReturn:
         log.critical("the %s died", part, exc_info=error)
         raise GatewayDied(f"the {part} died: {error}") from error
     raise GatewayDied(f"the {part} ended")
-
-
-def in_url(host: str) -> str:
-    """Return a host as URLs write it: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -8,8 +8,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 
 from protocol import subjects
-from protocol.settings import PORT_PLACE, HttpUrlText, PositiveInt, PositiveSeconds, Settings
+from protocol.settings import PORT_PLACE, HeaderSecret, HttpUrlText, PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
+
+MAX_PORT: Final = 65535
 
 
 def _is_own_header(name: str) -> str:
@@ -18,16 +20,15 @@ def _is_own_header(name: str) -> str:
     return name
 
 
-def _is_header_text(value: SecretStr) -> SecretStr:
-    text = value.get_secret_value()
-    if not (text.isascii() and text.isprintable()) or text != text.strip():
-        raise ValueError("must be printable ASCII without white space at its ends")
-    return value
-
-
 def _is_proxy(value: SecretStr) -> SecretStr:
-    if not re.fullmatch(r"https?://[^/\s]+/?", value.get_secret_value()):
-        raise ValueError("must be http://host:port or https://host:port, perhaps with user:password@")
+    address = re.fullmatch(
+        r"https?://(?:[^/?#\s]*@)?(?:[\w.-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?/?", value.get_secret_value()
+    )
+    if address is None or not 1 <= int(address[1] or 1) <= MAX_PORT:
+        raise ValueError(
+            "must be http://host:port or https://host:port, perhaps with user:password@, where / ? # @ are written "
+            "%2F %3F %23 %40"
+        )
     return value
 
 
@@ -44,7 +45,6 @@ _CONNECTION_HEADERS: Final = frozenset(
     }
 )
 HeaderName = Annotated[str, Field(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$"), AfterValidator(_is_own_header)]
-HeaderValue = Annotated[SecretStr, AfterValidator(_is_header_text)]
 ProxyAddress = Annotated[SecretStr, AfterValidator(_is_proxy)]  # its password is a secret
 Seconds = Annotated[float, Field(ge=0, le=31_536_000)]  # a year: timers take no infinity
 PositiveMilliseconds = Annotated[float, Field(gt=0, le=3_600_000)]
@@ -130,8 +130,8 @@ class ConnectionSettings(Settings):
     """The way to an inference server, and the limits of waiting for it."""
 
     url: HttpUrlText  # with or without the API's own path: http://host:8000 and http://host:8000/v1 are the same
-    api_key: SecretStr | None = None  # sent as a bearer token
-    headers: dict[HeaderName, HeaderValue] = Field(default={})  # sent with every request
+    api_key: HeaderSecret | None = None  # sent as a bearer token
+    headers: dict[HeaderName, HeaderSecret] = Field(default={})  # sent with every request
     ca_file: Path | None = None  # who vouches for its certificate; None: SSL_CERT_FILE, else the usual authorities
     client_cert_file: Path | None = None  # a certificate that it asks for, and the certificate's chain
     client_key_file: Path | None = None  # None: it is in the same file

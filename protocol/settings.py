@@ -1,9 +1,11 @@
 """The base of all sections of a configuration: frozen, validated, passed down."""
 
+import ipaddress
+import re
 from typing import Annotated, Final
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
 PORT_PLACE: Final = "{port}"  # in a server's command and URL: a port that is chosen when it starts
 
@@ -12,6 +14,11 @@ class Settings(BaseModel):
     """Base of all settings: immutable, and unknown keys are errors that name the key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def in_url(host: str) -> str:
+    """Return a host as URLs write it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def http_url_parts(url: str) -> SplitResult:
@@ -39,6 +46,24 @@ def _is_http_url(url: str) -> str:
     return url
 
 
+def _is_header_text(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value()
+    if not (text.isascii() and text.isprintable()) or text != text.strip():
+        raise ValueError("must be printable ASCII without white space at its ends")
+    return value
+
+
+def _is_host(host: str) -> str:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", host):
+            raise ValueError('must be an address or a name alone: "127.0.0.1", "0.0.0.0", "::"') from None
+    return host
+
+
 PositiveInt = Annotated[int, Field(gt=0)]
+HostText = Annotated[str, AfterValidator(_is_host)]  # of an address to listen at; an IPv6 one has no brackets here
+HeaderSecret = Annotated[SecretStr, AfterValidator(_is_header_text)]  # an HTTP client's error would show another
 HttpUrlText = Annotated[str, AfterValidator(_is_http_url)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year: TTLs and timers take no infinity

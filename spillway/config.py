@@ -36,7 +36,7 @@ from idempotency.settings import IdempotencySettings
 from ledger.settings import LedgerSettings, PayloadSettings
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
 from protocol.errors import ExpectedError
-from protocol.settings import PositiveInt, PositiveSeconds, Settings
+from protocol.settings import HostText, PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
 from response_store.settings import ResponseSettings
 from spillway import ROOMS
@@ -74,7 +74,7 @@ class ConfigError(ExpectedError):
 class GatewaySection(Settings):
     """``[gateway]``: address, limits and timeouts."""
 
-    host: str = "127.0.0.1"
+    host: HostText = "127.0.0.1"  # "::": every address, of IPv6 and IPv4
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: any free port
     max_attempts: PositiveInt = 6
     open_metrics: bool = False

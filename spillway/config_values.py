@@ -15,7 +15,7 @@ ENV_PREFIX: Final = "SPILLWAY_"
 
 # How other programs name a variable in a file: "${VAR}", "${VAR:-default}", "$VAR", "os.environ/VAR", "env:VAR",
 # "{{ env.VAR }}", "%VAR%". Only the first one is also looked for inside a longer value, such as a URL.
-_EXPANSION: Final = re.compile(r"\$\{\w+[^}]*\}")
+_EXPANSION: Final = re.compile(r"\$\{(\w+)[^}]*\}")
 _REFERENCE: Final = re.compile(r"\$[A-Z_][A-Z0-9_]*|os\.environ/.*|env:\w+|\{\{.*\}\}|%[A-Z_][A-Z0-9_]*%", re.DOTALL)
 _COMMANDS: Final = frozenset({"exec", "command"})  # a shell of theirs may expand what they hold
 _MASK: Final = re.compile(r"[\w.-]{0,12}\*{3,}[\w.-]{0,8}")
@@ -70,11 +70,13 @@ def variable_of(keys: Sequence[str]) -> str:
 def unexpanded(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each value that names a variable, as some programs' files may and ours may not."""
     for keys, text in _texts(values, ()):
-        if keys[-1] not in _COMMANDS and (_REFERENCE.fullmatch(text.strip()) or _EXPANSION.search(text)):
+        expansion = _EXPANSION.search(text)
+        if keys[-1] not in _COMMANDS and (expansion or _REFERENCE.fullmatch(text.strip())):
+            named = f"${{{expansion[1]}}}" if expansion else text  # what stands beside it may be a secret
             yield (
                 keys,
                 (
-                    f"{text!r} names a variable, and variables are not expanded: leave this key out, and set the "
+                    f"{named!r} names a variable, and variables are not expanded: leave this key out, and set the "
                     f"environment variable {variable_of(keys)}"
                 ),
             )

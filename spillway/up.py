@@ -9,6 +9,7 @@ alone, and the queue server asks for a password.
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import socket
@@ -27,6 +28,7 @@ from console.login.admins import has_admin, set_password
 from console.login.passwords import new_password
 from db.engine import create_engine
 from protocol.errors import ExpectedError
+from protocol.settings import in_url
 from protocol.signals import on_stop_signals
 from spillway.children import Child, RestartableChild, keep_running, resolved_config_path, run_dir_of
 from spillway.config import Config
@@ -159,14 +161,18 @@ def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
 def _check_port_is_free(host: str, port: int) -> None:
     if port == 0:
         return
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            raise UpError(
-                f"port {port} on {host}: {error.strerror}; choose another with --port (make run PORT=…)"
-            ) from error
+    except OSError as error:
+        raise UpError(f"port {port} on {host}: {error.strerror}; {_address_advice(error)}") from error
+
+
+def _address_advice(error: OSError) -> str:
+    if error.errno in {errno.EADDRINUSE, errno.EACCES}:
+        return "choose another with --port (make run PORT=…)"
+    return "set [gateway] host to an address of this machine"
 
 
 async def _first_key(config: Config) -> str:
@@ -326,7 +332,7 @@ async def _unless_stopped(work: asyncio.Future[Any], stop: asyncio.Event) -> boo
 
 def _base_url(config: Config) -> str:
     host = "127.0.0.1" if config.gateway.host in {"0.0.0.0", "::"} else config.gateway.host  # noqa: S104
-    return f"http://[{host}]:{config.gateway.port}" if ":" in host else f"http://{host}:{config.gateway.port}"
+    return f"http://{in_url(host)}:{config.gateway.port}"
 
 
 def _running(config: Config, api_key: str, admin_password: str) -> Running:

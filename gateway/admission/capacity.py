@@ -5,7 +5,7 @@ it could do. It is kept per worker, so that it outlives a lull, and follows when
 jobs completed, not jobs taken: workers that have just come take many at once without having served one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,7 +53,8 @@ class Capacity:
         """``hosted``: pools of tier "hosted" with each of their models."""
         self._queues = {queue: ModelCapacity() for queue in queues}
         self._hosted = {place: ModelCapacity() for place in hosted}
-        self._beats: dict[str, Heartbeat] = {}  # the last one of every live worker
+        self._beats: dict[str, Heartbeat] = {}  # the last one of every live worker that takes jobs
+        self._paused: dict[str, Heartbeat] = {}  # likewise, of those that take none for their servers' sake
         self._taken: dict[str, int] = {}  # sequences that our jobs took from a worker since its last heartbeat
 
     def of(self, queue: str) -> ModelCapacity:
@@ -76,6 +77,8 @@ class Capacity:
         before = self._beats.get(beat.worker_id)
         self._remove(beat.worker_id)
         if not beat.takes_jobs:
+            if not beat.draining:
+                self._paused[beat.worker_id] = beat
             return
         self._beats[beat.worker_id] = beat
         self._add(beat, 1, beat.free_sequences)
@@ -95,8 +98,20 @@ class Capacity:
 
     def keep(self, is_alive: Callable[[str, float], bool], now_s: float) -> None:
         """Forget the dead."""
-        for worker_id in [worker_id for worker_id in self._beats if not is_alive(worker_id, now_s)]:
+        for worker_id in [one for one in (*self._beats, *self._paused) if not is_alive(one, now_s)]:
             self._remove(worker_id)
+
+    def wait_s(self, queue: str, providers: Collection[str]) -> float | None:
+        """Return for how long all servers of a queue ask to wait, the shortest; None: one does not, or none is there.
+
+        ``providers``: of the hosted pools that count, too. A server that is only broken may be back at any moment.
+        """
+        waits_ms = [
+            0 if beat.paused is None else beat.paused.wait_ms
+            for beat in (*self._beats.values(), *self._paused.values())
+            if queue in beat.queues and (beat.tier != subjects.HOSTED_TIER or beat.provider in providers)
+        ]
+        return min(waits_ms, default=0) / 1000 or None
 
     def _add(self, beat: Heartbeat, sign: int, free_sequences: int) -> None:
         for capacity in self._of_worker(beat):
@@ -105,6 +120,7 @@ class Capacity:
             capacity.running += sign * beat.running
 
     def _remove(self, worker_id: str) -> None:
+        self._paused.pop(worker_id, None)
         beat = self._beats.pop(worker_id, None)
         taken = self._taken.pop(worker_id, 0)
         if beat is not None:

@@ -133,7 +133,11 @@ class AdmissionControl:
         if admission.do_not_queue:
             message = "no worker has a free place, and the request is not to be queued"
             return self._refused(capacity, ErrorCode.NO_FREE_PLACE, message, admission)
-        return self._tenant_queue_refusal(admission) or self._queue_refusal(admission, capacity, waiting)
+        return (
+            self._tenant_queue_refusal(admission)
+            or self._busy_refusal(admission, capacity)
+            or self._queue_refusal(admission, capacity, waiting)
+        )
 
     def _in_flight_refusal(self, admission: Admission) -> Failure | None:
         use, settings = (
@@ -152,10 +156,18 @@ class AdmissionControl:
             ErrorCode.TENANT_QUEUED, 0 if use is None else use.queued, settings.max_queued, "waiting"
         )
 
+    def _busy_refusal(self, admission: Admission, capacity: ModelCapacity) -> Failure | None:
+        """Return why a request cannot be admitted whose servers all ask to wait, or None."""
+        wait_s = None if capacity.workers else self.capacity.wait_s(admission.queue, admission.hosted)
+        if wait_s is None or wait_s <= admission.queue_wait_s:
+            return None
+        message = f"the servers of this model ask to wait for {wait_s:.0f} s, longer than the request may wait"
+        return Failure(ErrorCode.WAIT_TOO_LONG, message, retry_after_s=math.ceil(wait_s))
+
     def _queue_refusal(self, admission: Admission, capacity: ModelCapacity, waiting: int) -> Failure | None:
         limits, use = self._limits, self._models[admission.queue]
         most = limits.max_queued_requests
-        if not capacity.workers:
+        if not capacity.workers and self.capacity.wait_s(admission.queue, admission.hosted) is None:
             most = min(most, limits.max_queued_without_workers)
         if waiting >= most:
             message = f"{waiting} requests wait for this model already"
@@ -198,7 +210,10 @@ class AdmissionControl:
         return None
 
     def _refused(self, capacity: ModelCapacity, code: ErrorCode, message: str, admission: Admission) -> Failure:
-        if not capacity.workers:
+        wait_s = None if capacity.workers else self.capacity.wait_s(admission.queue, admission.hosted)
+        if wait_s is not None:
+            message, retry_after_s = f"the servers of this model ask to wait, and {message}", math.ceil(wait_s)
+        elif not capacity.workers:
             message = "the request is not to be queued" if admission.do_not_queue else message
             code, message = ErrorCode.NO_WORKERS, f"no worker is alive, and {message}"
             retry_after_s = UNKNOWN_RETRY_AFTER_S

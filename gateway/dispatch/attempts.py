@@ -205,8 +205,17 @@ class AttemptLog:
             self._fruitless >= self._max_attempts
             or self._real >= self._max_attempts * PROGRESS_ALLOWANCE
             or self._free >= MAX_FREE_FAILURES
-            or self._busy >= MAX_BUSY_FAILURES
         )
+
+    @property
+    def is_busy_too_often(self) -> bool:
+        """True if there is no further attempt, as servers have asked too often to wait."""
+        return self._busy >= MAX_BUSY_FAILURES
+
+    @property
+    def was_asked_to_wait(self) -> bool:
+        """True if the last attempt ended because its server is busy."""
+        return bool(self.failures) and self.failures[-1].code == ErrorCode.ENGINE_BUSY
 
     @property
     def pause_s(self) -> float:

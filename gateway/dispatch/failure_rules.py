@@ -1,7 +1,9 @@
 """Rules that turn a worker's failure into another attempt or into the client's error."""
 
+import math
 from typing import TYPE_CHECKING, Final
 
+from gateway.dispatch.attempts import MAX_BUSY_FAILURES
 from gateway.request.admission import Admission
 from gateway.request.mailbox import Failure
 from protocol.errors import ErrorCode
@@ -35,6 +37,8 @@ def verdict_of(frame: Failed, admission: Admission, now_s: float) -> Failure:
 
 def why_over(request: "OpenRequest") -> Failure | None:
     """Return why a request whose attempt has failed gets no other, or None."""
+    if request.log.is_busy_too_often:
+        return Failure(ErrorCode.WAIT_TOO_LONG, f"the servers of this model asked to wait {MAX_BUSY_FAILURES} times")
     if request.log.exhausted:
         return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, request.log.why(request.attempt))
     if request.log.is_repeated and not _leaves_pool(request):
@@ -83,6 +87,18 @@ def may_run_elsewhere(request: "OpenRequest", timeout: Failure) -> bool:
     silent = {request.worker_id, *request.log.avoid}
     takers = request.takers()
     return any(beat.takes_jobs and beat.free_sequences and beat.worker_id not in silent for beat in takers)
+
+
+def why_waited_in_vain(request: "OpenRequest", timeout: Failure) -> Failure:
+    """Return why a request waited until its time limit: its servers asked to wait, or else ``timeout``."""
+    takers = request.takers()
+    waits_ms = [beat.paused.wait_ms for beat in takers if beat.paused is not None and beat.paused.wait_ms]
+    all_wait = bool(takers) and len(waits_ms) == len(takers)
+    if not all_wait and not request.log.was_asked_to_wait:
+        return timeout
+    retry_after_s = math.ceil(min(waits_ms) / 1000) if all_wait else None
+    message = "the servers of this model asked to wait, and none took the request in time"
+    return Failure(ErrorCode.WAIT_TOO_LONG, message, retry_after_s=retry_after_s)
 
 
 def drop_answer(request: "OpenRequest") -> None:

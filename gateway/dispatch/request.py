@@ -22,6 +22,7 @@ from gateway.dispatch.failure_rules import (
     too_much_unread,
     verdict_of,
     why_over,
+    why_waited_in_vain,
 )
 from gateway.dispatch.plausible import plausible_prompt, why_implausible
 from gateway.dispatch.request_state import RequestState
@@ -355,7 +356,7 @@ class OpenRequest(RequestState):
             if may_run_elsewhere(self, timeout):
                 self._attempt_failed(timeout.code, timeout.message, now_s)
             else:
-                self.fail(timeout, now_s)
+                self.fail(why_waited_in_vain(self, timeout) if self.state is State.QUEUED else timeout, now_s)
             return
         if self.state is State.RUNNING and connected:
             if (reason := self.current.why_lost(now_s)) is not None:

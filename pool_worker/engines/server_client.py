@@ -1,11 +1,12 @@
 """The HTTP client of one pool's server: address, certificates, proxy, and what goes with each request."""
 
+import base64
 import contextlib
 import ssl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx
 
@@ -14,6 +15,9 @@ from pool_worker.engines.base import EngineDiedError
 from pool_worker.settings import ConnectionSettings
 
 OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+
+MIN_SECRET_CHARS: Final = 6  # a shorter value is a part of many words
+MASK: Final = "***"
 
 # What OpenSSL says where the other side will not become another one by itself.
 _FINAL_REASONS: Final = (
@@ -100,6 +104,30 @@ def shown(url: str) -> str:
     """Return a URL for logs and errors: without user, password and query."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")).rstrip("/")
+
+
+def secrets_of(settings: ConnectionSettings) -> tuple[str, ...]:
+    """Return what goes with requests and must not be shown where a server or a proxy repeats it, the longest first."""
+    values = [value.get_secret_value() for value in settings.headers.values()]
+    if settings.api_key is not None:
+        values.append(settings.api_key.get_secret_value())
+    secrets = {part for value in values for part in (value, value.rpartition(" ")[2])}  # "Bearer …" without the word
+    if settings.proxy is not None:
+        user, _, password = urlsplit(settings.proxy.get_secret_value()).netloc.rpartition("@")[0].partition(":")
+        credentials = f"{unquote(user)}:{unquote(password)}"
+        secrets |= {password, unquote(password), base64.b64encode(credentials.encode()).decode()}
+    return tuple(sorted((one for one in secrets if len(one) >= MIN_SECRET_CHARS), key=len, reverse=True))
+
+
+def hidden(text: str, secrets: Sequence[str]) -> str:
+    """Return a text without these secrets, nor the beginning of one where the text has been cut."""
+    for secret in secrets:
+        text = text.replace(secret, MASK)
+        for length in range(min(len(secret) - 1, len(text)), MIN_SECRET_CHARS - 1, -1):
+            if text.endswith(secret[:length]):
+                text = text[:-length] + MASK
+                break
+    return text
 
 
 def final_advice(error: BaseException) -> str | None:

@@ -24,7 +24,7 @@ from pool_worker.engines.formats.base import ServerFacts
 from pool_worker.engines.framing import DONE, FRAMINGS, Framing, MalformedEvent, ServerFailure
 from pool_worker.engines.reported_errors import failure_in
 from pool_worker.engines.server_busy import ServerBusy, asked_wait_s
-from pool_worker.engines.server_client import OPENAI_PATHS, client_of, final_advice, shown
+from pool_worker.engines.server_client import OPENAI_PATHS, client_of, final_advice, hidden, secrets_of, shown
 from pool_worker.engines.server_facts import FactsUnread, FactsWatch
 from pool_worker.settings import ConnectionSettings
 from pool_worker.sidecar.readiness import Readiness
@@ -107,6 +107,7 @@ class ServerConnection:
         timeout = httpx.Timeout(settings.silence_s, connect=settings.connect_s, pool=None)
         self._client = client_of(settings, api_paths=api_paths, auth=auth, timeout=timeout)
         self.place = shown(str(self._client.base_url))  # for people
+        self._secrets = secrets_of(settings)
         self._prefilling = 0  # streams that have said nothing of their answer yet
         self._silenced = 0  # others, in a row, that have fallen silent
         self._retries = MAX_RETRIES_SAVED
@@ -156,15 +157,16 @@ class ServerConnection:
             log.warning("%s cannot be reached yet: %s", place, _reason(error))
             return
         if status in CREDENTIAL_STATUSES:
-            raise EngineDiedError(_refused_credentials(place, status, text))
+            raise EngineDiedError(_refused_credentials(place, status, self._hidden(text)))
         if status == httpx.codes.NOT_FOUND:
-            log.warning("%s answers 404; are engine.url and engine.model right? %s", place, text)
+            log.warning("%s answers 404; are engine.url and engine.model right? %s", place, self._hidden(text))
 
     def _raise_if_final(self, error: httpx.HTTPError) -> None:
         """Raise EngineDiedError for what no waiting changes."""
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in CREDENTIAL_STATUSES:
             place, text = shown(str(error.request.url)), error.response.text[:MAX_ERROR_CHARS]
-            raise EngineDiedError(_refused_credentials(place, error.response.status_code, text)) from error
+            refused = _refused_credentials(place, error.response.status_code, self._hidden(text))
+            raise EngineDiedError(refused) from error
         advice = final_advice(error)
         if advice is not None:
             raise EngineDiedError(f"{self.place}: {_reason(error)}; {advice}") from error
@@ -269,7 +271,7 @@ class ServerConnection:
                 return ServerBusy("the server was away", 0.0)
             raise AttemptFailed(f"the server cannot be reached: {_reason(error)}") from error
         except (MalformedEvent, *UNDECODABLE, ServerFailure, httpx.HTTPError) as error:
-            raise AttemptFailed(_fault(error)) from error
+            raise AttemptFailed(self._hidden(_fault(error))) from error
         raise AttemptFailed("the server's answer has no end")
 
     @contextlib.asynccontextmanager
@@ -340,8 +342,9 @@ class ServerConnection:
             self._lose(f"it is healthy, and makes no tokens for {silence_s:g} s (engine.silence_s)")
         return f"the server was silent for {silence_s:g} s (engine.silence_s)"
 
-    @staticmethod
-    async def _taken(response: httpx.Response, framing: Framing, answer: Answer) -> AsyncIterator[Taken | ServerBusy]:
+    async def _taken(
+        self, response: httpx.Response, framing: Framing, answer: Answer
+    ) -> AsyncIterator[Taken | ServerBusy]:
         """Hand over the events of a stream, and yield what each says. Raises what ``answer`` and ``_judged`` raise."""
         events = EventDecoder()
         try:
@@ -358,13 +361,18 @@ class ServerConnection:
         except ServerFailure as failure:
             if failure.status is None or answer.has_begun:
                 raise
-            yield _judged(failure.status, str(failure)[:MAX_ERROR_CHARS], response.headers)
+            text = self._hidden(str(failure)[:MAX_ERROR_CHARS])
+            yield _judged(failure.status, text, response.headers)
 
     async def _refused(self, response: httpx.Response) -> ServerBusy:
         """Return what a busy server says. Raises RequestRejected or AttemptFailed for all else."""
         text = (await _head_of(response)).decode(errors="replace")
         status = self._meant(response.status_code, response.headers, text)
-        return _judged(status, text, response.headers)
+        return _judged(status, self._hidden(text), response.headers)
+
+    def _hidden(self, text: str) -> str:
+        """Return what a server says without what it was sent: pages of errors repeat the request's head."""
+        return hidden(text, self._secrets)
 
     async def _is_there_again(self) -> bool:
         """Wait for the watch's word: who failed at once where nobody listens would swallow the whole queue."""

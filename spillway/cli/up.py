@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from rich.markup import escape
 from rich.panel import Panel
 
 from console.login.admins import ADMIN_NAME
@@ -90,10 +91,10 @@ def banner(running: Running) -> str:
     key = running.api_key or "(created earlier)"
     password = f"{running.admin_password}  (shown only once)" if running.admin_password else "(set earlier)"
     return (
-        f"[bold]Endpoint[/bold]  {running.base_url}/v1\n"
+        f"[bold]Endpoint[/bold]  {escape(running.base_url)}/v1\n"
         f"[bold]API key[/bold]   {key}\n"
-        f"[bold]Model[/bold]     {running.model}\n"
-        f"[bold]Pages[/bold]     {running.base_url}/dashboard\n"
+        f"[bold]Model[/bold]     {escape(running.model)}\n"
+        f"[bold]Pages[/bold]     {escape(running.base_url)}/dashboard\n"
         f"[bold]Login[/bold]     {ADMIN_NAME}  {password}\n"
         "[bold]Stop[/bold]      Ctrl-C"
     )
@@ -123,7 +124,7 @@ def curl_command(running: Running) -> str:
     path, body = _EXAMPLES[running.task]
     key = running.api_key or "$SPILLWAY_API_KEY"
     return (
-        f"curl -N {running.base_url}/v1/{path} \\\n"
+        f"curl -N {shlex.quote(f'{running.base_url}/v1/{path}')} \\\n"
         f"  -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' \\\n"
         f"  -d '{json.dumps({'model': running.model, **body})}'"
     )

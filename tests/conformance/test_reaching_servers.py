@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import gc
+import json
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from pool_worker.certificates import authorities
 from pool_worker.engines.base import AnyEngine, EngineDiedError
 from pool_worker.engines.chat import ChatRequest
 from pool_worker.engines.chat_server import ChatServerEngine
-from pool_worker.engines.server_client import root_of
+from pool_worker.engines.server_client import root_of, secrets_of
 from pool_worker.settings import EngineSettings, OpenAIChatSettings
 from protocol.chat import Chat, Turn
 from tests.certificates import certified, private_bytes
@@ -35,17 +36,21 @@ HOST = "127.0.0.1"
 
 @dataclass
 class Server:
-    """Answers a GET with a model, and a POST with a status; keeps what it was asked."""
+    """Answers a GET with a model, and a POST with a status; keeps what it was asked. ``page``: made of its head."""
 
     status: int = 400
+    page: Callable[[str], str] = lambda _head: "no"
     port: int = 0
     heads: list[str] = field(default_factory=list)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, ssl.SSLError):
-            self.heads.append((await reader.readuntil(b"\r\n\r\n")).decode().lower())
+            asked = (await reader.readuntil(b"\r\n\r\n")).decode()
+            self.heads.append(asked.lower())
             is_asked_for_facts = self.heads[-1].startswith("get")
-            status, body = (200, FACTS) if is_asked_for_facts and self.status == 400 else (self.status, "no")
+            status, body = (
+                (200, FACTS) if is_asked_for_facts and self.status == 400 else (self.status, self.page(asked))
+            )
             head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             writer.write((head + body).encode())
             await writer.drain()
@@ -307,10 +312,24 @@ async def test_a_proxy_is_the_way_there(tmp_path: Path, monkeypatch: pytest.Monk
         assert len(server.heads) == 1
 
 
-@pytest.mark.parametrize("proxy", ["proxy:3128", "socks5://proxy:1080", "http://", "http://proxy/path"])
+@pytest.mark.parametrize(
+    "proxy",
+    [
+        "proxy:3128", "socks5://proxy:1080", "http://", "http://proxy/path", "http://user:word@", "http://proxy:0",
+        "http://proxy:65536", "http://user:word@proxy:port", "http://user:w#rd@proxy:3128",
+        "http://user:w?rd@proxy:3128", "http://user:w/rd@proxy:3128", "http://user:w rd@proxy:3128", "http://[::1",
+    ],
+)  # fmt: skip
 def test_what_is_no_proxy_is_refused_by_name(proxy: str) -> None:
-    with pytest.raises(ValidationError, match="proxy"):
+    with pytest.raises(ValidationError, match=r"proxy\n  Value error, must be http://host:port .*%23"):
         chat("http://h", proxy=proxy)
+
+
+@pytest.mark.parametrize(
+    "proxy", ["http://proxy", "http://proxy:3128/", "https://user:p%40ss@proxy:1", "http://u:p@ss@h", "http://[::1]:80"]
+)
+async def test_what_a_proxy_may_look_like(proxy: str) -> None:
+    await chat("http://h", proxy=proxy).stop()
 
 
 # --- credentials ----------------------------------------------------------------------------------------------------
@@ -377,6 +396,72 @@ async def test_the_log_names_the_url_of_an_error_without_its_password(
         assert "word@" not in caplog.text
         await engine.stop()
         await steps
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+SECRETS = {
+    "api_key": "plain-words-as-a-key",
+    "headers": {"X-Route": "secret-of-the-route", "X-Token": "Basic dXNlcjpzZWNyZXQ=", "X-Few": "few"},
+    "proxy": "http://user:pass%20of%20the%20proxy@127.0.0.1:{port}",
+}
+NEVER_SHOWN = (
+    "plain-words-as-a-key", "secret-of-the-route", "dXNlcjpzZWNyZXQ", "pass of the proxy", "pass%20of%20the%20proxy",
+    "dXNlcjpwYXNzIG9mIHRoZSBwcm94eQ",
+)  # fmt: skip
+SHOWS: dict[str, Callable[[str], str]] = {
+    "a page": lambda head: f"<html>{head}</html>",
+    "an error": lambda head: json.dumps({"error": {"message": head.replace("\r\n", "; "), "code": "invalid_api_key"}}),
+    "an event": lambda head: f"data: {json.dumps({'error': {'message': head.replace(chr(13), '')}})}\n\n",
+    "an event with a status": lambda head: f"data: {json.dumps({'error': {'message': head, 'code': 429}})}\n\n",
+    "a cut one": lambda head: "x" * (500 - 8) + head.partition("X-Route: ")[2],
+}
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 404, 429, 500, 503])
+@pytest.mark.parametrize("shown", SHOWS)
+async def test_what_a_server_repeats_of_our_secrets_is_not_shown(
+    shown: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as server, proxying(server) as proxy:
+        more = {**SECRETS, "proxy": str(SECRETS["proxy"]).format(port=proxy.port)}
+        async with started(chat("http://api.example", **more)) as engine:
+            assert isinstance(engine, ChatServerEngine)
+            server.status, server.page = status, SHOWS[shown]
+            driver = Driver(engine)
+            steps = asyncio.create_task(driver.run())
+            engine.submit(ChatRequest("r", Chat((Turn("user", "a"),)), SamplingParams(), prompt_tokens=1))
+            await driver.wait(lambda: driver.answers["r", 0].finish_reason is not None)
+            await engine.stop()
+            await steps
+        told = f"{driver.answers['r', 0].error} {caplog.text}"
+        assert [secret for secret in NEVER_SHOWN if secret in told] == []
+        assert "secret-of" not in told  # nor a part of it
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai_chat"])
+async def test_a_refusal_at_the_start_does_not_show_what_was_sent(
+    tokenizer: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as server, proxying(server) as proxy:
+        server.status, server.page = 401, SHOWS["a page"]
+        own = {"tokenizer": tokenizer} if kind == "vllm" else {"profile": "openai", "model": "m"}
+        more = {**SECRETS, "proxy": str(SECRETS["proxy"]).format(port=proxy.port), **own}
+        engine = engines.create(SETTINGS.validate_python({"kind": kind, "url": "http://api.example", **more}))
+        with pytest.raises(EngineDiedError, match="refuses the credentials") as refused:
+            await engine.start()
+        await engine.stop()
+        told = f"{refused.value} {caplog.text} {engine!r}"
+        assert [secret for secret in NEVER_SHOWN if secret in told] == []
+        assert "x-few: few" in told.lower()  # too short to be told from words
+
+
+def test_what_counts_as_a_secret() -> None:
+    settings = SETTINGS.validate_python({"kind": "vllm", "url": "http://h", "tokenizer": "t", **SECRETS,
+                                         "proxy": "http://user:word@h:1"})  # fmt: skip
+    assert secrets_of(settings) == ("Basic dXNlcjpzZWNyZXQ=", "plain-words-as-a-key", "secret-of-the-route",
+                                    "dXNlcjpzZWNyZXQ=", "dXNlcjp3b3Jk")  # fmt: skip
+    assert repr(settings).count("**********") == 5
 
 
 async def test_an_unreachable_api_starts_and_its_errors_name_it(caplog: pytest.LogCaptureFixture) -> None:

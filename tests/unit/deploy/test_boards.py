@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from gateway.dispatch.request import OpenRequest
+from protocol.engine_stats import Paused
 from tests.unit.deploy.description import ROOT, promtool
 from tests.unit.gateway.dispatch.opened_requests import accepted, failed, open_request
 from tests.unit.gateway.metrics.test_exposition import answered_series, beat, scrape, snapshot
@@ -46,7 +47,7 @@ async def exposed() -> dict[str, set[str]]:
     series = answered_series()
     series.refused("chat.completions", 503, "no_workers")
     series.failed_over(rescued_request())
-    for name, labels in (await scrape(snapshot(series, beat()))).samples:
+    for name, labels in (await scrape(snapshot(series, beat(), beat("w2", paused=Paused("401"))))).samples:
         found.setdefault(name, set()).update(label for label, _ in labels)
     return found
 

@@ -39,7 +39,3 @@ def test_the_gateway_listens_on_ipv4_and_ipv6(host: str, reached_at: tuple[str, 
         for address in reached_at:
             with socket.create_connection((address, listener.getsockname()[1])):
                 pass
-
-
-def test_urls_have_brackets() -> None:
-    assert [main.in_url(host) for host in ("::", "::1", "127.0.0.1")] == ["[::]", "[::1]", "127.0.0.1"]

@@ -8,9 +8,11 @@ from typing import Annotated, Union, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel, SecretStr
+from typer.testing import CliRunner
 
 from accounts.pepper import load_or_create_pepper
 from spillway.children import resolved_config_path, run_dir_of
+from spillway.cli import app as cli
 from spillway.config import Config, ConfigError, load_config
 from spillway.config_values import secrets_of
 from spillway.fleet_config import controller_settings
@@ -111,7 +113,13 @@ def test_every_secret_of_the_schema_reaches_each_child_of_up_in_full(tmp_path: P
     credentials = config.nats.model_copy(update={"credentials_text": None})  # a text that can be read is not needed
     for pool in ENGINES:
         worker = child.model_copy(update={"nats": credentials.model_copy(update={"urls": ("nats://q",)})})
-        assert told(worker.worker_settings(pool))["engine", "api_key"] == f"sk-of-{pool}"
+        engine = told(worker.worker_settings(pool).engine)
+        assert engine == told(config.pools[pool].engine)
+        assert engine == {
+            ("api_key",): f"sk-of-{pool}",
+            ("proxy",): f"http://user:password-of-{pool}@proxy:3128",
+            ("headers", "X-Route"): f"route-of-{pool}",
+        }
     fleet = controller_settings(child, {})
     for pool in DRIVERS:
         assert dict(secrets_of(fleet))["pools", pool, "fleet", "driver", "api_key"] == SecretStr(f"sk-of-{pool}")
@@ -144,15 +152,26 @@ def test_a_masked_secret_stops_the_start(tmp_path: Path, where: str, section: st
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, text)
     variable = "SPILLWAY_" + where.replace(".", "__").upper()
+    if where.endswith("api_key") and mask != mask.strip():
+        assert f"{where}: must be printable ASCII without white space" in str(refused.value)
+        return
     assert f"{where}: is masked ({mask!r})" in str(refused.value)
     assert str(refused.value).endswith(variable)
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "named"),
     [
-        "${VAR}", "${OPENAI_API_KEY:-none}", "$OPENAI_API_KEY", "os.environ/OPENAI_API_KEY", "env:OPENAI_API_KEY",
-        "{{ env.OPENAI_API_KEY }}", "%OPENAI_API_KEY%", " ${VAR} ",
+        ("${VAR}", "${VAR}"),
+        ("${OPENAI_API_KEY:-sk-S3cret}", "${OPENAI_API_KEY}"),
+        ("$OPENAI_API_KEY", "$OPENAI_API_KEY"),
+        ("os.environ/OPENAI_API_KEY", "os.environ/OPENAI_API_KEY"),
+        ("env:OPENAI_API_KEY", "env:OPENAI_API_KEY"),
+        ("{{ env.OPENAI_API_KEY }}", "{{ env.OPENAI_API_KEY }}"),
+        ("%OPENAI_API_KEY%", "%OPENAI_API_KEY%"),
+        (" ${VAR} ", "${VAR}"),
+        ("http://user:S3cret@${HOST}:3128", "${HOST}"),
+        ("Bearer S3cret${TOKEN}", "${TOKEN}"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
@@ -165,16 +184,19 @@ def test_a_masked_secret_stops_the_start(tmp_path: Path, where: str, section: st
         ("nats.urls", "[nats]\nurls = [VALUE]"),
         ("database.url", "[database]\nurl = VALUE"),
         ("auth.pepper", "[auth]\npepper = VALUE"),
+        ("pools.p.engine.proxy", SCRIPTED.replace('"scripted"', '"vllm"\nproxy = VALUE')),
+        ("pools.p.engine.headers.x-api-key", SCRIPTED.replace('"scripted"', '"vllm"\nheaders = { x-api-key = VALUE }')),
         ("telemetry.headers.x-api-key", "[telemetry.headers]\nx-api-key = VALUE"),
     ],
 )  # fmt: skip
 def test_a_variable_in_the_file_is_refused_with_the_one_to_set(
-    tmp_path: Path, keys: str, text: str, value: str
+    tmp_path: Path, keys: str, text: str, value: str, named: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, f'[models.m]\ntokenizer = "t"\n{text.replace("VALUE", json.dumps(value))}')
     variable = "SPILLWAY_" + keys.replace("gpt-4.o", "gpt_4_o").replace("x-api-", "x_api_").replace(".", "__").upper()
-    assert f"{keys}: {value!r} names a variable" in str(refused.value)
+    assert f"{keys}: {named!r} names a variable" in str(refused.value)
+    assert "S3cret" not in str(refused.value)
     assert str(refused.value).endswith(f"set the environment variable {variable}")
 
 
@@ -184,6 +206,44 @@ def test_a_variable_inside_a_url_is_refused_and_one_in_a_command_is_not(tmp_path
     server = "[pools.p.engine]\nkind = 'vllm'\nurl = 'http://127.0.0.1:{port}'\ntokenizer = 't'\n"
     command = "exec = 'sh -c \"serve --port {port} ${EXTRA}\"'"
     load(tmp_path, f'[models.m]\n[pools.p]\nmodels = ["m"]\n{server}{command}')
+
+
+def test_headers_and_proxy_come_from_the_environment_too(tmp_path: Path) -> None:
+    text = f"[models.m]\ntokenizer = 't'\n{DOTTED}headers = {{ X-Route = 'of the file' }}\n"
+    name = "SPILLWAY_POOLS__GPT_4_O__ENGINE__"
+    config = load(tmp_path, text, {f"{name}HEADERS__X_ROUTE": "a route", f"{name}PROXY": "http://u:p@h:1"})
+    assert told(config.pools["gpt-4.o"].engine) == {("headers", "X-Route"): "a route", ("proxy",): "http://u:p@h:1"}
+
+
+WRONG_SECRETS: dict[str, list[object]] = {
+    "api_key": ["S3cret\n", " S3cret", "S3crét", {"a": "S3cret"}, ["S3cret"]],
+    "proxy": ["user:S3cret@proxy", "http://u:S3cret#@proxy:1", "http://u:S3cret@proxy:port", ["S3cret"]],
+    "headers": ["S3cret", {"X-A": "S3cret\n"}, {"X-A": "S3crét S3cret"}, {"Content-Type": "S3cret"}, {"X A": "S3cret"},
+                {"X-A": ["S3cret"]}, {"X-A": 3}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG_SECRETS.items() for value in values], ids=str
+)
+def test_a_secret_that_cannot_be_used_is_not_shown(tmp_path: Path, key: str, value: object) -> None:
+    """By no command: neither its message nor the traceback of a crash."""
+    path = tmp_path / "spillway.json"
+    engine = {"kind": "openai_chat", "profile": "openai", "url": "http://s:1", "model": "m", key: value}
+    path.write_text(
+        json.dumps({"models": {"m": {"tokenizer": "t"}}, "pools": {"p": {"models": ["m"], "engine": engine}}})
+    )
+    done = CliRunner().invoke(cli, ["config", "check", "--config", str(path)])
+    assert done.exit_code == 1
+    assert "S3cr" not in done.output + done.stderr
+    assert f"pools.p.engine.{key}" in done.stderr
+
+
+def test_settings_in_a_log_or_a_crash_show_no_secret(tmp_path: Path) -> None:
+    config = load(tmp_path, EVERY_SECRET)
+    secrets = list(told(config).values())
+    shown = f"{config!r} {config} {config.model_dump()} {config.model_dump_json()}"
+    assert [secret for secret in secrets if secret in shown] == []
 
 
 def test_the_variable_that_a_refusal_names_works_whatever_the_pool_is_called(tmp_path: Path) -> None:

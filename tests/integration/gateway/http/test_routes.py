@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import zlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share
 from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S
 from web import openapi_content
+from web.compressed import FREE_BYTES, MAX_PARTS
 from web.errors import ApiError, InvalidParameter
 
 ROOMS = [Path(str(room.__file__)).parent for room in (batches, gateway, response_store, tokens, web)]
@@ -101,6 +103,36 @@ async def test_bodies_may_be_compressed(http: httpx.AsyncClient, path: str, pack
     cut = await http.post(path, content=packed(body)[:-3], headers=coding)
     assert cut.status_code == 400
     assert f"not valid {coding['content-encoding']}" in cut.text
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["content-length", "chunked"])
+@pytest.mark.parametrize("path", JSON_BODIES)
+async def test_compressed_bodies_that_are_refused(http: httpx.AsyncClient, path: str, *, is_chunked: bool) -> None:
+    """Bombs of either kind, many members, a coding of another name and a body that was compressed twice."""
+    gzipped = gzip.compress(json.dumps(JSON_BODIES[path]).encode())
+    for coding, body, status, code in (
+        ("gzip", gzip.compress(bytes(3 * FREE_BYTES)), 413, "request_too_large"),
+        ("zstd", zstandard.compress(bytes(3 * FREE_BYTES)), 413, "request_too_large"),
+        ("gzip", gzip.compress(b"") * (MAX_PARTS + 1), 400, "invalid_value"),
+        ("zstd", gzipped, 400, "invalid_value"),
+        ("gzip", zstandard.compress(b"{}"), 400, "invalid_value"),
+        ("gzip", gzip.compress(gzipped), 400, None),
+        ("gzip, gzip", gzip.compress(gzipped), 415, "unsupported_content_encoding"),
+        ("deflate", zlib.compress(b"{}"), 415, "unsupported_content_encoding"),
+        ("compress", b"{}", 415, "unsupported_content_encoding"),
+        ("*", b"{}", 415, "unsupported_content_encoding"),
+    ):
+        content = pieces(body) if is_chunked else body
+        answer = await http.post(path, content=content, headers={"content-encoding": coding})
+        error = answer.json()["error"]
+        assert answer.status_code == status, (coding, answer.text)
+        assert code is None or "code" not in error or error["code"] == code, (coding, error)
+
+
+async def pieces(body: bytes) -> AsyncIterator[bytes]:
+    half = len(body) // 2
+    yield body[:half]
+    yield body[half:]
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/messages/batches"])

@@ -4,9 +4,10 @@ import pytest
 
 from gateway.admission.control import AdmissionControl
 from gateway.request.mailbox import Failure
+from protocol.engine_stats import Paused
 from protocol.errors import ErrorCode
 from protocol.grammar import Grammar
-from protocol.messages import Sampling
+from protocol.messages import Heartbeat, Sampling
 from tests.unit.gateway.admission.controls import admission, beat, control
 
 
@@ -121,6 +122,53 @@ def test_callers_that_will_not_wait() -> None:
     assert refused(gate, do_not_queue=True).code is ErrorCode.NO_FREE_PLACE
     ticket.accepted("w")  # its place is taken, and the next heartbeat will say so
     assert refused(gate, do_not_queue=True).code is ErrorCode.NO_FREE_PLACE
+
+
+PAUSED: dict[str, tuple[list[Heartbeat], ErrorCode, int]] = {
+    # who lives · the code of a request that is not to be queued · its Retry-After
+    "nobody": ([], ErrorCode.NO_WORKERS, 5),
+    "one that waits": ([beat(free=4, paused=Paused("429", 19_001))], ErrorCode.NO_FREE_PLACE, 20),
+    "the first of two": (
+        [beat(paused=Paused("429", 30_000)), beat("b", paused=Paused("503", 10))], ErrorCode.NO_FREE_PLACE, 1,
+    ),
+    "one that is broken": ([beat(free=4, paused=Paused("401"))], ErrorCode.NO_WORKERS, 5),
+    "one that leaves": ([beat(draining=True, paused=Paused("429", 9000))], ErrorCode.NO_WORKERS, 5),
+    "one that is full, one that waits": ([beat(), beat("b", paused=Paused("429", 9000))], ErrorCode.NO_FREE_PLACE, 5),
+    "one that waits, one that is broken": (
+        [beat(paused=Paused("429", 9000)), beat("b", paused=Paused("401"))], ErrorCode.NO_WORKERS, 5,
+    ),
+    "one that waits, a hosted pool that is full": (
+        [beat(paused=Paused("429", 9000)), beat("b", tier="hosted", provider="openai")], ErrorCode.NO_WORKERS, 5,
+    ),
+    "one of another model": ([beat(models=("x",), paused=Paused("429", 9000))], ErrorCode.NO_WORKERS, 5),
+    "a hosted pool": (
+        [beat(tier="hosted", provider="openai", paused=Paused("429", 9000))], ErrorCode.NO_FREE_PLACE, 9,
+    ),
+    "a hosted pool of another provider": (
+        [beat(tier="hosted", provider="other", paused=Paused("429", 9000))], ErrorCode.NO_WORKERS, 5,
+    ),
+    "one that waited and serves": (
+        [beat(paused=Paused("429", 9000)), beat(free=0)], ErrorCode.NO_FREE_PLACE, 5,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PAUSED)
+def test_servers_that_ask_to_wait_are_no_missing_workers(case: str) -> None:
+    beats, code, retry_after_s = PAUSED[case]
+    gate = control(limits={"max_queued_without_workers": 1})
+    for one in beats:
+        gate.capacity.on_heartbeat(one)
+    failure = refused(gate, do_not_queue=True, hosted=("openai",))
+    assert (failure.code, failure.retry_after_s) == (code, retry_after_s)
+    impatient = gate.refusal(admission("next", queue_wait_s=0.5, hosted=("openai",)))
+    waits_longer = retry_after_s in {9, 20}
+    assert (impatient and impatient.code) == (ErrorCode.WAIT_TOO_LONG if waits_longer else None)
+    fill(gate, 2, tenant="other")
+    has_workers = code is not ErrorCode.NO_WORKERS
+    assert (gate.refusal(admission("next", hosted=("openai",))) is None) == has_workers
+    gate.capacity.keep(lambda _worker, _now_s: False, 0.0)  # all are dead
+    assert refused(gate, do_not_queue=True, hosted=("openai",)).code is ErrorCode.NO_WORKERS
 
 
 def test_bounds_and_weights_of_tenants() -> None:

@@ -1,5 +1,6 @@
 """What becomes of an attempt whose pool is broken, silent or busy, by what other workers there are."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -8,11 +9,13 @@ import pytest
 from gateway.dispatch.attempts import MAX_BUSY_FAILURES, MAX_FREE_FAILURES
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import LiveRevisions
+from gateway.http.failures import RequestFailed
 from gateway.request.states import State
 from protocol.engine_stats import Paused
 from protocol.errors import ErrorCode
 from protocol.messages import PROTOCOL_VERSION, Accepted, Heartbeat
 from tests.unit.gateway.dispatch.opened_requests import ID, failed, open_request, tokens
+from web.errors import RETRY_LATER_S
 
 MAX_ATTEMPTS = 3
 BROKEN, WAITS = Paused("401"), Paused("429", 20_000)
@@ -71,7 +74,8 @@ def test_failures_of_a_broken_pool_use_up_no_attempt_while_another_lives(case: s
     actions.others = beats
     assert attempts_until_the_end(request, pools, **how) == attempts
     assert request.failure is not None
-    assert request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED
+    is_busy = how.get("code") == "engine_busy"
+    assert request.failure.code is (ErrorCode.WAIT_TOO_LONG if is_busy else ErrorCode.ATTEMPTS_EXHAUSTED)
 
 
 def test_a_failure_after_a_token_counts() -> None:
@@ -150,3 +154,57 @@ def test_whoever_no_server_takes_in_time_is_told_when_to_come_back(case: str) ->
     request, _ = open_request()
     assert look(request, *beats, now_s=570.0) is None  # of 600
     assert look(request, *beats, now_s=590.0) == ((ErrorCode.WAIT_TOO_LONG, 20) if is_refused else None)
+
+
+IN_VAIN: dict[str, tuple[list[Heartbeat], str | None, int | None]] = {
+    # who lives · how the last attempt ended · what Retry-After says: 0: the usual, None: not that servers ask to wait
+    "nobody": ([], None, None),
+    "a full one": ([worker("a", free=0)], None, None),
+    "a broken one": ([worker("a", paused=BROKEN)], None, None),
+    "one that waits": ([worker("a", paused=WAITS)], None, 20),
+    "two that wait": ([worker("a", paused=WAITS), worker("b", paused=Paused("503", 700))], None, 1),
+    "one that waits, one that is full": ([worker("a", paused=WAITS), worker("b", free=0)], None, None),
+    "one that waits, and a hosted pool that it may not go to": (
+        [worker("a", paused=WAITS), worker("b", tier="hosted")], None, 20,
+    ),
+    "one that asked this request to wait": ([worker("a", free=0)], "engine_busy", 0),
+    "one that is gone and had asked": ([], "engine_busy", 0),
+    "one that failed": ([worker("a", free=0)], "engine_error", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", ["queue_wait_s", "deadline_s", "total_s"])
+@pytest.mark.parametrize("case", IN_VAIN)
+def test_a_wait_in_vain_for_busy_servers_ends_with_429(case: str, limit: str) -> None:
+    beats, ended, retry_after_s = IN_VAIN[case]
+    request, actions = open_request(total_s=300.0) if limit == "total_s" else open_request()
+    if limit == "deadline_s":
+        request.admission = dataclasses.replace(request.admission, deadline_s=300.0)
+    actions.others = beats
+    if ended is not None:
+        fail_on(request, "a", ended)
+    request.on_tick(299.0, connected=True)
+    assert request.state is State.QUEUED
+    request.on_tick(700.0, connected=True)
+    assert request.failure is not None
+    usual = {
+        "queue_wait_s": ErrorCode.QUEUE_WAIT_TIMEOUT,
+        "deadline_s": ErrorCode.DEADLINE_EXCEEDED,
+        "total_s": ErrorCode.TOTAL_TIMEOUT,
+    }
+    if retry_after_s is None:
+        assert request.failure.code is usual[limit]
+        return
+    assert (request.failure.code, request.failure.retry_after_s) == (ErrorCode.WAIT_TOO_LONG, retry_after_s or None)
+    error = RequestFailed(request.failure)
+    assert (error.status, error.should_retry, error.retry_after_s) == (429, True, retry_after_s or RETRY_LATER_S)
+
+
+def test_a_running_requests_time_limit_is_no_busy_server() -> None:
+    request, actions = open_request(total_s=300.0, first_token_s=1000.0)
+    actions.others = [worker("a", paused=WAITS)]
+    fail_on(request, "a", "engine_busy")
+    run_on(request, "a")
+    request.on_tick(700.0, connected=False)
+    assert request.failure is not None
+    assert request.failure.code is ErrorCode.TOTAL_TIMEOUT

@@ -12,7 +12,7 @@ from gateway.metrics.exposition import MetricsSnapshot, exposition
 from gateway.metrics.histogram import Buckets
 from gateway.metrics.requests import RequestSeries
 from ledger.series import ledger_families
-from protocol.engine_stats import EngineStats, Histogram
+from protocol.engine_stats import EngineStats, Histogram, Paused
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Timings
 from tests.unit.gateway.dispatch.opened_requests import accepted, failed, finished, open_request, tokens
 from tests.unit.gateway.metrics.series import Scrape
@@ -185,6 +185,19 @@ async def test_samples_keep_the_colons_of_their_names_in_every_format(accept: st
     text, _ = await exposition(snapshot(answered_series(), beat()), accept)
     names = {line.partition("{")[0] for line in text.decode().splitlines() if not line.startswith("#")}
     assert {"vllm:num_requests_running", "vllm:time_to_first_token_seconds_bucket"} <= names
+
+
+async def test_workers_that_pull_nothing_say_why_and_do_not_count() -> None:
+    states = {"w1": None, "w2": Paused("401"), "w3": Paused("429", 20_000)}
+    found = await scrape(snapshot(None, *(beat(name, paused=paused) for name, paused in states.items())))
+    paused = found.families["spillway_worker_paused"].samples
+    assert {(one.labels["worker_id"], one.labels["reason"], one.value) for one in paused} == {
+        ("w2", "broken", 1),
+        ("w3", "asked_to_wait", 1),
+    }
+    assert all(one.labels["pool"] == "spot-pool" for one in paused)
+    assert found.values("spillway_model_workers", model_name="m") == [1]
+    assert found.value("spillway_worker_info") == 3
 
 
 async def test_an_engines_series_are_what_its_heartbeat_says() -> None:
