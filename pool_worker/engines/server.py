@@ -97,9 +97,10 @@ class ServerEngine:
             self.continues = self._may_continue(self._text)
         self._facts = facts = await self._source.start()
         self.honoured = done_here(self._abilities.answers_in) | (facts.honoured or self._abilities.honoured)
-        length = settings.max_model_len or facts.max_model_len
-        if length is None:
+        lengths = [one for one in (settings.max_model_len, facts.max_model_len) if one is not None]
+        if not lengths:
             raise EngineDiedError(f"engine.max_model_len: required, since {self._source.place} does not tell")
+        length = min(lengths)  # more than the server takes would be refused to callers
         sequences = settings.max_sequences or facts.max_sequences or 64
         kv_tokens = settings.max_kv_tokens or facts.max_kv_tokens or sequences * length
         self._places = asyncio.Semaphore(sequences)

@@ -119,6 +119,16 @@ async def test_nor_from_one_with_a_shorter_context(kind: str, serve: Serve) -> N
         assert not watch_of(driver).is_another
 
 
+@pytest.mark.parametrize("kind", CONTEXT)
+async def test_a_worker_that_starts_anew_takes_no_more_than_the_shorter_context(
+    kind: str, tokenizer: str, replay_of: Callable[[str], Replay]
+) -> None:
+    replay = replay_of(kind)
+    replay.facts = told(kind, CONTEXT[kind], 50)
+    async with driving(server_settings(replay, tokenizer).model_copy(update={"max_model_len": 200})) as driver:
+        assert driver.capacity.max_model_len == 50
+
+
 @pytest.mark.parametrize("kind", TOKENIZER_PAGES)
 async def test_nor_from_one_with_another_tokenizer(kind: str, serve: Serve) -> None:
     async with serve(kind) as (driver, replay):
@@ -134,8 +144,16 @@ async def test_a_change_that_does_no_harm_is_none(kind: str, serve: Serve) -> No
         assert (await driver.answer(request())).finish_reason == "length"
 
 
-@pytest.mark.parametrize("facts", [500, 503, 404, {}, []], ids=str)
-@pytest.mark.parametrize("kind", OTHER)
+PAGES_WITHOUT_FACTS: tuple[Any, ...] = ({}, [], 404, 500, 503)  # a status: instead of a page
+UNREADABLE = [
+    (kind, facts)
+    for kind, wire in FORMATS.items()
+    for facts in PAGES_WITHOUT_FACTS
+    if wire.health_path != wire.facts_path or not isinstance(facts, int)  # else it would not be healthy either
+]
+
+
+@pytest.mark.parametrize(("kind", "facts"), UNREADABLE, ids=str)
 async def test_a_page_that_cannot_be_read_is_no_change(kind: str, facts: Any, serve: Serve) -> None:
     async with serve(kind) as (driver, replay):
         replay.facts = facts

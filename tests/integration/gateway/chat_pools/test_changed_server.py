@@ -14,9 +14,9 @@ from tests.conformance.server_replay import running
 from tests.integration.gateway.chat_pools.conftest import settings_of, worker_settings
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.pool_worker.playing_gateway import running_worker
-from tests.waiting import until
+from tests.waiting import HANGS_S, until
 
-REQUESTS = 24
+REQUESTS = 16
 PATH = "/v1/models"
 REASON = "the server has changed: weights: /old before, /new now"
 
@@ -47,7 +47,7 @@ def worker(gateway: GatewayUnderTest, server: ChatReplay, name: str, **more: Any
 async def ask(gateway: GatewayUnderTest, number: int) -> str:
     """Ask for a stream with every second number; return what is wrong."""
     messages: list[Any] = [{"role": "user", "content": f"question {number}"}]
-    create = gateway.client().chat.completions.create
+    create = gateway.client(timeout=HANGS_S).chat.completions.create
     if number % 2:
         answer = await create(model=MODEL, messages=messages)
         said = answer.choices[0].message.content or ""
