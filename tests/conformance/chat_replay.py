@@ -66,6 +66,7 @@ class ChatReplay:
     check_status: int = 400  # of an empty request
     token_s: float = 0.0
     streams: int = 0  # that run
+    first_streams: int = 0  # of these, the ones begun before it was another
     url: str = ""
 
     def forget(self) -> None:
@@ -106,6 +107,9 @@ class ChatReplay:
     async def _paced(self, events: Sequence[str | bytes]) -> AsyncIterator[str | bytes]:
         self.streams += 1
         is_another = self.is_another
+        while is_another and self.first_streams:  # the first one ends before the other listens
+            await asyncio.sleep(0.005)
+        self.first_streams += not is_another
         try:
             for event in events:
                 await asyncio.sleep(self.token_s)
@@ -114,6 +118,7 @@ class ChatReplay:
                 yield event
         finally:
             self.streams -= 1
+            self.first_streams -= not is_another
 
     def events(self, body: Mapping[str, Any]) -> Sequence[str | bytes]:
         """The stream that answers a body."""
