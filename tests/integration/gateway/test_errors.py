@@ -91,8 +91,6 @@ async def test_refused_before_any_worker_is_asked(share_gateway: Share) -> None:
     assert await of({"messages": HELLO * 4}) == (400, "invalid_value", "messages")
     assert await of({"temperature": "hot"}) == (400, "invalid_type", "temperature")
     assert await of({"n": 17}) == (400, "invalid_value", "n")
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert await of({"tools": tools}) == (400, "unsupported_parameter", "tools")  # the template knows none
     unique = {"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}
     assert await of(unique) == (400, "unsupported_schema_keyword", "structured_outputs")
     assert await of({"max_tokens": 500}) == (400, "context_length_exceeded", "max_tokens")
