@@ -67,6 +67,7 @@ async def test_each_model_gets_its_adapters_answers(gateway: PlayingGateway, nat
     assert len({tuple(answer) for answer in pool.expected.values()}) == 3
     assert {name: gateway.token_ids(attempt) for name, attempt in attempts.items()} == pool.expected
     assert gateway.token_ids(resumed) == pool.expected["formal"][5:]
+    await gateway.wait(lambda: len(gateway.records) > len(MODELS))
     assert sorted(record.model for record in gateway.records) == sorted([*MODELS, "formal"])
 
 

@@ -40,6 +40,7 @@ async def test_a_cancelled_job_ends_with_exact_counts_and_frees_its_place(
     assert finished.completion_tokens == made
     assert isinstance(other, m.Finished)
     assert not other.cancelled
+    await gateway.wait(lambda: any(record.request_id == attempt[0] for record in gateway.records))
     record = next(record for record in gateway.records if record.request_id == attempt[0])
     assert (record.outcome, record.completion_tokens) == ("cancelled", made)
     assert gateway.repeated == 0
@@ -136,6 +137,7 @@ async def test_the_same_attempt_published_again_is_not_run_again(gateway: Playin
             await gateway.end_of(attempt)
         await gateway.wait_until_queue_is_empty()
     assert len(gateway.token_ids(attempt)) == 30
+    await gateway.wait(lambda: bool(gateway.records))
     assert len(gateway.records) == 1
 
 

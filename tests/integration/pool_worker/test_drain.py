@@ -51,6 +51,7 @@ async def test_what_fits_ends_here_and_the_rest_goes_at_once_where_another_takes
             assert is_handed_back(await gateway.end_of(long))
             assert not gateway.is_over(short)
             assert isinstance(await gateway.end_of(short), m.Finished)
+    await gateway.wait(lambda: bool(gateway.records))
     assert {record.worker_id for record in gateway.records} == {"w1"}
 
 
@@ -186,6 +187,7 @@ async def test_a_job_that_failed_here_goes_to_another_worker(gateway: PlayingGat
         await asyncio.wait_for(heard.wait(), HANGS_S)  # by now the first has heard of the second as well
         attempts = [await gateway.ask(f"p{i}", avoid=("w1",)) for i in range(5)]
         await gateway.end_of_all(attempts)
+    await gateway.wait(lambda: bool(gateway.records))
     assert {record.worker_id for record in gateway.records} == {"w2"}
 
 

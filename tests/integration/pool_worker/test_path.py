@@ -43,6 +43,7 @@ async def test_a_job_is_answered_acknowledged_and_recorded(gateway: PlayingGatew
     assert finished.prompt_tokens == len(TOKENIZER.encode("hello").ids)
     assert gateway.tokens(attempt)[-1].finish_reason == "length"
     assert gateway.text(attempt) == TOKENIZER.decode(gateway.token_ids(attempt))
+    await gateway.wait(lambda: bool(gateway.records))
     (record,) = gateway.records
     assert (record.outcome, record.completion_tokens, record.prompt_tokens) == ("ok", 8, finished.prompt_tokens)
     assert record.ttft_ms == finished.ttft_ms <= record.total_ms
@@ -160,6 +161,7 @@ async def test_a_refused_request_fails_for_good_and_names_its_field(gateway: Pla
     assert (failed.code, failed.param, failed.retryable) == (ErrorCode.INVALID_REQUEST, "top_p", False)
     assert isinstance(resumed, m.Failed)
     assert (resumed.code, resumed.retryable) == (ErrorCode.INVALID_REQUEST, True)  # another worker took it before
+    await gateway.wait(lambda: len(gateway.records) >= 2)
     assert [(r.outcome, r.error_code) for r in gateway.records] == [("failed", ErrorCode.INVALID_REQUEST)] * 2
 
 
@@ -265,6 +267,7 @@ async def test_every_model_the_engine_serves_is_pulled(gateway: PlayingGateway, 
             card = await artifacts.read_model_card(gateway.bus, model)
             assert card is not None
             assert card.model == model
+    await gateway.wait(lambda: len(gateway.records) >= 20 * len(models))
     assert Counter(record.model for record in gateway.records) == dict.fromkeys(models, 20)
 
 

@@ -40,6 +40,7 @@ async def test_every_input_is_answered_and_the_attempt_recorded(gateway: Playing
     tokens = sum(len(TOKENIZER.encode(text).ids) for text in texts)
     assert isinstance(finished, m.Finished)
     assert (finished.prompt_tokens, finished.completion_tokens, finished.cancelled) == (tokens, 0, False)
+    await gateway.wait(lambda: bool(gateway.records))
     (record,) = gateway.records
     assert (record.outcome, record.prompt_tokens, record.completion_tokens, record.ttft_ms) == ("ok", tokens, 0, None)
     assert record.prefill_ms is not None
