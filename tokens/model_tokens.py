@@ -111,12 +111,11 @@ class ModelTokens:
         template = self._tool_template if tools else self._template
         if template is None:
             raise InvalidParameter(f"The model {self.model} has no chat format; use /v1/completions.", param="model")
-        describes_tools = self.dialect is not None and self.dialect.is_generic
         described: set[str] = set()
-        if tools and describes_tools:
+        if tools and self._describes_tools_itself:
             messages, tools, described = with_tool_prompt(messages, tools), (), {TOOLS_DESCRIBED}
         refusal: InvalidParameter | None = None
-        for conversation, changes in _fitted_to(template, messages, calls_as_text=describes_tools):
+        for conversation, changes in _fitted_to(template, messages, calls_as_text=self._describes_tools_itself):
             try:
                 token_ids = await self._encode_chat(
                     template,
@@ -189,7 +188,11 @@ class ModelTokens:
     @property
     def describes_tools(self) -> bool:
         """True if prompts tell the model of tools: its template does, or a prompt of ours."""
-        return (self.dialect is not None and self.dialect.is_generic) or self.template_reads("tools")
+        return self._describes_tools_itself or self.template_reads("tools")
+
+    @property
+    def _describes_tools_itself(self) -> bool:
+        return self.dialect is not None and self.dialect.is_generic
 
     def template_reads(self, variable: str) -> bool:
         """Report whether the chat template, or the one for conversations with tools, uses a variable."""

@@ -71,9 +71,8 @@ class ChatFormat(Protocol):
 
     framing: Framing  # its name: of FRAMINGS
     health_path: str | None  # GET; None: it has none, and only answers tell
-    server: (
-        str | None
-    )  # of ``formats.FORMATS``: whose page of facts it has; None: a hosted API, asked by the model's name
+    # Whose page of facts it has, of ``formats.FORMATS``; None: a hosted API, asked by the model's name.
+    server: str | None
     honoured: frozenset[str]  # the fields of SamplingParams that it honours, beside DONE_HERE
     schemas: frozenset[str]  # what of "json_object" and "json_schema" an answer can be made to follow
     max_temperature: float  # that it takes
