@@ -1,14 +1,25 @@
 """The bucket of accounts: each is replaced only by who has read what is there."""
 
 import base64
+from datetime import datetime
 from typing import Final
 
 from protocol import subjects
 from protocol.bus import Bus
+from protocol.errors import BusError
 from protocol.quotas import Account, decode_account, encode
 
 REACH_LIMIT_S: Final = 1.0  # past it the queue server is as good as away
 STREAM: Final = f"KV_{subjects.QUOTAS_BUCKET}"
+
+
+async def created_s(bus: Bus) -> float:
+    """Return when the bucket was made, by the queue server's clock: it is another one after a loss. Raises BusError."""
+    info = await bus.api(f"STREAM.INFO.{STREAM}")
+    try:
+        return datetime.fromisoformat(info["created"]).timestamp()
+    except (KeyError, ValueError) as error:
+        raise BusError("the queue server does not tell when the accounts of limits were made") from error
 
 
 class AccountStore:

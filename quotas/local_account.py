@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from protocol.clock import ServerClock
 from protocol.errors import BusError
 from protocol.quotas import Account, Amounts, Kind, Lease
-from quotas.account import EMPTY, Exchanged, Report, as_of, exchange, free_amounts, merged
+from quotas.account import EMPTY, WINDOW_S, Exchanged, Report, as_of, exchange, free_amounts, merged
 from quotas.account_store import AccountStore
 from quotas.limits import Limits, plus
 from quotas.refusals import RateStatus, Refusal, rate_status, shortage
@@ -87,6 +87,11 @@ class LocalAccount:
     def known_account(self) -> Account:
         """The account as it was after the last exchange, with what was spent here since."""
         return self.slice.with_unreported(self.account)
+
+    def would_be_missed(self, now_s: float) -> bool:
+        """Return whether a lost account needs this copy: something is held or to be told, or a rate counts still."""
+        oldest = int(now_s) - WINDOW_S
+        return not self.slice.is_empty or any(at > oldest for seconds in self.account.used for at in seconds)
 
     def rate_status(self, kind: Kind, now_s: float) -> RateStatus | None:
         """Use of a rate limit."""

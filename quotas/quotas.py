@@ -20,7 +20,7 @@ from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError
 from protocol.quotas import Amounts, Kind
 from quotas.account import EMPTY, LEASE_S
-from quotas.account_store import REACH_LIMIT_S, AccountStore
+from quotas.account_store import REACH_LIMIT_S, AccountStore, created_s
 from quotas.limits import Limits, limits_of, minus, plus
 from quotas.local_account import LocalAccount
 from quotas.pools import POOL
@@ -69,6 +69,7 @@ class Quotas:
         self._bus = bus
         self._ledger = ledger
         self._started_s = 0.0  # by the queue server's clock
+        self._bucket_created_s = 0.0  # likewise
         self._refused_budgets: set[str] = set()  # of local accounts, since the last tick
         self._seeding: dict[str, asyncio.Task[None]] = {}
         self._seed_places = asyncio.Semaphore(MAX_SEEDS)
@@ -87,13 +88,15 @@ class Quotas:
         """Learn the time, and listen to what others miss. Raises BusError."""
         await self._clock.measure()
         self._started_s = self._clock.now_s()
-        self._bus.on_reconnect(self._on_reconnected)
+        self._bucket_created_s = await created_s(self._bus)
+        self._bus.on_reconnect(self._restore_accounts)
         await self._bus.subscribe(subjects.QUOTA_WANTED, self._on_wanted)
 
     async def run(self) -> None:
         """Report what was used, renew leases, give back what is not needed; never returns."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._clock.run(), name="server clock")
+            group.create_task(self._watch_bucket(), name="bucket of limits")
             await self._run()
 
     async def _run(self) -> None:
@@ -132,10 +135,23 @@ class Quotas:
             if local.exchanged_s > float("-inf")
         }
 
-    async def _on_reconnected(self) -> None:
-        # The bucket may have been lost: what we know of it is to be there again before others begin without.
+    async def _watch_bucket(self) -> None:
+        """Notice a lost bucket before others begin again without what was in it (``check_nobody_holds``)."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            try:
+                bucket_created_s = await created_s(self._bus)
+            except BusError as error:
+                log.debug("whether the accounts of limits are there is unknown: %s", error)
+                continue
+            if bucket_created_s != self._bucket_created_s:
+                self._bucket_created_s = bucket_created_s
+                await self._restore_accounts()
+
+    async def _restore_accounts(self) -> None:
+        now_s = self._clock.now_s()
         for local in self._local_accounts.values():
-            if not local.slice.is_empty:
+            if local.would_be_missed(now_s):
                 self._exchange_soon(local)
 
     async def close(self) -> None:

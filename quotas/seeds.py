@@ -11,7 +11,6 @@ While it cannot be asked, requests are refused, to be tried again.
 
 import asyncio
 import time
-from datetime import datetime
 from typing import Final, Protocol
 
 from msgspec import Struct
@@ -25,6 +24,7 @@ from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError
 from quotas.account import CLOCK_SLACK_S, LEASE_S
+from quotas.account_store import created_s
 from quotas.limits import period_start_s
 from quotas.pools import POOL, pool_of_account, spent_at_pool
 
@@ -91,10 +91,9 @@ class RollupLedger:
 
 async def check_nobody_holds(bus: Bus, started_s: float) -> None:
     """Raise BusError if the bucket was lost while we ran, and others may still hold leases of what was in it."""
-    created = (await bus.api(f"STREAM.INFO.KV_{subjects.QUOTAS_BUCKET}"))["created"]
-    created_s = datetime.fromisoformat(created).timestamp()
-    left_s = created_s + LEASE_S + CLOCK_SLACK_S - bus.clock.now_s()
-    if created_s > started_s and left_s > 0:
+    made_s = await created_s(bus)
+    left_s = made_s + LEASE_S + CLOCK_SLACK_S - bus.clock.now_s()
+    if made_s > started_s and left_s > 0:
         raise BusError(f"the accounts of limits were lost; those not known here begin again in {left_s:.1f} s")
 
 

@@ -107,11 +107,16 @@ async def test_what_a_gateway_remembers_outlives_the_bucket(start: Start, bus: B
 
 
 @pytest.mark.parametrize("policy", [Policy(max_concurrent=8), Policy(requests_per_minute=8)], ids=["places", "rate"])
+@pytest.mark.parametrize("is_reported", [False, True])
 @pytest.mark.parametrize("again", [0, 1])
-async def test_places_and_rates_are_not_given_twice(start: Start, bus: Bus, policy: Policy, again: int) -> None:
+async def test_places_and_rates_are_not_given_twice(
+    start: Start, bus: Bus, policy: Policy, again: int, *, is_reported: bool
+) -> None:
     """The first one knows who has what; the second one, to whom a lost account looks like a new one, waits for it."""
     gateways = [await start("g0"), await start("g1")]
     held = await ask_until(gateways[:1], principal(policy), 8)
+    if is_reported:  # of a rate, nothing is left to tell or to renew then
+        await until(lambda: not gateways[0]._local_accounts["key_1"].slice.is_changed)
     for _ in range(1 + again):
         await lose_accounts(bus)
         for quotas in (*gateways[::-1], *gateways):
