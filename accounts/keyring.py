@@ -16,9 +16,9 @@ from db.engine import create_engine
 from db.errors import SQL_ERRORS, describe
 from db.schema import wait_for_database
 from protocol import subjects
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
 from protocol.errors import BusError
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
 
 RELOAD_PERIOD_S: Final = 30.0  # the backstop for lost messages
 RETRY_PERIOD_S: Final = 2.0  # while SQL is away

@@ -17,7 +17,7 @@ from accounts.principal import DEFAULT_TEAM_ID, INFERENCE, NO_POLICY, Policy, po
 from accounts.teams import Team, changed_policy, find_team, writing
 from accounts.token import hash_token, new_id, new_token
 from db.models import ApiKeyRow, TeamRow
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 
 MIN_PREFIX_CHARS: Final = 6  # "key_" and two characters
 DEFAULT_GRACE_S: Final = 86_400

@@ -17,7 +17,7 @@ from accounts.principal import NO_POLICY, POLICY_FIELDS, Policy, policy_of
 from accounts.token import new_id
 from db.engine import changing
 from db.models import OrganisationRow, TeamRow
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 
 DEFAULT_ORGANISATION_ID: Final = "org_default"  # made by the migration
 

@@ -15,7 +15,7 @@ from batches.receiving import BATCH
 from batches.services import BatchServices
 from batches.states import OPENAI, OVER
 from batches.store import Batch
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 from web.answers import body_schema, exchange_of, json_answer
 from web.body import check_values, read_body
 from web.errors import InvalidParameter, UnknownObject, too_many

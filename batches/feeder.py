@@ -21,10 +21,10 @@ from batches.store import Batch, Lost
 from db.errors import SQL_ERRORS, describe
 from protocol import subjects
 from protocol.backoff import wait_for
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
 from protocol.errors import BusError
-from protocol.lease import Lease
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
+from protocol.nats.lease import Lease
 from webhooks.events import EventType, publish_finished
 
 RENEW_PART: Final = 0.25  # of a lease's time

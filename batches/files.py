@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from batches.storage.base import Storage, StorageError
 from db.batch_models import BatchRow, FilePartRow, FileRow
 from db.engine import changing
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 
 RANDOM_BYTES: Final = 12  # of an id
 SWEPT_AT_A_TIME: Final = 100

@@ -19,7 +19,7 @@ from batches.services import BatchServices
 from batches.states import ANTHROPIC, OVER, Status
 from batches.storage.base import StorageError
 from batches.store import Batch
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 from web.answers import exchange_of, json_answer
 from web.errors import BodyTooLarge, InvalidParameter, StorageUnavailable, UnknownObject
 

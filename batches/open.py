@@ -20,7 +20,7 @@ from batches.storage.registry import open_storage
 from batches.store import Batches
 from batches.upload_slots import UploadSlots
 from db.set_aside import SetAside
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 
 INDEXES: Final = "batches"  # a folder below the data folder
 

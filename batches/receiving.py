@@ -18,7 +18,7 @@ from batches.settings import BatchSettings
 from batches.storage.base import StorageError, Writer
 from batches.upload_slots import Pace, Slot
 from db.errors import SQL_ERRORS
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 from web.answers import exchange_of
 from web.body import refuse_compressed
 from web.errors import BodyTooLarge, ClientDisconnected, RequestTooSlow, StorageUnavailable, too_many

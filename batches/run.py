@@ -38,7 +38,7 @@ from batches.store import Batch, Batches, Counts
 from batches.validation import LineError
 from db.set_aside import SetAside
 from protocol.backoff import backoff_s, wait_for
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 from protocol.subjects import queue_of
 
 LONGEST_BACKOFF_S: Final = 30.0  # between two tries of a line that fails

@@ -14,7 +14,7 @@ from batches.states import OVER, Status
 from batches.validation import LineError
 from db.batch_models import BatchRow, FilePartRow
 from db.engine import changing
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 
 OPEN_AT_A_TIME: Final = 1000  # batches that a feeder looks at, soonest due first
 

@@ -34,10 +34,11 @@ from benchmarks.ledger_rows import requests
 from db.engine import create_engine
 from db.models import AttemptRow, RequestRow
 from ledger.settings import LedgerSettings
-from protocol import subjects, topology
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
+from protocol import subjects
 from protocol.messages import encode
+from protocol.nats import topology
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
 from protocol.usage import AttemptRecord, RequestRecord, UsageRecord, encode_usage
 from tests.nats_server import NatsServer
 from tests.postgres import PostgresServer

@@ -9,7 +9,7 @@ from console.dashboard.live import Gateway
 from console.dashboard.reader import Reader
 from console.login.login import Login
 from console.settings import ConsoleSettings
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from db.engine import changing
 from db.errors import SQL_ERRORS, describe
 from db.models import Base
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 
 MAX_ROWS: Final = 1000  # of a kind; older ones are deleted
 MAX_WAITING: Final = 1000  # while SQL is away; older ones are dropped

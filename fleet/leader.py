@@ -7,9 +7,9 @@ import logging
 from typing import Final
 
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError
-from protocol.lease import Lease
+from protocol.nats.bus import Bus
+from protocol.nats.lease import Lease
 
 LEASE_S: Final = 15.0
 

@@ -16,9 +16,9 @@ from fleet.monitor import Monitor, MonitoredGroup
 from fleet.policy.decide import Decider
 from fleet.settings import ControllerSettings, FleetSettings, ManagedPool, ProcessSettings
 from protocol.backoff import backoff_s
-from protocol.bus import Bus
-from protocol.credentials import WorkerKeys, access_options
 from protocol.errors import BusError
+from protocol.nats.bus import Bus
+from protocol.nats.credentials import WorkerKeys, access_options
 from protocol.signals import on_stop_signals
 
 log = logging.getLogger(__name__)

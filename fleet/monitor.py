@@ -18,10 +18,10 @@ from fleet.policy.surges import Surges
 from fleet.policy.view import BatchWork, Demand
 from fleet.reconcile import Beat
 from protocol import subjects
-from protocol.backlog import Backlog, read_backlog
-from protocol.bus import Bus
 from protocol.errors import ProtocolError
 from protocol.messages import Heartbeat, decode_heartbeat
+from protocol.nats.backlog import Backlog, read_backlog
+from protocol.nats.bus import Bus
 
 FORGET_AFTER_S: Final = 300.0
 MINUTE_S: Final = 60.0

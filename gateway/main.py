@@ -47,12 +47,12 @@ from gateway.settings import LEAVE_S, GatewaySettings
 from gateway.watched import WatchedGateway
 from ledger.payloads.sealing import SEALED_BEFORE, Sealer, parse_keys
 from protocol import garbage, subjects
-from protocol.bus import Bus
-from protocol.credentials import access_options
-from protocol.outbox import Outbox
+from protocol.nats.bus import Bus
+from protocol.nats.credentials import access_options
+from protocol.nats.outbox import Outbox
+from protocol.nats.spool import Spool
 from protocol.settings import in_url
 from protocol.signals import on_stop_signals
-from protocol.spool import Spool
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
 from quotas.seeds import RollupLedger

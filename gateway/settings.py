@@ -12,10 +12,10 @@ from console.settings import LoginSettings
 from db.money import CLIENTS, TokenPrice, nano_usd
 from idempotency.settings import IdempotencySettings
 from ledger.settings import PayloadSettings
+from protocol.nats.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.subjects import queue_of
 from protocol.telemetry import TelemetrySettings
-from protocol.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
 from quotas.account_store import REACH_LIMIT_S
 from response_store.settings import ResponseSettings
 from tokens.settings import ModelTokenSettings

@@ -8,9 +8,9 @@ from typing import Final
 from msgspec import Struct
 
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError
 from protocol.idempotency import Claim, decode_claim, encode
+from protocol.nats.bus import Bus
 
 CLAIM_LIMIT_S: Final = 1.0  # past it the queue server is as good as away
 STREAM: Final = f"KV_{subjects.IDEMPOTENCY_BUCKET}"

@@ -11,9 +11,9 @@ from nats.aio.subscription import Subscription
 from idempotency.recording import RecordingTruncated
 from idempotency.runs import Run, Runs
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
 from protocol.idempotency import PART_WAIT_S, AnswerPartRequest, ClaimState, Part, decode_ask, decode_part, encode
+from protocol.nats.bus import Bus
 
 MAX_QUESTIONS: Final = 1024  # waiting here at once; more are not answered, and asked again
 PART_LIMIT_S: Final = PART_WAIT_S + 1.0

@@ -26,8 +26,8 @@ from db.set_aside import SetAside
 from ledger.intents import delete_open, delete_recorded, ends_its_request
 from ledger.store import is_one_of, received_with, write_requests
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, NoResponders, ProtocolError
+from protocol.nats.bus import Bus
 from protocol.open_requests import MAX_ASKED, OpenRequestsQuery, decode_answer, encode
 
 ANSWER_LIMIT_S: Final = 2.0

@@ -27,7 +27,7 @@ from db.models import OpenRequestRow, RequestRow
 from db.set_aside import SetAside
 from ledger.store import insert_rows, is_one_of, known_requests
 from protocol.errors import ErrorCode
-from protocol.pull import Delivery
+from protocol.nats.pull import Delivery
 from protocol.usage import AttemptRecord, RequestIntent, UsageRecord
 
 MAX_HELD: Final = 100_000  # intents; beyond it the oldest are looked up immediately

@@ -26,10 +26,10 @@ from db.set_aside import SetAside
 from ledger.prices import PriceBook, load_prices
 from ledger.store import MAX_USD_PER_HOUR
 from protocol import subjects
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
 from protocol.errors import ProtocolError
 from protocol.messages import Heartbeat, decode_heartbeat
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
 
 QUARTER_MS: Final = 900_000
 MAX_CATCH_UP_MS: Final = 35 * 86_400_000  # time that no writer has received for longer than this is not counted

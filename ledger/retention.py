@@ -14,7 +14,7 @@ from db.engine import writing
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.models import AttemptRow, RequestRow
 from ledger.partitions import drop_partitions
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 
 DAY_MS: Final = 86_400_000
 BATCH_ROWS: Final = 2_000  # of a transaction, so that usage is written in between

@@ -7,7 +7,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from db.set_aside import SetAside
 from ledger.waiting import parked_messages, unwritten_messages
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 
 
 async def read_ledger(bus: Bus, set_aside: SetAside) -> Iterator[Metric]:

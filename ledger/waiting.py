@@ -4,8 +4,8 @@ import asyncio
 from typing import Any, Final
 
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError
+from protocol.nats.bus import Bus
 
 INFO_LIMIT_S: Final = 0.5  # for what the queue server says of a stream or consumer
 

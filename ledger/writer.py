@@ -30,13 +30,14 @@ from ledger.partitions import DAYS_AHEAD, create_partitions
 from ledger.retention import Retention
 from ledger.settings import LedgerSettings
 from ledger.store import RecordRefused, store_records
-from protocol import pull, subjects
+from protocol import subjects
 from protocol.backoff import backoff_s, wait_for
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
 from protocol.errors import BusError
 from protocol.messages import encode
-from protocol.pull import Delivery, PullConsumer
+from protocol.nats import pull
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
+from protocol.nats.pull import Delivery, PullConsumer
 from protocol.usage import AttemptRecord, RequestIntent, UnreadUsage, UsageRecord, encode_usage, read_usage
 
 PULL_CHECK_S: Final = 0.5  # how often to check whether a pull has been written off

@@ -24,15 +24,16 @@ from pool_worker.executor import Executor
 from pool_worker.gate import Gate
 from pool_worker.job_filter import JobFilter
 from pool_worker.lanes import LOW_RANK, Lane, LaneShares, expected_tokens
-from protocol import pull, subjects
-from protocol.backlog import read_backlog
+from protocol import subjects
 from protocol.backoff import backoff_s, wait_for
-from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Job, JobHead, decode_job, decode_job_head
-from protocol.outbox import Outbox
-from protocol.pull import Delivery, PullConsumer
-from protocol.topology import consumer_exists
+from protocol.nats import pull
+from protocol.nats.backlog import read_backlog
+from protocol.nats.bus import Bus
+from protocol.nats.outbox import Outbox
+from protocol.nats.pull import Delivery, PullConsumer
+from protocol.nats.topology import consumer_exists
 
 REFILL_CHECK_S: Final = 0.1  # how often free capacity is noticed that was not reported
 # The watches of a frozen worker swallow jobs until they expire. Each comes back after ACK_WAIT_S, and where this worker

@@ -28,14 +28,14 @@ from pool_worker.replay import RecentAttempts
 from pool_worker.settings import WorkerSettings
 from pool_worker.usage import Outcome, attempt_record
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.chat import TAKES_MESSAGES, CountedBy
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Failed, Job, JobHead, Resend, Revision, encode, unpack_token_ids
-from protocol.objects import get_object
-from protocol.outbox import Outbox
-from protocol.prompts import unseal
-from protocol.pull import Delivery
+from protocol.nats.bus import Bus
+from protocol.nats.objects import get_object
+from protocol.nats.outbox import Outbox
+from protocol.nats.prompts import unseal
+from protocol.nats.pull import Delivery
 
 if TYPE_CHECKING:
     from pool_worker.traces import AttemptTraces

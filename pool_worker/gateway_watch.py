@@ -15,9 +15,9 @@ from nats.aio.msg import Msg
 
 from pool_worker.executor import Executor
 from pool_worker.settings import WorkerSettings
-from protocol.bus import Bus
 from protocol.errors import BusError
 from protocol.messages import PROTOCOL_VERSION, encode
+from protocol.nats.bus import Bus
 from protocol.steps import StepFrame
 
 GONE_AFTER_PROBES: Final = 3  # in a row, without a listener

@@ -13,12 +13,12 @@ from pool_worker.executor import Executor
 from pool_worker.gate import Gate
 from pool_worker.settings import WorkerSettings
 from protocol import subjects
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
 from protocol.engine_stats import Pace
 from protocol.errors import BusError
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Revision, encode
-from protocol.topology import HEARTBEAT_PERIOD_S
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
+from protocol.nats.topology import HEARTBEAT_PERIOD_S
 
 # How NATS' key-value buckets mark an entry as deleted, its history too (ADR-8).
 PURGE_HEADERS: Final = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}

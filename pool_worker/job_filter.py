@@ -10,7 +10,7 @@ from pool_worker.peers import Peers
 from pool_worker.settings import WorkerSettings
 from protocol.chat import NO_TOKENIZER
 from protocol.messages import Job, Revision
-from protocol.pull import Delivery
+from protocol.nats.pull import Delivery
 
 AVOID_DELIVERIES: Final = 3  # a job that has come so often is run, avoided or not
 

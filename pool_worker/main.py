@@ -15,9 +15,9 @@ from pool_worker.stopping import Stop
 from pool_worker.worker import OnReady, Worker
 from protocol import garbage, subjects
 from protocol.backoff import wait_for
-from protocol.bus import API, Bus
-from protocol.credentials import access_options
-from protocol.permissions import WORKERS_API, worker_role
+from protocol.nats.bus import API, Bus
+from protocol.nats.credentials import access_options
+from protocol.nats.permissions import WORKERS_API, worker_role
 from protocol.signals import on_stop_signals
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import Final
 from nats.aio.msg import Msg
 
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.disconnects import decode_disconnect
 from protocol.errors import ProtocolError
 from protocol.messages import Heartbeat, decode_heartbeat
-from protocol.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S, PULL_PRIORITIES
+from protocol.nats.bus import Bus
+from protocol.nats.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S, PULL_PRIORITIES
 
 INFORMED_AFTER_S: Final = 1.5 * HEARTBEAT_PERIOD_S  # of listening: by then every live worker's heartbeat has arrived
 

@@ -10,11 +10,11 @@ from typing import Final
 
 import msgspec
 
-from protocol import pull
-from protocol.bus import HEADER_ROOM_BYTES, Bus
 from protocol.errors import BusError
 from protocol.messages import PROTOCOL_VERSION, encode
-from protocol.pull import Delivery
+from protocol.nats import pull
+from protocol.nats.bus import HEADER_ROOM_BYTES, Bus
+from protocol.nats.pull import Delivery
 
 PACE_S: Final = (
     0.002  # between two messages; steps of a faster engine share one, and each message costs all three processes

@@ -31,10 +31,10 @@ from pool_worker.stopping import Stop
 from pool_worker.usage import OUTBOX_RECORDS
 from pool_worker.watch.node import NodeTooSlowError, NodeWatch
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.chat import TAKES_MESSAGES
 from protocol.errors import ErrorCode
-from protocol.outbox import Outbox
+from protocol.nats.bus import Bus
+from protocol.nats.outbox import Outbox
 
 if TYPE_CHECKING:
     from pool_worker.traces import AttemptTraces

@@ -5,8 +5,8 @@ from datetime import datetime
 from typing import Final
 
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError
+from protocol.nats.bus import Bus
 from protocol.quotas import Account, decode_account, encode
 
 REACH_LIMIT_S: Final = 1.0  # past it the queue server is as good as away

@@ -7,8 +7,8 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from protocol.clock import ServerClock
 from protocol.errors import BusError
+from protocol.nats.clock import ServerClock
 from protocol.quotas import Account, Amounts, Kind, Lease
 from quotas.account import EMPTY, WINDOW_S, Exchanged, Report, as_of, exchange, free_amounts, merged
 from quotas.account_store import AccountStore

@@ -16,8 +16,8 @@ from accounts.principal import Principal
 from db.errors import DatabaseUnavailable
 from db.money import TokenPrice
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError
+from protocol.nats.bus import Bus
 from protocol.quotas import Amounts, Kind
 from quotas.account import EMPTY, LEASE_S
 from quotas.account_store import REACH_LIMIT_S, AccountStore, created_s

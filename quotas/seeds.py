@@ -21,8 +21,8 @@ from accounts.principal import BudgetPeriod
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.models import RollupRow, SliceRow
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError
+from protocol.nats.bus import Bus
 from quotas.account import CLOCK_SLACK_S, LEASE_S
 from quotas.account_store import created_s
 from quotas.limits import period_start_s

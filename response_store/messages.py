@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 from ledger.payloads.errors import PayloadError, TooLargeToOpen
 from ledger.payloads.sealing import Part, Sealer
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import PayloadTooLarge, ProtocolError
+from protocol.nats.bus import Bus
 
 STORE_LIMIT_S: Final = 2.0
 THREADED_BYTES: Final = 64 * 1024  # from here on, a message is sealed or opened in a thread

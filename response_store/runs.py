@@ -16,9 +16,9 @@ from accounts.keyring import KeyRing
 from accounts.principal import Principal
 from protocol import subjects, wire
 from protocol.backoff import backoff_s, wait_for
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
 from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
 from protocol.wire import UNDECODABLE
 from response_store.messages import Key, NotKept
 from response_store.patience import patiently

@@ -23,8 +23,8 @@ from typing import Final, TypeVar
 from nats.aio.msg import Msg
 
 from ledger.payloads.sealing import Sealer
-from protocol.bus import Bus
 from protocol.errors import BusError
+from protocol.nats.bus import Bus
 from protocol.wire import UNDECODABLE
 from response_store.kept import Kept
 from response_store.messages import Found, Key, Messages, Placed, Sealed, Unreadable

@@ -1,7 +1,7 @@
 """The authority over the queue server's users: it makes accounts, credentials and revocations, all of them signed.
 
     operator ──signs──> account SPILLWAY: streams; users gateway, ledger, fleet, admin
-             ──signs──> account WORKERS:  no streams; what crosses between the two is listed in protocol.permissions
+             ──signs──> account WORKERS:  no streams; what crosses between the two: protocol.nats.permissions
              ──signs──> account SYS:      tells when a worker's connection has ended
 
 Servers get the accounts (``nats-accounts.conf``), which hold nothing secret. Each part, and each pool, has a key of its
@@ -19,10 +19,11 @@ from typing import Any, Final, Self
 
 from pydantic import BaseModel
 
-from protocol import permissions, subjects
-from protocol.credentials import Key, WorkerKeys, sign_claims, user_credentials
+from protocol import subjects
 from protocol.errors import ExpectedError
-from protocol.permissions import Permissions
+from protocol.nats import permissions
+from protocol.nats.credentials import Key, WorkerKeys, sign_claims, user_credentials
+from protocol.nats.permissions import Permissions
 
 KEYS_NAME: Final = "keys.json"
 SERVER_CONFIG_NAME: Final = "nats-accounts.conf"

@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from gateway.settings import QueueSettings
 from protocol import subjects
-from protocol.credentials import Credentials
+from protocol.nats.credentials import Credentials
 from protocol.settings import Settings
 
 

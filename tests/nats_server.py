@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from benchmarks.ports import free_port
-from protocol.bus import Bus
 from protocol.errors import ApiError, BusTimeout
+from protocol.nats.bus import Bus
 from spillway.embedded_nats import USER, accounts
 from tests.networks import Network
 from tests.waiting import HANGS_S

@@ -18,12 +18,12 @@ from nats.aio.msg import Msg
 
 from accounts.principal import Principal
 from protocol import subjects
-from protocol.artifacts import read_model_card, tokenizer_name, tokenizer_object_name
-from protocol.bus import Bus
 from protocol.chat import NO_TOKENIZER
 from protocol.errors import BusError, ProtocolError
 from protocol.messages import ModelCard
-from protocol.objects import get_object
+from protocol.nats.artifacts import read_model_card, tokenizer_name, tokenizer_object_name
+from protocol.nats.bus import Bus
+from protocol.nats.objects import get_object
 from protocol.sampling_defaults import GENERATION_CONFIG, sampling_defaults
 from tokens.cards import UnusableCard, check_context_length, check_tokenizer_size, usable_template
 from tokens.chat_template import COUNTING_SOURCE

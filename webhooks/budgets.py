@@ -27,9 +27,9 @@ from db.money import NANO_USD
 from db.webhook_models import BudgetNoticeRow, WebhookEndpointRow
 from protocol import subjects
 from protocol.backoff import wait_for
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
 from protocol.errors import BusError, ProtocolError
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
 from protocol.quotas import Kind
 from quotas.limits import Limits, limits_of, period_at, period_start_s
 from webhooks.deliveries import inserting

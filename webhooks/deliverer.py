@@ -7,7 +7,7 @@ from typing import Final
 
 from db.errors import SQL_ERRORS, describe
 from protocol.backoff import backoff_s, wait_for
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 from webhooks.deliveries import DELETE_ROWS, Claim, Deliveries, Rooms
 from webhooks.secrets import SecretBox, SecretError
 from webhooks.sender import Attempt, Sender

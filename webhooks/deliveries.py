@@ -23,7 +23,7 @@ from accounts.audit import Change, record
 from db.engine import changing
 from db.models import Base
 from db.webhook_models import WebhookDeliveryRow, WebhookEndpointRow, WebhookTotalRow
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 from webhooks.events import Event
 from webhooks.sender import Attempt
 

@@ -16,7 +16,7 @@ from accounts.token import new_id
 from db.engine import changing
 from db.models import TeamRow
 from db.webhook_models import WebhookDeliveryRow, WebhookEndpointRow
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 from webhooks.addresses import BadUrl, checked_url
 from webhooks.deliveries import end_waiting, new_row
 from webhooks.events import EVENT_TYPES, EventType, new_event

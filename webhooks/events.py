@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from protocol import subjects, wire
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 
 EventType = Literal[
     "response.completed",

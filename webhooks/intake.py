@@ -8,13 +8,14 @@ from typing import Final
 from db.apart import write_apart
 from db.errors import DatabaseUnavailable
 from db.set_aside import SetAside
-from protocol import pull, subjects
+from protocol import subjects
 from protocol.backoff import backoff_s, wait_for
-from protocol.bus import Bus
 from protocol.errors import BusError, NewerVersion, ProtocolError
-from protocol.pull import Delivery as Message
-from protocol.pull import PullConsumer
-from protocol.topology import consumer_exists
+from protocol.nats import pull
+from protocol.nats.bus import Bus
+from protocol.nats.pull import Delivery as Message
+from protocol.nats.pull import PullConsumer
+from protocol.nats.topology import consumer_exists
 from webhooks.deliveries import Deliveries
 from webhooks.events import Event, decode_event
 

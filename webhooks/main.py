@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.set_aside import SetAside
 from protocol.backoff import backoff_s, wait_for
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from webhooks.budgets import BudgetWatch
 from webhooks.deliverer import Deliverer
 from webhooks.deliveries import Deliveries

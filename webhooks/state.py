@@ -13,9 +13,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from db.errors import SQL_ERRORS, describe
 from protocol import subjects, wire
 from protocol.backoff import wait_for
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
 from protocol.errors import BusError, ProtocolError
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
 from webhooks.deliveries import Deliveries
 
 SILENT_MS: Final = 120_000  # past which nobody delivers

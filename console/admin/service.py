@@ -17,8 +17,8 @@ from accounts.teams import Team
 from console.admin.schema import AdminBody, KeyChanges, NewKey, NewTeam, TeamChanges
 from console.services import ConsoleServices
 from protocol import subjects
-from protocol.clock import unix_now_ms
 from protocol.errors import BusError
+from protocol.nats.clock import unix_now_ms
 from web.answers import exchange_of
 from web.body import read_body
 from web.schema import parse_body

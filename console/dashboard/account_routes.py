@@ -21,8 +21,8 @@ from console.dashboard.pages.keys import Accounts, account_lines, ranked
 from console.dashboard.shell import Pages
 from console.dashboard.view import View, view_of
 from console.login.forms import read_form
-from protocol.clock import unix_now_ms
 from protocol.errors import BusError, ProtocolError
+from protocol.nats.clock import unix_now_ms
 from quotas.account_store import AccountStore
 from quotas.usage import load_usage
 from web.errors import ApiError

@@ -23,7 +23,7 @@ from console.dashboard.view import View
 from db.errors import SQL_ERRORS, describe
 from ledger.queries.log import Cursor, Page, request_page
 from ledger.queries.traffic import totals
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 from web.errors import LedgerUnavailable, Overloaded, UnknownUrl
 
 MAX_ROWS: Final = 1_000_000  # of one export

@@ -9,8 +9,8 @@ from typing import Final, Protocol
 
 from console.dashboard import formats
 from protocol import subjects
-from protocol.clock import WARN_S
 from protocol.messages import Heartbeat
+from protocol.nats.clock import WARN_S
 from web.answers import encode_json
 from web.errors import Overloaded
 

@@ -11,7 +11,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from starlette.requests import Request
 
 from ledger.queries.window import DIMENSIONS, Dimension, Filters, Step, Window
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 from web.errors import InvalidParameter
 
 HOUR_MS: Final = 3_600_000

@@ -11,7 +11,7 @@ from accounts.errors import WrongPassword
 from console.login.passwords import COST, DUMMY_HASH, hash_password, is_password
 from db.engine import changing
 from db.models import AdminRow, SessionRow
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 
 ADMIN_NAME: Final = "admin"  # of the one local login
 

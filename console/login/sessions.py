@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from accounts.token import MAX_TOKEN_CHARS, hash_token, new_session_token
 from db.models import SessionRow
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 
 
 @dataclass(frozen=True, slots=True)

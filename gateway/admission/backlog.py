@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from protocol import subjects
-from protocol.backlog import read_backlog
-from protocol.bus import Bus
 from protocol.errors import BusError
+from protocol.nats.backlog import read_backlog
+from protocol.nats.bus import Bus
 
 RANKS_MAX_AGE_S: Final = 0.5
 

@@ -9,9 +9,9 @@ from typing import Final
 from nats.aio.msg import Msg
 
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError
 from protocol.lanes import LaneInUse, LanesInUse, decode_lanes, encode
+from protocol.nats.bus import Bus
 
 VALID_S: Final = 2.0  # some periods of telling: one lost message changes nothing
 MAX_TOLD: Final = 4096  # lanes in use in one message, some 100 bytes each

@@ -8,10 +8,10 @@ from typing import Final
 from nats.aio.msg import Msg
 
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Heartbeat, decode_heartbeat
-from protocol.topology import HEARTBEAT_LIMIT_S
+from protocol.nats.bus import Bus
+from protocol.nats.topology import HEARTBEAT_LIMIT_S
 
 EXCUSED_SILENCE_S: Final = 2.0  # how long a worker may take to come back after the queue server was away
 FORGET_AFTER_S: Final = 60.0

@@ -19,8 +19,8 @@ from gateway.settings import GatewaySettings, TimeoutSettings
 from idempotency.claims import Claims
 from idempotency.runs import Run, Runs
 from idempotency.sharing import AnswerServer, OwnerNotFound, OwnerUnresponsive, ask, claim_state_of, part_of
-from protocol.bus import Bus
 from protocol.idempotency import AnswerPartRequest, ClaimState, Part
+from protocol.nats.bus import Bus
 from web.errors import (
     AnswerNotKept,
     ApiError,

@@ -16,7 +16,7 @@ from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.request.trace import Trace
 from gateway.settings import GatewaySettings
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
 from response_store.runs import BackgroundRuns

@@ -7,10 +7,10 @@ from typing import Final
 
 from protocol import subjects
 from protocol.backoff import backoff_s
-from protocol.bus import Bus
 from protocol.dead_letters import DeadLetter, decode_dead_letter
 from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, PayloadTooLarge, ProtocolError
 from protocol.messages import encode
+from protocol.nats.bus import Bus
 
 MAX_WAITING: Final = 1000  # beyond, a letter is only logged: requests that fail by the thousand are news enough
 STORE_LIMIT_S: Final = 120.0

@@ -21,10 +21,10 @@ from nats.aio.msg import Msg
 
 from gateway.admission.registry import WorkerRegistry
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.disconnects import decode_disconnect
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Ping, encode
+from protocol.nats.bus import Bus
 
 LOOK_PERIOD_S: Final = 0.05
 SUSPECT_S: Final = 0.1  # longer than nearly every engine step; only then is the silent one asked after

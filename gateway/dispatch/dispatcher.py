@@ -38,10 +38,10 @@ from gateway.request.states import State
 from gateway.request.unread import UnreadBytes
 from gateway.settings import GatewaySettings
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Cancel, Control, Frame, Heartbeat, Resend, encode
-from protocol.outbox import Outbox
+from protocol.nats.bus import Bus
+from protocol.nats.outbox import Outbox
 from protocol.steps import decode_step
 from response_store.made_before import MadeBefore
 

@@ -6,7 +6,7 @@ from typing import Final, Self
 
 from gateway.dispatch.observers import Observer
 from gateway.dispatch.request import OpenRequest
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 
 MAX_REMEMBERED: Final = 200
 

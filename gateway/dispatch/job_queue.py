@@ -19,11 +19,11 @@ from gateway.request.states import State
 from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.backoff import backoff_s
-from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, PayloadTooLarge, StreamFull
 from protocol.messages import PROTOCOL_VERSION, Job, encode
-from protocol.objects import delete_object, put_object
-from protocol.prompts import MAX_INLINE_PROMPT_BYTES, PromptKeys, object_name, seal
+from protocol.nats.bus import Bus
+from protocol.nats.objects import delete_object, put_object
+from protocol.nats.prompts import MAX_INLINE_PROMPT_BYTES, PromptKeys, object_name, seal
 
 MAX_PUBLISHES_IN_FLIGHT: Final = 512
 LONGEST_PUBLISH_WAIT_S: Final = 0.5  # while the stream has no leader; the refusals that tell so cost next to nothing

@@ -17,9 +17,9 @@ from nats.aio.msg import Msg
 from gateway.dispatch.request import OpenRequest
 from gateway.request.states import State
 from protocol import subjects
-from protocol.backlog import oldest_job
-from protocol.bus import Bus
 from protocol.errors import BusError
+from protocol.nats.backlog import oldest_job
+from protocol.nats.bus import Bus
 
 QUIET_S: Final = 2.0  # for which a job has waited before it is looked up; longer than topology.ACK_WAIT_S
 LOOK_GAP_S: Final = 1.0  # between two looks at the same job

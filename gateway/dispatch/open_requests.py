@@ -7,10 +7,10 @@ from nats.aio.msg import Msg
 
 from gateway.dispatch.request import OpenRequest
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError
+from protocol.nats.bus import Bus
+from protocol.nats.outbox import Outbox
 from protocol.open_requests import StillOpen, decode_ask, encode
-from protocol.outbox import Outbox
 
 log = logging.getLogger(__name__)
 

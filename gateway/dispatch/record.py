@@ -9,9 +9,9 @@ from msgspec.structs import asdict, replace
 from gateway.dispatch.request import OpenRequest
 from gateway.request.admission import Admission
 from protocol.chat import TAKES_IDS
-from protocol.clock import unix_now_ms
 from protocol.dead_letters import DeadLetter, sampling_without_texts
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Origin
+from protocol.nats.clock import unix_now_ms
 from protocol.rescue import Rescue, rescue_by
 from protocol.usage import AttemptRecord, RequestIntent, RequestRecord
 

@@ -15,7 +15,7 @@ from gateway.dispatch.record import lost_attempt_record, usage_intent, usage_rec
 from gateway.dispatch.request import OpenRequest
 from gateway.request.admission import Admission
 from protocol.messages import Heartbeat, encode
-from protocol.outbox import Outbox
+from protocol.nats.outbox import Outbox
 from protocol.usage import RequestRecord
 
 

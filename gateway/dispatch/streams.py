@@ -5,10 +5,11 @@ import logging
 from typing import Final
 
 from gateway.settings import GatewaySettings
-from protocol import subjects, topology
+from protocol import subjects
 from protocol.backoff import backoff_s
-from protocol.bus import Bus
 from protocol.errors import BusError
+from protocol.nats import topology
+from protocol.nats.bus import Bus
 
 MIB: Final = 1024 * 1024
 REPAIR_PERIOD_S: Final = 1.0  # one that is deleted again and again is made so often

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from gateway.http.refusals import RefusalLog
 from gateway.settings import ConnectionSettings
-from protocol.deadlines import Deadlines
+from protocol.nats.deadlines import Deadlines
 from web.errors import ApiError, Overloaded, TooManyConnections
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from gateway.dispatch.request import OpenRequest
 from gateway.http.failures import RequestFailed
 from gateway.request.trace import Trace
 from gateway.settings import TimeoutSettings
-from protocol.clock import unix_now_ms
-from protocol.deadlines import shared_deadlines, wait_until_done
+from protocol.nats.clock import unix_now_ms
+from protocol.nats.deadlines import shared_deadlines, wait_until_done
 from web.answers import EXCHANGE_KEY, PRINCIPAL_KEY
 from web.errors import ApiError, InvalidApiKey, LedgerUnavailable, MissingScope
 

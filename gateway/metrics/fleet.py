@@ -7,10 +7,10 @@ from typing import Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
 from protocol.errors import BusError
 from protocol.fleet import STATE_SUBJECT, STREAM, FleetState, decode_state
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
 from protocol.wire import UNDECODABLE
 
 READ_LIMIT_S: Final = 0.5

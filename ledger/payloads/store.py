@@ -16,7 +16,7 @@ from db.models import PayloadRow
 from ledger.payloads.end_user import stored_end_user
 from ledger.payloads.errors import BrokenPayload, UnknownPayload
 from ledger.payloads.sealing import Part, Sealer
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 from protocol.payloads import PayloadRecord
 from protocol.wire import UNDECODABLE
 

@@ -33,9 +33,9 @@ from pool_worker.engines.pooling import (
     refuse_settings_of_other_tasks,
 )
 from pool_worker.settings import LocalEngineSettings
-from protocol.artifacts import tokenizer_object_name
 from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
+from protocol.nats.artifacts import tokenizer_object_name
 from protocol.sampling_defaults import GENERATION_CONFIG, SAMPLING_DEFAULTS, sampling_defaults
 
 STEPS_AHEAD: Final = 8

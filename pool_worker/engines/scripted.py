@@ -48,9 +48,9 @@ from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.scripted_vectors import ScriptedInput, check_pooling, pooling_card
 from pool_worker.engines.scripted_words import CHAT_TEMPLATE, SPECIAL_TOKENS, Script, build_tokenizer
 from pool_worker.settings import ScriptedEngineSettings
-from protocol.artifacts import tokenizer_object_name
 from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
+from protocol.nats.artifacts import tokenizer_object_name
 from protocol.sampling_defaults import SAMPLING_DEFAULTS
 
 SIGKILL_EXIT_CODE: Final = 137

@@ -42,9 +42,9 @@ from pool_worker.engines.text_tokens import TextTokens, UnwritableError
 from pool_worker.engines.token_source import TokenSource
 from pool_worker.engines.tokenizer_folder import TokenizerFolder, TokenizerFolderError
 from pool_worker.settings import TokenServerSettings
-from protocol.artifacts import tokenizer_object_name
 from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
+from protocol.nats.artifacts import tokenizer_object_name
 
 log = logging.getLogger(__name__)
 

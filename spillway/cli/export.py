@@ -14,7 +14,7 @@ from accounts.names import means
 from db.models import ApiKeyRow, TeamRow
 from ledger.payloads.errors import ExportError
 from ledger.payloads.sealing import Sealer, parse_keys
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 from spillway.cli.connections import database
 from spillway.cli.context import ConfigOption, DataOption, err, out, run_async, running_or_config
 from spillway.cli.policy import this_actor

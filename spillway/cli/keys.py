@@ -16,8 +16,8 @@ from accounts.names import means
 from accounts.principal import DEFAULT_TEAM_ID, INFERENCE, SCOPES, policy_of
 from console.admin.views import key_view
 from protocol import subjects
-from protocol.clock import unix_now_ms
 from protocol.errors import BusError, BusTimeout, ExpectedError, NoResponders
+from protocol.nats.clock import unix_now_ms
 from spillway.cli.connections import connect_admin, database
 from spillway.cli.context import ConfigOption, DataOption, err, out, pepper_of, run_async, running_or_config
 from spillway.cli.policy import (

@@ -21,7 +21,7 @@ from accounts.principal import Policy
 from benchmarks.ports import free_port
 from db.engine import create_engine
 from migrations import upgrade
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from spillway.children import Child
 from spillway.cli.ledger import LEDGER_NICENESS
 from spillway.config import DEMO_MODEL_PATH, Config, load_config

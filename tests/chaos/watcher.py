@@ -10,8 +10,8 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.messages import Accepted, Heartbeat, Job, Tokens, decode_heartbeat, decode_job, unpack_token_ids
+from protocol.nats.bus import Bus
 from protocol.steps import decode_step
 
 JOB_SUBJECTS = "rq.>"

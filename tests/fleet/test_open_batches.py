@@ -12,9 +12,10 @@ from db.models import ApiKeyRow, TeamRow
 from fleet.books import Books
 from fleet.monitor import BATCH_DUE_S, Monitor, MonitoredGroup
 from fleet.open_batches import OpenBatch
-from protocol import subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
 from protocol.messages import PROTOCOL_VERSION, Heartbeat
+from protocol.nats import topology
+from protocol.nats.bus import Bus
 from tests.waiting import HANGS_S
 
 HOUR_MS = 3_600_000

@@ -11,8 +11,8 @@ import pytest
 
 import migrations
 from fleet.machine import MACHINE_LABEL
-from protocol.bus import Bus
-from protocol.topology import QueueBounds, apply
+from protocol.nats.bus import Bus
+from protocol.nats.topology import QueueBounds, apply
 from tests.fleet.kubernetes_api import KubernetesApi
 from tests.fleet.rigs import write_kubeconfig
 from tests.unit.deploy.description import CONFIG_TARGET, ROOT

@@ -13,9 +13,10 @@ from fleet.history import learn
 from fleet.main import groups_of
 from fleet.monitor import Monitor, MonitoredGroup
 from fleet.policy.forecast import SLOT_S, Forecast
-from protocol import subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
 from protocol.messages import PROTOCOL_VERSION, Heartbeat
+from protocol.nats import topology
+from protocol.nats.bus import Bus
 from spillway.config import load_config
 from spillway.fleet_config import controller_settings
 from tests.waiting import HANGS_S

@@ -15,9 +15,9 @@ from ledger.machine_time import MAX_CATCH_UP_MS, QUARTER_MS, Moment, _check_plau
 from ledger.prices import PriceBook
 from ledger.store import MAX_USD_PER_HOUR
 from protocol import messages as m
-from protocol.clock import unix_now_ms
 from protocol.engine_stats import EngineStats, Histogram, Pace
 from protocol.errors import ProtocolError
+from protocol.nats.clock import unix_now_ms
 from tests.fuzz.mutations import Form
 from tests.unit.protocol.test_versions import BEAT
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol import messages as m
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from spillway.config import DEMO_MODEL_PATH
 from tests.conformance.server_replay import Replay, running
 from tests.integration.pool_worker.playing_gateway import PlayingGateway

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from nats.errors import TimeoutError as NatsTimeout
 
-from protocol.bus import MAX_OUTSTANDING_PINGS, PENDING_OUT_BYTES, PING_INTERVAL_S, RECONNECT_WAIT_S, Bus
 from protocol.errors import BusError
+from protocol.nats.bus import MAX_OUTSTANDING_PINGS, PENDING_OUT_BYTES, PING_INTERVAL_S, RECONNECT_WAIT_S, Bus
 from tests.simulation.virtual_time import Process
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Subscription:
 
 
 class SimulatedClient:
-    """Stands in for ``protocol.connection.LastingClient``, below ``protocol.bus.Bus``."""
+    """Stands in for ``protocol.nats.connection.LastingClient``, below ``protocol.nats.bus.Bus``."""
 
     max_payload = MAX_PAYLOAD_BYTES
 

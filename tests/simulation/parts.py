@@ -33,9 +33,9 @@ from pool_worker.main import _serve as serve_worker
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from pool_worker.stopping import Stop
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError
-from protocol.outbox import Outbox
+from protocol.nats.bus import Bus
+from protocol.nats.outbox import Outbox
 from quotas.quotas import Quotas
 from quotas.seeds import RollupLedger
 from tests.simulation import sql

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from protocol import pull, subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
 from protocol.errors import BusError
-from protocol.pull import Delivery, PullConsumer
+from protocol.nats import pull, topology
+from protocol.nats.bus import Bus
+from protocol.nats.pull import Delivery, PullConsumer
 from tests.simulation.network import connect_bus
 from tests.simulation.plan import plan_of
 from tests.simulation.virtual_time import Process, VirtualLoop, simulated_world

@@ -23,7 +23,7 @@ from ledger.queries.batches import (
     open_batches,
 )
 from ledger.queries.log import Cursor
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 
 PAGE_ROWS: Final = 50
 MAX_OPEN: Final = 200  # shown

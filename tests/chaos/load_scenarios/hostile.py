@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from accounts.principal import Policy
 from benchmarks.http_client import post_request
 from protocol import subjects
-from protocol.artifacts import publish_model_card, read_model_card
-from protocol.objects import get_object
+from protocol.nats.artifacts import publish_model_card, read_model_card
+from protocol.nats.objects import get_object
 from tests.chaos.load_scenarios.callers import Asked, ttfts_ms
 from tests.chaos.load_scenarios.plan import Stage, expect
 from tests.chaos.report import Report, percentile

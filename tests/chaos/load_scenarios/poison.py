@@ -23,9 +23,9 @@ import psutil
 
 from console.login.admins import set_password
 from protocol import subjects
-from protocol.clock import unix_now_ms
 from protocol.messages import encode
-from protocol.topology import HEARTBEAT_PERIOD_S
+from protocol.nats.clock import unix_now_ms
+from protocol.nats.topology import HEARTBEAT_PERIOD_S
 from protocol.usage import encode_usage
 from spillway.children import Child
 from tests.chaos.load_scenarios.hostile import (

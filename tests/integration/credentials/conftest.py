@@ -16,10 +16,11 @@ from gateway.settings import GatewaySettings, ModelSettings
 from ledger.settings import LedgerSettings
 from ledger.writer import LedgerWriter
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
-from protocol import subjects, topology
-from protocol.bus import API, Bus
-from protocol.credentials import access_options
-from protocol.permissions import PARTS, WORKERS_API, worker_role
+from protocol import subjects
+from protocol.nats import topology
+from protocol.nats.bus import API, Bus
+from protocol.nats.credentials import access_options
+from protocol.nats.permissions import PARTS, WORKERS_API, worker_role
 from spillway.nats_accounts import Authority, Pool, of_pool
 from tests.integration.gateway.conftest import PEPPER, QUICK, GatewayUnderTest
 from tests.nats_server import NatsServer

@@ -6,12 +6,12 @@ import pytest
 from nats.aio.msg import Msg
 
 from protocol import subjects
-from protocol.bus import API, Bus
-from protocol.credentials import access_options
 from protocol.errors import BusError
-from protocol.objects import get_object, put_object
-from protocol.permissions import WORKERS_API, worker_role
-from protocol.prompts import PromptKeys, seal, unseal
+from protocol.nats.bus import API, Bus
+from protocol.nats.credentials import access_options
+from protocol.nats.objects import get_object, put_object
+from protocol.nats.permissions import WORKERS_API, worker_role
+from protocol.nats.prompts import PromptKeys, seal, unseal
 from spillway.nats_accounts import of_pool
 from tests.integration.credentials.conftest import MODEL, OTHER_MODEL, TRUSTED_QUEUE, Queue
 from tests.waiting import until

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from protocol import subjects, topology
-from protocol.bus import Bus
-from protocol.credentials import access_options
+from protocol import subjects
+from protocol.nats import topology
+from protocol.nats.bus import Bus
+from protocol.nats.credentials import access_options
 from tests.integration.credentials.conftest import MODEL, Queue
 from tests.nats_server import ACCOUNTS
 from tests.waiting import HANGS_S, until

@@ -20,8 +20,8 @@ from pool_worker.settings import GateSettings
 from protocol import subjects
 from protocol.errors import BusError
 from protocol.messages import encode as encode_record
+from protocol.nats.prompts import MAX_INLINE_PROMPT_BYTES
 from protocol.open_requests import OpenRequestsQuery, decode_answer, encode
-from protocol.prompts import MAX_INLINE_PROMPT_BYTES
 from protocol.usage import encode_usage
 from quotas.seeds import until_ledger_is_current
 from spillway.cli import app

@@ -34,13 +34,14 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.main import run
 from gateway.request.admission import Admission
 from gateway.settings import GatewaySettings, ModelSettings
-from protocol import artifacts, subjects
 from protocol import messages as m
-from protocol.bus import Bus
+from protocol import subjects
 from protocol.dead_letters import DeadLetter
 from protocol.errors import ApiError, BusTimeout
 from protocol.messages import PROTOCOL_VERSION, ModelCard
-from protocol.outbox import Outbox
+from protocol.nats import artifacts
+from protocol.nats.bus import Bus
+from protocol.nats.outbox import Outbox
 from protocol.usage import RequestRecord, UsageRecord, decode_usage
 from tests.integration.gateway.scripted_worker import ScriptedWorker, wait_for_consumer
 from tests.nats_server import NatsServer

@@ -8,8 +8,7 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
-from protocol import artifacts, subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
 from protocol.engine_stats import EngineStats, Paused
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -33,8 +32,10 @@ from protocol.messages import (
     encode,
     unpack_token_ids,
 )
-from protocol.objects import get_object
-from protocol.pull import Delivery, PullConsumer, ack, nak
+from protocol.nats import artifacts, topology
+from protocol.nats.bus import Bus
+from protocol.nats.objects import get_object
+from protocol.nats.pull import Delivery, PullConsumer, ack, nak
 from protocol.steps import StepFrame
 from tests.waiting import HANGS_S
 

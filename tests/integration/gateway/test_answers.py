@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import MODEL, Share
 from tests.small_tokenizer import byte_tokenizer
 from tests.waiting import HANGS_S

@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.settings import ModelSettings
-from protocol import artifacts
-from protocol.bus import Bus
 from protocol.messages import ModelCard
+from protocol.nats import artifacts
+from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start, card
 from tests.small_tokenizer import byte_tokenizer_json
 from tests.waiting import HANGS_S, until

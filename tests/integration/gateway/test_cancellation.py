@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from protocol import subjects
-from protocol.pull import ack
+from protocol.nats.pull import ack
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.waiting import HANGS_S, until

@@ -29,9 +29,9 @@ from ledger.payloads.sealing import Sealer
 from ledger.payloads.store import store_payloads
 from ledger.prices import add_price, seed_prices
 from ledger.store import store_records
-from protocol.clock import unix_now_ms
 from protocol.engine_stats import Paused
 from protocol.messages import PROTOCOL_VERSION
+from protocol.nats.clock import unix_now_ms
 from protocol.payloads import PayloadRecord
 from spillway.config import load_config
 from tests.acceptance.dashboard.generated_ledger import fill_ledger

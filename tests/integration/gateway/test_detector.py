@@ -10,8 +10,8 @@ import pytest
 from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.detector import LossDetector
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import ErrorCode
+from protocol.nats.bus import Bus
 from tests.waiting import until
 
 EVENTS = "event.of.a.test"  # the server's own subject may not be published to

@@ -10,9 +10,9 @@ import pytest
 
 from gateway.dispatch import lookups as lookups_module
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.messages import Accepted, Cancel, Resend, Tokens, encode, unpack_token_ids
-from protocol.pull import ack
+from protocol.nats.bus import Bus
+from protocol.nats.pull import ack
 from protocol.usage import AttemptRecord
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start, restart
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled

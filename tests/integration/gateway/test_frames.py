@@ -10,7 +10,7 @@ from gateway.dispatch.request import OpenRequest
 from gateway.request.states import State
 from protocol import messages as m
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import admission
 from tests.unit.gateway.admission.controls import ticket_of
 from tests.waiting import HANGS_S, until

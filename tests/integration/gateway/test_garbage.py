@@ -15,7 +15,7 @@ from benchmarks.http_client import ReadTimeouts, exchange, post_request
 from gateway.api.endpoint import Endpoint
 from gateway.dispatch.dispatcher import Dispatcher
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import MODEL, Start
 from tests.waiting import HANGS_S, until
 

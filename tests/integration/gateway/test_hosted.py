@@ -13,8 +13,8 @@ from accounts.principal import Policy
 from db.engine import create_engine
 from db.money import nano_usd
 from gateway.settings import HostedPoolSettings, PriceSettings
-from protocol.bus import Bus
 from protocol.errors import ErrorCode
+from protocol.nats.bus import Bus
 from quotas.account_store import AccountStore
 from quotas.pools import cap_account
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start

@@ -16,9 +16,9 @@ from ledger.settings import LedgerSettings
 from ledger.store import store_records
 from ledger.writer import LedgerWriter
 from protocol import subjects
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
 from protocol.errors import BusError, ErrorCode
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello
 from tests.integration.gateway.test_hosted import (

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from protocol.open_requests import OpenRequestsQuery, decode_answer, encode
 from protocol.usage import RequestIntent, RequestRecord
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
@@ -91,7 +91,7 @@ async def test_an_orderly_restart_while_nothing_is_stored_loses_no_record(start_
 async def test_where_neither_queue_nor_disk_stores_anything_requests_are_refused_with_the_reason(
     start_gateway: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("protocol.spool.os.write", _disk_is_full)
+    monkeypatch.setattr("protocol.nats.spool.os.write", _disk_is_full)
     gateway = await start_gateway(timeouts={"row_s": 2.0})
     await gateway.add_worker()
     await store_nothing(gateway.bus)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import MODEL, Start
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello
 from tests.nats_server import NatsCluster

@@ -20,8 +20,8 @@ from gateway.http.exchange import Exchange
 from idempotency.runs import Run
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.messages import Heartbeat, decode_heartbeat
+from protocol.nats.bus import Bus
 from protocol.usage import AttemptRecord, RequestRecord
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.pool_worker.playing_gateway import running_worker

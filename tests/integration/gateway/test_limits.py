@@ -11,7 +11,7 @@ import pytest
 from accounts.keys import Grant, create_key
 from accounts.principal import Policy
 from db.engine import create_engine
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from protocol.quotas import RATES, Account, Kind
 from quotas.account_store import AccountStore
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Share, Start

@@ -14,10 +14,11 @@ from db.errors import DatabaseUnavailable
 from db.money import CLIENTS, Price, TokenPrice
 from ledger.prices import add_price
 from ledger.store import store_records
-from protocol import subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
 from protocol.messages import encode
-from protocol.pull import Delivery, PullConsumer, ack
+from protocol.nats import topology
+from protocol.nats.bus import Bus
+from protocol.nats.pull import Delivery, PullConsumer, ack
 from protocol.quotas import Kind
 from protocol.usage import encode_usage
 from quotas.account_store import AccountStore

@@ -16,9 +16,9 @@ from accounts.keys import Grant
 from accounts.principal import METRICS
 from gateway.metrics.requests import HISTOGRAMS
 from pool_worker.settings import LocalEngineSettings, WorkerSettings
-from protocol.bus import Bus
 from protocol.engine_stats import EngineStats, Histogram
 from protocol.messages import Timings
+from protocol.nats.bus import Bus
 from protocol.usage import AttemptRecord, RequestRecord
 from spillway import logs
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start

@@ -8,10 +8,11 @@ import pytest
 
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.request import OpenRequest
-from protocol import subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
 from protocol.errors import BusError
-from protocol.topology import QueueBounds
+from protocol.nats import topology
+from protocol.nats.bus import Bus
+from protocol.nats.topology import QueueBounds
 from tests.integration.gateway.conftest import admission
 from tests.nats_server import NatsServer
 from tests.unit.gateway.admission.controls import ticket_of

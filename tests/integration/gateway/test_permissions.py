@@ -10,7 +10,7 @@ from accounts.keys import Grant, create_key
 from accounts.principal import ADMIN, Policy
 from db.engine import create_engine
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.test_admission import queued_jobs
 from tests.integration.gateway.test_errors import HELLO, error_of, send

@@ -14,10 +14,10 @@ from db.engine import create_engine
 from db.money import CLIENTS, Price, TokenPrice
 from ledger.prices import add_price
 from ledger.store import store_records
-from protocol import topology
-from protocol.bus import Bus
-from protocol.clock import ServerClock
 from protocol.messages import PROTOCOL_VERSION
+from protocol.nats import topology
+from protocol.nats.bus import Bus
+from protocol.nats.clock import ServerClock
 from protocol.quotas import NOTHING, Account, ExpiredLease, Kind
 from quotas import account as accounts
 from quotas import local_account as books

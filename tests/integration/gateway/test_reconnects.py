@@ -9,8 +9,9 @@ import pytest
 
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.request import OpenRequest
-from protocol import subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
+from protocol.nats import topology
+from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import admission, dispatching
 from tests.integration.queue.relay import Relay
 from tests.nats_server import NatsServer

@@ -5,8 +5,8 @@ import asyncio
 from gateway.dispatch.dispatcher import Dispatcher
 from protocol import messages as m
 from protocol import subjects
-from protocol.bus import Bus
-from protocol.pull import Delivery, PullConsumer
+from protocol.nats.bus import Bus
+from protocol.nats.pull import Delivery, PullConsumer
 from protocol.steps import StepFrame
 from tests.integration.gateway.conftest import admission
 from tests.nats_server import NatsServer

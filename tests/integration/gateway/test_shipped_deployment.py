@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart
 from tests.shipped import HAProxy, ShippedNats, haproxy_program
 from tests.waiting import until

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.limits.fields import MAX_DETOKENIZED_TOKENS
-from protocol.prompts import MAX_INLINE_PROMPT_BYTES
+from protocol.nats.prompts import MAX_INLINE_PROMPT_BYTES
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, card
 from tests.integration.gateway.test_errors import error_of
 from tests.small_tokenizer import byte_tokenizer

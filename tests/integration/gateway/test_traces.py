@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.ports import free_port
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from protocol.telemetry import TelemetrySettings
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, has_context_length
 from tests.integration.gateway.scripted_worker import wait_for_consumer

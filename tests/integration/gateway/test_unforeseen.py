@@ -14,9 +14,9 @@ from gateway.request.mailbox import Ended, Failure
 from gateway.request.states import State
 from protocol import messages as m
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import ErrorCode
-from protocol.outbox import Outbox
+from protocol.nats.bus import Bus
+from protocol.nats.outbox import Outbox
 from protocol.steps import StepFrame
 from tests.unit.gateway.admission.controls import admission, gateway_settings, ticket_of
 from tests.waiting import HANGS_S, until

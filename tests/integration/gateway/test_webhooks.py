@@ -12,7 +12,7 @@ from accounts.keys import Grant, create_key
 from accounts.principal import ADMIN
 from console.login.admins import set_password
 from db.engine import create_engine
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import PEPPER, GatewayUnderTest, Start
 from tests.integration.webhooks.conftest import StartReceiver, settings, start_receiver, status  # noqa: F401
 from tests.waiting import HANGS_S, until

@@ -11,10 +11,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from db.engine import create_engine
 from db.models import AttemptRow, RequestRow
 from ledger.settings import LedgerSettings
-from protocol import subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
 from protocol.errors import BusTimeout
 from protocol.messages import encode
+from protocol.nats import topology
+from protocol.nats.bus import Bus
 from protocol.usage import RequestRecord, UsageRecord, encode_usage
 from tests.integration.ledger.writer_process import WriterProcess
 from tests.waiting import HANGS_S

@@ -18,7 +18,7 @@ from ledger.settings import LedgerSettings
 from ledger.store import store_records
 from ledger.writer import LedgerWriter
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from protocol.quotas import Account
 from protocol.usage import UsageRecord
 from quotas.limits import Limits

@@ -2,7 +2,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from tests.integration.pool_worker.playing_gateway import PlayingGateway
 
 

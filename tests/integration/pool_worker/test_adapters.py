@@ -9,8 +9,8 @@ import pytest
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.settings import LocalEngineSettings, WorkerSettings
-from protocol import artifacts
 from protocol import messages as m
+from protocol.nats import artifacts
 from tests.integration.pool_worker.playing_gateway import PlayingGateway, running_worker
 from tests.unit.engine.peft_adapters import generate, make_adapter
 from tests.unit.engine.tiny_models import byte_level_tokenizer, llama

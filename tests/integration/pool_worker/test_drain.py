@@ -11,8 +11,8 @@ from pool_worker.drain import HAND_BACK_MARGIN_S
 from pool_worker.worker import HURRIED_FLUSH_LIMIT_S
 from protocol import messages as m
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import ErrorCode
+from protocol.nats.bus import Bus
 from tests.integration.pool_worker.playing_gateway import Attempt, PlayingGateway, running_worker, settings_for
 from tests.integration.pool_worker.worker_process import finish, start_process
 from tests.nats_server import NatsServer

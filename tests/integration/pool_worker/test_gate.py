@@ -12,7 +12,7 @@ from pool_worker.gate import Gate, is_behind
 from pool_worker.settings import GateSettings, WorkerSettings
 from protocol import messages as m
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from tests.integration.pool_worker.playing_gateway import (
     MODEL,
     Attempt,

@@ -9,7 +9,8 @@ import pytest
 from nats.aio.msg import Msg
 
 from protocol import messages as m
-from protocol import subjects, topology
+from protocol import subjects
+from protocol.nats import topology
 from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, running_worker, settings_for
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from protocol import messages as m
 from protocol import subjects
-from protocol.pull import Delivery, PullConsumer, ack
+from protocol.nats.pull import Delivery, PullConsumer, ack
 from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, running_worker, settings_for
 from tests.waiting import HANGS_S
 

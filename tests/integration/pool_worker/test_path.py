@@ -13,11 +13,12 @@ from nats.aio.msg import Msg
 from nats.js.errors import KeyNotFoundError
 
 from pool_worker.engines.scripted import TOO_COMPLEX
-from protocol import artifacts, objects, subjects
 from protocol import messages as m
+from protocol import subjects
 from protocol.errors import ErrorCode
 from protocol.grammar import Grammar
-from protocol.pull import Delivery, PullConsumer
+from protocol.nats import artifacts, objects
+from protocol.nats.pull import Delivery, PullConsumer
 from tests.integration.pool_worker.playing_gateway import (
     MODEL,
     TOKENIZER,

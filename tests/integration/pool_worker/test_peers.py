@@ -8,8 +8,9 @@ import pytest
 
 from pool_worker.peers import Peers
 from protocol import messages as m
-from protocol import subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
+from protocol.nats import topology
+from protocol.nats.bus import Bus
 from tests.integration.pool_worker.playing_gateway import MODEL
 from tests.waiting import HANGS_S, until
 

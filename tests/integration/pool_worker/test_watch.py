@@ -17,7 +17,7 @@ from pool_worker.watch.start import NotMeasured, StartBenchmark
 from pool_worker.worker import Worker
 from protocol import messages as m
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from tests.integration.pool_worker.metadata_server import Answer, MetadataServer
 from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, settings_for
 from tests.integration.pool_worker.worker_process import finish, start_process

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 
-from protocol import subjects, topology
-from protocol.bus import Bus
-from protocol.connection import LastingClient, shared_credentials
+from protocol import subjects
 from protocol.errors import BusError
-from protocol.pull import Delivery, PullConsumer, ack
+from protocol.nats import topology
+from protocol.nats.bus import Bus
+from protocol.nats.connection import LastingClient, shared_credentials
+from protocol.nats.pull import Delivery, PullConsumer, ack
 from tests.integration.queue.relay import Relay
 from tests.nats_server import NatsServer
 from tests.waiting import HANGS_S, until

@@ -11,9 +11,10 @@ import psutil
 import pytest
 
 from benchmarks.ports import free_port
-from protocol import subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
 from protocol.errors import BusError, BusTimeout
+from protocol.nats import topology
+from protocol.nats.bus import Bus
 from spillway.embedded_nats import PASSWORD_FILE, EmbeddedNats, EmbeddedNatsError
 from tests.waiting import HANGS_S
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from protocol import subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
 from protocol.errors import ApiError, BusError, BusTimeout
-from protocol.topology import MIB, QueueBounds
+from protocol.nats import topology
+from protocol.nats.bus import Bus
+from protocol.nats.topology import MIB, QueueBounds
 from tests.nats_server import NatsCluster, NatsServer
 from tests.waiting import HANGS_S
 

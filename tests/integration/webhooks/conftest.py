@@ -17,8 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
 from ledger.settings import LedgerSettings
-from protocol import topology
-from protocol.bus import Bus
+from protocol.nats import topology
+from protocol.nats.bus import Bus
 from tests.waiting import HANGS_S
 from webhooks import main
 from webhooks.endpoints import Endpoints

@@ -16,9 +16,9 @@ from db.webhook_models import BudgetNoticeRow
 from ledger.prices import seed_prices
 from ledger.store import store_records
 from protocol import subjects
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
 from protocol.errors import StreamFull
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
 from quotas.quotas import Quotas, Refused, Unavailable
 from quotas.reservation import Estimate
 from quotas.seeds import RollupLedger

@@ -15,8 +15,8 @@ from accounts.errors import InvalidField
 from accounts.teams import create_team
 from db.webhook_models import WebhookDeliveryRow, WebhookEndpointRow
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusTimeout
+from protocol.nats.bus import Bus
 from tests.integration.webhooks.conftest import (
     ACTOR,
     SOON_S,
@@ -86,7 +86,7 @@ async def test_an_event_told_again_after_the_streams_window_is_known_by_its_row(
         await publish(bus)
         await until(lambda: len(receiver.received) == 1)
         await bus.api(f"STREAM.DELETE.{subjects.WEBHOOKS_STREAM}")  # and with it what it knows of message ids
-        from protocol import topology
+        from protocol.nats import topology
 
         await topology.apply(bus, [], topology.QueueBounds(), limit_s=HANGS_S)
         await publish(bus)

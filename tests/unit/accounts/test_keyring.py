@@ -14,7 +14,7 @@ from accounts.principal import DEFAULT_TEAM_ID, Principal
 from db.engine import create_engine
 from db.errors import SchemaMismatch
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from tests.waiting import until
 
 PEPPER = SecretStr("p" * 64)

@@ -10,7 +10,7 @@ from batches.storage.base import Writer
 from batches.storage.local import LocalStorage
 from batches.store import Batch, Batches, Counts
 from db.engine import create_engine
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 from tests.waiting import HANGS_S
 
 

@@ -16,7 +16,7 @@ from fleet.settings import KubernetesSettings
 from gateway.api.routes import health_router
 from pool_worker.settings import ServerEngineSettings
 from protocol import subjects
-from protocol.topology import QueueBounds, streams
+from protocol.nats.topology import QueueBounds, streams
 from spillway.config import Config, load_config
 from tests.shipped import CLUSTER_CONFIG, NATS_CONFIG
 from tests.unit.deploy.description import CONFIG_TARGET, DOCKERFILES, ROOT, compose, instructions, options_of, tool

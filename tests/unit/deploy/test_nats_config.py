@@ -9,9 +9,9 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError
-from protocol.topology import QueueBounds, apply, streams
+from protocol.nats.bus import Bus
+from protocol.nats.topology import QueueBounds, apply, streams
 from spillway.config import load_config
 from tests.shipped import CLUSTER_CONFIG, LEAF_CONFIG, NATS_CONFIG, ShippedNats, nats_environment, with_ours
 from tests.unit.deploy.description import ENVIRONMENT, ROOT, services, tool

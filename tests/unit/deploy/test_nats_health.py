@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ports import free_port
-from protocol import subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
 from protocol.errors import BusTimeout
+from protocol.nats import topology
+from protocol.nats.bus import Bus
 from tests.nats_server import NatsServer
 from tests.shipped import check_nats_health
 from tests.waiting import HANGS_S

@@ -14,9 +14,10 @@ from db.models import OpenRequestRow, RequestRow
 from ledger.abandoned import AbandonedRequests
 from ledger.intents import Intents
 from ledger.store import store_records
-from protocol import subjects, topology
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
+from protocol import subjects
+from protocol.nats import topology
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
 from protocol.open_requests import StillOpen, decode_ask, encode
 from protocol.usage import AttemptRecord, UsageRecord
 from tests.usage_records import attempt_record, request_intent, request_record

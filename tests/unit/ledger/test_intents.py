@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from db.engine import create_engine
 from ledger import intents as intents_module
 from ledger.intents import Intents
-from protocol.pull import Delivery
+from protocol.nats.pull import Delivery
 from tests.usage_records import attempt_record, request_intent
 
 

@@ -7,7 +7,7 @@ from db.models import AttemptRow, RequestRow, RollupRow
 from ledger.check import check_rollups
 from ledger.retention import DAY_MS, Retention, kept_since_unix_ms
 from ledger.store import store_records
-from protocol.clock import unix_now_ms
+from protocol.nats.clock import unix_now_ms
 from tests.usage_records import attempt_record, request_record
 
 

@@ -18,8 +18,8 @@ from ledger.intents import Intents
 from ledger.prices import add_price, load_prices, seed_prices
 from ledger.rollups import WIDTHS_S, slice_id
 from ledger.store import store_records
-from protocol.bus import Bus
-from protocol.clock import unix_now_ms
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
 from protocol.usage import RequestRecord
 from tests.usage_records import attempt_record, request_record
 

@@ -6,8 +6,8 @@ from engine.types import SequenceTimings
 from pool_worker.attempt import Attempt
 from pool_worker.credit import Cost
 from protocol.messages import PROTOCOL_VERSION, Job, Sampling, Timings
+from protocol.nats.pull import Delivery
 from protocol.pooling import Pooling
-from protocol.pull import Delivery
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pool_worker.breaker import FAILURES, FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGES
 from pool_worker.credit import Cost
 from protocol.engine_stats import Paused
 from protocol.messages import PROTOCOL_VERSION, Job, Sampling
-from protocol.pull import Delivery
+from protocol.nats.pull import Delivery
 
 SEQUENCES = 16
 BROKEN = "the server answered 401"

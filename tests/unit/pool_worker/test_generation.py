@@ -15,8 +15,8 @@ from pool_worker.generation import billed_prompt_tokens_of, chat_request, genera
 from protocol import messages as m
 from protocol.chat import Chat, Turn, encode_chat
 from protocol.errors import ProtocolError
+from protocol.nats.pull import Delivery
 from protocol.pooling import Pooling
-from protocol.pull import Delivery
 
 SAMPLING = m.Sampling(
     max_tokens=7,

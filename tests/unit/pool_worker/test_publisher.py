@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pool_worker.publisher import Publisher, split_frames
 from protocol import messages as m
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from protocol.steps import StepFrame, decode_step
 from tests.waiting import HANGS_S
 

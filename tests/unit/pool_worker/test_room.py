@@ -9,7 +9,7 @@ import pytest
 from pool_worker.consumer import Consumer
 from pool_worker.credit import Credit
 from pool_worker.engines.base import Capacity
-from protocol.outbox import Outbox
+from protocol.nats.outbox import Outbox
 
 
 def consumer(

@@ -9,7 +9,7 @@ from pool_worker.attempt import Attempt
 from pool_worker.credit import Cost
 from pool_worker.stopping import Stop
 from protocol.messages import PROTOCOL_VERSION, Job, ResumePoint, Sampling, pack_token_ids
-from protocol.pull import Delivery
+from protocol.nats.pull import Delivery
 
 DELIVERY = Delivery(b"", "rq.m.h0", "$JS.ACK", 1, 1, 0, 0)
 

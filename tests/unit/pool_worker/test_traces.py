@@ -6,7 +6,7 @@ from pool_worker.attempt import Attempt
 from pool_worker.credit import Cost
 from pool_worker.traces import phases
 from protocol.messages import PROTOCOL_VERSION, Job, Sampling, Timings
-from protocol.pull import Delivery
+from protocol.nats.pull import Delivery
 
 MS = 1_000_000
 DELIVERY = Delivery(b"", "rq.m.h0", "", stream_sequence=1, deliveries=1, stored_unix_ms=0, pending=0)

@@ -14,8 +14,8 @@ from accounts.keyring import KeyRing
 from accounts.pepper import load_or_create_pepper
 from benchmarks.ports import free_port
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusTimeout
+from protocol.nats.bus import Bus
 from spillway.children import resolved_config_path, run_dir_of
 from spillway.cli import app, keys
 from spillway.config import load_config

@@ -10,10 +10,11 @@ import pytest
 
 from accounts.principal import DEFAULT_TEAM_ID, Principal
 from gateway.settings import ModelSettings
-from protocol import artifacts, subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
 from protocol.messages import PROTOCOL_VERSION, ModelCard, encode
-from protocol.objects import delete_object
+from protocol.nats import artifacts, topology
+from protocol.nats.bus import Bus
+from protocol.nats.objects import delete_object
 from tests.nats_server import NatsServer
 from tests.small_tokenizer import CHATML, byte_tokenizer_json
 from tests.waiting import HANGS_S, until

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 from tokenizers import processors
 
-from protocol import artifacts
 from protocol.messages import PROTOCOL_VERSION, ModelCard, Vector, unpack_token_ids
+from protocol.nats import artifacts
 from protocol.pooling import PoolingCard
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt

@@ -15,7 +15,7 @@ from db.engine import create_engine
 from gateway.settings import LimitSettings
 from ledger.payloads.sealing import Sealer
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from response_store.messages import Key
 from response_store.run import BackgroundRun, Lost
 from response_store.settings import ResponseSettings

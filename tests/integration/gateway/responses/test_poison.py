@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from gateway.api.responses import ResponsesEndpoint
 from ledger.settings import PayloadSettings
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 from response_store import runs, store
 from response_store.messages import Key
 from response_store.records import Run, StoredResponse, decode_stored, encode

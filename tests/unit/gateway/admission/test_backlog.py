@@ -2,8 +2,8 @@ from typing import Any
 
 from gateway.admission.backlog import Backlog, LaneBacklog
 from protocol import subjects
-from protocol.bus import Bus
-from protocol.topology import QueueBounds, apply
+from protocol.nats.bus import Bus
+from protocol.nats.topology import QueueBounds, apply
 
 
 def test_own_jobs_are_known_without_asking() -> None:

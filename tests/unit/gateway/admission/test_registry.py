@@ -4,10 +4,10 @@ from nats.aio.msg import Msg
 
 from gateway.admission.registry import EXCUSED_SILENCE_S, FORGET_AFTER_S, WorkerRegistry
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import ErrorCode
 from protocol.messages import encode
-from protocol.topology import HEARTBEAT_LIMIT_S
+from protocol.nats.bus import Bus
+from protocol.nats.topology import HEARTBEAT_LIMIT_S
 from tests.unit.gateway.metrics.test_exposition import beat
 
 

@@ -13,8 +13,8 @@ from asyncio import timeout
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from protocol.bus import Bus
 from protocol.errors import BusError
+from protocol.nats.bus import Bus
 
 CHUNK_BYTES: Final = 128 * 1024
 GET_LIMIT_S: Final = 10.0

@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from protocol import subjects
 from protocol.backoff import backoff_s
-from protocol.bus import Bus
 from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, BusTimeout, StreamFull
+from protocol.nats.bus import Bus
 
 HEARTBEAT_PERIOD_S: Final = 0.5
 HEARTBEAT_LIMIT_S: Final = 1.5  # a worker unheard of for longer counts as dead

@@ -8,10 +8,10 @@ import hashlib
 from typing import Final
 
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.errors import BusError
 from protocol.messages import ModelCard, Revision, decode_model_card, encode
-from protocol.objects import has_object, put_object
+from protocol.nats.bus import Bus
+from protocol.nats.objects import has_object, put_object
 
 TOKENIZER_NAME_CHARS: Final = 16  # of its digest
 

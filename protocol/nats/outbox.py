@@ -21,9 +21,9 @@ from typing import Final
 from msgspec import Struct
 
 from protocol.backoff import backoff_s, wait_for
-from protocol.bus import Bus
 from protocol.errors import BusError, PayloadTooLarge
-from protocol.spool import Record, Spool
+from protocol.nats.bus import Bus
+from protocol.nats.spool import Record, Spool
 from protocol.usage import encode_usage
 
 WINDOW: Final = 16  # messages in flight

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel, SecretStr
 
 from protocol.errors import BusError
-from protocol.permissions import inbox_prefix
+from protocol.nats.permissions import inbox_prefix
 
 Kind = Literal["operator", "account", "user"]
 

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 
 SLACK_S: Final = 3.0  # between the end of a lease for its holder and for others
 CALL_LIMIT_S: Final = 2.0

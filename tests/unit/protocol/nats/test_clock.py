@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from protocol import clock as clocks
-from protocol.clock import ServerClock
+from protocol.nats import clock as clocks
+from protocol.nats.clock import ServerClock
 
 
 class Server:

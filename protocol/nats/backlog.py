@@ -4,7 +4,7 @@ import datetime as dt
 from dataclasses import dataclass
 
 from protocol import subjects
-from protocol.bus import Bus
+from protocol.nats.bus import Bus
 
 
 @dataclass(frozen=True, slots=True)

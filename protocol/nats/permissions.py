@@ -20,9 +20,9 @@ from typing import Final
 from msgspec import Struct
 
 from protocol import subjects
-from protocol.bus import API
-from protocol.objects import chunks_subject, stream_of
-from protocol.topology import QueueBounds, streams
+from protocol.nats.bus import API
+from protocol.nats.objects import chunks_subject, stream_of
+from protocol.nats.topology import QueueBounds, streams
 
 # What crosses from the workers' account into that of the streams. In theirs, calls of the JetStream API have another
 # prefix: the server answers its own one in each account.

@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 
-from protocol import artifacts, objects, subjects, topology
-from protocol.bus import Bus
+from protocol import subjects
 from protocol.errors import ApiError, BusError, BusTimeout, PayloadTooLarge, StreamFull
 from protocol.messages import PROTOCOL_VERSION, ModelCard
-from protocol.pull import Delivery, PullConsumer, ack, nak
+from protocol.nats import artifacts, objects, topology
+from protocol.nats.bus import Bus
+from protocol.nats.pull import Delivery, PullConsumer, ack, nak
 from tests.nats_server import NatsServer
 from tests.waiting import HANGS_S, until
 

@@ -17,8 +17,8 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
-from protocol.bus import Bus
-from protocol.topology import PULL_PRIORITIES, TIER_GROUP
+from protocol.nats.bus import Bus
+from protocol.nats.topology import PULL_PRIORITIES, TIER_GROUP
 
 PULL_EXPIRES_S: Final = 2.0
 PULL_GRACE_S: Final = 1.0  # past its expiry, a pull whose end the server never reported is written off

@@ -22,10 +22,10 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
-from protocol.clock import ServerClock
-from protocol.connection import LastingClient, shared_credentials
-from protocol.deadlines import shared_deadlines
 from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, BusTimeout, NoResponders, PayloadTooLarge, StreamFull
+from protocol.nats.clock import ServerClock
+from protocol.nats.connection import LastingClient, shared_credentials
+from protocol.nats.deadlines import shared_deadlines
 from protocol.subjects import QUOTAS_BUCKET
 
 RECONNECT_WAIT_S: Final = (
