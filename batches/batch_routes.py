@@ -8,13 +8,13 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from accounts.principal import Principal
 from batches.file_routes import LEAST_TTL_S, file_of, list_view
 from batches.files import new_id
 from batches.receiving import BATCH
 from batches.services import BatchServices
 from batches.states import OPENAI, OVER
 from batches.store import Batch
+from db.accounts.principal import Principal
 from protocol.nats.clock import unix_now_ms
 from web.answers import body_schema, exchange_of, json_answer
 from web.body import check_values, read_body

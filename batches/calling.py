@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
 from typing import Any, Final
 
-from accounts.principal import Principal
 from batches.answers import Answer
+from db.accounts.principal import Principal
 from web.answers import PRINCIPAL_KEY
 
 Message = MutableMapping[str, Any]

@@ -7,13 +7,13 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from accounts.principal import Principal
 from batches.files import File, FileGone, Order, new_id
 from batches.receiving import BATCH, Incoming, add_input, receiving, written
 from batches.services import BatchServices
 from batches.states import OVER
 from batches.storage.base import StorageError
 from batches.upload import Upload, receive_upload
+from db.accounts.principal import Principal
 from web.answers import exchange_of, json_answer
 from web.errors import InvalidParameter, StorageUnavailable, UnknownObject
 

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from accounts.principal import Principal
 from batches.batch_routes import batch_of, refuse_if_too_many
 from batches.file_routes import resumed
 from batches.files import FileGone, Order, new_id
@@ -19,6 +18,7 @@ from batches.services import BatchServices
 from batches.states import ANTHROPIC, OVER, Status
 from batches.storage.base import StorageError
 from batches.store import Batch
+from db.accounts.principal import Principal
 from protocol.nats.clock import unix_now_ms
 from web.answers import exchange_of, json_answer
 from web.errors import BodyTooLarge, InvalidParameter, StorageUnavailable, UnknownObject

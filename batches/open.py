@@ -7,7 +7,6 @@ from typing import Final
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.keyring import KeyRing
 from batches.calling import Application
 from batches.feeder import Feeder
 from batches.files import Files
@@ -19,6 +18,7 @@ from batches.settings import BatchSettings
 from batches.storage.registry import open_storage
 from batches.store import Batches
 from batches.upload_slots import UploadSlots
+from db.accounts.keyring import KeyRing
 from db.set_aside import SetAside
 from protocol.nats.bus import Bus
 

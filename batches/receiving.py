@@ -11,12 +11,12 @@ from typing import Final
 
 from starlette.requests import ClientDisconnect, Request
 
-from accounts.principal import Principal
 from batches.files import File, Part
 from batches.services import BatchServices
 from batches.settings import BatchSettings
 from batches.storage.base import StorageError, Writer
 from batches.upload_slots import Pace, Slot
+from db.accounts.principal import Principal
 from db.errors import SQL_ERRORS
 from protocol.nats.clock import unix_now_ms
 from web.answers import exchange_of

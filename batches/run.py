@@ -12,8 +12,6 @@ from typing import Final
 
 from msgspec import Struct
 
-from accounts.keyring import KeyRing
-from accounts.principal import Principal
 from batches.answers import Answer, Verdict, counts_of, verdict_of, wait_s
 from batches.calling import Application, call
 from batches.files import FileGone, Files
@@ -36,6 +34,8 @@ from batches.settings import BatchSettings
 from batches.states import ANTHROPIC, Status
 from batches.store import Batch, Batches, Counts
 from batches.validation import LineError
+from db.accounts.keyring import KeyRing
+from db.accounts.principal import Principal
 from db.set_aside import SetAside
 from protocol.backoff import backoff_s, wait_for
 from protocol.nats.clock import unix_now_ms

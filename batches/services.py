@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from accounts.keyring import KeyRing
-from accounts.principal import Principal
 from batches.files import Files
 from batches.settings import BatchSettings
 from batches.store import Batches
 from batches.upload_slots import UploadSlots
+from db.accounts.keyring import KeyRing
+from db.accounts.principal import Principal
 from web.answers import Exchange
 
 _Result = TypeVar("_Result")

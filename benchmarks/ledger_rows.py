@@ -34,8 +34,8 @@ import migrations
 from db.engine import create_engine, writing
 from db.models import AttemptRow, InstanceRow, RequestRow
 from db.money import Price
+from db.prices import PriceBook
 from ledger.check import rebuild
-from ledger.prices import PriceBook
 from ledger.queries import cost, distributions, traffic
 from ledger.queries.window import DAY_MS, HOUR_MS, QUARTER_MS, Step, Window
 from ledger.store import insert_rows

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from accounts.keys import create_key
-from accounts.pepper import load_or_create_pepper
 from benchmarks.ports import free_port
+from db.accounts.keys import create_key
+from db.accounts.pepper import load_or_create_pepper
 from db.engine import create_engine
 from migrations import upgrade
 from spillway.children import Child

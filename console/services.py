@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.keyring import KeyRing
 from console.dashboard.live import Gateway
 from console.dashboard.reader import Reader
 from console.login.login import Login
 from console.settings import ConsoleSettings
+from db.accounts.keyring import KeyRing
 from protocol.nats.bus import Bus
 
 

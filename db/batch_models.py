@@ -13,7 +13,7 @@ class FileRow(Base):
     __table_args__ = (Index(None, "tenant", "created_unix_ms"), Index(None, "expires_unix_ms"))
 
     id: Mapped[str] = mapped_column(primary_key=True)  # "file-…"
-    tenant: Mapped[str]  # accounts.principal.Principal.tenant: who sees it
+    tenant: Mapped[str]  # db.accounts.principal.Principal.tenant: who sees it
     key_id: Mapped[str]  # ApiKeyRow.id, of whoever made it
     created_unix_ms: Mapped[int]
     expires_unix_ms: Mapped[int]  # deleted soon after

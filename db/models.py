@@ -56,7 +56,7 @@ class _Policy:
     train_ok: Mapped[bool | None]  # consent to build training sets from them; NULL: no
     redact: Mapped[bool | None]  # redact personal data before they are stored; NULL: yes
     retention_days: Mapped[int | None]  # how long they are kept; NULL: the ledger's default
-    # The hosted APIs that its prompts may be sent to (accounts.hosted); NULL: unspecified, empty: none.
+    # The hosted APIs that its prompts may be sent to (db.accounts.hosted); NULL: unspecified, empty: none.
     allow_hosted: Mapped[tuple[str, ...] | None] = mapped_column(WordList)
     trusted_only: Mapped[bool | None]  # requests go to trusted pools alone; NULL: no. A team's demand covers its keys
 
@@ -105,7 +105,7 @@ class ApiKeyRow(_Policy, Base):
     revoked_unix_ms: Mapped[int | None]  # set when it was revoked; NULL: active
     stops_running: Mapped[bool | None]  # set with it: running requests are cancelled too, not only waiting ones
     team_id: Mapped[str]  # TeamRow.id
-    scopes: Mapped[str]  # from accounts.principal.SCOPES, separated by spaces
+    scopes: Mapped[str]  # from db.accounts.principal.SCOPES, separated by spaces
     models: Mapped[str | None]  # JSON list of the models that it may use; NULL: all
     expires_unix_ms: Mapped[int | None]  # refused from then on; NULL: never
     # After a rotation the previous token stays valid for a while.
@@ -195,7 +195,7 @@ class RequestRow(Base):
     organisation_id: Mapped[str | None]  # OrganisationRow.id, likewise
     tier: Mapped[str | None]  # of the last attempt's pool, as its worker reports; NULL: never accepted
     counted_by: Mapped[str | None]  # protocol.chat.CountedBy; NULL: an engine, before version 0011
-    # By the price book as it was when the request arrived (ledger.prices); NULL: the model has no price there.
+    # By the price book as it was when the request arrived (db.prices); NULL: the model has no price there.
     charge_nano_usd: Mapped[int | None]
 
 

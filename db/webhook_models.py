@@ -64,7 +64,7 @@ class BudgetNoticeRow(Base):
 
     event_id: Mapped[str] = mapped_column(primary_key=True)  # of account, period and threshold
     account_id: Mapped[str]  # TeamRow.id or ApiKeyRow.id
-    period: Mapped[str]  # quotas.limits.period_at
+    period: Mapped[str]  # db.accounts.limits.period_at
     threshold_percent: Mapped[int]
     created_unix_ms: Mapped[int]
     message: Mapped[bytes | None]  # what is to be published (webhooks.events); NULL: it has been

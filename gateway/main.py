@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 import uvicorn
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from accounts.keyring import KeyRing
 from batches.feeder import Feeder
 from batches.open import make_feeder, open_batches
 from batches.series import BatchSeries
@@ -23,6 +22,7 @@ from console.dashboard.reader import Reader
 from console.login.login import Login
 from console.services import ConsoleServices
 from console.settings import ConsoleSettings
+from db.accounts.keyring import KeyRing
 from db.engine import create_engine
 from db.set_aside import SetAside
 from gateway.admission.control import AdmissionControl

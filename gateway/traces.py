@@ -16,7 +16,7 @@ from typing import Final
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
-from accounts.masking import masked
+from db.accounts.masking import masked
 from gateway.dispatch.observers import Observer
 from gateway.dispatch.request import OpenRequest
 from gateway.http.exchange import Exchange

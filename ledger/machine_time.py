@@ -22,8 +22,8 @@ from db.apart import write_apart
 from db.engine import writing
 from db.models import InstanceRow
 from db.money import MACHINE, nano_usd
+from db.prices import PriceBook, load_prices
 from db.set_aside import SetAside
-from ledger.prices import PriceBook, load_prices
 from ledger.store import MAX_USD_PER_HOUR
 from protocol import subjects
 from protocol.errors import ProtocolError

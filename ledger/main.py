@@ -9,9 +9,9 @@ from typing import Final
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
+from db.prices import seed_prices
 from db.schema import wait_for_database
 from ledger.payloads.writer import PayloadWriter
-from ledger.prices import seed_prices
 from ledger.settings import LedgerSettings
 from ledger.writer import LedgerWriter
 from protocol import subjects

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, SecretStr
 
-from accounts.checks import MAX_RETENTION_DAYS
+from db.accounts.checks import MAX_RETENTION_DAYS
 from db.money import ConfiguredPrice
 from ledger.payloads.sealing import parse_keys
 from protocol.settings import PositiveInt, PositiveSeconds, Settings

@@ -18,7 +18,7 @@ from sqlalchemy.orm import InstrumentedAttribute
 from db.engine import writing
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe, is_refusal
 from db.models import AttemptRow, Base, RequestRow
-from ledger.prices import PriceBook, load_prices
+from db.prices import PriceBook, load_prices
 from ledger.rollups import RollupDelta, apply
 from protocol.errors import ErrorCode
 from protocol.usage import AttemptRecord, RequestRecord, UsageRecord

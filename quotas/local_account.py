@@ -7,12 +7,12 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from db.accounts.limits import Limits, plus
 from protocol.errors import BusError
 from protocol.nats.clock import ServerClock
 from protocol.quotas import Account, Amounts, Kind, Lease
 from quotas.account import EMPTY, WINDOW_S, Exchanged, Report, as_of, exchange, free_amounts, merged
 from quotas.account_store import AccountStore
-from quotas.limits import Limits, plus
 from quotas.refusals import RateStatus, Refusal, rate_status, shortage
 from quotas.seeds import FRESH_S as SEED_FRESH_S
 from quotas.seeds import Seed, Unseeded

@@ -7,7 +7,7 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from db.models import AttemptRow
-from ledger.prices import load_prices
+from db.prices import load_prices
 
 POOL: Final = "pool"  # whose account it is, beside "key" and "team"
 HOUR_MS: Final = 3_600_000

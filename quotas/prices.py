@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.errors import SQL_ERRORS, describe
 from db.money import CLIENTS, TokenPrice
-from ledger.prices import PriceBook, load_prices
+from db.prices import PriceBook, load_prices
 
 RELOAD_PERIOD_S: Final = 10.0
 

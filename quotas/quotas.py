@@ -12,7 +12,8 @@ from typing import Final
 
 from nats.aio.msg import Msg
 
-from accounts.principal import Principal
+from db.accounts.limits import Limits, limits_of, minus, plus
+from db.accounts.principal import Principal
 from db.errors import DatabaseUnavailable
 from db.money import TokenPrice
 from protocol import subjects
@@ -21,7 +22,6 @@ from protocol.nats.bus import Bus
 from protocol.quotas import Amounts, Kind
 from quotas.account import EMPTY, LEASE_S
 from quotas.account_store import REACH_LIMIT_S, AccountStore, created_s
-from quotas.limits import Limits, limits_of, minus, plus
 from quotas.local_account import LocalAccount
 from quotas.pools import POOL
 from quotas.refusals import Refusal, too_large

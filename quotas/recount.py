@@ -7,13 +7,13 @@ from msgspec import Struct
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from accounts.principal import policy_of
+from db.accounts.limits import Limits, limits_of, period_start_s
+from db.accounts.principal import policy_of
 from db.models import ApiKeyRow, RequestRow, TeamRow
 from protocol.errors import BusError
 from protocol.quotas import Kind
 from quotas.account import EMPTY, recounted
 from quotas.account_store import AccountStore
-from quotas.limits import Limits, limits_of, period_start_s
 
 MAX_TRIES: Final = 100  # while gateways change the account
 

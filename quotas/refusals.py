@@ -2,9 +2,9 @@
 
 from msgspec import Struct
 
+from db.accounts.limits import Limits, LimitValues
 from protocol.quotas import KINDS, RATES, Account, Amounts, Kind
 from quotas.account import WINDOW_S, used_amounts
-from quotas.limits import Limits, LimitValues
 
 SOON_S = 1.0  # where running requests hold what is missing: nobody knows how long
 

@@ -2,9 +2,9 @@
 
 from msgspec import Struct
 
+from db.accounts.limits import plus
 from db.money import TokenPrice
 from protocol.quotas import NOTHING, Amounts
-from quotas.limits import plus
 from quotas.local_account import LocalAccount
 from quotas.slices import Taken
 

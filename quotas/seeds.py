@@ -17,7 +17,8 @@ from msgspec import Struct
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.principal import BudgetPeriod
+from db.accounts.limits import period_start_s
+from db.accounts.principal import BudgetPeriod
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.models import RollupRow, SliceRow
 from protocol import subjects
@@ -25,7 +26,6 @@ from protocol.errors import BusError
 from protocol.nats.bus import Bus
 from quotas.account import CLOCK_SLACK_S, LEASE_S
 from quotas.account_store import created_s
-from quotas.limits import period_start_s
 from quotas.pools import POOL, pool_of_account, spent_at_pool
 
 FRESH_S: Final = 5.0  # so long a seed may be used

@@ -6,11 +6,11 @@ from typing import Final
 
 from msgspec import Struct
 
+from db.accounts.limits import Limits, minus, period_end_s, plus
 from protocol.errors import BusError
 from protocol.quotas import KINDS, Account, Amounts, Kind
 from quotas.account import EMPTY, as_of, used_amounts
 from quotas.account_store import AccountStore
-from quotas.limits import Limits, minus, period_end_s, plus
 
 READ_LIMIT_S: Final = 1.0  # for all accounts together
 MAX_READS: Final = 32  # at once

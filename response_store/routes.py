@@ -9,8 +9,8 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from accounts.keyring import KeyRing
-from accounts.principal import Principal
+from db.accounts.keyring import KeyRing
+from db.accounts.principal import Principal
 from protocol.backoff import wait_for
 from protocol.errors import BusError, ProtocolError
 from response_store.kept import Kept, State

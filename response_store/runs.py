@@ -12,8 +12,8 @@ from typing import Final, Literal
 import msgspec
 from nats.aio.msg import Msg
 
-from accounts.keyring import KeyRing
-from accounts.principal import Principal
+from db.accounts.keyring import KeyRing
+from db.accounts.principal import Principal
 from protocol import subjects, wire
 from protocol.backoff import backoff_s, wait_for
 from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from accounts.masking import masked
+from db.accounts.masking import masked
 
 _CHATTY: Final = ("httpx", "aiosqlite", "alembic", "botocore", "uvicorn.error", "urllib3")
 _ABOUT_CALLERS: Final = ("python_multipart",)  # each wrong form is a warning: a caller could fill the log

@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from accounts.keys import SYSTEM, Grant, create_key, list_keys
-from accounts.pepper import load_or_create_pepper
-from accounts.principal import INFERENCE, METRICS
 from console.login.admins import has_admin, set_password
 from console.login.passwords import new_password
+from db.accounts.keys import SYSTEM, Grant, create_key, list_keys
+from db.accounts.pepper import load_or_create_pepper
+from db.accounts.principal import INFERENCE, METRICS
 from db.engine import create_engine
 from protocol.errors import ExpectedError
 from protocol.settings import in_url

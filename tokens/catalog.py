@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from nats.aio.msg import Msg
 
-from accounts.principal import Principal
+from db.accounts.principal import Principal
 from protocol import subjects
 from protocol.chat import NO_TOKENIZER
 from protocol.errors import BusError, ProtocolError

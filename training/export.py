@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.audit import Change, record
+from db.accounts.audit import Change, record
 from db.engine import changing
 from ledger.payloads.errors import ExportError
 from ledger.payloads.sealing import Sealer

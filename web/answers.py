@@ -9,8 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from accounts.keyring import KeyRing
-from accounts.principal import INFERENCE, Principal
+from db.accounts.keyring import KeyRing
+from db.accounts.principal import INFERENCE, Principal
 from db.errors import SQL_ERRORS, describe
 from web.errors import (
     ApiError,

@@ -45,7 +45,7 @@ from typing import Final
 
 import msgspec
 
-from accounts.masking import masked
+from db.accounts.masking import masked
 
 RETRY_SOON_S: Final = 1
 RETRY_LATER_S: Final = 5

@@ -19,7 +19,8 @@ from nats.aio.msg import Msg
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from accounts.principal import BudgetPeriod, policy_of
+from db.accounts.limits import Limits, limits_of, period_at, period_start_s
+from db.accounts.principal import BudgetPeriod, policy_of
 from db.engine import changing
 from db.errors import SQL_ERRORS, describe
 from db.models import ApiKeyRow, RollupRow, SliceRow, TeamRow
@@ -31,7 +32,6 @@ from protocol.errors import BusError, ProtocolError
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.quotas import Kind
-from quotas.limits import Limits, limits_of, period_at, period_start_s
 from webhooks.deliveries import inserting
 from webhooks.events import EventType, decode_event, encode_event, event_id, new_event, publish
 

@@ -19,7 +19,7 @@ from sqlalchemy import ColumnElement, RowMapping, Select, delete, func, select, 
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from accounts.audit import Change, record
+from db.accounts.audit import Change, record
 from db.engine import changing
 from db.models import Base
 from db.webhook_models import WebhookDeliveryRow, WebhookEndpointRow, WebhookTotalRow

@@ -8,11 +8,11 @@ from typing import Any, Final
 from sqlalchemy import RowMapping, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from accounts.audit import Change, difference, record
-from accounts.errors import InvalidField, NotFound, UnknownTeam
-from accounts.names import means
-from accounts.teams import find_team
-from accounts.token import new_id
+from db.accounts.audit import Change, difference, record
+from db.accounts.errors import InvalidField, NotFound, UnknownTeam
+from db.accounts.names import means
+from db.accounts.teams import find_team
+from db.accounts.token import new_id
 from db.engine import changing
 from db.models import TeamRow
 from db.webhook_models import WebhookDeliveryRow, WebhookEndpointRow

@@ -4,15 +4,15 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 
-from accounts import keys, teams
-from accounts.audit import AuditFilter, list_changes
-from accounts.errors import InvalidField, NameTaken, NotFound, PrincipalError
-from accounts.names import means
 from console.admin import schema
 from console.admin.service import AdminService
 from console.admin.views import audit_view, key_view, organisation_view, team_view
 from console.admin.webhook_routes import webhooks_router
 from console.services import ConsoleServices
+from db.accounts import keys, teams
+from db.accounts.audit import AuditFilter, list_changes
+from db.accounts.errors import InvalidField, NameTaken, NotFound, PrincipalError
+from db.accounts.names import means
 from web.answers import body_schema, json_answer, refuse
 from web.errors import ApiError, InvalidParameter, NameInUse, UnknownObject
 

@@ -5,11 +5,11 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from accounts.audit import MAX_PAGE_ROWS
-from accounts.checks import MAX_NUMBER
-from accounts.keys import DEFAULT_GRACE_S
-from accounts.principal import DEFAULT_TEAM_ID, INFERENCE, BudgetPeriod
-from accounts.teams import DEFAULT_ORGANISATION_ID
+from db.accounts.audit import MAX_PAGE_ROWS
+from db.accounts.checks import MAX_NUMBER
+from db.accounts.keys import DEFAULT_GRACE_S
+from db.accounts.principal import DEFAULT_TEAM_ID, INFERENCE, BudgetPeriod
+from db.accounts.teams import DEFAULT_ORGANISATION_ID
 from db.money import nano_usd
 from web.schema import Body
 

@@ -9,13 +9,13 @@ from typing import TypeVar
 from fastapi import Request
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts import keys, teams
-from accounts.checks import checked_grant
-from accounts.keys import ApiKey, Grant
-from accounts.principal import ADMIN, policy_of
-from accounts.teams import Team
 from console.admin.schema import AdminBody, KeyChanges, NewKey, NewTeam, TeamChanges
 from console.services import ConsoleServices
+from db.accounts import keys, teams
+from db.accounts.checks import checked_grant
+from db.accounts.keys import ApiKey, Grant
+from db.accounts.principal import ADMIN, policy_of
+from db.accounts.teams import Team
 from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats.clock import unix_now_ms

@@ -3,10 +3,10 @@
 from dataclasses import asdict
 from typing import Any
 
-from accounts.audit import AuditEntry
-from accounts.keys import ApiKey
-from accounts.principal import Policy
-from accounts.teams import Organisation, Team
+from db.accounts.audit import AuditEntry
+from db.accounts.keys import ApiKey
+from db.accounts.principal import Policy
+from db.accounts.teams import Organisation, Team
 from db.money import NANO_USD
 from webhooks.deliveries import Delivery
 from webhooks.endpoints import Endpoint

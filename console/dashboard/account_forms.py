@@ -7,13 +7,13 @@ from dataclasses import asdict
 from decimal import Decimal
 from typing import Any, Final, TypeVar
 
-from accounts.errors import PrincipalError
-from accounts.keys import ApiKey
-from accounts.principal import INFERENCE, SCOPES, Policy
-from accounts.teams import Team
 from console.admin.routes import principal_answer
 from console.admin.schema import PolicyBody
 from console.dashboard.view import View, parse_moment
+from db.accounts.errors import PrincipalError
+from db.accounts.keys import ApiKey
+from db.accounts.principal import INFERENCE, SCOPES, Policy
+from db.accounts.teams import Team
 from db.money import NANO_USD
 from web.errors import ApiError
 from web.schema import parse_body

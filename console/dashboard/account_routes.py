@@ -10,17 +10,17 @@ from fastapi import APIRouter, Request
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import RedirectResponse, Response
 
-from accounts.audit import AuditFilter, list_changes
-from accounts.errors import PrincipalError
-from accounts.keys import DEFAULT_GRACE_S, find_key, list_keys
-from accounts.principal import SCOPES
-from accounts.teams import find_team, list_teams
 from console.admin.schema import KeyChanges, NewKey, NewTeam, Rotation, TeamChanges
 from console.dashboard.account_forms import NEW_KEY, NEW_TEAM, form_errors, key_fields, parse_form, team_fields
 from console.dashboard.pages.keys import Accounts, account_lines, ranked
 from console.dashboard.shell import Pages
 from console.dashboard.view import View, view_of
 from console.login.forms import read_form
+from db.accounts.audit import AuditFilter, list_changes
+from db.accounts.errors import PrincipalError
+from db.accounts.keys import DEFAULT_GRACE_S, find_key, list_keys
+from db.accounts.principal import SCOPES
+from db.accounts.teams import find_team, list_teams
 from protocol.errors import BusError, ProtocolError
 from protocol.nats.clock import unix_now_ms
 from quotas.account_store import AccountStore

@@ -10,7 +10,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
-from accounts.errors import PrincipalError
 from console.admin.routes import principal_answer
 from console.admin.service import AdminService
 from console.dashboard.exports import Exports
@@ -19,6 +18,7 @@ from console.dashboard.render import html, render
 from console.dashboard.view import View, make_view, view_of
 from console.login.sessions import Session
 from console.services import ConsoleServices
+from db.accounts.errors import PrincipalError
 from db.errors import describe
 from web.errors import ApiError, LedgerUnavailable, LoginRequired, UnknownUrl
 

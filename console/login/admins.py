@@ -6,9 +6,9 @@ from typing import Final
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.audit import Change, record
-from accounts.errors import WrongPassword
 from console.login.passwords import COST, DUMMY_HASH, hash_password, is_password
+from db.accounts.audit import Change, record
+from db.accounts.errors import WrongPassword
 from db.engine import changing
 from db.models import AdminRow, SessionRow
 from protocol.nats.clock import unix_now_ms

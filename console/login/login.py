@@ -19,12 +19,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from accounts.errors import TooManyLogins, WrongPassword
-from accounts.masking import masked
 from console.login.admins import check_password
 from console.login.sessions import Session, SessionStore
 from console.login.throttle import LoginThrottle
 from console.settings import ConsoleSettings
+from db.accounts.errors import TooManyLogins, WrongPassword
+from db.accounts.masking import masked
 from web.errors import CrossOriginRequest, LoginRequired
 
 COOKIE: Final = "spillway_session"

@@ -22,8 +22,8 @@ from joserfc.errors import InvalidKeyIdError, JoseError
 from joserfc.jwk import KeySet
 from joserfc.jwt import JWTClaimsRegistry
 
-from accounts.errors import OidcError
 from console.settings import OidcSettings
+from db.accounts.errors import OidcError
 
 DISCOVERY_PATH: Final = "/.well-known/openid-configuration"
 # Never a symmetric one: anyone who knows the issuer's public key could sign with it.

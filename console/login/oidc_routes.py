@@ -14,10 +14,10 @@ from joserfc.jwt import JWTClaimsRegistry
 from pydantic import SecretStr
 from starlette.responses import RedirectResponse, Response
 
-from accounts.errors import OidcError
 from console.login.login import Login, local_page
 from console.login.oidc import AuthorizationRequest, OidcLogin
 from console.settings import OidcSettings
+from db.accounts.errors import OidcError
 
 COOKIE: Final = "spillway_oidc"
 CALLBACK_PATH: Final = "/login/oidc/callback"

@@ -6,8 +6,8 @@ import hmac
 import secrets
 from typing import Final
 
-from accounts.errors import BadPassword
-from accounts.token import BASE62
+from db.accounts.errors import BadPassword
+from db.accounts.token import BASE62
 
 # 16 MiB and about 0.1 s per check: one of the equally strong settings of OWASP's password storage cheat sheet.
 COST: Final = 2**14

@@ -3,13 +3,13 @@
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import RedirectResponse, Response
 
-from accounts.errors import LoginError, TooManyLogins
 from console.login.admins import ADMIN_NAME, has_admin
 from console.login.forms import read_form
 from console.login.login import SAFE_METHODS, local_page, login_page, refuse_foreign_origin
 from console.login.oidc_routes import oidc_router
 from console.login.pages import page
 from console.services import ConsoleServices
+from db.accounts.errors import LoginError, TooManyLogins
 from web.answers import refuse
 from web.errors import LoginRequired
 

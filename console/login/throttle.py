@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict, deque
 from typing import Final
 
-from accounts.errors import TooManyLogins
+from db.accounts.errors import TooManyLogins
 
 WINDOW_S: Final = 60.0
 MAX_PER_BROWSER: Final = 5

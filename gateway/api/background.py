@@ -3,7 +3,7 @@
 import time
 from typing import Final
 
-from accounts.principal import Principal
+from db.accounts.principal import Principal
 from gateway.http.exchange import Answered, Exchange, Message
 from gateway.settings import TimeoutSettings
 from response_store.run import BackgroundRun

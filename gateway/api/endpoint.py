@@ -13,8 +13,8 @@ from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from accounts.consent import consent_of
-from accounts.principal import Principal
+from db.accounts.consent import consent_of
+from db.accounts.principal import Principal
 from db.money import TokenPrice
 from gateway.admission.ticket import Ticket
 from gateway.api import client_deadlines

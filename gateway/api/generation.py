@@ -3,7 +3,7 @@
 import asyncio
 from typing import TypeVar
 
-from accounts.consent import Consent
+from db.accounts.consent import Consent
 from gateway.api.calls import AnswerEncoder, Call
 from gateway.api.endpoint import Endpoint, JobSpec
 from gateway.api.sampling import requested_max_tokens

@@ -1,8 +1,8 @@
 """Pools that a request may go to: hosted APIs that its key and team allow, unless it forbids it; trusted ones."""
 
-from accounts.hosted import Leaves, allowed_providers
-from accounts.keyring import KeyRing
-from accounts.principal import Principal
+from db.accounts.hosted import Leaves, allowed_providers
+from db.accounts.keyring import KeyRing
+from db.accounts.principal import Principal
 from gateway.admission.control import AdmissionControl
 from gateway.request.admission import Admission
 from gateway.settings import GatewaySettings

@@ -12,8 +12,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from accounts.keyring import KeyRing
-from accounts.principal import Principal
+from db.accounts.keyring import KeyRing
+from db.accounts.principal import Principal
 from gateway.http.exchange import ABORT_KEY, Exchange, Message, Scope
 from gateway.settings import GatewaySettings, TimeoutSettings
 from idempotency.claims import Claims

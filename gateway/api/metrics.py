@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from fastapi import APIRouter, Request, Response
 
-from accounts.principal import METRICS
+from db.accounts.principal import METRICS
 from gateway.api.services import Services
 from gateway.http.exchange import exchange_of
 from gateway.metrics.exposition import MetricsSnapshot, exposition

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
-from accounts.principal import Principal
+from db.accounts.principal import Principal
 from db.money import NANO_USD, TokenPrice
 from protocol.messages import Sampling
 from protocol.pooling import Pooling

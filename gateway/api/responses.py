@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from accounts.principal import Principal
+from db.accounts.principal import Principal
 from gateway.admission.ticket import Ticket
 from gateway.api.background import RunExchange
 from gateway.api.endpoint import Answering, Arrival

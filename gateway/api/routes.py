@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 
-from accounts.principal import Principal
+from db.accounts.principal import Principal
 from gateway.api.calls import ChatCall
 from gateway.api.form import tools_for_template
 from gateway.api.rate_limits import counted

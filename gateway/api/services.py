@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from accounts.keyring import KeyRing
 from batches.series import BatchSeries
+from db.accounts.keyring import KeyRing
 from db.set_aside import SetAside
 from gateway.admission.control import AdmissionControl
 from gateway.api.keyed import KeyedRequests

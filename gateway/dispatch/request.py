@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec import structs
 
-from accounts.masking import masked
+from db.accounts.masking import masked
 from gateway.dispatch.attempts import CurrentAttempt
 from gateway.dispatch.deadlines import WITHDRAW_LINGER_S, overdue
 from gateway.dispatch.failure_rules import (

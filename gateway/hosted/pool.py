@@ -3,12 +3,12 @@
 import math
 from typing import Final
 
+from db.accounts.limits import Limits
 from db.money import TokenPrice, nano_usd
 from gateway.admission.capacity import ModelCapacity
 from gateway.settings import HostedPoolSettings
 from protocol import subjects
 from protocol.quotas import Kind
-from quotas.limits import Limits
 from quotas.pools import cap_account
 
 # Providers count a prompt with tokenizers of their own: so much more than our count is reserved of the money.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from starlette.requests import Request
 
-from accounts.keyring import KeyRing
-from accounts.principal import INFERENCE, Principal
+from db.accounts.keyring import KeyRing
+from db.accounts.principal import INFERENCE, Principal
 from gateway.dispatch.group import RequestGroup
 from gateway.dispatch.request import OpenRequest
 from gateway.http.failures import RequestFailed

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
-from accounts.masking import masked
+from db.accounts.masking import masked
 from gateway.metrics.requests import RequestSeries
 from web.errors import ApiError
 

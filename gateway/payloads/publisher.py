@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Struct
 from pydantic import BaseModel
 
-from accounts.checks import MAX_RETENTION_DAYS
-from accounts.consent import Consent
+from db.accounts.checks import MAX_RETENTION_DAYS
+from db.accounts.consent import Consent
 from gateway.payloads.answers import ChoiceEncoder, RecordedAnswer
 from ledger.payloads.end_user import stored_end_user
 from ledger.payloads.redaction import Redactor, UnredactablePrompt

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Final
 
-from accounts.consent import Consent
-from accounts.principal import Principal
+from db.accounts.consent import Consent
+from db.accounts.principal import Principal
 from gateway.request.conversation import Conversation
 from gateway.request.trace import Trace
 from protocol.messages import Sampling, encode

@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, delete, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from accounts.audit import Change, record
+from db.accounts.audit import Change, record
 from db.engine import changing
 from db.models import PayloadRow
 from ledger.payloads.end_user import stored_end_user

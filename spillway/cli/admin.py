@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from accounts.audit import MAX_PAGE_ROWS, AuditEntry, AuditFilter, list_changes
 from console.admin.views import audit_view
 from console.login.admins import ADMIN_NAME, set_password
 from console.login.passwords import new_password
+from db.accounts.audit import MAX_PAGE_ROWS, AuditEntry, AuditFilter, list_changes
 from spillway.cli.connections import database
 from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
 from spillway.cli.keys import JsonOption, print_table

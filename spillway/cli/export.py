@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.names import means
+from db.accounts.names import means
 from db.models import ApiKeyRow, TeamRow
 from ledger.payloads.errors import ExportError
 from ledger.payloads.sealing import Sealer, parse_keys

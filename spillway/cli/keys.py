@@ -9,12 +9,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from accounts.checks import checked_grant
-from accounts.keyring import RELOAD_PERIOD_S
-from accounts.keys import ApiKey, Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
-from accounts.names import means
-from accounts.principal import DEFAULT_TEAM_ID, INFERENCE, SCOPES, policy_of
 from console.admin.views import key_view
+from db.accounts.checks import checked_grant
+from db.accounts.keyring import RELOAD_PERIOD_S
+from db.accounts.keys import ApiKey, Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
+from db.accounts.names import means
+from db.accounts.principal import DEFAULT_TEAM_ID, INFERENCE, SCOPES, policy_of
 from protocol import subjects
 from protocol.errors import BusError, BusTimeout, ExpectedError, NoResponders
 from protocol.nats.clock import unix_now_ms

@@ -5,7 +5,7 @@ import os
 from functools import partial
 from typing import Final
 
-from accounts.errors import PepperError
+from db.accounts.errors import PepperError
 from ledger.main import run
 from spillway import logs
 from spillway.cli.context import (

@@ -5,8 +5,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from accounts.keys import list_keys
-from accounts.names import means
+from db.accounts.keys import list_keys
+from db.accounts.names import means
 from ledger.payloads.sealing import Sealer, parse_keys
 from ledger.payloads.store import Erasure, erase, read_payload
 from spillway.cli.connections import database

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from accounts.principal import Policy
+from db.accounts.principal import Policy
 from db.money import NANO_USD, nano_usd
 
 NONE: Final = "none"  # removes a limit

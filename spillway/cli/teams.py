@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from accounts import teams
-from accounts.principal import policy_of
 from console.admin.views import organisation_view, team_view
+from db.accounts import teams
+from db.accounts.principal import policy_of
 from spillway.cli.connections import database
 from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
 from spillway.cli.keys import JsonOption, notify_gateways, print_table, show_facts

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.principal import DEFAULT_TEAM_ID
 from console.admin.views import delivery_view, endpoint_view
+from db.accounts.principal import DEFAULT_TEAM_ID
 from spillway.cli.connections import database
 from spillway.cli.context import ConfigOption, DataOption, out, pepper_of, run_async, running_or_config
 from spillway.cli.keys import JsonOption, print_table, show_facts

@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 from nats.aio.msg import Msg
 
-from accounts.principal import Policy
 from benchmarks.http_client import Exchange, ReadTimeouts, exchange, post_request
 from benchmarks.stream_answer import read
+from db.accounts.principal import Policy
 from protocol import subjects
 from protocol.messages import Accepted, Failed, Finished
 from protocol.quotas import NOTHING

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from accounts.keys import Grant, create_key
-from accounts.pepper import load_or_create_pepper
-from accounts.principal import Policy
 from benchmarks.ports import free_port
+from db.accounts.keys import Grant, create_key
+from db.accounts.pepper import load_or_create_pepper
+from db.accounts.principal import Policy
 from db.engine import create_engine
 from migrations import upgrade
 from protocol.nats.bus import Bus

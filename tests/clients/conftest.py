@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from accounts.principal import Policy
+from db.accounts.principal import Policy
 from tests.clients.stumbling import StumblingWay
 from tests.player.system import PlayedSystem, run_played
 

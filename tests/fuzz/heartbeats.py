@@ -9,10 +9,10 @@ from prometheus_client.metrics_core import Metric
 
 from console.dashboard import formats
 from console.dashboard.live import kv_share
+from db.prices import PriceBook
 from gateway.admission.capacity import Capacity
 from gateway.metrics.engines import engine_families, worker_families
 from ledger.machine_time import MAX_CATCH_UP_MS, QUARTER_MS, Moment, _check_plausible, _rows
-from ledger.prices import PriceBook
 from ledger.store import MAX_USD_PER_HOUR
 from protocol import messages as m
 from protocol.engine_stats import EngineStats, Histogram, Pace

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from accounts.principal import Policy
+from db.accounts.principal import Policy
 from pool_worker import engines
 from pool_worker.settings import ScriptedEngineSettings
 from spillway.config import load_config

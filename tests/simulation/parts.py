@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
 
-from accounts.principal import Policy, Principal
+from db.accounts.principal import Policy, Principal
 from db.money import TokenPrice
 from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accounts.principal import Policy
+from db.accounts.principal import Policy
 from tests.simulation.callers import Question
 
 # Every kind of fault, and how often it is drawn beside the others.

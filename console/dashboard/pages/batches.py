@@ -11,7 +11,7 @@ from console.dashboard import formats
 from console.dashboard.names import load_names
 from console.dashboard.pages.requests import read_cursor, write_cursor
 from console.dashboard.view import View
-from ledger.prices import PriceBook, load_prices
+from db.prices import PriceBook, load_prices
 from ledger.queries.batches import (
     ENDPOINTS,
     FILTERED,

@@ -6,14 +6,14 @@ from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from accounts.keys import ApiKey
-from accounts.principal import DEFAULT_TEAM_ID
-from accounts.teams import Team
 from console.dashboard.view import DAY_MS, View
+from db.accounts.keys import ApiKey
+from db.accounts.limits import Limits, limits_of, period_start_s
+from db.accounts.principal import DEFAULT_TEAM_ID
+from db.accounts.teams import Team
 from ledger.queries.traffic import Traffic, totals
 from ledger.queries.window import Dimension, Window
 from protocol.quotas import Kind
-from quotas.limits import Limits, limits_of, period_start_s
 from quotas.usage import LimitUsage, uses
 
 USED_DAYS: Final = 30

@@ -12,8 +12,8 @@ from pydantic import SecretStr
 from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.keys import ApiKey, Grant, create_key
-from accounts.teams import create_team
+from db.accounts.keys import ApiKey, Grant, create_key
+from db.accounts.teams import create_team
 from db.batch_models import BatchRow, FileRow
 from db.fleet_models import Decision
 from db.models import InstanceRow

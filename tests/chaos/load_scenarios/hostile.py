@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 from msgspec.structs import replace
 
-from accounts.principal import Policy
 from benchmarks.http_client import post_request
+from db.accounts.principal import Policy
 from protocol import subjects
 from protocol.nats.artifacts import publish_model_card, read_model_card
 from protocol.nats.objects import get_object

@@ -14,7 +14,7 @@ from typing import Any
 
 from sqlalchemy import select
 
-from accounts.principal import Policy
+from db.accounts.principal import Policy
 from db.models import AttemptRow
 from db.money import TokenPrice, nano_usd
 from pool_worker.settings import ServerEngineSettings

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from sqlalchemy import func, select
 
-from accounts.principal import Policy
+from db.accounts.principal import Policy
 from db.models import RequestRow
 from ledger.check import check_rollups
 from protocol import subjects

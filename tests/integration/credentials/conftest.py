@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select
 
-from accounts.keys import Grant, create_key
-from accounts.principal import Policy
+from db.accounts.keys import Grant, create_key
+from db.accounts.principal import Policy
 from db.engine import create_engine
 from db.models import AttemptRow, RequestRow
 from gateway.settings import GatewaySettings, ModelSettings

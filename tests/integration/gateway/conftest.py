@@ -25,8 +25,8 @@ from nats.aio.msg import Msg
 from pydantic import SecretStr
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.keys import USUAL_GRANT, ApiKey, Grant, create_key
-from accounts.principal import METRICS, Principal
+from db.accounts.keys import USUAL_GRANT, ApiKey, Grant, create_key
+from db.accounts.principal import METRICS, Principal
 from db.engine import create_engine
 from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.dead_letters import newest_dead_letters

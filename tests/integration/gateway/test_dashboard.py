@@ -16,18 +16,18 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.audit import AuditFilter, list_changes
-from accounts.keys import find_key, list_keys
-from accounts.principal import Policy
 from console.dashboard.reader import Reader
 from console.dashboard.render import PAGES
 from console.login.admins import set_password
+from db.accounts.audit import AuditFilter, list_changes
+from db.accounts.keys import find_key, list_keys
+from db.accounts.principal import Policy
 from db.engine import create_engine
 from db.money import CLIENTS, NANO_USD, Price
+from db.prices import add_price, seed_prices
 from db.set_aside import SetAside
 from ledger.payloads.sealing import Sealer
 from ledger.payloads.store import store_payloads
-from ledger.prices import add_price, seed_prices
 from ledger.store import store_records
 from protocol.engine_stats import Paused
 from protocol.messages import PROTOCOL_VERSION

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from accounts.token import new_token
+from db.accounts.token import new_token
 from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from accounts.keys import find_key, update_key
-from accounts.principal import Policy
+from db.accounts.keys import find_key, update_key
+from db.accounts.principal import Policy
 from db.engine import create_engine
 from db.money import Price, nano_usd
+from db.prices import add_price
 from gateway.settings import HostedPoolSettings
-from ledger.prices import add_price
 from ledger.settings import LedgerSettings
 from ledger.store import store_records
 from ledger.writer import LedgerWriter

@@ -8,9 +8,9 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from accounts.keys import Grant, create_key
-from accounts.principal import ADMIN
 from console.login.admins import set_password
+from db.accounts.keys import Grant, create_key
+from db.accounts.principal import ADMIN
 from db.engine import create_engine
 from tests.integration.gateway.conftest import PEPPER, Start
 from tests.integration.gateway.test_errors import error_of

@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 
-from accounts.keys import Grant, create_key
-from accounts.principal import Policy
+from db.accounts.keys import Grant, create_key
+from db.accounts.principal import Policy
 from db.engine import create_engine
 from protocol.nats.bus import Bus
 from protocol.quotas import RATES, Account, Kind

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from accounts.principal import BudgetPeriod, Policy
+from db.accounts.principal import BudgetPeriod, Policy
 from db.engine import create_engine
 from db.errors import DatabaseUnavailable
 from db.money import CLIENTS, Price, TokenPrice
-from ledger.prices import add_price
+from db.prices import add_price
 from ledger.store import store_records
 from protocol import subjects
 from protocol.messages import encode

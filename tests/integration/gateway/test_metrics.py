@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 
-from accounts.keys import Grant
-from accounts.principal import METRICS
+from db.accounts.keys import Grant
+from db.accounts.principal import METRICS
 from gateway.metrics.requests import HISTOGRAMS
 from pool_worker.settings import LocalEngineSettings, WorkerSettings
 from protocol.engine_stats import EngineStats, Histogram

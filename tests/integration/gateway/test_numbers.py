@@ -8,7 +8,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from accounts.principal import ADMIN, INFERENCE
+from db.accounts.principal import ADMIN, INFERENCE
 from tests.integration.gateway.conftest import MODEL, Share
 from tests.waiting import HANGS_S
 

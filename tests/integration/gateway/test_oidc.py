@@ -15,9 +15,9 @@ from joserfc import jwt
 from joserfc.jwk import RSAKey
 from pydantic import ValidationError
 
-from accounts.errors import OidcError
 from console.login.oidc import UNREACHABLE, OidcLogin, allowed_user
 from console.settings import OidcSettings
+from db.accounts.errors import OidcError
 from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.fake_issuer import CLIENT_ID, CLIENT_SECRET, KEY_BITS, FakeIssuer
 from tests.waiting import HANGS_S

@@ -13,8 +13,8 @@ from pydantic import SecretStr
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.keys import Grant, create_key
-from accounts.principal import Policy
+from db.accounts.keys import Grant, create_key
+from db.accounts.principal import Policy
 from db.engine import create_engine
 from db.models import PayloadRow
 from gateway.payloads.publisher import Capture, PayloadPublisher
@@ -135,7 +135,7 @@ async def test_a_retention_from_before_it_had_a_bound(
     start_keeper: StartKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last moment did not fit into the message, and the gateway's process ended."""
-    monkeypatch.setattr("accounts.checks.MAX_RETENTION_DAYS", 10**15)
+    monkeypatch.setattr("db.accounts.checks.MAX_RETENTION_DAYS", 10**15)
     keeper = await start_keeper(policy=Policy(log_payload=True, redact=False, retention_days=10**15))
     await keeper.ask()
     payload = await keeper.payload()

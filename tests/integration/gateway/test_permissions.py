@@ -6,8 +6,8 @@ from typing import Any
 
 from httpx import Response
 
-from accounts.keys import Grant, create_key
-from accounts.principal import ADMIN, Policy
+from db.accounts.keys import Grant, create_key
+from db.accounts.principal import ADMIN, Policy
 from db.engine import create_engine
 from protocol import subjects
 from protocol.nats.bus import Bus

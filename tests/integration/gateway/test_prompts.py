@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types import Completion
 
-from accounts.principal import Policy
+from db.accounts.principal import Policy
 from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.messages import unpack_token_ids
 from protocol.quotas import Kind

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from pydantic import SecretStr
 
-from accounts.keys import Grant, create_key
-from accounts.principal import Policy, Principal
+from db.accounts.keys import Grant, create_key
+from db.accounts.limits import period_at
+from db.accounts.principal import Policy, Principal
 from db.engine import create_engine
 from db.money import CLIENTS, Price, TokenPrice
-from ledger.prices import add_price
+from db.prices import add_price
 from ledger.store import store_records
 from protocol.messages import PROTOCOL_VERSION
 from protocol.nats import topology
@@ -22,7 +23,6 @@ from protocol.quotas import NOTHING, Account, ExpiredLease, Kind
 from quotas import account as accounts
 from quotas import local_account as books
 from quotas.account_store import REACH_LIMIT_S, AccountStore
-from quotas.limits import period_at
 from quotas.quotas import SLICE_WAIT_S, Quotas, Refused, Unavailable
 from quotas.recount import recount_budgets
 from quotas.reservation import Estimate, Reservation

@@ -7,7 +7,7 @@ import openai
 import pytest
 from pydantic import SecretStr
 
-from accounts.keys import create_key, revoke_key
+from db.accounts.keys import create_key, revoke_key
 from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from accounts.keys import create_key
+from db.accounts.keys import create_key
 from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, PEPPER, Start

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from accounts.keys import Grant, create_key
-from accounts.principal import Policy
-from accounts.teams import create_team
+from db.accounts.keys import Grant, create_key
+from db.accounts.principal import Policy
+from db.accounts.teams import create_team
 from db.engine import create_engine
 from tests.integration.gateway.conftest import MODEL, PEPPER, Start
 from tests.integration.gateway.test_hosted import AT_ONCE, HOSTED, ask, pool, until_known, where

@@ -8,9 +8,9 @@ import httpx
 import openai
 import pytest
 
-from accounts.keys import Grant, create_key
-from accounts.principal import ADMIN
 from console.login.admins import set_password
+from db.accounts.keys import Grant, create_key
+from db.accounts.principal import ADMIN
 from db.engine import create_engine
 from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import PEPPER, GatewayUnderTest, Start

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.principal import Policy
+from db.accounts.limits import Limits
+from db.accounts.principal import Policy
 from db.engine import create_engine
 from db.money import CLIENTS, Price
+from db.prices import add_price
 from ledger import writer as writer_module
-from ledger.prices import add_price
 from ledger.settings import LedgerSettings
 from ledger.store import store_records
 from ledger.writer import LedgerWriter
@@ -21,7 +22,6 @@ from protocol import subjects
 from protocol.nats.bus import Bus
 from protocol.quotas import Account
 from protocol.usage import UsageRecord
-from quotas.limits import Limits
 from quotas.pools import POOL, cap_account
 from quotas.quotas import Quotas, Unavailable
 from quotas.seeds import LEDGER_LIMIT_S, RollupLedger

@@ -8,12 +8,12 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.keys import Grant, create_key
-from accounts.principal import Policy, Principal
-from accounts.teams import update_team
+from db.accounts.keys import Grant, create_key
+from db.accounts.principal import Policy, Principal
+from db.accounts.teams import update_team
 from db.money import CLIENTS, ConfiguredPrice, Price, TokenPrice
+from db.prices import seed_prices
 from db.webhook_models import BudgetNoticeRow
-from ledger.prices import seed_prices
 from ledger.store import store_records
 from protocol import subjects
 from protocol.errors import StreamFull

@@ -10,9 +10,9 @@ from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 from standardwebhooks import Webhook
 
-from accounts.audit import AuditFilter, list_changes
-from accounts.errors import InvalidField
-from accounts.teams import create_team
+from db.accounts.audit import AuditFilter, list_changes
+from db.accounts.errors import InvalidField
+from db.accounts.teams import create_team
 from db.webhook_models import WebhookDeliveryRow, WebhookEndpointRow
 from protocol import subjects
 from protocol.errors import BusTimeout

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from accounts.token import new_token
 from benchmarks.ports import free_port
+from db.accounts.token import new_token
 from tests.shipped import HAPROXY_CONFIG, HAProxy, haproxy_program
 from tests.unit.deploy.description import services
 from tests.waiting import HANGS_S

@@ -10,9 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from db.engine import create_engine
 from db.models import InstanceRow
 from db.money import ConfiguredPrice, Price
+from db.prices import seed_prices
 from db.set_aside import SetAside
 from ledger.machine_time import QUARTER_MS, MachineTime
-from ledger.prices import seed_prices
 from protocol.messages import PROTOCOL_VERSION, Heartbeat
 from protocol.nats.bus import Bus
 

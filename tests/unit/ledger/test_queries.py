@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from db.engine import create_engine
 from db.models import InstanceRow
 from db.money import Price
-from ledger.prices import add_price
+from db.prices import add_price
 from ledger.queries.cost import costs
 from ledger.queries.distributions import distributions, merge, percentile_series, percentiles
 from ledger.queries.reading import rollup_coverage

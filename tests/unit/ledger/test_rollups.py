@@ -12,10 +12,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from db.engine import create_engine
 from db.models import RollupRow, SliceRow
 from db.money import CLIENTS, MACHINE, ConfiguredPrice, Price
+from db.prices import add_price, load_prices, seed_prices
 from ledger.abandoned import AbandonedRequests
 from ledger.check import check_rollups
 from ledger.intents import Intents
-from ledger.prices import add_price, load_prices, seed_prices
 from ledger.rollups import WIDTHS_S, slice_id
 from ledger.store import store_records
 from protocol.nats.bus import Bus

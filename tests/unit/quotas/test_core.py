@@ -6,9 +6,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from db.accounts.limits import Limits
 from protocol.quotas import NOTHING, Account, Amounts, Kind
 from quotas.account import CLOCK_SLACK_S, EMPTY, LEASE_S, WINDOW_S, exchange, free_amounts, recounted
-from quotas.limits import Limits
 from quotas.slices import Slice, Taken
 
 LIMITS = (20, 400, 5, 1000)

@@ -4,11 +4,11 @@ from datetime import UTC, datetime
 
 import pytest
 
-from accounts.principal import BudgetPeriod
+from db.accounts.limits import Limits, period_at, period_end_s
+from db.accounts.principal import BudgetPeriod
 from protocol.messages import PROTOCOL_VERSION
 from protocol.quotas import Account, Kind, Lease
 from quotas.account import CLOCK_SLACK_S, WINDOW_S
-from quotas.limits import Limits, period_at, period_end_s
 from quotas.usage import LimitUsage, taken_amounts, uses
 
 NOW_S = datetime(2026, 1, 31, 13, 5, tzinfo=UTC).timestamp()  # a Saturday

@@ -10,9 +10,9 @@ import pytest
 from pydantic import SecretStr
 from typer.testing import CliRunner, Result
 
-from accounts.keyring import KeyRing
-from accounts.pepper import load_or_create_pepper
 from benchmarks.ports import free_port
+from db.accounts.keyring import KeyRing
+from db.accounts.pepper import load_or_create_pepper
 from protocol import subjects
 from protocol.errors import BusTimeout
 from protocol.nats.bus import Bus

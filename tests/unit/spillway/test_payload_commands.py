@@ -9,8 +9,8 @@ from pydantic import SecretStr
 from sqlalchemy import update
 from typer.testing import CliRunner, Result
 
-from accounts.keys import Grant, create_key, list_keys
-from accounts.principal import DEFAULT_TEAM_ID, Policy
+from db.accounts.keys import Grant, create_key, list_keys
+from db.accounts.principal import DEFAULT_TEAM_ID, Policy
 from db.engine import create_engine
 from db.models import ApiKeyRow
 from ledger.payloads.sealing import Sealer

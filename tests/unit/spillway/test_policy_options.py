@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from accounts.principal import Policy
+from db.accounts.principal import Policy
 from spillway.cli.policy import duration_s, expiry_unix_ms, limits_text, policy_changes, zoned_time
 
 NOTHING: dict[str, Any] = dict.fromkeys(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accounts.principal import DEFAULT_TEAM_ID, Principal
+from db.accounts.principal import DEFAULT_TEAM_ID, Principal
 from gateway.settings import ModelSettings
 from protocol import subjects
 from protocol.messages import PROTOCOL_VERSION, ModelCard, encode

@@ -11,9 +11,9 @@ from pydantic import SecretStr
 from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.audit import AuditFilter, list_changes
-from accounts.keys import Grant, create_key
-from accounts.principal import Policy
+from db.accounts.audit import AuditFilter, list_changes
+from db.accounts.keys import Grant, create_key
+from db.accounts.principal import Policy
 from db.engine import create_engine
 from db.models import ApiKeyRow, TeamRow
 from ledger.payloads.errors import ExportError, PayloadKeyMissing

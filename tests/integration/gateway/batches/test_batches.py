@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from openai.types import Batch
 
-from accounts.keys import revoke_key
+from db.accounts.keys import revoke_key
 from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start

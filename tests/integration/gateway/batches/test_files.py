@@ -9,13 +9,13 @@ import httpx
 import openai
 import pytest
 
-from accounts.keys import Grant, create_key
-from accounts.principal import Policy
-from accounts.teams import Team, create_team
 from batches.files import SWEEP_GRACE_MS, File, FileGone, Files, Part
 from batches.states import OVER, Status
 from batches.storage.local import UNFINISHED, LocalStorage
 from batches.store import Batch, Batches
+from db.accounts.keys import Grant, create_key
+from db.accounts.principal import Policy
+from db.accounts.teams import Team, create_team
 from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.conftest import PEPPER, GatewayUnderTest, Start

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse
 
-from accounts.keys import revoke_key
+from db.accounts.keys import revoke_key
 from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.batches.test_batches import QUICK

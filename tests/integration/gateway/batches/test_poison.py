@@ -7,12 +7,12 @@ from typing import Any
 import openai
 import pytest
 
-from accounts.keys import create_key
 from batches import run as batch_run
 from batches.feeder import MAX_TAKES
 from batches.files import Files
 from batches.index import IndexFailed, IndexReport, IndexTask, NoRoomForIndex, make_index
 from batches.storage.local import LocalStorage
+from db.accounts.keys import create_key
 from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.batches.test_batches import QUICK, line, over, submit

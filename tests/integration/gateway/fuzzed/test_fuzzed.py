@@ -20,8 +20,8 @@ import httpx
 import openai
 import pytest
 
-from accounts.keys import Grant, create_key
-from accounts.principal import SCOPES
+from db.accounts.keys import Grant, create_key
+from db.accounts.principal import SCOPES
 from db.engine import create_engine
 from gateway.settings import ModelSettings
 from pool_worker.settings import ScriptedEngineSettings, Task, WorkerSettings

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from accounts.keys import revoke_key
+from db.accounts.keys import revoke_key
 from db.engine import create_engine
 from gateway.settings import LimitSettings
 from ledger.payloads.sealing import Sealer

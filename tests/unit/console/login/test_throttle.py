@@ -2,8 +2,8 @@ from collections.abc import Callable
 
 import pytest
 
-from accounts.errors import TooManyLogins
 from console.login.throttle import MAX_PER_ADDRESS, MAX_PER_BROWSER, MAX_PER_NAME, MAX_UNKNOWN, WINDOW_S, LoginThrottle
+from db.accounts.errors import TooManyLogins
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from accounts.principal import Principal
+from db.accounts.principal import Principal
 from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry
 from gateway.admission.ticket import Ticket

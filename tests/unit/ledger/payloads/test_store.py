@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.audit import AuditFilter, list_changes
+from db.accounts.audit import AuditFilter, list_changes
 from db.engine import create_engine
 from db.models import PayloadRow
 from ledger.payloads.end_user import MAX_CHARS, stored_end_user

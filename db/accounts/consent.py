@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from accounts.principal import Policy, Principal
+from db.accounts.principal import Policy, Principal
 
 _Value = TypeVar("_Value", bool, int)
 

@@ -10,8 +10,8 @@ from pydantic import SecretStr
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.errors import AmbiguousKey, InvalidName, NameTaken, UnknownKey
-from accounts.keys import create_key, list_keys, revoke_key
+from db.accounts.errors import AmbiguousKey, InvalidName, NameTaken, UnknownKey
+from db.accounts.keys import create_key, list_keys, revoke_key
 from db.engine import create_engine
 
 PEPPER = SecretStr("p" * 64)

@@ -7,10 +7,10 @@ from pydantic import SecretStr
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.errors import InvalidName, NameTaken, UnknownKey, UnknownOrganisation, UnknownTeam
-from accounts.keys import create_key, find_key, list_keys, revoke_key, update_key
-from accounts.names import checked_name, means
-from accounts.teams import (
+from db.accounts.errors import InvalidName, NameTaken, UnknownKey, UnknownOrganisation, UnknownTeam
+from db.accounts.keys import create_key, find_key, list_keys, revoke_key, update_key
+from db.accounts.names import checked_name, means
+from db.accounts.teams import (
     create_organisation,
     create_team,
     find_team,

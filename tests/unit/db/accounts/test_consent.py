@@ -2,8 +2,8 @@
 
 import pytest
 
-from accounts.consent import Consent, consent_of
-from accounts.principal import NO_POLICY, Policy, Principal
+from db.accounts.consent import Consent, consent_of
+from db.accounts.principal import NO_POLICY, Policy, Principal
 
 
 def consent(key: Policy, team: Policy = NO_POLICY) -> Consent | None:

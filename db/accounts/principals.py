@@ -7,7 +7,7 @@ import msgspec
 from sqlalchemy import RowMapping, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from accounts.principal import Principal, policy_of
+from db.accounts.principal import Principal, policy_of
 from db.models import ApiKeyRow, TeamRow
 
 

@@ -9,9 +9,9 @@ from typing import Final
 from nats.aio.msg import Msg
 from pydantic import SecretStr
 
-from accounts.principal import Principal
-from accounts.principals import load_principals, load_stopped
-from accounts.token import MAX_TOKEN_CHARS, hash_token
+from db.accounts.principal import Principal
+from db.accounts.principals import load_principals, load_stopped
+from db.accounts.token import MAX_TOKEN_CHARS, hash_token
 from db.engine import create_engine
 from db.errors import SQL_ERRORS, describe
 from db.schema import wait_for_database

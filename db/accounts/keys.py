@@ -9,13 +9,13 @@ from pydantic import SecretStr
 from sqlalchemy import RowMapping, Update, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from accounts.audit import Change, difference, record
-from accounts.checks import check_policy, check_scopes
-from accounts.errors import AmbiguousKey, InvalidField, UnknownKey, UnknownTeam
-from accounts.names import checked_name, means, must_be_free, not_found
-from accounts.principal import DEFAULT_TEAM_ID, INFERENCE, NO_POLICY, Policy, policy_of
-from accounts.teams import Team, changed_policy, find_team, writing
-from accounts.token import hash_token, new_id, new_token
+from db.accounts.audit import Change, difference, record
+from db.accounts.checks import check_policy, check_scopes
+from db.accounts.errors import AmbiguousKey, InvalidField, UnknownKey, UnknownTeam
+from db.accounts.names import checked_name, means, must_be_free, not_found
+from db.accounts.principal import DEFAULT_TEAM_ID, INFERENCE, NO_POLICY, Policy, policy_of
+from db.accounts.teams import Team, changed_policy, find_team, writing
+from db.accounts.token import hash_token, new_id, new_token
 from db.models import ApiKeyRow, TeamRow
 from protocol.nats.clock import unix_now_ms
 

@@ -8,11 +8,11 @@ from pydantic import SecretStr
 from sqlalchemy import select, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.audit import AuditFilter, list_changes
-from accounts.errors import BadPassword, WrongPassword
 from console.login.admins import ADMIN_NAME, check_password, has_admin, set_password
 from console.login.passwords import DUMMY_HASH, hash_password, is_password, new_password
 from console.login.sessions import SessionStore
+from db.accounts.audit import AuditFilter, list_changes
+from db.accounts.errors import BadPassword, WrongPassword
 from db.engine import create_engine
 from db.models import SessionRow
 

@@ -10,13 +10,13 @@ from pydantic import SecretStr
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.audit import AuditEntry, AuditFilter, list_changes
-from accounts.checks import checked_grant
-from accounts.errors import InvalidField, NameTaken, UnknownKey, UnknownOrganisation, UnknownTeam
-from accounts.keys import Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
-from accounts.principal import ADMIN, INFERENCE, NO_POLICY, Policy
-from accounts.principals import load_principals
-from accounts.teams import (
+from db.accounts.audit import AuditEntry, AuditFilter, list_changes
+from db.accounts.checks import checked_grant
+from db.accounts.errors import InvalidField, NameTaken, UnknownKey, UnknownOrganisation, UnknownTeam
+from db.accounts.keys import Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
+from db.accounts.principal import ADMIN, INFERENCE, NO_POLICY, Policy
+from db.accounts.principals import load_principals
+from db.accounts.teams import (
     create_organisation,
     create_team,
     list_organisations,
@@ -24,7 +24,7 @@ from accounts.teams import (
     rename_organisation,
     update_team,
 )
-from accounts.token import hash_token
+from db.accounts.token import hash_token
 from db.engine import create_engine
 
 PEPPER = SecretStr("p" * 64)

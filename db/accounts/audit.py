@@ -10,7 +10,7 @@ from typing import Any, Final
 from sqlalchemy import RowMapping, and_, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from accounts.errors import InvalidField
+from db.accounts.errors import InvalidField
 from db.models import AuditRow
 
 RANDOM_BYTES: Final = 4  # of an entry's id

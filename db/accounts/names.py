@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Final
 
-from accounts.errors import InvalidName, NameTaken
+from db.accounts.errors import InvalidName, NameTaken
 
 MAX_NAME_CHARS: Final = 100
 ID_PREFIXES: Final = ("key_", "team_", "org_")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Final
 
-from accounts.principal import DEFAULT_TEAM_ID, Principal
+from db.accounts.principal import DEFAULT_TEAM_ID, Principal
 
 MAX_LEAVE_CHARS: Final = 200
 

@@ -5,7 +5,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from accounts.principal import BudgetPeriod, Policy
+from db.accounts.principal import BudgetPeriod, Policy
 from protocol.quotas import Amounts
 
 TOTAL: Final = "total"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from accounts.hosted import Leaves, allowed_providers, why_no_leave
-from accounts.principal import DEFAULT_TEAM_ID, Policy, Principal
+from db.accounts.hosted import Leaves, allowed_providers, why_no_leave
+from db.accounts.principal import DEFAULT_TEAM_ID, Policy, Principal
 
 PROVIDERS = ("openai", "anthropic", "azure")
 

@@ -8,9 +8,9 @@ from pydantic import SecretStr
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from accounts.keyring import KeyRing
-from accounts.keys import create_key, revoke_key
-from accounts.principal import DEFAULT_TEAM_ID, Principal
+from db.accounts.keyring import KeyRing
+from db.accounts.keys import create_key, revoke_key
+from db.accounts.principal import DEFAULT_TEAM_ID, Principal
 from db.engine import create_engine
 from db.errors import SchemaMismatch
 from protocol import subjects

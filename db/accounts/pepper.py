@@ -7,7 +7,7 @@ from typing import Final
 
 from pydantic import SecretStr
 
-from accounts.errors import PepperError
+from db.accounts.errors import PepperError
 
 PEPPER_FILE: Final = "key-pepper"
 PEPPER_BYTES: Final = 32

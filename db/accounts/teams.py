@@ -9,12 +9,12 @@ from sqlalchemy import FromClause, RowMapping, Select, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from accounts.audit import Change, difference, record
-from accounts.checks import check_policy
-from accounts.errors import InvalidField, NameTaken, UnknownOrganisation, UnknownTeam
-from accounts.names import checked_name, means, must_be_free, not_found
-from accounts.principal import NO_POLICY, POLICY_FIELDS, Policy, policy_of
-from accounts.token import new_id
+from db.accounts.audit import Change, difference, record
+from db.accounts.checks import check_policy
+from db.accounts.errors import InvalidField, NameTaken, UnknownOrganisation, UnknownTeam
+from db.accounts.names import checked_name, means, must_be_free, not_found
+from db.accounts.principal import NO_POLICY, POLICY_FIELDS, Policy, policy_of
+from db.accounts.token import new_id
 from db.engine import changing
 from db.models import OrganisationRow, TeamRow
 from protocol.nats.clock import unix_now_ms

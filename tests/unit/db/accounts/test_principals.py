@@ -10,11 +10,11 @@ from pydantic import SecretStr
 from sqlalchemy import CursorResult, insert, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from accounts.keys import Grant, create_key
-from accounts.principal import ADMIN, DEFAULT_TEAM_ID, INFERENCE, Policy, Principal
-from accounts.principals import load_principals
-from accounts.teams import create_team
-from accounts.token import hash_token
+from db.accounts.keys import Grant, create_key
+from db.accounts.principal import ADMIN, DEFAULT_TEAM_ID, INFERENCE, Policy, Principal
+from db.accounts.principals import load_principals
+from db.accounts.teams import create_team
+from db.accounts.token import hash_token
 from db.engine import create_engine
 from db.models import ApiKeyRow, TeamRow
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from accounts.masking import masked
-from accounts.token import new_token
+from db.accounts.masking import masked
+from db.accounts.token import new_token
 
 OURS = "sk-sw-K09QQVFwzYDaiom6rrP4ku3dMeKLZxYy0Dz9nGPbs6m"
 LONG = "abcdefghijklmnop0123456789"

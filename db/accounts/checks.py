@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, get_args
 
-from accounts.errors import InvalidField
-from accounts.hosted import why_no_leave
-from accounts.principal import SCOPES, BudgetPeriod, Policy
+from db.accounts.errors import InvalidField
+from db.accounts.hosted import why_no_leave
+from db.accounts.principal import SCOPES, BudgetPeriod, Policy
 
 PRIORITIES: Final = ("interactive", "batch")
 PERIODS: Final[tuple[str, ...]] = get_args(BudgetPeriod)
