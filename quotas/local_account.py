@@ -88,10 +88,15 @@ class LocalAccount:
         """The account as it was after the last exchange, with what was spent here since."""
         return self.slice.with_unreported(self.account)
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nothing is held, and nothing is left to report or to find out."""
+        return self.slice.is_empty and self._unconfirmed is None
+
     def would_be_missed(self, now_s: float) -> bool:
         """Return whether a lost account needs this copy: something is held or to be told, or a rate counts still."""
         oldest = int(now_s) - WINDOW_S
-        return not self.slice.is_empty or any(at > oldest for seconds in self.account.used for at in seconds)
+        return not self.is_idle or any(at > oldest for seconds in self.account.used for at in seconds)
 
     def rate_status(self, kind: Kind, now_s: float) -> RateStatus | None:
         """Use of a rate limit."""

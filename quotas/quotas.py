@@ -105,9 +105,9 @@ class Quotas:
             await self._tell_refusals()
             now_s = time.monotonic()
             for local in list(self._local_accounts.values()):
-                if local.slice.is_empty and local.account_id not in self._kept:
+                if local.is_idle and local.account_id not in self._kept:
                     self._forget_if_old(local, now_s)
-                elif local.slice.is_empty:
+                elif local.is_idle:
                     if now_s - local.exchanged_s >= KEEP_PERIOD_S:
                         self._exchange_soon(local)
                 elif now_s - local.exchanged_s >= (REPORT_PERIOD_S if local.slice.is_changed else RENEW_S):
@@ -160,7 +160,7 @@ class Quotas:
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 await asyncio.gather(*self._exchanging.values(), return_exceptions=True)
                 for local in self._local_accounts.values():
-                    if not local.slice.is_empty:
+                    if not local.is_idle:
                         await local.exchange(self._account_store, keep_idle=False)
         except (TimeoutError, BusError, ProtocolError, Unseeded) as error:
             log.warning("limits are not given back; they return when their leases end: %s", error or "too slow")
