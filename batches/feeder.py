@@ -19,13 +19,13 @@ from batches.states import OVER, Status
 from batches.storage.base import StorageError
 from batches.store import Batch, Lost
 from db.errors import SQL_ERRORS, describe
+from ledger.webhooks.events import EventType, publish_finished
 from protocol import subjects
 from protocol.backoff import wait_for
 from protocol.errors import BusError
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.nats.lease import Lease
-from webhooks.events import EventType, publish_finished
 
 RENEW_PART: Final = 0.25  # of a lease's time
 MAX_TRIES: Final = 3  # of a run that fails in the same way each time

@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr, field_validator, model_validator
 
+from ledger.webhooks.settings import WebhookSettings
 from protocol.settings import HttpUrlText, PositiveInt, PositiveSeconds, Settings, http_url_parts
-from webhooks.settings import WebhookSettings
 
 
 class OidcSettings(Settings):

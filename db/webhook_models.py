@@ -15,8 +15,8 @@ class WebhookEndpointRow(Base):
     id: Mapped[str] = mapped_column(primary_key=True)  # "wh_…"
     team_id: Mapped[str]  # TeamRow.id
     url: Mapped[str]
-    event_types: Mapped[tuple[str, ...]] = mapped_column(WordList)  # of webhooks.events.EVENT_TYPES
-    secret: Mapped[str]  # sealed (webhooks.secrets)
+    event_types: Mapped[tuple[str, ...]] = mapped_column(WordList)  # of ledger.webhooks.events.EVENT_TYPES
+    secret: Mapped[str]  # sealed (ledger.webhooks.secrets)
     previous_secret: Mapped[str | None]  # sealed; after a rotation, deliveries are signed by it, too, for a while
     previous_until_unix_ms: Mapped[int | None]
     disabled_reason: Mapped[str | None]  # NULL: enabled
@@ -53,7 +53,7 @@ class WebhookTotalRow(Base):
 
     __tablename__ = "webhook_totals"
 
-    outcome: Mapped[str] = mapped_column(primary_key=True)  # webhooks.deliveries.OUTCOMES
+    outcome: Mapped[str] = mapped_column(primary_key=True)  # ledger.webhooks.deliveries.OUTCOMES
     attempts: Mapped[int]
 
 
@@ -67,4 +67,4 @@ class BudgetNoticeRow(Base):
     period: Mapped[str]  # db.accounts.limits.period_at
     threshold_percent: Mapped[int]
     created_unix_ms: Mapped[int]
-    message: Mapped[bytes | None]  # what is to be published (webhooks.events); NULL: it has been
+    message: Mapped[bytes | None]  # what is to be published (ledger.webhooks.events); NULL: it has been

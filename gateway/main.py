@@ -46,6 +46,7 @@ from gateway.payloads.publisher import PayloadPublisher
 from gateway.settings import LEAVE_S, GatewaySettings
 from gateway.watched import WatchedGateway
 from ledger.payloads.sealing import SEALED_BEFORE, Sealer, parse_keys
+from ledger.webhooks.state import StateView
 from protocol import garbage, subjects
 from protocol.nats.bus import Bus
 from protocol.nats.credentials import access_options
@@ -61,7 +62,6 @@ from response_store.shares import ReadShares
 from response_store.store import ResponseStore
 from tokens.catalog import ModelCatalog
 from tokens.settings import canonical_names
-from webhooks.state import StateView
 
 if TYPE_CHECKING:
     from gateway.traces import RequestTraces

@@ -12,6 +12,7 @@ from db.accounts.hosted import why_no_leave
 from db.money import CLIENTS, TokenPrice, nano_usd
 from idempotency.settings import IdempotencySettings
 from ledger.settings import PayloadSettings
+from ledger.webhooks.settings import WebhookSettings
 from protocol.nats.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.subjects import queue_of
@@ -19,7 +20,6 @@ from protocol.telemetry import TelemetrySettings
 from quotas.account_store import REACH_LIMIT_S
 from response_store.settings import ResponseSettings
 from tokens.settings import ModelTokenSettings
-from webhooks.settings import WebhookSettings
 
 Usd = Annotated[float, Field(ge=0, le=1_000_000)]
 

@@ -14,6 +14,7 @@ from nats.aio.msg import Msg
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
+from ledger.webhooks.events import EventType, publish_finished
 from protocol import subjects, wire
 from protocol.backoff import backoff_s, wait_for
 from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
@@ -28,7 +29,6 @@ from response_store.series import RunSeries
 from response_store.settings import ResponseSettings
 from response_store.store import HELD_FOR_EVENTS_BYTES, ResponseStore
 from web.errors import ApiError, InvalidApiKey, LedgerUnavailable, RateLimitExceeded
-from webhooks.events import EventType, publish_finished
 
 ANSWER_LIMIT_S: Final = 1.0  # of another gateway that is asked what it makes
 MAX_ASKED: Final = 1000  # responses in one question

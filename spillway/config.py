@@ -34,6 +34,7 @@ from gateway.settings import (
 )
 from idempotency.settings import IdempotencySettings
 from ledger.settings import LedgerSettings, PayloadSettings
+from ledger.webhooks.settings import WebhookSettings
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
 from protocol.errors import ExpectedError
 from protocol.settings import HostText, PositiveInt, PositiveSeconds, Settings
@@ -54,7 +55,6 @@ from spillway.config_values import (
 from spillway.nats_accounts import of_pool
 from spillway.nats_section import NatsSection, worker_id
 from spillway.pool_section import ModelName, PoolSettings, gateway_view, only_by_messages
-from webhooks.settings import WebhookSettings
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
 DEMO_MODEL_NAME: Final = "spillway-demo"

@@ -8,8 +8,8 @@ from db.accounts.keys import ApiKey
 from db.accounts.principal import Policy
 from db.accounts.teams import Organisation, Team
 from db.money import NANO_USD
-from webhooks.deliveries import Delivery
-from webhooks.endpoints import Endpoint
+from ledger.webhooks.deliveries import Delivery
+from ledger.webhooks.endpoints import Endpoint
 
 
 def organisation_view(organisation: Organisation) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.request.trace import Trace
 from gateway.settings import GatewaySettings
+from ledger.webhooks.state import StateView
 from protocol.nats.bus import Bus
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
 from response_store.runs import BackgroundRuns
 from response_store.store import ResponseStore
 from tokens.catalog import ModelCatalog
-from webhooks.state import StateView
 
 
 @dataclass(frozen=True, slots=True)

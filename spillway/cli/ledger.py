@@ -7,6 +7,7 @@ from typing import Final
 
 from db.accounts.errors import PepperError
 from ledger.main import run
+from ledger.webhooks.main import run as run_webhooks
 from spillway import logs
 from spillway.cli.context import (
     ConfigOption,
@@ -17,7 +18,6 @@ from spillway.cli.context import (
     run_async,
     write_ready,
 )
-from webhooks.main import run as run_webhooks
 
 LEDGER_NICENESS: Final = 10  # beside a gateway: requests come before the rows of completed requests
 log = logging.getLogger(__name__)

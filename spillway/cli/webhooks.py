@@ -10,15 +10,15 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from console.admin.views import delivery_view, endpoint_view
 from db.accounts.principal import DEFAULT_TEAM_ID
+from ledger.webhooks.deliveries import list_deliveries
+from ledger.webhooks.endpoints import DEFAULT_GRACE_S, Endpoint, Endpoints
+from ledger.webhooks.events import EVENT_TYPES
+from ledger.webhooks.secrets import SecretBox
 from spillway.cli.connections import database
 from spillway.cli.context import ConfigOption, DataOption, out, pepper_of, run_async, running_or_config
 from spillway.cli.keys import JsonOption, print_table, show_facts
 from spillway.cli.policy import local_time, this_actor
 from spillway.config import Config
-from webhooks.deliveries import list_deliveries
-from webhooks.endpoints import DEFAULT_GRACE_S, Endpoint, Endpoints
-from webhooks.events import EVENT_TYPES
-from webhooks.secrets import SecretBox
 
 IdArgument = Annotated[str, typer.Argument(help="The endpoint's id.")]
 EventsOption = Annotated[

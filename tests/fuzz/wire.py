@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from ledger.webhooks.events import Event, decode_event
 from protocol import chat, idempotency, lanes, open_requests
 from protocol import messages as m
 from protocol.dead_letters import decode_dead_letter
@@ -19,7 +20,6 @@ from response_store import records
 from tests.fuzz.mutations import Form
 from tests.unit.protocol.test_versions import BEAT, CARD, CONTROLS, FRAMES, JOB, LETTER
 from tests.usage_records import attempt_record, request_record
-from webhooks.events import Event, decode_event
 
 FORM: Form = "msgpack"
 V = m.PROTOCOL_VERSION

@@ -67,7 +67,7 @@ PACKAGES = {
                 f"{INTEGRATION}/test_{name}.py"
                 for name in ("errors", "hosted", "limits", "lost_accounts", "prompts", "quotas", "slow_body")
             ),
-            "tests/integration/webhooks/test_budgets.py",
+            "tests/integration/ledger/webhooks/test_budgets.py",
         ),
     ),
     "ledger": Package(

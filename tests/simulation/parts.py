@@ -28,6 +28,7 @@ from gateway.payloads.publisher import PayloadPublisher
 from gateway.settings import GatewaySettings
 from ledger import main as ledger_main
 from ledger.settings import LedgerSettings
+from ledger.webhooks.state import StateView
 from ledger.writer import LedgerWriter
 from pool_worker.main import _serve as serve_worker
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
@@ -45,7 +46,6 @@ from tests.simulation.network import Host, connect_bus
 from tests.simulation.virtual_time import Process
 from tests.simulation.world import MODEL, World
 from tokens.model_tokens import ModelTokens
-from webhooks.state import StateView
 
 if TYPE_CHECKING:
     from gateway.dispatch.request import OpenRequest

@@ -3,9 +3,12 @@
 import asyncio
 
 from db.engine import create_engine
+from ledger.webhooks import main
+from ledger.webhooks.events import publish_finished
+from ledger.webhooks.state import StateView
 from protocol import subjects
 from tests.integration.credentials.conftest import Queue
-from tests.integration.webhooks.conftest import (  # noqa: F401
+from tests.integration.ledger.webhooks.conftest import (  # noqa: F401
     ACTOR,
     PEPPER,
     TEAM,
@@ -15,9 +18,6 @@ from tests.integration.webhooks.conftest import (  # noqa: F401
     start_receiver,
 )
 from tests.waiting import until
-from webhooks import main
-from webhooks.events import publish_finished
-from webhooks.state import StateView
 
 
 async def test_each_part_may_do_its_own(queue: Queue, sqlite_url: str, start_receiver: StartReceiver) -> None:  # noqa: F811

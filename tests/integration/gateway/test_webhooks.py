@@ -12,11 +12,11 @@ from console.login.admins import set_password
 from db.accounts.keys import Grant, create_key
 from db.accounts.principal import ADMIN
 from db.engine import create_engine
+from ledger.webhooks import main
 from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import PEPPER, GatewayUnderTest, Start
-from tests.integration.webhooks.conftest import StartReceiver, settings, start_receiver, status  # noqa: F401
+from tests.integration.ledger.webhooks.conftest import StartReceiver, settings, start_receiver, status  # noqa: F401
 from tests.waiting import HANGS_S, until
-from webhooks import main
 
 PASSWORD = "correct horse battery"
 PATH = "/admin/v1/webhooks"

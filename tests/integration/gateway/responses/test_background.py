@@ -14,6 +14,7 @@ from db.accounts.keys import revoke_key
 from db.engine import create_engine
 from gateway.settings import LimitSettings
 from ledger.payloads.sealing import Sealer
+from ledger.webhooks.events import decode_event
 from protocol import subjects
 from protocol.nats.bus import Bus
 from response_store.messages import Key
@@ -25,7 +26,6 @@ from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, S
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.nats_server import NatsServer
 from tests.waiting import HANGS_S, until
-from webhooks.events import decode_event
 
 MAX_BODY_BYTES = LimitSettings().max_body_bytes
 OVER = {"completed", "failed", "incomplete", "cancelled"}

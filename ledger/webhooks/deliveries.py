@@ -23,9 +23,9 @@ from db.accounts.audit import Change, record
 from db.engine import changing
 from db.models import Base
 from db.webhook_models import WebhookDeliveryRow, WebhookEndpointRow, WebhookTotalRow
+from ledger.webhooks.events import Event
+from ledger.webhooks.sender import Attempt
 from protocol.nats.clock import unix_now_ms
-from webhooks.events import Event
-from webhooks.sender import Attempt
 
 SYSTEM: Final = "system"  # the actor of what Spillway does by itself
 WAITING: Final = "waiting"

@@ -9,15 +9,15 @@ from pydantic import SecretStr
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.set_aside import SetAside
+from ledger.webhooks.budgets import BudgetWatch
+from ledger.webhooks.deliverer import Deliverer
+from ledger.webhooks.deliveries import Deliveries
+from ledger.webhooks.intake import Intake
+from ledger.webhooks.secrets import SecretBox
+from ledger.webhooks.settings import WebhookSettings
+from ledger.webhooks.state import StateTeller
 from protocol.backoff import backoff_s, wait_for
 from protocol.nats.bus import Bus
-from webhooks.budgets import BudgetWatch
-from webhooks.deliverer import Deliverer
-from webhooks.deliveries import Deliveries
-from webhooks.intake import Intake
-from webhooks.secrets import SecretBox
-from webhooks.settings import WebhookSettings
-from webhooks.state import StateTeller
 
 RESTART_LONGEST_S: Final = 30.0
 

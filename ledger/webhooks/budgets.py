@@ -26,14 +26,14 @@ from db.errors import SQL_ERRORS, describe
 from db.models import ApiKeyRow, RollupRow, SliceRow, TeamRow
 from db.money import NANO_USD
 from db.webhook_models import BudgetNoticeRow, WebhookEndpointRow
+from ledger.webhooks.deliveries import inserting
+from ledger.webhooks.events import EventType, decode_event, encode_event, event_id, new_event, publish
 from protocol import subjects
 from protocol.backoff import wait_for
 from protocol.errors import BusError, ProtocolError
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.quotas import Kind
-from webhooks.deliveries import inserting
-from webhooks.events import EventType, decode_event, encode_event, event_id, new_event, publish
 
 THRESHOLDS_PERCENT: Final = (80, 100)
 EVENT_TYPE: Final[EventType] = "team.budget.threshold"

@@ -16,12 +16,12 @@ from db.accounts.token import new_id
 from db.engine import changing
 from db.models import TeamRow
 from db.webhook_models import WebhookDeliveryRow, WebhookEndpointRow
+from ledger.webhooks.addresses import BadUrl, checked_url
+from ledger.webhooks.deliveries import end_waiting, new_row
+from ledger.webhooks.events import EVENT_TYPES, EventType, new_event
+from ledger.webhooks.secrets import SecretBox, new_secret
+from ledger.webhooks.settings import WebhookSettings
 from protocol.nats.clock import unix_now_ms
-from webhooks.addresses import BadUrl, checked_url
-from webhooks.deliveries import end_waiting, new_row
-from webhooks.events import EVENT_TYPES, EventType, new_event
-from webhooks.secrets import SecretBox, new_secret
-from webhooks.settings import WebhookSettings
 
 MAX_ENDPOINTS: Final = 20  # of a team
 DEFAULT_GRACE_S: Final = 24 * 3600

@@ -13,7 +13,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
-from webhooks.settings import WebhookSettings
+from ledger.webhooks.settings import WebhookSettings
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network

@@ -17,13 +17,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
 from ledger.settings import LedgerSettings
+from ledger.webhooks import main
+from ledger.webhooks.endpoints import Endpoints
+from ledger.webhooks.secrets import SecretBox
+from ledger.webhooks.settings import WebhookSettings
 from protocol.nats import topology
 from protocol.nats.bus import Bus
 from tests.waiting import HANGS_S
-from webhooks import main
-from webhooks.endpoints import Endpoints
-from webhooks.secrets import SecretBox
-from webhooks.settings import WebhookSettings
 
 PEPPER = SecretStr("pepper" * 8)
 TEAM = "team_default"
@@ -157,8 +157,8 @@ from functools import partial
 from pydantic import SecretStr
 from ledger.main import run
 from ledger.settings import LedgerSettings
-from webhooks.main import run as webhooks
-from webhooks.settings import WebhookSettings
+from ledger.webhooks.main import run as webhooks
+from ledger.webhooks.settings import WebhookSettings
 logging.basicConfig(level=logging.INFO)
 ledger, hooks = LedgerSettings.model_validate_json(sys.argv[1]), WebhookSettings.model_validate_json(sys.argv[2])
 asyncio.run(run(ledger, beside=partial(webhooks, settings=hooks, pepper=SecretStr(sys.argv[3]))))

@@ -4,8 +4,8 @@ from ipaddress import ip_address
 
 import pytest
 
-from webhooks.addresses import AddressRefused, BadUrl, Resolver, checked_url, is_allowed
-from webhooks.settings import WebhookSettings
+from ledger.webhooks.addresses import AddressRefused, BadUrl, Resolver, checked_url, is_allowed
+from ledger.webhooks.settings import WebhookSettings
 
 PUBLIC_ONLY = WebhookSettings()
 
@@ -127,7 +127,7 @@ async def test_all_addresses_of_a_name_must_be_allowed() -> None:
 @pytest.mark.parametrize("host", ["localhost", "127.1", "2130706433", "0x7f000001", "0177.0.0.1"])
 async def test_other_spellings_of_loopback_are_judged_by_what_the_system_makes_of_them(host: str) -> None:
     """No fake here: the system's own resolver reads all of these as 127.0.0.1."""
-    from webhooks.addresses import look_up
+    from ledger.webhooks.addresses import look_up
 
     resolver = Resolver(PUBLIC_ONLY, look_up)
     try:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from ledger.webhooks.addresses import LookUp, look_up
+from ledger.webhooks.secrets import new_secret
+from ledger.webhooks.sender import MAX_ANSWER_BYTES, MAX_RETRY_AFTER_S, Attempt, Sender
+from ledger.webhooks.settings import WebhookSettings
 from tests.certificates import certified
-from tests.integration.webhooks.conftest import Received, StartReceiver, settings, status
-from webhooks.addresses import LookUp, look_up
-from webhooks.secrets import new_secret
-from webhooks.sender import MAX_ANSWER_BYTES, MAX_RETRY_AFTER_S, Attempt, Sender
-from webhooks.settings import WebhookSettings
+from tests.integration.ledger.webhooks.conftest import Received, StartReceiver, settings, status
 
 NAME = "hooks.example.com"
 BODY = b'{"type": "response.completed"}'

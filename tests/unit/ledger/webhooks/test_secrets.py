@@ -12,8 +12,8 @@ from pydantic import SecretStr
 from standardwebhooks import Webhook
 from standardwebhooks.webhooks import WebhookVerificationError
 
-from webhooks.events import event_id, new_event
-from webhooks.secrets import PREFIX, SecretBox, SecretError, new_secret, signatures
+from ledger.webhooks.events import event_id, new_event
+from ledger.webhooks.secrets import PREFIX, SecretBox, SecretError, new_secret, signatures
 
 EVENT = new_event("team_a", "response.completed", event_id("a"), {"id": "resp_1 ü"}, created_unix_s=1_800_000_000)
 
@@ -53,7 +53,7 @@ def test_they_refuse_others() -> None:
 
 
 def test_the_examples_in_the_docs_run(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "WEBHOOKS.md").read_text()
+    text = (Path(__file__).resolve().parents[4] / "docs" / "WEBHOOKS.md").read_text()
     secret = new_secret()
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for example in examples:

@@ -13,9 +13,9 @@ from urllib.parse import SplitResult
 import httpx
 from msgspec import Struct
 
-from webhooks.addresses import Address, AddressRefused, LookUp, Resolver, look_up
-from webhooks.secrets import signatures
-from webhooks.settings import WebhookSettings
+from ledger.webhooks.addresses import Address, AddressRefused, LookUp, Resolver, look_up
+from ledger.webhooks.secrets import signatures
+from ledger.webhooks.settings import WebhookSettings
 
 MAX_ANSWER_BYTES: Final = 16 * 1024  # that are read, and thrown away
 MAX_RETRY_AFTER_S: Final = 24 * 3600.0

@@ -14,10 +14,13 @@ from db.accounts.audit import AuditFilter, list_changes
 from db.accounts.errors import InvalidField
 from db.accounts.teams import create_team
 from db.webhook_models import WebhookDeliveryRow, WebhookEndpointRow
+from ledger.webhooks.deliveries import Deliveries, Delivery, Rooms, list_deliveries
+from ledger.webhooks.endpoints import BY_OPERATOR, UnknownEndpoint
+from ledger.webhooks.events import EventType, publish_finished
 from protocol import subjects
 from protocol.errors import BusTimeout
 from protocol.nats.bus import Bus
-from tests.integration.webhooks.conftest import (
+from tests.integration.ledger.webhooks.conftest import (
     ACTOR,
     SOON_S,
     TEAM,
@@ -29,9 +32,6 @@ from tests.integration.webhooks.conftest import (
     status,
 )
 from tests.waiting import HANGS_S, until
-from webhooks.deliveries import Deliveries, Delivery, Rooms, list_deliveries
-from webhooks.endpoints import BY_OPERATOR, UnknownEndpoint
-from webhooks.events import EventType, publish_finished
 
 NOW_S = 1_800_000_000
 COMPLETED: EventType = "response.completed"

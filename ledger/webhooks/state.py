@@ -11,12 +11,12 @@ from nats.aio.msg import Msg
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from db.errors import SQL_ERRORS, describe
+from ledger.webhooks.deliveries import Deliveries
 from protocol import subjects, wire
 from protocol.backoff import wait_for
 from protocol.errors import BusError, ProtocolError
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
-from webhooks.deliveries import Deliveries
 
 SILENT_MS: Final = 120_000  # past which nobody delivers
 
@@ -28,7 +28,7 @@ class WebhookState(Struct, frozen=True):
 
     v: int
     sent_unix_ms: int
-    totals: dict[str, int]  # webhooks.deliveries.Total → count
+    totals: dict[str, int]  # ledger.webhooks.deliveries.Total → count
     waiting: int  # deliveries
     oldest_unix_ms: int | None  # when the oldest of them was created
 

@@ -15,6 +15,7 @@ from db.money import CLIENTS, ConfiguredPrice, Price, TokenPrice
 from db.prices import seed_prices
 from db.webhook_models import BudgetNoticeRow
 from ledger.store import store_records
+from ledger.webhooks.budgets import EVENT_TYPE, BudgetWatch
 from protocol import subjects
 from protocol.errors import StreamFull
 from protocol.nats.bus import Bus
@@ -22,10 +23,9 @@ from protocol.nats.clock import unix_now_ms
 from quotas.quotas import Quotas, Refused, Unavailable
 from quotas.reservation import Estimate
 from quotas.seeds import RollupLedger
-from tests.integration.webhooks.conftest import ACTOR, PEPPER, TEAM, Receiver, Run, StartReceiver, endpoints_of
+from tests.integration.ledger.webhooks.conftest import ACTOR, PEPPER, TEAM, Receiver, Run, StartReceiver, endpoints_of
 from tests.usage_records import request_record
 from tests.waiting import until
-from webhooks.budgets import EVENT_TYPE, BudgetWatch
 
 USD = 1_000_000_000
 DAY_S = 86_400
