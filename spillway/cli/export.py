@@ -14,14 +14,14 @@ from db.accounts.names import means
 from db.models import ApiKeyRow, TeamRow
 from ledger.payloads.errors import ExportError
 from ledger.payloads.sealing import Sealer, parse_keys
+from ledger.training.export import Exporter, ExportPlan
+from ledger.training.formats import FORMATS
+from ledger.training.rows import ExportFilter
+from ledger.training.rules import MIN_EXAMPLES
 from protocol.nats.clock import unix_now_ms
 from spillway.cli.connections import database
 from spillway.cli.context import ConfigOption, DataOption, err, out, run_async, running_or_config
 from spillway.cli.policy import this_actor
-from training.export import Exporter, ExportPlan
-from training.formats import FORMATS
-from training.rows import ExportFilter
-from training.rules import MIN_EXAMPLES
 
 
 def finetune(

@@ -27,7 +27,6 @@ ALLOWED = {
     "tokens": {"db", "protocol", "web"},
     "surfaces": {"protocol", "tokens", "web"},
     "response_store": {"db", "ledger", "protocol", "surfaces", "web"},
-    "training": {"db", "ledger"},
     "console": {"db", "ledger", "protocol", "quotas", "web"},
     "gateway": {
         "batches",

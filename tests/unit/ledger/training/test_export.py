@@ -20,10 +20,10 @@ from ledger.payloads.errors import ExportError, PayloadKeyMissing
 from ledger.payloads.sealing import Sealer
 from ledger.payloads.store import store_payloads
 from ledger.store import store_records
+from ledger.training.export import Exporter, ExportPlan
+from ledger.training.rows import ExportFilter
 from tests.payload_records import payload_record
 from tests.usage_records import request_record
-from training.export import Exporter, ExportPlan
-from training.rows import ExportFilter
 
 UNTIL = 2_000_000_000_000
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -21,12 +21,12 @@ from db.engine import changing
 from ledger.payloads.errors import ExportError
 from ledger.payloads.sealing import Sealer
 from ledger.payloads.store import open_row
-from training.conversation import ExcludedFromExport, beginnings, conversation_of, prompt_hash, root
-from training.example_spool import ExampleSpool
-from training.formats import FORMATS
-from training.rows import ExportFilter, Row, consenting_keys, count_rows, read_rows
-from training.rules import check
-from training.split import Split
+from ledger.training.conversation import ExcludedFromExport, beginnings, conversation_of, prompt_hash, root
+from ledger.training.example_spool import ExampleSpool
+from ledger.training.formats import FORMATS
+from ledger.training.rows import ExportFilter, Row, consenting_keys, count_rows, read_rows
+from ledger.training.rules import check
+from ledger.training.split import Split
 
 MANIFEST_VERSION: Final = 1
 MANIFEST_NAME: Final = "manifest.json"

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ledger.payloads.errors import ExportError
-from training.conversation import Conversation, Message, root
-from training.split import NAMES, Split
+from ledger.training.conversation import Conversation, Message, root
+from ledger.training.split import NAMES, Split
 
 TEXTS = st.text(max_size=5)
 MESSAGES = st.builds(

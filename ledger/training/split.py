@@ -26,7 +26,7 @@ class Split:
         return [name for name, share in self.shares.items() if share]
 
     def part_of(self, root: bytes) -> str:
-        """Return the part of all conversations with this root (training.conversation)."""
+        """Return the part of all conversations with this root (ledger.training.conversation)."""
         digest = hashlib.sha256(f"{self._seed}/".encode() + root).digest()
         position = int.from_bytes(digest[:7], "big") / 256**7  # 56 bits: exactly a float, and below 1
         end = 0.0

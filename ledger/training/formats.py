@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Final
 
-from training.conversation import Conversation, ExcludedFromExport, Message
+from ledger.training.conversation import Conversation, ExcludedFromExport, Message
 
 _SPEAKERS: Final = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
 

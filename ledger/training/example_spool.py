@@ -29,7 +29,7 @@ class ExampleSpool:
         self._database.execute("BEGIN")
 
     def add(self, prompt: bytes, part: str, line: bytes, *, endings: list[bytes], beginnings: list[bytes]) -> None:
-        """Add an example; hashes as training.conversation has them."""
+        """Add an example; hashes as ledger.training.conversation has them."""
         added = self._database.execute(
             "INSERT INTO examples (prompt, part, line) VALUES (?, ?, ?)", (prompt, part, line)
         )

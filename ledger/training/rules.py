@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from training.conversation import Conversation, ExcludedFromExport, Message
+from ledger.training.conversation import Conversation, ExcludedFromExport, Message
 
 MIN_EXAMPLES: Final = 10  # in a file
 _TOOL_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
