@@ -35,6 +35,8 @@ from pydantic import SecretStr
 from sqlalchemy import func, select
 
 from console.login.admins import set_password
+from console.mount import mount
+from console.settings import LoginSettings
 from db.engine import create_engine
 from db.models import RequestRow, RollupRow
 from gateway.main import run
@@ -105,7 +107,7 @@ async def gateway(database_url: str) -> AsyncIterator[str]:
                 data_dir=Path(name),
                 key_pepper=SecretStr("p" * 64),
             )
-            serving = asyncio.create_task(run(settings, port.set_result, stop))
+            serving = asyncio.create_task(run(settings, port.set_result, stop, mount=mount(LoginSettings())))
             serving.add_done_callback(lambda _: port.done() or port.cancel())  # it could not start
             yield f"http://127.0.0.1:{await asyncio.wait_for(port, START_LIMIT_S)}"
             stop.set()

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from console.dashboard.live import Gateway
 from console.dashboard.reader import Reader
 from console.login.login import Login
 from console.settings import ConsoleSettings
 from db.accounts.keyring import KeyRing
+from gateway.mount import GatewayParts
 from protocol.nats.bus import Bus
 
 
@@ -22,4 +22,4 @@ class ConsoleServices:
     database: AsyncEngine
     login: Login
     reader: Reader  # the ledger, for the dashboard
-    gateway: Gateway  # its memory, for the live numbers
+    gateway: GatewayParts  # its memory, for the live numbers

@@ -9,12 +9,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from batches.routes import BATCH_BODIES, batch_routers
 from batches.services import BatchServices
-from console.admin.routes import add_admin_answers, admin_router
-from console.admin.schema import ADMIN_BODIES
-from console.dashboard.routes import dashboard_routers
-from console.login.documentation import add_documentation
-from console.login.routes import add_login_answers, login_router
-from console.services import ConsoleServices
 from gateway.api.calls import ChatCall, CompletionCall
 from gateway.api.endpoint import HotRoute
 from gateway.api.generation import GenerationEndpoint
@@ -29,6 +23,7 @@ from gateway.api.services import Services
 from gateway.api.surfaces import SurfaceCalls
 from gateway.http.exchange import Exchange, Receive, Scope, Send
 from gateway.http.refusals import RefusalLog
+from gateway.mount import Mounted
 from gateway.settings import TimeoutSettings
 from response_store.routes import responses_router
 from surfaces.messages import Messages
@@ -54,8 +49,8 @@ MESSAGES_PATH: Final = "/v1/messages/"  # below which errors are Anthropic's
 OTHER_ROUTES: Final = "other"  # the endpoint of what FastAPI serves, in logs and series
 
 
-def build_app(services: Services, console: ConsoleServices, batches: BatchServices) -> Application:
-    """Put the application together: the API, and the console beside it."""
+def build_app(services: Services, batches: BatchServices, mounted: Mounted | None) -> Application:
+    """Put the application together: the API, and what is mounted beside it."""
     about = "An OpenAI-compatible endpoint in front of pools of workers."
     slow = FastAPI(title="Spillway", description=about, version=VERSION, docs_url=None, redoc_url=None)
     slow.include_router(root_router())
@@ -64,13 +59,12 @@ def build_app(services: Services, console: ConsoleServices, batches: BatchServic
     slow.include_router(
         responses_router(services.keys, services.responses, services.settings.timeouts.queued_comment_s)
     )
-    for router in (*batch_routers(batches), admin_router(console), login_router(console), *dashboard_routers(console)):
+    for router in (*batch_routers(batches), *(() if mounted is None else mounted.routers)):
         slow.include_router(router)
     add_error_answers(slow)
-    add_login_answers(slow)
-    add_admin_answers(slow)
-    add_openapi(slow, (*ADMIN_BODIES, *BATCH_BODIES))
-    add_documentation(slow)
+    add_openapi(slow, (*(() if mounted is None else mounted.bodies), *BATCH_BODIES))
+    if mounted is not None:
+        mounted.add_answers(slow)
     room = VectorBudget(services.settings.limits.max_vector_bytes)
     score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)
     messages = SurfaceCalls(Messages())

@@ -18,10 +18,6 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from batches.feeder import Feeder
 from batches.open import make_feeder, open_batches
 from batches.series import BatchSeries
-from console.dashboard.reader import Reader
-from console.login.login import Login
-from console.services import ConsoleServices
-from console.settings import ConsoleSettings
 from db.accounts.keyring import KeyRing
 from db.engine import create_engine
 from db.set_aside import SetAside
@@ -42,9 +38,9 @@ from gateway.http.connections import Connections
 from gateway.http.refusals import RefusalLog
 from gateway.limits.body_reader import BodyReader
 from gateway.metrics.requests import RequestSeries
+from gateway.mount import GatewayParts, Mount
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.settings import LEAVE_S, GatewaySettings
-from gateway.watched import WatchedGateway
 from ledger.payloads.sealing import SEALED_BEFORE, Sealer, parse_keys
 from ledger.webhooks.state import StateView
 from protocol import garbage, subjects
@@ -93,8 +89,12 @@ async def run(
     settings: GatewaySettings,
     on_ready: Callable[[int], None] | None = None,
     stop: asyncio.Event | None = None,
+    *,
+    mount: Mount | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or ``stop``. ``on_ready`` is called with the port once requests are taken.
+
+    ``mount``: what is served beside the API.
 
     Raises what keeps the gateway from starting (BusError, the keys' and the tokenizers' errors, OSError for the port)
     and, in an exception group, GatewayDied if a background task ends.
@@ -188,16 +188,8 @@ async def run(
             started_unix_s=int(time.time()),
             begin_trace=None if traces is None else traces.begin,
         )
-        console_settings = _console_settings(settings)
-        console = ConsoleServices(
-            settings=console_settings,
-            bus=bus,
-            keys=keys,
-            database=database,
-            login=Login(database, console_settings),
-            reader=await stack.enter_async_context(Reader(settings.database_url)),
-            gateway=WatchedGateway(catalog, dispatcher, admission_control, series, failovers),
-        )
+        parts = GatewayParts(settings, bus, keys, database, catalog, dispatcher, admission_control, series, failovers)
+        mounted = None if mount is None else await stack.enter_async_context(mount(parts))
         batches = open_batches(
             settings.batches,
             settings.data_dir,
@@ -207,7 +199,7 @@ async def run(
             counted=partial(counted, quotas, failed_too=True),
             threads=catalog.pool,
         )
-        app = build_app(services, console, batches)
+        app = build_app(services, batches, mounted)
         names = canonical_names(settings.models)
         feeder = make_feeder(
             batches,
@@ -231,19 +223,6 @@ async def run(
                 stop=stop,
                 hurry=hurry,
             )
-
-
-def _console_settings(settings: GatewaySettings) -> ConsoleSettings:
-    return ConsoleSettings(
-        login=settings.login,
-        key_pepper=settings.key_pepper,
-        payload_key=settings.payloads.key,
-        data_dir=settings.data_dir,
-        models=canonical_names(settings.models),
-        max_body_bytes=settings.limits.max_body_bytes,
-        body_s=settings.timeouts.body_s,
-        webhooks=settings.webhooks,
-    )
 
 
 def _traces(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> "RequestTraces | None":

@@ -7,7 +7,6 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, Field, SecretStr
 
 from batches.settings import BatchSettings
-from console.settings import LoginSettings
 from db.accounts.hosted import why_no_leave
 from db.money import CLIENTS, TokenPrice, nano_usd
 from idempotency.settings import IdempotencySettings
@@ -201,7 +200,6 @@ class GatewaySettings(Settings):
     connections: ConnectionSettings = ConnectionSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
     queue: QueueSettings = QueueSettings()
-    login: LoginSettings = LoginSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     payloads: PayloadSettings = PayloadSettings()
     batches: BatchSettings = BatchSettings()

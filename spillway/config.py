@@ -210,13 +210,16 @@ class Config(BaseSettings):
             tenants=self.tenants,
             **gateway_view(self.pools),
             queue=self.nats.queue,
-            login=LoginSettings(**{name: getattr(self.auth, name) for name in LoginSettings.model_fields}),
             payloads=self.payload_settings(),
             batches=self.batches,
             responses=self.responses,
             webhooks=self.webhooks,
             telemetry=self.telemetry,
         )
+
+    def login_settings(self) -> LoginSettings:
+        """Return the settings of the login to the pages of a gateway."""
+        return LoginSettings(**{name: getattr(self.auth, name) for name in LoginSettings.model_fields})
 
     def _models_with_lengths(self) -> dict[str, ModelSettings]:
         """Return the models; those without a card get the context length of their pools."""

@@ -3,11 +3,13 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from console.dashboard import formats
+from gateway.dispatch.failovers import Failover
+from gateway.mount import GatewayParts
 from protocol import subjects
 from protocol.messages import Heartbeat
 from protocol.nats.clock import WARN_S
@@ -19,71 +21,6 @@ OLDEST_BASE_S: Final = 10.0  # the maximum age of the aggregate that rates are c
 MAX_STREAMS: Final = 100  # browsers connected to the live numbers
 STREAM_LIMIT_S: Final = 600.0  # then the browser reconnects, and its session is checked again
 RECENT_FAILOVERS_S: Final = 300.0
-
-
-class Failover(Protocol):
-    """An attempt that failed and was followed by another; pages show more fields (``gateway.dispatch.failovers``)."""
-
-    @property
-    def at_unix_ms(self) -> int:
-        """Time of the failure."""
-        ...
-
-
-class Gateway(Protocol):
-    """The state of a gateway that pages show."""
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The configured models."""
-        ...
-
-    @property
-    def unusable(self) -> Mapping[str, str]:
-        """Models whose cards cannot be used → the reason."""
-        ...
-
-    @property
-    def in_flight(self) -> int:
-        """Number of open requests."""
-        ...
-
-    @property
-    def draining(self) -> bool:
-        """True once it is shutting down."""
-        ...
-
-    @property
-    def clock_skew_s(self) -> float:
-        """Seconds by which its clock is ahead of the queue server's."""
-        ...
-
-    @property
-    def ended_requests(self) -> int:
-        """Number of requests that have ended so far."""
-        ...
-
-    @property
-    def failovers(self) -> Sequence[Failover]:
-        """The latest failovers, the newest last."""
-        ...
-
-    def live_workers(self) -> Sequence[Heartbeat]:
-        """Return the last heartbeat of each live worker."""
-        ...
-
-    @property
-    def queues(self) -> Sequence[str]:
-        """The queues of the configured models: subjects.queue_of."""
-        ...
-
-    def waiting_by_lane(self, queue: str) -> dict[str, int]:
-        """Return the number of waiting jobs by lane."""
-        ...
-
-    def jobs_per_s(self, queue: str) -> float | None:
-        """Return the rate at which a queue is served; None: unknown."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +124,7 @@ def kv_share(workers: Sequence[Heartbeat]) -> float | None:
 class Live:
     """Reads the gateway's memory. Used by the event loop only."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: GatewayParts) -> None:
         self._gateway = gateway
         self._last: tuple[float, int, dict[str, int]] | None = None  # time, requests ended, tokens by worker
         self._numbers: LiveNumbers | None = None
@@ -210,7 +147,7 @@ class Live:
         self._streams += 1
         try:
             until_s = time.monotonic() + STREAM_LIMIT_S
-            while time.monotonic() < until_s and not self._gateway.draining:
+            while time.monotonic() < until_s and not self._gateway.dispatcher.draining:
                 yield b"data: " + encode_json(self.numbers().as_text()) + b"\n\n"
                 await asyncio.sleep(PERIOD_S)
         finally:
@@ -219,7 +156,7 @@ class Live:
     def pools(self) -> list[PoolNow]:
         """Return all pools with a live worker, in alphabetical order."""
         by_pool: dict[tuple[str, str, str, str, str], list[Heartbeat]] = {}
-        for beat in self._gateway.live_workers():
+        for beat in self._gateway.dispatcher.live_workers():
             by_pool.setdefault((beat.pool, beat.provider, beat.region, beat.tier, beat.engine), []).append(beat)
         return [
             PoolNow(*names, tuple(sorted(beats, key=lambda beat: beat.worker_id)))
@@ -228,28 +165,28 @@ class Live:
 
     def queues(self) -> list[QueueNow]:
         """Return the queues of the configured models, the longest first."""
-        workers = Counter(queue for beat in self._gateway.live_workers() for queue in beat.queues)
-        queues = [self._queue(name, workers[name]) for name in self._gateway.queues]
+        workers = Counter(queue for beat in self._gateway.dispatcher.live_workers() for queue in beat.queues)
+        queues = [self._queue(name, workers[name]) for name in self._gateway.admission_control.queues]
         return sorted(queues, key=lambda queue: (-queue.waiting, -queue.workers, queue.name))
 
     def failovers(self) -> list[Failover]:
         """Return the latest failovers of this gateway, the newest first."""
-        return list(reversed(self._gateway.failovers))
+        return list(reversed(self._gateway.failovers.latest))
 
     def models(self) -> list[str]:
         """Return the configured models."""
-        return sorted(self._gateway.models)
+        return sorted(self._gateway.catalog.models)
 
     def _queue(self, name: str, workers: int) -> QueueNow:
-        waiting = self._gateway.waiting_by_lane(name)
+        waiting = self._gateway.admission_control.waiting_by_lane(name)
         resuming, batch = waiting.pop(subjects.RESUME_LANE), waiting.pop(subjects.LOW_LANE)
-        rate = self._gateway.jobs_per_s(name)
-        fault = self._gateway.unusable.get(subjects.model_of(name))
+        rate = self._gateway.admission_control.jobs_per_s(name)
+        fault = self._gateway.catalog.unusable.get(subjects.model_of(name))
         return QueueNow(name, resuming, sum(waiting.values()), batch, rate, workers, fault)
 
     def _aggregate(self, now_s: float) -> LiveNumbers:
-        beats = self._gateway.live_workers()
-        ended, tokens = self._gateway.ended_requests, {beat.worker_id: beat.tokens_made for beat in beats}
+        beats, control = self._gateway.dispatcher.live_workers(), self._gateway.admission_control
+        ended, tokens = self._gateway.series.ended_requests(), {beat.worker_id: beat.tokens_made for beat in beats}
         requests_per_s = tokens_per_s = None
         if self._last is not None and now_s - self._last[0] <= OLDEST_BASE_S:
             then_s, ended_then, tokens_then = self._last
@@ -258,14 +195,14 @@ class Live:
         self._last = (now_s, ended, tokens)
         recent_unix_ms = time.time() * 1000 - RECENT_FAILOVERS_S * 1000
         return LiveNumbers(
-            in_flight=self._gateway.in_flight,
-            waiting=sum(sum(self._gateway.waiting_by_lane(queue).values()) for queue in self._gateway.queues),
+            in_flight=self._gateway.dispatcher.in_flight,
+            waiting=sum(sum(control.waiting_by_lane(queue).values()) for queue in control.queues),
             workers=len(beats),
             running=sum(beat.max_sequences - beat.free_sequences for beat in beats),
             slots=sum(beat.max_sequences for beat in beats),
             kv_share=kv_share(beats),
             requests_per_s=requests_per_s,
             tokens_per_s=tokens_per_s,
-            clock_skew_s=self._gateway.clock_skew_s,
-            failovers=sum(failover.at_unix_ms >= recent_unix_ms for failover in self._gateway.failovers),
+            clock_skew_s=self._gateway.dispatcher.clock_skew_s,
+            failovers=sum(failover.at_unix_ms >= recent_unix_ms for failover in self._gateway.failovers.latest),
         )

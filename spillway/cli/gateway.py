@@ -1,5 +1,6 @@
 """``spillway gateway``."""
 
+from console.mount import mount
 from gateway.main import run
 from protocol import garbage
 from spillway import logs
@@ -23,6 +24,7 @@ def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: Re
 
     async def main() -> None:
         settings = resolved.gateway_settings(pepper_of(resolved))
-        await run(settings, on_ready=lambda port: write_ready(ready_file, {"port": port}))
+        console = mount(resolved.login_settings())
+        await run(settings, on_ready=lambda port: write_ready(ready_file, {"port": port}), mount=console)
 
     run_async(main)

@@ -25,6 +25,8 @@ from nats.aio.msg import Msg
 from pydantic import SecretStr
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from console.mount import mount
+from console.settings import LoginSettings
 from db.accounts.keys import USUAL_GRANT, ApiKey, Grant, create_key
 from db.accounts.principal import METRICS, Principal
 from db.engine import create_engine
@@ -87,8 +89,9 @@ def admission(request_id: str) -> Admission:
 class GatewayUnderTest:
     """The running gateway and what surrounds it."""
 
-    def __init__(self, settings: GatewaySettings, key: str, bus: Bus) -> None:
+    def __init__(self, settings: GatewaySettings, key: str, bus: Bus, login: LoginSettings | None = None) -> None:
         self.settings = settings
+        self._login = login or LoginSettings()
         self.key = key
         self.bus = bus
         self.port = 0
@@ -109,7 +112,7 @@ class GatewayUnderTest:
             self.port = port
             ready.set()
 
-        self.task = asyncio.create_task(run(self.settings, on_ready, self.stop))
+        self.task = asyncio.create_task(run(self.settings, on_ready, self.stop, mount=mount(self._login)))
         waiting = asyncio.create_task(ready.wait())
         await asyncio.wait({self.task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=HANGS_S)
         waiting.cancel()
@@ -246,11 +249,12 @@ async def start_gateway(nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path
 
     async def start(**options: Any) -> GatewayUnderTest:
         of_card = {name: options.pop(name) for name in CARD_OPTIONS & options.keys()}
+        login = LoginSettings.model_validate(options.pop("login", {}))
         options = {"nats_urls": (nats_url,), "database_url": sqlite_url, "data_dir": tmp_path / "data", **options}
         engine = create_engine(options["database_url"])
         _, key = await create_key(engine, f"test {len(started)}", PEPPER)
         await engine.dispose()
-        gateway = GatewayUnderTest(settings_of(len(started), **options), key, bus)
+        gateway = GatewayUnderTest(settings_of(len(started), **options), key, bus, login)
         started.append(gateway)
         await begin(gateway, **of_card)
         return gateway

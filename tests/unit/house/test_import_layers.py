@@ -27,10 +27,8 @@ ALLOWED = {
     "tokens": {"db", "protocol", "web"},
     "surfaces": {"protocol", "tokens", "web"},
     "response_store": {"db", "ledger", "protocol", "surfaces", "web"},
-    "console": {"db", "ledger", "protocol", "quotas", "web"},
     "gateway": {
         "batches",
-        "console",
         "db",
         "idempotency",
         "ledger",
@@ -41,6 +39,7 @@ ALLOWED = {
         "tokens",
         "web",
     },
+    "console": {"db", "gateway", "ledger", "protocol", "quotas", "tokens", "web"},
     "pool_worker": {"engine", "protocol", "tokens"},
 }
 ALLOWED["spillway"] = set(ALLOWED)

@@ -358,7 +358,7 @@ allowed_groups = ["ops"]
 
 def test_how_people_log_in_reaches_the_gateway_and_the_children_of_up(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD + OIDC)
-    login = config.gateway_settings(SecretStr("p")).login
+    login = config.login_settings()
     assert login.oidc is not None
     assert (login.session_s, login.public_url) == (3600.0, "https://llm.example.com")
     assert (login.oidc.issuer, login.oidc.allowed_groups) == ("https://id.example.com", ("ops",))
