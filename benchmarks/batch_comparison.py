@@ -33,7 +33,6 @@ import openai
 import psutil
 import uvloop
 
-from batches.states import OVER
 from benchmarks.gateway_overhead import machine
 from benchmarks.peers import litellm, pinned
 from benchmarks.peers.two_servers import (
@@ -46,6 +45,7 @@ from benchmarks.peers.two_servers import (
     two_engine_servers,
 )
 from benchmarks.scripted_answers import ScriptedAnswers
+from gateway.batches.states import OVER
 from spillway.children import die_with_parent, stop_process
 
 PATH: Final = "/v1/chat/completions"

@@ -31,10 +31,10 @@ import httpx
 import psutil
 import uvloop
 
-from batches.states import OVER, Status
 from benchmarks.cpu_meter import OWN, CpuMeter
 from benchmarks.gateway_overhead import machine
 from benchmarks.spillway_under_test import RunningSpillway, running
+from gateway.batches.states import OVER, Status
 
 PATH: Final = "/v1/chat/completions"
 SAMPLE_S: Final = 2.0

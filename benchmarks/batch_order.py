@@ -2,10 +2,10 @@
 
 A file has ``prefixes`` times ``each`` lines in random order: a beginning that ``each`` of them share (a long system
 prompt, examples, a document), an end of their own, and an answer of a fixed length. The lines are indexed by
-``batches.index`` itself and read in the order in which the feeder reads them, or in that of the file. Spillway's own
-engine with a pool's default settings, float32, gets them in that order, as many at once as the feeder keeps open: every
-sequence taken, and a few more that wait. *Ratio*: lines per second in the feeder's order over those in the file's;
-*cpu ratio*: lines per second of CPU time, which says the same where other work shares the machine.
+``gateway.batches.index`` itself and read in the order in which the feeder reads them, or in that of the file.
+Spillway's own engine with a pool's default settings, float32, gets them in that order, as many at once as the feeder
+keeps open: every sequence taken, and a few more that wait. *Ratio*: lines per second in the feeder's order over those
+in the file's; *cpu ratio*: lines per second of CPU time, which says the same where other work shares the machine.
 
 Order can gain something only where beginnings are shared and the cache does not hold all of them anyway, so there are
 three workloads, in tokens; the memory for keys and values is told as how many tokens it holds:
@@ -42,11 +42,11 @@ import psutil
 import torch
 from transformers import LlamaConfig
 
-from batches.index import Index, IndexTask, build
-from batches.lines import Done, decode_line
 from benchmarks.gateway_overhead import machine
 from benchmarks.random_llama import SIZES, save_model
 from engine import GenerationRequest, LLMEngine, SamplingParams
+from gateway.batches.index import Index, IndexTask, build
+from gateway.batches.lines import Done, decode_line
 from pool_worker.engines.local import load
 from pool_worker.settings import LocalEngineSettings
 from spillway.config import DEMO_MODEL_PATH

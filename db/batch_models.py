@@ -32,9 +32,9 @@ class FilePartRow(Base):
 
     file_id: Mapped[str] = mapped_column(primary_key=True)  # FileRow.id, now or later
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    object_name: Mapped[str]  # in the storage (batches.storage)
+    object_name: Mapped[str]  # in the storage (gateway.batches.storage)
     size_bytes: Mapped[int]
-    lines: Mapped[bytes | None]  # numbers of lines (batches.lines); NULL: not of a batch's results
+    lines: Mapped[bytes | None]  # numbers of lines (gateway.batches.lines); NULL: not of a batch's results
 
 
 class BatchRow(Base):
@@ -56,8 +56,8 @@ class BatchRow(Base):
     completion_window: Mapped[str]
     custom_metadata: Mapped[str | None]  # JSON: the client's own
     result_ttl_s: Mapped[int | None]  # how long its results are kept; NULL: as all files
-    status: Mapped[str]  # batches.states.Status
-    errors: Mapped[str | None]  # JSON: why it failed (batches.validation.LineError)
+    status: Mapped[str]  # gateway.batches.states.Status
+    errors: Mapped[str | None]  # JSON: why it failed (gateway.batches.validation.LineError)
     created_unix_ms: Mapped[int]
     expires_unix_ms: Mapped[int]  # what is not done by then is given up
     in_progress_unix_ms: Mapped[int | None]

@@ -7,8 +7,6 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from batches.routes import BATCH_BODIES, batch_routers
-from batches.services import BatchServices
 from gateway.api.calls import ChatCall, CompletionCall
 from gateway.api.endpoint import HotRoute
 from gateway.api.generation import GenerationEndpoint
@@ -21,6 +19,8 @@ from gateway.api.responses import ResponsesEndpoint
 from gateway.api.routes import VERSION, health_router, models_router, root_router, tokenize_router
 from gateway.api.services import Services
 from gateway.api.surfaces import SurfaceCalls
+from gateway.batches.routes import BATCH_BODIES, batch_routers
+from gateway.batches.services import BatchServices
 from gateway.http.exchange import Exchange, Receive, Scope, Send
 from gateway.http.refusals import RefusalLog
 from gateway.mount import Mounted

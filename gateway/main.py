@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 import uvicorn
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from batches.feeder import Feeder
-from batches.open import make_feeder, open_batches
-from batches.series import BatchSeries
 from db.accounts.keyring import KeyRing
 from db.engine import create_engine
 from db.set_aside import SetAside
@@ -28,6 +25,9 @@ from gateway.api.keyed import KeyedRequests
 from gateway.api.rate_limits import counted
 from gateway.api.services import Services
 from gateway.app import BATCH_ENDPOINTS, Application, build_app
+from gateway.batches.feeder import Feeder
+from gateway.batches.open import make_feeder, open_batches
+from gateway.batches.series import BatchSeries
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.failovers import RecentFailovers
 from gateway.dispatch.overflow import Overflow

@@ -6,9 +6,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field, SecretStr
 
-from batches.settings import BatchSettings
 from db.accounts.hosted import why_no_leave
 from db.money import CLIENTS, TokenPrice, nano_usd
+from gateway.batches.settings import BatchSettings
 from idempotency.settings import IdempotencySettings
 from ledger.settings import PayloadSettings
 from ledger.webhooks.settings import WebhookSettings

@@ -17,11 +17,11 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings.exceptions import SettingsError
 from pydantic_settings.sources import JsonConfigSettingsSource
 
-from batches.settings import BatchSettings
 from console.settings import LoginSettings
 from db.money import CLIENTS, MACHINE, ConfiguredPrice, Price, nano_usd
 from db.url import DatabaseUrl
 from fleet.settings import FleetSettings
+from gateway.batches.settings import BatchSettings
 from gateway.settings import (
     ConnectionSettings,
     GatewaySettings,

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batches.series import BatchSeries
 from db.accounts.keyring import KeyRing
 from db.set_aside import SetAside
 from gateway.admission.control import AdmissionControl
 from gateway.api.keyed import KeyedRequests
+from gateway.batches.series import BatchSeries
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.http.exchange import Exchange
 from gateway.http.refusals import RefusalLog

@@ -5,10 +5,10 @@ import json
 
 import msgspec
 
-from batches.message_requests import ENDPOINT, _Requests
-from batches.order import prompt_text, sort_key
-from batches.settings import BatchSettings
-from batches.validation import Request, Wrong, check_line
+from gateway.batches.message_requests import ENDPOINT, _Requests
+from gateway.batches.order import prompt_text, sort_key
+from gateway.batches.settings import BatchSettings
+from gateway.batches.validation import Request, Wrong, check_line
 from tests.fuzz.driving import cut_bytes
 from tests.fuzz.mutations import Form
 from web.errors import ApiError

@@ -1,6 +1,6 @@
 """Forms of POST /v1/files: a first line with the content type, then the body."""
 
-from batches.upload import MAX_FIELD_BYTES, MAX_NAME_CHARS, Upload, receive_upload
+from gateway.batches.upload import MAX_FIELD_BYTES, MAX_NAME_CHARS, Upload, receive_upload
 from tests.fuzz.driving import cut_bytes, driven, pieces
 from tests.fuzz.mutations import Form
 from web.errors import ApiError

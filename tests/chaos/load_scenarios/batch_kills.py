@@ -26,10 +26,10 @@ from openai.types import Batch
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from batches.states import OVER
 from benchmarks.http_client import Exchange
 from db.batch_models import BatchRow, FilePartRow
 from db.models import RequestRow
+from gateway.batches.states import OVER
 from ledger.check import check_rollups
 from spillway.children import Child
 from tests.chaos.ledger import settled_rows

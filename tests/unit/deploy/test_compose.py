@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from batches.storage.registry import FOLDER
+from gateway.batches.storage.registry import FOLDER
 from gateway.settings import LimitSettings
 from idempotency.settings import IdempotencySettings
 from pool_worker.settings import LocalEngineSettings

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
-from batches.upload import receive_upload
 from db.accounts.token import new_token
+from gateway.batches.upload import receive_upload
 from spillway.cli import app
 from spillway.logs import configured
 from web.errors import InvalidParameter

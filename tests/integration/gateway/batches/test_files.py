@@ -9,14 +9,14 @@ import httpx
 import openai
 import pytest
 
-from batches.files import SWEEP_GRACE_MS, File, FileGone, Files, Part
-from batches.states import OVER, Status
-from batches.storage.local import UNFINISHED, LocalStorage
-from batches.store import Batch, Batches
 from db.accounts.keys import Grant, create_key
 from db.accounts.principal import Policy
 from db.accounts.teams import Team, create_team
 from db.engine import create_engine
+from gateway.batches.files import SWEEP_GRACE_MS, File, FileGone, Files, Part
+from gateway.batches.states import OVER, Status
+from gateway.batches.storage.local import UNFINISHED, LocalStorage
+from gateway.batches.store import Batch, Batches
 from protocol import subjects
 from tests.integration.gateway.conftest import PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.test_errors import error_of
@@ -233,7 +233,7 @@ async def test_what_uploads_under_way_have_written_counts(
     start_gateway: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of many might have filled what is left of the tenant's room."""
-    monkeypatch.setattr("batches.upload.WRITE_BYTES", 1)
+    monkeypatch.setattr("gateway.batches.upload.WRITE_BYTES", 1)
     batches = {"max_tenant_bytes": 150_000, "upload_silence_s": HANGS_S}
     gateway = await start_gateway(with_card=False, batches=batches)
     held = [await begin_upload(gateway, gateway.key, part=PART + b"x" * 9_000) for _ in range(2)]
@@ -371,7 +371,7 @@ async def test_what_a_dead_gateway_has_begun_is_swept(store: Store, monkeypatch:
 
 async def test_a_file_stays_for_a_while_after_its_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch may have been made of it in its last moment."""
-    monkeypatch.setattr("batches.files.unix_now_ms", lambda: 2 * SWEEP_GRACE_MS)
+    monkeypatch.setattr("gateway.batches.files.unix_now_ms", lambda: 2 * SWEEP_GRACE_MS)
     for name, age_ms in (("file-young", SWEEP_GRACE_MS - 1), ("file-old", SWEEP_GRACE_MS)):
         await store.files.begin(store.file(name), 2 * SWEEP_GRACE_MS - age_ms)
         await store.write(name)
@@ -384,7 +384,7 @@ async def test_what_is_read_of_a_deleted_file_is_no_whole_one(
     store: Store, monkeypatch: pytest.MonkeyPatch, read_parts: int
 ) -> None:
     """Results ended early, as if there were no more."""
-    monkeypatch.setattr("batches.files.SWEPT_AT_A_TIME", 1)  # also parts that are looked up at a time
+    monkeypatch.setattr("gateway.batches.files.SWEPT_AT_A_TIME", 1)  # also parts that are looked up at a time
     await store.files.begin(store.file("file-read"), 1 << 50)
     for number in range(3):
         async with store.files.storage.writing(f"file-read/{number}") as writer:

@@ -7,13 +7,13 @@ from typing import Any
 import openai
 import pytest
 
-from batches import run as batch_run
-from batches.feeder import MAX_TAKES
-from batches.files import Files
-from batches.index import IndexFailed, IndexReport, IndexTask, NoRoomForIndex, make_index
-from batches.storage.local import LocalStorage
 from db.accounts.keys import create_key
 from db.engine import create_engine
+from gateway.batches import run as batch_run
+from gateway.batches.feeder import MAX_TAKES
+from gateway.batches.files import Files
+from gateway.batches.index import IndexFailed, IndexReport, IndexTask, NoRoomForIndex, make_index
+from gateway.batches.storage.local import LocalStorage
 from protocol import subjects
 from tests.integration.gateway.batches.test_batches import QUICK, line, over, submit
 from tests.integration.gateway.conftest import PEPPER, Start

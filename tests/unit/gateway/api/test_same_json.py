@@ -12,13 +12,13 @@ import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batches.lines import decode_line
-from batches.message_requests import ENDPOINT, _Requests
-from batches.settings import BatchSettings
-from batches.validation import Wrong, check_line
 from gateway.api.pooling_schema import parse_embedding, parse_rerank, parse_score
 from gateway.api.sampling import sampling_of
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion, parse_tokenize
+from gateway.batches.lines import decode_line
+from gateway.batches.message_requests import ENDPOINT, _Requests
+from gateway.batches.settings import BatchSettings
+from gateway.batches.validation import Wrong, check_line
 from protocol.messages import Sampling
 from surfaces.messages import MessagesRequest
 from surfaces.responses import ResponsesRequest

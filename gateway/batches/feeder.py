@@ -1,0 +1,253 @@
+"""The feeder of one gateway: takes batches by a lease, feeds them, and passes on what it cannot finish.
+
+Any gateway takes any batch whose lease is free, those first that are due first; where a holder dies, its lease ends.
+Two that both believe to hold one do no harm: SQL takes commits of the later only (``epoch``), and the other one stops.
+No tenant waits while another has several batches here: one of these then rests. A batch that fails again and again in
+the same way is given up, and says so.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from pathlib import Path
+from typing import Final
+
+from db.errors import SQL_ERRORS, describe
+from gateway.batches.index import NoRoomForIndex
+from gateway.batches.run import BatchRun, Feeding, Stop
+from gateway.batches.states import OVER, Status
+from gateway.batches.storage.base import StorageError
+from gateway.batches.store import Batch, Lost
+from ledger.webhooks.events import EventType, publish_finished
+from protocol import subjects
+from protocol.backoff import wait_for
+from protocol.errors import BusError
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
+from protocol.nats.lease import Lease
+
+RENEW_PART: Final = 0.25  # of a lease's time
+MAX_TRIES: Final = 3  # of a run that fails in the same way each time
+MAX_TAKES: Final = 50  # of a batch of which no line was ever opened: whoever takes it dies, as it seems
+SWEEP_PERIOD_S: Final = 600.0
+TOLD_AGAIN_MS: Final = 900_000  # batches that are over since then are told of again where a gateway starts
+INDEX_AGE_S: Final = 24 * 3600.0
+LEAVE_LIMIT_S: Final = 10.0  # to commit what is done
+
+_EVENTS: Final[dict[str, EventType]] = {
+    Status.COMPLETED: "batch.completed",
+    Status.FAILED: "batch.failed",
+    Status.EXPIRED: "batch.expired",
+    Status.CANCELLED: "batch.cancelled",
+}
+_AWAY: Final[tuple[type[Exception], ...]] = (*SQL_ERRORS, BusError, StorageError, NoRoomForIndex)
+
+log = logging.getLogger(__name__)
+
+
+class _Held:
+    """A batch that this gateway feeds."""
+
+    def __init__(self, run: BatchRun, lease: Lease) -> None:
+        self.run = run
+        self.lease = lease
+        self.renewed_s = time.monotonic()
+        self.task: asyncio.Task[None] | None = None
+
+
+class Feeder:
+    """Run ``run`` as a supervised task."""
+
+    def __init__(self, feeding: Feeding, bus: Bus, gateway_id: str, changed: asyncio.Event) -> None:
+        """``changed``: set when a batch is there, or has changed."""
+        self._feeding = feeding
+        self._bus = bus
+        self._gateway_id = gateway_id
+        self._held: dict[str, _Held] = {}
+        self._rests: dict[str, float] = {}  # batches that wait for their next try, and until when (monotonic clock)
+        self._failures: dict[str, tuple[str, int]] = {}  # how the last tries of a batch failed, and how many
+        self._changed = changed
+        self._leaving = False
+
+    async def run(self) -> None:
+        """Feed; never returns."""
+        swept_s, has_told = float("-inf"), False
+        while True:
+            try:
+                if not has_told:
+                    await self._tell_again()
+                    has_told = True
+                await self._look()
+                if time.monotonic() - swept_s >= SWEEP_PERIOD_S:
+                    swept_s = time.monotonic()
+                    await asyncio.to_thread(_remove_old, self._feeding.folder)
+                    await self._feeding.files.sweep(OVER)
+                await self._feeding.set_aside.flush()  # of all parts of this gateway
+            except _AWAY as error:
+                log.warning("batches wait: %s", describe(error))
+            await wait_for(self._changed, self._feeding.settings.poll_s)
+            self._changed.clear()
+
+    def leave(self) -> None:
+        """Open no more lines: what is open may end."""
+        self._leaving = True
+        for held in self._held.values():
+            held.run.stop(Stop.LEAVING)
+
+    async def close(self) -> None:
+        """Commit what is done, and let others go on."""
+        tasks = [held.task for held in self._held.values() if held.task is not None]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=LEAVE_LIMIT_S)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=LEAVE_LIMIT_S)
+
+    async def _look(self) -> None:
+        batches = await self._feeding.batches.open_batches()
+        self._feeding.series.open_batches = len(batches)
+        now_ms, now_s = unix_now_ms(), time.monotonic()
+        for batch in batches:
+            held = self._held.get(batch.id)
+            if held is not None:
+                _stop_where_due(held.run, batch, now_ms)
+                await self._renew(held)
+            elif self._rests.get(batch.id, 0.0) <= now_s and self._has_room_for(batch.tenant):
+                await self._take(batch)
+        still = {batch.id for batch in batches}
+        self._rests = {name: until_s for name, until_s in self._rests.items() if name in still}
+        self._failures = {name: failure for name, failure in self._failures.items() if name in still}
+
+    def _has_room_for(self, tenant: str) -> bool:
+        """Report whether there is room, or a tenant with several batches has to make some for one that has none."""
+        if self._leaving:
+            return False
+        if len(self._running) < self._feeding.settings.max_running:
+            return True
+        return all(held.run.batch.tenant != tenant for held in self._held.values()) and self._to_rest() is not None
+
+    @property
+    def _running(self) -> list[_Held]:
+        return [held for held in self._held.values() if not held.run.is_leaving]
+
+    def _to_rest(self) -> _Held | None:
+        """Return the batch that was taken last of the tenant that has most; None: no tenant has several."""
+        by_tenant: dict[str, list[_Held]] = {}
+        for held in self._running:
+            by_tenant.setdefault(held.run.batch.tenant, []).append(held)
+        most = max(by_tenant.values(), key=len, default=[])
+        return most[-1] if len(most) > 1 else None
+
+    async def _take(self, batch: Batch) -> None:
+        settings = self._feeding.settings
+        lease = Lease(self._bus, subjects.BATCHES_BUCKET, batch.id, self._gateway_id, lease_s=settings.lease_s)
+        if not await lease.renew():
+            self._rests[batch.id] = time.monotonic() + settings.lease_s * RENEW_PART
+            return
+        try:
+            taken = await self._feeding.batches.take(batch.id, self._gateway_id)
+        except Lost:
+            return
+        log.info("batch %s is fed here, in epoch %d", taken.id, taken.epoch)
+        run = BatchRun(self._feeding, taken)
+        _stop_where_due(run, taken, unix_now_ms())
+        held = self._held[taken.id] = _Held(run, lease)
+        held.task = asyncio.create_task(self._feed(held), name=taken.id)
+        resting = self._to_rest() if len(self._running) > settings.max_running else None
+        if resting is not None:
+            log.info("batch %s rests: another tenant has none that is fed here", resting.run.batch.id)
+            resting.run.stop(Stop.LEAVING)
+
+    async def _renew(self, held: _Held) -> None:
+        if time.monotonic() - held.renewed_s < self._feeding.settings.lease_s * RENEW_PART:
+            return
+        try:
+            if await held.lease.renew():
+                held.renewed_s = time.monotonic()
+            else:
+                held.run.stop(Stop.LOST)
+        except BusError as error:  # nobody else can take it meanwhile, either
+            log.warning("the lease of %s cannot be renewed: %s", held.run.batch.id, error)
+
+    async def _feed(self, held: _Held) -> None:
+        batch_id = held.run.batch.id
+        is_over = False
+        try:
+            with self._feeding.series.feeding(held.run):
+                is_over = await self._run(held.run)
+                self._failures.pop(batch_id, None)
+        except* Lost:
+            log.warning("batch %s has been taken by another gateway", batch_id)
+        except* _AWAY as errors:
+            log.warning("batch %s is tried again: %s", batch_id, describe(errors.exceptions[0]))
+            if held.run.is_ending:  # its end must not wait for ever, e.g. for a file that has gone
+                self._note_failure(batch_id, errors)
+        except* Exception as errors:
+            log.exception("batch %s is tried again", batch_id, exc_info=errors)
+            self._note_failure(batch_id, errors)
+        finally:
+            self._rests[batch_id] = time.monotonic() + self._feeding.settings.retry_s
+            del self._held[batch_id]
+            with contextlib.suppress(BusError):
+                await held.lease.release()
+        if is_over:
+            batch = await self._feeding.batches.find(batch_id)
+            if batch is not None:
+                self._feeding.series.ended(batch.status)
+                await self._tell(batch)
+        self._changed.set()
+
+    async def _run(self, run: BatchRun) -> bool:
+        """Feed a batch, or give it up, which is its end. Raises what either raises."""
+        kind, tries = self._failures.get(run.batch.id, ("", 0))
+        if tries < MAX_TRIES and run.batch.in_progress_unix_ms is None and run.batch.epoch > MAX_TAKES:
+            kind, tries = "nobody lived to open a line", run.batch.epoch - 1
+        if tries < MAX_TRIES:
+            return await run.run()
+        log.error("batch %s is given up, after %d tries: %s", run.batch.id, tries, kind)
+        await run.set_aside(tries, kind)
+        return True
+
+    def _note_failure(self, batch_id: str, errors: BaseExceptionGroup[Exception]) -> None:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        kind = type(first).__name__
+        before, tries = self._failures.get(batch_id, (kind, 0))
+        self._failures[batch_id] = (kind, tries + 1 if before == kind else 1)
+
+    # --- webhooks -----------------------------------------------------------------------------------------------------
+
+    async def _tell(self, batch: Batch) -> None:
+        event = _EVENTS.get(batch.status)
+        if event is None or batch.over_unix_ms is None:
+            return
+        log.info("batch %s is %s: %d of %d lines answered", batch.id, batch.status, batch.completed, batch.total)
+        try:
+            await publish_finished(self._bus, batch.team_id, event, batch.id, created_unix_s=batch.over_unix_ms // 1000)
+        except BusError as error:
+            log.warning("the end of %s could not be told: %s", batch.id, error)
+
+    async def _tell_again(self) -> None:
+        """Tell of batches whose gateway may have died in between: what has been told is told nobody twice."""
+        for batch in await self._feeding.batches.over_since(unix_now_ms() - TOLD_AGAIN_MS):
+            await self._tell(batch)
+
+
+def _stop_where_due(run: BatchRun, batch: Batch, now_ms: int) -> None:
+    if batch.status in OVER:
+        run.stop(Stop.LOST)
+    elif batch.status == Status.CANCELLING:
+        run.stop(Stop.CANCELLED)
+    elif now_ms >= batch.expires_unix_ms:
+        run.stop(Stop.EXPIRED)
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove indexes of gateways that died before they had opened them."""
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - INDEX_AGE_S:
+                path.unlink()

@@ -1,0 +1,263 @@
+"""The lines of one batch in a SQLite file: validated, and found in the order in which they are fed.
+
+It is made by a process of its own (``python -m gateway.batches.index``): millions of lines are parsed and sorted there,
+on disk and with little memory, while the gateway answers others. Whoever takes a batch over makes it anew.
+"""
+
+import asyncio
+import codecs
+import hashlib
+import os
+import sqlite3
+import sys
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, Final
+
+import msgspec
+from msgspec import Struct
+
+from gateway.batches.lines import Done
+from gateway.batches.order import prompt_text, sort_key
+from gateway.batches.validation import LineError, Request, Wrong, check_line, is_wide
+from protocol.children import ending, plain_environment
+
+MAX_ERRORS: Final = 100  # that are told of one batch
+ID_BYTES: Final = 16  # of a custom_id's hash
+CACHE_KIB: Final = 16 * 1024
+INSERTED_AT_A_TIME: Final = 500
+NUMBERS_AT_A_TIME: Final = 4096
+LINES_AT_A_TIME: Final = 32
+NICENESS: Final = 10
+SPACE: Final = b" \t\r\n"
+NO_ROOM: Final = 75  # exit code: no fault of the batch (EX_TEMPFAIL of sysexits.h)
+LIMIT_S: Final = 1800.0  # for one file
+
+
+class IndexTask(Struct, frozen=True):
+    """What the process is to do; the input file follows."""
+
+    path: str
+    endpoint: str
+    models: dict[str, str]  # the configured model of each name that may be used
+    max_lines: int
+    max_line_bytes: int
+    any_model: bool = False  # see check_line
+
+
+class IndexReport(Struct):
+    """What it has found."""
+
+    total: int = 0
+    models: dict[str, tuple[int, int]] = {}  # lines and estimated tokens of each
+    errors: list[LineError] = []
+
+
+_decode_task: Final = msgspec.json.Decoder(IndexTask).decode
+_decode_report: Final = msgspec.json.Decoder(IndexReport).decode
+
+
+class IndexFailed(Exception):
+    """The process has not done its work, perhaps because of what the file holds."""
+
+
+class NoRoomForIndex(Exception):
+    """The gateway's machine has no room for an index now: the file is not at fault."""
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def build(task: IndexTask, source: IO[bytes]) -> IndexReport:
+    """Read the lines of a file into an index. Where a line is wrong, the report says so and the index is useless."""
+    path = Path(task.path)
+    unfinished = _unfinished(path, os.getpid())
+    report = IndexReport(models={}, errors=[])
+    try:
+        with closing(sqlite3.connect(unfinished, isolation_level=None)) as database:
+            for pragma in ("journal_mode=OFF", "synchronous=OFF", f"cache_size=-{CACHE_KIB}", "temp_store=FILE"):
+                database.execute(f"PRAGMA {pragma}")
+            database.execute("CREATE TABLE lines (number INTEGER PRIMARY KEY, sort_key BLOB, id BLOB, text BLOB)")
+            database.execute("BEGIN")
+            _insert(task, source, database, report)
+            if not report.errors:
+                _find_duplicates(database, report)
+            if not report.errors:
+                database.execute("CREATE INDEX feeding ON lines (sort_key, number)")
+            database.execute("COMMIT")
+        if not report.errors:
+            unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return report
+
+
+def _unfinished(path: Path, process_id: int) -> Path:
+    return path.with_suffix(f".{process_id}.part")
+
+
+def _insert(task: IndexTask, source: IO[bytes], database: sqlite3.Connection, report: IndexReport) -> None:
+    rows: list[tuple[int, bytes, bytes, bytes]] = []
+    for number, line in enumerate(_lines(source, task.max_line_bytes), start=1):
+        if number == 1 and is_wide(line):
+            message = "column 1: the file is UTF-16 or UTF-32; save it as UTF-8."
+            report.total = 1
+            report.errors.append(LineError("invalid_json_line", message, line=1))
+            break
+        text = line.removeprefix(codecs.BOM_UTF8)
+        if not text.strip(SPACE):
+            continue
+        report.total += 1
+        if report.total > task.max_lines:
+            message = f"A batch may have at most {task.max_lines} lines."
+            report.errors.append(LineError("too_many_lines", message, line=number))
+            break
+        try:
+            request = _checked(text, task)
+        except Wrong as wrong:
+            report.errors.append(LineError(wrong.code, str(wrong), wrong.param, number))
+            if len(report.errors) >= MAX_ERRORS:
+                break
+            continue
+        lines, tokens = report.models.get(request.model, (0, 0))
+        report.models[request.model] = (lines + 1, tokens + request.estimated_tokens)
+        identity = hashlib.blake2b(request.custom_id.encode(), digest_size=ID_BYTES).digest()
+        rows.append((number, sort_key(request.model, prompt_text(request.body)), identity, text))
+        if len(rows) >= INSERTED_AT_A_TIME:
+            database.executemany("INSERT INTO lines VALUES (?, ?, ?, ?)", rows)
+            rows.clear()
+    database.executemany("INSERT INTO lines VALUES (?, ?, ?, ?)", rows)
+    if not report.total:
+        report.errors.append(LineError("empty_file", "The input file has no lines."))
+
+
+def _checked(text: bytes, task: IndexTask) -> Request:
+    if len(text) > task.max_line_bytes:
+        raise Wrong("line_too_large", f"A line may have at most {task.max_line_bytes} bytes.")
+    return check_line(text, task.endpoint, task.models, any_model=task.any_model)
+
+
+def _lines(source: IO[bytes], max_bytes: int) -> Iterator[bytes]:
+    """Iterate over lines; of one that is too long only so much that this is seen."""
+    while line := source.readline(max_bytes + 1):
+        yield line
+        while len(line) > max_bytes and not line.endswith(b"\n"):
+            line = source.readline(max_bytes)
+            if not line or line.endswith(b"\n"):
+                break
+            line = line.ljust(max_bytes + 1)
+
+
+def _find_duplicates(database: sqlite3.Connection, report: IndexReport) -> None:
+    again = "SELECT number, LAG(number) OVER (PARTITION BY id ORDER BY number) AS first FROM lines"
+    found = database.execute(f"SELECT number, first FROM ({again}) WHERE first IS NOT NULL LIMIT {MAX_ERRORS}")  # noqa: S608
+    report.errors += [
+        LineError("duplicate_custom_id", f"Line {first} has the same custom_id.", "custom_id", number)
+        for number, first in sorted(found)
+    ]
+
+
+def main() -> None:
+    """Read a task, make the index, and report."""
+    os.nice(NICENESS)
+    task = _decode_task(sys.stdin.buffer.readline())
+    os.environ["SQLITE_TMPDIR"] = str(Path(task.path).parent)
+    try:
+        report = build(task, sys.stdin.buffer)
+    except (OSError, sqlite3.OperationalError) as error:  # no room on the disk, or no rights
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.exit(NO_ROOM)
+    while sys.stdin.buffer.read(1024 * 1024):  # what was not looked at any more
+        pass
+    try:
+        sys.stdout.buffer.write(msgspec.json.encode(report))
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:  # whoever wanted it has died, perhaps in the middle of the file
+        Path(task.path).unlink(missing_ok=True)
+        os._exit(1)  # Python's own end would flush once more
+
+
+# --- the gateway's side -----------------------------------------------------------------------------------------------
+
+
+async def make_index(task: IndexTask, content: AsyncIterator[bytes]) -> IndexReport:
+    """Let a process make an index. Raises IndexFailed, NoRoomForIndex, and what ``content`` raises."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "gateway.batches.index",
+        env=plain_environment(),  # it reads what callers have uploaded
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin is not None  # noqa: S101  # for mypy
+    limit = asyncio.timeout(LIMIT_S)
+    try:
+        async with limit:
+            with suppress(ConnectionError):  # it has died: its last words are read below
+                process.stdin.write(msgspec.json.encode(task) + b"\n")
+                async for chunk in content:
+                    process.stdin.write(chunk)
+                    await process.stdin.drain()
+            process.stdin.close()
+            answer, words = await process.communicate()
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise IndexFailed(f"lines were not indexed within {LIMIT_S:.0f} s") from error
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            _unfinished(Path(task.path), process.pid).unlink(missing_ok=True)
+    if process.returncode:
+        last_words = words.decode(errors="replace").strip()[-500:]
+        kind = NoRoomForIndex if process.returncode == NO_ROOM else IndexFailed
+        raise kind(f"lines could not be indexed ({ending(process.returncode)}): {last_words}")
+    return _decode_report(answer)
+
+
+class Index:
+    """An index that is there. Its file goes with the process, however that ends.
+
+    One thread does all the reading, and closes it: whoever is cancelled leaves a read behind, and SQLite crashes the
+    process if it is closed in the midst of one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-index")
+        self._database = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+        self._database.execute("PRAGMA cache_size=-4096")
+        self._database.execute("SELECT name FROM sqlite_master").fetchall()  # only now SQLite opens the file
+        path.unlink()
+
+    async def lines(self, done: Done) -> AsyncIterator[tuple[int, bytes]]:
+        """Iterate over the lines that are not done, with their numbers, in the order in which they are fed."""
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._thread)
+        mark: tuple[bytes, int] = (b"", 0)
+        while numbers := await in_thread(self._numbers, mark):
+            mark = numbers[-1]
+            wanted = [number for _, number in numbers if number not in done]
+            for start in range(0, len(wanted), LINES_AT_A_TIME):
+                for line in await in_thread(self._texts, wanted[start : start + LINES_AT_A_TIME]):
+                    yield line
+
+    def _numbers(self, mark: tuple[bytes, int]) -> list[tuple[bytes, int]]:
+        later = "SELECT sort_key, number FROM lines WHERE (sort_key, number) > (?, ?) ORDER BY sort_key, number LIMIT ?"
+        return self._database.execute(later, (*mark, NUMBERS_AT_A_TIME)).fetchall()
+
+    def _texts(self, numbers: list[int]) -> list[tuple[int, bytes]]:
+        one_by_one = "SELECT text FROM lines WHERE number = ?"
+        return [(number, self._database.execute(one_by_one, (number,)).fetchone()[0]) for number in numbers]
+
+    def close(self) -> None:
+        """Close it, once nothing is being read: nobody needs it any more."""
+        self._database.interrupt()
+        self._thread.submit(self._database.close)
+        self._thread.shutdown(wait=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""The body of POST /v1/messages/batches, read as it comes: each of its requests becomes a line for /v1/messages.
+
+chunks ──> pieces ──> a thread: values of JSON ──> requests ──> lines
+"""
+
+import hashlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from functools import partial
+from itertools import takewhile
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec import Raw, Struct
+
+from gateway.batches.settings import BatchSettings
+from gateway.batches.validation import MAX_DEPTH, is_deeper
+from protocol.wire import UNDECODABLE
+from web.body import MAX_BODY_VALUES, check_values
+from web.errors import BodyTooLarge, InvalidParameter, MalformedJson
+
+ENDPOINT: Final = "/v1/messages"
+MAX_MODEL_CHARS: Final = 512
+MAX_NESTING: Final = MAX_DEPTH + 2  # lists and objects in one another: a request, its parameters, one that is empty
+ID_BYTES: Final = 16  # of a custom_id's hash
+PIECE_BYTES: Final = 256 * 1024  # that a thread reads at a time
+LINE: Final = b'{"custom_id":"%b","method":"POST","url":"/v1/messages","body":%b}\n'
+_CUSTOM_ID: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_SPACE: Final = re.compile(rb"[ \t\r\n]*+")
+_SCALAR: Final = re.compile(rb'[^"\[\]{}:, \t\r\n]*+')
+_BETWEEN_MARKS: Final = re.compile(rb'[^"\[\]{}]*+')
+_IN_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+
+InThread = Callable[[int, Callable[[], list[bytes]]], Awaitable[list[bytes]]]  # of how many bytes, and what to do
+_Decoded = TypeVar("_Decoded")
+
+
+class _Request(Struct, frozen=True):
+    """One of the requests, its parameters as they came."""
+
+    custom_id: Any = None
+    params: Raw = Raw(b"null")
+
+
+_decode_key: Final = msgspec.json.Decoder(str).decode
+_decode_request: Final = msgspec.json.Decoder(_Request).decode
+_decode_any: Final = msgspec.json.Decoder().decode
+_skip: Final = msgspec.json.Decoder(Raw).decode
+
+
+class _Scan:
+    """Finds the end of a value of JSON, whatever pieces it comes in. Whether it is JSON at all, a decoder says."""
+
+    def __init__(self, what: str) -> None:
+        self.size = 0  # of what has been looked at
+        self.is_over = False
+        self._what = what
+        self._in_string = False
+        self._depth = 0
+        self._opened = 0  # lists and objects
+
+    @property
+    def may_end(self) -> bool:
+        """Return whether the value is whole if nothing follows: a number is."""
+        return not self._in_string and not self._depth
+
+    def read(self, text: bytes, start: int) -> None:
+        """Look on, in a text in which the value begins at ``start``. Raises InvalidParameter."""
+        at = start + self.size
+        while at < len(text) and not self.is_over:
+            if self._in_string:
+                at = _end_of(_IN_STRING, text, at)
+                if text[at : at + 1] != b'"':  # the string goes on, perhaps in the middle of an escape
+                    break
+                at += 1
+                self._in_string, self.is_over = False, not self._depth
+                continue
+            at = _end_of(_BETWEEN_MARKS if self._depth else _SCALAR, text, at)
+            mark = text[at : at + 1]
+            if not mark:
+                break
+            if not self._depth and (at > start or mark not in b'"[{'):  # behind a number, or where no value is
+                self.is_over = True
+                break
+            at += 1
+            self._take(mark)
+        self.size = at - start
+
+    def _take(self, mark: bytes) -> None:
+        if mark == b'"':
+            self._in_string = True
+        elif mark in b"[{":
+            self._depth += 1
+            self._opened += 1
+            if self._depth > MAX_NESTING:
+                raise _malformed(f"{self._what} is nested too deeply.")
+            if self._opened > MAX_BODY_VALUES:
+                message = f"'{self._what}' holds more than {MAX_BODY_VALUES} lists and objects."
+                raise InvalidParameter(message, param=self._what, code="too_many_values")
+        else:
+            self._depth -= 1
+            self.is_over = not self._depth
+
+
+class _Text:
+    """JSON that comes in pieces. All of it raises MalformedJson.
+
+    Each generator yields where it needs more text, which ``add`` gives it, and returns what it has read. However the
+    text is cut, nothing is looked at twice.
+    """
+
+    def __init__(self, max_value_bytes: int) -> None:
+        self._max_bytes = max_value_bytes
+        self._text = b""
+        self._at = 0
+        self._ended = False
+
+    def add(self, piece: bytes, *, is_last: bool) -> None:
+        """Add what has come."""
+        self._text, self._at, self._ended = self._text[self._at :] + piece, 0, is_last
+
+    def next(self) -> Generator[None, None, bytes]:
+        """Return the next byte that is no space, without taking it; none at the end."""
+        while True:
+            self._at = _end_of(_SPACE, self._text, self._at)
+            if self._at < len(self._text):
+                return self._text[self._at : self._at + 1]
+            if self._ended:
+                return b""
+            yield
+
+    def take(self, wanted: bytes) -> Generator[None, None, None]:
+        """Take the next byte, one of these."""
+        found = yield from self.next()
+        if not found or found not in wanted:
+            expected = " or ".join(repr(chr(one)) for one in wanted)
+            where = f"before {found.decode('latin-1')!r}" if found else "at the end"
+            raise _malformed(f"{expected} is missing {where}.")
+        self._at += 1
+
+    def value(self, what: str) -> Generator[None, None, bytes]:
+        """Take a value, as it came; ``what`` names it. Raises InvalidParameter, too, where it is too large."""
+        if not (yield from self.next()):
+            raise _malformed(f"{what} is missing at the end.")
+        scan = _Scan(what)
+        while True:
+            scan.read(self._text, self._at)
+            if scan.size > self._max_bytes:
+                message = f"'{what}' may have at most {self._max_bytes} bytes."
+                raise InvalidParameter(message, param=what, code="too_large")
+            if scan.is_over or (self._ended and scan.may_end):
+                break
+            if self._ended:
+                raise _malformed(f"{what} ends too early.")
+            yield
+        raw = self._text[self._at : self._at + scan.size]
+        self._at += scan.size
+        check_values(raw, param=what)
+        return raw
+
+
+class _Requests:
+    """The requests of a body that comes in pieces, as lines. Its work takes time: it is for a thread."""
+
+    def __init__(self, settings: BatchSettings) -> None:
+        self._settings = settings
+        self._text = _Text(settings.max_line_bytes)
+        self._lines = self._all()
+
+    def feed(self, piece: bytes, *, is_last: bool) -> list[bytes]:
+        """Return the lines that are whole by now.
+
+        Raises MalformedJson, and InvalidParameter, which names the request by its place.
+        """
+        self._text.add(piece, is_last=is_last)
+        return list(takewhile(bool, self._lines))
+
+    def _all(self) -> Iterator[bytes]:
+        """Iterate over all lines; an empty one where the text ends for now."""
+        settings, identities = self._settings, set[bytes]()
+        for raw in self._elements():
+            if raw is None:
+                yield b""
+                continue
+            name = f"requests.{len(identities)}"
+            if len(identities) >= settings.max_message_batch_requests:
+                message = f"A batch may have at most {settings.max_message_batch_requests} requests."
+                raise InvalidParameter(message, param="requests", code="too_large")
+            custom_id, line = _line(raw, name)
+            if len(line) > settings.max_line_bytes:
+                message = f"'{name}' may have at most {settings.max_line_bytes} bytes as a line of a batch."
+                raise InvalidParameter(message, param=name, code="too_large")
+            identity = hashlib.blake2b(custom_id.encode(), digest_size=ID_BYTES).digest()
+            if identity in identities:
+                message = f"'{name}.custom_id' has come before: '{custom_id}'."
+                raise InvalidParameter(message, param=f"{name}.custom_id")
+            identities.add(identity)
+            yield line
+        if not identities:
+            message = "'requests' is missing, or empty."
+            raise InvalidParameter(message, param="requests", code="missing_required_parameter")
+
+    def _elements(self) -> Generator[bytes | None, None, None]:
+        """Iterate over the elements of ``requests``; other fields are ignored. None: the text ends for now."""
+        text, number = self._text, 0
+        yield from text.take(b"{")
+        while (yield from text.next()) != b"}":
+            key = _decoded(_decode_key, (yield from text.value("a field's name")), "a field's name")
+            yield from text.take(b":")
+            if key != "requests":
+                _decoded(_skip, (yield from text.value(key[:100])), key[:100])
+            elif (yield from text.next()) != b"[":
+                raise InvalidParameter("'requests' must be a list.", param="requests", code="invalid_type")
+            else:
+                yield from text.take(b"[")
+                while (yield from text.next()) != b"]":
+                    yield (yield from text.value(f"requests.{number}"))
+                    number += 1
+                    if (yield from text.next()) != b"]":
+                        yield from text.take(b",]")
+                yield from text.take(b"]")
+            if (yield from text.next()) != b"}":
+                yield from text.take(b",}")
+        yield from text.take(b"}")
+        if (yield from text.next()):
+            raise _malformed("something follows its end.")
+
+
+def _line(raw: bytes, name: str) -> tuple[str, bytes]:
+    """Check what must be right before there is a batch; all else its request says itself. Raises InvalidParameter."""
+    if not raw.startswith(b"{"):
+        raise InvalidParameter(f"'{name}' must be an object.", param=name, code="invalid_type")
+    request = _decoded(_decode_request, raw, name)
+    custom_id, text = request.custom_id, bytes(request.params)
+    if not isinstance(custom_id, str) or not _CUSTOM_ID.fullmatch(custom_id):
+        message = f"'{name}.custom_id' must be 1 to 64 characters of a-z, A-Z, 0-9, _ and -."
+        raise InvalidParameter(message, param=f"{name}.custom_id")
+    if not text.startswith(b"{"):
+        raise InvalidParameter(f"'{name}.params' must be an object.", param=f"{name}.params", code="invalid_type")
+    params = _decoded(_decode_any, text, f"{name}.params")
+    if is_deeper(text, params, MAX_DEPTH):
+        raise _malformed(f"{name}.params is nested too deeply.")
+    model = params.get("model")
+    if not isinstance(model, str) or not 1 <= len(model) <= MAX_MODEL_CHARS:
+        raise InvalidParameter(f"'{name}.params.model' must be a model's name.", param=f"{name}.params.model")
+    if params.get("stream"):
+        message = f"'{name}.params.stream': a request of a batch cannot be streamed."
+        raise InvalidParameter(message, param=f"{name}.params.stream")
+    return custom_id, LINE % (custom_id.encode(), text.replace(b"\r", b" ").replace(b"\n", b" "))
+
+
+async def lines_of(
+    chunks: AsyncIterator[bytes], settings: BatchSettings, in_thread: InThread
+) -> AsyncIterator[list[bytes]]:
+    """Iterate over the requests of a body as lines, some at a time; ``in_thread`` is where they are parsed.
+
+    Raises MalformedJson, InvalidParameter, BodyTooLarge, and what ``chunks`` and ``in_thread`` raise.
+    """
+    requests = _Requests(settings)
+    async for piece, is_last in _pieces(chunks, settings.max_message_batch_bytes):
+        yield await in_thread(len(piece), partial(requests.feed, piece, is_last=is_last))
+
+
+async def _pieces(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[tuple[bytes, bool]]:
+    """Iterate over pieces that are worth a thread's time, each with whether it is the last one."""
+    piece, size = bytearray(), 0
+    async for chunk in chunks:
+        size += len(chunk)
+        if size > max_bytes:
+            raise BodyTooLarge(f"The body of a batch may have at most {max_bytes} bytes.")
+        piece += chunk
+        if len(piece) >= PIECE_BYTES:
+            yield bytes(piece), False
+            piece.clear()
+    yield bytes(piece), True
+
+
+def _decoded(decode: Callable[[bytes], _Decoded], raw: bytes, what: str) -> _Decoded:
+    """Return the value of a text. Raises MalformedJson."""
+    try:
+        return decode(raw)
+    except RecursionError:
+        raise _malformed(f"{what} is nested too deeply.") from None
+    except (*UNDECODABLE, ValueError) as error:
+        raise _malformed(f"{what}: {error}.") from error
+
+
+def _malformed(message: str) -> MalformedJson:
+    return MalformedJson(f"We could not parse the JSON body of your request: {message}")
+
+
+def _end_of(pattern: re.Pattern[bytes], text: bytes, at: int) -> int:
+    """Return where a pattern ends that matches anything, if only nothing."""
+    match = pattern.match(text, at)
+    return at if match is None else match.end()

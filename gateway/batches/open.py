@@ -1,0 +1,78 @@
+"""Putting the parts of files and batches together."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from db.accounts.keyring import KeyRing
+from db.set_aside import SetAside
+from gateway.batches.calling import Application
+from gateway.batches.feeder import Feeder
+from gateway.batches.files import Files
+from gateway.batches.room import Admission, Room
+from gateway.batches.run import Feeding
+from gateway.batches.series import BatchSeries
+from gateway.batches.services import BatchServices, Counted, Threads
+from gateway.batches.settings import BatchSettings
+from gateway.batches.storage.registry import open_storage
+from gateway.batches.store import Batches
+from gateway.batches.upload_slots import UploadSlots
+from protocol.nats.bus import Bus
+
+INDEXES: Final = "batches"  # a folder below the data folder
+
+
+def open_batches(
+    settings: BatchSettings,
+    data_dir: Path,
+    database: AsyncEngine,
+    keys: KeyRing,
+    *,
+    endpoints: frozenset[str],
+    counted: Counted,
+    threads: Threads,
+) -> BatchServices:
+    """Return what the routes work with. ``endpoints``: that a batch may be for."""
+    files = Files(database, open_storage(settings, data_dir))
+    return BatchServices(
+        settings=settings,
+        folder=data_dir / INDEXES,
+        keys=keys,
+        files=files,
+        batches=Batches(database),
+        endpoints=endpoints,
+        changed=asyncio.Event(),
+        uploads=UploadSlots(settings.max_uploads),
+        counted=counted,
+        threads=threads,
+    )
+
+
+def make_feeder(
+    services: BatchServices,
+    bus: Bus,
+    application: Application,
+    admission: Admission,
+    *,
+    series: BatchSeries,
+    set_aside: SetAside,
+    models: Mapping[str, str],
+    gateway_id: str,
+) -> Feeder:
+    """Return the feeder. ``models``: the configured model of each name and alias."""
+    feeding = Feeding(
+        settings=services.settings,
+        keys=services.keys,
+        files=services.files,
+        batches=services.batches,
+        application=application,
+        models=models,
+        room=Room(admission, services.settings),
+        series=series,
+        set_aside=set_aside,
+        folder=services.folder,
+    )
+    return Feeder(feeding, bus, gateway_id, services.changed)

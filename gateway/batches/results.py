@@ -1,0 +1,130 @@
+"""The results of one batch on their way into parts: at most ``commit_s`` old, and never more than fit into memory.
+
+A part is in the storage before SQL says so, and SQL says in one transaction that it is there and which lines it holds.
+A part that SQL does not know is rubbish of somebody who died in between; its lines run again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from db.errors import SQL_ERRORS, describe
+from gateway.batches.files import Part
+from gateway.batches.lines import pack_numbers
+from gateway.batches.storage.base import Storage, StorageError
+from gateway.batches.store import Batch, Batches, Counts
+from protocol.backoff import backoff_s, wait_for
+
+PART_BYTES: Final = 4 * 1024 * 1024  # from here on a part is committed at once
+MAX_BYTES: Final = 16 * 1024 * 1024  # that are not committed: from here on no line is opened
+
+_AWAY: Final[tuple[type[Exception], ...]] = (StorageError, *SQL_ERRORS)
+
+log = logging.getLogger(__name__)
+
+
+class _Part:
+    """A part that grows."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.texts: list[bytes] = []
+        self.size = 0
+
+
+class Results:
+    """Run ``run`` beside whoever adds, until ``end``. Only the event loop touches it."""
+
+    def __init__(
+        self,
+        batches: Batches,
+        storage: Storage,
+        batch: Batch,
+        *,
+        next_number: int,
+        commit_s: float,
+        committed: Callable[[Counts], None],
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``committed``: called with what a commit adds; ``give_up``: whether what cannot be committed need not be."""
+        self._batches = batches
+        self._storage = storage
+        self._batch = batch
+        self._number = next_number
+        self._commit_s = commit_s
+        self._committed = committed
+        self._give_up = give_up
+        self._ended = False
+        self._parts = (_Part(), _Part())  # of the output file, of the error file
+        self._counts = Counts()
+        self._full = asyncio.Event()
+        self._committing = asyncio.Lock()
+        self._bytes = 0  # that are not committed
+
+    @property
+    def has_room(self) -> bool:
+        """False while what is there must be committed first."""
+        return self._bytes < MAX_BYTES
+
+    @property
+    def is_full(self) -> bool:
+        """True once a part has its size."""
+        return self._full.is_set()
+
+    def add(self, number: int, text: bytes, counts: Counts) -> None:
+        """Add a line's result."""
+        part = self._parts[1 if counts.failed else 0]
+        part.numbers.append(number)
+        part.texts.append(text)
+        part.size += len(text)
+        self._bytes += len(text)
+        for name in Counts.__struct_fields__:
+            setattr(self._counts, name, getattr(self._counts, name) + getattr(counts, name))
+        if part.size >= PART_BYTES:
+            self._full.set()
+
+    async def run(self) -> None:
+        """Commit again and again until the end. Raises Lost."""
+        is_last = False
+        while not is_last:
+            await wait_for(self._full, self._commit_s)
+            is_last = self._ended
+            await self.commit()
+
+    def end(self) -> None:
+        """Nothing more is added: let ``run`` commit what is there, and return."""
+        self._ended = True
+        self._full.set()
+
+    async def commit(self) -> None:
+        """Commit what is there; tries until it has succeeded, or ``give_up``. Raises Lost."""
+        async with self._committing:
+            parts, self._parts = self._parts, (_Part(), _Part())
+            counts, self._counts = self._counts, Counts()
+            self._full.clear()
+            if not any(part.numbers for part in parts):
+                return
+            number, self._number = self._number, self._number + 1
+            for wait_s in backoff_s():
+                try:
+                    await self._put(parts, counts, number)
+                    self._committed(counts)
+                    break
+                except _AWAY as error:
+                    why = str(error) if isinstance(error, StorageError) else describe(error)
+                    log.warning("results of %s cannot be kept yet: %s", self._batch.id, why)
+                if self._give_up():
+                    return
+                await asyncio.sleep(wait_s)
+            self._bytes -= sum(part.size for part in parts)
+
+    async def _put(self, parts: tuple[_Part, _Part], counts: Counts, number: int) -> None:
+        rows = []
+        for file_id, part in zip(self._batch.result_ids, parts, strict=True):
+            if part.numbers:
+                name = f"{file_id}/{number:06d}-{self._batch.epoch}"
+                async with self._storage.writing(name) as writer:
+                    await writer.write(b"".join(part.texts))
+                rows.append(Part(file_id, number, name, part.size, pack_numbers(part.numbers)))
+        await self._batches.commit(self._batch, rows, counts)

@@ -1,0 +1,72 @@
+"""The series of batches in a gateway's ``/metrics``: what it feeds, and what has become of lines and batches here."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from gateway.batches.states import OVER
+from gateway.batches.store import Counts
+
+
+class Fed(Protocol):
+    """A batch that is fed."""
+
+    @property
+    def open_lines(self) -> int:
+        """Lines that are requests now."""
+        ...
+
+    @property
+    def left_lines(self) -> int:
+        """Lines that are not done, open ones included."""
+        ...
+
+
+class BatchSeries:
+    """Counts since this gateway started. Only the event loop touches it."""
+
+    def __init__(self) -> None:
+        self.open_batches = 0  # that are not over, of all gateways, when it last looked
+        self._fed: list[Fed] = []
+        self._lines = Counter[str]()
+        self._ended = Counter[str]()
+
+    @contextmanager
+    def feeding(self, fed: Fed) -> Iterator[None]:
+        """A batch is fed here."""
+        self._fed.append(fed)
+        try:
+            yield
+        finally:
+            self._fed.remove(fed)
+
+    def committed(self, counts: Counts) -> None:
+        """Results of lines are committed."""
+        self._lines.update(answered=counts.completed, failed=counts.failed - counts.given_up, given_up=counts.given_up)
+
+    def ended(self, status: str) -> None:
+        """A batch is over."""
+        self._ended[status] += 1
+
+    def families(self) -> Iterator[Metric]:
+        """Return all series."""
+        open_lines = sum(fed.open_lines for fed in self._fed)
+        left = sum(fed.left_lines for fed in self._fed)
+        for name, meaning, value in (
+            ("spillway_batches_open", "Batches that are not over, of all gateways.", self.open_batches),
+            ("spillway_batches_fed", "Batches that this gateway feeds.", len(self._fed)),
+            ("spillway_batch_lines_open", "Lines of batches that are requests at the moment.", open_lines),
+            ("spillway_batch_lines_waiting", "Lines of fed batches that are neither done nor open.", left - open_lines),
+        ):
+            yield GaugeMetricFamily(name, meaning, value=value)
+        lines = CounterMetricFamily("spillway_batch_lines", "Lines whose results are committed.", labels=("outcome",))
+        for outcome in ("answered", "failed", "given_up"):
+            lines.add_metric((outcome,), self._lines[outcome])
+        yield lines
+        ended = CounterMetricFamily("spillway_batches", "Batches that have ended.", labels=("status",))
+        for status in OVER:
+            ended.add_metric((status,), self._ended[status])
+        yield ended

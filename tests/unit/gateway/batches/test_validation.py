@@ -1,0 +1,79 @@
+"""Lines that nobody may stumble over later: what cannot be read, or lies too deep, is invalid at once."""
+
+import msgspec
+import pytest
+
+from gateway.batches.validation import MAX_DEPTH, Wrong, check_line, is_deeper
+
+HEAD = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"model":"m","x":'
+
+
+def nested(levels: int) -> bytes:
+    return HEAD + b"[" * levels + b"]" * levels + b"}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (b"[" * 1_500, "invalid_json_line"),
+        (b'{"a":' * 1_500, "invalid_json_line"),
+        (nested(1_500), "invalid_json_line"),
+        (nested(MAX_DEPTH + 1), "invalid_json_line"),
+        (HEAD + b'"\xff"}}', "invalid_json_line"),
+        (HEAD + b"NaN}}", "invalid_json_line"),
+        (HEAD + b"1e400}}", "invalid_json_line"),
+        (b"[1]", "invalid_json_line"),
+        (HEAD + b"[" + b"[]," * 70_000 + b"[]]}}", "too_many_values"),
+    ],
+    ids=["open-lists", "open-objects", "nested", "too-deep", "not-utf-8", "nan", "infinite", "no-object", "many"],
+)
+def test_a_poisonous_line_is_invalid(text: bytes, code: str) -> None:
+    with pytest.raises(Wrong) as caught:
+        check_line(text, "/v1/completions", {"m": "m"})
+    assert caught.value.code == code
+
+
+LINE = '{"custom_id":"ä","body":'
+
+
+@pytest.mark.parametrize(
+    ("rest", "column", "reason"),
+    [
+        (b"NaN}", 25, "NaN is no number in JSON"),
+        (b"Infinity}", 25, "Infinity is no number in JSON"),
+        (b"-Infinity}", 25, "-Infinity is no number in JSON"),
+        (b'"a\\ud800"}', 27, "half of a surrogate pair"),
+        (b'"a\\udc00 b"}', 27, "half of a surrogate pair"),
+        (b'"\\ud800\\u0041"}', 26, "half of a surrogate pair"),
+        (b'"\\\\ud83d\\ude00\\ud83d\\ude00"}', 33, "half of a surrogate pair"),
+        (b'"a\xed\xa0\x80"}', 27, "half of a surrogate pair"),
+        (b'"a\xff"}', 27, "byte 0xff is not UTF-8"),
+        (b'"a', 27, "the line ends too early"),
+        (b"1,}", 27, "trailing comma in object"),
+        (b"1} x", 28, "trailing characters"),
+        (b"{'a': 1}}", 26, "object keys must be strings"),
+    ],
+)
+def test_a_line_that_is_no_json_says_where_and_why(rest: bytes, column: int, reason: str) -> None:
+    with pytest.raises(Wrong, match=f"This line is not valid JSON: column {column}: {reason}") as caught:
+        check_line(LINE.encode() + rest, "/v1/completions", {"m": "m"})
+    assert caught.value.code == "invalid_json_line"
+
+
+def test_where_the_place_is_unknown_none_is_named() -> None:
+    with pytest.raises(Wrong, match="This line is not valid JSON: Number out of range"):
+        check_line(LINE.encode() + b"1e999}", "/v1/completions", {"m": "m"})
+
+
+def test_a_line_may_be_as_deep_as_a_request() -> None:
+    assert check_line(nested(MAX_DEPTH), "/v1/completions", {"m": "m"}).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("value", "levels"),
+    [(1, 0), ([], 0), ({}, 0), ([1], 1), ([1, [2]], 2), ([[], [[]]], 2), ({"a": [{"b": 1}], "c": []}, 3)],
+)
+def test_depth(value: object, levels: int) -> None:
+    text = msgspec.json.encode(value)
+    assert is_deeper(text, value, levels) is False
+    assert levels == 0 or is_deeper(text, value, levels - 1)
