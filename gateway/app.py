@@ -24,8 +24,8 @@ from gateway.batches.services import BatchServices
 from gateway.http.exchange import Exchange, Receive, Scope, Send
 from gateway.http.refusals import RefusalLog
 from gateway.mount import Mounted
+from gateway.responses.routes import responses_router
 from gateway.settings import TimeoutSettings
-from response_store.routes import responses_router
 from surfaces.messages import Messages
 from surfaces.responses import Responses
 from web.answers import EXCHANGE_KEY, add_error_answers

@@ -40,6 +40,9 @@ from gateway.limits.body_reader import BodyReader
 from gateway.metrics.requests import RequestSeries
 from gateway.mount import GatewayParts, Mount
 from gateway.payloads.publisher import PayloadPublisher
+from gateway.responses.runs import BackgroundRuns
+from gateway.responses.shares import ReadShares
+from gateway.responses.store import ResponseStore
 from gateway.settings import LEAVE_S, GatewaySettings
 from ledger.payloads.sealing import SEALED_BEFORE, Sealer, parse_keys
 from ledger.webhooks.state import StateView
@@ -53,9 +56,6 @@ from protocol.signals import on_stop_signals
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
 from quotas.seeds import RollupLedger
-from response_store.runs import BackgroundRuns
-from response_store.shares import ReadShares
-from response_store.store import ResponseStore
 from tokens.catalog import ModelCatalog
 from tokens.settings import canonical_names
 

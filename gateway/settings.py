@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, SecretStr
 from db.accounts.hosted import why_no_leave
 from db.money import CLIENTS, TokenPrice, nano_usd
 from gateway.batches.settings import BatchSettings
+from gateway.responses.settings import ResponseSettings
 from idempotency.settings import IdempotencySettings
 from ledger.settings import PayloadSettings
 from ledger.webhooks.settings import WebhookSettings
@@ -17,7 +18,6 @@ from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.subjects import queue_of
 from protocol.telemetry import TelemetrySettings
 from quotas.account_store import REACH_LIMIT_S
-from response_store.settings import ResponseSettings
 from tokens.settings import ModelTokenSettings
 
 Usd = Annotated[float, Field(ge=0, le=1_000_000)]

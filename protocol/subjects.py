@@ -145,7 +145,7 @@ def answers_subject(gateway_id: str) -> str:
 
 
 def response_subject(tenant: str, response_id: str, what: str) -> str:
-    """Return the subject of what is kept of a response, or of one kind of it (``response_store.store``)."""
+    """Return the subject of what is kept of a response, or of one kind of it (``gateway.responses.store``)."""
     return f"res.{escape(tenant)}.{escape(response_id)}.{what}"
 
 

@@ -22,6 +22,7 @@ from db.money import CLIENTS, MACHINE, ConfiguredPrice, Price, nano_usd
 from db.url import DatabaseUrl
 from fleet.settings import FleetSettings
 from gateway.batches.settings import BatchSettings
+from gateway.responses.settings import ResponseSettings
 from gateway.settings import (
     ConnectionSettings,
     GatewaySettings,
@@ -39,7 +40,6 @@ from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEn
 from protocol.errors import ExpectedError
 from protocol.settings import HostText, PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
-from response_store.settings import ResponseSettings
 from spillway import ROOMS
 from spillway.children import resolved_config_path
 from spillway.config_problems import explain, keys_of, source_of

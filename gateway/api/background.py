@@ -5,8 +5,8 @@ from typing import Final
 
 from db.accounts.principal import Principal
 from gateway.http.exchange import Answered, Exchange, Message
+from gateway.responses.run import BackgroundRun
 from gateway.settings import TimeoutSettings
-from response_store.run import BackgroundRun
 from web.answers import PRINCIPAL_KEY
 from web.errors import ApiError
 

@@ -20,15 +20,15 @@ from gateway.dispatch.dispatcher import LEAVING
 from gateway.dispatch.request import OpenRequest
 from gateway.http.exchange import SSE_HEADERS, Exchange
 from gateway.http.failures import RequestFailed
+from gateway.responses.conversation import continued, keep
+from gateway.responses.messages import Key, NotKept
+from gateway.responses.patience import patiently
+from gateway.responses.reading import EventsLost, follow
+from gateway.responses.records import Run
+from gateway.responses.run import BackgroundRun, Lost
+from gateway.responses.usage import TenantFull
 from protocol.errors import BusError, ProtocolError
 from protocol.wire import PROTOCOL_VERSION
-from response_store.conversation import continued, keep
-from response_store.messages import Key, NotKept
-from response_store.patience import patiently
-from response_store.reading import EventsLost, follow
-from response_store.records import Run
-from response_store.run import BackgroundRun, Lost
-from response_store.usage import TenantFull
 from surfaces.responses import Responses, previous_of
 from web.body import LARGE_BODY_BYTES, check_values
 from web.errors import ApiError, InvalidParameter, StorageUnavailable, too_many

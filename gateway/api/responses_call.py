@@ -6,10 +6,10 @@ from typing import Any, Protocol, cast
 
 from gateway.api.surfaces import SurfaceCall
 from gateway.request.chunks import Chunks
+from gateway.responses.messages import NotKept
 from protocol.chat import Deltas
 from protocol.errors import BusError
 from protocol.messages import Tokens
-from response_store.messages import NotKept
 from surfaces.responses import Responses, ResponsesTranslation
 from surfaces.responses_events import ResponseEvents
 from surfaces.responses_items import Item

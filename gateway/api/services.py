@@ -15,13 +15,13 @@ from gateway.limits.body_reader import BodyReader
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.request.trace import Trace
+from gateway.responses.runs import BackgroundRuns
+from gateway.responses.store import ResponseStore
 from gateway.settings import GatewaySettings
 from ledger.webhooks.state import StateView
 from protocol.nats.bus import Bus
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
-from response_store.runs import BackgroundRuns
-from response_store.store import ResponseStore
 from tokens.catalog import ModelCatalog
 
 

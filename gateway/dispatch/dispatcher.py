@@ -36,6 +36,7 @@ from gateway.dispatch.unowned_attempts import UnownedAttempts
 from gateway.request.mailbox import Failure, Mailbox
 from gateway.request.states import State
 from gateway.request.unread import UnreadBytes
+from gateway.responses.made_before import MadeBefore
 from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.errors import BusError, ErrorCode, ProtocolError
@@ -43,7 +44,6 @@ from protocol.messages import Cancel, Control, Frame, Heartbeat, Resend, encode
 from protocol.nats.bus import Bus
 from protocol.nats.outbox import Outbox
 from protocol.steps import decode_step
-from response_store.made_before import MadeBefore
 
 KEY_REVOKED: Final = Failure(ErrorCode.KEY_REVOKED, "the API key of this request has been revoked")
 LEAVING: Final = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")

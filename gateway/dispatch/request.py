@@ -30,10 +30,10 @@ from gateway.hosted.slot import HostedSlot
 from gateway.request.mailbox import Ended, Failure, StillWaiting
 from gateway.request.queue_position import QueuePosition
 from gateway.request.states import State
+from gateway.responses.made_before import MadeBefore
 from protocol.chat import DROPPABLE, Deltas
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Cancel, Dropped, Failed, Finished, Frame, Tokens, UnreadableFrame, Vector
-from response_store.made_before import MadeBefore
 
 CANCEL_REPEAT_S: Final = 1.0
 ATTEMPTS_UNKNOWN: Final = 1  # that another gateway may have begun after the last one that is known of

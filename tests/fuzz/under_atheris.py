@@ -23,7 +23,7 @@ from tests.fuzz import TARGETS, Target
 from tests.fuzz.mutations import mutated
 
 INSTRUMENTED = [
-    "engine", "gateway", "jinja2", "ledger", "pool_worker", "protocol", "python_multipart", "response_store",
+    "engine", "gateway", "jinja2", "ledger", "pool_worker", "protocol", "python_multipart",
     "surfaces", "tokens", "web",
 ]  # fmt: skip
 

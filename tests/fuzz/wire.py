@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.responses import records
 from ledger.webhooks.events import Event, decode_event
 from protocol import chat, idempotency, lanes, open_requests
 from protocol import messages as m
@@ -16,7 +17,6 @@ from protocol.payloads import decode_payloads, read_payloads
 from protocol.quotas import decode_account
 from protocol.steps import decode_step
 from protocol.usage import decode_usage, encode_usage, read_usage
-from response_store import records
 from tests.fuzz.mutations import Form
 from tests.unit.protocol.test_versions import BEAT, CARD, CONTROLS, FRAMES, JOB, LETTER
 from tests.usage_records import attempt_record, request_record

@@ -25,8 +25,7 @@ ALLOWED = {
     "quotas": {"db", "protocol"},
     "tokens": {"db", "protocol", "web"},
     "surfaces": {"protocol", "tokens", "web"},
-    "response_store": {"db", "ledger", "protocol", "surfaces", "web"},
-    "gateway": {"db", "idempotency", "ledger", "protocol", "quotas", "response_store", "surfaces", "tokens", "web"},
+    "gateway": {"db", "idempotency", "ledger", "protocol", "quotas", "surfaces", "tokens", "web"},
     "console": {"db", "gateway", "ledger", "protocol", "quotas", "tokens", "web"},
     "pool_worker": {"engine", "protocol", "tokens"},
 }

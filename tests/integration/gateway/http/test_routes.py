@@ -14,7 +14,6 @@ import pytest_asyncio
 import zstandard
 
 import gateway
-import response_store
 import tokens
 import web
 from gateway.api import openapi
@@ -26,7 +25,7 @@ from web import openapi_content
 from web.compressed import FREE_BYTES, MAX_PARTS
 from web.errors import ApiError, InvalidParameter
 
-ROOMS = [Path(str(room.__file__)).parent for room in (gateway, response_store, tokens, web)]
+ROOMS = [Path(str(room.__file__)).parent for room in (gateway, tokens, web)]
 CHAT = "/v1/chat/completions"
 NO_MODEL = {"model": "no-such-model"}
 ASKED = [{"role": "user", "content": "Hi"}]

@@ -12,16 +12,16 @@ import pytest
 
 from db.accounts.keys import revoke_key
 from db.engine import create_engine
+from gateway.responses.messages import Key
+from gateway.responses.run import BackgroundRun, Lost
+from gateway.responses.settings import ResponseSettings
+from gateway.responses.shares import Shares
+from gateway.responses.store import ResponseStore
 from gateway.settings import LimitSettings
 from ledger.payloads.sealing import Sealer
 from ledger.webhooks.events import decode_event
 from protocol import subjects
 from protocol.nats.bus import Bus
-from response_store.messages import Key
-from response_store.run import BackgroundRun, Lost
-from response_store.settings import ResponseSettings
-from response_store.shares import Shares
-from response_store.store import ResponseStore
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start, restart
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.nats_server import NatsServer

@@ -15,13 +15,13 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.api.responses import ResponsesEndpoint
+from gateway.responses import runs, store
+from gateway.responses.messages import Key
+from gateway.responses.records import Run, StoredResponse, decode_stored, encode
+from gateway.responses.run import BackgroundRun
 from ledger.settings import PayloadSettings
 from protocol import subjects
 from protocol.nats.bus import Bus
-from response_store import runs, store
-from response_store.messages import Key
-from response_store.records import Run, StoredResponse, decode_stored, encode
-from response_store.run import BackgroundRun
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.responses.test_background import (
     BACKGROUND,

@@ -14,6 +14,13 @@ from nats.aio.msg import Msg
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
+from gateway.responses.messages import Key, NotKept
+from gateway.responses.patience import patiently
+from gateway.responses.records import Question, Run, decode_question, encode
+from gateway.responses.run import MAX_REASON_CHARS, BackgroundRun, Lost, owned, tried
+from gateway.responses.series import RunSeries
+from gateway.responses.settings import ResponseSettings
+from gateway.responses.store import HELD_FOR_EVENTS_BYTES, ResponseStore
 from ledger.webhooks.events import EventType, publish_finished
 from protocol import subjects, wire
 from protocol.backoff import backoff_s, wait_for
@@ -21,13 +28,6 @@ from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.wire import UNDECODABLE
-from response_store.messages import Key, NotKept
-from response_store.patience import patiently
-from response_store.records import Question, Run, decode_question, encode
-from response_store.run import MAX_REASON_CHARS, BackgroundRun, Lost, owned, tried
-from response_store.series import RunSeries
-from response_store.settings import ResponseSettings
-from response_store.store import HELD_FOR_EVENTS_BYTES, ResponseStore
 from web.errors import ApiError, InvalidApiKey, LedgerUnavailable, RateLimitExceeded
 
 ANSWER_LIMIT_S: Final = 1.0  # of another gateway that is asked what it makes

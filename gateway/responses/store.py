@@ -10,7 +10,7 @@ Whoever makes a response owns its ``run``, which others take over by compare and
 fence is on the events: each part names the sequence number of the last one, so a gateway that has been taken for dead
 adds nothing to what another one makes. Sizes stand in subjects, so that the server can count what a tenant has.
 
-What is opened for a caller is opened in the caller's share of memory and threads (``response_store.shares``).
+What is opened for a caller is opened in the caller's share of memory and threads (``gateway.responses.shares``).
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from typing import Final, TypeVar
 
 from nats.aio.msg import Msg
 
+from gateway.responses.kept import Kept
+from gateway.responses.messages import Found, Key, Messages, Placed, Sealed, Unreadable
+from gateway.responses.records import EventsPart, Run, StoredResponse, decode_part, decode_run, decode_stored, encode
+from gateway.responses.settings import ResponseSettings
+from gateway.responses.shares import MAX_OPENED_BODIES, MAX_OPENED_PART_BODIES, Shares
+from gateway.responses.usage import TenantUsages
 from ledger.payloads.sealing import Sealer
 from protocol.errors import BusError
 from protocol.nats.bus import Bus
 from protocol.wire import UNDECODABLE
-from response_store.kept import Kept
-from response_store.messages import Found, Key, Messages, Placed, Sealed, Unreadable
-from response_store.records import EventsPart, Run, StoredResponse, decode_part, decode_run, decode_stored, encode
-from response_store.settings import ResponseSettings
-from response_store.shares import MAX_OPENED_BODIES, MAX_OPENED_PART_BODIES, Shares
-from response_store.usage import TenantUsages
 
 RUN_TTL_S: Final = 48 * 3600  # longer than anything may take: a run that nobody can end goes away
 HELD_FOR_EVENTS_BYTES: Final = 64 * 1024  # counted for the events of a response in the background before there are any

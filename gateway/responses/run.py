@@ -18,18 +18,18 @@ from typing import Any, Final, Protocol
 import msgspec
 from msgspec import structs
 
+from gateway.responses.kept import answer_id_of
+from gateway.responses.made_before import MadeBefore
+from gateway.responses.messages import THREADED_BYTES, Key, NotKept
+from gateway.responses.patience import patiently
+from gateway.responses.reading import EVENT_END
+from gateway.responses.records import EventsPart, Run, StoredResponse
+from gateway.responses.store import ResponseStore
 from protocol.chat import Deltas
 from protocol.errors import BusError, ProtocolError
 from protocol.messages import Tokens
 from protocol.messages import encode as encode_frame
 from protocol.wire import PROTOCOL_VERSION, UNDECODABLE
-from response_store.kept import answer_id_of
-from response_store.made_before import MadeBefore
-from response_store.messages import THREADED_BYTES, Key, NotKept
-from response_store.patience import patiently
-from response_store.reading import EVENT_END
-from response_store.records import EventsPart, Run, StoredResponse
-from response_store.store import ResponseStore
 from surfaces.responses_events import ended_at, fault
 from surfaces.responses_items import items_of
 from web.errors import ApiError

@@ -6,9 +6,9 @@ import uuid
 from collections import Counter
 from typing import Final, NamedTuple
 
+from gateway.responses.messages import KIB, Key, Messages, NotKept
+from gateway.responses.settings import ResponseSettings
 from protocol import subjects
-from response_store.messages import KIB, Key, Messages, NotKept
-from response_store.settings import ResponseSettings
 
 USAGE_AGE_S: Final = 10.0  # how old a tenant's usage may be
 MAX_USAGES: Final = 1000  # tenants whose usage is remembered

@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Final
 
+from gateway.responses.messages import Key
+from gateway.responses.records import EventsPart
+from gateway.responses.store import ResponseStore
 from protocol.backoff import backoff_s, wait_for
 from protocol.errors import BusError
-from response_store.messages import Key
-from response_store.records import EventsPart
-from response_store.store import ResponseStore
 from web.errors import Overloaded, RateLimitExceeded
 
 LOOK_S: Final = 1.0  # after which it is looked for news also where none was heard of

@@ -11,13 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
+from gateway.responses.kept import Kept, State
+from gateway.responses.messages import Key, Unreadable
+from gateway.responses.patience import patiently
+from gateway.responses.reading import follow
+from gateway.responses.store import ResponseStore
 from protocol.backoff import wait_for
 from protocol.errors import BusError, ProtocolError
-from response_store.kept import Kept, State
-from response_store.messages import Key, Unreadable
-from response_store.patience import patiently
-from response_store.reading import follow
-from response_store.store import ResponseStore
 from surfaces.responses import refuse_included
 from web.answers import exchange_of, json_answer
 from web.errors import InvalidParameter, StorageUnavailable, UnknownObject

@@ -5,12 +5,12 @@ from typing import Any, Final
 
 import msgspec
 
+from gateway.responses.kept import Kept
+from gateway.responses.messages import Key, Unreadable
+from gateway.responses.patience import patiently
+from gateway.responses.records import StoredResponse
+from gateway.responses.store import ResponseStore
 from protocol.wire import PROTOCOL_VERSION
-from response_store.kept import Kept
-from response_store.messages import Key, Unreadable
-from response_store.patience import patiently
-from response_store.records import StoredResponse
-from response_store.store import ResponseStore
 from surfaces.responses_items import Item, with_history
 from web.errors import InvalidParameter
 

@@ -4,7 +4,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from response_store.records import EventsPart, Run, StoredResponse
+from gateway.responses.records import EventsPart, Run, StoredResponse
 from surfaces.responses_items import items_of
 from web.errors import UnknownObject
 
