@@ -9,8 +9,8 @@ from pydantic import AfterValidator, Field, SecretStr
 from db.accounts.hosted import why_no_leave
 from db.money import CLIENTS, TokenPrice, nano_usd
 from gateway.batches.settings import BatchSettings
+from gateway.idempotency.settings import IdempotencySettings
 from gateway.responses.settings import ResponseSettings
-from idempotency.settings import IdempotencySettings
 from ledger.settings import PayloadSettings
 from ledger.webhooks.settings import WebhookSettings
 from protocol.nats.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S

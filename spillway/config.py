@@ -22,6 +22,7 @@ from db.money import CLIENTS, MACHINE, ConfiguredPrice, Price, nano_usd
 from db.url import DatabaseUrl
 from fleet.settings import FleetSettings
 from gateway.batches.settings import BatchSettings
+from gateway.idempotency.settings import IdempotencySettings
 from gateway.responses.settings import ResponseSettings
 from gateway.settings import (
     ConnectionSettings,
@@ -33,7 +34,6 @@ from gateway.settings import (
     TenantSettings,
     TimeoutSettings,
 )
-from idempotency.settings import IdempotencySettings
 from ledger.settings import LedgerSettings, PayloadSettings
 from ledger.webhooks.settings import WebhookSettings
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings

@@ -15,10 +15,10 @@ from msgspec import Struct
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
 from gateway.http.exchange import ABORT_KEY, Exchange, Message, Scope
+from gateway.idempotency.claims import Claims
+from gateway.idempotency.runs import Run, Runs
+from gateway.idempotency.sharing import AnswerServer, OwnerNotFound, OwnerUnresponsive, ask, claim_state_of, part_of
 from gateway.settings import GatewaySettings, TimeoutSettings
-from idempotency.claims import Claims
-from idempotency.runs import Run, Runs
-from idempotency.sharing import AnswerServer, OwnerNotFound, OwnerUnresponsive, ask, claim_state_of, part_of
 from protocol.idempotency import AnswerPartRequest, ClaimState, Part
 from protocol.nats.bus import Bus
 from web.errors import (

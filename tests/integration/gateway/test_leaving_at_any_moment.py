@@ -17,7 +17,7 @@ import pytest
 from benchmarks.ports import free_port
 from gateway.dispatch.request import OpenRequest
 from gateway.http.exchange import Exchange
-from idempotency.runs import Run
+from gateway.idempotency.runs import Run
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol import subjects
 from protocol.messages import Heartbeat, decode_heartbeat

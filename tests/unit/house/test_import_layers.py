@@ -20,12 +20,11 @@ ALLOWED = {
     "migrations": {"db"},
     "ledger": {"db", "protocol"},
     "fleet": {"db", "protocol"},
-    "idempotency": {"protocol"},
     "web": {"db"},
     "quotas": {"db", "protocol"},
     "tokens": {"db", "protocol", "web"},
     "surfaces": {"protocol", "tokens", "web"},
-    "gateway": {"db", "idempotency", "ledger", "protocol", "quotas", "surfaces", "tokens", "web"},
+    "gateway": {"db", "ledger", "protocol", "quotas", "surfaces", "tokens", "web"},
     "console": {"db", "gateway", "ledger", "protocol", "quotas", "tokens", "web"},
     "pool_worker": {"engine", "protocol", "tokens"},
 }

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from idempotency.recording import Recording
-from idempotency.settings import IdempotencySettings
+from gateway.idempotency.recording import Recording
+from gateway.idempotency.settings import IdempotencySettings
 
 
 class Run:

@@ -8,8 +8,8 @@ from typing import Final
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from idempotency.recording import RecordingTruncated
-from idempotency.runs import Run, Runs
+from gateway.idempotency.recording import RecordingTruncated
+from gateway.idempotency.runs import Run, Runs
 from protocol import subjects
 from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
 from protocol.idempotency import PART_WAIT_S, AnswerPartRequest, ClaimState, Part, decode_ask, decode_part, encode

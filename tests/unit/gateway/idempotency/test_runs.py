@@ -3,9 +3,9 @@
 import asyncio
 from typing import Any
 
-from idempotency.runs import Run, Runs
-from idempotency.settings import IdempotencySettings
-from idempotency.sharing import claim_state_of, part_of
+from gateway.idempotency.runs import Run, Runs
+from gateway.idempotency.settings import IdempotencySettings
+from gateway.idempotency.sharing import claim_state_of, part_of
 from protocol.idempotency import MAX_PART_BYTES, ClaimState
 from tests.waiting import HANGS_S
 
