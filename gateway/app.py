@@ -7,27 +7,27 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from gateway.api.anthropic_messages import Messages
 from gateway.api.calls import ChatCall, CompletionCall
-from gateway.api.endpoint import HotRoute
-from gateway.api.generation import GenerationEndpoint
-from gateway.api.metrics import metrics_router
-from gateway.api.openapi import add_openapi
-from gateway.api.pooling import PoolingEndpoint, VectorBudget
+from gateway.api.openai_responses import Responses
 from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
-from gateway.api.prompts import CompletionsEndpoint
-from gateway.api.responses import ResponsesEndpoint
-from gateway.api.routes import VERSION, health_router, models_router, root_router, tokenize_router
-from gateway.api.services import Services
-from gateway.api.surfaces import SurfaceCalls
+from gateway.api.surface_calls import SurfaceCalls
 from gateway.batches.routes import BATCH_BODIES, batch_routers
 from gateway.batches.services import BatchServices
+from gateway.endpoints.endpoint import HotRoute
+from gateway.endpoints.generate import GenerationEndpoint
+from gateway.endpoints.metrics import metrics_router
+from gateway.endpoints.prompts import CompletionsEndpoint
+from gateway.endpoints.responses import ResponsesEndpoint
+from gateway.endpoints.routes import VERSION, health_router, models_router, root_router, tokenize_router
+from gateway.endpoints.services import Services
+from gateway.endpoints.vectors import PoolingEndpoint, VectorBudget
 from gateway.http.exchange import Exchange, Receive, Scope, Send
+from gateway.http.openapi import add_openapi
 from gateway.http.refusals import RefusalLog
 from gateway.mount import Mounted
 from gateway.responses.routes import responses_router
 from gateway.settings import TimeoutSettings
-from surfaces.messages import Messages
-from surfaces.responses import Responses
 from web.answers import EXCHANGE_KEY, add_error_answers
 from web.errors import InvalidParameter
 

@@ -20,10 +20,6 @@ from db.engine import create_engine
 from db.set_aside import SetAside
 from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry
-from gateway.api.hosted import providers_still_allowed
-from gateway.api.keyed import KeyedRequests
-from gateway.api.rate_limits import counted
-from gateway.api.services import Services
 from gateway.app import BATCH_ENDPOINTS, Application, build_app
 from gateway.batches.feeder import Feeder
 from gateway.batches.open import make_feeder, open_batches
@@ -32,11 +28,15 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.failovers import RecentFailovers
 from gateway.dispatch.overflow import Overflow
 from gateway.dispatch.request_log import RequestLog
+from gateway.endpoints.hosted import providers_still_allowed
+from gateway.endpoints.rate_limits import counted
+from gateway.endpoints.services import Services
 from gateway.hosted.pools import HostedPools
+from gateway.http.body_reader import BodyReader
 from gateway.http.connection import Connection
 from gateway.http.connections import Connections
 from gateway.http.refusals import RefusalLog
-from gateway.limits.body_reader import BodyReader
+from gateway.idempotency.keyed import KeyedRequests
 from gateway.metrics.requests import RequestSeries
 from gateway.mount import GatewayParts, Mount
 from gateway.payloads.publisher import PayloadPublisher

@@ -10,9 +10,9 @@ from typing import Final
 
 from gateway.api.form import tools_for_prompt
 from gateway.api.schema import ChatCompletionRequest
+from gateway.api.tool_fields import NamedTool, ToolDefinition
 from gateway.request.conversation import Conversation
 from protocol.chat import THINKING, AnswerSchema, Chat, Tool, encode_chat
-from surfaces.tool_fields import NamedTool, ToolDefinition
 from tokens.encoders import TokenizerError
 from tokens.model_tokens import ModelTokens
 from web.errors import ApiError, InvalidParameter

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from gateway.api.json_schema import enforceable_schema
 from gateway.api.schema import ChatCompletionRequest
 from gateway.api.schema_check import SchemaCheck
+from gateway.api.tool_fields import NamedTool, ToolDefinition, callable_tools
 from protocol.grammar import Grammar
-from surfaces.tool_fields import NamedTool, ToolDefinition, callable_tools
 from tokens.model_tokens import ModelTokens
 from tokens.schema_keywords import SchemaReader
 from tokens.tools.dialect import PLAIN, AnswerForm

@@ -9,6 +9,18 @@ from typing import Annotated, Any, Final, Literal, TypeGuard
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from gateway.api.conversation import Message, check_message
+from gateway.api.output_format import ResponseFormat, StructuredOutputs, grammar_of
+from gateway.api.tool_fields import (
+    MAX_TOOLS,
+    FunctionChoice,
+    FunctionDefinition,
+    ToolChoice,
+    ToolDefinition,
+    check_tools,
+    tool_choice_of,
+    tools_of,
+)
 from gateway.limits.fields import (
     MAX_BIASED_TOKENS,
     MAX_DETOKENIZED_TOKENS,
@@ -20,18 +32,6 @@ from gateway.limits.fields import (
 )
 from gateway.limits.request_limits import AS_MANY_AS_FIT
 from protocol.grammar import Grammar
-from surfaces.conversation import Message, check_message
-from surfaces.output_format import ResponseFormat, StructuredOutputs, grammar_of
-from surfaces.tool_fields import (
-    MAX_TOOLS,
-    FunctionChoice,
-    FunctionDefinition,
-    ToolChoice,
-    ToolDefinition,
-    check_tools,
-    tool_choice_of,
-    tools_of,
-)
 from web.body import check_values
 from web.errors import InvalidParameter
 from web.schema import BadItem, Body, parse_body, refuse_unsupported

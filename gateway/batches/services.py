@@ -16,7 +16,7 @@ from gateway.batches.upload_slots import UploadSlots
 from web.answers import Exchange
 
 _Result = TypeVar("_Result")
-# Counts a request of a key and its team while it runs (gateway.api.rate_limits.counted).
+# Counts a request of a key and its team while it runs (gateway.endpoints.rate_limits.counted).
 Counted = Callable[[Exchange, Principal], AbstractAsyncContextManager[None]]
 
 

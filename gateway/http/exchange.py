@@ -13,9 +13,9 @@ from starlette.requests import Request
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import INFERENCE, Principal
+from gateway.api.errors import RequestFailed
 from gateway.dispatch.group import RequestGroup
 from gateway.dispatch.request import OpenRequest
-from gateway.http.failures import RequestFailed
 from gateway.request.trace import Trace
 from gateway.settings import TimeoutSettings
 from protocol.nats.clock import unix_now_ms
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class AnswerStyle(Protocol):
-    """What differs where another API than OpenAI's is answered (``surfaces.surface.Surface``)."""
+    """What differs where another API than OpenAI's is answered (``gateway.api.surface.Surface``)."""
 
     def error_body(self, error: ApiError, request_id: str) -> bytes:
         """Return the body of an error."""

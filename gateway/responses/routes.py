@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
+from gateway.api.openai_responses import refuse_included
 from gateway.responses.kept import Kept, State
 from gateway.responses.messages import Key, Unreadable
 from gateway.responses.patience import patiently
@@ -18,7 +19,6 @@ from gateway.responses.reading import follow
 from gateway.responses.store import ResponseStore
 from protocol.backoff import wait_for
 from protocol.errors import BusError, ProtocolError
-from surfaces.responses import refuse_included
 from web.answers import exchange_of, json_answer
 from web.errors import InvalidParameter, StorageUnavailable, UnknownObject
 

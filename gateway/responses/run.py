@@ -18,6 +18,8 @@ from typing import Any, Final, Protocol
 import msgspec
 from msgspec import structs
 
+from gateway.api.openai_events import ended_at, fault
+from gateway.api.openai_items import items_of
 from gateway.responses.kept import answer_id_of
 from gateway.responses.made_before import MadeBefore
 from gateway.responses.messages import THREADED_BYTES, Key, NotKept
@@ -30,8 +32,6 @@ from protocol.errors import BusError, ProtocolError
 from protocol.messages import Tokens
 from protocol.messages import encode as encode_frame
 from protocol.wire import PROTOCOL_VERSION, UNDECODABLE
-from surfaces.responses_events import ended_at, fault
-from surfaces.responses_items import items_of
 from web.errors import ApiError
 
 PENDING_BYTES: Final = 1024 * 1024  # that are not stored yet: from here on the answer is not read on

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.http_client import Exchange
-from surfaces.messages_events import MessageEvents
-from surfaces.responses_events import ResponseEvents
-from surfaces.surface import AnswerHead, EventEncoder, Usage
+from gateway.api.anthropic_events import MessageEvents
+from gateway.api.openai_events import ResponseEvents
+from gateway.api.surface import AnswerHead, EventEncoder, Usage
 from tests.chaos.mix import CHAT, MESSAGES, RESPONSES, Question
 from tests.chaos.oracle import BadAnswer, compare
 from tests.chaos.played_answers import read_played

@@ -6,7 +6,9 @@ from typing import Any
 
 import msgspec
 
+from gateway.api.anthropic_messages import Messages, counted_chat
 from gateway.api.chat_job import chat_of
+from gateway.api.openai_responses import Responses, previous_of
 from gateway.api.pooling_schema import parse_embedding, parse_rerank, parse_score
 from gateway.api.sampling import sampling_of
 from gateway.api.schema import (
@@ -19,8 +21,6 @@ from gateway.api.schema import (
 )
 from protocol.chat import decode_chat, encode_chat
 from protocol.messages import Sampling
-from surfaces.messages import Messages, counted_chat
-from surfaces.responses import Responses, previous_of
 from tests.fuzz.mutations import Form
 from web.errors import ApiError
 from web.schema import parse_body

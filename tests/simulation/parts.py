@@ -17,11 +17,11 @@ from db.money import TokenPrice
 from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry
 from gateway.api.calls import CompletionCall
-from gateway.api.prompts import CompletionsEndpoint
-from gateway.api.services import Services
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.endpoints.prompts import CompletionsEndpoint
+from gateway.endpoints.services import Services
+from gateway.http.body_reader import BodyReader
 from gateway.http.refusals import RefusalLog
-from gateway.limits.body_reader import BodyReader
 from gateway.main import FLUSH_LIMIT_S, _must_not_end
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher

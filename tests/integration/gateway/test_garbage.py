@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from benchmarks.http_client import ReadTimeouts, exchange, post_request
-from gateway.api.endpoint import Endpoint
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.endpoints.endpoint import Endpoint
 from protocol import subjects
 from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import MODEL, Start

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from fleet.settings import KubernetesSettings
-from gateway.api.routes import health_router
+from gateway.endpoints.routes import health_router
 from pool_worker.settings import ServerEngineSettings
 from protocol import subjects
 from protocol.nats.topology import QueueBounds, streams

@@ -23,8 +23,7 @@ ALLOWED = {
     "web": {"db"},
     "quotas": {"db", "protocol"},
     "tokens": {"db", "protocol", "web"},
-    "surfaces": {"protocol", "tokens", "web"},
-    "gateway": {"db", "ledger", "protocol", "quotas", "surfaces", "tokens", "web"},
+    "gateway": {"db", "ledger", "protocol", "quotas", "tokens", "web"},
     "console": {"db", "gateway", "ledger", "protocol", "quotas", "tokens", "web"},
     "pool_worker": {"engine", "protocol", "tokens"},
 }

@@ -16,8 +16,8 @@ import zstandard
 import gateway
 import tokens
 import web
-from gateway.api import openapi
-from gateway.http.failures import FAILURES, RequestFailed
+from gateway.api.errors import FAILURES, RequestFailed
+from gateway.http import openapi
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share
 from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S

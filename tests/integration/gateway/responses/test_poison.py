@@ -14,7 +14,7 @@ import openai
 import pytest
 from pydantic import SecretStr
 
-from gateway.api.responses import ResponsesEndpoint
+from gateway.endpoints.responses import ResponsesEndpoint
 from gateway.responses import runs, store
 from gateway.responses.messages import Key
 from gateway.responses.records import Run, StoredResponse, decode_stored, encode

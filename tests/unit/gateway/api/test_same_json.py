@@ -12,6 +12,8 @@ import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from gateway.api.anthropic_messages import MessagesRequest
+from gateway.api.openai_responses import ResponsesRequest
 from gateway.api.pooling_schema import parse_embedding, parse_rerank, parse_score
 from gateway.api.sampling import sampling_of
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion, parse_tokenize
@@ -20,8 +22,6 @@ from gateway.batches.message_requests import ENDPOINT, _Requests
 from gateway.batches.settings import BatchSettings
 from gateway.batches.validation import Wrong, check_line
 from protocol.messages import Sampling
-from surfaces.messages import MessagesRequest
-from surfaces.responses import ResponsesRequest
 from web.errors import ApiError
 from web.schema import parse_body
 

@@ -5,10 +5,10 @@ import pytest
 
 from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.schema import parse_chat, parse_completion
+from gateway.api.tool_fields import CalledFunction
 from gateway.limits.fields import check_grammar
 from protocol.grammar import Grammar
 from protocol.messages import Sampling
-from surfaces.tool_fields import CalledFunction
 from tests.unit.gateway.api.bodies import CALL, USER, chat, completion, tool
 from web.errors import InvalidParameter
 

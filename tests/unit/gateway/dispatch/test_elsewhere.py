@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from gateway.api.errors import RequestFailed
 from gateway.dispatch.attempts import MAX_BUSY_FAILURES, MAX_FREE_FAILURES
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import LiveRevisions
-from gateway.http.failures import RequestFailed
 from gateway.request.states import State
 from protocol.engine_stats import Paused
 from protocol.errors import ErrorCode

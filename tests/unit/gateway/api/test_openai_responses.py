@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surfaces.responses import Responses
-from surfaces.surface import AnswerHead, Usage
-from tests.unit.surfaces.test_messages import ANSWERS
+from gateway.api.openai_responses import Responses
+from gateway.api.surface import AnswerHead, Usage
+from tests.unit.gateway.api.test_anthropic_messages import ANSWERS
 from tokens.tools.source import Kind, Piece
 
 HEAD = AnswerHead("abc", 1_700_000_000, "m", 7)

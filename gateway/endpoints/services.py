@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from db.accounts.keyring import KeyRing
 from db.set_aside import SetAside
 from gateway.admission.control import AdmissionControl
-from gateway.api.keyed import KeyedRequests
 from gateway.batches.series import BatchSeries
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.http.body_reader import BodyReader
 from gateway.http.exchange import Exchange
 from gateway.http.refusals import RefusalLog
-from gateway.limits.body_reader import BodyReader
+from gateway.idempotency.keyed import KeyedRequests
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.request.trace import Trace

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from typing import Final
 
 from gateway.admission.ticket import Ticket
-from gateway.api.endpoint import CallFactory, Endpoint, JobSpec
+from gateway.api.errors import RequestFailed
 from gateway.api.pooling_calls import Inputs, PoolingCall
-from gateway.api.services import Services
 from gateway.dispatch.request import OpenRequest
+from gateway.endpoints.endpoint import CallFactory, Endpoint, JobSpec
+from gateway.endpoints.services import Services
 from gateway.http.exchange import Exchange
-from gateway.http.failures import RequestFailed
 from gateway.request.admission import Admission
 from gateway.request.mailbox import Ended
 from protocol.messages import Sampling, Vector, pack_token_ids

@@ -8,11 +8,11 @@ from gateway.api.answers import CollectedChoice, CompleteAnswer, gather
 from gateway.api.calls import ChatCall
 from gateway.api.form import form_of_parts
 from gateway.api.parsed import PieceReader, pieces_of
+from gateway.api.surface import AnswerHead, EventEncoder, Surface, Translation, Usage
 from gateway.request.chunks import Chunks
 from gateway.request.mailbox import AnyTokens
 from protocol.chat import Deltas
 from protocol.messages import Tokens
-from surfaces.surface import AnswerHead, EventEncoder, Surface, Translation, Usage
 from tokens.model_tokens import ModelTokens
 from tokens.tools.dialect import AnswerForm
 from tokens.tools.source import Kind, Piece

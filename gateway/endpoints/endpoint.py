@@ -17,16 +17,16 @@ from db.accounts.consent import consent_of
 from db.accounts.principal import Principal
 from db.money import TokenPrice
 from gateway.admission.ticket import Ticket
-from gateway.api import client_deadlines
-from gateway.api.hosted import check_trust, providers_for
-from gateway.api.keyed import IDEMPOTENCY_KEY
-from gateway.api.rate_limits import check_budget, reserve, reserve_place
+from gateway.api.errors import RequestFailed
 from gateway.api.schema import JobRequest
-from gateway.api.services import Services
 from gateway.dispatch.dispatcher import KEY_REVOKED
 from gateway.dispatch.request import OpenRequest
+from gateway.endpoints.hosted import check_trust, providers_for
+from gateway.endpoints.rate_limits import check_budget, reserve, reserve_place
+from gateway.endpoints.services import Services
+from gateway.http import client_deadlines
 from gateway.http.exchange import AnswerStyle, Exchange, Receive, Scope, Send
-from gateway.http.failures import RequestFailed
+from gateway.idempotency.keyed import IDEMPOTENCY_KEY
 from gateway.request.admission import Admission
 from gateway.request.conversation import Conversation
 from gateway.request.trace import Trace

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from pydantic import Field
 
-from surfaces.messages_events import NAMES, MessageEvents, content_of, message_of, stop_of, usage_of
-from surfaces.responses_tools import note_skipped
-from surfaces.surface import AnswerHead, Usage, field_name
+from gateway.api.anthropic_events import NAMES, MessageEvents, content_of, message_of, stop_of, usage_of
+from gateway.api.openai_tools import note_skipped
+from gateway.api.surface import AnswerHead, Usage, field_name
 from tokens.tools.source import Piece
 from web.errors import ApiError, InvalidParameter
 from web.schema import Body, parse_body, refuse_unsupported

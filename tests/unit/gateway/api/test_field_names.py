@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from surfaces.messages import Messages
-from surfaces.responses import Responses
-from surfaces.surface import AnswerHead
+from gateway.api.anthropic_messages import Messages
+from gateway.api.openai_responses import Responses
+from gateway.api.surface import AnswerHead
 from web.errors import InvalidParameter
 
 HEAD = AnswerHead("1", 0, "m", 1)

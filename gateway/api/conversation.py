@@ -5,8 +5,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from gateway.api.tool_fields import MAX_CALLS, CalledFunction, ToolCall
 from protocol.chat import Call, Turn
-from surfaces.tool_fields import MAX_CALLS, CalledFunction, ToolCall
 from web.errors import InvalidParameter
 from web.schema import Body, refuse_unsupported
 

@@ -8,10 +8,10 @@ import asyncio
 from typing import Any, Final
 
 from gateway.api.calls import AnswerEncoder
+from gateway.api.errors import RequestFailed
 from gateway.api.sse import comment, usage_fields
 from gateway.dispatch.deadlines import ACCEPT_LIMIT_S
 from gateway.http.exchange import SSE_HEADERS, Answered, Exchange
-from gateway.http.failures import RequestFailed
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
 from gateway.request.mailbox import Ended, Event, ReaderCut, StillWaiting
 from gateway.request.states import State

@@ -15,14 +15,14 @@ from msgspec.structs import replace
 from gateway.admission.ticket import Ticket
 from gateway.api.answers import CompleteAnswer
 from gateway.api.calls import CompletionCall
-from gateway.api.endpoint import Answering, Arrival, JobSpec
-from gateway.api.generation import GenerationEndpoint, capture_of
-from gateway.api.rate_limits import reserve_all
+from gateway.api.errors import RequestFailed
 from gateway.api.schema import CompletionRequest
 from gateway.dispatch.group import RequestGroup
 from gateway.dispatch.request import OpenRequest
+from gateway.endpoints.endpoint import Answering, Arrival, JobSpec
+from gateway.endpoints.generate import GenerationEndpoint, capture_of
+from gateway.endpoints.rate_limits import reserve_all
 from gateway.http.exchange import Exchange
-from gateway.http.failures import RequestFailed
 from gateway.limits.request_limits import check_prompts
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
 from gateway.request.admission import Admission

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
-from surfaces.responses_tools import ToldTool, custom_input
-from surfaces.surface import AnswerHead, Usage, renamed
+from gateway.api.openai_tools import ToldTool, custom_input
+from gateway.api.surface import AnswerHead, Usage, renamed
 from tokens.tools.calls import is_cut
 from tokens.tools.source import Kind, Piece
 from web.errors import ApiError

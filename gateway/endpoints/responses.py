@@ -11,15 +11,16 @@ from msgspec.structs import replace
 
 from db.accounts.principal import Principal
 from gateway.admission.ticket import Ticket
-from gateway.api.background import RunExchange
-from gateway.api.endpoint import Answering, Arrival
-from gateway.api.generation import GenerationEndpoint
-from gateway.api.responses_call import ResponsesCall, ResponsesCalls
-from gateway.api.services import Services
+from gateway.api.errors import RequestFailed
+from gateway.api.openai_responses import Responses, previous_of
 from gateway.dispatch.dispatcher import LEAVING
 from gateway.dispatch.request import OpenRequest
+from gateway.endpoints.background import RunExchange
+from gateway.endpoints.endpoint import Answering, Arrival
+from gateway.endpoints.generate import GenerationEndpoint
+from gateway.endpoints.responses_call import ResponsesCall, ResponsesCalls
+from gateway.endpoints.services import Services
 from gateway.http.exchange import SSE_HEADERS, Exchange
-from gateway.http.failures import RequestFailed
 from gateway.responses.conversation import continued, keep
 from gateway.responses.messages import Key, NotKept
 from gateway.responses.patience import patiently
@@ -29,7 +30,6 @@ from gateway.responses.run import BackgroundRun, Lost
 from gateway.responses.usage import TenantFull
 from protocol.errors import BusError, ProtocolError
 from protocol.wire import PROTOCOL_VERSION
-from surfaces.responses import Responses, previous_of
 from web.body import LARGE_BODY_BYTES, check_values
 from web.errors import ApiError, InvalidParameter, StorageUnavailable, too_many
 

@@ -4,15 +4,15 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
-from gateway.api.surfaces import SurfaceCall
+from gateway.api.openai_events import ResponseEvents
+from gateway.api.openai_items import Item
+from gateway.api.openai_responses import Responses, ResponsesTranslation
+from gateway.api.surface_calls import SurfaceCall
 from gateway.request.chunks import Chunks
 from gateway.responses.messages import NotKept
 from protocol.chat import Deltas
 from protocol.errors import BusError
 from protocol.messages import Tokens
-from surfaces.responses import Responses, ResponsesTranslation
-from surfaces.responses_events import ResponseEvents
-from surfaces.responses_items import Item
 from web.errors import ApiError
 
 Keeping = Callable[[dict[str, Any], list[Item]], Awaitable[None]]

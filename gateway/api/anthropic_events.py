@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from surfaces.surface import AnswerHead, Usage, joined, renamed
+from gateway.api.surface import AnswerHead, Usage, joined, renamed
 from tokens.tools.calls import HELD_TEXT, arguments_of, is_cut
 from tokens.tools.source import Kind, Piece
 from web.errors import ApiError

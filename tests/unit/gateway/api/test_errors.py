@@ -5,8 +5,8 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.api.errors import FAILURES, RequestFailed
 from gateway.http.exchange import Exchange
-from gateway.http.failures import FAILURES, RequestFailed
 from gateway.request.mailbox import Failure
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode

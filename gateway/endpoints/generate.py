@@ -5,13 +5,13 @@ from typing import TypeVar
 
 from db.accounts.consent import Consent
 from gateway.api.calls import AnswerEncoder, Call
-from gateway.api.endpoint import Endpoint, JobSpec
+from gateway.api.errors import RequestFailed
 from gateway.api.sampling import requested_max_tokens
 from gateway.api.schema import GenerationRequest
-from gateway.api.streaming import StreamWriter, usage_of
 from gateway.dispatch.request import OpenRequest
+from gateway.endpoints.endpoint import Endpoint, JobSpec
 from gateway.http.exchange import Answered, Exchange
-from gateway.http.failures import RequestFailed
+from gateway.http.reply import StreamWriter, usage_of
 from gateway.limits.fields import check_grammar
 from gateway.limits.request_limits import check_prompt_logprobs, check_shape, output_limit
 from gateway.payloads.answers import RecordedAnswer

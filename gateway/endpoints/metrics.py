@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fastapi import APIRouter, Request, Response
 
 from db.accounts.principal import METRICS
-from gateway.api.services import Services
+from gateway.endpoints.services import Services
 from gateway.http.exchange import exchange_of
 from gateway.metrics.exposition import MetricsSnapshot, exposition
 from gateway.metrics.fleet import read_fleet

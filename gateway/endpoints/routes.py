@@ -9,14 +9,14 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from db.accounts.principal import Principal
+from gateway.api.anthropic_messages import counted_chat, model_row
 from gateway.api.calls import ChatCall
 from gateway.api.form import tools_for_template
-from gateway.api.rate_limits import counted
 from gateway.api.schema import DetokenizeRequest, TokenizeRequest, parse_tokenize
-from gateway.api.services import Services
+from gateway.endpoints.rate_limits import counted
+from gateway.endpoints.services import Services
 from gateway.http.exchange import Exchange, exchange_of
 from gateway.limits.request_limits import check_shape
-from surfaces.messages import counted_chat, model_row
 from tokens.model_tokens import ModelTokens
 from web.answers import body_schema, encode_json, json_answer
 from web.body import check_values

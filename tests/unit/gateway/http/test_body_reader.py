@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.limits.body_reader import BodyReader
+from gateway.http.body_reader import BodyReader
 from gateway.settings import LimitSettings
 from web.body import LARGE_BODY_BYTES
 from web.compressed import FREE_BYTES, MAX_RATIO

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gateway.api.calls import ChatCall
-from gateway.api.streaming import StreamWriter
 from gateway.dispatch.request import OpenRequest
 from gateway.http.exchange import ABORT_KEY, Exchange
+from gateway.http.reply import StreamWriter
 from gateway.request.mailbox import Failure
 from gateway.request.states import State
 from gateway.settings import TimeoutSettings

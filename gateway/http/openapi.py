@@ -8,11 +8,11 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from gateway.api.anthropic_messages import CountTokensRequest, MessagesRequest
+from gateway.api.errors import FAILURES, RequestFailed
+from gateway.api.openai_responses import ResponsesRequest
 from gateway.api.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from gateway.http.failures import FAILURES, RequestFailed
-from surfaces.messages import CountTokensRequest, MessagesRequest
-from surfaces.responses import ResponsesRequest
 from web import errors, openapi_content
 from web.errors import ApiError
 from web.schema import Body

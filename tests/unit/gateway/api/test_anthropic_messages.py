@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surfaces.messages import Messages
-from surfaces.surface import AnswerHead, Usage
+from gateway.api.anthropic_messages import Messages
+from gateway.api.surface import AnswerHead, Usage
 from tokens.tools.source import Kind, Piece
 from web.errors import InvalidParameter
 
