@@ -21,16 +21,16 @@ from console.settings import LoginSettings
 from db.money import CLIENTS, MACHINE, ConfiguredPrice, Price, nano_usd
 from db.url import DatabaseUrl
 from fleet.settings import FleetSettings
-from gateway.batches.settings import BatchSettings
-from gateway.idempotency.settings import IdempotencySettings
-from gateway.responses.settings import ResponseSettings
 from gateway.settings import (
+    BatchSettings,
     ConnectionSettings,
     GatewaySettings,
+    IdempotencySettings,
     LimitSettings,
     ModelSettings,
     Origin,
     PriceSettings,
+    ResponseSettings,
     TenantSettings,
     TimeoutSettings,
 )

@@ -13,8 +13,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
-from gateway.batches.settings import BatchSettings
 from gateway.batches.validation import MAX_DEPTH, is_deeper
+from gateway.settings import BatchSettings
 from protocol.wire import UNDECODABLE
 from web.body import MAX_BODY_VALUES, check_values
 from web.errors import BodyTooLarge, InvalidParameter, MalformedJson

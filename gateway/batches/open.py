@@ -16,10 +16,10 @@ from gateway.batches.room import Admission, Room
 from gateway.batches.run import Feeding
 from gateway.batches.series import BatchSeries
 from gateway.batches.services import BatchServices, Counted, Threads
-from gateway.batches.settings import BatchSettings
 from gateway.batches.storage.registry import open_storage
 from gateway.batches.store import Batches
 from gateway.batches.upload_slots import UploadSlots
+from gateway.settings import BatchSettings
 from protocol.nats.bus import Bus
 
 INDEXES: Final = "batches"  # a folder below the data folder

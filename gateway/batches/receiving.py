@@ -15,9 +15,9 @@ from db.accounts.principal import Principal
 from db.errors import SQL_ERRORS
 from gateway.batches.files import File, Part
 from gateway.batches.services import BatchServices
-from gateway.batches.settings import BatchSettings
 from gateway.batches.storage.base import StorageError, Writer
 from gateway.batches.upload_slots import Pace, Slot
+from gateway.settings import BatchSettings
 from protocol.nats.clock import unix_now_ms
 from web.answers import exchange_of
 from web.body import refuse_compressed

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-from gateway.batches.settings import BatchSettings
+from gateway.settings import BatchSettings
 from protocol.subjects import LOW_LANE
 
 FIRST_LIMIT: Final = 16.0

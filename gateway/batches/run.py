@@ -33,10 +33,10 @@ from gateway.batches.lines import (
 from gateway.batches.results import Results
 from gateway.batches.room import Room, Window
 from gateway.batches.series import BatchSeries
-from gateway.batches.settings import BatchSettings
 from gateway.batches.states import ANTHROPIC, Status
 from gateway.batches.store import Batch, Batches, Counts
 from gateway.batches.validation import LineError
+from gateway.settings import BatchSettings
 from protocol.backoff import backoff_s, wait_for
 from protocol.nats.clock import unix_now_ms
 from protocol.subjects import queue_of

@@ -10,9 +10,9 @@ from typing import Protocol, TypeVar
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
 from gateway.batches.files import Files
-from gateway.batches.settings import BatchSettings
 from gateway.batches.store import Batches
 from gateway.batches.upload_slots import UploadSlots
+from gateway.settings import BatchSettings
 from web.answers import Exchange
 
 _Result = TypeVar("_Result")

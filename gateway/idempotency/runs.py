@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from gateway.idempotency.recording import Recording
-from gateway.idempotency.settings import IdempotencySettings
+from gateway.settings import IdempotencySettings
 
 
 class Run:

@@ -19,8 +19,8 @@ from gateway.responses.patience import patiently
 from gateway.responses.records import Question, Run, decode_question, encode
 from gateway.responses.run import MAX_REASON_CHARS, BackgroundRun, Lost, owned, tried
 from gateway.responses.series import RunSeries
-from gateway.responses.settings import ResponseSettings
 from gateway.responses.store import HELD_FOR_EVENTS_BYTES, ResponseStore
+from gateway.settings import ResponseSettings
 from ledger.webhooks.events import EventType, publish_finished
 from protocol import subjects, wire
 from protocol.backoff import backoff_s, wait_for

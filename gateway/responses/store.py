@@ -25,9 +25,9 @@ from nats.aio.msg import Msg
 from gateway.responses.kept import Kept
 from gateway.responses.messages import Found, Key, Messages, Placed, Sealed, Unreadable
 from gateway.responses.records import EventsPart, Run, StoredResponse, decode_part, decode_run, decode_stored, encode
-from gateway.responses.settings import ResponseSettings
 from gateway.responses.shares import MAX_OPENED_BODIES, MAX_OPENED_PART_BODIES, Shares
 from gateway.responses.usage import TenantUsages
+from gateway.settings import ResponseSettings
 from ledger.payloads.sealing import Sealer
 from protocol.errors import BusError
 from protocol.nats.bus import Bus

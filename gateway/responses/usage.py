@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Final, NamedTuple
 
 from gateway.responses.messages import KIB, Key, Messages, NotKept
-from gateway.responses.settings import ResponseSettings
+from gateway.settings import ResponseSettings
 from protocol import subjects
 
 USAGE_AGE_S: Final = 10.0  # how old a tenant's usage may be

@@ -7,9 +7,9 @@ import boto3
 import certifi
 import pytest
 
-from gateway.batches.settings import BatchSettings, S3Settings
 from gateway.batches.storage.base import Storage, StorageError
 from gateway.batches.storage.registry import open_storage
+from gateway.settings import BatchSettings, S3Settings
 
 MIB = 1024 * 1024
 

@@ -19,7 +19,7 @@ import pytest
 from fleet.drivers.ec2 import Ec2Driver
 from fleet.machine import FLEET_LABEL, Order, labels_of, new_machine_id
 from fleet.settings import Ec2Settings, FleetSettings
-from gateway.batches.settings import S3Settings
+from gateway.settings import S3Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/deploy/aws.md"

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Final
 
-from gateway.batches.settings import BatchSettings
 from gateway.batches.storage.base import Storage
 from gateway.batches.storage.local import LocalStorage
+from gateway.settings import BatchSettings
 
 FOLDER: Final = "files"  # below the data folder
 

@@ -9,8 +9,8 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from gateway.batches.settings import S3Settings
 from gateway.batches.storage.base import StorageError, Writer
+from gateway.settings import S3Settings
 
 if TYPE_CHECKING:
     from obstore.store import S3Config

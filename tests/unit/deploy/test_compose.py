@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from gateway.batches.storage.registry import FOLDER
-from gateway.idempotency.settings import IdempotencySettings
-from gateway.settings import LimitSettings
+from gateway.settings import IdempotencySettings, LimitSettings
 from pool_worker.settings import LocalEngineSettings
 from spillway.config import Config, load_config
 from tests.unit.deploy.description import (

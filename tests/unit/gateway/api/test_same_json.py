@@ -19,8 +19,8 @@ from gateway.api.sampling import sampling_of
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion, parse_tokenize
 from gateway.batches.lines import decode_line
 from gateway.batches.message_requests import ENDPOINT, _Requests
-from gateway.batches.settings import BatchSettings
 from gateway.batches.validation import Wrong, check_line
+from gateway.settings import BatchSettings
 from protocol.messages import Sampling
 from web.errors import ApiError
 from web.schema import parse_body

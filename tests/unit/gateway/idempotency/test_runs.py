@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 from gateway.idempotency.runs import Run, Runs
-from gateway.idempotency.settings import IdempotencySettings
 from gateway.idempotency.sharing import claim_state_of, part_of
+from gateway.settings import IdempotencySettings
 from protocol.idempotency import MAX_PART_BYTES, ClaimState
 from tests.waiting import HANGS_S
 
