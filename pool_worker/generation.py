@@ -14,13 +14,13 @@ from engine.types import TokenLogprob as EngineLogprob
 from pool_worker.engines.base import Engine
 from pool_worker.engines.chat import ChatPoint, ChatRequest
 from protocol.chat import TAKES_MESSAGES, decode_chat
+from protocol.dialects.dialect import AnswerForm, ContentFinder
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar as WireGrammar
 from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.messages import Job, Markup, Sampling, unpack_token_ids
 from protocol.pooling import Pooling
 from protocol.sampling_defaults import SAMPLING_DEFAULTS, sampling_defaults
-from tokens.tools.dialect import AnswerForm, ContentFinder
 
 
 def prompt_tokens_of(job: Job) -> int:

@@ -54,7 +54,7 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 
 
 class Markup(Struct, frozen=True, omit_defaults=True):
-    """The formats by which an answer's visible content is told from its reasoning and calls (``tokens.tools``)."""
+    """The formats by which an answer's visible content is told from its reasoning and calls (``protocol.dialects``)."""
 
     tool_parser: str
     reasoning_parser: str

@@ -19,6 +19,7 @@ from nats.aio.msg import Msg
 from db.accounts.principal import Principal
 from protocol import subjects
 from protocol.chat import NO_TOKENIZER
+from protocol.dialects.dialect import Dialect
 from protocol.errors import BusError, ProtocolError
 from protocol.messages import ModelCard
 from protocol.nats.artifacts import read_model_card, tokenizer_name, tokenizer_object_name
@@ -38,7 +39,6 @@ from tokens.encoders import (
 )
 from tokens.model_tokens import AnyTemplate, ModelTokens
 from tokens.settings import ModelTokenSettings, canonical_names
-from tokens.tools.dialect import Dialect
 from web.errors import ModelNotFound, ModelNotReady, Overloaded
 
 RETRY_S: Final = 2.0

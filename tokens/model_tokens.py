@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
+from protocol.dialects.dialect import Dialect
+from protocol.dialects.generic import with_tool_prompt
 from protocol.pooling import PoolingCard
 from tokens.chat_template import BeyondLimits, ChatTemplate, up_to_content
 from tokens.control_tokens import ControlTokens
 from tokens.encoder_pool import EncoderPool
 from tokens.encoders import EncodedPair, Encoder
 from tokens.renderer import Renderer
-from tokens.tools.dialect import Dialect
-from tokens.tools.generic import with_tool_prompt
 from tokens.turns import STRICT, STRICTEST, TOOLS_DESCRIBED, fitted
 from web.errors import ContextLengthExceeded, InvalidParameter
 

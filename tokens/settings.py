@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
+from protocol.dialects.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
 from protocol.settings import PositiveInt, Settings
-from tokens.tools.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
 
 
 def _one_of(known: Collection[str]) -> AfterValidator:

@@ -17,8 +17,8 @@ from gateway.api.schema_check import SchemaCheck, calls_of
 from gateway.api.sse import answer_head
 from gateway.request.mailbox import AnyTokens, HeldLogprobs, HeldTokens, read_logprobs
 from protocol.chat import Deltas, Part
+from protocol.dialects.dialect import AnswerForm, AnswerParser
 from protocol.logprobs import PromptLogprob, TokenLogprob
-from tokens.tools.dialect import AnswerForm, AnswerParser
 from web.answers import encode_json
 
 FRAMES_AT_ONCE: Final = 1024  # are put together before others' requests get their turn: some 2 ms

@@ -10,8 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from gateway.api.surface import AnswerHead, Usage, joined, renamed
-from tokens.tools.calls import HELD_TEXT, arguments_of, is_cut
-from tokens.tools.source import Kind, Piece
+from protocol.dialects.calls import HELD_TEXT, arguments_of, is_cut
+from protocol.dialects.source import Kind, Piece
 from web.errors import ApiError
 
 SIGNATURE: Final = "unsigned"  # clients want one; nothing here checks it when it comes back

@@ -46,9 +46,9 @@ from gateway.request.chunks import Chunks
 from gateway.request.conversation import Conversation
 from gateway.request.mailbox import AnyTokens
 from protocol.chat import NO_TOKENIZER, Part
+from protocol.dialects.dialect import AnswerForm
 from protocol.messages import Sampling
 from tokens.model_tokens import ModelTokens
-from tokens.tools.dialect import AnswerForm
 from web.errors import ApiError, InvalidParameter
 
 

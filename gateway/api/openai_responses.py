@@ -13,7 +13,7 @@ from gateway.api.openai_events import NAMES, ResponseEvents
 from gateway.api.openai_items import SCHEMA_FIELDS, Item, fields_of, known_choice, known_item, known_tool, stored_items
 from gateway.api.openai_tools import INPUT, NAMESPACE_MARK, ToolList, content_of, foreign_messages, listed, text_of
 from gateway.api.surface import AnswerHead, Usage, field_name, joined, renamed
-from tokens.tools.source import Piece
+from protocol.dialects.source import Piece
 from web.errors import ApiError, InvalidParameter
 from web.schema import Body, parse_body, refuse_unsupported
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from gateway.api.openai_items import FOREIGN_CALLS, FOREIGN_OUTPUTS, FOREIGN_SKIPPED, TEXT_PARTS, Item
-from tokens.tools.calls import arguments_of
+from protocol.dialects.calls import arguments_of
 from web.errors import InvalidParameter
 from web.schema import refuse_fields
 

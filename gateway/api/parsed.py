@@ -7,10 +7,10 @@ from gateway.api.answer_options import DEFAULT_OPTIONS, AnswerOptions
 from gateway.api.logprobs import chat_logprobs
 from gateway.api.sse import ChunkEnvelope, answer_head
 from protocol.chat import Deltas, Part
+from protocol.dialects.calls import is_cut
+from protocol.dialects.dialect import AnswerForm, AnswerParser
+from protocol.dialects.source import Kind, Piece
 from protocol.messages import Tokens
-from tokens.tools.calls import is_cut
-from tokens.tools.dialect import AnswerForm, AnswerParser
-from tokens.tools.source import Kind, Piece
 from web.answers import encode_json
 
 # What a message has that holds calls, and the finish reason that says so; the second is OpenAI's older form.

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from tokens.tools.source import Kind, Piece
+from protocol.dialects.source import Kind, Piece
 from web.errors import ApiError
 
 

@@ -12,10 +12,10 @@ from gateway.api.surface import AnswerHead, EventEncoder, Surface, Translation, 
 from gateway.request.chunks import Chunks
 from gateway.request.mailbox import AnyTokens
 from protocol.chat import Deltas
+from protocol.dialects.dialect import AnswerForm
+from protocol.dialects.source import Kind, Piece
 from protocol.messages import Tokens
 from tokens.model_tokens import ModelTokens
-from tokens.tools.dialect import AnswerForm
-from tokens.tools.source import Kind, Piece
 from web.answers import encode_json
 from web.errors import ApiError
 

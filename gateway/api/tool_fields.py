@@ -6,8 +6,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from tokens.tools.base import Tool
-from tokens.tools.calls import HELD_TEXT, arguments_of
+from protocol.dialects.base import Tool
+from protocol.dialects.calls import HELD_TEXT, arguments_of
 from tokens.turns import Arguments
 from web.errors import InvalidParameter
 

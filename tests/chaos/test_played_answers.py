@@ -11,10 +11,10 @@ from benchmarks.http_client import Exchange
 from gateway.api.anthropic_events import MessageEvents
 from gateway.api.openai_events import ResponseEvents
 from gateway.api.surface import AnswerHead, EventEncoder, Usage
+from protocol.dialects.source import Kind, Piece
 from tests.chaos.mix import CHAT, MESSAGES, RESPONSES, Question
 from tests.chaos.oracle import BadAnswer, compare
 from tests.chaos.played_answers import read_played
-from tokens.tools.source import Kind, Piece
 
 HEAD = AnswerHead("1", 2, "m", 9)
 USAGE = Usage(prompt_tokens=9, cached_tokens=3, completion_tokens=7, reasoning_tokens=2)

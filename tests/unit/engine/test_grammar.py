@@ -19,6 +19,7 @@ from engine import GenerationRequest, LLMEngine, RequestRejected, ResumePoint, S
 from engine.grammar import COMPILING_THREADS, CompiledGrammar, Family, GrammarCompiler, Matcher
 from engine.grammar import _source as grammar_source
 from engine.types import Grammar, GrammarKind, Refusal
+from protocol.dialects.lark import LarkGrammar
 from tests.unit.engine.tiny_models import (
     EOS_ID,
     SHAPE,
@@ -32,7 +33,6 @@ from tests.unit.engine.tiny_models import (
     run,
 )
 from tests.waiting import HANGS_S
-from tokens.tools.lark import LarkGrammar
 
 SCHEMAS = 150
 VOCABULARY = byte_level_tokenizer().get_vocab()

@@ -25,7 +25,7 @@ ALLOWED = {
     "tokens": {"db", "protocol", "web"},
     "gateway": {"db", "ledger", "protocol", "quotas", "tokens", "web"},
     "console": {"db", "gateway", "ledger", "protocol", "quotas", "tokens", "web"},
-    "pool_worker": {"engine", "protocol", "tokens"},
+    "pool_worker": {"engine", "protocol"},
 }
 ALLOWED["spillway"] = set(ALLOWED)
 

@@ -10,11 +10,11 @@ from engine.output_text import OutputText
 from engine.stop_strings import ContentStopStrings
 from engine.types import SamplingParams
 from pool_worker.generation import content_finder
+from protocol.dialects.dialect import AnswerForm, Dialect
 from protocol.messages import Markup
 from tests.unit.engine.tiny_models import byte_level_tokenizer
-from tests.unit.tokens.tools.format_cases import CASES
-from tests.unit.tokens.tools.test_formats import TOOLS, Told, told
-from tokens.tools.dialect import AnswerForm, Dialect
+from tests.unit.protocol.dialects.format_cases import CASES
+from tests.unit.protocol.dialects.test_formats import TOOLS, Told, told
 
 NAMES = tuple(tool.name for tool in TOOLS)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"s": "a\\nb. END"}}\n</tool_call>'

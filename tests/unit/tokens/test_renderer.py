@@ -12,7 +12,7 @@ import pytest
 from gateway.api.schema import parse_chat
 from tests import tool_templates
 from tests.small_tokenizer import BOS
-from tests.unit.tokens.tools.test_prompts import CONVERSATION, WEATHER
+from tests.unit.protocol.dialects.test_prompts import CONVERSATION, WEATHER
 from tokens.chat_template import ChatTemplate
 from tokens.renderer import Renderer, RendererDied
 from web.errors import InvalidParameter, Overloaded

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.api.anthropic_messages import Messages
 from gateway.api.surface import AnswerHead, Usage
-from tokens.tools.source import Kind, Piece
+from protocol.dialects.source import Kind, Piece
 from web.errors import InvalidParameter
 
 HEAD = AnswerHead("abc", 1_700_000_000, "m", 7)

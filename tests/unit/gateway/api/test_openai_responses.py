@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from gateway.api.openai_responses import Responses
 from gateway.api.surface import AnswerHead, Usage
+from protocol.dialects.source import Kind, Piece
 from tests.unit.gateway.api.test_anthropic_messages import ANSWERS
-from tokens.tools.source import Kind, Piece
 
 HEAD = AnswerHead("abc", 1_700_000_000, "m", 7)
 USAGE = Usage(7, 4, 9, 3)

@@ -9,8 +9,8 @@ from gateway.api.answers import ChoiceContent, chat_answer, choice_object, gathe
 from gateway.api.parsed import ParsedChatChunks
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
 from protocol.chat import ChatUsage, Deltas, Part
+from protocol.dialects.dialect import PLAIN, AnswerForm
 from protocol.messages import Tokens
-from tokens.tools.dialect import PLAIN, AnswerForm
 
 THOUGHT = Part("reasoning", "Hm.")
 CALLS = (

@@ -9,11 +9,11 @@ Let me see.
 from collections.abc import Sequence
 from typing import Final
 
-from tokens.tools.base import Schemas, Tool
-from tokens.tools.calls import read_call
-from tokens.tools.lark import LarkGrammar, literal
-from tokens.tools.marked import free_text, json_calls, new_call_id, repeated
-from tokens.tools.source import Kind, Reading, Source
+from protocol.dialects.base import Schemas, Tool
+from protocol.dialects.calls import read_call
+from protocol.dialects.lark import LarkGrammar, literal
+from protocol.dialects.marked import free_text, json_calls, new_call_id, repeated
+from protocol.dialects.source import Kind, Reading, Source
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from protocol.dialects.base import Tool
+from protocol.dialects.dialect import AnswerForm, Dialect
+from protocol.dialects.generic import with_tool_prompt
 from tests.agents.template_rules import RULES
 from tests.chat_templates import ALTERNATING, NO_SYSTEM
 from tests.small_tokenizer import CHATML, byte_tokenizer_json
@@ -12,9 +15,6 @@ from tokens.cards import usable_template
 from tokens.encoder_pool import EncoderPool
 from tokens.encoders import HuggingFaceEncoder
 from tokens.model_tokens import ModelTokens
-from tokens.tools.base import Tool
-from tokens.tools.dialect import AnswerForm, Dialect
-from tokens.tools.generic import with_tool_prompt
 
 LOOK = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": LOOK}]

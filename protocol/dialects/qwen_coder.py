@@ -11,7 +11,7 @@ Paris
 
 from typing import Final
 
-from tokens.tools.tagged import Tags
+from protocol.dialects.tagged import Tags
 
 QWEN_CODER: Final = Tags(
     before_name="<function=",

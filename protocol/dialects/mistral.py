@@ -12,11 +12,11 @@ import string
 from collections.abc import Sequence
 from typing import Final
 
-from tokens.tools.base import Schemas, Tool
-from tokens.tools.calls import pass_arguments, read_call
-from tokens.tools.lark import LarkGrammar, literal, one_of
-from tokens.tools.marked import free_text, json_calls, repeated
-from tokens.tools.source import Kind, Reading, Source
+from protocol.dialects.base import Schemas, Tool
+from protocol.dialects.calls import pass_arguments, read_call
+from protocol.dialects.lark import LarkGrammar, literal, one_of
+from protocol.dialects.marked import free_text, json_calls, repeated
+from protocol.dialects.source import Kind, Reading, Source
 
 OPEN: Final = "[TOOL_CALLS]"
 ARGS: Final = "[ARGS]"

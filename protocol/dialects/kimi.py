@@ -9,8 +9,8 @@ without the line end. Its templates write the id instead of the name into later 
 import re
 from typing import Final
 
-from tokens.tools.lark import LarkGrammar, literal
-from tokens.tools.sections import Section
+from protocol.dialects.lark import LarkGrammar, literal
+from protocol.dialects.sections import Section
 
 OPENS: Final = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")  # the model sometimes writes the second
 CALL: Final = "<|tool_call_begin|>"

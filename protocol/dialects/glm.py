@@ -8,7 +8,7 @@
 
 from typing import Final
 
-from tokens.tools.tagged import Tags
+from protocol.dialects.tagged import Tags
 
 GLM: Final = Tags(
     before_name="",

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.tokens.tools.format_cases import (
+from protocol.dialects.base import Tool
+from protocol.dialects.dialect import AnswerForm, Dialect
+from protocol.dialects.source import MAX_HELD_CHARS, MAX_LAYOUT_CHARS, Kind
+from tests.unit.protocol.dialects.format_cases import (
     BEGIN,
     CALL,
     CALLED,
@@ -22,9 +25,6 @@ from tests.unit.tokens.tools.format_cases import (
     KIMI_SEP,
     SEP,
 )
-from tokens.tools.base import Tool
-from tokens.tools.dialect import AnswerForm, Dialect
-from tokens.tools.source import MAX_HELD_CHARS, MAX_LAYOUT_CHARS, Kind
 
 TYPES = {"a": "integer", "city": "string", "b": "boolean", "o": "object", "s": ["string", "null"], "l": "array"}
 OTHERS: dict[str, object] = {

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection
 from typing import Any, Final
 
-from tokens.tools.source import MAX_HELD_CHARS, Kind, Reading, Source
+from protocol.dialects.source import MAX_HELD_CHARS, Kind, Reading, Source
 
 ARGUMENT_KEYS: Final = frozenset({"arguments", "parameters"})
 NO_ARGUMENTS: Final = "{}"

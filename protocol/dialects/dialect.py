@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from protocol.grammar import Grammar
-from protocol.messages import Markup
-from tokens.tools.base import MAX_FORCED_CALLS, Tool, ToolFormat
-from tokens.tools.lark import LarkGrammar
-from tokens.tools.marked import new_call_id
-from tokens.tools.registry import (
+from protocol.dialects.base import MAX_FORCED_CALLS, Tool, ToolFormat
+from protocol.dialects.lark import LarkGrammar
+from protocol.dialects.marked import new_call_id
+from protocol.dialects.registry import (
     GENERIC,
     HARMONY,
     NONE,
@@ -20,8 +18,10 @@ from tokens.tools.registry import (
     reasoning_parser_of,
     tool_parser_of,
 )
-from tokens.tools.source import Kind, Piece, Reading, Source
-from tokens.tools.thinking import Thinking
+from protocol.dialects.source import Kind, Piece, Reading, Source
+from protocol.dialects.thinking import Thinking
+from protocol.grammar import Grammar
+from protocol.messages import Markup
 
 FIELD: Final = "tools"  # the request's field to name when the grammar of its calls is refused
 ANY_OBJECT: Final = {"type": "object"}
@@ -92,7 +92,7 @@ class Dialect:
 
     @property
     def is_generic(self) -> bool:
-        """True if the prompt describes tools, as the template does not: ``tokens.tools.generic``."""
+        """True if the prompt describes tools, as the template does not: ``protocol.dialects.generic``."""
         return self.tool_parser == GENERIC
 
     @property

@@ -3,8 +3,8 @@
 import secrets
 from collections.abc import Sequence
 
-from tokens.tools.base import Tool
-from tokens.tools.lark import TEXT, LarkGrammar, literal, one_of
+from protocol.dialects.base import Tool
+from protocol.dialects.lark import TEXT, LarkGrammar, literal, one_of
 
 
 def new_call_id() -> str:

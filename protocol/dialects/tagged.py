@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tokens.tools.arguments import (
+from protocol.dialects.arguments import (
     TEXT_OR_NULL,
     alternatives_of,
     as_json,
@@ -18,10 +18,10 @@ from tokens.tools.arguments import (
     types_of,
     values_of,
 )
-from tokens.tools.base import Schemas, Tool
-from tokens.tools.lark import LarkGrammar, literal, one_of
-from tokens.tools.marked import free_text, new_call_id, repeated
-from tokens.tools.source import MAX_HELD_CHARS, Kind, Reading, Source
+from protocol.dialects.base import Schemas, Tool
+from protocol.dialects.lark import LarkGrammar, literal, one_of
+from protocol.dialects.marked import free_text, new_call_id, repeated
+from protocol.dialects.source import MAX_HELD_CHARS, Kind, Reading, Source
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"

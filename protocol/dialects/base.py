@@ -5,8 +5,8 @@ from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
-from tokens.tools.lark import LarkGrammar
-from tokens.tools.source import Reading, Source
+from protocol.dialects.lark import LarkGrammar
+from protocol.dialects.source import Reading, Source
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of each tool, by its name
 

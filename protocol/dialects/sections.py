@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tokens.tools.base import Schemas, Tool
-from tokens.tools.calls import NO_ARGUMENTS
-from tokens.tools.lark import TEXT, LarkGrammar, literal, one_of
-from tokens.tools.marked import new_call_id, repeated
-from tokens.tools.source import Kind, Reading, Source
+from protocol.dialects.base import Schemas, Tool
+from protocol.dialects.calls import NO_ARGUMENTS
+from protocol.dialects.lark import TEXT, LarkGrammar, literal, one_of
+from protocol.dialects.marked import new_call_id, repeated
+from protocol.dialects.source import Kind, Reading, Source
 
 MAX_HEAD_CHARS: Final = 256
 

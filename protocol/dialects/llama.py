@@ -9,11 +9,11 @@ call must name one of the request's tools.
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from tokens.tools.base import Schemas, Tool
-from tokens.tools.calls import read_call
-from tokens.tools.lark import LarkGrammar
-from tokens.tools.marked import json_calls, new_call_id
-from tokens.tools.source import Kind, Reading, Source
+from protocol.dialects.base import Schemas, Tool
+from protocol.dialects.calls import read_call
+from protocol.dialects.lark import LarkGrammar
+from protocol.dialects.marked import json_calls, new_call_id
+from protocol.dialects.source import Kind, Reading, Source
 
 PYTHON_TAG: Final = "<|python_tag|>"
 

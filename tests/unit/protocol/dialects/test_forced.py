@@ -13,14 +13,14 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from engine import GenerationRequest, LLMEngine, ResumePoint, SamplingParams
 from engine.types import Grammar
+from protocol.dialects.base import Tool
+from protocol.dialects.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from protocol.dialects.dialect import AnswerForm, Dialect
+from protocol.dialects.kimi import KIMI_K2
+from protocol.dialects.sections import SectionFormat
+from protocol.dialects.source import Kind
 from protocol.grammar import Grammar as WireGrammar
 from tests.unit.engine.tiny_models import EOS_ID, SHAPE, Answer, byte_level_tokenizer, make_engine, make_model, run
-from tokens.tools.base import Tool
-from tokens.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
-from tokens.tools.dialect import AnswerForm, Dialect
-from tokens.tools.kimi import KIMI_K2
-from tokens.tools.sections import SectionFormat
-from tokens.tools.source import Kind
 
 pytestmark = pytest.mark.slow
 PROMPT = (5, 6, 7)

@@ -11,10 +11,10 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from tokens.tools.base import Schemas, Tool
-from tokens.tools.lark import TEXT, LarkGrammar, literal, one_of
-from tokens.tools.marked import new_call_id
-from tokens.tools.source import Kind, Reading, Source
+from protocol.dialects.base import Schemas, Tool
+from protocol.dialects.lark import TEXT, LarkGrammar, literal, one_of
+from protocol.dialects.marked import new_call_id
+from protocol.dialects.source import Kind, Reading, Source
 
 START: Final = "<|start|>"
 CHANNEL: Final = "<|channel|>"

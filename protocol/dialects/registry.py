@@ -5,24 +5,24 @@ Some have the same names as in vLLM.
 
 from typing import Final
 
-from tokens.tools.base import ToolFormat
-from tokens.tools.deepseek import CALL as DEEPSEEK_CALL
-from tokens.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, FENCE
-from tokens.tools.glm import GLM
-from tokens.tools.harmony import HarmonyFormat
-from tokens.tools.hermes import HermesFormat
-from tokens.tools.kimi import CALL as KIMI_CALL
-from tokens.tools.kimi import KIMI_K2
-from tokens.tools.llama import LlamaFormat
-from tokens.tools.mistral import ARGS, MistralFormat
-from tokens.tools.qwen_coder import QWEN_CODER
-from tokens.tools.sections import SectionFormat
-from tokens.tools.tagged import TaggedFormat
-from tokens.tools.thinking import Thinking
+from protocol.dialects.base import ToolFormat
+from protocol.dialects.deepseek import CALL as DEEPSEEK_CALL
+from protocol.dialects.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, FENCE
+from protocol.dialects.glm import GLM
+from protocol.dialects.harmony import HarmonyFormat
+from protocol.dialects.hermes import HermesFormat
+from protocol.dialects.kimi import CALL as KIMI_CALL
+from protocol.dialects.kimi import KIMI_K2
+from protocol.dialects.llama import LlamaFormat
+from protocol.dialects.mistral import ARGS, MistralFormat
+from protocol.dialects.qwen_coder import QWEN_CODER
+from protocol.dialects.sections import SectionFormat
+from protocol.dialects.tagged import TaggedFormat
+from protocol.dialects.thinking import Thinking
 
 NONE: Final = "none"
 HARMONY: Final = "harmony"
-GENERIC: Final = "generic"  # for templates that know no tools: tokens.tools.generic
+GENERIC: Final = "generic"  # for templates that know no tools: protocol.dialects.generic
 _THINK: Final = Thinking("<think>", "</think>")
 _GLM: Final = TaggedFormat(GLM)
 

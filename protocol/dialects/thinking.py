@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from tokens.tools.lark import SPACE, LarkGrammar
-from tokens.tools.source import Kind, Reading, Source
+from protocol.dialects.lark import SPACE, LarkGrammar
+from protocol.dialects.source import Kind, Reading, Source
 
 
 @dataclass(frozen=True)

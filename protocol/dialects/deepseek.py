@@ -15,8 +15,8 @@ import re
 from dataclasses import replace
 from typing import Final
 
-from tokens.tools.lark import LarkGrammar, literal
-from tokens.tools.sections import Section
+from protocol.dialects.lark import LarkGrammar, literal
+from protocol.dialects.sections import Section
 
 CALL: Final = "<｜tool▁call▁begin｜>"
 SEPARATOR: Final = "<｜tool▁sep｜>"
