@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.tokenizing.templates import ChatTemplate
 from pool_worker.engines.scripted_words import CHAT_TEMPLATE, Script, build_tokenizer
-from tokens.chat_template import ChatTemplate
 
 
 class ScriptedAnswers:

@@ -16,7 +16,7 @@ from console.services import ConsoleServices
 from console.settings import ConsoleSettings, LoginSettings
 from gateway.mount import GatewayParts, Mount, Mounted
 from gateway.settings import GatewaySettings
-from tokens.settings import canonical_names
+from gateway.tokenizing.settings import canonical_names
 
 
 def mount(login: LoginSettings) -> Mount:

@@ -44,6 +44,8 @@ from gateway.responses.runs import BackgroundRuns
 from gateway.responses.shares import ReadShares
 from gateway.responses.store import ResponseStore
 from gateway.settings import LEAVE_S, GatewaySettings
+from gateway.tokenizing.catalog import ModelCatalog
+from gateway.tokenizing.settings import canonical_names
 from ledger.payloads.sealing import SEALED_BEFORE, Sealer, parse_keys
 from ledger.webhooks.state import StateView
 from protocol import garbage, subjects
@@ -56,8 +58,6 @@ from protocol.signals import on_stop_signals
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
 from quotas.seeds import RollupLedger
-from tokens.catalog import ModelCatalog
-from tokens.settings import canonical_names
 
 if TYPE_CHECKING:
     from gateway.traces import RequestTraces

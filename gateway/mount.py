@@ -13,8 +13,8 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.failovers import RecentFailovers
 from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings
+from gateway.tokenizing.catalog import ModelCatalog
 from protocol.nats.bus import Bus
-from tokens.catalog import ModelCatalog
 from web.schema import Body
 
 

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, SecretStr
 
 from db.accounts.hosted import why_no_leave
 from db.money import CLIENTS, TokenPrice, nano_usd
+from gateway.tokenizing.settings import ModelTokenSettings
 from ledger.settings import PayloadSettings
 from ledger.webhooks.settings import WebhookSettings
 from protocol.nats.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
@@ -15,7 +16,6 @@ from protocol.settings import HttpUrlText, PositiveInt, PositiveSeconds, Setting
 from protocol.subjects import queue_of
 from protocol.telemetry import TelemetrySettings
 from quotas.account_store import REACH_LIMIT_S
-from tokens.settings import ModelTokenSettings
 
 
 class S3Settings(Settings):

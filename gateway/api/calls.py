@@ -45,10 +45,10 @@ from gateway.api.token_ids import with_token_ids
 from gateway.request.chunks import Chunks
 from gateway.request.conversation import Conversation
 from gateway.request.mailbox import AnyTokens
+from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.chat import NO_TOKENIZER, Part
 from protocol.dialects.dialect import AnswerForm
 from protocol.messages import Sampling
-from tokens.model_tokens import ModelTokens
 from web.errors import ApiError, InvalidParameter
 
 

@@ -10,10 +10,10 @@ from gateway.api.json_schema import enforceable_schema
 from gateway.api.schema import ChatCompletionRequest
 from gateway.api.schema_check import SchemaCheck
 from gateway.api.tool_fields import NamedTool, ToolDefinition, callable_tools
+from gateway.tokenizing.model_tokens import ModelTokens
+from gateway.tokenizing.schema_keywords import SchemaReader
 from protocol.dialects.dialect import PLAIN, AnswerForm
 from protocol.grammar import Grammar
-from tokens.model_tokens import ModelTokens
-from tokens.schema_keywords import SchemaReader
 from web.errors import InvalidParameter
 
 _UNSUPPORTED: Final = "unsupported_parameter"

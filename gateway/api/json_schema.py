@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from gateway.api.schema_check import SchemaCheck
+from gateway.tokenizing.schema_keywords import SchemaReader
 from protocol.grammar import Grammar
-from tokens.schema_keywords import SchemaReader
 from web.errors import InvalidParameter
 
 

@@ -21,9 +21,9 @@ from gateway.api.pooling_schema import (
     parse_rerank,
     parse_score,
 )
+from gateway.tokenizing.encoders import TokenizerError
+from gateway.tokenizing.model_tokens import ModelTokens, use_of
 from protocol.pooling import PoolingCard
-from tokens.encoders import TokenizerError
-from tokens.model_tokens import ModelTokens, use_of
 from web.answers import encode_json
 from web.errors import InvalidParameter
 

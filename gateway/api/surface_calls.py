@@ -11,11 +11,11 @@ from gateway.api.parsed import PieceReader, pieces_of
 from gateway.api.surface import AnswerHead, EventEncoder, Surface, Translation, Usage
 from gateway.request.chunks import Chunks
 from gateway.request.mailbox import AnyTokens
+from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.chat import Deltas
 from protocol.dialects.dialect import AnswerForm
 from protocol.dialects.source import Kind, Piece
 from protocol.messages import Tokens
-from tokens.model_tokens import ModelTokens
 from web.answers import encode_json
 from web.errors import ApiError
 

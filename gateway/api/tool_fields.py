@@ -6,9 +6,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from gateway.tokenizing.turns import Arguments
 from protocol.dialects.base import Tool
 from protocol.dialects.calls import HELD_TEXT, arguments_of
-from tokens.turns import Arguments
 from web.errors import InvalidParameter
 
 MAX_TOOLS: Final = 128

@@ -21,7 +21,7 @@ Counted = Callable[[Exchange, Principal], AbstractAsyncContextManager[None]]
 
 
 class Threads(Protocol):
-    """The gateway's threads, which tenants share (tokens.encoder_pool)."""
+    """The gateway's threads, which tenants share (gateway.tokenizing.encoder_pool)."""
 
     async def run(
         self, tenant: str, size_bytes: int, work: Callable[[], _Result], *, is_quick: bool = False

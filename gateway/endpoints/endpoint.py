@@ -30,11 +30,11 @@ from gateway.idempotency.keyed import IDEMPOTENCY_KEY
 from gateway.request.admission import Admission
 from gateway.request.conversation import Conversation
 from gateway.request.trace import Trace
+from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.chat import NO_TOKENIZER
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
 from quotas.reservation import Reservation
-from tokens.model_tokens import ModelTokens
 from web.body import LARGE_BODY_BYTES, check_values
 from web.errors import ApiError, ClientDisconnected, MethodNotAllowed
 

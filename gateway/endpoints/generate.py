@@ -18,8 +18,8 @@ from gateway.payloads.answers import RecordedAnswer
 from gateway.payloads.publisher import Capture
 from gateway.request.mailbox import ReaderCut
 from gateway.request.states import State
+from gateway.tokenizing.model_tokens import ModelTokens, use_of
 from protocol.messages import Sampling, pack_token_ids
-from tokens.model_tokens import ModelTokens, use_of
 from web.errors import InvalidParameter
 
 _Call = TypeVar("_Call", bound=Call)

@@ -29,9 +29,9 @@ from gateway.request.admission import Admission
 from gateway.request.chunks import Chunks
 from gateway.request.mailbox import AnyTokens, SharedMailbox
 from gateway.request.states import State
+from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.chat import Deltas
 from protocol.messages import Tokens
-from tokens.model_tokens import ModelTokens
 
 
 class CompletionsEndpoint(GenerationEndpoint[CompletionCall]):

@@ -17,7 +17,7 @@ from gateway.endpoints.rate_limits import counted
 from gateway.endpoints.services import Services
 from gateway.http.exchange import Exchange, exchange_of
 from gateway.limits.request_limits import check_shape
-from tokens.model_tokens import ModelTokens
+from gateway.tokenizing.model_tokens import ModelTokens
 from web.answers import body_schema, encode_json, json_answer
 from web.body import check_values
 from web.schema import parse_body

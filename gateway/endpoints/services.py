@@ -18,11 +18,11 @@ from gateway.request.trace import Trace
 from gateway.responses.runs import BackgroundRuns
 from gateway.responses.store import ResponseStore
 from gateway.settings import GatewaySettings
+from gateway.tokenizing.catalog import ModelCatalog
 from ledger.webhooks.state import StateView
 from protocol.nats.bus import Bus
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
-from tokens.catalog import ModelCatalog
 
 
 @dataclass(frozen=True, slots=True)

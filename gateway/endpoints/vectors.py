@@ -13,9 +13,9 @@ from gateway.endpoints.services import Services
 from gateway.http.exchange import Exchange
 from gateway.request.admission import Admission
 from gateway.request.mailbox import Ended
+from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.messages import Sampling, Vector, pack_token_ids
 from protocol.pooling import Pooling
-from tokens.model_tokens import ModelTokens
 from web.errors import ContextLengthExceeded, InvalidParameter, Overloaded
 
 FLOAT_BYTES: Final = 4

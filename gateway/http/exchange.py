@@ -79,7 +79,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.sent_status: int | None = None
         self.limit_headers: list[tuple[bytes, bytes]] = []  # how far the caller's limits are used
-        self.adapted: set[str] = set()  # changes to what was asked, so that its model takes it (``tokens.turns``)
+        self.adapted: set[str] = set()  # what was changed so that its model takes it (gateway.tokenizing.turns)
         self.refusal: ApiError | None = None  # what was answered instead of admitting a request
         self.trace: Trace | None = None  # None: traces are off
         self.style: AnswerStyle | None = None  # None: OpenAI's

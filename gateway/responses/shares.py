@@ -27,7 +27,7 @@ class Shares(Protocol):
 
 
 class Threads(Protocol):
-    """Threads that tenants share: ``tokens.encoder_pool.EncoderPool``."""
+    """Threads that tenants share: ``gateway.tokenizing.encoder_pool.EncoderPool``."""
 
     def run(self, tenant: str, size_bytes: int, work: Callable[[], Any], *, is_quick: bool) -> Awaitable[Any]:
         """Run ``work``. Raises RateLimitExceeded or Overloaded."""

@@ -15,6 +15,7 @@ from db.accounts.keyring import RELOAD_PERIOD_S
 from db.accounts.keys import ApiKey, Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
 from db.accounts.names import means
 from db.accounts.principal import DEFAULT_TEAM_ID, INFERENCE, SCOPES, policy_of
+from gateway.tokenizing.settings import canonical_names
 from protocol import subjects
 from protocol.errors import BusError, BusTimeout, ExpectedError, NoResponders
 from protocol.nats.clock import unix_now_ms
@@ -42,7 +43,6 @@ from spillway.cli.policy import (
     zoned_time,
 )
 from spillway.config import Config
-from tokens.settings import canonical_names
 
 NOTIFY_LIMIT_S: Final = 3.0
 TABLE_WIDTH_CHARS: Final = 140

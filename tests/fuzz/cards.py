@@ -5,14 +5,14 @@ import contextlib
 import jinja2
 from msgspec.structs import replace
 
+from gateway.tokenizing.cards import _PROBE, UnusableCard, _unproven_reason, check_context_length
+from gateway.tokenizing.templates import ChatTemplate
 from protocol import messages as m
 from protocol.dialects.dialect import Dialect
 from protocol.errors import ProtocolError
 from tests.fuzz.mutations import Form
 from tests.small_tokenizer import CHATML
 from tests.unit.protocol.test_versions import CARD
-from tokens.cards import _PROBE, UnusableCard, _unproven_reason, check_context_length
-from tokens.chat_template import ChatTemplate
 from web.errors import InvalidParameter
 
 FORM: Form = "msgpack"

@@ -26,6 +26,7 @@ from gateway.main import FLUSH_LIMIT_S, _must_not_end
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.settings import GatewaySettings
+from gateway.tokenizing.model_tokens import ModelTokens
 from ledger import main as ledger_main
 from ledger.settings import LedgerSettings
 from ledger.webhooks.state import StateView
@@ -45,7 +46,6 @@ from tests.simulation.engine import CONTEXT, Pace, SimulatedEngine
 from tests.simulation.network import Host, connect_bus
 from tests.simulation.virtual_time import Process
 from tests.simulation.world import MODEL, World
-from tokens.model_tokens import ModelTokens
 
 if TYPE_CHECKING:
     from gateway.dispatch.request import OpenRequest

@@ -49,7 +49,7 @@ def test_its_pages_have_all_their_files(system: System) -> None:
 def test_a_chat_template_gets_a_process_that_finds_the_rooms(environment: Path, users_folder: Path) -> None:
     code = """
 import asyncio, spillway
-from tokens.renderer import Renderer
+from gateway.tokenizing.renderer import Renderer
 async def main():
     renderer = Renderer("{{ messages[0].content }}", {})
     await renderer.start()

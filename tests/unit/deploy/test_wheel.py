@@ -39,7 +39,7 @@ def test_it_holds_every_file_of_the_rooms_and_the_demo_model_and_nothing_else(na
         "console/dashboard/templates/base.html",
         "console/login/templates/login.html",
         "engine/attention.c",
-        "tokens/renderer.py",
+        "gateway/tokenizing/renderer.py",
     ],
 )
 def test_among_them_are(names: set[str], file: str) -> None:

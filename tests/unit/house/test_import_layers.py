@@ -22,9 +22,8 @@ ALLOWED = {
     "fleet": {"db", "protocol"},
     "web": {"db"},
     "quotas": {"db", "protocol"},
-    "tokens": {"db", "protocol", "web"},
-    "gateway": {"db", "ledger", "protocol", "quotas", "tokens", "web"},
-    "console": {"db", "gateway", "ledger", "protocol", "quotas", "tokens", "web"},
+    "gateway": {"db", "ledger", "protocol", "quotas", "web"},
+    "console": {"db", "gateway", "ledger", "protocol", "quotas", "web"},
     "pool_worker": {"engine", "protocol"},
 }
 ALLOWED["spillway"] = set(ALLOWED)

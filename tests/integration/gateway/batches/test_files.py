@@ -17,11 +17,11 @@ from gateway.batches.files import SWEEP_GRACE_MS, File, FileGone, Files, Part
 from gateway.batches.states import OVER, Status
 from gateway.batches.storage.local import UNFINISHED, LocalStorage
 from gateway.batches.store import Batch, Batches
+from gateway.tokenizing.encoder_pool import EncoderPool
 from protocol import subjects
 from tests.integration.gateway.conftest import PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S, until
-from tokens.encoder_pool import EncoderPool
 
 LINES = b'{"custom_id": "1"}\n' * 1000
 

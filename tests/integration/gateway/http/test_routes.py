@@ -14,7 +14,6 @@ import pytest_asyncio
 import zstandard
 
 import gateway
-import tokens
 import web
 from gateway.api.errors import FAILURES, RequestFailed
 from gateway.http import openapi
@@ -25,7 +24,7 @@ from web import openapi_content
 from web.compressed import FREE_BYTES, MAX_PARTS
 from web.errors import ApiError, InvalidParameter
 
-ROOMS = [Path(str(room.__file__)).parent for room in (gateway, tokens, web)]
+ROOMS = [Path(str(room.__file__)).parent for room in (gateway, web)]
 CHAT = "/v1/chat/completions"
 NO_MODEL = {"model": "no-such-model"}
 ASKED = [{"role": "user", "content": "Hi"}]

@@ -19,6 +19,7 @@ from gateway.responses import runs, store
 from gateway.responses.messages import Key
 from gateway.responses.records import Run, StoredResponse, decode_stored, encode
 from gateway.responses.run import BackgroundRun
+from gateway.tokenizing.encoder_pool import EncoderPool
 from ledger.settings import PayloadSettings
 from protocol import subjects
 from protocol.nats.bus import Bus
@@ -34,7 +35,6 @@ from tests.integration.gateway.responses.test_background import (
 )
 from tests.integration.gateway.set_aside import is_set_aside
 from tests.waiting import HANGS_S, until
-from tokens.encoder_pool import EncoderPool
 from web.body import MAX_BODY_VALUES
 
 QUICK = {"take_over_s": 0.1, "retry_s": 0.1}

@@ -8,8 +8,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from gateway.api.json_schema import enforceable
 from gateway.api.schema_check import SchemaCheck
+from gateway.tokenizing.schema_keywords import UNENFORCEABLE
 from protocol.grammar import Grammar
-from tokens.schema_keywords import UNENFORCEABLE
 from web.errors import InvalidParameter
 
 VALUES: dict[str, Any] = {

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
+from gateway.tokenizing.cards import usable_template
+from gateway.tokenizing.encoder_pool import EncoderPool
+from gateway.tokenizing.encoders import HuggingFaceEncoder
+from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.dialects.base import Tool
 from protocol.dialects.dialect import AnswerForm, Dialect
 from protocol.dialects.generic import with_tool_prompt
 from tests.agents.template_rules import RULES
 from tests.chat_templates import ALTERNATING, NO_SYSTEM
 from tests.small_tokenizer import CHATML, byte_tokenizer_json
-from tokens.cards import usable_template
-from tokens.encoder_pool import EncoderPool
-from tokens.encoders import HuggingFaceEncoder
-from tokens.model_tokens import ModelTokens
 
 LOOK = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": LOOK}]

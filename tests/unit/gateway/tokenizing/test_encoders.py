@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.tokenizing.encoders import HuggingFaceEncoder, TiktokenEncoder, TokenizerError, read_tokenizer_file
 from tests.small_tokenizer import BOS, START, byte_tokenizer, byte_tokenizer_json
-from tokens.encoders import HuggingFaceEncoder, TiktokenEncoder, TokenizerError, read_tokenizer_file
 
 
 def test_hugging_face() -> None:

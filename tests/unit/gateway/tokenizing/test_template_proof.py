@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from gateway.tokenizing.template_proof import unproven_reason
+from gateway.tokenizing.templates import parsed
 from tests import tool_templates
 from tests.small_tokenizer import CHATML
-from tests.unit.tokens import test_chat_template as styles
-from tokens.chat_template import parsed
-from tokens.template_proof import unproven_reason
+from tests.unit.gateway.tokenizing import test_templates as styles
 
-DEMO = Path(__file__).parents[3] / "models/spillway-demo/chat_template.jinja"
+DEMO = Path(__file__).parents[4] / "models/spillway-demo/chat_template.jinja"
 # Constructs of published templates that those of our tests lack.
 MORE = """{%- macro text_of(content) -%}
     {%- if content is string %}{{- content }}

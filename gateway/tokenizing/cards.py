@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import jinja2
 
-from tokens.chat_template import ChatTemplate, parsed
-from tokens.model_tokens import AnyTemplate
-from tokens.renderer import Renderer, RendererDied
-from tokens.template_proof import unproven_reason
-from tokens.turns import Message, find_rules
+from gateway.tokenizing.model_tokens import AnyTemplate
+from gateway.tokenizing.renderer import Renderer, RendererDied
+from gateway.tokenizing.template_proof import unproven_reason
+from gateway.tokenizing.templates import ChatTemplate, parsed
+from gateway.tokenizing.turns import Message, find_rules
 from web.errors import InvalidParameter
 
 MAX_TEMPLATE_CHARS: Final = 256 * 1024  # ten times the longest known template

@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
+from gateway.tokenizing.control_tokens import ControlTokens
+from gateway.tokenizing.encoder_pool import EncoderPool
+from gateway.tokenizing.encoders import EncodedPair, Encoder
+from gateway.tokenizing.renderer import Renderer
+from gateway.tokenizing.templates import BeyondLimits, ChatTemplate, up_to_content
+from gateway.tokenizing.turns import STRICT, STRICTEST, TOOLS_DESCRIBED, fitted
 from protocol.dialects.dialect import Dialect
 from protocol.dialects.generic import with_tool_prompt
 from protocol.pooling import PoolingCard
-from tokens.chat_template import BeyondLimits, ChatTemplate, up_to_content
-from tokens.control_tokens import ControlTokens
-from tokens.encoder_pool import EncoderPool
-from tokens.encoders import EncodedPair, Encoder
-from tokens.renderer import Renderer
-from tokens.turns import STRICT, STRICTEST, TOOLS_DESCRIBED, fitted
 from web.errors import ContextLengthExceeded, InvalidParameter
 
 INLINE_CHARS: Final = 4096  # about 1 ms of encoding; longer prompts go to a thread
@@ -106,7 +106,8 @@ class ModelTokens:
 
         The text of a control token in a message stays text, unless the model's settings say otherwise.
         ``within_context``: see ``encode_text``. ``notes``: gets the names of the changes that the template needed
-        (``tokens.turns``). Raises InvalidParameter if the template refuses the conversation or the model has none.
+        (``gateway.tokenizing.turns``). Raises InvalidParameter if the template refuses the conversation or the model
+        has none.
         """
         template = self._tool_template if tools else self._template
         if template is None:

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, TypeVar
 
-from tokens.encoders import Encoder
+from gateway.tokenizing.encoders import Encoder
 
 # The shape of turn markers that some families (DeepSeek's "<｜User｜>") do not declare special. It excludes "<think>"
 # and "<tool_call>": answers contain them as text, and later conversations repeat them.

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from jinja2 import nodes
 
-from tokens.template_values import (
+from gateway.tokenizing.template_values import (
     AS_TEXT,
     NUMBER,
     ROWS,

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from tokens.encoders import HuggingFaceEncoder, TiktokenEncoder, TokenizerError
+from gateway.tokenizing.encoders import HuggingFaceEncoder, TiktokenEncoder, TokenizerError
 
 WORDS = [f"w{i}" for i in range(20)]
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from gateway.tokenizing import model_tokens
+from gateway.tokenizing.encoder_pool import EncoderPool
+from gateway.tokenizing.encoders import HuggingFaceEncoder
+from gateway.tokenizing.model_tokens import ModelTokens
+from gateway.tokenizing.templates import ChatTemplate
 from tests.small_tokenizer import CHATML, START, byte_tokenizer, byte_tokenizer_json
-from tokens import model_tokens
-from tokens.chat_template import ChatTemplate
-from tokens.encoder_pool import EncoderPool
-from tokens.encoders import HuggingFaceEncoder
-from tokens.model_tokens import ModelTokens
 from web.errors import ContextLengthExceeded, InvalidParameter
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from tokens.schema_keywords import ENFORCED_FORMATS, SchemaReader
+from gateway.tokenizing.schema_keywords import ENFORCED_FORMATS, SchemaReader
 from web.errors import InvalidParameter
 
 ANNOTATIONS = (

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from gateway.tokenizing.encoders import HuggingFaceEncoder
+from gateway.tokenizing.templates import ChatTemplate
 from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer, byte_tokenizer_json
-from tokens.chat_template import ChatTemplate
-from tokens.encoders import HuggingFaceEncoder
 from web.errors import InvalidParameter
 
 LLAMA_3_STYLE = """{{- bos_token }}

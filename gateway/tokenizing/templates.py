@@ -16,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokens.turns import AS_IS, TemplateRules
+from gateway.tokenizing.turns import AS_IS, TemplateRules
 from web.errors import InvalidParameter
 
 RENDER_CPU_LIMIT_S: Final = 10.0  # CPU time of the thread: a busy machine causes no refusals

@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from jinja2 import nodes
 
-from tokens.template_expressions import Expressions
-from tokens.template_values import (
+from gateway.tokenizing.template_expressions import Expressions
+from gateway.tokenizing.template_values import (
     NUMBER,
     CostUnknown,
     Value,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from gateway.tokenizing.encoder_pool import LONG_BYTES, MAX_BYTES, MAX_TENANT_BYTES, MAX_TENANT_ITEMS, EncoderPool
 from tests.waiting import until
-from tokens.encoder_pool import LONG_BYTES, MAX_BYTES, MAX_TENANT_BYTES, MAX_TENANT_ITEMS, EncoderPool
 from web.errors import Overloaded, RateLimitExceeded
 
 LONG = LONG_BYTES + 1

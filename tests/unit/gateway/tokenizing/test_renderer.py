@@ -10,16 +10,16 @@ import psutil
 import pytest
 
 from gateway.api.schema import parse_chat
+from gateway.tokenizing.renderer import Renderer, RendererDied
+from gateway.tokenizing.templates import ChatTemplate
 from tests import tool_templates
 from tests.small_tokenizer import BOS
 from tests.unit.protocol.dialects.test_prompts import CONVERSATION, WEATHER
-from tokens.chat_template import ChatTemplate
-from tokens.renderer import Renderer, RendererDied
 from web.errors import InvalidParameter, Overloaded
 
 SPECIAL = {"bos_token": BOS}
 REFUSES = "{% if mine %}{{ raise_exception('not ' + mine) }}{% endif %}{{ messages[0].content }}"
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 Start = Callable[[str], Awaitable[Renderer]]
 
 

@@ -17,6 +17,19 @@ from typing import Any, Final
 from nats.aio.msg import Msg
 
 from db.accounts.principal import Principal
+from gateway.tokenizing.cards import UnusableCard, check_context_length, check_tokenizer_size, usable_template
+from gateway.tokenizing.encoder_pool import EncoderPool
+from gateway.tokenizing.encoders import (
+    TIKTOKEN_PREFIX,
+    Encoder,
+    HuggingFaceEncoder,
+    TiktokenEncoder,
+    TokenizerError,
+    read_tokenizer_file,
+)
+from gateway.tokenizing.model_tokens import AnyTemplate, ModelTokens
+from gateway.tokenizing.settings import ModelTokenSettings, canonical_names
+from gateway.tokenizing.templates import COUNTING_SOURCE
 from protocol import subjects
 from protocol.chat import NO_TOKENIZER
 from protocol.dialects.dialect import Dialect
@@ -26,19 +39,6 @@ from protocol.nats.artifacts import read_model_card, tokenizer_name, tokenizer_o
 from protocol.nats.bus import Bus
 from protocol.nats.objects import get_object
 from protocol.sampling_defaults import GENERATION_CONFIG, sampling_defaults
-from tokens.cards import UnusableCard, check_context_length, check_tokenizer_size, usable_template
-from tokens.chat_template import COUNTING_SOURCE
-from tokens.encoder_pool import EncoderPool
-from tokens.encoders import (
-    TIKTOKEN_PREFIX,
-    Encoder,
-    HuggingFaceEncoder,
-    TiktokenEncoder,
-    TokenizerError,
-    read_tokenizer_file,
-)
-from tokens.model_tokens import AnyTemplate, ModelTokens
-from tokens.settings import ModelTokenSettings, canonical_names
 from web.errors import ModelNotFound, ModelNotReady, Overloaded
 
 RETRY_S: Final = 2.0

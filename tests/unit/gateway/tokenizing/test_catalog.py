@@ -10,6 +10,10 @@ import pytest
 
 from db.accounts.principal import DEFAULT_TEAM_ID, Principal
 from gateway.settings import ModelSettings
+from gateway.tokenizing.cards import usable_template
+from gateway.tokenizing.catalog import ModelCatalog
+from gateway.tokenizing.encoders import TokenizerError
+from gateway.tokenizing.model_tokens import AnyTemplate
 from protocol import subjects
 from protocol.messages import PROTOCOL_VERSION, ModelCard, encode
 from protocol.nats import artifacts, topology
@@ -18,10 +22,6 @@ from protocol.nats.objects import delete_object
 from tests.nats_server import NatsServer
 from tests.small_tokenizer import CHATML, byte_tokenizer_json
 from tests.waiting import HANGS_S, until
-from tokens.cards import usable_template
-from tokens.catalog import ModelCatalog
-from tokens.encoders import TokenizerError
-from tokens.model_tokens import AnyTemplate
 from web.errors import ModelNotFound, ModelNotReady
 
 MODEL = "org/model.v1"
@@ -110,7 +110,7 @@ async def test_news_of_a_card_that_is_not_stored_yet(bus: Bus, tmp_path: Path, m
         looks.append(model)
         return None if len(looks) <= 2 else await artifacts.read_model_card(bus, model)
 
-    monkeypatch.setattr("tokens.catalog.read_model_card", read)
+    monkeypatch.setattr("gateway.tokenizing.catalog.read_model_card", read)
     async with running(bus, tmp_path, retry_s=0.05) as catalog:
         await publish(bus)
         await until(lambda: not catalog.not_ready())
@@ -130,7 +130,7 @@ async def test_a_card_that_comes_while_another_is_judged(
             await until(catalog._wake.is_set)  # it has heard of it
         return await usable_template(model, source, special_tokens)
 
-    monkeypatch.setattr("tokens.catalog.usable_template", judge)
+    monkeypatch.setattr("gateway.tokenizing.catalog.usable_template", judge)
     async with running(bus, tmp_path) as catalog:
         await publish(bus)
         await until(lambda: catalog.context_length(MODEL) == 128)
@@ -260,7 +260,7 @@ async def test_a_card_that_a_busy_machine_has_no_time_for(
     """It is not the card's fault: it is tried again, and not refused until the next one comes."""
     async with running(bus, tmp_path, retry_s=0.01) as catalog:
         with monkeypatch.context() as busy:
-            busy.setattr("tokens.renderer._answer_of", _too_late)
+            busy.setattr("gateway.tokenizing.renderer._answer_of", _too_late)
             await publish(bus, chat_template="{{ 'a' * 3 }}{{ 2 ** 3 }}")
             await until(lambda: "was not rendered within" in caplog.text)
             assert not catalog.unusable

@@ -22,9 +22,9 @@ from typing import Any, BinaryIO, Final
 import msgspec
 from msgspec import Struct
 
+from gateway.tokenizing.templates import BeyondLimits, ChatTemplate
+from gateway.tokenizing.turns import AS_IS, Arguments, TemplateRules
 from protocol.children import plain_environment
-from tokens.chat_template import BeyondLimits, ChatTemplate
-from tokens.turns import AS_IS, Arguments, TemplateRules
 from web.errors import InvalidParameter, Overloaded
 
 RENDER_CPU_S: Final = 2.0  # CPU time for one conversation
@@ -137,7 +137,7 @@ class Renderer:
 
     async def _started(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "tokens.renderer",
+            sys.executable, "-P", "-m", "gateway.tokenizing.renderer",
             env=plain_environment(),  # a template from a worker must not find secrets there
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,

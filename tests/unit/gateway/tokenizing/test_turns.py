@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from gateway.tokenizing.cards import usable_template
+from gateway.tokenizing.encoder_pool import EncoderPool
+from gateway.tokenizing.encoders import HuggingFaceEncoder
+from gateway.tokenizing.model_tokens import ModelTokens
+from gateway.tokenizing.templates import ChatTemplate
+from gateway.tokenizing.turns import AS_IS, Arguments, TemplateRules, fitted
 from tests.chat_templates import ALTERNATING_WITH_TOOLS, PUBLISHED, SYSTEM_FIRST
 from tests.small_tokenizer import byte_tokenizer_json
-from tokens.cards import usable_template
-from tokens.chat_template import ChatTemplate
-from tokens.encoder_pool import EncoderPool
-from tokens.encoders import HuggingFaceEncoder
-from tokens.model_tokens import ModelTokens
-from tokens.turns import AS_IS, Arguments, TemplateRules, fitted
 from web.errors import InvalidParameter
 
 REFUSED = {
