@@ -145,12 +145,12 @@ fuzz: ## Fuzz by coverage what reads bytes of others, each target a minute: make
 MUTANTS ?= 40
 PACKAGES ?=
 BEFORE ?=
-mutants: ## Change the code in small ways and see whether a test fails: make mutants [MUTANTS=40] [SEED=1] [PACKAGES="quotas …"] [BEFORE=results.jsonl]
+mutants: ## Change the code in small ways and see whether a test fails: make mutants [MUTANTS=40] [SEED=1] [PACKAGES="limits …"] [BEFORE=results.jsonl]
 	@scripts/setup.sh test
 	@.venv/bin/uv sync --quiet --frozen --inexact --only-group mutation
 	.venv/bin/python -m tests.mutants --mutants $(MUTANTS) --seed $(SEED) $(if $(BEFORE),--before $(BEFORE)) $(PACKAGES)
 
-COVERED = gateway/dispatch gateway/request gateway/admission gateway/limits quotas ledger engine
+COVERED = gateway/dispatch gateway/request gateway/admission gateway/limits ledger engine
 coverage: ## Branch coverage of the code that `make mutants` changes, by the unit and integration tests: make coverage [PYTEST_ARGS=…]
 	@scripts/setup.sh test
 	@.venv/bin/uv sync --quiet --frozen --inexact --only-group mutation

@@ -37,6 +37,9 @@ from gateway.http.connection import Connection
 from gateway.http.connections import Connections
 from gateway.http.refusals import RefusalLog
 from gateway.idempotency.keyed import KeyedRequests
+from gateway.limits.leases import Quotas
+from gateway.limits.prices import CurrentPrices
+from gateway.limits.seeds import RollupLedger
 from gateway.metrics.requests import RequestSeries
 from gateway.mount import GatewayParts, Mount
 from gateway.payloads.publisher import PayloadPublisher
@@ -55,9 +58,6 @@ from protocol.nats.outbox import Outbox
 from protocol.nats.spool import Spool
 from protocol.settings import in_url
 from protocol.signals import on_stop_signals
-from quotas.prices import CurrentPrices
-from quotas.quotas import Quotas
-from quotas.seeds import RollupLedger
 
 if TYPE_CHECKING:
     from gateway.traces import RequestTraces

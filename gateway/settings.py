@@ -15,7 +15,8 @@ from protocol.nats.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
 from protocol.settings import HttpUrlText, PositiveInt, PositiveSeconds, Settings
 from protocol.subjects import queue_of
 from protocol.telemetry import TelemetrySettings
-from quotas.account_store import REACH_LIMIT_S
+
+REACH_LIMIT_S: Final = 1.0  # past it the queue server is as good as away, for who waits for a limit
 
 
 class S3Settings(Settings):

@@ -6,7 +6,7 @@
 
 Most requests end before their intent is written, and then cost SQL one lookup. An intent is acknowledged only once one
 of the two tables holds its request: if this writer dies, the stream delivers the intent again. Until then it keeps the
-consumer's ack floor back; so where a gateway waits for that floor (``quotas.seeds``), it is written at once.
+consumer's ack floor back; so where a gateway waits for that floor (``gateway.limits.seeds``), it is written at once.
 """
 
 import logging

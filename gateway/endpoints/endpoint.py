@@ -27,6 +27,7 @@ from gateway.endpoints.services import Services
 from gateway.http import client_deadlines
 from gateway.http.exchange import AnswerStyle, Exchange, Receive, Scope, Send
 from gateway.idempotency.keyed import IDEMPOTENCY_KEY
+from gateway.limits.reservation import Reservation
 from gateway.request.admission import Admission
 from gateway.request.conversation import Conversation
 from gateway.request.trace import Trace
@@ -34,7 +35,6 @@ from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.chat import NO_TOKENIZER
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
-from quotas.reservation import Reservation
 from web.body import LARGE_BODY_BYTES, check_values
 from web.errors import ApiError, ClientDisconnected, MethodNotAllowed
 

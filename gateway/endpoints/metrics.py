@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request, Response
 from db.accounts.principal import METRICS
 from gateway.endpoints.services import Services
 from gateway.http.exchange import exchange_of
+from gateway.limits.leases import Quotas
+from gateway.limits.pools import pool_of_account
 from gateway.metrics.exposition import MetricsSnapshot, exposition
 from gateway.metrics.fleet import read_fleet
 from ledger.series import read_ledger
-from quotas.pools import pool_of_account
-from quotas.quotas import Quotas
 
 
 def metrics_router(services: Services) -> APIRouter:

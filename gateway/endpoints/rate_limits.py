@@ -11,13 +11,13 @@ from typing import Final, Protocol
 
 from db.accounts.principal import Principal
 from db.money import NANO_USD, TokenPrice
+from gateway.limits.leases import Quotas, Refused, Unavailable
+from gateway.limits.local import LocalAccount
+from gateway.limits.refusals import Refusal
+from gateway.limits.reservation import Estimate, Reservation
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
 from protocol.quotas import RATES, Kind
-from quotas.local_account import LocalAccount
-from quotas.quotas import Quotas, Refused, Unavailable
-from quotas.refusals import Refusal
-from quotas.reservation import Estimate, Reservation
 from web.answers import Exchange
 from web.errors import ApiError, InsufficientQuota, LimitsUnavailable, RateLimitExceeded
 

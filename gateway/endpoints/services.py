@@ -12,6 +12,8 @@ from gateway.http.body_reader import BodyReader
 from gateway.http.exchange import Exchange
 from gateway.http.refusals import RefusalLog
 from gateway.idempotency.keyed import KeyedRequests
+from gateway.limits.leases import Quotas
+from gateway.limits.prices import CurrentPrices
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.request.trace import Trace
@@ -21,8 +23,6 @@ from gateway.settings import GatewaySettings
 from gateway.tokenizing.catalog import ModelCatalog
 from ledger.webhooks.state import StateView
 from protocol.nats.bus import Bus
-from quotas.prices import CurrentPrices
-from quotas.quotas import Quotas
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from typing import Final
 from db.accounts.limits import Limits
 from db.money import TokenPrice, nano_usd
 from gateway.admission.capacity import ModelCapacity
+from gateway.limits.pools import cap_account
 from gateway.settings import HostedPoolSettings
 from protocol import subjects
 from protocol.quotas import Kind
-from quotas.pools import cap_account
 
 # Providers count a prompt with tokenizers of their own: so much more than our count is reserved of the money.
 PROMPT_MARGIN: Final = 1.25

@@ -8,10 +8,10 @@ from db.money import TokenPrice
 from gateway.admission.capacity import Capacity
 from gateway.hosted.pool import HostedPool, most_cost_nano_usd
 from gateway.hosted.slot import HostedSlot
+from gateway.limits.leases import Quotas, Refused, Unavailable
+from gateway.limits.pools import POOL
+from gateway.limits.prices import CurrentPrices
 from gateway.settings import HostedPoolSettings
-from quotas.pools import POOL
-from quotas.prices import CurrentPrices
-from quotas.quotas import Quotas, Refused, Unavailable
 
 # Why a request that may go to a hosted pool does not: what its caller is told while it waits.
 AWAY: Final = "away"  # none of these pools has a worker, or all rest

@@ -3,8 +3,8 @@
 import time
 
 from gateway.hosted.pool import HostedPool
+from gateway.limits.reservation import Reservation
 from protocol.messages import Failed, Finished
-from quotas.reservation import Reservation
 
 
 class HostedSlot:

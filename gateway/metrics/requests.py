@@ -67,7 +67,7 @@ _Place = tuple[str, str, str, str]  # model, pool, provider, region: bounded by 
 
 
 class Prices(Protocol):
-    """Prices from memory: ``quotas.prices.CurrentPrices``."""
+    """Prices from memory: ``gateway.limits.prices.CurrentPrices``."""
 
     def of(self, model: str, unix_ms: int, pool: str = CLIENTS) -> TokenPrice | None:
         """Return the price of a model's tokens at a time, for clients or for us at a hosted pool; None: free."""

@@ -5,12 +5,12 @@ from typing import Final
 
 from db.accounts.consent import Consent
 from db.accounts.principal import Principal
+from gateway.limits.reservation import Reservation
 from gateway.request.conversation import Conversation
 from gateway.request.trace import Trace
 from protocol.messages import Sampling, encode
 from protocol.pooling import Pooling
 from protocol.subjects import queue_of
-from quotas.reservation import Reservation
 
 JOB_OVERHEAD_BYTES: Final = 512  # names, ids, times, and what the stream adds
 

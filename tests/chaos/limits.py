@@ -28,12 +28,13 @@ from nats.aio.msg import Msg
 from benchmarks.http_client import Exchange, ReadTimeouts, exchange, post_request
 from benchmarks.stream_answer import read
 from db.accounts.principal import Policy
+from gateway.limits.account import CLOCK_SLACK_S, LEASE_S
+from gateway.limits.account_store import AccountStore
+from gateway.settings import REACH_LIMIT_S
 from protocol import subjects
 from protocol.messages import Accepted, Failed, Finished
 from protocol.quotas import NOTHING
 from protocol.steps import decode_step
-from quotas.account import CLOCK_SLACK_S, LEASE_S
-from quotas.account_store import REACH_LIMIT_S, AccountStore
 from spillway.children import Child
 from tests.chaos.system import MODEL, Shape, System
 from tests.waiting import HANGS_S

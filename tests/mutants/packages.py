@@ -58,9 +58,9 @@ PACKAGES = {
             *(f"{INTEGRATION}/test_{name}.py" for name in ("admission", "failover", "lame_duck", "limits")),
         ),
     ),
-    "quotas": Package(
-        sources=("quotas", "gateway/limits"),
-        unit=("tests/unit/quotas", "tests/unit/gateway/limits"),
+    "limits": Package(
+        sources=("gateway/limits",),
+        unit=("tests/unit/gateway/limits",),
         further=(
             SIMULATION,
             *(

@@ -22,6 +22,8 @@ from gateway.endpoints.prompts import CompletionsEndpoint
 from gateway.endpoints.services import Services
 from gateway.http.body_reader import BodyReader
 from gateway.http.refusals import RefusalLog
+from gateway.limits.leases import Quotas
+from gateway.limits.seeds import RollupLedger
 from gateway.main import FLUSH_LIMIT_S, _must_not_end
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
@@ -38,8 +40,6 @@ from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats.bus import Bus
 from protocol.nats.outbox import Outbox
-from quotas.quotas import Quotas
-from quotas.seeds import RollupLedger
 from tests.simulation import sql
 from tests.simulation.disk import Disk
 from tests.simulation.engine import CONTEXT, Pace, SimulatedEngine

@@ -11,10 +11,10 @@ from db.accounts.keys import ApiKey
 from db.accounts.limits import Limits, limits_of, period_start_s
 from db.accounts.principal import DEFAULT_TEAM_ID
 from db.accounts.teams import Team
+from gateway.limits.usage import LimitUsage, uses
 from ledger.queries.traffic import Traffic, totals
 from ledger.queries.window import Dimension, Window
 from protocol.quotas import Kind
-from quotas.usage import LimitUsage, uses
 
 USED_DAYS: Final = 30
 MAX_SHOWN: Final = 500  # keys, and teams; the admin API lists all

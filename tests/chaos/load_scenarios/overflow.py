@@ -17,10 +17,10 @@ from sqlalchemy import select
 from db.accounts.principal import Policy
 from db.models import AttemptRow
 from db.money import TokenPrice, nano_usd
+from gateway.limits.account_store import AccountStore
+from gateway.limits.pools import cap_account
 from pool_worker.settings import ServerEngineSettings
 from protocol.errors import BusError
-from quotas.account_store import AccountStore
-from quotas.pools import cap_account
 from tests.chaos.load_scenarios.callers import Asked
 from tests.chaos.load_scenarios.hosted_api import Bill, HostedApi, hosted_api
 from tests.chaos.load_scenarios.plan import Stage, expect

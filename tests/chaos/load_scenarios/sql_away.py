@@ -17,9 +17,9 @@ from sqlalchemy import func, select
 
 from db.accounts.principal import Policy
 from db.models import RequestRow
+from gateway.limits.account_store import AccountStore
 from ledger.check import check_rollups
 from protocol import subjects
-from quotas.account_store import AccountStore
 from tests.chaos.ledger import settled_rows
 from tests.chaos.load_scenarios.callers import Asked, ttfts_ms
 from tests.chaos.load_scenarios.plan import Stage, expect

@@ -14,6 +14,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from db.engine import create_engine
+from gateway.limits.seeds import until_ledger_is_current
 from ledger.settings import LedgerSettings
 from ledger.writer import LedgerWriter
 from pool_worker.settings import GateSettings
@@ -23,7 +24,6 @@ from protocol.messages import encode as encode_record
 from protocol.nats.prompts import MAX_INLINE_PROMPT_BYTES
 from protocol.open_requests import OpenRequestsQuery, decode_answer, encode
 from protocol.usage import encode_usage
-from quotas.seeds import until_ledger_is_current
 from spillway.cli import app
 from spillway.nats_accounts import of_pool
 from tests.integration.credentials.conftest import MODEL, SLOW, Installation, Queue, has_rows

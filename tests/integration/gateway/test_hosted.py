@@ -12,11 +12,11 @@ from db.accounts.keys import Grant, create_key
 from db.accounts.principal import Policy
 from db.engine import create_engine
 from db.money import nano_usd
+from gateway.limits.account_store import AccountStore
+from gateway.limits.pools import cap_account
 from gateway.settings import HostedPoolSettings, PriceSettings
 from protocol.errors import ErrorCode
 from protocol.nats.bus import Bus
-from quotas.account_store import AccountStore
-from quotas.pools import cap_account
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello
 from tests.waiting import until

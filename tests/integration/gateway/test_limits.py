@@ -11,10 +11,10 @@ import pytest
 from db.accounts.keys import Grant, create_key
 from db.accounts.principal import Policy
 from db.engine import create_engine
+from gateway.limits.account_store import AccountStore
 from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.nats.bus import Bus
 from protocol.quotas import RATES, Account, Kind
-from quotas.account_store import AccountStore
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled
 from tests.waiting import HANGS_S, until

@@ -13,6 +13,10 @@ from db.engine import create_engine
 from db.errors import DatabaseUnavailable
 from db.money import CLIENTS, Price, TokenPrice
 from db.prices import add_price
+from gateway.limits.account_store import AccountStore
+from gateway.limits.leases import Quotas, Refused, Unavailable
+from gateway.limits.reservation import Estimate, Reservation
+from gateway.limits.seeds import RollupLedger
 from ledger.store import store_records
 from protocol import subjects
 from protocol.messages import encode
@@ -21,10 +25,6 @@ from protocol.nats.bus import Bus
 from protocol.nats.pull import Delivery, PullConsumer, ack
 from protocol.quotas import Kind
 from protocol.usage import encode_usage
-from quotas.account_store import AccountStore
-from quotas.quotas import Quotas, Refused, Unavailable
-from quotas.reservation import Estimate, Reservation
-from quotas.seeds import RollupLedger
 from tests.integration.gateway.test_quotas import (
     Start,
     ask,

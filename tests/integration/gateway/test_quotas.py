@@ -14,19 +14,20 @@ from db.accounts.principal import Policy, Principal
 from db.engine import create_engine
 from db.money import CLIENTS, Price, TokenPrice
 from db.prices import add_price
+from gateway.limits import account as accounts
+from gateway.limits import local as books
+from gateway.limits.account_store import AccountStore
+from gateway.limits.leases import SLICE_WAIT_S, Quotas, Refused, Unavailable
+from gateway.limits.recount import recount_budgets
+from gateway.limits.reservation import Estimate, Reservation
+from gateway.limits.seeds import RollupLedger
+from gateway.settings import REACH_LIMIT_S
 from ledger.store import store_records
 from protocol.messages import PROTOCOL_VERSION
 from protocol.nats import topology
 from protocol.nats.bus import Bus
 from protocol.nats.clock import ServerClock
 from protocol.quotas import NOTHING, Account, ExpiredLease, Kind
-from quotas import account as accounts
-from quotas import local_account as books
-from quotas.account_store import REACH_LIMIT_S, AccountStore
-from quotas.quotas import SLICE_WAIT_S, Quotas, Refused, Unavailable
-from quotas.recount import recount_budgets
-from quotas.reservation import Estimate, Reservation
-from quotas.seeds import RollupLedger
 from tests.nats_server import NatsServer
 from tests.usage_records import request_record
 from tests.waiting import HANGS_S, until

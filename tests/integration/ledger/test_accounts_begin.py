@@ -14,6 +14,9 @@ from db.accounts.principal import Policy
 from db.engine import create_engine
 from db.money import CLIENTS, Price
 from db.prices import add_price
+from gateway.limits.leases import Quotas, Unavailable
+from gateway.limits.pools import POOL, cap_account
+from gateway.limits.seeds import LEDGER_LIMIT_S, RollupLedger
 from ledger import writer as writer_module
 from ledger.settings import LedgerSettings
 from ledger.store import store_records
@@ -22,9 +25,6 @@ from protocol import subjects
 from protocol.nats.bus import Bus
 from protocol.quotas import Account
 from protocol.usage import UsageRecord
-from quotas.pools import POOL, cap_account
-from quotas.quotas import Quotas, Unavailable
-from quotas.seeds import LEDGER_LIMIT_S, RollupLedger
 from tests.integration.gateway.test_lost_accounts import ONE
 from tests.integration.gateway.test_quotas import principal, the_account
 from tests.integration.ledger.conftest import Ledger

@@ -21,9 +21,8 @@ ALLOWED = {
     "ledger": {"db", "protocol"},
     "fleet": {"db", "protocol"},
     "web": {"db"},
-    "quotas": {"db", "protocol"},
-    "gateway": {"db", "ledger", "protocol", "quotas", "web"},
-    "console": {"db", "gateway", "ledger", "protocol", "quotas", "web"},
+    "gateway": {"db", "ledger", "protocol", "web"},
+    "console": {"db", "gateway", "ledger", "protocol", "web"},
     "pool_worker": {"engine", "protocol"},
 }
 ALLOWED["spillway"] = set(ALLOWED)

@@ -14,15 +14,15 @@ from db.accounts.teams import update_team
 from db.money import CLIENTS, ConfiguredPrice, Price, TokenPrice
 from db.prices import seed_prices
 from db.webhook_models import BudgetNoticeRow
+from gateway.limits.leases import Quotas, Refused, Unavailable
+from gateway.limits.reservation import Estimate
+from gateway.limits.seeds import RollupLedger
 from ledger.store import store_records
 from ledger.webhooks.budgets import EVENT_TYPE, BudgetWatch
 from protocol import subjects
 from protocol.errors import StreamFull
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
-from quotas.quotas import Quotas, Refused, Unavailable
-from quotas.reservation import Estimate
-from quotas.seeds import RollupLedger
 from tests.integration.ledger.webhooks.conftest import ACTOR, PEPPER, TEAM, Receiver, Run, StartReceiver, endpoints_of
 from tests.usage_records import request_record
 from tests.waiting import until

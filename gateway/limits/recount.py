@@ -10,10 +10,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from db.accounts.limits import Limits, limits_of, period_start_s
 from db.accounts.principal import policy_of
 from db.models import ApiKeyRow, RequestRow, TeamRow
+from gateway.limits.account import EMPTY, recounted
+from gateway.limits.account_store import AccountStore
 from protocol.errors import BusError
 from protocol.quotas import Kind
-from quotas.account import EMPTY, recounted
-from quotas.account_store import AccountStore
 
 MAX_TRIES: Final = 100  # while gateways change the account
 

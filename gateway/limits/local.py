@@ -8,15 +8,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from db.accounts.limits import Limits, plus
+from gateway.limits.account import EMPTY, WINDOW_S, Exchanged, Report, as_of, exchange, free_amounts, merged
+from gateway.limits.account_store import AccountStore
+from gateway.limits.refusals import RateStatus, Refusal, rate_status, shortage
+from gateway.limits.seeds import FRESH_S as SEED_FRESH_S
+from gateway.limits.seeds import Seed, Unseeded
+from gateway.limits.slices import Slice
 from protocol.errors import BusError
 from protocol.nats.clock import ServerClock
 from protocol.quotas import Account, Amounts, Kind, Lease
-from quotas.account import EMPTY, WINDOW_S, Exchanged, Report, as_of, exchange, free_amounts, merged
-from quotas.account_store import AccountStore
-from quotas.refusals import RateStatus, Refusal, rate_status, shortage
-from quotas.seeds import FRESH_S as SEED_FRESH_S
-from quotas.seeds import Seed, Unseeded
-from quotas.slices import Slice
 
 MAX_TRIES: Final = 16  # of one exchange, while other gateways change the same account
 MAX_NEEDS_REPORTED: Final = 1024  # requests whose needs one exchange looks at

@@ -3,7 +3,7 @@ import asyncio
 from db.engine import create_engine
 from db.money import CLIENTS, ConfiguredPrice, Price, TokenPrice
 from db.prices import seed_prices
-from quotas.prices import CurrentPrices
+from gateway.limits.prices import CurrentPrices
 from tests.waiting import until
 
 

@@ -4,9 +4,9 @@ from msgspec import Struct
 
 from db.accounts.limits import plus
 from db.money import TokenPrice
+from gateway.limits.local import LocalAccount
+from gateway.limits.slices import Taken
 from protocol.quotas import NOTHING, Amounts
-from quotas.local_account import LocalAccount
-from quotas.slices import Taken
 
 
 class Estimate(Struct, frozen=True):

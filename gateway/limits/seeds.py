@@ -21,12 +21,12 @@ from db.accounts.limits import period_start_s
 from db.accounts.principal import BudgetPeriod
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.models import RollupRow, SliceRow
+from gateway.limits.account import CLOCK_SLACK_S, LEASE_S
+from gateway.limits.account_store import created_s
+from gateway.limits.pools import POOL, pool_of_account, spent_at_pool
 from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats.bus import Bus
-from quotas.account import CLOCK_SLACK_S, LEASE_S
-from quotas.account_store import created_s
-from quotas.pools import POOL, pool_of_account, spent_at_pool
 
 FRESH_S: Final = 5.0  # so long a seed may be used
 # A writer writes what there is at once, unless it is behind. One of an older release holds intents for 3 s.

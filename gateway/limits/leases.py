@@ -16,18 +16,19 @@ from db.accounts.limits import Limits, limits_of, minus, plus
 from db.accounts.principal import Principal
 from db.errors import DatabaseUnavailable
 from db.money import TokenPrice
+from gateway.limits.account import EMPTY, LEASE_S
+from gateway.limits.account_store import AccountStore, created_s
+from gateway.limits.local import LocalAccount
+from gateway.limits.pools import POOL
+from gateway.limits.refusals import Refusal, too_large
+from gateway.limits.reservation import Estimate, Reservation
+from gateway.limits.seeds import Ledger, Seed, Unseeded, check_nobody_holds, until_ledger_is_current
+from gateway.limits.usage import LimitUsage, taken_amounts, uses
+from gateway.settings import REACH_LIMIT_S
 from protocol import subjects
 from protocol.errors import BusError, ProtocolError
 from protocol.nats.bus import Bus
 from protocol.quotas import Amounts, Kind
-from quotas.account import EMPTY, LEASE_S
-from quotas.account_store import REACH_LIMIT_S, AccountStore, created_s
-from quotas.local_account import LocalAccount
-from quotas.pools import POOL
-from quotas.refusals import Refusal, too_large
-from quotas.reservation import Estimate, Reservation
-from quotas.seeds import Ledger, Seed, Unseeded, check_nobody_holds, until_ledger_is_current
-from quotas.usage import LimitUsage, taken_amounts, uses
 
 SLICE_WAIT_S: Final = 0.1  # how long a request waits for a larger slice
 EXCHANGE_GAP_S: Final = 0.02  # between two exchanges of one account

@@ -4,12 +4,12 @@ import base64
 from datetime import datetime
 from typing import Final
 
+from gateway.settings import REACH_LIMIT_S
 from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats.bus import Bus
 from protocol.quotas import Account, decode_account, encode
 
-REACH_LIMIT_S: Final = 1.0  # past it the queue server is as good as away
 STREAM: Final = f"KV_{subjects.QUOTAS_BUCKET}"
 
 
