@@ -3,7 +3,6 @@
 import logging
 from typing import Any, Final, Protocol
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -21,13 +20,12 @@ from web.errors import (
     RequestTooSlow,
     UnknownUrl,
 )
+from web.schema import encode_json
 
 EXCHANGE_KEY: Final = "spillway.exchange"  # in the ASGI scope: the Exchange
 PRINCIPAL_KEY: Final = "spillway.principal"  # there, too, of a request that this process makes itself: whose it is
 
 METHODS: Final = ("DELETE", "GET", "PATCH", "POST", "PUT")
-
-encode_json = msgspec.json.Encoder().encode
 
 log = logging.getLogger(__name__)
 

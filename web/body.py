@@ -5,10 +5,9 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 from web.compressed import decoded, encoding_of
-from web.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow, UnsupportedEncoding
+from web.errors import BodyTooLarge, ClientDisconnected, RequestTooSlow, UnsupportedEncoding
 
 LARGE_BODY_BYTES: Final = 16 * 1024  # others must not wait while a larger one is read: the worst takes 250 ns a byte
-MAX_BODY_VALUES: Final = 65_536  # lists, objects and fields of one body: some 50 ms during which nothing else can run
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -76,27 +75,3 @@ async def _read(receive: Receive, content_length: bytes | None, max_bytes: int) 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"The request body may have at most {max_bytes} bytes.")
-
-
-def check_values(*texts: bytes, param: str | None = None) -> None:
-    """Refuse JSON of more lists, objects and fields than are read. Raises InvalidParameter, naming ``param``.
-
-    A library reads them in one go, during which no other thread runs; strings and numbers are read quickly.
-    """
-    values = sum(map(_count_values, texts))
-    if values > MAX_BODY_VALUES:
-        what = "body" if param is None else f"JSON in '{param}'"
-        message = f"The {what} holds {values} lists, objects and fields; at most {MAX_BODY_VALUES} are read."
-        raise InvalidParameter(message, param=param, code="too_many_values")
-
-
-def _count_values(text: bytes) -> int:
-    values = _marks(text)
-    if values <= MAX_BODY_VALUES:
-        return values  # or fewer, where some are in strings
-    without_escapes = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return _marks(b"".join(without_escapes.split(b'"')[::2]))  # outside of strings
-
-
-def _marks(text: bytes) -> int:
-    return text.count(b"[") + text.count(b"{") + text.count(b":")

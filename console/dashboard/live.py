@@ -13,8 +13,8 @@ from gateway.mount import GatewayParts
 from protocol import subjects
 from protocol.messages import Heartbeat
 from protocol.nats.clock import WARN_S
-from web.answers import encode_json
 from web.errors import Overloaded
+from web.schema import encode_json
 
 PERIOD_S: Final = 2.0
 OLDEST_BASE_S: Final = 10.0  # the maximum age of the aggregate that rates are computed against

@@ -19,7 +19,7 @@ from gateway.request.mailbox import AnyTokens, HeldLogprobs, HeldTokens, read_lo
 from protocol.chat import Deltas, Part
 from protocol.dialects.dialect import AnswerForm, AnswerParser
 from protocol.logprobs import PromptLogprob, TokenLogprob
-from web.answers import encode_json
+from web.schema import encode_json
 
 FRAMES_AT_ONCE: Final = 1024  # are put together before others' requests get their turn: some 2 ms
 _MARK: Final = b"\0"  # never inside JSON: strings escape it

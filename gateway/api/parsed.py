@@ -11,7 +11,7 @@ from protocol.dialects.calls import is_cut
 from protocol.dialects.dialect import AnswerForm, AnswerParser
 from protocol.dialects.source import Kind, Piece
 from protocol.messages import Tokens
-from web.answers import encode_json
+from web.schema import encode_json
 
 # What a message has that holds calls, and the finish reason that says so; the second is OpenAI's older form.
 CALLS: Final = ("tool_calls", "function_call")

@@ -24,8 +24,8 @@ from gateway.api.pooling_schema import (
 from gateway.tokenizing.encoders import TokenizerError
 from gateway.tokenizing.model_tokens import ModelTokens, use_of
 from protocol.pooling import PoolingCard
-from web.answers import encode_json
 from web.errors import InvalidParameter
+from web.schema import encode_json
 
 TEXTS_AT_ONCE: Final = 32  # are compared before others' requests get their turn
 

@@ -8,7 +8,7 @@ from gateway.api.sse import NO_USAGE_YET, usage_fields
 from gateway.request.chunks import Chunks
 from protocol.chat import Deltas
 from protocol.messages import Tokens
-from web.answers import encode_json
+from web.schema import encode_json
 
 _NO_CACHE_KNOWN: Final = 0  # how much of the prompt was cached is told when the request has ended
 

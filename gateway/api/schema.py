@@ -32,9 +32,8 @@ from gateway.limits.fields import (
 )
 from gateway.limits.request_limits import AS_MANY_AS_FIT
 from protocol.grammar import Grammar
-from web.body import check_values
 from web.errors import InvalidParameter
-from web.schema import BadItem, Body, parse_body, refuse_unsupported
+from web.schema import BadItem, Body, check_values, parse_body, refuse_unsupported
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_BYTES: Final = 8192  # of all together

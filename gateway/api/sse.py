@@ -13,8 +13,8 @@ from gateway.api.logprobs import CompletionLogprobs, chat_logprobs
 from protocol.chat import Deltas
 from protocol.logprobs import PromptLogprob
 from protocol.messages import Tokens
-from web.answers import encode_json
 from web.errors import ApiError
+from web.schema import encode_json
 
 DONE: Final = b"data: [DONE]\n\n"
 NO_USAGE_YET: Final = b',"usage":null}\n\n'  # the end of each event before the one that tells it

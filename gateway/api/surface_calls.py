@@ -16,8 +16,8 @@ from protocol.chat import Deltas
 from protocol.dialects.dialect import AnswerForm
 from protocol.dialects.source import Kind, Piece
 from protocol.messages import Tokens
-from web.answers import encode_json
 from web.errors import ApiError
+from web.schema import encode_json
 
 UNKNOWN_REASON: Final = "stop"  # of a choice whose last frame says nothing
 

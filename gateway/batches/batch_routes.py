@@ -17,9 +17,9 @@ from gateway.batches.states import OPENAI, OVER
 from gateway.batches.store import Batch
 from protocol.nats.clock import unix_now_ms
 from web.answers import body_schema, exchange_of, json_answer
-from web.body import check_values, read_body
+from web.body import read_body
 from web.errors import InvalidParameter, UnknownObject, too_many
-from web.schema import Body, parse_body
+from web.schema import Body, check_values, parse_body
 
 MAX_PAGE_ROWS: Final = 100
 MAX_BODY_BYTES: Final = 64 * 1024

@@ -16,8 +16,8 @@ from msgspec import Raw, Struct
 from gateway.batches.validation import MAX_DEPTH, is_deeper
 from gateway.settings import BatchSettings
 from protocol.wire import UNDECODABLE
-from web.body import MAX_BODY_VALUES, check_values
 from web.errors import BodyTooLarge, InvalidParameter, MalformedJson
+from web.schema import MAX_BODY_VALUES, check_values
 
 ENDPOINT: Final = "/v1/messages"
 MAX_MODEL_CHARS: Final = 512

@@ -35,8 +35,9 @@ from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.chat import NO_TOKENIZER
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
-from web.body import LARGE_BODY_BYTES, check_values
+from web.body import LARGE_BODY_BYTES
 from web.errors import ApiError, ClientDisconnected, MethodNotAllowed
+from web.schema import check_values
 
 HotRoute = Callable[[Scope, Receive, Send], Awaitable[None]]
 

@@ -30,8 +30,9 @@ from gateway.responses.run import BackgroundRun, Lost
 from gateway.responses.usage import TenantFull
 from protocol.errors import BusError, ProtocolError
 from protocol.wire import PROTOCOL_VERSION
-from web.body import LARGE_BODY_BYTES, check_values
+from web.body import LARGE_BODY_BYTES
 from web.errors import ApiError, InvalidParameter, StorageUnavailable, too_many
+from web.schema import check_values
 
 SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read some events
 

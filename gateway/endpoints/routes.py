@@ -18,9 +18,8 @@ from gateway.endpoints.services import Services
 from gateway.http.exchange import Exchange, exchange_of
 from gateway.limits.request_limits import check_shape
 from gateway.tokenizing.model_tokens import ModelTokens
-from web.answers import body_schema, encode_json, json_answer
-from web.body import check_values
-from web.schema import parse_body
+from web.answers import body_schema, json_answer
+from web.schema import check_values, encode_json, parse_body
 
 VERSION: Final = metadata.version("spillway")
 

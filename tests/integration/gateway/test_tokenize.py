@@ -13,7 +13,7 @@ from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, c
 from tests.integration.gateway.test_errors import error_of
 from tests.small_tokenizer import byte_tokenizer
 from tests.waiting import HANGS_S, until
-from web.body import MAX_BODY_VALUES
+from web.schema import MAX_BODY_VALUES
 
 LONG_CONTEXT = 2_000_000
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import zstandard
 
-from web.body import MAX_BODY_VALUES, Receive, check_values, read_body
+from web.body import Receive, read_body
 from web.compressed import MAX_PARTS
 from web.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow, UnsupportedEncoding
+from web.schema import MAX_BODY_VALUES, check_values
 
 LIMIT_S = 20.0
 LENGTH_3 = {b"content-length": b"3"}

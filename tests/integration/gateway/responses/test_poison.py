@@ -35,7 +35,7 @@ from tests.integration.gateway.responses.test_background import (
 )
 from tests.integration.gateway.set_aside import is_set_aside
 from tests.waiting import HANGS_S, until
-from web.body import MAX_BODY_VALUES
+from web.schema import MAX_BODY_VALUES
 
 QUICK = {"take_over_s": 0.1, "retry_s": 0.1}
 JUNK = "j" * 100_000
