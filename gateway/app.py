@@ -22,14 +22,14 @@ from gateway.endpoints.responses import ResponsesEndpoint
 from gateway.endpoints.routes import VERSION, health_router, models_router, root_router, tokenize_router
 from gateway.endpoints.services import Services
 from gateway.endpoints.vectors import PoolingEndpoint, VectorBudget
+from gateway.errors import InvalidParameter
 from gateway.http.exchange import Exchange, Receive, Scope, Send
 from gateway.http.openapi import add_openapi
+from gateway.http.pages import EXCHANGE_KEY, add_error_answers
 from gateway.http.refusals import RefusalLog
 from gateway.mount import Mounted
 from gateway.responses.routes import responses_router
 from gateway.settings import TimeoutSettings
-from web.answers import EXCHANGE_KEY, add_error_answers
-from web.errors import InvalidParameter
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 

@@ -9,13 +9,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.accounts.keyring import KeyRing
 from gateway.admission.control import AdmissionControl
+from gateway.api.fields import Body
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.failovers import RecentFailovers
 from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings
 from gateway.tokenizing.catalog import ModelCatalog
 from protocol.nats.bus import Bus
-from web.schema import Body
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from opentelemetry.util.types import AttributeValue
 from db.accounts.masking import masked
 from gateway.dispatch.observers import Observer
 from gateway.dispatch.request import OpenRequest
+from gateway.errors import ApiError
 from gateway.http.exchange import Exchange
 from gateway.request.admission import Admission
 from protocol import trace_names as names
 from protocol.tracing import Tracing, context_of, trace_id_of, traceparent_of
 from protocol.usage import RequestRecord
-from web.errors import ApiError
 
 PROVIDER: Final = "spillway"
 _NANOS: Final = 1_000_000_000

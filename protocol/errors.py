@@ -11,7 +11,7 @@
     ├── PayloadTooLarge           the message would exceed the server's max_payload
     └── ApiError                  the JetStream API answered with an error
 
-HTTP statuses belong to the gateway's edge (``web.errors``); here is only the meaning.
+HTTP statuses belong to the gateway's edge (``gateway.errors``); here is only the meaning.
 """
 
 from enum import StrEnum

@@ -13,8 +13,8 @@ from db.accounts import keys, teams
 from db.accounts.audit import AuditFilter, list_changes
 from db.accounts.errors import InvalidField, NameTaken, NotFound, PrincipalError
 from db.accounts.names import means
-from web.answers import body_schema, json_answer, refuse
-from web.errors import ApiError, InvalidParameter, NameInUse, UnknownObject
+from gateway.errors import ApiError, InvalidParameter, NameInUse, UnknownObject
+from gateway.http.pages import body_schema, json_answer, refuse
 
 PREFIX: Final = "/admin/v1"
 

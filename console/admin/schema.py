@@ -11,7 +11,7 @@ from db.accounts.keys import DEFAULT_GRACE_S
 from db.accounts.principal import DEFAULT_TEAM_ID, INFERENCE, BudgetPeriod
 from db.accounts.teams import DEFAULT_ORGANISATION_ID
 from db.money import nano_usd
-from web.schema import Body
+from gateway.api.fields import Body
 
 MAX_BUDGET_USD: Final = 10**9
 

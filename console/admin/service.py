@@ -16,14 +16,14 @@ from db.accounts.checks import checked_grant
 from db.accounts.keys import ApiKey, Grant
 from db.accounts.principal import ADMIN, policy_of
 from db.accounts.teams import Team
+from gateway.api.fields import parse_body
+from gateway.http.body import read_body
+from gateway.http.pages import exchange_of
 from ledger.webhooks.endpoints import Endpoints
 from ledger.webhooks.secrets import SecretBox
 from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats.clock import unix_now_ms
-from web.answers import exchange_of
-from web.body import read_body
-from web.schema import parse_body
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from fastapi import APIRouter, Query, Request, Response
 from console.admin import schema
 from console.admin.service import AdminService
 from console.admin.views import delivery_view, endpoint_view
+from gateway.http.pages import body_schema, json_answer
 from ledger.webhooks.deliveries import list_deliveries
-from web.answers import body_schema, json_answer
 
 
 def webhooks_router(admin: AdminService) -> APIRouter:

@@ -15,8 +15,8 @@ from db.accounts.keys import ApiKey
 from db.accounts.principal import INFERENCE, SCOPES, Policy
 from db.accounts.teams import Team
 from db.money import NANO_USD
-from web.errors import ApiError
-from web.schema import parse_body
+from gateway.api.fields import parse_body
+from gateway.errors import ApiError
 
 NUMBERS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "weight", "retention_days")
 CHOICES: Final = ("log_payload", "train_ok", "redact", "trusted_only")  # yes, no, or unspecified

@@ -21,12 +21,12 @@ from db.accounts.errors import PrincipalError
 from db.accounts.keys import DEFAULT_GRACE_S, find_key, list_keys
 from db.accounts.principal import SCOPES
 from db.accounts.teams import find_team, list_teams
+from gateway.api.fields import parse_body
+from gateway.errors import ApiError
 from gateway.limits.account_store import AccountStore
 from gateway.limits.usage import load_usage
 from protocol.errors import BusError, ProtocolError
 from protocol.nats.clock import unix_now_ms
-from web.errors import ApiError
-from web.schema import parse_body
 
 LIST: Final = "/dashboard/keys"
 SHOWN_CHANGES: Final = 10  # of one key's or team's audit log

@@ -14,8 +14,8 @@ from console.dashboard.render import HEADERS
 from console.dashboard.shell import Pages
 from console.dashboard.view import View, view_of
 from console.login.forms import read_form
+from gateway.errors import InvalidParameter, UnknownUrl
 from ledger.queries.traffic import choices, totals
-from web.errors import InvalidParameter, UnknownUrl
 
 
 def add_export_pages(router: APIRouter, pages: Pages) -> None:

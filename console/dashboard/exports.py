@@ -21,10 +21,10 @@ from console.dashboard.export_files import FORMATS, RowWriter
 from console.dashboard.reader import Reader
 from console.dashboard.view import View
 from db.errors import SQL_ERRORS, describe
+from gateway.errors import LedgerUnavailable, Overloaded, UnknownUrl
 from ledger.queries.log import Cursor, Page, request_page
 from ledger.queries.traffic import totals
 from protocol.nats.clock import unix_now_ms
-from web.errors import LedgerUnavailable, Overloaded, UnknownUrl
 
 MAX_ROWS: Final = 1_000_000  # of one export
 MAX_RUNNING: Final = 2

@@ -6,10 +6,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard.charts import Chart, Line
 from console.dashboard.view import DAY_MS, View
+from gateway.errors import InvalidParameter
 from ledger.histogram import Measure
 from ledger.queries.distributions import Percentiles, percentile_series, percentiles
 from ledger.queries.window import Step
-from web.errors import InvalidParameter
 
 MIN_VALUES: Final = 20  # with fewer, a percentile is meaningless and not shown
 VALUES_PER_STEP: Final = 40  # on average; the minimum for a step to be wide enough

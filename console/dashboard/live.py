@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from console.dashboard import formats
+from gateway.api.fields import encode_json
 from gateway.dispatch.failovers import Failover
+from gateway.errors import Overloaded
 from gateway.mount import GatewayParts
 from protocol import subjects
 from protocol.messages import Heartbeat
 from protocol.nats.clock import WARN_S
-from web.errors import Overloaded
-from web.schema import encode_json
 
 PERIOD_S: Final = 2.0
 OLDEST_BASE_S: Final = 10.0  # the maximum age of the aggregate that rates are computed against

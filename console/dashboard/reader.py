@@ -11,7 +11,7 @@ from typing import Final, Self, TypeVar
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.engine import create_engine
-from web.errors import LedgerUnavailable
+from gateway.errors import LedgerUnavailable
 
 MAX_CONNECTIONS: Final = 2
 MAX_WAITING: Final = 32  # pages; further ones are refused

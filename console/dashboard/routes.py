@@ -25,7 +25,7 @@ from console.dashboard.view import ZONE_COOKIE, find_zone
 from console.login.forms import read_form
 from console.login.login import local_page
 from console.services import ConsoleServices
-from web.errors import InvalidParameter, UnknownUrl
+from gateway.errors import InvalidParameter, UnknownUrl
 
 COOKIE_LIFE_S: Final = 31_536_000
 

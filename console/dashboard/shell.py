@@ -20,7 +20,7 @@ from console.login.sessions import Session
 from console.services import ConsoleServices
 from db.accounts.errors import PrincipalError
 from db.errors import describe
-from web.errors import ApiError, LedgerUnavailable, LoginRequired, UnknownUrl
+from gateway.errors import ApiError, LedgerUnavailable, LoginRequired, UnknownUrl
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from starlette.requests import Request
 
+from gateway.errors import InvalidParameter
 from ledger.queries.window import DIMENSIONS, Dimension, Filters, Step, Window
 from protocol.nats.clock import unix_now_ms
-from web.errors import InvalidParameter
 
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS

@@ -5,8 +5,8 @@ from urllib.parse import parse_qsl
 
 from starlette.requests import Request
 
-from web.body import read_body
-from web.errors import InvalidParameter
+from gateway.errors import InvalidParameter
+from gateway.http.body import read_body
 
 MAX_FORM_BYTES: Final = 64 * 1024
 MAX_FIELDS: Final = 100

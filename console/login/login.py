@@ -25,7 +25,7 @@ from console.login.throttle import LoginThrottle
 from console.settings import ConsoleSettings
 from db.accounts.errors import TooManyLogins, WrongPassword
 from db.accounts.masking import masked
-from web.errors import CrossOriginRequest, LoginRequired
+from gateway.errors import CrossOriginRequest, LoginRequired
 
 COOKIE: Final = "spillway_session"
 BROWSER_COOKIE: Final = "spillway_browser"  # this user has logged in by this browser before; it grants no access

@@ -10,8 +10,8 @@ from console.login.oidc_routes import oidc_router
 from console.login.pages import page
 from console.services import ConsoleServices
 from db.accounts.errors import LoginError, TooManyLogins
-from web.answers import refuse
-from web.errors import LoginRequired
+from gateway.errors import LoginRequired
+from gateway.http.pages import refuse
 
 
 def login_router(services: ConsoleServices) -> APIRouter:

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from gateway.api.answer_options import DEFAULT_OPTIONS, AnswerOptions
+from gateway.api.fields import encode_json
 from gateway.api.logprobs import CompletionLogprobs, chat_pieces, prompt_logprobs
 from gateway.api.parsed import finish_reason_of, parsed_message, reasoning_tokens, with_reasoning_tokens
 from gateway.api.schema_check import SchemaCheck, calls_of
@@ -19,7 +20,6 @@ from gateway.request.mailbox import AnyTokens, HeldLogprobs, HeldTokens, read_lo
 from protocol.chat import Deltas, Part
 from protocol.dialects.dialect import AnswerForm, AnswerParser
 from protocol.logprobs import PromptLogprob, TokenLogprob
-from web.schema import encode_json
 
 FRAMES_AT_ONCE: Final = 1024  # are put together before others' requests get their turn: some 2 ms
 _MARK: Final = b"\0"  # never inside JSON: strings escape it

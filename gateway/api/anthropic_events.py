@@ -10,9 +10,9 @@ from typing import Any, Final
 import msgspec
 
 from gateway.api.surface import AnswerHead, Usage, joined, renamed
+from gateway.errors import ApiError
 from protocol.dialects.calls import HELD_TEXT, arguments_of, is_cut
 from protocol.dialects.source import Kind, Piece
-from web.errors import ApiError
 
 SIGNATURE: Final = "unsigned"  # clients want one; nothing here checks it when it comes back
 

@@ -9,11 +9,11 @@ import msgspec
 from pydantic import Field
 
 from gateway.api.anthropic_events import NAMES, MessageEvents, content_of, message_of, stop_of, usage_of
+from gateway.api.fields import Body, parse_body, refuse_unsupported
 from gateway.api.openai_tools import note_skipped
 from gateway.api.surface import AnswerHead, Usage, field_name
+from gateway.errors import ApiError, InvalidParameter
 from protocol.dialects.source import Piece
-from web.errors import ApiError, InvalidParameter
-from web.schema import Body, parse_body, refuse_unsupported
 
 _encode = msgspec.json.Encoder().encode
 

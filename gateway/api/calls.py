@@ -42,6 +42,7 @@ from gateway.api.schema import (
 from gateway.api.schema_check import CheckedChunks, SchemaCheck
 from gateway.api.sse import ChatChunks, CompletionChunks
 from gateway.api.token_ids import with_token_ids
+from gateway.errors import ApiError, InvalidParameter
 from gateway.request.chunks import Chunks
 from gateway.request.conversation import Conversation
 from gateway.request.mailbox import AnyTokens
@@ -49,7 +50,6 @@ from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.chat import NO_TOKENIZER, Part
 from protocol.dialects.dialect import AnswerForm
 from protocol.messages import Sampling
-from web.errors import ApiError, InvalidParameter
 
 
 class AnswerEncoder(Protocol):

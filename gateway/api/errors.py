@@ -4,9 +4,9 @@ from typing import Final
 
 from msgspec import Struct
 
+from gateway.errors import RETRY_LATER_S, RETRY_SOON_S, ApiError
 from gateway.request.mailbox import Failure
 from protocol.errors import ErrorCode
-from web.errors import RETRY_LATER_S, RETRY_SOON_S, ApiError
 
 
 class FailureKind(Struct, frozen=True):

@@ -10,11 +10,11 @@ from gateway.api.json_schema import enforceable_schema
 from gateway.api.schema import ChatCompletionRequest
 from gateway.api.schema_check import SchemaCheck
 from gateway.api.tool_fields import NamedTool, ToolDefinition, callable_tools
+from gateway.errors import InvalidParameter
 from gateway.tokenizing.model_tokens import ModelTokens
 from gateway.tokenizing.schema_keywords import SchemaReader
 from protocol.dialects.dialect import PLAIN, AnswerForm
 from protocol.grammar import Grammar
-from web.errors import InvalidParameter
 
 _UNSUPPORTED: Final = "unsupported_parameter"
 

@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 from gateway.api.schema import JobRequest
 from gateway.api.sse import DONE, error_event
-from web.errors import ApiError
+from gateway.errors import ApiError
 
 _Request = TypeVar("_Request", bound=JobRequest)
 

@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 from gateway.api.schema_check import SchemaCheck
+from gateway.errors import InvalidParameter
 from gateway.tokenizing.schema_keywords import SchemaReader
 from protocol.grammar import Grammar
-from web.errors import InvalidParameter
 
 
 def enforceable(grammar: Grammar | None, check: SchemaCheck | None) -> Grammar | None:

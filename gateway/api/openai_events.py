@@ -16,9 +16,9 @@ import msgspec
 
 from gateway.api.openai_tools import ToldTool, custom_input
 from gateway.api.surface import AnswerHead, Usage, renamed
+from gateway.errors import ApiError
 from protocol.dialects.calls import is_cut
 from protocol.dialects.source import Kind, Piece
-from web.errors import ApiError
 
 # Fields of the chat whose names are others here.
 NAMES: Final = {

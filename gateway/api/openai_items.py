@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-from web.errors import InvalidParameter
-from web.schema import check_values
+from gateway.api.fields import check_values
+from gateway.errors import InvalidParameter
 
 USABLE: Final = ("completed", "incomplete")  # the states of a response that another may go on from
 TEXT_PARTS: Final = {

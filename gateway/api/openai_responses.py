@@ -9,13 +9,13 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from pydantic import Field
 
+from gateway.api.fields import Body, parse_body, refuse_unsupported
 from gateway.api.openai_events import NAMES, ResponseEvents
 from gateway.api.openai_items import SCHEMA_FIELDS, Item, fields_of, known_choice, known_item, known_tool, stored_items
 from gateway.api.openai_tools import INPUT, NAMESPACE_MARK, ToolList, content_of, foreign_messages, listed, text_of
 from gateway.api.surface import AnswerHead, Usage, field_name, joined, renamed
+from gateway.errors import ApiError, InvalidParameter
 from protocol.dialects.source import Piece
-from web.errors import ApiError, InvalidParameter
-from web.schema import Body, parse_body, refuse_unsupported
 
 # Known fields that cannot be honoured, and the values that mean what happens anyway.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from gateway.api.fields import refuse_fields
 from gateway.api.openai_items import FOREIGN_CALLS, FOREIGN_OUTPUTS, FOREIGN_SKIPPED, TEXT_PARTS, Item
+from gateway.errors import InvalidParameter
 from protocol.dialects.calls import arguments_of
-from web.errors import InvalidParameter
-from web.schema import refuse_fields
 
 NAMESPACE_MARK: Final = "__"  # between a namespace and the name of a tool in it
 INPUT: Final = "input"  # the argument of a custom tool's function

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
+from gateway.api.fields import encode_json
 from gateway.api.job_call import JobCall
 from gateway.api.pooling_schema import (
     EmbeddingRequest,
@@ -21,11 +22,10 @@ from gateway.api.pooling_schema import (
     parse_rerank,
     parse_score,
 )
+from gateway.errors import InvalidParameter
 from gateway.tokenizing.encoders import TokenizerError
 from gateway.tokenizing.model_tokens import ModelTokens, use_of
 from protocol.pooling import PoolingCard
-from web.errors import InvalidParameter
-from web.schema import encode_json
 
 TEXTS_AT_ONCE: Final = 32  # are compared before others' requests get their turn
 

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
+from gateway.api.fields import parse_body, refuse_unsupported
 from gateway.api.schema import MAX_TOKEN_ID, JobRequest
-from web.errors import InvalidParameter
-from web.schema import parse_body, refuse_unsupported
+from gateway.errors import InvalidParameter
 
 MAX_INPUTS: Final = 2048  # of one request, as OpenAI has it
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeGuard
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from gateway.api.conversation import Message, check_message
+from gateway.api.fields import BadItem, Body, check_values, parse_body, refuse_unsupported
 from gateway.api.output_format import ResponseFormat, StructuredOutputs, grammar_of
 from gateway.api.tool_fields import (
     MAX_TOOLS,
@@ -21,6 +22,7 @@ from gateway.api.tool_fields import (
     tool_choice_of,
     tools_of,
 )
+from gateway.errors import InvalidParameter
 from gateway.limits.fields import (
     MAX_BIASED_TOKENS,
     MAX_DETOKENIZED_TOKENS,
@@ -32,8 +34,6 @@ from gateway.limits.fields import (
 )
 from gateway.limits.request_limits import AS_MANY_AS_FIT
 from protocol.grammar import Grammar
-from web.errors import InvalidParameter
-from web.schema import BadItem, Body, check_values, parse_body, refuse_unsupported
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_BYTES: Final = 8192  # of all together

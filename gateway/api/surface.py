@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from gateway.errors import ApiError
 from protocol.dialects.source import Kind, Piece
-from web.errors import ApiError
 
 
 class Usage(NamedTuple):

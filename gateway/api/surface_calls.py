@@ -6,9 +6,11 @@ from typing import Any, Final
 
 from gateway.api.answers import CollectedChoice, CompleteAnswer, gather
 from gateway.api.calls import ChatCall
+from gateway.api.fields import encode_json
 from gateway.api.form import form_of_parts
 from gateway.api.parsed import PieceReader, pieces_of
 from gateway.api.surface import AnswerHead, EventEncoder, Surface, Translation, Usage
+from gateway.errors import ApiError
 from gateway.request.chunks import Chunks
 from gateway.request.mailbox import AnyTokens
 from gateway.tokenizing.model_tokens import ModelTokens
@@ -16,8 +18,6 @@ from protocol.chat import Deltas
 from protocol.dialects.dialect import AnswerForm
 from protocol.dialects.source import Kind, Piece
 from protocol.messages import Tokens
-from web.errors import ApiError
-from web.schema import encode_json
 
 UNKNOWN_REASON: Final = "stop"  # of a choice whose last frame says nothing
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from gateway.errors import InvalidParameter
 from gateway.tokenizing.turns import Arguments
 from protocol.dialects.base import Tool
 from protocol.dialects.calls import HELD_TEXT, arguments_of
-from web.errors import InvalidParameter
 
 MAX_TOOLS: Final = 128
 MAX_TOOLS_BYTES: Final = 512 * 1024  # of all of them, as JSON

@@ -9,17 +9,17 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from db.accounts.principal import Principal
+from gateway.api.fields import Body, check_values, parse_body
 from gateway.batches.file_routes import LEAST_TTL_S, file_of, list_view
 from gateway.batches.files import new_id
 from gateway.batches.receiving import BATCH
 from gateway.batches.services import BatchServices
 from gateway.batches.states import OPENAI, OVER
 from gateway.batches.store import Batch
+from gateway.errors import InvalidParameter, UnknownObject, too_many
+from gateway.http.body import read_body
+from gateway.http.pages import body_schema, exchange_of, json_answer
 from protocol.nats.clock import unix_now_ms
-from web.answers import body_schema, exchange_of, json_answer
-from web.body import read_body
-from web.errors import InvalidParameter, UnknownObject, too_many
-from web.schema import Body, check_values, parse_body
 
 MAX_PAGE_ROWS: Final = 100
 MAX_BODY_BYTES: Final = 64 * 1024

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from db.accounts.principal import Principal
 from gateway.batches.answers import Answer
-from web.answers import PRINCIPAL_KEY
+from gateway.http.pages import PRINCIPAL_KEY
 
 Message = MutableMapping[str, Any]
 Application = Callable[

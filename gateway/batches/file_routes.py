@@ -14,8 +14,8 @@ from gateway.batches.services import BatchServices
 from gateway.batches.states import OVER
 from gateway.batches.storage.base import StorageError
 from gateway.batches.upload import Upload, receive_upload
-from web.answers import exchange_of, json_answer
-from web.errors import InvalidParameter, StorageUnavailable, UnknownObject
+from gateway.errors import InvalidParameter, StorageUnavailable, UnknownObject
+from gateway.http.pages import exchange_of, json_answer
 
 PURPOSES: Final = (BATCH, "batch_output")
 MAX_PAGE_ROWS: Final = 10_000  # as OpenAI has it

@@ -13,11 +13,11 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
+from gateway.api.fields import MAX_BODY_VALUES, check_values
 from gateway.batches.validation import MAX_DEPTH, is_deeper
+from gateway.errors import BodyTooLarge, InvalidParameter, MalformedJson
 from gateway.settings import BatchSettings
 from protocol.wire import UNDECODABLE
-from web.errors import BodyTooLarge, InvalidParameter, MalformedJson
-from web.schema import MAX_BODY_VALUES, check_values
 
 ENDPOINT: Final = "/v1/messages"
 MAX_MODEL_CHARS: Final = 512

@@ -19,9 +19,9 @@ from gateway.batches.services import BatchServices
 from gateway.batches.states import ANTHROPIC, OVER, Status
 from gateway.batches.storage.base import StorageError
 from gateway.batches.store import Batch
+from gateway.errors import BodyTooLarge, InvalidParameter, StorageUnavailable, UnknownObject
+from gateway.http.pages import exchange_of, json_answer
 from protocol.nats.clock import unix_now_ms
-from web.answers import exchange_of, json_answer
-from web.errors import BodyTooLarge, InvalidParameter, StorageUnavailable, UnknownObject
 
 WINDOW: Final = "24h"
 WINDOW_MS: Final = 24 * 3600 * 1000

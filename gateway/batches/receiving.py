@@ -17,11 +17,11 @@ from gateway.batches.files import File, Part
 from gateway.batches.services import BatchServices
 from gateway.batches.storage.base import StorageError, Writer
 from gateway.batches.upload_slots import Pace, Slot
+from gateway.errors import BodyTooLarge, ClientDisconnected, RequestTooSlow, StorageUnavailable, too_many
+from gateway.http.body import refuse_compressed
+from gateway.http.pages import exchange_of
 from gateway.settings import BatchSettings
 from protocol.nats.clock import unix_now_ms
-from web.answers import exchange_of
-from web.body import refuse_compressed
-from web.errors import BodyTooLarge, ClientDisconnected, RequestTooSlow, StorageUnavailable, too_many
 
 BATCH: Final = "batch"  # the purpose of an input file
 COMPLETE_LIMIT_S: Final = 600.0  # from the last moment of an upload until SQL has its file

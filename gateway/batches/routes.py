@@ -5,11 +5,11 @@ from typing import Final
 
 from fastapi import APIRouter
 
+from gateway.api.fields import Body
 from gateway.batches.batch_routes import NewBatch, batch_router
 from gateway.batches.file_routes import file_router
 from gateway.batches.message_routes import message_batch_router
 from gateway.batches.services import BatchServices
-from web.schema import Body
 
 BATCH_BODIES: Final[Sequence[type[Body]]] = (NewBatch,)
 

@@ -12,8 +12,8 @@ from db.accounts.principal import Principal
 from gateway.batches.files import Files
 from gateway.batches.store import Batches
 from gateway.batches.upload_slots import UploadSlots
+from gateway.http.pages import Exchange
 from gateway.settings import BatchSettings
-from web.answers import Exchange
 
 _Result = TypeVar("_Result")
 # Counts a request of a key and its team while it runs (gateway.endpoints.rate_limits.counted).

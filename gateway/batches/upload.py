@@ -8,7 +8,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from gateway.batches.storage.base import Writer
-from web.errors import BodyTooLarge, InvalidParameter
+from gateway.errors import BodyTooLarge, InvalidParameter
 
 MAX_FIELD_BYTES: Final = 4096  # of one field, its headers and all
 MAX_FIELDS: Final = 16

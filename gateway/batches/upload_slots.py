@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from web.errors import RETRY_SOON_S, BodyTooLarge, Overloaded, RateLimitExceeded, RequestTooSlow
+from gateway.errors import RETRY_SOON_S, BodyTooLarge, Overloaded, RateLimitExceeded, RequestTooSlow
 
 TOO_MANY_UPLOADS: Final = "too_many_uploads"
 

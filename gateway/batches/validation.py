@@ -8,9 +8,9 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from gateway.api.fields import check_values
+from gateway.errors import InvalidParameter
 from protocol.wire import UNDECODABLE
-from web.errors import InvalidParameter
-from web.schema import check_values
 
 MAX_CUSTOM_ID_CHARS: Final = 512
 MAX_DEPTH: Final = 200  # of lists and objects in each other, in a line's body as in that of a request

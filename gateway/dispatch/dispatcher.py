@@ -33,10 +33,10 @@ from gateway.dispatch.request_state import RequestState
 from gateway.dispatch.revisions import LiveRevisions, takers_of
 from gateway.dispatch.streams import Streams
 from gateway.dispatch.unowned_attempts import UnownedAttempts
+from gateway.request.made_before import MadeBefore
 from gateway.request.mailbox import Failure, Mailbox
 from gateway.request.states import State
 from gateway.request.unread import UnreadBytes
-from gateway.responses.made_before import MadeBefore
 from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.errors import BusError, ErrorCode, ProtocolError

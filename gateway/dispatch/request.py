@@ -27,10 +27,10 @@ from gateway.dispatch.failure_rules import (
 from gateway.dispatch.plausible import plausible_prompt, why_implausible
 from gateway.dispatch.request_state import RequestState
 from gateway.hosted.slot import HostedSlot
+from gateway.request.made_before import MadeBefore
 from gateway.request.mailbox import Ended, Failure, StillWaiting
 from gateway.request.queue_position import QueuePosition
 from gateway.request.states import State
-from gateway.responses.made_before import MadeBefore
 from protocol.chat import DROPPABLE, Deltas
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Cancel, Dropped, Failed, Finished, Frame, Tokens, UnreadableFrame, Vector

@@ -4,11 +4,11 @@ import time
 from typing import Final
 
 from db.accounts.principal import Principal
+from gateway.errors import ApiError
 from gateway.http.exchange import Answered, Exchange, Message
+from gateway.http.pages import PRINCIPAL_KEY
 from gateway.responses.run import BackgroundRun
 from gateway.settings import TimeoutSettings
-from web.answers import PRINCIPAL_KEY
-from web.errors import ApiError
 
 PATH: Final = "/v1/responses"
 

@@ -18,13 +18,16 @@ from db.accounts.principal import Principal
 from db.money import TokenPrice
 from gateway.admission.ticket import Ticket
 from gateway.api.errors import RequestFailed
+from gateway.api.fields import check_values
 from gateway.api.schema import JobRequest
 from gateway.dispatch.dispatcher import KEY_REVOKED
 from gateway.dispatch.request import OpenRequest
 from gateway.endpoints.hosted import check_trust, providers_for
 from gateway.endpoints.rate_limits import check_budget, reserve, reserve_place
 from gateway.endpoints.services import Services
+from gateway.errors import ApiError, ClientDisconnected, MethodNotAllowed
 from gateway.http import client_deadlines
+from gateway.http.body import LARGE_BODY_BYTES
 from gateway.http.exchange import AnswerStyle, Exchange, Receive, Scope, Send
 from gateway.idempotency.keyed import IDEMPOTENCY_KEY
 from gateway.limits.reservation import Reservation
@@ -35,9 +38,6 @@ from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.chat import NO_TOKENIZER
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
-from web.body import LARGE_BODY_BYTES
-from web.errors import ApiError, ClientDisconnected, MethodNotAllowed
-from web.schema import check_values
 
 HotRoute = Callable[[Scope, Receive, Send], Awaitable[None]]
 

@@ -10,6 +10,7 @@ from gateway.api.sampling import requested_max_tokens
 from gateway.api.schema import GenerationRequest
 from gateway.dispatch.request import OpenRequest
 from gateway.endpoints.endpoint import Endpoint, JobSpec
+from gateway.errors import InvalidParameter
 from gateway.http.exchange import Answered, Exchange
 from gateway.http.reply import StreamWriter, usage_of
 from gateway.limits.fields import check_grammar
@@ -20,7 +21,6 @@ from gateway.request.mailbox import ReaderCut
 from gateway.request.states import State
 from gateway.tokenizing.model_tokens import ModelTokens, use_of
 from protocol.messages import Sampling, pack_token_ids
-from web.errors import InvalidParameter
 
 _Call = TypeVar("_Call", bound=Call)
 

@@ -4,9 +4,9 @@ from db.accounts.hosted import Leaves, allowed_providers
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
 from gateway.admission.control import AdmissionControl
+from gateway.errors import HostedNotAllowed, NoTrustedPool, OnlyTrustedPools
 from gateway.request.admission import Admission
 from gateway.settings import GatewaySettings
-from web.errors import HostedNotAllowed, NoTrustedPool, OnlyTrustedPools
 
 
 def providers_for(

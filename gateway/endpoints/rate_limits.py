@@ -11,6 +11,8 @@ from typing import Final, Protocol
 
 from db.accounts.principal import Principal
 from db.money import NANO_USD, TokenPrice
+from gateway.errors import ApiError, InsufficientQuota, LimitsUnavailable, RateLimitExceeded
+from gateway.http.pages import Exchange
 from gateway.limits.leases import Quotas, Refused, Unavailable
 from gateway.limits.local import LocalAccount
 from gateway.limits.refusals import Refusal
@@ -18,8 +20,6 @@ from gateway.limits.reservation import Estimate, Reservation
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
 from protocol.quotas import RATES, Kind
-from web.answers import Exchange
-from web.errors import ApiError, InsufficientQuota, LimitsUnavailable, RateLimitExceeded
 
 _NAMES: Final = {
     Kind.REQUESTS: "requests per minute",

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from db.accounts.principal import Principal
 from gateway.admission.ticket import Ticket
 from gateway.api.errors import RequestFailed
+from gateway.api.fields import check_values
 from gateway.api.openai_responses import Responses, previous_of
 from gateway.dispatch.dispatcher import LEAVING
 from gateway.dispatch.request import OpenRequest
@@ -20,6 +21,8 @@ from gateway.endpoints.endpoint import Answering, Arrival
 from gateway.endpoints.generate import GenerationEndpoint
 from gateway.endpoints.responses_call import ResponsesCall, ResponsesCalls
 from gateway.endpoints.services import Services
+from gateway.errors import ApiError, InvalidParameter, StorageUnavailable, too_many
+from gateway.http.body import LARGE_BODY_BYTES
 from gateway.http.exchange import SSE_HEADERS, Exchange
 from gateway.responses.conversation import continued, keep
 from gateway.responses.messages import Key, NotKept
@@ -30,9 +33,6 @@ from gateway.responses.run import BackgroundRun, Lost
 from gateway.responses.usage import TenantFull
 from protocol.errors import BusError, ProtocolError
 from protocol.wire import PROTOCOL_VERSION
-from web.body import LARGE_BODY_BYTES
-from web.errors import ApiError, InvalidParameter, StorageUnavailable, too_many
-from web.schema import check_values
 
 SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read some events
 

@@ -8,12 +8,12 @@ from gateway.api.openai_events import ResponseEvents
 from gateway.api.openai_items import Item
 from gateway.api.openai_responses import Responses, ResponsesTranslation
 from gateway.api.surface_calls import SurfaceCall
+from gateway.errors import ApiError
 from gateway.request.chunks import Chunks
 from gateway.responses.messages import NotKept
 from protocol.chat import Deltas
 from protocol.errors import BusError
 from protocol.messages import Tokens
-from web.errors import ApiError
 
 Keeping = Callable[[dict[str, Any], list[Item]], Awaitable[None]]
 

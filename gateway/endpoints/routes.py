@@ -11,15 +11,15 @@ from fastapi import APIRouter, Request, Response
 from db.accounts.principal import Principal
 from gateway.api.anthropic_messages import counted_chat, model_row
 from gateway.api.calls import ChatCall
+from gateway.api.fields import check_values, encode_json, parse_body
 from gateway.api.form import tools_for_template
 from gateway.api.schema import DetokenizeRequest, TokenizeRequest, parse_tokenize
 from gateway.endpoints.rate_limits import counted
 from gateway.endpoints.services import Services
 from gateway.http.exchange import Exchange, exchange_of
+from gateway.http.pages import body_schema, json_answer
 from gateway.limits.request_limits import check_shape
 from gateway.tokenizing.model_tokens import ModelTokens
-from web.answers import body_schema, json_answer
-from web.schema import check_values, encode_json, parse_body
 
 VERSION: Final = metadata.version("spillway")
 

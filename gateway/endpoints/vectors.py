@@ -10,13 +10,13 @@ from gateway.api.pooling_calls import Inputs, PoolingCall
 from gateway.dispatch.request import OpenRequest
 from gateway.endpoints.endpoint import CallFactory, Endpoint, JobSpec
 from gateway.endpoints.services import Services
+from gateway.errors import ContextLengthExceeded, InvalidParameter, Overloaded
 from gateway.http.exchange import Exchange
 from gateway.request.admission import Admission
 from gateway.request.mailbox import Ended
 from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.messages import Sampling, Vector, pack_token_ids
 from protocol.pooling import Pooling
-from web.errors import ContextLengthExceeded, InvalidParameter, Overloaded
 
 FLOAT_BYTES: Final = 4
 

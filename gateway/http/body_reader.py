@@ -5,10 +5,10 @@ A body that finds no room stays with its sender: its connection is not read. So 
 
 from collections.abc import Callable, Mapping
 
+from gateway.http.body import LARGE_BODY_BYTES, Receive, read_body
+from gateway.http.byte_room import ByteRoom
+from gateway.http.compressed import most_decoded_bytes
 from gateway.settings import LimitSettings
-from web.body import LARGE_BODY_BYTES, Receive, read_body
-from web.byte_room import ByteRoom
-from web.compressed import most_decoded_bytes
 
 
 class BodyReader:

@@ -2,8 +2,8 @@
 
 from typing import Final
 
+from gateway.errors import InvalidParameter
 from gateway.http.exchange import Exchange
-from web.errors import InvalidParameter
 
 DEADLINE_HEADER: Final = "x-spillway-deadline-ms"  # from the whole request's arrival to the end of the answer
 # How long official SDKs wait, in seconds: those for Python send the first, those for Node.js only the second.

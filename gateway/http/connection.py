@@ -22,12 +22,12 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from gateway.errors import ApiError, HeadTooLarge, MalformedHttp, RequestTooSlow
 from gateway.http.connections import Connections
 from gateway.http.cycle import Cycle
 from gateway.http.exchange import ABORT_KEY, CYCLE_KEY, HEADERS_KEY
 from gateway.http.refusals import HTTP, MAX_PATH_CHARS
 from protocol.nats.deadlines import Deadlines
-from web.errors import ApiError, HeadTooLarge, MalformedHttp, RequestTooSlow
 
 READ_AHEAD: Final = 8  # requests that are read while an earlier one is answered; more stay in the socket
 MAX_PIPELINED: Final = 100  # that may have come with them in one piece

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from gateway.errors import ApiError, Overloaded, TooManyConnections
 from gateway.http.refusals import RefusalLog
 from gateway.settings import ConnectionSettings
 from protocol.nats.deadlines import Deadlines
-from web.errors import ApiError, Overloaded, TooManyConnections
 
 if TYPE_CHECKING:
     from gateway.http.connection import Connection

@@ -16,12 +16,12 @@ from db.accounts.principal import INFERENCE, Principal
 from gateway.api.errors import RequestFailed
 from gateway.dispatch.group import RequestGroup
 from gateway.dispatch.request import OpenRequest
+from gateway.errors import ApiError, InvalidApiKey, LedgerUnavailable, MissingScope
+from gateway.http.pages import EXCHANGE_KEY, PRINCIPAL_KEY
 from gateway.request.trace import Trace
 from gateway.settings import TimeoutSettings
 from protocol.nats.clock import unix_now_ms
 from protocol.nats.deadlines import shared_deadlines, wait_until_done
-from web.answers import EXCHANGE_KEY, PRINCIPAL_KEY
-from web.errors import ApiError, InvalidApiKey, LedgerUnavailable, MissingScope
 
 if TYPE_CHECKING:
     from gateway.http.cycle import Cycle

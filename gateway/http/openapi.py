@@ -8,14 +8,15 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from gateway import errors
 from gateway.api.anthropic_messages import CountTokensRequest, MessagesRequest
 from gateway.api.errors import FAILURES, RequestFailed
+from gateway.api.fields import Body
 from gateway.api.openai_responses import ResponsesRequest
 from gateway.api.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from web import errors, openapi_content
-from web.errors import ApiError
-from web.schema import Body
+from gateway.errors import ApiError
+from gateway.http import openapi_content
 
 _REF: Final = "#/components/schemas/{model}"
 _ERROR: Final = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from db.accounts.masking import masked
+from gateway.errors import ApiError
 from gateway.metrics.requests import RequestSeries
-from web.errors import ApiError
 
 if TYPE_CHECKING:
     from gateway.http.exchange import Exchange

@@ -14,14 +14,7 @@ from msgspec import Struct
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
-from gateway.http.exchange import ABORT_KEY, Exchange, Message, Scope
-from gateway.idempotency.claims import Claims
-from gateway.idempotency.runs import Run, Runs
-from gateway.idempotency.sharing import AnswerServer, OwnerNotFound, OwnerUnresponsive, ask, claim_state_of, part_of
-from gateway.settings import GatewaySettings, TimeoutSettings
-from protocol.idempotency import AnswerPartRequest, ClaimState, Part
-from protocol.nats.bus import Bus
-from web.errors import (
+from gateway.errors import (
     AnswerNotKept,
     ApiError,
     ClientDisconnected,
@@ -29,6 +22,13 @@ from web.errors import (
     IdempotencyKeyReused,
     InvalidParameter,
 )
+from gateway.http.exchange import ABORT_KEY, Exchange, Message, Scope
+from gateway.idempotency.claims import Claims
+from gateway.idempotency.runs import Run, Runs
+from gateway.idempotency.sharing import AnswerServer, OwnerNotFound, OwnerUnresponsive, ask, claim_state_of, part_of
+from gateway.settings import GatewaySettings, TimeoutSettings
+from protocol.idempotency import AnswerPartRequest, ClaimState, Part
+from protocol.nats.bus import Bus
 
 IDEMPOTENCY_KEY: Final = b"idempotency-key"
 STANDING_HEADER: Final = b"x-spillway-idempotent"

@@ -2,9 +2,9 @@
 
 from typing import Final
 
+from gateway.errors import ContextLengthExceeded, InvalidParameter
 from gateway.settings import LimitSettings, ModelSettings
 from gateway.tokenizing.model_tokens import prompt_too_long
-from web.errors import ContextLengthExceeded, InvalidParameter
 
 AS_MANY_AS_FIT: Final = -1  # as a number of tokens to make: what the limits leave, as vLLM and llama.cpp have it
 

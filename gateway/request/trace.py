@@ -2,7 +2,7 @@
 
 from typing import Protocol, Self
 
-from web.errors import ApiError
+from gateway.errors import ApiError
 
 
 class Trace(Protocol):

@@ -6,13 +6,13 @@ from typing import Any, Final
 import msgspec
 
 from gateway.api.openai_items import Item, with_history
+from gateway.errors import InvalidParameter
 from gateway.responses.kept import Kept
 from gateway.responses.messages import Key, Unreadable
 from gateway.responses.patience import patiently
 from gateway.responses.records import StoredResponse
 from gateway.responses.store import ResponseStore
 from protocol.wire import PROTOCOL_VERSION
-from web.errors import InvalidParameter
 
 PARAM: Final = "previous_response_id"
 

@@ -5,8 +5,8 @@ from typing import Final, Literal
 import msgspec
 
 from gateway.api.openai_items import items_of
+from gateway.errors import UnknownObject
 from gateway.responses.records import EventsPart, Run, StoredResponse
-from web.errors import UnknownObject
 
 FIRST_EVENTS: Final = 2  # which say that it is queued
 

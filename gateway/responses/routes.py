@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
 from gateway.api.openai_responses import refuse_included
+from gateway.errors import InvalidParameter, StorageUnavailable, UnknownObject
+from gateway.http.pages import exchange_of, json_answer
 from gateway.responses.kept import Kept, State
 from gateway.responses.messages import Key, Unreadable
 from gateway.responses.patience import patiently
@@ -19,8 +21,6 @@ from gateway.responses.reading import follow
 from gateway.responses.store import ResponseStore
 from protocol.backoff import wait_for
 from protocol.errors import BusError, ProtocolError
-from web.answers import exchange_of, json_answer
-from web.errors import InvalidParameter, StorageUnavailable, UnknownObject
 
 CANCEL_LIMIT_S: Final = 5.0  # how long a client waits for a response to be cancelled
 CANCEL_LOOK_S: Final = 0.5

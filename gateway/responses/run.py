@@ -20,8 +20,9 @@ from msgspec import structs
 
 from gateway.api.openai_events import ended_at, fault
 from gateway.api.openai_items import items_of
+from gateway.errors import ApiError
+from gateway.request.made_before import MadeBefore
 from gateway.responses.kept import answer_id_of
-from gateway.responses.made_before import MadeBefore
 from gateway.responses.messages import THREADED_BYTES, Key, NotKept
 from gateway.responses.patience import patiently
 from gateway.responses.reading import EVENT_END
@@ -32,7 +33,6 @@ from protocol.errors import BusError, ProtocolError
 from protocol.messages import Tokens
 from protocol.messages import encode as encode_frame
 from protocol.wire import PROTOCOL_VERSION, UNDECODABLE
-from web.errors import ApiError
 
 PENDING_BYTES: Final = 1024 * 1024  # that are not stored yet: from here on the answer is not read on
 PART_BYTES: Final = 256 * 1024  # of events and frames in one part, but for one frame's

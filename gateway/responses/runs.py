@@ -14,6 +14,7 @@ from nats.aio.msg import Msg
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
+from gateway.errors import ApiError, InvalidApiKey, LedgerUnavailable, RateLimitExceeded
 from gateway.responses.messages import Key, NotKept
 from gateway.responses.patience import patiently
 from gateway.responses.records import Question, Run, decode_question, encode
@@ -28,7 +29,6 @@ from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.wire import UNDECODABLE
-from web.errors import ApiError, InvalidApiKey, LedgerUnavailable, RateLimitExceeded
 
 ANSWER_LIMIT_S: Final = 1.0  # of another gateway that is asked what it makes
 MAX_ASKED: Final = 1000  # responses in one question

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import jinja2
 
+from gateway.errors import InvalidParameter
 from gateway.tokenizing.model_tokens import AnyTemplate
 from gateway.tokenizing.renderer import Renderer, RendererDied
 from gateway.tokenizing.template_proof import unproven_reason
 from gateway.tokenizing.templates import ChatTemplate, parsed
 from gateway.tokenizing.turns import Message, find_rules
-from web.errors import InvalidParameter
 
 MAX_TEMPLATE_CHARS: Final = 256 * 1024  # ten times the longest known template
 MAX_SPECIAL_TOKEN_CHARS: Final = 64 * 1024  # of all special tokens available to a template

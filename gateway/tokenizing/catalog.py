@@ -17,6 +17,7 @@ from typing import Any, Final
 from nats.aio.msg import Msg
 
 from db.accounts.principal import Principal
+from gateway.errors import ModelNotFound, ModelNotReady, Overloaded
 from gateway.tokenizing.cards import UnusableCard, check_context_length, check_tokenizer_size, usable_template
 from gateway.tokenizing.encoder_pool import EncoderPool
 from gateway.tokenizing.encoders import (
@@ -39,7 +40,6 @@ from protocol.nats.artifacts import read_model_card, tokenizer_name, tokenizer_o
 from protocol.nats.bus import Bus
 from protocol.nats.objects import get_object
 from protocol.sampling_defaults import GENERATION_CONFIG, sampling_defaults
-from web.errors import ModelNotFound, ModelNotReady, Overloaded
 
 RETRY_S: Final = 2.0
 FETCH_LIMIT_S: Final = 60.0  # for a configured tokenizer, which tiktoken may have to download

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from web.errors import Overloaded, RateLimitExceeded
+from gateway.errors import Overloaded, RateLimitExceeded
 
 # One more than long items may use: they run without the GIL, beside the event loop and the engines.
 ENCODER_THREADS: Final = max(2, min(4, (os.cpu_count() or 1) // 2 + 1))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
+from gateway.errors import ContextLengthExceeded, InvalidParameter
 from gateway.tokenizing.control_tokens import ControlTokens
 from gateway.tokenizing.encoder_pool import EncoderPool
 from gateway.tokenizing.encoders import EncodedPair, Encoder
@@ -14,7 +15,6 @@ from gateway.tokenizing.turns import STRICT, STRICTEST, TOOLS_DESCRIBED, fitted
 from protocol.dialects.dialect import Dialect
 from protocol.dialects.generic import with_tool_prompt
 from protocol.pooling import PoolingCard
-from web.errors import ContextLengthExceeded, InvalidParameter
 
 INLINE_CHARS: Final = 4096  # about 1 ms of encoding; longer prompts go to a thread
 END_TOKENS: Final = 16  # of a prompt: enough for a mark that begins reasoning, even in several tokens

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import jsonschema_rs
 
-from web.errors import InvalidParameter
+from gateway.errors import InvalidParameter
 
 # What a value must be as a whole, which cannot be said of its beginning (llguidance refuses all of them).
 UNENFORCEABLE: Final = frozenset({

@@ -16,8 +16,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gateway.errors import InvalidParameter
 from gateway.tokenizing.turns import AS_IS, TemplateRules
-from web.errors import InvalidParameter
 
 RENDER_CPU_LIMIT_S: Final = 10.0  # CPU time of the thread: a busy machine causes no refusals
 PIECES_AT_A_TIME: Final = 8  # between two reads of the clock (a system call), and before the first

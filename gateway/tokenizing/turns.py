@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from web.errors import InvalidParameter
+from gateway.errors import InvalidParameter
 
 # Names of the changes, for the client.
 SYSTEM_JOINED: Final = "system-joined"  # leading system messages became one

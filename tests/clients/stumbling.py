@@ -8,7 +8,7 @@ import asyncio
 from collections import Counter
 from typing import Final
 
-from web.errors import ApiError, InsufficientQuota, RateLimitExceeded
+from gateway.errors import ApiError, InsufficientQuota, RateLimitExceeded
 
 LOST: Final = "lost"  # the connection, before anything has been answered
 KINDS: Final[dict[str, type[ApiError]]] = {"429": RateLimitExceeded, "500": ApiError, "final": InsufficientQuota}

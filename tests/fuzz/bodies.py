@@ -8,6 +8,7 @@ import msgspec
 
 from gateway.api.anthropic_messages import Messages, counted_chat
 from gateway.api.chat_job import chat_of
+from gateway.api.fields import parse_body
 from gateway.api.openai_responses import Responses, previous_of
 from gateway.api.pooling_schema import parse_embedding, parse_rerank, parse_score
 from gateway.api.sampling import sampling_of
@@ -19,11 +20,10 @@ from gateway.api.schema import (
     parse_completion,
     parse_tokenize,
 )
+from gateway.errors import ApiError
 from protocol.chat import decode_chat, encode_chat
 from protocol.messages import Sampling
 from tests.fuzz.mutations import Form
-from web.errors import ApiError
-from web.schema import parse_body
 
 FORM: Form = "json"
 MAX_TOKENS = 5

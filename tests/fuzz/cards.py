@@ -5,6 +5,7 @@ import contextlib
 import jinja2
 from msgspec.structs import replace
 
+from gateway.errors import InvalidParameter
 from gateway.tokenizing.cards import _PROBE, UnusableCard, _unproven_reason, check_context_length
 from gateway.tokenizing.templates import ChatTemplate
 from protocol import messages as m
@@ -13,7 +14,6 @@ from protocol.errors import ProtocolError
 from tests.fuzz.mutations import Form
 from tests.small_tokenizer import CHATML
 from tests.unit.protocol.test_versions import CARD
-from web.errors import InvalidParameter
 
 FORM: Form = "msgpack"
 

@@ -8,10 +8,10 @@ import msgspec
 from gateway.batches.message_requests import ENDPOINT, _Requests
 from gateway.batches.order import prompt_text, sort_key
 from gateway.batches.validation import Request, Wrong, check_line
+from gateway.errors import ApiError
 from gateway.settings import BatchSettings
 from tests.fuzz.driving import cut_bytes
 from tests.fuzz.mutations import Form
-from web.errors import ApiError
 
 FORM: Form = "json"
 MODELS = {"m": "configured"}

@@ -1,9 +1,9 @@
 """Forms of POST /v1/files: a first line with the content type, then the body."""
 
 from gateway.batches.upload import MAX_FIELD_BYTES, MAX_NAME_CHARS, Upload, receive_upload
+from gateway.errors import ApiError
 from tests.fuzz.driving import cut_bytes, driven, pieces
 from tests.fuzz.mutations import Form
-from web.errors import ApiError
 
 FORM: Form = "bytes"
 MAX_BYTES = 1000

@@ -24,7 +24,6 @@ from tests.fuzz.mutations import mutated
 
 INSTRUMENTED = [
     "engine", "gateway", "jinja2", "ledger", "pool_worker", "protocol", "python_multipart",
-    "web",
 ]  # fmt: skip
 
 PLACES = 2  # the innermost, by which a finding is known

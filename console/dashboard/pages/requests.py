@@ -7,9 +7,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from console.dashboard.names import load_names
 from console.dashboard.view import View
 from console.dashboard.waterfall import facts, waterfall
+from gateway.errors import InvalidParameter
 from ledger.queries.log import Cursor, request_history, request_page
 from ledger.queries.traffic import choices
-from web.errors import InvalidParameter
 
 PAGE_ROWS: Final = 50
 MAX_CURSOR_CHARS: Final = 200

@@ -10,12 +10,12 @@ from console.dashboard.latency import shown
 from console.dashboard.names import load_names
 from console.dashboard.pages.overview import DEFAULT_GROUPING, MAX_GROUPS
 from console.dashboard.view import View
+from gateway.errors import InvalidParameter
 from ledger.histogram import Measure
 from ledger.queries import traffic
 from ledger.queries.distributions import distributions
 from ledger.queries.traffic import Figure
 from ledger.queries.window import Dimension
-from web.errors import InvalidParameter
 
 HEAT_FIGURES: Final[dict[Figure, str]] = {
     "tokens": "tokens",

@@ -11,6 +11,7 @@ import pytest
 from db.accounts.keys import Grant, create_key
 from db.accounts.principal import Policy
 from db.engine import create_engine
+from gateway.http.body import LARGE_BODY_BYTES
 from gateway.limits.account_store import AccountStore
 from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.nats.bus import Bus
@@ -18,7 +19,6 @@ from protocol.quotas import RATES, Account, Kind
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled
 from tests.waiting import HANGS_S, until
-from web.body import LARGE_BODY_BYTES
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 PATIENT = {"limits_s": HANGS_S}  # a busy machine's queue server is not away

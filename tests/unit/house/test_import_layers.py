@@ -20,9 +20,8 @@ ALLOWED = {
     "migrations": {"db"},
     "ledger": {"db", "protocol"},
     "fleet": {"db", "protocol"},
-    "web": {"db"},
-    "gateway": {"db", "ledger", "protocol", "web"},
-    "console": {"db", "gateway", "ledger", "protocol", "web"},
+    "gateway": {"db", "ledger", "protocol"},
+    "console": {"db", "gateway", "ledger", "protocol"},
     "pool_worker": {"engine", "protocol"},
 }
 ALLOWED["spillway"] = set(ALLOWED)

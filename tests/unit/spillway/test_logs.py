@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from db.accounts.token import new_token
 from gateway.batches.upload import receive_upload
+from gateway.errors import InvalidParameter
 from spillway.cli import app
 from spillway.logs import configured
-from web.errors import InvalidParameter
 
 SWITCHES = ("logThreads", "logProcesses", "logMultiprocessing", "_srcfile")
 

@@ -14,6 +14,7 @@ import openai
 import pytest
 from pydantic import SecretStr
 
+from gateway.api.fields import MAX_BODY_VALUES
 from gateway.endpoints.responses import ResponsesEndpoint
 from gateway.responses import runs, store
 from gateway.responses.messages import Key
@@ -35,7 +36,6 @@ from tests.integration.gateway.responses.test_background import (
 )
 from tests.integration.gateway.set_aside import is_set_aside
 from tests.waiting import HANGS_S, until
-from web.schema import MAX_BODY_VALUES
 
 QUICK = {"take_over_s": 0.1, "retry_s": 0.1}
 JUNK = "j" * 100_000

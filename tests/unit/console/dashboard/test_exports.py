@@ -18,10 +18,10 @@ from console.dashboard.exports import STALE_FILE_S, Export, Exports
 from console.dashboard.reader import Reader
 from console.dashboard.view import make_view
 from db.engine import create_engine
+from gateway.errors import LedgerUnavailable
 from ledger.store import store_records
 from tests.usage_records import request_record
 from tests.waiting import HANGS_S
-from web.errors import LedgerUnavailable
 
 RECEIVED_UNIX_MS = 1_800_000_000_000
 VIEW = make_view({"since": str(RECEIVED_UNIX_MS), "until": str(RECEIVED_UNIX_MS + 1000)}, {})

@@ -3,7 +3,7 @@ from urllib.parse import parse_qsl
 import pytest
 
 from console.dashboard.view import DAY_MS, View, make_view
-from web.errors import InvalidParameter
+from gateway.errors import InvalidParameter
 
 NOW_MS = 1_800_000_000_000
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from gateway.api.anthropic_messages import Messages
 from gateway.api.surface import AnswerHead, Usage
+from gateway.errors import InvalidParameter
 from protocol.dialects.source import Kind, Piece
-from web.errors import InvalidParameter
 
 HEAD = AnswerHead("abc", 1_700_000_000, "m", 7)
 USAGE = Usage(7, 4, 9, 3)

@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 
 from gateway.api.schema import parse_chat, parse_completion, parse_tokenize
+from gateway.errors import BadRequest, InvalidParameter, MalformedJson
 from tests.unit.gateway.api.bodies import chat, completion
-from web.errors import BadRequest, InvalidParameter, MalformedJson
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.errors import FAILURES, RequestFailed
+from gateway.errors import ApiError, ModelNotReady
+from gateway.http.body import read_body
 from gateway.http.exchange import Exchange
+from gateway.http.pages import add_error_answers
 from gateway.request.mailbox import Failure
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
-from web.answers import add_error_answers
-from web.body import read_body
-from web.errors import ApiError, ModelNotReady
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))

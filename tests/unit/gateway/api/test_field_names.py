@@ -7,7 +7,7 @@ import pytest
 from gateway.api.anthropic_messages import Messages
 from gateway.api.openai_responses import Responses
 from gateway.api.surface import AnswerHead
-from web.errors import InvalidParameter
+from gateway.errors import InvalidParameter
 
 HEAD = AnswerHead("1", 0, "m", 1)
 MESSAGES = Messages().translate(b'{"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}')

@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.api.anthropic_messages import MessagesRequest
+from gateway.api.fields import parse_body
 from gateway.api.openai_responses import ResponsesRequest
 from gateway.api.pooling_schema import parse_embedding, parse_rerank, parse_score
 from gateway.api.sampling import sampling_of
@@ -20,10 +21,9 @@ from gateway.api.schema import ChatCompletionRequest, CompletionRequest, parse_c
 from gateway.batches.lines import decode_line
 from gateway.batches.message_requests import ENDPOINT, _Requests
 from gateway.batches.validation import Wrong, check_line
+from gateway.errors import ApiError
 from gateway.settings import BatchSettings
 from protocol.messages import Sampling
-from web.errors import ApiError
-from web.schema import parse_body
 
 CHAT = "/v1/chat/completions"
 MODELS = {"m": "m"}

@@ -6,11 +6,11 @@ import pytest
 from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.schema import parse_chat, parse_completion
 from gateway.api.tool_fields import CalledFunction
+from gateway.errors import InvalidParameter
 from gateway.limits.fields import check_grammar
 from protocol.grammar import Grammar
 from protocol.messages import Sampling
 from tests.unit.gateway.api.bodies import CALL, USER, chat, completion, tool
-from web.errors import InvalidParameter
 
 
 def test_everything_supported_reaches_the_wire() -> None:

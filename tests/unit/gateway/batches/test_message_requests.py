@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gateway.batches import message_requests
 from gateway.batches.message_requests import MAX_NESTING, lines_of
+from gateway.errors import ApiError, BadRequest, BodyTooLarge, InvalidParameter, MalformedJson
 from gateway.settings import BatchSettings
-from web.errors import ApiError, BadRequest, BodyTooLarge, InvalidParameter, MalformedJson
 
 SMALL = BatchSettings(max_line_bytes=2000, max_message_batch_bytes=20_000, max_message_batch_requests=5)
 PARAMS = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": 'Grüße, "1]}" \\ \u2028'}]}

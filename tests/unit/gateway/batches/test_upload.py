@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.batches.upload import Upload, receive_upload
-from web.errors import InvalidParameter
+from gateway.errors import InvalidParameter
 
 
 class Nowhere:

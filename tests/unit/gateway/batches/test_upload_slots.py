@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 
 from gateway.batches.upload_slots import Pace, UploadSlots
-from web.errors import BodyTooLarge, Overloaded, RateLimitExceeded, RequestTooSlow
+from gateway.errors import BodyTooLarge, Overloaded, RateLimitExceeded, RequestTooSlow
 
 
 @pytest.mark.parametrize(("max_uploads", "share"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 8)])

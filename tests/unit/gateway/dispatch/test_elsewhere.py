@@ -10,12 +10,12 @@ from gateway.api.errors import RequestFailed
 from gateway.dispatch.attempts import MAX_BUSY_FAILURES, MAX_FREE_FAILURES
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import LiveRevisions
+from gateway.errors import RETRY_LATER_S
 from gateway.request.states import State
 from protocol.engine_stats import Paused
 from protocol.errors import ErrorCode
 from protocol.messages import PROTOCOL_VERSION, Accepted, Heartbeat
 from tests.unit.gateway.dispatch.opened_requests import ID, failed, open_request, tokens
-from web.errors import RETRY_LATER_S
 
 MAX_ATTEMPTS = 3
 BROKEN, WAITS = Paused("401"), Paused("429", 20_000)

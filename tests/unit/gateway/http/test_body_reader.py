@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from gateway.errors import Overloaded
+from gateway.http.body import LARGE_BODY_BYTES
 from gateway.http.body_reader import BodyReader
+from gateway.http.compressed import FREE_BYTES, MAX_RATIO
 from gateway.settings import LimitSettings
-from web.body import LARGE_BODY_BYTES
-from web.compressed import FREE_BYTES, MAX_RATIO
-from web.errors import Overloaded
 
 SIZE = 2 * LARGE_BODY_BYTES
 LENGTH = {b"content-length": str(SIZE).encode()}

@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
+from gateway.errors import ContextLengthExceeded, InvalidParameter
 from gateway.limits.request_limits import AS_MANY_AS_FIT, check_shape, output_limit
 from gateway.settings import LimitSettings, ModelSettings
-from web.errors import ContextLengthExceeded, InvalidParameter
 
 
 def limit(prompt_tokens: int, **rest: Any) -> int:

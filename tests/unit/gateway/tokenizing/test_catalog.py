@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from db.accounts.principal import DEFAULT_TEAM_ID, Principal
+from gateway.errors import ModelNotFound, ModelNotReady
 from gateway.settings import ModelSettings
 from gateway.tokenizing.cards import usable_template
 from gateway.tokenizing.catalog import ModelCatalog
@@ -22,7 +23,6 @@ from protocol.nats.objects import delete_object
 from tests.nats_server import NatsServer
 from tests.small_tokenizer import CHATML, byte_tokenizer_json
 from tests.waiting import HANGS_S, until
-from web.errors import ModelNotFound, ModelNotReady
 
 MODEL = "org/model.v1"
 MODELS = {MODEL: ModelSettings(aliases=("nick",))}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from gateway.errors import Overloaded, RateLimitExceeded
 from gateway.tokenizing.encoder_pool import LONG_BYTES, MAX_BYTES, MAX_TENANT_BYTES, MAX_TENANT_ITEMS, EncoderPool
 from tests.waiting import until
-from web.errors import Overloaded, RateLimitExceeded
 
 LONG = LONG_BYTES + 1
 THREADS = 3

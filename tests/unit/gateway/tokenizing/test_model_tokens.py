@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from gateway.errors import ContextLengthExceeded, InvalidParameter
 from gateway.tokenizing import model_tokens
 from gateway.tokenizing.encoder_pool import EncoderPool
 from gateway.tokenizing.encoders import HuggingFaceEncoder
 from gateway.tokenizing.model_tokens import ModelTokens
 from gateway.tokenizing.templates import ChatTemplate
 from tests.small_tokenizer import CHATML, START, byte_tokenizer, byte_tokenizer_json
-from web.errors import ContextLengthExceeded, InvalidParameter
 
 
 def tokens(template: str | None = CHATML) -> ModelTokens:

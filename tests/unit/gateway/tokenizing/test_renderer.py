@@ -10,12 +10,12 @@ import psutil
 import pytest
 
 from gateway.api.schema import parse_chat
+from gateway.errors import InvalidParameter, Overloaded
 from gateway.tokenizing.renderer import Renderer, RendererDied
 from gateway.tokenizing.templates import ChatTemplate
 from tests import tool_templates
 from tests.small_tokenizer import BOS
 from tests.unit.protocol.dialects.test_prompts import CONVERSATION, WEATHER
-from web.errors import InvalidParameter, Overloaded
 
 SPECIAL = {"bos_token": BOS}
 REFUSES = "{% if mine %}{{ raise_exception('not ' + mine) }}{% endif %}{{ messages[0].content }}"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from gateway.errors import InvalidParameter
 from gateway.tokenizing.schema_keywords import ENFORCED_FORMATS, SchemaReader
-from web.errors import InvalidParameter
 
 ANNOTATIONS = (
     "base64url", "binary", "byte", "decimal", "directory-path", "double", "file-path", "float", "idn-email",

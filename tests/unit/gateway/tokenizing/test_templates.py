@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from gateway.errors import InvalidParameter
 from gateway.tokenizing.encoders import HuggingFaceEncoder
 from gateway.tokenizing.templates import ChatTemplate
 from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer, byte_tokenizer_json
-from web.errors import InvalidParameter
 
 LLAMA_3_STYLE = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gateway.errors import InvalidParameter
 from gateway.tokenizing.cards import usable_template
 from gateway.tokenizing.encoder_pool import EncoderPool
 from gateway.tokenizing.encoders import HuggingFaceEncoder
@@ -14,7 +15,6 @@ from gateway.tokenizing.templates import ChatTemplate
 from gateway.tokenizing.turns import AS_IS, Arguments, TemplateRules, fitted
 from tests.chat_templates import ALTERNATING_WITH_TOOLS, PUBLISHED, SYSTEM_FIRST
 from tests.small_tokenizer import byte_tokenizer_json
-from web.errors import InvalidParameter
 
 REFUSED = {
     "Qwen 3.5": {"several_systems", "later_system", "system_alone"},

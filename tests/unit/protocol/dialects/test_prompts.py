@@ -7,12 +7,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from gateway.api.schema import parse_chat
+from gateway.errors import InvalidParameter
 from gateway.tokenizing.templates import ChatTemplate
 from protocol.dialects.dialect import Dialect
 from protocol.dialects.registry import TOOL_FORMATS
 from tests import tool_templates
 from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer
-from web.errors import InvalidParameter
 
 STYLES = {name: source for name, source in vars(tool_templates).items() if name.isupper()}
 ARGUMENTS = {"city": "Köln", "days": 2, "deep": {"a": [1, None]}}

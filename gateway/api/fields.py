@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from web.errors import InvalidParameter, MalformedJson
+from gateway.errors import InvalidParameter, MalformedJson
 
 MAX_BODY_VALUES: Final = 65_536  # lists, objects and fields of one body: some 50 ms during which nothing else can run
 MAX_SEARCHED_VALUES: Final = 10_000  # looked at to name the field of a number that is none: some milliseconds

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import zstandard
 
-from web.body import Receive, read_body
-from web.compressed import MAX_PARTS
-from web.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow, UnsupportedEncoding
-from web.schema import MAX_BODY_VALUES, check_values
+from gateway.api.fields import MAX_BODY_VALUES, check_values
+from gateway.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow, UnsupportedEncoding
+from gateway.http.body import Receive, read_body
+from gateway.http.compressed import MAX_PARTS
 
 LIMIT_S = 20.0
 LENGTH_3 = {b"content-length": b"3"}

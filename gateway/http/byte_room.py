@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from web.errors import Overloaded
+from gateway.errors import Overloaded
 
 
 class ByteRoom:

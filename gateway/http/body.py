@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
-from web.compressed import decoded, encoding_of
-from web.errors import BodyTooLarge, ClientDisconnected, RequestTooSlow, UnsupportedEncoding
+from gateway.errors import BodyTooLarge, ClientDisconnected, RequestTooSlow, UnsupportedEncoding
+from gateway.http.compressed import decoded, encoding_of
 
 LARGE_BODY_BYTES: Final = 16 * 1024  # others must not wait while a larger one is read: the worst takes 250 ns a byte
 

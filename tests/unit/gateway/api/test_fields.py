@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from web.errors import BadRequest, InvalidParameter, MalformedJson
-from web.schema import MAX_SEARCHED_VALUES, Body, parse_body
+from gateway.api.fields import MAX_SEARCHED_VALUES, Body, parse_body
+from gateway.errors import BadRequest, InvalidParameter, MalformedJson
 
 NUMBERS = ("NaN", "Infinity", "-Infinity", "1e400", "-1E+999", "1e309", "9" * 400 + ".5")
 

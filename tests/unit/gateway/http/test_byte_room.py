@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from web.byte_room import ByteRoom
-from web.errors import Overloaded
+from gateway.errors import Overloaded
+from gateway.http.byte_room import ByteRoom
 
 
 async def test_a_tenant_leaves_as_much_as_it_holds_and_others_enter() -> None:

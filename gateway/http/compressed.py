@@ -6,7 +6,7 @@ from typing import Final
 
 import zstandard
 
-from web.errors import BodyTooLarge, InvalidParameter, UnsupportedEncoding
+from gateway.errors import BodyTooLarge, InvalidParameter, UnsupportedEncoding
 
 ENCODINGS: Final = {"gzip": "gzip", "x-gzip": "gzip", "zstd": "zstd"}
 MAX_RATIO: Final = 100  # of decoded bytes to sent ones, beyond the next

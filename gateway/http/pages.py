@@ -11,7 +11,8 @@ from starlette.routing import Match
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import INFERENCE, Principal
 from db.errors import SQL_ERRORS, describe
-from web.errors import (
+from gateway.api.fields import encode_json
+from gateway.errors import (
     ApiError,
     ClientDisconnected,
     InvalidParameter,
@@ -20,7 +21,6 @@ from web.errors import (
     RequestTooSlow,
     UnknownUrl,
 )
-from web.schema import encode_json
 
 EXCHANGE_KEY: Final = "spillway.exchange"  # in the ASGI scope: the Exchange
 PRINCIPAL_KEY: Final = "spillway.principal"  # there, too, of a request that this process makes itself: whose it is

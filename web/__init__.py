@@ -1,1 +1,0 @@
-"""Common parts of every HTTP edge: errors in OpenAI's envelope, bodies within limits, complete answers."""
