@@ -25,13 +25,11 @@ from gateway.batches.feeder import Feeder
 from gateway.batches.open import make_feeder, open_batches
 from gateway.batches.series import BatchSeries
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.failovers import RecentFailovers
+from gateway.dispatch.hosted_pools import HostedPools
 from gateway.dispatch.overflow import Overflow
-from gateway.dispatch.request_log import RequestLog
 from gateway.endpoints.hosted import providers_still_allowed
 from gateway.endpoints.rate_limits import counted
 from gateway.endpoints.services import Services
-from gateway.hosted.pools import HostedPools
 from gateway.http.body_reader import BodyReader
 from gateway.http.connection import Connection
 from gateway.http.connections import Connections
@@ -40,13 +38,15 @@ from gateway.idempotency.keyed import KeyedRequests
 from gateway.limits.leases import Quotas
 from gateway.limits.prices import CurrentPrices
 from gateway.limits.seeds import RollupLedger
-from gateway.metrics.requests import RequestSeries
 from gateway.mount import GatewayParts, Mount
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.responses.runs import BackgroundRuns
 from gateway.responses.shares import ReadShares
 from gateway.responses.store import ResponseStore
 from gateway.settings import LEAVE_S, GatewaySettings
+from gateway.telemetry.failovers import RecentFailovers
+from gateway.telemetry.metrics import RequestSeries
+from gateway.telemetry.request_log import RequestLog
 from gateway.tokenizing.catalog import ModelCatalog
 from gateway.tokenizing.settings import canonical_names
 from ledger.payloads.sealing import SEALED_BEFORE, Sealer, parse_keys

@@ -11,9 +11,9 @@ from db.accounts.keyring import KeyRing
 from gateway.admission.control import AdmissionControl
 from gateway.api.fields import Body
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.failovers import RecentFailovers
-from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings
+from gateway.telemetry.failovers import RecentFailovers
+from gateway.telemetry.metrics import RequestSeries
 from gateway.tokenizing.catalog import ModelCatalog
 from protocol.nats.bus import Bus
 

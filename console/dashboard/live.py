@@ -9,9 +9,9 @@ from typing import Final
 
 from console.dashboard import formats
 from gateway.api.fields import encode_json
-from gateway.dispatch.failovers import Failover
 from gateway.errors import Overloaded
 from gateway.mount import GatewayParts
+from gateway.telemetry.failovers import Failover
 from protocol import subjects
 from protocol.messages import Heartbeat
 from protocol.nats.clock import WARN_S

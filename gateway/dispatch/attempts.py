@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from gateway.dispatch.hosted_slot import HostedSlot
 from gateway.dispatch.plausible import plausible_timings
-from gateway.hosted.slot import HostedSlot
 from protocol.dead_letters import AttemptFailure
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Failed, Finished, Timings

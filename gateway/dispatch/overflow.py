@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry
+from gateway.dispatch.hosted_pool import HostedPool
+from gateway.dispatch.hosted_pools import HostedDemand, HostedPools, Offer
+from gateway.dispatch.hosted_slot import HostedSlot
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import ServingWorker
-from gateway.hosted.pool import HostedPool
-from gateway.hosted.pools import HostedDemand, HostedPools, Offer
-from gateway.hosted.slot import HostedSlot
 from gateway.request.admission import Admission
 from gateway.request.states import State
 from gateway.settings import GatewaySettings

@@ -24,9 +24,9 @@ from gateway.dispatch.failure_rules import (
     why_over,
     why_waited_in_vain,
 )
+from gateway.dispatch.hosted_slot import HostedSlot
 from gateway.dispatch.plausible import plausible_prompt, why_implausible
 from gateway.dispatch.request_state import RequestState
-from gateway.hosted.slot import HostedSlot
 from gateway.request.made_before import MadeBefore
 from gateway.request.mailbox import Ended, Failure, StillWaiting
 from gateway.request.queue_position import QueuePosition

@@ -50,7 +50,7 @@ class RequestState:
         self.record: RequestRecord | None = None  # once it is left for the ledger
         self.http_status: int | None = None  # as sent, if it was; set by the HTTP side
         self.dropped: frozenset[str] = frozenset()  # fields that the pools of its answer have left out
-        self.hosted_wait: str | None = None  # why it is at no hosted pool, though it may: gateway.hosted.pools
+        self.hosted_wait: str | None = None  # why it is at no hosted pool, though it may: gateway.dispatch.hosted_pools
         self.closed = False  # the HTTP side has let go
         self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
         self._timeouts = timeouts

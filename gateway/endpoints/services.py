@@ -14,12 +14,12 @@ from gateway.http.refusals import RefusalLog
 from gateway.idempotency.keyed import KeyedRequests
 from gateway.limits.leases import Quotas
 from gateway.limits.prices import CurrentPrices
-from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.request.trace import Trace
 from gateway.responses.runs import BackgroundRuns
 from gateway.responses.store import ResponseStore
 from gateway.settings import GatewaySettings
+from gateway.telemetry.metrics import RequestSeries
 from gateway.tokenizing.catalog import ModelCatalog
 from ledger.webhooks.state import StateView
 from protocol.nats.bus import Bus

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from db.accounts.masking import masked
 from gateway.errors import ApiError
-from gateway.metrics.requests import RequestSeries
+from gateway.telemetry.metrics import RequestSeries
 
 if TYPE_CHECKING:
     from gateway.http.exchange import Exchange

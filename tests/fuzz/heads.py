@@ -12,8 +12,8 @@ from uvicorn.server import ServerState
 from gateway.http.connection import Connection
 from gateway.http.connections import Connections
 from gateway.http.refusals import RefusalLog
-from gateway.metrics.requests import RequestSeries
 from gateway.settings import ConnectionSettings
+from gateway.telemetry.metrics import RequestSeries
 from tests.fuzz.driving import cut_bytes
 from tests.fuzz.mutations import Form
 

@@ -11,7 +11,7 @@ from console.dashboard import formats
 from console.dashboard.live import kv_share
 from db.prices import PriceBook
 from gateway.admission.capacity import Capacity
-from gateway.metrics.engines import engine_families, worker_families
+from gateway.telemetry.engines import engine_families, worker_families
 from ledger.machine_time import MAX_CATCH_UP_MS, QUARTER_MS, Moment, _check_plausible, _rows
 from ledger.store import MAX_USD_PER_HOUR
 from protocol import messages as m

@@ -25,9 +25,9 @@ from gateway.http.refusals import RefusalLog
 from gateway.limits.leases import Quotas
 from gateway.limits.seeds import RollupLedger
 from gateway.main import FLUSH_LIMIT_S, _must_not_end
-from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.settings import GatewaySettings
+from gateway.telemetry.metrics import RequestSeries
 from gateway.tokenizing.model_tokens import ModelTokens
 from ledger import main as ledger_main
 from ledger.settings import LedgerSettings

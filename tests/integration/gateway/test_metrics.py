@@ -14,7 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from db.accounts.keys import Grant
 from db.accounts.principal import METRICS
-from gateway.metrics.requests import HISTOGRAMS
+from gateway.telemetry.metrics import HISTOGRAMS
 from pool_worker.settings import LocalEngineSettings, WorkerSettings
 from protocol.engine_stats import EngineStats, Histogram
 from protocol.messages import Timings
@@ -27,7 +27,7 @@ from tests.integration.gateway.test_errors import HELLO, send
 from tests.integration.gateway.test_permissions import key_with, knows
 from tests.integration.pool_worker.playing_gateway import running_worker
 from tests.unit.engine.tiny_models import byte_level_tokenizer, llama
-from tests.unit.gateway.metrics.series import Scrape
+from tests.unit.gateway.telemetry.series import Scrape
 from tests.waiting import HANGS_S, until
 
 BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO}
@@ -168,7 +168,7 @@ async def test_a_workers_series_come_and_go_with_it(start_gateway: Start, signs_
 async def test_sums_are_those_of_the_ledger_and_each_request_has_a_line_in_the_log(
     start_gateway: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="gateway.dispatch.request_log")
+    caplog.set_level(logging.INFO, logger="gateway.telemetry.request_log")
     gateway = await start_gateway(open_metrics=True)
     worker = await gateway.add_worker(script=rescued)
     for script in (rescued, answer_hello, answer_hello):

@@ -14,7 +14,7 @@ from gateway.dispatch.request import OpenRequest
 from protocol.engine_stats import Paused
 from tests.unit.deploy.description import ROOT, promtool
 from tests.unit.gateway.dispatch.opened_requests import accepted, failed, open_request
-from tests.unit.gateway.metrics.test_exposition import answered_series, beat, scrape, snapshot
+from tests.unit.gateway.telemetry.test_exposition import answered_series, beat, scrape, snapshot
 from tests.waiting import HANGS_S
 
 BOARDS = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))

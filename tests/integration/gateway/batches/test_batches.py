@@ -16,7 +16,7 @@ from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
-from tests.unit.gateway.metrics.series import Scrape
+from tests.unit.gateway.telemetry.series import Scrape
 from tests.waiting import HANGS_S, until
 
 CHAT = "/v1/chat/completions"

@@ -8,7 +8,7 @@ from protocol.errors import ErrorCode
 from protocol.messages import encode
 from protocol.nats.bus import Bus
 from protocol.nats.topology import HEARTBEAT_LIMIT_S
-from tests.unit.gateway.metrics.test_exposition import beat
+from tests.unit.gateway.telemetry.test_exposition import beat
 
 
 def registry(bus: Bus | None = None) -> WorkerRegistry:

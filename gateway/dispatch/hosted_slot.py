@@ -2,7 +2,7 @@
 
 import time
 
-from gateway.hosted.pool import HostedPool
+from gateway.dispatch.hosted_pool import HostedPool
 from gateway.limits.reservation import Reservation
 from protocol.messages import Failed, Finished
 

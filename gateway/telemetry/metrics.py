@@ -9,8 +9,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from db.money import CLIENTS, NANO_USD, TokenPrice
 from gateway.dispatch.observers import Observer
 from gateway.dispatch.request import OpenRequest
-from gateway.metrics.engines import ENGINE_INDEX
-from gateway.metrics.histogram import Buckets, add_histogram
+from gateway.telemetry.engines import ENGINE_INDEX
+from gateway.telemetry.histogram import Buckets, add_histogram
 from protocol.engine_stats import Histogram
 from protocol.usage import RequestRecord
 

@@ -11,9 +11,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from db.money import NANO_USD
-from gateway.metrics.engines import engine_families, worker_families
-from gateway.metrics.fleet import fleet_families
-from gateway.metrics.requests import RequestCounts
+from gateway.telemetry.engines import engine_families, worker_families
+from gateway.telemetry.fleet import fleet_families
+from gateway.telemetry.metrics import RequestCounts
 from protocol.fleet import FleetState
 from protocol.messages import Heartbeat
 

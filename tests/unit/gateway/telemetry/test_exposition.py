@@ -8,14 +8,14 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from db.money import NANO_USD, TokenPrice
 from gateway.dispatch.record import usage_record
-from gateway.metrics.exposition import MetricsSnapshot, exposition
-from gateway.metrics.histogram import Buckets
-from gateway.metrics.requests import RequestSeries
+from gateway.telemetry.exposition import MetricsSnapshot, exposition
+from gateway.telemetry.histogram import Buckets
+from gateway.telemetry.metrics import RequestSeries
 from ledger.series import ledger_families
 from protocol.engine_stats import EngineStats, Histogram, Paused
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Timings
 from tests.unit.gateway.dispatch.opened_requests import accepted, failed, finished, open_request, tokens
-from tests.unit.gateway.metrics.series import Scrape
+from tests.unit.gateway.telemetry.series import Scrape
 
 # vLLM's vllm/v1/metrics/loggers.py and vllm/v1/spec_decode/metrics.py; in the text format a counter ends in _total.
 VLLM = {

@@ -5,7 +5,7 @@ from typing import Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from gateway.metrics.histogram import add_histogram
+from gateway.telemetry.histogram import add_histogram
 from protocol.engine_stats import EngineStats, Histogram, Paused
 from protocol.messages import Heartbeat
 

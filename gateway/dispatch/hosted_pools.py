@@ -6,8 +6,8 @@ from typing import Final, NamedTuple
 
 from db.money import TokenPrice
 from gateway.admission.capacity import Capacity
-from gateway.hosted.pool import HostedPool, most_cost_nano_usd
-from gateway.hosted.slot import HostedSlot
+from gateway.dispatch.hosted_pool import HostedPool, most_cost_nano_usd
+from gateway.dispatch.hosted_slot import HostedSlot
 from gateway.limits.leases import Quotas, Refused, Unavailable
 from gateway.limits.pools import POOL
 from gateway.limits.prices import CurrentPrices
