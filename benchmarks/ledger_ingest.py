@@ -35,7 +35,7 @@ from db.engine import create_engine
 from db.models import AttemptRow, RequestRow
 from ledger.settings import LedgerSettings
 from protocol import subjects
-from protocol.messages import encode
+from protocol.job import encode
 from protocol.nats import topology
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr, field_validator, model_validator
 
 from ledger.webhooks.settings import WebhookSettings
-from protocol.settings import HttpUrlText, PositiveInt, PositiveSeconds, Settings, http_url_parts
+from protocol.process import HttpUrlText, PositiveInt, PositiveSeconds, Settings, http_url_parts
 
 
 class OidcSettings(Settings):

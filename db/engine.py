@@ -16,7 +16,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from db.errors import SQL_ERRORS, DatabaseUrlError, describe
 from db.url import DRIVERS, EXAMPLES, problem_of
-from protocol.settings import in_url
+from protocol.process import in_url
 
 CONNECT_LIMIT_S: Final = 10.0
 POSTGRESQL_PORT: Final = 5432  # where a URL names none

@@ -167,7 +167,7 @@ class RequestRow(Base):
     request_id: Mapped[str] = mapped_column(primary_key=True)  # made by the gateway; also the x-request-id header
     gateway_id: Mapped[str]  # which gateway served it
     received_unix_ms: Mapped[int]  # when its headers arrived, by the gateway's clock
-    endpoint: Mapped[str]  # see protocol.messages.Origin
+    endpoint: Mapped[str]  # see protocol.job.Origin
     model: Mapped[str]  # the configured model (aliases resolved)
     key_id: Mapped[str]  # ApiKeyRow.id
     key_name: Mapped[str]  # the key's name at that time
@@ -194,7 +194,7 @@ class RequestRow(Base):
     team_id: Mapped[str | None]  # TeamRow.id, of the key at that time; NULL: its gateway was older than version 0006
     organisation_id: Mapped[str | None]  # OrganisationRow.id, likewise
     tier: Mapped[str | None]  # of the last attempt's pool, as its worker reports; NULL: never accepted
-    counted_by: Mapped[str | None]  # protocol.chat.CountedBy; NULL: an engine, before version 0011
+    counted_by: Mapped[str | None]  # protocol.job.CountedBy; NULL: an engine, before version 0011
     # By the price book as it was when the request arrived (db.prices); NULL: the model has no price there.
     charge_nano_usd: Mapped[int | None]
 
@@ -238,15 +238,15 @@ class AttemptRow(Base):
     key_id: Mapped[str | None]
     key_name: Mapped[str | None]
     stream: Mapped[bool | None]
-    # As the engine reports (protocol.messages.Timings); NULL before version 0003, and where it does not report them.
+    # As the engine reports (protocol.job.Timings); NULL before version 0003, and where it does not report them.
     engine_queue_ms: Mapped[float | None]
     prefill_ms: Mapped[float | None]
     decode_ms: Mapped[float | None]
     preemptions: Mapped[int | None]
     team_id: Mapped[str | None]  # of its request; NULL before version 0006
     organisation_id: Mapped[str | None]
-    counted_by: Mapped[str | None]  # protocol.chat.CountedBy; NULL: an engine, before version 0011
-    rescue: Mapped[str | None]  # protocol.rescue.Rescue: how it continued earlier tries; NULL: the first
+    counted_by: Mapped[str | None]  # protocol.job.CountedBy; NULL: an engine, before version 0011
+    rescue: Mapped[str | None]  # protocol.job.Rescue: how it continued earlier tries; NULL: the first
 
 
 class OpenRequestRow(Base):

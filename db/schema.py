@@ -9,7 +9,7 @@ from sqlalchemy import Connection, inspect, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.errors import SQL_ERRORS, DatabaseUnavailable, SchemaMismatch, describe
-from protocol.backoff import backoff_s, wait_for
+from protocol.process import backoff_s, wait_for
 
 SCHEMA_VERSION: Final = "0018"  # the newest revision in migrations/versions; a test keeps both equal
 VERSION_TABLE: Final = "alembic_version"

@@ -33,11 +33,11 @@ from fleet.reconcile import DRAIN_MARGIN_S, Limits, reconciled, to_end
 from fleet.settings import FleetSettings, PoolFleetSettings
 from protocol import subjects
 from protocol.errors import BusError
-from protocol.fleet import STATE_SUBJECT, FleetState, PoolState, encode_state
-from protocol.messages import Drain, encode
+from protocol.gateways import STATE_SUBJECT, FleetState, PoolState, encode_state
+from protocol.job import Drain, encode
+from protocol.nats.access import CredentialsError, WorkerKeys
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
-from protocol.nats.credentials import CredentialsError, WorkerKeys
 
 LIST_LIMIT_S: Final = 30.0
 LAUNCH_LIMIT_S: Final = 60.0

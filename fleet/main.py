@@ -15,11 +15,10 @@ from fleet.leader import Leadership
 from fleet.monitor import Monitor, MonitoredGroup
 from fleet.policy.decide import Decider
 from fleet.settings import ControllerSettings, FleetSettings, ManagedPool, ProcessSettings
-from protocol.backoff import backoff_s
 from protocol.errors import BusError
+from protocol.nats.access import WorkerKeys, access_options
 from protocol.nats.bus import Bus
-from protocol.nats.credentials import WorkerKeys, access_options
-from protocol.signals import on_stop_signals
+from protocol.process import backoff_s, on_stop_signals
 
 log = logging.getLogger(__name__)
 

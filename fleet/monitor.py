@@ -19,9 +19,9 @@ from fleet.policy.view import BatchWork, Demand
 from fleet.reconcile import Beat
 from protocol import subjects
 from protocol.errors import ProtocolError
-from protocol.messages import Heartbeat, decode_heartbeat
-from protocol.nats.backlog import Backlog, read_backlog
+from protocol.job import Heartbeat, decode_heartbeat
 from protocol.nats.bus import Bus
+from protocol.nats.topology import Backlog, read_backlog
 
 FORGET_AFTER_S: Final = 300.0
 MINUTE_S: Final = 60.0

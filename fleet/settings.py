@@ -8,7 +8,7 @@ from zoneinfo import ZoneInfo
 
 from pydantic import Field, model_validator
 
-from protocol.settings import HeaderSecret, HttpUrlText, PositiveInt, PositiveSeconds, Settings
+from protocol.process import HeaderSecret, HttpUrlText, PositiveInt, PositiveSeconds, Settings
 
 Seconds = Annotated[float, Field(ge=0, le=31_536_000)]
 Workers = Annotated[int, Field(ge=0, le=10_000)]

@@ -51,13 +51,11 @@ from gateway.tokenizing.catalog import ModelCatalog
 from gateway.tokenizing.settings import canonical_names
 from ledger.payloads.sealing import SEALED_BEFORE, Sealer, parse_keys
 from ledger.webhooks.state import StateView
-from protocol import garbage, subjects
+from protocol import process, subjects
+from protocol.nats.access import access_options
 from protocol.nats.bus import Bus
-from protocol.nats.credentials import access_options
-from protocol.nats.outbox import Outbox
-from protocol.nats.spool import Spool
-from protocol.settings import in_url
-from protocol.signals import on_stop_signals
+from protocol.nats.outbox import Outbox, Spool
+from protocol.process import in_url, on_stop_signals
 
 if TYPE_CHECKING:
     from gateway.traces import RequestTraces
@@ -211,7 +209,7 @@ async def run(
             models=names,
             gateway_id=settings.gateway_id,
         )
-        garbage.calm()
+        process.calm_garbage_collection()
         hurry = asyncio.Event()
         with on_stop_signals(partial(_take_signal, stop, hurry)):
             await _serve(

@@ -12,9 +12,8 @@ from gateway.tokenizing.settings import ModelTokenSettings
 from ledger.settings import PayloadSettings
 from ledger.webhooks.settings import WebhookSettings
 from protocol.nats.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
-from protocol.settings import HttpUrlText, PositiveInt, PositiveSeconds, Settings
+from protocol.process import HttpUrlText, PositiveInt, PositiveSeconds, Settings, TelemetrySettings
 from protocol.subjects import queue_of
-from protocol.telemetry import TelemetrySettings
 
 REACH_LIMIT_S: Final = 1.0  # past it the queue server is as good as away, for who waits for a limit
 

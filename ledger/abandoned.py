@@ -27,8 +27,9 @@ from ledger.intents import delete_open, delete_recorded, ends_its_request
 from ledger.store import is_one_of, received_with, write_requests
 from protocol import subjects
 from protocol.errors import BusError, ErrorCode, NoResponders, ProtocolError
+from protocol.job import encode
 from protocol.nats.bus import Bus
-from protocol.open_requests import MAX_ASKED, OpenRequestsQuery, decode_answer, encode
+from protocol.usage import MAX_ASKED, OpenRequestsQuery, decode_still_open
 
 ANSWER_LIMIT_S: Final = 2.0
 MAX_CHECKED: Final = 100_000  # requests, the oldest first
@@ -118,7 +119,7 @@ class AbandonedRequests:
             for start in range(0, len(request_ids), MAX_ASKED):
                 question = OpenRequestsQuery(tuple(request_ids[start : start + MAX_ASKED]))
                 reply = await self._bus.request(subject, encode(question), timeout_s=self._answer_limit_s)
-                still_open |= decode_answer(reply.data).completion_tokens
+                still_open |= decode_still_open(reply.data).completion_tokens
         except NoResponders:
             return {}
         except (BusError, ProtocolError) as error:

@@ -27,7 +27,7 @@ from db.set_aside import SetAside
 from ledger.store import MAX_USD_PER_HOUR
 from protocol import subjects
 from protocol.errors import ProtocolError
-from protocol.messages import Heartbeat, decode_heartbeat
+from protocol.job import Heartbeat, decode_heartbeat
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 

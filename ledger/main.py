@@ -15,13 +15,12 @@ from ledger.payloads.writer import PayloadWriter
 from ledger.settings import LedgerSettings
 from ledger.writer import LedgerWriter
 from protocol import subjects
-from protocol.backoff import wait_for
 from protocol.errors import BusError
+from protocol.nats.access import access_options
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
-from protocol.nats.credentials import access_options
 from protocol.nats.topology import consumer_exists
-from protocol.signals import on_stop_signals
+from protocol.process import on_stop_signals, wait_for
 
 CONSUMER_POLL_S: Final = 0.5
 

@@ -14,12 +14,11 @@ from typing import Final
 
 from protocol import subjects
 from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, ProtocolError
-from protocol.messages import PROTOCOL_VERSION, encode
+from protocol.job import PROTOCOL_VERSION, encode
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.nats.pull import Delivery
-from protocol.parked import MAX_MESSAGE_BYTES, MAX_REASON_CHARS, ParkedUsage, decode_parked
-from protocol.usage import UnreadUsage, read_usage
+from protocol.usage import MAX_MESSAGE_BYTES, MAX_REASON_CHARS, ParkedUsage, UnreadUsage, decode_parked, read_usage
 
 REPLAY_PERIOD_S: Final = 60.0
 REPLAY_RECORDS: Final = 1000  # checked in one period

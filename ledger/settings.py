@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, SecretStr
 from db.accounts.checks import MAX_RETENTION_DAYS
 from db.money import ConfiguredPrice
 from ledger.payloads.sealing import parse_keys
-from protocol.settings import PositiveInt, PositiveSeconds, Settings
+from protocol.process import PositiveInt, PositiveSeconds, Settings
 
 
 def _are_payload_keys(text: SecretStr) -> SecretStr:

@@ -31,13 +31,13 @@ from ledger.retention import Retention
 from ledger.settings import LedgerSettings
 from ledger.store import RecordRefused, store_records
 from protocol import subjects
-from protocol.backoff import backoff_s, wait_for
 from protocol.errors import BusError
-from protocol.messages import encode
+from protocol.job import encode
 from protocol.nats import pull
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.nats.pull import Delivery, PullConsumer
+from protocol.process import backoff_s, wait_for
 from protocol.usage import AttemptRecord, RequestIntent, UnreadUsage, UsageRecord, encode_usage, read_usage
 
 PULL_CHECK_S: Final = 0.5  # how often to check whether a pull has been written off

@@ -12,9 +12,22 @@ from pool_worker.credit import Cost
 from pool_worker.engines.chat import ChatOutput
 from pool_worker.generation import billed_prompt_tokens_of, prompt_tokens_of
 from pool_worker.settings import WorkerSettings
-from protocol.chat import ChatUsage, CountedBy, Deltas
-from protocol.logprobs import PromptLogprob, TokenLogprob
-from protocol.messages import Accepted, Dropped, Failed, Finished, Frame, Job, Timings, Tokens, Vector, encode
+from protocol.generation import PromptLogprob, TokenLogprob
+from protocol.job import (
+    Accepted,
+    ChatUsage,
+    CountedBy,
+    Deltas,
+    Dropped,
+    Failed,
+    Finished,
+    Frame,
+    Job,
+    Timings,
+    Tokens,
+    Vector,
+    encode,
+)
 from protocol.nats.clock import unix_now_ms
 from protocol.nats.pull import Delivery
 from protocol.subjects import LOW_LANE

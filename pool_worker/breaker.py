@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from pool_worker.attempt import Attempt
-from protocol.engine_stats import Paused
+from protocol.job import Paused
 
 FAILURES: Final = 3  # different requests: one that fails everywhere breaks no pool
 FIRST_PAUSE_S: Final = 1.0  # until the first probe; twice as long after each that fails

@@ -5,10 +5,10 @@ import logging
 from typing import Final
 
 from pool_worker.engines.base import Engine
-from protocol.backoff import backoff_s
 from protocol.errors import BusError
-from protocol.nats.artifacts import publish_model_card, revision_of
 from protocol.nats.bus import Bus
+from protocol.nats.objects import publish_model_card, revision_of
+from protocol.process import backoff_s
 
 AGAIN_AFTER_S: Final = 1.0  # at the earliest
 

@@ -25,15 +25,14 @@ from pool_worker.gate import Gate
 from pool_worker.job_filter import JobFilter
 from pool_worker.lanes import LOW_RANK, Lane, LaneShares, expected_tokens
 from protocol import subjects
-from protocol.backoff import backoff_s, wait_for
 from protocol.errors import BusError, ErrorCode, ProtocolError
-from protocol.messages import Job, JobHead, decode_job, decode_job_head
+from protocol.job import Job, JobHead, decode_job, decode_job_head
 from protocol.nats import pull
-from protocol.nats.backlog import read_backlog
 from protocol.nats.bus import Bus
 from protocol.nats.outbox import Outbox
 from protocol.nats.pull import Delivery, PullConsumer
-from protocol.nats.topology import consumer_exists
+from protocol.nats.topology import consumer_exists, read_backlog
+from protocol.process import backoff_s, wait_for
 
 REFILL_CHECK_S: Final = 0.1  # how often free capacity is noticed that was not reported
 # The watches of a frozen worker swallow jobs until they expire. Each comes back after ACK_WAIT_S, and where this worker

@@ -8,7 +8,7 @@ from nats.aio.msg import Msg
 from pool_worker.executor import Executor
 from protocol import subjects
 from protocol.errors import ProtocolError
-from protocol.messages import Cancel, Drain, Resend, decode_control
+from protocol.job import Cancel, Drain, Resend, decode_control
 from protocol.nats.bus import Bus
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Final
 
 from pool_worker.engines.base import Capacity
 from pool_worker.generation import prompt_tokens_of
-from protocol.messages import Job
+from protocol.job import Job
 
 RECENT_JOBS: Final = 64
 

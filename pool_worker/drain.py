@@ -16,7 +16,7 @@ from typing import Final
 from pool_worker.attempt import Attempt
 from pool_worker.executor import Executor
 from pool_worker.stopping import Stop
-from protocol.backoff import wait_for
+from protocol.process import wait_for
 
 DRAIN_CHECK_S: Final = 0.1  # how often a second signal, a new worker or a change of pace is noticed
 HAND_BACK_MARGIN_S: Final = 0.5  # before the limit: for the last frames and records to leave

@@ -1,7 +1,7 @@
 """An engine's statistics as they travel in the worker's heartbeats."""
 
 from engine import types
-from protocol.engine_stats import EngineStats, Histogram
+from protocol.job import EngineStats, Histogram
 
 
 def wire_stats(stats: types.EngineStats, waiting_jobs: int) -> EngineStats:

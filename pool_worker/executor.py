@@ -28,13 +28,11 @@ from pool_worker.replay import RecentAttempts
 from pool_worker.settings import WorkerSettings
 from pool_worker.usage import Outcome, attempt_record
 from protocol import subjects
-from protocol.chat import TAKES_MESSAGES, CountedBy
 from protocol.errors import BusError, ErrorCode, ProtocolError
-from protocol.messages import Failed, Job, JobHead, Resend, Revision, encode, unpack_token_ids
+from protocol.job import TAKES_MESSAGES, CountedBy, Failed, Job, JobHead, Resend, Revision, encode, unpack_token_ids
 from protocol.nats.bus import Bus
-from protocol.nats.objects import get_object
+from protocol.nats.objects import get_object, unseal
 from protocol.nats.outbox import Outbox
-from protocol.nats.prompts import unseal
 from protocol.nats.pull import Delivery
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import Final
 from pool_worker.peers import Peers
 from pool_worker.settings import GateSettings, Tier
 from protocol import subjects
-from protocol.backoff import wait_for
 from protocol.errors import BusError, NoResponders
-from protocol.nats.backlog import oldest_job, read_backlog
 from protocol.nats.bus import Bus
+from protocol.nats.topology import oldest_job, read_backlog
+from protocol.process import wait_for
 from protocol.subjects import queue_of
 
 GATE_POLL_S: Final = 0.25

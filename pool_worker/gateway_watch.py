@@ -16,9 +16,8 @@ from nats.aio.msg import Msg
 from pool_worker.executor import Executor
 from pool_worker.settings import WorkerSettings
 from protocol.errors import BusError
-from protocol.messages import PROTOCOL_VERSION, encode
+from protocol.job import PROTOCOL_VERSION, StepFrame, encode
 from protocol.nats.bus import Bus
-from protocol.steps import StepFrame
 
 GONE_AFTER_PROBES: Final = 3  # in a row, without a listener
 

@@ -13,14 +13,11 @@ from engine.types import PromptLogprob as EnginePromptLogprob
 from engine.types import TokenLogprob as EngineLogprob
 from pool_worker.engines.base import Engine
 from pool_worker.engines.chat import ChatPoint, ChatRequest
-from protocol.chat import TAKES_MESSAGES, decode_chat
 from protocol.dialects.dialect import AnswerForm, ContentFinder
 from protocol.errors import ProtocolError
-from protocol.grammar import Grammar as WireGrammar
-from protocol.logprobs import PromptLogprob, TokenLogprob
-from protocol.messages import Job, Markup, Sampling, unpack_token_ids
-from protocol.pooling import Pooling
-from protocol.sampling_defaults import SAMPLING_DEFAULTS, sampling_defaults
+from protocol.generation import SAMPLING_DEFAULTS, Pooling, PromptLogprob, TokenLogprob, sampling_defaults
+from protocol.generation import Grammar as WireGrammar
+from protocol.job import TAKES_MESSAGES, Job, Markup, Sampling, decode_chat, unpack_token_ids
 
 
 def prompt_tokens_of(job: Job) -> int:

@@ -13,9 +13,8 @@ from pool_worker.executor import Executor
 from pool_worker.gate import Gate
 from pool_worker.settings import WorkerSettings
 from protocol import subjects
-from protocol.engine_stats import Pace
 from protocol.errors import BusError
-from protocol.messages import PROTOCOL_VERSION, Heartbeat, Revision, encode
+from protocol.job import PROTOCOL_VERSION, Heartbeat, Pace, Revision, encode
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.nats.topology import HEARTBEAT_PERIOD_S

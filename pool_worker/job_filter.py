@@ -8,8 +8,7 @@ from pool_worker.engines.base import AnyEngine
 from pool_worker.generation import can_go_on
 from pool_worker.peers import Peers
 from pool_worker.settings import WorkerSettings
-from protocol.chat import NO_TOKENIZER
-from protocol.messages import Job, Revision
+from protocol.job import NO_TOKENIZER, Job, Revision
 from protocol.nats.pull import Delivery
 
 AVOID_DELIVERIES: Final = 3  # a job that has come so often is run, avoided or not

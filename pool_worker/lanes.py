@@ -15,7 +15,7 @@ from typing import Final
 
 from pool_worker.generation import prompt_tokens_of
 from protocol import subjects
-from protocol.messages import Job
+from protocol.job import Job
 
 CHECK_S: Final = 0.025  # what was learned longer ago of a lane that is not watched may be wrong by now
 LEAST_WEIGHT: Final = 0.01

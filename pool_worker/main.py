@@ -13,12 +13,10 @@ from pool_worker.settings import ServerEngineSettings, WorkerSettings
 from pool_worker.sidecar.restarts import Restarts
 from pool_worker.stopping import Stop
 from pool_worker.worker import OnReady, Worker
-from protocol import garbage, subjects
-from protocol.backoff import wait_for
+from protocol import process, subjects
+from protocol.nats.access import WORKERS_API, access_options, worker_role
 from protocol.nats.bus import API, Bus
-from protocol.nats.credentials import access_options
-from protocol.nats.permissions import WORKERS_API, worker_role
-from protocol.signals import on_stop_signals
+from protocol.process import on_stop_signals, wait_for
 
 if TYPE_CHECKING:
     from pool_worker.traces import AttemptTraces
@@ -137,7 +135,7 @@ async def _serve(
     on_ready: OnReady | None,
     traces: "AttemptTraces | None",
 ) -> None:
-    garbage.calm()
+    process.calm_garbage_collection()
     try:
         async with asyncio.TaskGroup() as tasks:
             await Worker(settings, bus, engine, capacity, tasks, traces=traces).serve(stop, on_ready)

@@ -8,9 +8,9 @@ from typing import Final
 from nats.aio.msg import Msg
 
 from protocol import subjects
-from protocol.disconnects import decode_disconnect
 from protocol.errors import ProtocolError
-from protocol.messages import Heartbeat, decode_heartbeat
+from protocol.gateways import decode_disconnect
+from protocol.job import Heartbeat, decode_heartbeat
 from protocol.nats.bus import Bus
 from protocol.nats.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S, PULL_PRIORITIES
 

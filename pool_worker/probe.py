@@ -11,7 +11,7 @@ from pool_worker.engines.base import AnyEngine, EngineDiedError
 from pool_worker.engines.chat import ChatRequest
 from pool_worker.engines.server_busy import Busy
 from pool_worker.watch.start import number_tokens
-from protocol.chat import TAKES_MESSAGES, Chat, Turn
+from protocol.job import TAKES_MESSAGES, Chat, Turn
 
 NAME: Final = "spillway-probe"
 QUESTION: Final = "1"

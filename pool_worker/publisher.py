@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from protocol.errors import BusError
-from protocol.messages import PROTOCOL_VERSION, encode
+from protocol.job import PROTOCOL_VERSION, encode
 from protocol.nats import pull
 from protocol.nats.bus import HEADER_ROOM_BYTES, Bus
 from protocol.nats.pull import Delivery

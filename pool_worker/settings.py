@@ -8,8 +8,15 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 
 from protocol import subjects
-from protocol.settings import PORT_PLACE, HeaderSecret, HttpUrlText, PositiveInt, PositiveSeconds, Settings
-from protocol.telemetry import TelemetrySettings
+from protocol.process import (
+    PORT_PLACE,
+    HeaderSecret,
+    HttpUrlText,
+    PositiveInt,
+    PositiveSeconds,
+    Settings,
+    TelemetrySettings,
+)
 
 MAX_PORT: Final = 65535
 

@@ -19,7 +19,7 @@ from opentelemetry.util.types import AttributeValue
 from pool_worker.attempt import Attempt
 from pool_worker.settings import WorkerSettings
 from protocol import trace_names as names
-from protocol.messages import Timings
+from protocol.job import Timings
 from protocol.tracing import Tracing, context_of
 
 PROVIDER: Final = "spillway"

@@ -7,9 +7,7 @@ from msgspec.structs import asdict
 from pool_worker.attempt import Attempt
 from pool_worker.engines.base import AnyEngine
 from pool_worker.settings import WorkerSettings
-from protocol.chat import TAKES_MESSAGES, CountedBy
-from protocol.messages import PROTOCOL_VERSION
-from protocol.rescue import rescue_of
+from protocol.job import PROTOCOL_VERSION, TAKES_MESSAGES, CountedBy, rescue_of
 from protocol.usage import AttemptRecord
 
 OUTBOX_RECORDS: Final = 2048  # not yet stored; from there on the worker pulls nothing

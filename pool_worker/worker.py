@@ -31,8 +31,8 @@ from pool_worker.stopping import Stop
 from pool_worker.usage import OUTBOX_RECORDS
 from pool_worker.watch.node import NodeTooSlowError, NodeWatch
 from protocol import subjects
-from protocol.chat import TAKES_MESSAGES
 from protocol.errors import ErrorCode
+from protocol.job import TAKES_MESSAGES
 from protocol.nats.bus import Bus
 from protocol.nats.outbox import Outbox
 

@@ -20,7 +20,7 @@ from opentelemetry.trace import Span, format_span_id, format_trace_id
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from protocol import trace_names as names
-from protocol.telemetry import TelemetrySettings
+from protocol.process import TelemetrySettings
 
 EXPORT_PERIOD_S: Final = 1.0
 SPANS_PER_EXPORT: Final = 512

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from protocol.children import ending
 from protocol.errors import ExpectedError
+from protocol.process import ending
 from spillway import IS_WHEEL
 
 READY_LIMIT_S: Final = 120.0  # a worker may have a large model to load

@@ -38,8 +38,7 @@ from ledger.settings import LedgerSettings, PayloadSettings
 from ledger.webhooks.settings import WebhookSettings
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
 from protocol.errors import ExpectedError
-from protocol.settings import HostText, PositiveInt, PositiveSeconds, Settings
-from protocol.telemetry import TelemetrySettings
+from protocol.process import HostText, PositiveInt, PositiveSeconds, Settings, TelemetrySettings
 from spillway import ROOMS
 from spillway.children import resolved_config_path
 from spillway.config_problems import explain, keys_of, source_of

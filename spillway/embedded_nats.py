@@ -21,8 +21,8 @@ import urllib.request
 from pathlib import Path
 from typing import Final
 
-from protocol.children import ending
 from protocol.errors import ExpectedError
+from protocol.process import ending
 from spillway.children import die_with_parent, stop_process
 from spillway.data_folder import write_private
 

@@ -1,7 +1,7 @@
 """The authority over the queue server's users: it makes accounts, credentials and revocations, all of them signed.
 
     operator ──signs──> account SPILLWAY: streams; users gateway, ledger, fleet, admin
-             ──signs──> account WORKERS:  no streams; what crosses between the two: protocol.nats.permissions
+             ──signs──> account WORKERS:  no streams; what crosses between the two: protocol.nats.access
              ──signs──> account SYS:      tells when a worker's connection has ended
 
 Servers get the accounts (``nats-accounts.conf``), which hold nothing secret. Each part, and each pool, has a key of its
@@ -21,9 +21,8 @@ from pydantic import BaseModel
 
 from protocol import subjects
 from protocol.errors import ExpectedError
-from protocol.nats import permissions
-from protocol.nats.credentials import Key, WorkerKeys, sign_claims, user_credentials
-from protocol.nats.permissions import Permissions
+from protocol.nats import access
+from protocol.nats.access import Key, Permissions, WorkerKeys, sign_claims, user_credentials
 
 KEYS_NAME: Final = "keys.json"
 SERVER_CONFIG_NAME: Final = "nats-accounts.conf"
@@ -114,7 +113,7 @@ class Authority:
         key = Key.new("user")
         expires_s = None if lasts_s is None else int(time.time() + lasts_s)
         user = User(file=file, public=key.public, issued_unix_s=int(time.time()), expires_unix_s=expires_s)
-        is_part = part in permissions.PARTS
+        is_part = part in access.PARTS
         account = self._accounts["SPILLWAY" if is_part else "WORKERS"]
         named = part if is_part else (name or SHARED_NAME)
         text = user_credentials(self._signer(part), account.public, key, named, lasts_s)
@@ -182,35 +181,35 @@ class Authority:
         return sign_claims(self._operator, self._accounts[name].public, name, claims, issued_s)
 
     def _of_streams(self) -> dict[str, Any]:
-        scopes = {part: permissions.of_part(part) for part in permissions.PARTS}
+        scopes = {part: access.of_part(part) for part in access.PARTS}
         return {
             "limits": _ACCOUNT_LIMITS | _STREAM_LIMITS,
             "signing_keys": [self._scope(part, scope) for part, scope in scopes.items()],
             "revocations": self._revocations(),
-            "exports": [_service(subject) for subject in permissions.SERVICES_FOR_WORKERS]
-            + [_stream(permissions.SENT_TO_WORKERS)],
-            "imports": [_imported(_stream(permissions.SENT_BY_WORKERS), self._accounts["WORKERS"]), self._ends()],
+            "exports": [_service(subject) for subject in access.SERVICES_FOR_WORKERS]
+            + [_stream(access.SENT_TO_WORKERS)],
+            "imports": [_imported(_stream(access.SENT_BY_WORKERS), self._accounts["WORKERS"]), self._ends()],
         }
 
     def _of_workers(self, pools: Mapping[str, Pool]) -> dict[str, Any]:
         scopes = {
-            of_pool(name): permissions.of_worker(name, "{{name()}}", pool.models, pool.lanes, trusted=pool.trusted)
+            of_pool(name): access.of_worker(name, "{{name()}}", pool.models, pool.lanes, trusted=pool.trusted)
             for name, pool in pools.items()
         }
         asked = self._accounts["SPILLWAY"]
         return {
             "signing_keys": [self._scope(part, scope) for part, scope in scopes.items()],
             "revocations": self._revocations(),
-            "exports": [_stream(permissions.SENT_BY_WORKERS)],
+            "exports": [_stream(access.SENT_BY_WORKERS)],
             "imports": [
                 *(
                     {
                         **_imported({"name": subject, "subject": subject, "type": "service"}, asked),
                         "local_subject": here,
                     }
-                    for subject, here in permissions.SERVICES_FOR_WORKERS.items()
+                    for subject, here in access.SERVICES_FOR_WORKERS.items()
                 ),
-                _imported(_stream(permissions.SENT_TO_WORKERS), asked),
+                _imported(_stream(access.SENT_TO_WORKERS), asked),
                 self._ends(),
             ],
         }

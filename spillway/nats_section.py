@@ -9,8 +9,8 @@ from pydantic import Field, SecretStr, model_validator
 
 from gateway.settings import QueueSettings
 from protocol import subjects
-from protocol.nats.credentials import Credentials
-from protocol.settings import Settings
+from protocol.nats.access import Credentials
+from protocol.process import Settings
 
 
 class NatsSection(Settings):

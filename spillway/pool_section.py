@@ -18,7 +18,7 @@ from pool_worker.settings import (
     WatchSettings,
 )
 from protocol import subjects
-from protocol.settings import HttpUrlText, Settings
+from protocol.process import HttpUrlText, Settings
 
 
 def _is_unmarked(name: str) -> str:

@@ -28,8 +28,7 @@ from db.accounts.pepper import load_or_create_pepper
 from db.accounts.principal import INFERENCE, METRICS
 from db.engine import create_engine
 from protocol.errors import ExpectedError
-from protocol.settings import in_url
-from protocol.signals import on_stop_signals
+from protocol.process import in_url, on_stop_signals
 from spillway.children import Child, RestartableChild, keep_running, resolved_config_path, run_dir_of
 from spillway.config import Config
 from spillway.config_values import revealed

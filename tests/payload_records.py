@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from ledger.payloads.sealing import Sealer
-from protocol.messages import PROTOCOL_VERSION
-from protocol.payloads import PayloadRecord
+from protocol.job import PROTOCOL_VERSION
+from protocol.usage import PayloadRecord
 
 
 def payload_record(

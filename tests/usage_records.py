@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from protocol.messages import PROTOCOL_VERSION
+from protocol.job import PROTOCOL_VERSION
 from protocol.usage import AttemptRecord, RequestIntent, RequestRecord
 
 

@@ -13,7 +13,7 @@ from gateway.errors import Overloaded
 from gateway.mount import GatewayParts
 from gateway.telemetry.failovers import Failover
 from protocol import subjects
-from protocol.messages import Heartbeat
+from protocol.job import Heartbeat
 from protocol.nats.clock import WARN_S
 
 PERIOD_S: Final = 2.0

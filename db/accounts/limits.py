@@ -6,7 +6,7 @@ from typing import Final
 from msgspec import Struct
 
 from db.accounts.principal import BudgetPeriod, Policy
-from protocol.quotas import Amounts
+from protocol.gateways import Amounts
 
 TOTAL: Final = "total"
 

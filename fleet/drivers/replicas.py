@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from fleet.errors import LaunchRefused, ProviderError
 from fleet.machine import MACHINE_LABEL, Order, ProviderMachine
-from protocol.backoff import backoff_s
+from protocol.process import backoff_s
 
 SETTLE_LIMIT_S: Final = 25.0  # until the provider lists what a change of size has brought
 

@@ -21,7 +21,7 @@ import msgspec
 from fleet.errors import LaunchRefused, NoCapacity, OverQuota, ProviderError
 from fleet.machine import Order, ProviderMachine, labels_in, name_of
 from fleet.settings import SkyPilotSettings
-from protocol.children import ending, without_own_variables
+from protocol.process import ending, without_own_variables
 from protocol.wire import UNDECODABLE
 
 RUNNER: Final = Path(__file__).with_name("skypilot_runner.py")

@@ -10,8 +10,8 @@ from typing import Final
 
 from protocol import subjects
 from protocol.errors import BusError
-from protocol.nats.backlog import read_backlog
 from protocol.nats.bus import Bus
+from protocol.nats.topology import read_backlog
 
 RANKS_MAX_AGE_S: Final = 0.5
 

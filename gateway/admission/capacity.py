@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from protocol import subjects
-from protocol.messages import Heartbeat
+from protocol.job import Heartbeat
 
 HALF_LIFE_S: Final = 30.0  # of a measurement's weight, in time during which jobs waited
 MIN_SERVED_JOBS: Final = 2.0

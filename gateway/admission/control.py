@@ -26,7 +26,7 @@ from gateway.request.queue_position import QueuePosition
 from gateway.settings import GatewaySettings, TenantSettings
 from protocol import subjects
 from protocol.errors import ErrorCode
-from protocol.lanes import LaneInUse
+from protocol.gateways import LaneInUse
 from protocol.nats.bus import Bus
 
 POLL_PERIOD_S: Final = 0.5  # while something waits or has lately come

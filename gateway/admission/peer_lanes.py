@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 
 from protocol import subjects
 from protocol.errors import BusError, ProtocolError
-from protocol.lanes import LaneInUse, LanesInUse, decode_lanes, encode
+from protocol.gateways import LaneInUse, LanesInUse, decode_lanes, encode
 from protocol.nats.bus import Bus
 
 VALID_S: Final = 2.0  # some periods of telling: one lost message changes nothing

@@ -9,7 +9,7 @@ from nats.aio.msg import Msg
 
 from protocol import subjects
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import Heartbeat, decode_heartbeat
+from protocol.job import Heartbeat, decode_heartbeat
 from protocol.nats.bus import Bus
 from protocol.nats.topology import HEARTBEAT_LIMIT_S
 

@@ -17,9 +17,9 @@ from gateway.api.parsed import finish_reason_of, parsed_message, reasoning_token
 from gateway.api.schema_check import SchemaCheck, calls_of
 from gateway.api.sse import answer_head
 from gateway.request.mailbox import AnyTokens, HeldLogprobs, HeldTokens, read_logprobs
-from protocol.chat import Deltas, Part
 from protocol.dialects.dialect import AnswerForm, AnswerParser
-from protocol.logprobs import PromptLogprob, TokenLogprob
+from protocol.generation import PromptLogprob, TokenLogprob
+from protocol.job import Deltas, Part
 
 FRAMES_AT_ONCE: Final = 1024  # are put together before others' requests get their turn: some 2 ms
 _MARK: Final = b"\0"  # never inside JSON: strings escape it

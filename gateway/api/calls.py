@@ -47,9 +47,8 @@ from gateway.request.chunks import Chunks
 from gateway.request.conversation import Conversation
 from gateway.request.mailbox import AnyTokens
 from gateway.tokenizing.model_tokens import ModelTokens
-from protocol.chat import NO_TOKENIZER, Part
 from protocol.dialects.dialect import AnswerForm
-from protocol.messages import Sampling
+from protocol.job import NO_TOKENIZER, Part, Sampling
 
 
 class AnswerEncoder(Protocol):

@@ -15,7 +15,7 @@ from gateway.errors import ApiError, InvalidParameter
 from gateway.request.conversation import Conversation
 from gateway.tokenizing.encoders import TokenizerError
 from gateway.tokenizing.model_tokens import ModelTokens
-from protocol.chat import THINKING, AnswerSchema, Chat, Tool, encode_chat
+from protocol.job import THINKING, AnswerSchema, Chat, Tool, encode_chat
 
 _SCHEMA_KINDS: Final = frozenset({"json_schema", "json_object"})
 

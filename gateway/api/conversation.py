@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from gateway.api.fields import Body, refuse_unsupported
 from gateway.api.tool_fields import MAX_CALLS, CalledFunction, ToolCall
 from gateway.errors import InvalidParameter
-from protocol.chat import Call, Turn
+from protocol.job import Call, Turn
 
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {"audio": ()}
 _TEXT_OF_PART: Final = {"text": "text", "refusal": "refusal"}  # the types of parts that are text, and where it stands

@@ -14,7 +14,7 @@ from gateway.errors import InvalidParameter
 from gateway.tokenizing.model_tokens import ModelTokens
 from gateway.tokenizing.schema_keywords import SchemaReader
 from protocol.dialects.dialect import PLAIN, AnswerForm
-from protocol.grammar import Grammar
+from protocol.generation import Grammar
 
 _UNSUPPORTED: Final = "unsupported_parameter"
 

@@ -6,7 +6,7 @@ from typing import Any
 from gateway.api.schema_check import SchemaCheck
 from gateway.errors import InvalidParameter
 from gateway.tokenizing.schema_keywords import SchemaReader
-from protocol.grammar import Grammar
+from protocol.generation import Grammar
 
 
 def enforceable(grammar: Grammar | None, check: SchemaCheck | None) -> Grammar | None:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from protocol.logprobs import PromptLogprob, TokenLogprob
+from protocol.generation import PromptLogprob, TokenLogprob
 
 _Row = tuple[str, float | None, dict[str, float] | None, int]  # token, its logprob, the likeliest, where it begins
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from protocol.grammar import Grammar
+from protocol.generation import Grammar
 
 
 class _Part(BaseModel):

@@ -7,11 +7,10 @@ from gateway.api.answer_options import DEFAULT_OPTIONS, AnswerOptions
 from gateway.api.fields import encode_json
 from gateway.api.logprobs import chat_logprobs
 from gateway.api.sse import ChunkEnvelope, answer_head
-from protocol.chat import Deltas, Part
 from protocol.dialects.calls import is_cut
 from protocol.dialects.dialect import AnswerForm, AnswerParser
 from protocol.dialects.source import Kind, Piece
-from protocol.messages import Tokens
+from protocol.job import Deltas, Part, Tokens
 
 # What a message has that holds calls, and the finish reason that says so; the second is OpenAI's older form.
 CALLS: Final = ("tool_calls", "function_call")

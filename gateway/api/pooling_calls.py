@@ -25,7 +25,7 @@ from gateway.api.pooling_schema import (
 from gateway.errors import InvalidParameter
 from gateway.tokenizing.encoders import TokenizerError
 from gateway.tokenizing.model_tokens import ModelTokens, use_of
-from protocol.pooling import PoolingCard
+from protocol.generation import PoolingCard
 
 TEXTS_AT_ONCE: Final = 32  # are compared before others' requests get their turn
 

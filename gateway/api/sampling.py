@@ -7,7 +7,7 @@ from typing import Any
 from gateway.api.json_schema import enforceable
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from gateway.api.schema_check import SchemaCheck
-from protocol.messages import Sampling
+from protocol.job import Sampling
 
 _SAME_NAME = (
     "temperature",

@@ -33,7 +33,7 @@ from gateway.limits.fields import (
     check_text,
 )
 from gateway.limits.request_limits import AS_MANY_AS_FIT
-from protocol.grammar import Grammar
+from protocol.generation import Grammar
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_BYTES: Final = 8192  # of all together

@@ -12,8 +12,7 @@ import jsonschema_rs
 
 from gateway.api.sse import decoded, event
 from gateway.request.chunks import Chunks
-from protocol.chat import Deltas
-from protocol.messages import Tokens
+from protocol.job import Deltas, Tokens
 
 MAX_SCHEMA_CHARS: Final = 16_384  # of patterns alone, it takes some 50 ms to compile
 MAX_WORK: Final = 8_000_000  # characters of schema times characters of answer: at most some 35 ms

@@ -12,9 +12,8 @@ from gateway.api.answer_options import DEFAULT_OPTIONS, AnswerOptions
 from gateway.api.fields import encode_json
 from gateway.api.logprobs import CompletionLogprobs, chat_logprobs
 from gateway.errors import ApiError
-from protocol.chat import Deltas
-from protocol.logprobs import PromptLogprob
-from protocol.messages import Tokens
+from protocol.generation import PromptLogprob
+from protocol.job import Deltas, Tokens
 
 DONE: Final = b"data: [DONE]\n\n"
 NO_USAGE_YET: Final = b',"usage":null}\n\n'  # the end of each event before the one that tells it

@@ -14,10 +14,9 @@ from gateway.errors import ApiError
 from gateway.request.chunks import Chunks
 from gateway.request.mailbox import AnyTokens
 from gateway.tokenizing.model_tokens import ModelTokens
-from protocol.chat import Deltas
 from protocol.dialects.dialect import AnswerForm
 from protocol.dialects.source import Kind, Piece
-from protocol.messages import Tokens
+from protocol.job import Deltas, Tokens
 
 UNKNOWN_REASON: Final = "stop"  # of a choice whose last frame says nothing
 

@@ -6,8 +6,7 @@ from typing import Any
 from gateway.api.answer_options import AnswerOptions
 from gateway.api.sse import decoded, event
 from gateway.request.chunks import Chunks
-from protocol.chat import Deltas
-from protocol.messages import Tokens
+from protocol.job import Deltas, Tokens
 
 
 def with_token_ids(chunks: Chunks, details: AnswerOptions, *, choices: int, prompt_in_choice: bool) -> Chunks:

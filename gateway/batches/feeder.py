@@ -21,11 +21,11 @@ from gateway.batches.storage.base import StorageError
 from gateway.batches.store import Batch, Lost
 from ledger.webhooks.events import EventType, publish_finished
 from protocol import subjects
-from protocol.backoff import wait_for
 from protocol.errors import BusError
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.nats.lease import Lease
+from protocol.process import wait_for
 
 RENEW_PART: Final = 0.25  # of a lease's time
 MAX_TRIES: Final = 3  # of a run that fails in the same way each time

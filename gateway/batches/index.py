@@ -23,7 +23,7 @@ from msgspec import Struct
 from gateway.batches.lines import Done
 from gateway.batches.order import prompt_text, sort_key
 from gateway.batches.validation import LineError, Request, Wrong, check_line, is_wide
-from protocol.children import ending, plain_environment
+from protocol.process import ending, plain_environment
 
 MAX_ERRORS: Final = 100  # that are told of one batch
 ID_BYTES: Final = 16  # of a custom_id's hash

@@ -14,7 +14,7 @@ from gateway.batches.files import Part
 from gateway.batches.lines import pack_numbers
 from gateway.batches.storage.base import Storage, StorageError
 from gateway.batches.store import Batch, Batches, Counts
-from protocol.backoff import backoff_s, wait_for
+from protocol.process import backoff_s, wait_for
 
 PART_BYTES: Final = 4 * 1024 * 1024  # from here on a part is committed at once
 MAX_BYTES: Final = 16 * 1024 * 1024  # that are not committed: from here on no line is opened

@@ -37,8 +37,8 @@ from gateway.batches.states import ANTHROPIC, Status
 from gateway.batches.store import Batch, Batches, Counts
 from gateway.batches.validation import LineError
 from gateway.settings import BatchSettings
-from protocol.backoff import backoff_s, wait_for
 from protocol.nats.clock import unix_now_ms
+from protocol.process import backoff_s, wait_for
 from protocol.subjects import queue_of
 
 LONGEST_BACKOFF_S: Final = 30.0  # between two tries of a line that fails

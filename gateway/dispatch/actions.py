@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from protocol.messages import Cancel, Frame, Heartbeat
+from protocol.job import Cancel, Frame, Heartbeat
 
 if TYPE_CHECKING:
     from gateway.dispatch.request import OpenRequest

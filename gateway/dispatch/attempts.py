@@ -8,9 +8,9 @@ from typing import Final
 
 from gateway.dispatch.hosted_slot import HostedSlot
 from gateway.dispatch.plausible import plausible_timings
-from protocol.dead_letters import AttemptFailure
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted, Failed, Finished, Timings
+from protocol.job import Accepted, Failed, Finished, Timings
+from protocol.usage import AttemptFailure
 
 # Nobody's fault: the worker left in order, or none had begun.
 FREE_CODES: Final = {

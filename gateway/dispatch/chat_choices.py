@@ -16,9 +16,8 @@ from gateway.dispatch.choices import Choice, Choices
 from gateway.dispatch.plausible import max_plausible
 from gateway.request.admission import Admission
 from gateway.request.conversation import Conversation
-from protocol.chat import ChatUsage, CountedBy, Deltas
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted, Failed, ResumePoint, Tokens, pack_token_ids
+from protocol.job import Accepted, ChatUsage, CountedBy, Deltas, Failed, ResumePoint, Tokens, pack_token_ids
 
 
 @dataclass(slots=True)

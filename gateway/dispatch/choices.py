@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.chat import ChatUsage, CountedBy, Deltas
-from protocol.logprobs import PromptLogprob
-from protocol.messages import Accepted, Failed, ResumePoint, Tokens, Vector, pack_token_ids
+from protocol.generation import PromptLogprob
+from protocol.job import Accepted, ChatUsage, CountedBy, Deltas, Failed, ResumePoint, Tokens, Vector, pack_token_ids
 
 
 @dataclass(slots=True)

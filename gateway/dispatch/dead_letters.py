@@ -6,11 +6,11 @@ import logging
 from typing import Final
 
 from protocol import subjects
-from protocol.backoff import backoff_s
-from protocol.dead_letters import DeadLetter, decode_dead_letter
 from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, PayloadTooLarge, ProtocolError
-from protocol.messages import encode
+from protocol.job import encode
 from protocol.nats.bus import Bus
+from protocol.process import backoff_s
+from protocol.usage import DeadLetter, decode_dead_letter
 
 MAX_WAITING: Final = 1000  # beyond, a letter is only logged: requests that fail by the thousand are news enough
 STORE_LIMIT_S: Final = 120.0

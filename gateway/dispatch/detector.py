@@ -21,9 +21,9 @@ from nats.aio.msg import Msg
 
 from gateway.admission.registry import WorkerRegistry
 from protocol import subjects
-from protocol.disconnects import decode_disconnect
 from protocol.errors import BusError, ErrorCode, ProtocolError
-from protocol.messages import Ping, encode
+from protocol.gateways import decode_disconnect
+from protocol.job import Ping, encode
 from protocol.nats.bus import Bus
 
 LOOK_PERIOD_S: Final = 0.05

@@ -40,10 +40,9 @@ from gateway.request.unread import UnreadBytes
 from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.errors import BusError, ErrorCode, ProtocolError
-from protocol.messages import Cancel, Control, Frame, Heartbeat, Resend, encode
+from protocol.job import Cancel, Control, Frame, Heartbeat, Resend, decode_step, encode
 from protocol.nats.bus import Bus
 from protocol.nats.outbox import Outbox
-from protocol.steps import decode_step
 
 KEY_REVOKED: Final = Failure(ErrorCode.KEY_REVOKED, "the API key of this request has been revoked")
 LEAVING: Final = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")

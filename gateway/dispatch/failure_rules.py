@@ -7,7 +7,7 @@ from gateway.dispatch.attempts import MAX_BUSY_FAILURES
 from gateway.request.admission import Admission
 from gateway.request.mailbox import Failure
 from protocol.errors import ErrorCode
-from protocol.messages import Failed
+from protocol.job import Failed
 
 if TYPE_CHECKING:
     from gateway.dispatch.request import OpenRequest

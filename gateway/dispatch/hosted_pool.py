@@ -9,7 +9,7 @@ from gateway.admission.capacity import ModelCapacity
 from gateway.limits.pools import cap_account
 from gateway.settings import HostedPoolSettings
 from protocol import subjects
-from protocol.quotas import Kind
+from protocol.gateways import Kind
 
 # Providers count a prompt with tokenizers of their own: so much more than our count is reserved of the money.
 PROMPT_MARGIN: Final = 1.25

@@ -4,7 +4,7 @@ import time
 
 from gateway.dispatch.hosted_pool import HostedPool
 from gateway.limits.reservation import Reservation
-from protocol.messages import Failed, Finished
+from protocol.job import Failed, Finished
 
 
 class HostedSlot:

@@ -18,12 +18,11 @@ from gateway.request.mailbox import Failure
 from gateway.request.states import State
 from gateway.settings import GatewaySettings
 from protocol import subjects
-from protocol.backoff import backoff_s
 from protocol.errors import BusError, ErrorCode, PayloadTooLarge, StreamFull
-from protocol.messages import PROTOCOL_VERSION, Job, encode
+from protocol.job import PROTOCOL_VERSION, Job, encode
 from protocol.nats.bus import Bus
-from protocol.nats.objects import delete_object, put_object
-from protocol.nats.prompts import MAX_INLINE_PROMPT_BYTES, PromptKeys, object_name, seal
+from protocol.nats.objects import MAX_INLINE_PROMPT_BYTES, PromptKeys, delete_object, object_name, put_object, seal
+from protocol.process import backoff_s
 
 MAX_PUBLISHES_IN_FLIGHT: Final = 512
 LONGEST_PUBLISH_WAIT_S: Final = 0.5  # while the stream has no leader; the refusals that tell so cost next to nothing

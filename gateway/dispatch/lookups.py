@@ -18,8 +18,8 @@ from gateway.dispatch.request import OpenRequest
 from gateway.request.states import State
 from protocol import subjects
 from protocol.errors import BusError
-from protocol.nats.backlog import oldest_job
 from protocol.nats.bus import Bus
+from protocol.nats.topology import oldest_job
 
 QUIET_S: Final = 2.0  # for which a job has waited before it is looked up; longer than topology.ACK_WAIT_S
 LOOK_GAP_S: Final = 1.0  # between two looks at the same job

@@ -8,9 +8,10 @@ from nats.aio.msg import Msg
 from gateway.dispatch.request import OpenRequest
 from protocol import subjects
 from protocol.errors import BusError, ProtocolError
+from protocol.job import encode
 from protocol.nats.bus import Bus
 from protocol.nats.outbox import Outbox
-from protocol.open_requests import StillOpen, decode_ask, encode
+from protocol.usage import StillOpen, decode_open_requests_query
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class OpenRequests:
 
     async def _on_question(self, message: Msg) -> None:
         try:
-            asked = decode_ask(message.data).request_ids
+            asked = decode_open_requests_query(message.data).request_ids
             await self._bus.publish(message.reply, encode(self._answer(asked)))
         except (ProtocolError, BusError) as error:  # it is asked again
             log.warning("the ledger's question was not answered: %s", error)

@@ -24,8 +24,7 @@ from gateway.request.admission import Admission
 from gateway.request.states import State
 from gateway.settings import GatewaySettings
 from protocol import subjects
-from protocol.chat import TAKES_MESSAGES
-from protocol.messages import Frame
+from protocol.job import TAKES_MESSAGES, Frame
 
 TAKEN_LIMIT_S: Final = 1.5  # within which a hosted worker takes what was sent because it had room
 # A job in a hosted lane is worth so little longer: whoever finds it there later must not send it out of the house.

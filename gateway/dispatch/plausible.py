@@ -7,7 +7,7 @@ tokens are bounded by what was asked for and heard (``choices``, ``attempts``), 
 from typing import Final
 
 from gateway.dispatch.choices import Choices
-from protocol.messages import Accepted, Finished, Timings
+from protocol.job import Accepted, Finished, Timings
 
 MAX_NAME_CHARS: Final = 255
 SLACK_S: Final = 1.0  # of timings: two clocks run at different speeds

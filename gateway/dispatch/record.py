@@ -8,12 +8,9 @@ from msgspec.structs import asdict, replace
 
 from gateway.dispatch.request import OpenRequest
 from gateway.request.admission import Admission
-from protocol.chat import TAKES_IDS
-from protocol.dead_letters import DeadLetter, sampling_without_texts
-from protocol.messages import PROTOCOL_VERSION, Heartbeat, Origin
+from protocol.job import PROTOCOL_VERSION, TAKES_IDS, Heartbeat, Origin, Rescue, rescue_by
 from protocol.nats.clock import unix_now_ms
-from protocol.rescue import Rescue, rescue_by
-from protocol.usage import AttemptRecord, RequestIntent, RequestRecord
+from protocol.usage import AttemptRecord, DeadLetter, RequestIntent, RequestRecord, sampling_without_texts
 
 CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a caller that left before there was an answer
 MAX_REASON_CHARS: Final = 1000  # of each failure in a dead letter

@@ -14,7 +14,7 @@ import asyncio
 from gateway.dispatch.record import lost_attempt_record, usage_intent, usage_record
 from gateway.dispatch.request import OpenRequest
 from gateway.request.admission import Admission
-from protocol.messages import Heartbeat, encode
+from protocol.job import Heartbeat, encode
 from protocol.nats.outbox import Outbox
 from protocol.usage import RequestRecord
 

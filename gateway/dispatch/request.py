@@ -31,9 +31,20 @@ from gateway.request.made_before import MadeBefore
 from gateway.request.mailbox import Ended, Failure, StillWaiting
 from gateway.request.queue_position import QueuePosition
 from gateway.request.states import State
-from protocol.chat import DROPPABLE, Deltas
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted, Cancel, Dropped, Failed, Finished, Frame, Tokens, UnreadableFrame, Vector
+from protocol.job import (
+    DROPPABLE,
+    Accepted,
+    Cancel,
+    Deltas,
+    Dropped,
+    Failed,
+    Finished,
+    Frame,
+    Tokens,
+    UnreadableFrame,
+    Vector,
+)
 
 CANCEL_REPEAT_S: Final = 1.0
 ATTEMPTS_UNKNOWN: Final = 1  # that another gateway may have begun after the last one that is known of

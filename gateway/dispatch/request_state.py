@@ -11,7 +11,7 @@ from gateway.dispatch.deadlines import QueueWaitBudget
 from gateway.request.mailbox import Ended, Failure, Mailbox
 from gateway.request.states import State
 from gateway.settings import TimeoutSettings
-from protocol.messages import Accepted, Heartbeat
+from protocol.job import Accepted, Heartbeat
 from protocol.usage import RequestRecord
 
 

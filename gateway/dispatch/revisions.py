@@ -16,9 +16,8 @@ from gateway.dispatch.request_state import RequestState
 from gateway.request.mailbox import Failure
 from gateway.request.states import State
 from protocol import subjects
-from protocol.chat import NO_TOKENIZER, TAKES_MESSAGES, Input
 from protocol.errors import ErrorCode
-from protocol.messages import Heartbeat, Revision
+from protocol.job import NO_TOKENIZER, TAKES_MESSAGES, Heartbeat, Input, Revision
 
 TOKENIZER_WAIT_S: Final = 5.0  # longer than it takes from a card to the first heartbeat of the worker that published it
 

@@ -6,10 +6,10 @@ from typing import Final
 
 from gateway.settings import GatewaySettings
 from protocol import subjects
-from protocol.backoff import backoff_s
 from protocol.errors import BusError
 from protocol.nats import topology
 from protocol.nats.bus import Bus
+from protocol.process import backoff_s
 
 MIB: Final = 1024 * 1024
 REPAIR_PERIOD_S: Final = 1.0  # one that is deleted again and again is made so often

@@ -7,7 +7,7 @@ attempt, an attempt given up for lost that was not: whatever it is, its frames g
 from collections.abc import Callable
 from typing import Final
 
-from protocol.messages import Cancel, Failed, Finished, Frame
+from protocol.job import Cancel, Failed, Finished, Frame
 
 REPEAT_S: Final = 1.0
 MAX_REMEMBERED: Final = 20_000  # twice the requests that a gateway holds; the one told longest ago is forgotten

@@ -35,9 +35,8 @@ from gateway.request.admission import Admission
 from gateway.request.conversation import Conversation
 from gateway.request.trace import Trace
 from gateway.tokenizing.model_tokens import ModelTokens
-from protocol.chat import NO_TOKENIZER
-from protocol.messages import Sampling
-from protocol.pooling import Pooling
+from protocol.generation import Pooling
+from protocol.job import NO_TOKENIZER, Sampling
 
 HotRoute = Callable[[Scope, Receive, Send], Awaitable[None]]
 

@@ -20,7 +20,7 @@ from gateway.payloads.publisher import Capture
 from gateway.request.mailbox import ReaderCut
 from gateway.request.states import State
 from gateway.tokenizing.model_tokens import ModelTokens, use_of
-from protocol.messages import Sampling, pack_token_ids
+from protocol.job import Sampling, pack_token_ids
 
 _Call = TypeVar("_Call", bound=Call)
 

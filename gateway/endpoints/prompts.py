@@ -30,8 +30,7 @@ from gateway.request.chunks import Chunks
 from gateway.request.mailbox import AnyTokens, SharedMailbox
 from gateway.request.states import State
 from gateway.tokenizing.model_tokens import ModelTokens
-from protocol.chat import Deltas
-from protocol.messages import Tokens
+from protocol.job import Deltas, Tokens
 
 
 class CompletionsEndpoint(GenerationEndpoint[CompletionCall]):

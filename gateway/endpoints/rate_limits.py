@@ -17,9 +17,9 @@ from gateway.limits.leases import Quotas, Refused, Unavailable
 from gateway.limits.local import LocalAccount
 from gateway.limits.refusals import Refusal
 from gateway.limits.reservation import Estimate, Reservation
-from protocol.messages import Sampling
-from protocol.pooling import Pooling
-from protocol.quotas import RATES, Kind
+from protocol.gateways import RATES, Kind
+from protocol.generation import Pooling
+from protocol.job import Sampling
 
 _NAMES: Final = {
     Kind.REQUESTS: "requests per minute",

@@ -11,9 +11,8 @@ from gateway.api.surface_calls import SurfaceCall
 from gateway.errors import ApiError
 from gateway.request.chunks import Chunks
 from gateway.responses.messages import NotKept
-from protocol.chat import Deltas
 from protocol.errors import BusError
-from protocol.messages import Tokens
+from protocol.job import Deltas, Tokens
 
 Keeping = Callable[[dict[str, Any], list[Item]], Awaitable[None]]
 

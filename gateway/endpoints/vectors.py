@@ -15,8 +15,8 @@ from gateway.http.exchange import Exchange
 from gateway.request.admission import Admission
 from gateway.request.mailbox import Ended
 from gateway.tokenizing.model_tokens import ModelTokens
-from protocol.messages import Sampling, Vector, pack_token_ids
-from protocol.pooling import Pooling
+from protocol.generation import Pooling
+from protocol.job import Sampling, Vector, pack_token_ids
 
 FLOAT_BYTES: Final = 4
 

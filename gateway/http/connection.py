@@ -27,7 +27,7 @@ from gateway.http.connections import Connections
 from gateway.http.cycle import Cycle
 from gateway.http.exchange import ABORT_KEY, CYCLE_KEY, HEADERS_KEY
 from gateway.http.refusals import HTTP, MAX_PATH_CHARS
-from protocol.nats.deadlines import Deadlines
+from protocol.nats.bus import Deadlines
 
 READ_AHEAD: Final = 8  # requests that are read while an earlier one is answered; more stay in the socket
 MAX_PIPELINED: Final = 100  # that may have come with them in one piece

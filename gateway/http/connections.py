@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from gateway.errors import ApiError, Overloaded, TooManyConnections
 from gateway.http.refusals import RefusalLog
 from gateway.settings import ConnectionSettings
-from protocol.nats.deadlines import Deadlines
+from protocol.nats.bus import Deadlines
 
 if TYPE_CHECKING:
     from gateway.http.connection import Connection

@@ -20,8 +20,8 @@ from gateway.errors import ApiError, InvalidApiKey, LedgerUnavailable, MissingSc
 from gateway.http.pages import EXCHANGE_KEY, PRINCIPAL_KEY
 from gateway.request.trace import Trace
 from gateway.settings import TimeoutSettings
+from protocol.nats.bus import shared_deadlines, wait_until_done
 from protocol.nats.clock import unix_now_ms
-from protocol.nats.deadlines import shared_deadlines, wait_until_done
 
 if TYPE_CHECKING:
     from gateway.http.cycle import Cycle

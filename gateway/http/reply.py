@@ -16,9 +16,8 @@ from gateway.payloads.answers import RecordedAnswer, RecordedChunks
 from gateway.request.mailbox import Ended, Event, ReaderCut, StillWaiting
 from gateway.request.states import State
 from gateway.settings import TimeoutSettings
-from protocol.chat import Deltas
 from protocol.errors import ErrorCode
-from protocol.messages import Tokens
+from protocol.job import Deltas, Tokens
 
 REFUSAL_LIMIT_S: Final = 2.0 * ACCEPT_LIMIT_S  # by when a request that nobody took at once has been refused
 LAST_WORDS_LIMIT_S: Final = 30.0  # how long a client may take to read the end of a stream

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from protocol import subjects
 from protocol.errors import BusError, ProtocolError
-from protocol.idempotency import Claim, decode_claim, encode
+from protocol.gateways import Claim, decode_claim, encode
 from protocol.nats.bus import Bus
 
 CLAIM_LIMIT_S: Final = 1.0  # past it the queue server is as good as away

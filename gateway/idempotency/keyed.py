@@ -27,14 +27,14 @@ from gateway.idempotency.claims import Claims
 from gateway.idempotency.runs import Run, Runs
 from gateway.idempotency.sharing import AnswerServer, OwnerNotFound, OwnerUnresponsive, ask, claim_state_of, part_of
 from gateway.settings import GatewaySettings, TimeoutSettings
-from protocol.idempotency import AnswerPartRequest, ClaimState, Part
+from protocol.gateways import AnswerPartRequest, ClaimState, Part
 from protocol.nats.bus import Bus
 
 IDEMPOTENCY_KEY: Final = b"idempotency-key"
 STANDING_HEADER: Final = b"x-spillway-idempotent"
 MAX_KEY_CHARS: Final = 255
 MAX_TAKES: Final = 5  # of a key that changes hands while we look
-SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read one part (protocol.idempotency.MAX_PART_BYTES)
+SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read one part (protocol.gateways.MAX_PART_BYTES)
 
 log = logging.getLogger(__name__)
 

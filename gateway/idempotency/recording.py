@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from protocol.idempotency import MAX_PART_BYTES
+from protocol.gateways import MAX_PART_BYTES
 
 Headers = tuple[tuple[bytes, bytes], ...]
 

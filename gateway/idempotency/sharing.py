@@ -12,7 +12,7 @@ from gateway.idempotency.recording import RecordingTruncated
 from gateway.idempotency.runs import Run, Runs
 from protocol import subjects
 from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
-from protocol.idempotency import PART_WAIT_S, AnswerPartRequest, ClaimState, Part, decode_ask, decode_part, encode
+from protocol.gateways import PART_WAIT_S, AnswerPartRequest, ClaimState, Part, decode_ask, decode_part, encode
 from protocol.nats.bus import Bus
 
 MAX_QUESTIONS: Final = 1024  # waiting here at once; more are not answered, and asked again

@@ -12,8 +12,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from db.accounts.limits import Limits, LimitValues, is_later, period_at, plus
-from protocol.messages import PROTOCOL_VERSION
-from protocol.quotas import KINDS, NOTHING, RATES, Account, Amounts, ExpiredLease, Kind, Lease
+from protocol.gateways import KINDS, NOTHING, RATES, Account, Amounts, ExpiredLease, Kind, Lease
+from protocol.job import PROTOCOL_VERSION
 
 # A rate's amounts are kept by whole seconds: one admitted at second 0.9 counts until 61.0, so that no 60 s hold more
 # than the limit. What this costs is at most a 61st of it.

@@ -7,8 +7,8 @@ from typing import Final
 from gateway.settings import REACH_LIMIT_S
 from protocol import subjects
 from protocol.errors import BusError
+from protocol.gateways import Account, decode_account, encode
 from protocol.nats.bus import Bus
-from protocol.quotas import Account, decode_account, encode
 
 STREAM: Final = f"KV_{subjects.QUOTAS_BUCKET}"
 

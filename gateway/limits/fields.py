@@ -5,7 +5,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.errors import InvalidParameter
-from protocol.grammar import Grammar
+from protocol.generation import Grammar
 
 MAX_GRAMMAR_CHARS: Final = 200_000  # of a schema, pattern or grammar; the engine takes no more either
 MAX_BIASED_TOKENS: Final = 16_384  # named by logit_bias

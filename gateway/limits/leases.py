@@ -27,8 +27,8 @@ from gateway.limits.usage import LimitUsage, taken_amounts, uses
 from gateway.settings import REACH_LIMIT_S
 from protocol import subjects
 from protocol.errors import BusError, ProtocolError
+from protocol.gateways import Amounts, Kind
 from protocol.nats.bus import Bus
-from protocol.quotas import Amounts, Kind
 
 SLICE_WAIT_S: Final = 0.1  # how long a request waits for a larger slice
 EXCHANGE_GAP_S: Final = 0.02  # between two exchanges of one account

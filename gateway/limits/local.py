@@ -15,8 +15,8 @@ from gateway.limits.seeds import FRESH_S as SEED_FRESH_S
 from gateway.limits.seeds import Seed, Unseeded
 from gateway.limits.slices import Slice
 from protocol.errors import BusError
+from protocol.gateways import Account, Amounts, Kind, Lease
 from protocol.nats.clock import ServerClock
-from protocol.quotas import Account, Amounts, Kind, Lease
 
 MAX_TRIES: Final = 16  # of one exchange, while other gateways change the same account
 MAX_NEEDS_REPORTED: Final = 1024  # requests whose needs one exchange looks at

@@ -13,7 +13,7 @@ from db.models import ApiKeyRow, RequestRow, TeamRow
 from gateway.limits.account import EMPTY, recounted
 from gateway.limits.account_store import AccountStore
 from protocol.errors import BusError
-from protocol.quotas import Kind
+from protocol.gateways import Kind
 
 MAX_TRIES: Final = 100  # while gateways change the account
 

@@ -4,7 +4,7 @@ from msgspec import Struct
 
 from db.accounts.limits import Limits, LimitValues
 from gateway.limits.account import WINDOW_S, used_amounts
-from protocol.quotas import KINDS, RATES, Account, Amounts, Kind
+from protocol.gateways import KINDS, RATES, Account, Amounts, Kind
 
 SOON_S = 1.0  # where running requests hold what is missing: nobody knows how long
 

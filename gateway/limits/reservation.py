@@ -6,7 +6,7 @@ from db.accounts.limits import plus
 from db.money import TokenPrice
 from gateway.limits.local import LocalAccount
 from gateway.limits.slices import Taken
-from protocol.quotas import NOTHING, Amounts
+from protocol.gateways import NOTHING, Amounts
 
 
 class Estimate(Struct, frozen=True):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from db.accounts.limits import Limits, is_later, period_at, plus
 from gateway.limits.account import CLOCK_SLACK_S, LEASE_S, WINDOW_S, Exchanged, Report
-from protocol.quotas import KINDS, NOTHING, RATES, Account, Amounts, Kind
+from protocol.gateways import KINDS, NOTHING, RATES, Account, Amounts, Kind
 
 # An amount of a rate that comes back is used again only where its second stays in the account's window until this has
 # been reported: later, the window gives it back by itself.

@@ -10,7 +10,7 @@ from db.accounts.limits import Limits, minus, period_end_s, plus
 from gateway.limits.account import EMPTY, as_of, used_amounts
 from gateway.limits.account_store import AccountStore
 from protocol.errors import BusError
-from protocol.quotas import KINDS, Account, Amounts, Kind
+from protocol.gateways import KINDS, Account, Amounts, Kind
 
 READ_LIMIT_S: Final = 1.0  # for all accounts together
 MAX_READS: Final = 32  # at once

@@ -6,8 +6,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from gateway.request.chunks import Chunks
-from protocol.chat import Deltas, Part
-from protocol.messages import Tokens
+from protocol.job import Deltas, Part, Tokens
 
 # In what begins a call, and tells its id. Never inside a JSON string, where its quotes would be escaped.
 _CALLS: Final = b'"type":"function"'

@@ -22,11 +22,11 @@ from ledger.payloads.redaction import Redactor, UnredactablePrompt
 from ledger.payloads.sealing import Sealer, parse_keys
 from ledger.settings import PayloadSettings
 from protocol import subjects
-from protocol.backoff import backoff_s
 from protocol.errors import BusError, PayloadTooLarge
-from protocol.messages import PROTOCOL_VERSION
+from protocol.job import PROTOCOL_VERSION
 from protocol.nats.bus import Bus
-from protocol.payloads import PayloadRecord, encode_payloads
+from protocol.process import backoff_s
+from protocol.usage import PayloadRecord, encode_payloads
 
 MESSAGE_BYTES: Final = 1024 * 1024  # of what goes into one message, before it is compressed; one payload may be more
 MESSAGE_PAYLOADS: Final = 64

@@ -8,8 +8,8 @@ from db.accounts.principal import Principal
 from gateway.limits.reservation import Reservation
 from gateway.request.conversation import Conversation
 from gateway.request.trace import Trace
-from protocol.messages import Sampling, encode
-from protocol.pooling import Pooling
+from protocol.generation import Pooling
+from protocol.job import Sampling, encode
 from protocol.subjects import queue_of
 
 JOB_OVERHEAD_BYTES: Final = 512  # names, ids, times, and what the stream adds
@@ -20,7 +20,7 @@ class Admission:
     """Everything known of a request at its admission; none of it changes."""
 
     request_id: str
-    endpoint: str  # see protocol.messages.Origin
+    endpoint: str  # see protocol.job.Origin
     model: str  # canonical name
     principal: Principal  # who asks
     stream: bool
@@ -41,7 +41,7 @@ class Admission:
     pooling: Pooling | None = None  # not None: vectors are wanted instead of text
     consent: Consent | None = None  # to keep what is asked and answered
     body_bytes: int = 0
-    tokenizer: str = ""  # that has made the prompt's ids: protocol.messages.Revision.tokenizer; empty: any
+    tokenizer: str = ""  # that has made the prompt's ids: protocol.job.Revision.tokenizer; empty: any
     hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may go to
     trusted: bool = False  # its key demands trusted pools
     conversation: Conversation | None = None  # where the model has pools that take messages, and these may take it

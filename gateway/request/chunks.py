@@ -2,8 +2,7 @@
 
 from typing import Any, Protocol
 
-from protocol.chat import Deltas
-from protocol.messages import Tokens
+from protocol.job import Deltas, Tokens
 
 
 class Chunks(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class Conversation:
     """A chat as the HTTP edge has prepared it."""
 
-    packed: bytes  # protocol.chat.Chat
+    packed: bytes  # protocol.job.Chat
     # Its answer is mere text: neither calls of tools nor a schema, which nobody continues with from the middle.
     is_plain: bool
     has_ids: bool  # its model's own workers can answer it, too

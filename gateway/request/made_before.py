@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from protocol.chat import Deltas
-from protocol.messages import Tokens
+from protocol.job import Deltas, Tokens
 
 
 class MadeBefore(Struct, frozen=True):
@@ -13,4 +12,4 @@ class MadeBefore(Struct, frozen=True):
 
     frames: Sequence[Tokens | Deltas] = ()
     attempt: int = 0  # the last that is known of; 0: none
-    revision: str = ""  # protocol.messages.Accepted.revision of whoever has made them
+    revision: str = ""  # protocol.job.Accepted.revision of whoever has made them

@@ -14,10 +14,9 @@ import msgspec
 from msgspec import Struct
 
 from gateway.request.unread import UnreadBytes
-from protocol.chat import Deltas
 from protocol.errors import ErrorCode
-from protocol.logprobs import PromptLogprob, TokenLogprob
-from protocol.messages import Tokens, Vector, encode
+from protocol.generation import PromptLogprob, TokenLogprob
+from protocol.job import Deltas, Tokens, Vector, encode
 
 MAX_UNREAD_BYTES: Final = 4 * 1024 * 1024  # that a slow client may lag behind before its request is given up
 LOOSE_EVENTS: Final = 64  # are kept as they came

@@ -5,8 +5,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-from protocol.backoff import backoff_s
 from protocol.errors import BusError, StreamFull
+from protocol.process import backoff_s
 
 PATIENCE_S: Final = 10.0
 LONGEST_WAIT_S: Final = 1.0

@@ -11,8 +11,8 @@ from gateway.errors import Overloaded, RateLimitExceeded
 from gateway.responses.messages import Key
 from gateway.responses.records import EventsPart
 from gateway.responses.store import ResponseStore
-from protocol.backoff import backoff_s, wait_for
 from protocol.errors import BusError
+from protocol.process import backoff_s, wait_for
 
 LOOK_S: Final = 1.0  # after which it is looked for news also where none was heard of
 AWAY_LIMIT_S: Final = 60.0  # how long a reader waits for a queue server that is away

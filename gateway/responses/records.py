@@ -33,11 +33,11 @@ class EventsPart(Struct, frozen=True):
     v: int
     owner: str
     attempt: int  # of the request, that is under way
-    revision: str  # protocol.messages.Accepted.revision of whoever has made the tokens
+    revision: str  # protocol.job.Accepted.revision of whoever has made the tokens
     first: int  # number of the first event
     count: int  # of the events
     events: bytes
-    frames: tuple[bytes, ...] = ()  # Tokens and Deltas, as protocol.messages.encode makes them
+    frames: tuple[bytes, ...] = ()  # Tokens and Deltas, as protocol.job.encode makes them
     response: bytes = b""  # JSON; with the last event: the response as it is from now on
 
     @property

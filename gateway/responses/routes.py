@@ -19,8 +19,8 @@ from gateway.responses.messages import Key, Unreadable
 from gateway.responses.patience import patiently
 from gateway.responses.reading import follow
 from gateway.responses.store import ResponseStore
-from protocol.backoff import wait_for
 from protocol.errors import BusError, ProtocolError
+from protocol.process import wait_for
 
 CANCEL_LIMIT_S: Final = 5.0  # how long a client waits for a response to be cancelled
 CANCEL_LOOK_S: Final = 0.5

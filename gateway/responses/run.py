@@ -28,10 +28,9 @@ from gateway.responses.patience import patiently
 from gateway.responses.reading import EVENT_END
 from gateway.responses.records import EventsPart, Run, StoredResponse
 from gateway.responses.store import ResponseStore
-from protocol.chat import Deltas
 from protocol.errors import BusError, ProtocolError
-from protocol.messages import Tokens
-from protocol.messages import encode as encode_frame
+from protocol.job import Deltas, Tokens
+from protocol.job import encode as encode_frame
 from protocol.wire import PROTOCOL_VERSION, UNDECODABLE
 
 PENDING_BYTES: Final = 1024 * 1024  # that are not stored yet: from here on the answer is not read on

@@ -24,10 +24,10 @@ from gateway.responses.store import HELD_FOR_EVENTS_BYTES, ResponseStore
 from gateway.settings import ResponseSettings
 from ledger.webhooks.events import EventType, publish_finished
 from protocol import subjects, wire
-from protocol.backoff import backoff_s, wait_for
 from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
+from protocol.process import backoff_s, wait_for
 from protocol.wire import UNDECODABLE
 
 ANSWER_LIMIT_S: Final = 1.0  # of another gateway that is asked what it makes

@@ -6,8 +6,7 @@ from typing import Final
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from gateway.telemetry.histogram import add_histogram
-from protocol.engine_stats import EngineStats, Histogram, Paused
-from protocol.messages import Heartbeat
+from protocol.job import EngineStats, Heartbeat, Histogram, Paused
 
 ENGINE_INDEX: Final = "0"  # vLLM numbers the engines of one server, and its newer boards ask for the label
 LABELS: Final = ("model_name", "engine", "pool", "provider", "region", "worker_id")

@@ -14,8 +14,8 @@ from db.money import NANO_USD
 from gateway.telemetry.engines import engine_families, worker_families
 from gateway.telemetry.fleet import fleet_families
 from gateway.telemetry.metrics import RequestCounts
-from protocol.fleet import FleetState
-from protocol.messages import Heartbeat
+from protocol.gateways import FleetState
+from protocol.job import Heartbeat
 
 
 @dataclass(frozen=True, slots=True)

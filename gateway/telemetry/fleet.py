@@ -8,7 +8,7 @@ from typing import Final
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from protocol.errors import BusError
-from protocol.fleet import STATE_SUBJECT, STREAM, FleetState, decode_state
+from protocol.gateways import STATE_SUBJECT, STREAM, FleetState, decode_state
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.wire import UNDECODABLE

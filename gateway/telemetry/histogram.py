@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.utils import INF, floatToGoString
 
-from protocol.engine_stats import Histogram
+from protocol.job import Histogram
 
 
 class Buckets:

@@ -11,7 +11,7 @@ from gateway.dispatch.observers import Observer
 from gateway.dispatch.request import OpenRequest
 from gateway.telemetry.engines import ENGINE_INDEX
 from gateway.telemetry.histogram import Buckets, add_histogram
-from protocol.engine_stats import Histogram
+from protocol.job import Histogram
 from protocol.usage import RequestRecord
 
 # vLLM's buckets; below them some of our own, for small models.

@@ -32,14 +32,12 @@ from gateway.tokenizing.model_tokens import AnyTemplate, ModelTokens
 from gateway.tokenizing.settings import ModelTokenSettings, canonical_names
 from gateway.tokenizing.templates import COUNTING_SOURCE
 from protocol import subjects
-from protocol.chat import NO_TOKENIZER
 from protocol.dialects.dialect import Dialect
 from protocol.errors import BusError, ProtocolError
-from protocol.messages import ModelCard
-from protocol.nats.artifacts import read_model_card, tokenizer_name, tokenizer_object_name
+from protocol.generation import GENERATION_CONFIG, sampling_defaults
+from protocol.job import NO_TOKENIZER, ModelCard
 from protocol.nats.bus import Bus
-from protocol.nats.objects import get_object
-from protocol.sampling_defaults import GENERATION_CONFIG, sampling_defaults
+from protocol.nats.objects import get_object, read_model_card, tokenizer_name, tokenizer_object_name
 
 RETRY_S: Final = 2.0
 FETCH_LIMIT_S: Final = 60.0  # for a configured tokenizer, which tiktoken may have to download

@@ -14,7 +14,7 @@ from gateway.tokenizing.templates import BeyondLimits, ChatTemplate, up_to_conte
 from gateway.tokenizing.turns import STRICT, STRICTEST, TOOLS_DESCRIBED, fitted
 from protocol.dialects.dialect import Dialect
 from protocol.dialects.generic import with_tool_prompt
-from protocol.pooling import PoolingCard
+from protocol.generation import PoolingCard
 
 INLINE_CHARS: Final = 4096  # about 1 ms of encoding; longer prompts go to a thread
 END_TOKENS: Final = 16  # of a prompt: enough for a mark that begins reasoning, even in several tokens
@@ -48,14 +48,14 @@ class ModelTokens:
         sampling: Mapping[str, float] | None = None,
     ) -> None:
         self.model = model
-        # protocol.messages.Revision.tokenizer of the workers that understand its ids; NO_TOKENIZER: no such workers.
+        # protocol.job.Revision.tokenizer of the workers that understand its ids; NO_TOKENIZER: no such workers.
         self.tokenizer = tokenizer
         self.takes_messages = takes_messages  # some of its pools take messages
         self.counts_chats = counts_chats  # only those answer chats: ids merely count tokens
         self.pooling = pooling  # None: a model that generates text
         self.context_length = context_length  # prompt + output tokens
         self.dialect = dialect  # of answers to a conversation; None: plain text
-        self.sampling = sampling or {}  # its own defaults: protocol.sampling_defaults
+        self.sampling = sampling or {}  # its own defaults: protocol.generation
         self.lenient_schemas = lenient_schemas  # keywords that no grammar can enforce are ignored
         self._encoder = encoder
         self._template = template

@@ -25,7 +25,7 @@ from msgspec import Struct
 from gateway.errors import InvalidParameter, Overloaded
 from gateway.tokenizing.templates import BeyondLimits, ChatTemplate
 from gateway.tokenizing.turns import AS_IS, Arguments, TemplateRules
-from protocol.children import plain_environment
+from protocol.process import plain_environment
 
 RENDER_CPU_S: Final = 2.0  # CPU time for one conversation
 COMPILE_CPU_S: Final = 2.0

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 
 from protocol.dialects.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
-from protocol.settings import PositiveInt, Settings
+from protocol.process import PositiveInt, Settings
 
 
 def _one_of(known: Collection[str]) -> AfterValidator:

@@ -17,7 +17,7 @@ from ledger.payloads.end_user import stored_end_user
 from ledger.payloads.errors import BrokenPayload, UnknownPayload
 from ledger.payloads.sealing import Part, Sealer
 from protocol.nats.clock import unix_now_ms
-from protocol.payloads import PayloadRecord
+from protocol.usage import PayloadRecord
 from protocol.wire import UNDECODABLE
 
 DELETE_ROWS: Final = 500  # in one transaction, so that other writers do not wait long

@@ -18,13 +18,13 @@ from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.set_aside import SetAside
 from ledger.payloads.store import DELETE_ROWS, delete_expired, store_payloads
 from protocol import subjects
-from protocol.backoff import backoff_s, wait_for
 from protocol.errors import BusError, NewerVersion, ProtocolError
 from protocol.nats import pull
 from protocol.nats.bus import Bus
 from protocol.nats.pull import Delivery, PullConsumer
 from protocol.nats.topology import consumer_exists
-from protocol.payloads import PayloadRecord, read_payloads
+from protocol.process import backoff_s, wait_for
+from protocol.usage import PayloadRecord, read_payloads
 
 PULL_MESSAGES: Final = 8  # in one pull: of at most 8 MB each, and usually far less
 IDLE_WAIT_S: Final = 0.5

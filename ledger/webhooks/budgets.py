@@ -29,11 +29,11 @@ from db.webhook_models import BudgetNoticeRow, WebhookEndpointRow
 from ledger.webhooks.deliveries import inserting
 from ledger.webhooks.events import EventType, decode_event, encode_event, event_id, new_event, publish
 from protocol import subjects
-from protocol.backoff import wait_for
 from protocol.errors import BusError, ProtocolError
+from protocol.gateways import Kind
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
-from protocol.quotas import Kind
+from protocol.process import wait_for
 
 THRESHOLDS_PERCENT: Final = (80, 100)
 EVENT_TYPE: Final[EventType] = "team.budget.threshold"

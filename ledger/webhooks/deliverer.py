@@ -10,8 +10,8 @@ from ledger.webhooks.deliveries import DELETE_ROWS, Claim, Deliveries, Rooms
 from ledger.webhooks.secrets import SecretBox, SecretError
 from ledger.webhooks.sender import Attempt, Sender
 from ledger.webhooks.settings import WebhookSettings
-from protocol.backoff import backoff_s, wait_for
 from protocol.nats.clock import unix_now_ms
+from protocol.process import backoff_s, wait_for
 
 STOP_LIMIT_S: Final = 5.0  # for attempts that run when it stops; others then repeat what is cut off
 CLEANING_PERIOD_S: Final = 600.0

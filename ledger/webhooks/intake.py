@@ -11,13 +11,13 @@ from db.set_aside import SetAside
 from ledger.webhooks.deliveries import Deliveries
 from ledger.webhooks.events import Event, decode_event
 from protocol import subjects
-from protocol.backoff import backoff_s, wait_for
 from protocol.errors import BusError, NewerVersion, ProtocolError
 from protocol.nats import pull
 from protocol.nats.bus import Bus
 from protocol.nats.pull import Delivery as Message
 from protocol.nats.pull import PullConsumer
 from protocol.nats.topology import consumer_exists
+from protocol.process import backoff_s, wait_for
 
 PULL_MESSAGES: Final = 100  # in one pull, and so in one transaction
 IDLE_WAIT_S: Final = 0.5

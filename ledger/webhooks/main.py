@@ -16,8 +16,8 @@ from ledger.webhooks.intake import Intake
 from ledger.webhooks.secrets import SecretBox
 from ledger.webhooks.settings import WebhookSettings
 from ledger.webhooks.state import StateTeller
-from protocol.backoff import backoff_s, wait_for
 from protocol.nats.bus import Bus
+from protocol.process import backoff_s, wait_for
 
 RESTART_LONGEST_S: Final = 30.0
 

@@ -4,7 +4,7 @@ from ipaddress import IPv4Network, IPv6Network
 
 from pydantic import Field
 
-from protocol.settings import PositiveInt, PositiveSeconds, Settings
+from protocol.process import PositiveInt, PositiveSeconds, Settings
 
 
 class WebhookSettings(Settings):

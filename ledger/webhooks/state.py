@@ -13,10 +13,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from db.errors import SQL_ERRORS, describe
 from ledger.webhooks.deliveries import Deliveries
 from protocol import subjects, wire
-from protocol.backoff import wait_for
 from protocol.errors import BusError, ProtocolError
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
+from protocol.process import wait_for
 
 SILENT_MS: Final = 120_000  # past which nobody delivers
 

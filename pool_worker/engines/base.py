@@ -12,9 +12,8 @@ from engine.pooling_types import PoolingRequest
 from engine.types import EngineStats, GenerationRequest, SequenceOutput
 from pool_worker.engines.chat import ChatRequest
 from pool_worker.engines.server_facts import FactsWatch
-from protocol.chat import CountedBy, Input
 from protocol.errors import ExpectedError
-from protocol.messages import ModelCard
+from protocol.job import CountedBy, Input, ModelCard
 
 
 class EngineDiedError(ExpectedError):

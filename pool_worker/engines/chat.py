@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from engine.types import SamplingParams, SequenceOutput
-from protocol.chat import Chat, ChatUsage, Part
+from protocol.job import Chat, ChatUsage, Part
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,7 @@ from pool_worker.engines.server_choice import SEED_STRIDE
 from pool_worker.engines.server_connection import AttemptFailed, ServerConnection, Taken
 from pool_worker.engines.server_facts import FactsUnread, FactsWatch, in_use
 from pool_worker.settings import AnyChatSettings
-from protocol.chat import TAKES_MESSAGES, Chat, ChatUsage, Part
-from protocol.messages import PROTOCOL_VERSION, ModelCard
+from protocol.job import PROTOCOL_VERSION, TAKES_MESSAGES, Chat, ChatUsage, ModelCard, Part
 
 CHARS_PER_TOKEN: Final = 4.0  # of English text, by OpenAI's own rule of thumb
 DEFAULT_SEQUENCES: Final = 64

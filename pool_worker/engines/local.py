@@ -33,10 +33,9 @@ from pool_worker.engines.pooling import (
     refuse_settings_of_other_tasks,
 )
 from pool_worker.settings import LocalEngineSettings
-from protocol.chat import CountedBy
-from protocol.messages import PROTOCOL_VERSION, ModelCard
-from protocol.nats.artifacts import tokenizer_object_name
-from protocol.sampling_defaults import GENERATION_CONFIG, SAMPLING_DEFAULTS, sampling_defaults
+from protocol.generation import GENERATION_CONFIG, SAMPLING_DEFAULTS, sampling_defaults
+from protocol.job import PROTOCOL_VERSION, CountedBy, ModelCard
+from protocol.nats.objects import tokenizer_object_name
 
 STEPS_AHEAD: Final = 8
 STOP_LIMIT_S: Final = 10.0  # for the step in progress

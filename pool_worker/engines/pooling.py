@@ -9,7 +9,7 @@ from engine.pooling_model import PoolingOptions
 from engine.pooling_types import PoolingInfo
 from pool_worker.engines.base import Capacity
 from pool_worker.settings import LocalEngineSettings
-from protocol.pooling import PoolingCard
+from protocol.generation import PoolingCard
 
 # How many steps' tokens a worker holds: enough that a step is always full, and the rest stays where others can take it.
 STEPS_HELD: Final = 16

@@ -48,10 +48,9 @@ from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.scripted_vectors import ScriptedInput, check_pooling, pooling_card
 from pool_worker.engines.scripted_words import CHAT_TEMPLATE, SPECIAL_TOKENS, Script, build_tokenizer
 from pool_worker.settings import ScriptedEngineSettings
-from protocol.chat import CountedBy
-from protocol.messages import PROTOCOL_VERSION, ModelCard
-from protocol.nats.artifacts import tokenizer_object_name
-from protocol.sampling_defaults import SAMPLING_DEFAULTS
+from protocol.generation import SAMPLING_DEFAULTS
+from protocol.job import PROTOCOL_VERSION, CountedBy, ModelCard
+from protocol.nats.objects import tokenizer_object_name
 
 SIGKILL_EXIT_CODE: Final = 137
 TOO_COMPLEX: Final = "[[too complex]]"  # a grammar's source: it is refused like one that costs too much

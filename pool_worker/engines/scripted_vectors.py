@@ -13,8 +13,8 @@ from engine.pooling_types import PoolingInput, PoolingRequest
 from engine.step_stats import SequenceClock
 from engine.types import FinishReason, SequenceOutput
 from pool_worker.settings import ScriptedEngineSettings
-from protocol.messages import pack_token_ids
-from protocol.pooling import PoolingCard
+from protocol.generation import PoolingCard
+from protocol.job import pack_token_ids
 
 
 class ScriptedInput:

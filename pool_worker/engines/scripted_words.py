@@ -13,7 +13,7 @@ from typing import Final
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.types import Candidate, TokenLogprob
-from protocol.messages import pack_token_ids
+from protocol.job import pack_token_ids
 
 _WORD_LIST: Final = (
     "a about after again all also always an and any are as at back be because been before begin better between both "

@@ -42,9 +42,8 @@ from pool_worker.engines.text_tokens import TextTokens, UnwritableError
 from pool_worker.engines.token_source import TokenSource
 from pool_worker.engines.tokenizer_folder import TokenizerFolder, TokenizerFolderError
 from pool_worker.settings import TokenServerSettings
-from protocol.chat import CountedBy
-from protocol.messages import PROTOCOL_VERSION, ModelCard
-from protocol.nats.artifacts import tokenizer_object_name
+from protocol.job import PROTOCOL_VERSION, CountedBy, ModelCard
+from protocol.nats.objects import tokenizer_object_name
 
 log = logging.getLogger(__name__)
 

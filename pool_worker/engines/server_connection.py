@@ -28,7 +28,7 @@ from pool_worker.engines.server_client import OPENAI_PATHS, client_of, final_adv
 from pool_worker.engines.server_facts import FactsUnread, FactsWatch
 from pool_worker.settings import ConnectionSettings
 from pool_worker.sidecar.readiness import Readiness
-from protocol.backoff import wait_for
+from protocol.process import wait_for
 from protocol.wire import UNDECODABLE
 
 HEALTH_PERIOD_S: Final = 1.0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pool_worker.engines.formats.base import ServerFacts
-from protocol.backoff import wait_for
+from protocol.process import wait_for
 
 FACTS_LIMIT_S: Final = 10.0  # for one read
 AGAIN_AFTER_S: Final = 1.0  # where a read fails after a reconnect

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import tokenizers
 
-from protocol.sampling_defaults import GENERATION_CONFIG, sampling_defaults
+from protocol.generation import GENERATION_CONFIG, sampling_defaults
 
 SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 

@@ -15,7 +15,7 @@ from pool_worker.notices.base import Notice, NoticeError, NoticeSource
 from pool_worker.notices.gcp import GcpNotices
 from pool_worker.notices.salad import SaladNotices
 from pool_worker.settings import NoticeKind
-from protocol.backoff import backoff_s
+from protocol.process import backoff_s
 
 SOURCES: Final[dict[NoticeKind, type[NoticeSource]]] = {
     "aws": AwsNotices,

@@ -19,9 +19,8 @@ from pool_worker.engines.server_facts import FactsWatch
 from pool_worker.settings import DETECTED, EngineSettings, ServerEngineSettings
 from pool_worker.sidecar.detect import detect
 from pool_worker.sidecar.process import ServerProcess
-from protocol.chat import TAKES_MESSAGES, CountedBy
-from protocol.messages import ModelCard
-from protocol.settings import PORT_PLACE
+from protocol.job import TAKES_MESSAGES, CountedBy, ModelCard
+from protocol.process import PORT_PLACE
 
 
 class SideCarEngine:

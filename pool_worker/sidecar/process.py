@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from pool_worker.engines.base import EngineDiedError
-from protocol.children import ending, without_own_variables
-from protocol.settings import PORT_PLACE
+from protocol.process import PORT_PLACE, ending, without_own_variables
 
 KEEPER: Final = Path(__file__).with_name("keeper.py")
 KEEPER_MARGIN_S: Final = 5.0  # past the server's own limit, for the keeper to bury it

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from pool_worker.engines.base import EngineDiedError
-from protocol.backoff import backoff_s
+from protocol.process import backoff_s
 
 WINDOW_S: Final = 1800.0  # a large model loads for minutes
 LONGEST_WAIT_S: Final = 60.0

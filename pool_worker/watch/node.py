@@ -11,7 +11,7 @@ from pool_worker.engines.base import Capacity, EngineDiedError, TokenEngine
 from pool_worker.settings import WatchSettings
 from pool_worker.watch.pace import Pace
 from pool_worker.watch.start import NotMeasured, StartBenchmark
-from protocol.engine_stats import Pace as WirePace
+from protocol.job import Pace as WirePace
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from protocol.dialects.registry import (
 )
 from protocol.dialects.source import Kind, Piece, Reading, Source
 from protocol.dialects.thinking import Thinking
-from protocol.grammar import Grammar
-from protocol.messages import Markup
+from protocol.generation import Grammar
+from protocol.job import Markup
 
 FIELD: Final = "tools"  # the request's field to name when the grammar of its calls is refused
 ANY_OBJECT: Final = {"type": "object"}

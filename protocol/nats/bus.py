@@ -13,20 +13,211 @@ import logging
 import random
 import re
 import uuid
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import Context
 from datetime import datetime
-from typing import Any, Final, Self
+from itertools import takewhile
+from typing import Any, Final, Generic, Self, TypeVar
+from urllib.parse import urlparse
+from weakref import WeakKeyDictionary
 
 import msgspec
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
 from nats.errors import Error as NatsError
+from nats.protocol.parser import PERMISSIONS_ERR
 
 from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, BusTimeout, NoResponders, PayloadTooLarge, StreamFull
 from protocol.nats.clock import ServerClock
-from protocol.nats.connection import LastingClient, shared_credentials
-from protocol.nats.deadlines import shared_deadlines
 from protocol.subjects import QUOTAS_BUCKET
+
+log = logging.getLogger(__name__)
+
+
+_Thing = TypeVar("_Thing")
+
+
+class Deadlines(Generic[_Thing]):
+    """Things that must each be discarded again within the same time, or something is done to them: with one timer."""
+
+    def __init__(self, limit_s: float, on_due: Callable[[_Thing], None]) -> None:
+        self._limit_s = limit_s
+        self._on_due = on_due
+        self._due_s: OrderedDict[_Thing, float] = OrderedDict()  # in the order in which they are due
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, thing: _Thing) -> None:
+        """From now on the time runs."""
+        self._due_s[thing] = due_s = self._loop.time() + self._limit_s
+        if self._timer is None:
+            self._arm(due_s)
+
+    def discard(self, thing: _Thing) -> None:
+        """Nothing is waited for any more."""
+        self._due_s.pop(thing, None)
+
+    def first(self) -> _Thing | None:
+        """Return the entry that has been waiting for longest."""
+        return next(iter(self._due_s), None)
+
+    def _arm(self, due_s: float) -> None:
+        # In a context of its own: it is of all things together, not of the one that has come first.
+        self._timer = self._loop.call_at(due_s, self._look, context=Context())
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        due = list(takewhile(lambda thing: self._due_s[thing] <= now_s, self._due_s))
+        for thing in due:
+            self.discard(thing)
+        self._timer = None
+        for thing in due:
+            self._on_due(thing)
+        first = self.first()
+        if self._timer is None and first is not None:
+            self._arm(self._due_s[first])
+
+
+_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[float, Any], Deadlines[Any]]] = WeakKeyDictionary()
+
+
+def shared_deadlines(limit_s: float, on_due: Callable[[_Thing], None]) -> Deadlines[_Thing]:
+    """Return the running loop's deadlines of this limit; both arguments are constants, there are few of them."""
+    of_loop = _of_loops.setdefault(asyncio.get_running_loop(), {})
+    deadlines = of_loop.get((limit_s, on_due))
+    if deadlines is None:
+        deadlines = of_loop[limit_s, on_due] = Deadlines(limit_s, on_due)
+    return deadlines
+
+
+async def wait_until_done(future: asyncio.Future[Any], limit_s: float) -> bool:
+    """Wait until the future is done, at most ``limit_s``, a constant; whether it is. It is never cancelled."""
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def wake(_: object) -> None:
+        _end(waiter)
+
+    limits = shared_deadlines(limit_s, _end)
+    limits.add(waiter)
+    future.add_done_callback(wake)
+    try:
+        await waiter
+    finally:
+        limits.discard(waiter)
+        future.remove_done_callback(wake)
+    return future.done()
+
+
+def _end(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+# --- connection -------------------------------------------------------------------------------------------------------
+#
+# nats-py's client, mended where it gives up, hangs, or takes a task where a call would do.
+#
+# what happens                              nats-py                             here
+# the server answers -ERR (credentials      closes for ever                     reconnects for ever
+# being changed, too many connections)
+# the peer has vanished without a word,     waits until the kernel gives up     cuts the connection
+# with output unsent                        (some 15 minutes)
+# a reconnect meets an error it did not     stays disconnected in silence       says so and continues
+# foresee
+# a server it learnt of from another one    has no credentials for it           has those of the configured URLs
+# a server of a tls:// URL offers no TLS    goes on without                     does not
+# the limit of the first connect passes     may try for ever                    gives up
+
+AFTER_FAILURE_S: Final = 1.0
+CANCEL_AGAIN_S: Final = 0.1
+
+
+class LastingClient(Client):
+    """A client that, once connected, ends only by ``close``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handlers: dict[int, Callable[[Msg], None]] = {}  # of subscriptions that need no task, by number
+
+    async def connect_within(self, limit_s: float, servers: list[str], **options: Any) -> None:  # noqa: ANN401  # theirs
+        """Connect as ``connect`` does. Raises TimeoutError after the limit, and what ``connect`` raises."""
+        connecting = asyncio.create_task(self.connect(servers, **options))
+        try:
+            await asyncio.wait({connecting}, timeout=limit_s)
+        finally:
+            # More than once: asyncio.wait_for of Python 3.11, by which nats-py waits for answers, loses a cancellation
+            # that comes together with one (https://github.com/python/cpython/issues/86296).
+            while not connecting.done():
+                connecting.cancel()
+                await asyncio.wait({connecting}, timeout=CANCEL_AGAIN_S)
+        if connecting.cancelled():
+            self.abort()
+            raise TimeoutError
+        connecting.result()
+
+    def deliver_at_once(self, subscription: Subscription, handler: Callable[[Msg], None]) -> None:
+        """Call ``handler`` with each message as it is read, where nats-py would put it into a queue for a task."""
+        self._handlers[subscription._id] = handler  # noqa: SLF001
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        handler = self._handlers.get(sid)
+        if handler is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        parsed = await self._process_headers(headers) if headers else None
+        try:
+            handler(self._build_message(sid, subject, reply, data, parsed))
+        except Exception as error:  # noqa: BLE001  # the connection reads on
+            await self._error_cb(error)
+
+    def abort(self) -> None:
+        """Cut the connection without sending what is pending; nothing happens where there is none."""
+        writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None  # noqa: SLF001
+        if writer is not None:
+            writer.transport.abort()
+
+    async def _process_err(self, err_msg: str) -> None:
+        error = NatsError(f"the server says {err_msg}")
+        await self._error_cb(error)
+        if PERMISSIONS_ERR not in err_msg:  # that one forbids a subject, and the connection stays
+            await self._process_op_err(error)
+
+    async def _attempt_reconnect(self) -> None:
+        self.abort()
+        while not self.is_closed:
+            try:
+                await super()._attempt_reconnect()
+            except Exception:
+                log.exception("reconnecting to NATS failed in an unforeseen way; trying again")
+                await asyncio.sleep(AFTER_FAILURE_S)
+            else:
+                return
+
+    def _connect_command(self) -> bytes:
+        """Make what is said first on a connection; with it goes who we are."""
+        server = self._current_server
+        if server is not None and server.uri.scheme == "tls" and not self._server_info.get("tls_required"):
+            raise NatsError("the server offers no TLS")  # or somebody on the way has taken that out
+        return super()._connect_command()
+
+    async def _connect_to_server(self, s: Any) -> None:  # noqa: ANN401  # nats-py's own record of a server
+        self.abort()  # what is left of a try that failed halfway
+        await super()._connect_to_server(s)
+
+
+def shared_credentials(servers: list[str]) -> dict[str, str]:
+    """Return the credentials in the URLs, as options of nats-py's ``connect``; none if the URLs differ in them."""
+    found = {(url.username, url.password) for url in map(urlparse, servers) if url.username}
+    if len(found) != 1:
+        return {}
+    user, password = found.pop()
+    return {"token": str(user)} if password is None else {"user": str(user), "password": password}
+
+
+# --- bus --------------------------------------------------------------------------------------------------------------
 
 RECONNECT_WAIT_S: Final = (
     0.1  # between two tries of one server; the client waits per server, so a cluster is tried at once
@@ -48,7 +239,6 @@ API_TIMEOUT_S: Final = 2.0
 JETSTREAM_STREAM_FULL: Final = {10077, 10047, 10167}  # maximum messages/bytes exceeded, insufficient resources
 WRONG_LAST_SEQUENCE: Final = {10071, 10164}  # of a compare-and-set: somebody else was quicker
 
-log = logging.getLogger(__name__)
 
 Handler = Callable[[Msg], Awaitable[None]]
 

@@ -8,20 +8,27 @@ import base64
 import hashlib
 import json
 import logging
+import os
 import uuid
 from asyncio import timeout
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from protocol.errors import BusError
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from protocol import subjects
+from protocol.errors import BusError, ProtocolError
+from protocol.job import ModelCard, Revision, decode_model_card, encode
 from protocol.nats.bus import Bus
+
+log = logging.getLogger(__name__)
+
 
 CHUNK_BYTES: Final = 128 * 1024
 GET_LIMIT_S: Final = 10.0
 REPLACES: Final = {"Nats-Rollup": "sub"}  # of what the stream has on the same subject, only this one stays
 DIGEST: Final = "SHA-256="
-
-log = logging.getLogger(__name__)
 
 
 def stream_of(bucket: str) -> str:
@@ -143,3 +150,85 @@ async def _purge_chunks(bus: Bus, bucket: str, chunks_id: str) -> None:
 
 def _digest(data: bytes) -> str:
     return DIGEST + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()
+
+
+# --- artifacts --------------------------------------------------------------------------------------------------------
+#
+# Cards of models and their tokenizers, published by workers and read by gateways.
+#
+# A tokenizer's object name holds its digest, so an object never changes and both sides may keep it for ever.
+
+TOKENIZER_NAME_CHARS: Final = 16  # of its digest
+
+
+def tokenizer_object_name(tokenizer_json: bytes) -> str:
+    """Return the name under which a tokenizer.json is stored: its SHA-256."""
+    return f"tokenizer-{hashlib.sha256(tokenizer_json).hexdigest()}"
+
+
+def revision_of(card: ModelCard) -> Revision:
+    """Return the names of a model's weights and tokenizer in jobs, heartbeats and cards."""
+    return Revision(card.revision, tokenizer_name(card.tokenizer_object))
+
+
+def tokenizer_name(object_name: str) -> str:
+    """Return a short name for a tokenizer, from that of its object."""
+    return object_name.removeprefix("tokenizer-")[:TOKENIZER_NAME_CHARS]
+
+
+async def publish_model_card(bus: Bus, card: ModelCard, tokenizer_json: bytes) -> None:
+    """Store the tokenizer (once per content), then the card that points to it. Raises BusError."""
+    if not await has_object(bus, subjects.ARTIFACTS_BUCKET, card.tokenizer_object):
+        await put_object(bus, subjects.ARTIFACTS_BUCKET, card.tokenizer_object, tokenizer_json)
+    reply = await bus.request(subjects.model_card_subject(card.model), encode(card), timeout_s=2.0)
+    if b'"error"' in reply.data:
+        raise BusError(f"cannot store the card of {card.model}: {reply.data.decode()}")
+
+
+async def read_model_card(bus: Bus, model: str) -> ModelCard | None:
+    """Read a model's card; None if no worker has ever published one. Raises BusError or ProtocolError."""
+    message = await bus.get_message(f"KV_{subjects.MODELS_BUCKET}", last_by_subj=subjects.model_card_subject(model))
+    data = b"" if message is None else base64.b64decode(message.get("data", ""))
+    return decode_model_card(data) if data else None
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+#
+# Prompts too large for a message: stored in an object bucket, where all workers can read, sealed by a key in the job.
+#
+# So reading the bucket shows nothing to whoever was not given the job: not even whose request an object belongs to, as
+# its name is a digest.
+
+MAX_INLINE_PROMPT_BYTES: Final = 256 * 1024  # packed token ids; beyond it the prompt travels by reference
+NONCE_BYTES: Final = 12
+KEY_BYTES: Final = 32
+
+
+def object_name(request_id: str, part: str) -> str:
+    """Return the name of a part of a request: ``prompt`` or ``chat``."""
+    return hashlib.sha256(f"{request_id} {part}".encode()).hexdigest()
+
+
+class PromptKeys:
+    """Makes the key of each request's objects, the same one whenever it is asked, of a secret of this process."""
+
+    def __init__(self) -> None:
+        self._secret = os.urandom(KEY_BYTES)
+
+    def of(self, request_id: str) -> bytes:
+        """Return the key of a request's objects."""
+        return hashlib.blake2b(request_id.encode(), key=self._secret, digest_size=KEY_BYTES).digest()
+
+
+def seal(data: bytes, key: bytes, name: str) -> bytes:
+    """Encrypt the object of this name: 12 random bytes (the nonce), then AES-256-GCM (NIST SP 800-38D)."""
+    nonce = os.urandom(NONCE_BYTES)
+    return nonce + AESGCM(key).encrypt(nonce, data, name.encode())
+
+
+def unseal(sealed: bytes, key: bytes, name: str) -> bytes:
+    """Undo ``seal``. Raises ProtocolError."""
+    try:
+        return AESGCM(key).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], name.encode())
+    except (InvalidTag, ValueError) as error:
+        raise ProtocolError(f"object {name} cannot be opened with the job's key") from error

@@ -6,18 +6,23 @@ it.
 """
 
 import asyncio
+import datetime as dt
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from msgspec import Struct
 
 from protocol import subjects
-from protocol.backoff import backoff_s
 from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, BusTimeout, StreamFull
 from protocol.nats.bus import Bus
+from protocol.process import backoff_s
+
+log = logging.getLogger(__name__)
+
 
 HEARTBEAT_PERIOD_S: Final = 0.5
 HEARTBEAT_LIMIT_S: Final = 1.5  # a worker unheard of for longer counts as dead
@@ -61,8 +66,6 @@ FIRST_APPLY_LIMIT_S: Final = 30.0  # how long a starting gateway waits for a clu
 # Cluster incomplete, no suitable peers, not available, not the leader, insufficient resources.
 NOT_YET: Final = {10004, 10005, 10008, 10009, 10023}
 APPLY_CONCURRENCY: Final = 16  # calls in flight; in a cluster each new consumer takes some 60 ms, mostly of waiting
-
-log = logging.getLogger(__name__)
 
 
 class QueueBounds(Struct, frozen=True):
@@ -394,3 +397,34 @@ async def consumer_exists(bus: Bus, stream: str, consumer: str) -> bool:
             return False
         raise
     return True
+
+
+# --- backlog ----------------------------------------------------------------------------------------------------------
+#
+# What waits in the queue, by lane, as reported by the server.
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """The queue at one moment. Jobs that a worker was given and has not yet accepted count as well."""
+
+    jobs: dict[str, int]  # by subject; empty lanes are left out
+    server_time: dt.datetime
+    bytes: int = 0  # of all jobs, of whatever lane
+    published: int = 0  # jobs that gateways have put into any queue since the stream was made
+
+
+async def read_backlog(bus: Bus, queue: str | None = None) -> Backlog:
+    """Ask for the backlog of one queue or of all. Raises ApiError or BusTimeout."""
+    filter_ = "rq.>" if queue is None else subjects.job_subject(queue, ">")
+    info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}", {"subjects_filter": filter_})
+    state = info["state"]
+    return Backlog(
+        state.get("subjects") or {}, dt.datetime.fromisoformat(info["ts"]), state["bytes"], state["last_seq"]
+    )
+
+
+async def oldest_job(bus: Bus, subject: str) -> str:
+    """Return when the stream took the first job of a lane that it still has; empty if it has none. Raises BusError."""
+    message = await bus.get_message(subjects.INTERACTIVE_STREAM, seq=1, next_by_subj=subject)
+    return "" if message is None else str(message["time"])

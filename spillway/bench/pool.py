@@ -20,8 +20,8 @@ from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatRequest
 from pool_worker.settings import EngineSettings
 from pool_worker.watch.start import number_tokens
-from protocol.chat import TAKES_MESSAGES, Chat, Turn
-from protocol.settings import PORT_PLACE
+from protocol.job import TAKES_MESSAGES, Chat, Turn
+from protocol.process import PORT_PLACE
 from spillway.bench.endpoint import PROBE_WORDS, prompt_size, random_words
 from spillway.bench.measure import Answer, BenchError, Load, LoadRefused, Piece, TimeBudgetExceeded
 

@@ -7,7 +7,7 @@ from typing import Any, BinaryIO, Final, Self
 
 import httpx
 
-from protocol.backoff import backoff_s
+from protocol.process import backoff_s
 
 LONGEST_BACKOFF_S: Final = 10.0
 PATIENCE_S: Final = 5.0  # with a gateway that does not answer, while somebody waits for the command

@@ -11,8 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from protocol.nats.access import access_options
 from protocol.nats.bus import Bus
-from protocol.nats.credentials import access_options
 from spillway.cli.context import fail
 from spillway.config import Config
 

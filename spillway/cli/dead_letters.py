@@ -14,7 +14,7 @@ from rich.table import Table
 
 from gateway.dispatch.attempts import counted_codes
 from gateway.dispatch.dead_letters import newest_dead_letters
-from protocol.dead_letters import DeadLetter
+from protocol.usage import DeadLetter
 from spillway.cli.connections import queue_server
 from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
 

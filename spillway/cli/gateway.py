@@ -2,7 +2,7 @@
 
 from console.mount import mount
 from gateway.main import run
-from protocol import garbage
+from protocol import process
 from spillway import logs
 from spillway.cli.context import (
     ConfigOption,
@@ -20,7 +20,7 @@ def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: Re
     """Run one gateway: the HTTP endpoint."""
     resolved = resolve_config(config, data)
 
-    garbage.return_large()
+    process.return_large_memory()
 
     async def main() -> None:
         settings = resolved.gateway_settings(pepper_of(resolved))

@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 import typer
 
-from protocol.nats.permissions import PARTS
+from protocol.nats.access import PARTS
 from spillway.cli.context import ConfigOption, DataOption, fail, out, resolve_config
 from spillway.config import Config
 from spillway.nats_accounts import Authority, AuthorityError, Pool, check_name, of_pool

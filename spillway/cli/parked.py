@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ledger.parked import parked_records, replay
-from protocol.parked import ParkedUsage
+from protocol.usage import ParkedUsage
 from protocol.wire import UNDECODABLE
 from spillway.cli.connections import queue_server
 from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config

@@ -10,7 +10,7 @@ import typer
 
 from pool_worker.main import run
 from pool_worker.settings import DETECTED
-from protocol.settings import PORT_PLACE
+from protocol.process import PORT_PLACE
 from spillway import logs
 from spillway.cli.context import ConfigOption, DataOption, ReadyFileOption, resolve_config, run_async, write_ready
 from spillway.config import Config

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from nats.aio.msg import Msg
 
 from protocol import subjects
-from protocol.messages import Accepted, Tokens
-from protocol.steps import decode_step
+from protocol.job import Accepted, Tokens, decode_step
 from tests.chaos.system import System
 
 CALL_BEGINS = "<tool_call>"

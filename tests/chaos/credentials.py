@@ -4,8 +4,7 @@ import time
 from pathlib import Path
 
 from protocol import subjects
-from protocol.nats.credentials import Key, access_options, encode_credentials, sign_claims
-from protocol.nats.permissions import PARTS
+from protocol.nats.access import PARTS, Key, access_options, encode_credentials, sign_claims
 from spillway.nats_accounts import Authority, Pool, of_pool
 from tests.shipped import ShippedNats
 

@@ -32,9 +32,8 @@ from gateway.limits.account import CLOCK_SLACK_S, LEASE_S
 from gateway.limits.account_store import AccountStore
 from gateway.settings import REACH_LIMIT_S
 from protocol import subjects
-from protocol.messages import Accepted, Failed, Finished
-from protocol.quotas import NOTHING
-from protocol.steps import decode_step
+from protocol.gateways import NOTHING
+from protocol.job import Accepted, Failed, Finished, decode_step
 from spillway.children import Child
 from tests.chaos.system import MODEL, Shape, System
 from tests.waiting import HANGS_S

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from benchmarks.http_client import Exchange
 from pool_worker.engines.tokenizer_folder import TokenizerFolder
-from protocol.messages import Job, ResumePoint, Sampling, Tokens, pack_token_ids
+from protocol.job import Job, ResumePoint, Sampling, Tokens, pack_token_ids
 from spillway.config import DEMO_MODEL_PATH
 from tests.chaos.handovers import judge_handovers
 from tests.chaos.ledger import LedgerRow

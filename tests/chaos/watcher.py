@@ -10,9 +10,8 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from protocol import subjects
-from protocol.messages import Accepted, Heartbeat, Job, Tokens, decode_heartbeat, decode_job, unpack_token_ids
+from protocol.job import Accepted, Heartbeat, Job, Tokens, decode_heartbeat, decode_job, decode_step, unpack_token_ids
 from protocol.nats.bus import Bus
-from protocol.steps import decode_step
 
 JOB_SUBJECTS = "rq.>"
 

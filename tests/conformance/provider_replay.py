@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
-from protocol.chat import Part
+from protocol.job import Part
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_words
 
 PROMPT_TOKENS: Final = 11  # of each message

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from pool_worker import engines
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import AnthropicSettings
-from protocol.chat import Call, Chat, ChatUsage, Part, Tool, Turn
+from protocol.job import Call, Chat, ChatUsage, Part, Tool, Turn
 from tests.conformance.anthropic_replay import AnthropicReplay, event
 from tests.conformance.server_replay import running
 from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine

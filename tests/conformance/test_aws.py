@@ -13,7 +13,7 @@ from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import BedrockSettings, SageMakerSettings
-from protocol.chat import Tool
+from protocol.job import Tool
 from tests.conformance.aws_replay import AWS_ENVIRONMENT, REGION, BedrockReplay, SageMakerReplay
 from tests.conformance.server_replay import running
 from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine

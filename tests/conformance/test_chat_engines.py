@@ -21,7 +21,7 @@ from pool_worker.engines.chat_formats.openai_profiles import PROFILES
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.engines.server_busy import Busy
 from pool_worker.settings import OpenAIChatSettings
-from protocol.chat import DROPPABLE, THINKING, AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
+from protocol.job import DROPPABLE, THINKING, AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
 from tests.conformance.server_replay import Fault, running
 from tests.waiting import HANGS_S, HEALTHY_S

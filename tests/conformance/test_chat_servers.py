@@ -20,7 +20,7 @@ from pool_worker.engines.chat import ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats.base import ChatFormat
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import OpenAIChatSettings
-from protocol.chat import AnswerSchema, Chat, Turn
+from protocol.job import AnswerSchema, Chat, Turn
 from tests.conformance.chat_replay import ChatReplay
 from tests.conformance.matrix import FIELDS
 from tests.conformance.server_replay import running

@@ -24,7 +24,7 @@ from pool_worker.settings import (
     TokenServerSettings,
     VllmInProcessSettings,
 )
-from protocol.nats.artifacts import tokenizer_object_name
+from protocol.nats.objects import tokenizer_object_name
 from tests.conformance.driven_engine import (
     MAX_MODEL_LEN,
     MAX_SEQUENCES,

@@ -14,7 +14,7 @@ from pool_worker.engines.chat import ChatRequest
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.engines.server_connection import BUSY_TRIES
 from pool_worker.settings import OpenAIChatSettings
-from protocol.chat import Chat, Turn
+from protocol.job import Chat, Turn
 from tests.conformance.test_chat_engines import Answer, Driver
 from tests.conformance.upstream_rig import UpstreamRig, rigged, script
 

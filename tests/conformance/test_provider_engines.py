@@ -18,7 +18,7 @@ from pool_worker import engines
 from pool_worker.engines.chat import ChatPoint, ChatRequest
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import AnyChatSettings
-from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Tool, Turn
+from protocol.job import AnswerSchema, Call, Chat, ChatUsage, Tool, Turn
 from tests.conformance.anthropic_replay import AnthropicReplay, VertexAnthropicReplay
 from tests.conformance.aws_replay import AWS_ENVIRONMENT, BedrockReplay, SageMakerReplay
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, answer_text

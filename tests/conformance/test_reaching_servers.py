@@ -22,7 +22,7 @@ from pool_worker.engines.chat import ChatRequest
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.engines.server_client import root_of, secrets_of
 from pool_worker.settings import EngineSettings, OpenAIChatSettings
-from protocol.chat import Chat, Turn
+from protocol.job import Chat, Turn
 from tests.certificates import certified, private_bytes
 from tests.conformance.test_chat_engines import Driver
 from tests.unit.engine.tiny_models import byte_level_tokenizer

@@ -15,7 +15,7 @@ from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.chat import ChatRequest
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import VertexAnthropicSettings, VertexSettings
-from protocol.chat import Call, Chat, ChatUsage, Tool, Turn
+from protocol.job import Call, Chat, ChatUsage, Tool, Turn
 from tests.conformance.anthropic_replay import VertexAnthropicReplay
 from tests.conformance.server_replay import running
 from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine

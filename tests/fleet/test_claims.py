@@ -17,7 +17,7 @@ from fleet.policy.decide import Decider
 from fleet.policy.forecast import SLOT_S
 from fleet.policy.view import PlaceView, PoolView
 from protocol import subjects
-from protocol.messages import PROTOCOL_VERSION, Heartbeat
+from protocol.job import PROTOCOL_VERSION, Heartbeat
 from protocol.nats import topology
 from protocol.nats.bus import Bus
 from tests.waiting import HANGS_S

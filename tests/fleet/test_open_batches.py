@@ -13,7 +13,7 @@ from fleet.books import Books
 from fleet.monitor import BATCH_DUE_S, Monitor, MonitoredGroup
 from fleet.open_batches import OpenBatch
 from protocol import subjects
-from protocol.messages import PROTOCOL_VERSION, Heartbeat
+from protocol.job import PROTOCOL_VERSION, Heartbeat
 from protocol.nats import topology
 from protocol.nats.bus import Bus
 from tests.waiting import HANGS_S

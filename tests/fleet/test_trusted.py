@@ -14,7 +14,7 @@ from fleet.main import groups_of
 from fleet.monitor import Monitor, MonitoredGroup
 from fleet.policy.forecast import SLOT_S, Forecast
 from protocol import subjects
-from protocol.messages import PROTOCOL_VERSION, Heartbeat
+from protocol.job import PROTOCOL_VERSION, Heartbeat
 from protocol.nats import topology
 from protocol.nats.bus import Bus
 from spillway.config import load_config

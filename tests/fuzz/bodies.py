@@ -21,8 +21,7 @@ from gateway.api.schema import (
     parse_tokenize,
 )
 from gateway.errors import ApiError
-from protocol.chat import decode_chat, encode_chat
-from protocol.messages import Sampling
+from protocol.job import Sampling, decode_chat, encode_chat
 from tests.fuzz.mutations import Form
 
 FORM: Form = "json"

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from gateway.errors import InvalidParameter
 from gateway.tokenizing.cards import _PROBE, UnusableCard, _unproven_reason, check_context_length
 from gateway.tokenizing.templates import ChatTemplate
-from protocol import messages as m
+from protocol import job as m
 from protocol.dialects.dialect import Dialect
 from protocol.errors import ProtocolError
 from tests.fuzz.mutations import Form

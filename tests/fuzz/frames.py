@@ -6,11 +6,10 @@ import msgspec
 
 from gateway.dispatch.choices import Choices
 from gateway.dispatch.plausible import plausible_prompt, plausible_timings, why_implausible
-from protocol import messages as m
-from protocol.chat import ChatUsage, Deltas, Part
+from protocol import job as m
 from protocol.errors import ProtocolError
-from protocol.logprobs import PromptLogprob, TokenLogprob
-from protocol.steps import StepFrame, decode_step
+from protocol.generation import PromptLogprob, TokenLogprob
+from protocol.job import ChatUsage, Deltas, Part, StepFrame, decode_step
 from tests.fuzz.mutations import Form
 from tests.unit.protocol.test_versions import FRAMES
 

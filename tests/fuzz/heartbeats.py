@@ -14,9 +14,9 @@ from gateway.admission.capacity import Capacity
 from gateway.telemetry.engines import engine_families, worker_families
 from ledger.machine_time import MAX_CATCH_UP_MS, QUARTER_MS, Moment, _check_plausible, _rows
 from ledger.store import MAX_USD_PER_HOUR
-from protocol import messages as m
-from protocol.engine_stats import EngineStats, Histogram, Pace
+from protocol import job as m
 from protocol.errors import ProtocolError
+from protocol.job import EngineStats, Histogram, Pace
 from protocol.nats.clock import unix_now_ms
 from tests.fuzz.mutations import Form
 from tests.unit.protocol.test_versions import BEAT

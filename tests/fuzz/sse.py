@@ -26,10 +26,9 @@ from pool_worker.settings import (
     SageMakerSettings,
     VertexSettings,
 )
-from protocol import messages as m
-from protocol.chat import Chat, Deltas, Turn
-from protocol.logprobs import TokenLogprob
-from protocol.steps import StepFrame, decode_step
+from protocol import job as m
+from protocol.generation import TokenLogprob
+from protocol.job import Chat, Deltas, StepFrame, Turn, decode_step
 from protocol.wire import UNDECODABLE
 from spillway.config import DEMO_MODEL_PATH
 from tests.fuzz.driving import cut_bytes, driven, pieces

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from protocol import messages as m
+from protocol import job as m
 from protocol.nats.bus import Bus
 from spillway.config import DEMO_MODEL_PATH
 from tests.conformance.server_replay import Replay, running

@@ -27,7 +27,7 @@ from engine.types import GenerationRequest, Grammar
 from pool_worker.engines.scripted import ScriptedEngine
 from pool_worker.engines.scripted_words import Script
 from pool_worker.settings import ScriptedEngineSettings
-from protocol.messages import ModelCard, pack_token_ids
+from protocol.job import ModelCard, pack_token_ids
 from tests.tool_templates import THINKING_STYLE
 
 NO_PLAY: Final = "Hello from Spillway."

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from protocol.nats.spool import Record, Spool
+from protocol.nats.outbox import Record, Spool
 
 _IN_MEMORY = Path("/dev/shm")
 

@@ -14,9 +14,8 @@ from engine.pooling_types import PoolingRequest
 from engine.step_stats import SequenceClock, StepStats
 from engine.types import EngineCounters, EngineStats, FinishReason, GenerationRequest, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
-from protocol.chat import CountedBy
-from protocol.messages import PROTOCOL_VERSION, ModelCard
-from protocol.sampling_defaults import SAMPLING_DEFAULTS
+from protocol.generation import SAMPLING_DEFAULTS
+from protocol.job import PROTOCOL_VERSION, CountedBy, ModelCard
 
 CONTEXT = 4096
 

@@ -121,7 +121,7 @@ class Subscription:
 
 
 class SimulatedClient:
-    """Stands in for ``protocol.nats.connection.LastingClient``, below ``protocol.nats.bus.Bus``."""
+    """Stands in for ``protocol.nats.bus.LastingClient``, below ``protocol.nats.bus.Bus``."""
 
     max_payload = MAX_PAYLOAD_BYTES
 

@@ -14,7 +14,7 @@ from db.accounts.teams import Team
 from gateway.limits.usage import LimitUsage, uses
 from ledger.queries.traffic import Traffic, totals
 from ledger.queries.window import Dimension, Window
-from protocol.quotas import Kind
+from protocol.gateways import Kind
 
 USED_DAYS: Final = 30
 MAX_SHOWN: Final = 500  # keys, and teams; the admin API lists all

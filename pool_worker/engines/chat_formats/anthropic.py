@@ -25,7 +25,7 @@ from pool_worker.engines.chat_formats.conversation import Block, Conversation, O
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import ClaudeSettings
-from protocol.chat import Call, Chat, ChatUsage, Part, Tool
+from protocol.job import Call, Chat, ChatUsage, Part, Tool
 
 _SAMPLED: Final = {name: name for name in ("temperature", "top_p", "top_k")}
 _NO_LONGER_SAMPLED: Final = "2026-10-21"  # the version that took them away

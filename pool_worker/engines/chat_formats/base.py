@@ -19,7 +19,7 @@ from engine.types import SamplingParams
 from pool_worker.engines.formats.base import MAX_COUNT
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import EndReason
-from protocol.chat import DROPPABLE, THINKING, Chat, ChatUsage, Part
+from protocol.job import DROPPABLE, THINKING, Chat, ChatUsage, Part
 
 # What is done for every format: one stream a choice, which ends at a stop string, and a body that says how long the
 # answer may be.

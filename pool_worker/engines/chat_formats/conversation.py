@@ -13,7 +13,7 @@ import msgspec
 from engine.errors import RequestRejected
 from pool_worker.engines.chat_formats.base import ChatServerRequest
 from pool_worker.engines.framing import MalformedEvent
-from protocol.chat import Call, Turn
+from protocol.job import Call, Turn
 from protocol.wire import UNDECODABLE
 
 Block = dict[str, Any]

@@ -25,7 +25,7 @@ from pool_worker.engines.formats.base import count
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import OpenAIChatSettings
-from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
+from protocol.job import AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
 
 
 class OpenAIChatFormat:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from pool_worker.engines.framing import MalformedEvent
-from protocol.chat import Part
+from protocol.job import Part
 from protocol.wire import UNDECODABLE
 
 MAX_CALLS: Final = 128  # of one answer

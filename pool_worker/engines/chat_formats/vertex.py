@@ -25,7 +25,7 @@ from pool_worker.engines.chat_formats.google import AccessToken, meant_by_google
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import VertexSettings
-from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool
+from protocol.job import AnswerSchema, Call, Chat, ChatUsage, Part, Tool
 
 _NAMES: Final = {
     "temperature": "temperature",

@@ -16,7 +16,7 @@ from pool_worker.engines.framing import Framing, MalformedEvent
 MAX_COUNT: Final = 2**50  # of tokens, as a server tells it: the sum of a few is a number that messages may have
 MAX_REVISION_CHARS: Final = 64
 MAX_VERSION_CHARS: Final = 12  # enough of a digest
-MAX_TOKEN_ID: Final = 2**32 - 1  # as ``protocol.messages.TokenId``
+MAX_TOKEN_ID: Final = 2**32 - 1  # as ``protocol.job.TokenId``
 
 # What is done on this side of the wire, whatever the server can do; the second only where it answers in token ids.
 DONE_HERE: Final = frozenset({"n", "stop", "max_tokens", "include_stop_str_in_output"})

@@ -24,7 +24,7 @@ from pool_worker.engines.formats.base import (
 )
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of_tokens
-from protocol.messages import TokenId
+from protocol.job import TokenId
 
 DIGEST_CHARS: Final = 12
 _ENDS: Final = {"eos": "eos", "limit": "length", "word": "stop"}

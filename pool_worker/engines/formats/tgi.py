@@ -12,7 +12,7 @@ import msgspec
 from pool_worker.engines.formats.base import Delta, Medium, Scored, ServerFacts, ServerRequest, limit, only_model, text
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of_tokens
-from protocol.messages import TokenId
+from protocol.job import TokenId
 
 _ENDS: Final = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 from benchmarks.http_client import Exchange, ReadTimeouts, exchange, post_request
 from benchmarks.scripted_answers import ScriptedAnswers
 from benchmarks.stream_answer import Answer, read
-from protocol.messages import decode_job
+from protocol.job import decode_job
 from tests.chaos.ledger import settled_rows
 from tests.chaos.mix import SUBJECTS
 from tests.chaos.report import Report

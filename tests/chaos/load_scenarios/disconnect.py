@@ -15,8 +15,7 @@ from nats.aio.msg import Msg
 
 from benchmarks.http_client import Exchange
 from protocol import subjects
-from protocol.messages import Accepted, Failed, Finished
-from protocol.steps import decode_step
+from protocol.job import Accepted, Failed, Finished, decode_step
 from tests.chaos.load_scenarios.callers import Asked, Callers
 from tests.chaos.load_scenarios.plan import Ceiling, LoadPlan, Stage, expect, expect_idle
 from tests.chaos.report import Report, percentile

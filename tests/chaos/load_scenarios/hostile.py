@@ -20,8 +20,7 @@ from msgspec.structs import replace
 from benchmarks.http_client import post_request
 from db.accounts.principal import Policy
 from protocol import subjects
-from protocol.nats.artifacts import publish_model_card, read_model_card
-from protocol.nats.objects import get_object
+from protocol.nats.objects import get_object, publish_model_card, read_model_card
 from tests.chaos.load_scenarios.callers import Asked, ttfts_ms
 from tests.chaos.load_scenarios.plan import Stage, expect
 from tests.chaos.report import Report, percentile

@@ -23,7 +23,7 @@ import psutil
 
 from console.login.admins import set_password
 from protocol import subjects
-from protocol.messages import encode
+from protocol.job import encode
 from protocol.nats.clock import unix_now_ms
 from protocol.nats.topology import HEARTBEAT_PERIOD_S
 from protocol.usage import encode_usage

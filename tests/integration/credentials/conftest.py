@@ -18,9 +18,8 @@ from ledger.writer import LedgerWriter
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol import subjects
 from protocol.nats import topology
+from protocol.nats.access import PARTS, WORKERS_API, access_options, worker_role
 from protocol.nats.bus import API, Bus
-from protocol.nats.credentials import access_options
-from protocol.nats.permissions import PARTS, WORKERS_API, worker_role
 from spillway.nats_accounts import Authority, Pool, of_pool
 from tests.integration.gateway.conftest import PEPPER, QUICK, GatewayUnderTest
 from tests.nats_server import NatsServer

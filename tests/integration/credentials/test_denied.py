@@ -7,11 +7,9 @@ from nats.aio.msg import Msg
 
 from protocol import subjects
 from protocol.errors import BusError
+from protocol.nats.access import WORKERS_API, access_options, worker_role
 from protocol.nats.bus import API, Bus
-from protocol.nats.credentials import access_options
-from protocol.nats.objects import get_object, put_object
-from protocol.nats.permissions import WORKERS_API, worker_role
-from protocol.nats.prompts import PromptKeys, seal, unseal
+from protocol.nats.objects import PromptKeys, get_object, put_object, seal, unseal
 from spillway.nats_accounts import of_pool
 from tests.integration.credentials.conftest import MODEL, OTHER_MODEL, TRUSTED_QUEUE, Queue
 from tests.waiting import until

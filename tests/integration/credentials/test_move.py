@@ -4,8 +4,8 @@ from pathlib import Path
 
 from protocol import subjects
 from protocol.nats import topology
+from protocol.nats.access import access_options
 from protocol.nats.bus import Bus
-from protocol.nats.credentials import access_options
 from tests.integration.credentials.conftest import MODEL, Queue
 from tests.nats_server import ACCOUNTS
 from tests.waiting import HANGS_S, until

@@ -11,8 +11,8 @@ from sqlalchemy import select
 from db.engine import create_engine
 from db.models import AttemptRow, RequestRow
 from protocol import subjects
-from protocol.nats.backlog import read_backlog
-from protocol.nats.prompts import MAX_INLINE_PROMPT_BYTES
+from protocol.nats.objects import MAX_INLINE_PROMPT_BYTES
+from protocol.nats.topology import read_backlog
 from spillway.nats_accounts import of_pool
 from tests.integration.credentials.conftest import MODEL, SLOW, TRUSTED_QUEUE, Installation
 from tests.integration.pool_worker.playing_gateway import running_worker

@@ -20,10 +20,10 @@ from ledger.writer import LedgerWriter
 from pool_worker.settings import GateSettings
 from protocol import subjects
 from protocol.errors import BusError
-from protocol.messages import encode as encode_record
-from protocol.nats.prompts import MAX_INLINE_PROMPT_BYTES
-from protocol.open_requests import OpenRequestsQuery, decode_answer, encode
-from protocol.usage import encode_usage
+from protocol.job import encode
+from protocol.job import encode as encode_record
+from protocol.nats.objects import MAX_INLINE_PROMPT_BYTES
+from protocol.usage import OpenRequestsQuery, decode_still_open, encode_usage
 from spillway.cli import app
 from spillway.nats_accounts import of_pool
 from tests.integration.credentials.conftest import MODEL, SLOW, Installation, Queue, has_rows
@@ -189,7 +189,7 @@ async def test_gateways_answer_the_ledger_and_workers(installation: Installation
     ledger = await queue.connect("ledger")
     question = encode(OpenRequestsQuery(("unknown",)))
     reply = await ledger.request(subjects.open_requests_subject("g1"), question, timeout_s=HANGS_S)
-    assert decode_answer(reply.data).completion_tokens == {}
+    assert decode_still_open(reply.data).completion_tokens == {}
     machine = queue.authority.issue(of_pool("demo"), "box7", lasts_s=3600)
     worker = await queue.connect_worker(machine, "demo", "box7")
     oldest = await worker.request(subjects.oldest_job_subject(MODEL, "h0"), b"", timeout_s=HANGS_S)

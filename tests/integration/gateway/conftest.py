@@ -36,15 +36,14 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.main import run
 from gateway.request.admission import Admission
 from gateway.settings import GatewaySettings, ModelSettings
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
-from protocol.dead_letters import DeadLetter
 from protocol.errors import ApiError, BusTimeout
-from protocol.messages import PROTOCOL_VERSION, ModelCard
-from protocol.nats import artifacts
+from protocol.job import PROTOCOL_VERSION, ModelCard
+from protocol.nats import objects
 from protocol.nats.bus import Bus
 from protocol.nats.outbox import Outbox
-from protocol.usage import RequestRecord, UsageRecord, decode_usage
+from protocol.usage import DeadLetter, RequestRecord, UsageRecord, decode_usage
 from tests.integration.gateway.scripted_worker import ScriptedWorker, wait_for_consumer
 from tests.nats_server import NatsServer
 from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer_json
@@ -204,7 +203,7 @@ def card() -> ModelCard:
         v=PROTOCOL_VERSION,
         model=MODEL,
         context_length=512,
-        tokenizer_object=artifacts.tokenizer_object_name(byte_tokenizer_json()),
+        tokenizer_object=objects.tokenizer_object_name(byte_tokenizer_json()),
         chat_template=CHATML,
         special_tokens={"bos_token": BOS, "eos_token": EOS},
     )
@@ -220,7 +219,7 @@ async def begin(
     await gateway.start()
     if with_card:
         published = model_card or card()
-        await artifacts.publish_model_card(gateway.bus, published, tokenizer or byte_tokenizer_json())
+        await objects.publish_model_card(gateway.bus, published, tokenizer or byte_tokenizer_json())
         client = gateway.client()
         await until(lambda: has_context_length(client))
 

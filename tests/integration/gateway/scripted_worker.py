@@ -9,21 +9,23 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from protocol import subjects
-from protocol.engine_stats import EngineStats, Paused
-from protocol.messages import (
+from protocol.job import (
     PROTOCOL_VERSION,
     Accepted,
     Cancel,
     Control,
     Drain,
+    EngineStats,
     Failed,
     Finished,
     Frame,
     Heartbeat,
     Job,
     ModelCard,
+    Paused,
     Ping,
     Resend,
+    StepFrame,
     Timings,
     Tokens,
     Vector,
@@ -32,11 +34,10 @@ from protocol.messages import (
     encode,
     unpack_token_ids,
 )
-from protocol.nats import artifacts, topology
+from protocol.nats import objects, topology
 from protocol.nats.bus import Bus
 from protocol.nats.objects import get_object
 from protocol.nats.pull import Delivery, PullConsumer, ack, nak
-from protocol.steps import StepFrame
 from tests.waiting import HANGS_S
 
 
@@ -202,7 +203,7 @@ class ScriptedWorker:
             consumer.forget_pulls()
 
     async def publish_card(self, card: ModelCard, tokenizer_json: bytes) -> None:
-        await artifacts.publish_model_card(self.bus, card, tokenizer_json)
+        await objects.publish_model_card(self.bus, card, tokenizer_json)
 
     async def stop(self) -> None:
         """Gone: no more heartbeats, pulls or frames."""

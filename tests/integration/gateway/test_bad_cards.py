@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.settings import ModelSettings
-from protocol.messages import ModelCard
-from protocol.nats import artifacts
+from protocol.job import ModelCard
+from protocol.nats import objects
 from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start, card
 from tests.small_tokenizer import byte_tokenizer_json
@@ -39,8 +39,8 @@ async def start(begin: Start | Share, **changes: Any) -> GatewayUnderTest:
 
 async def publish(bus: Bus, data: bytes = b"", **changes: Any) -> None:
     data = data or byte_tokenizer_json()
-    bad: ModelCard = replace(card(), model=BAD, tokenizer_object=artifacts.tokenizer_object_name(data), **changes)
-    await artifacts.publish_model_card(bus, bad, data)
+    bad: ModelCard = replace(card(), model=BAD, tokenizer_object=objects.tokenizer_object_name(data), **changes)
+    await objects.publish_model_card(bus, bad, data)
 
 
 async def readiness(gateway: GatewayUnderTest) -> dict[str, Any]:

@@ -29,10 +29,9 @@ from db.set_aside import SetAside
 from ledger.payloads.sealing import Sealer
 from ledger.payloads.store import store_payloads
 from ledger.store import store_records
-from protocol.engine_stats import Paused
-from protocol.messages import PROTOCOL_VERSION
+from protocol.job import PROTOCOL_VERSION, Paused
 from protocol.nats.clock import unix_now_ms
-from protocol.payloads import PayloadRecord
+from protocol.usage import PayloadRecord
 from spillway.config import load_config
 from tests.acceptance.dashboard.generated_ledger import fill_ledger
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start

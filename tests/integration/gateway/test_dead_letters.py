@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.dispatch.dead_letters import DeadLetters, newest_dead_letters
-from protocol.dead_letters import AttemptFailure, DeadLetter
-from protocol.messages import PROTOCOL_VERSION, Sampling
+from protocol.job import PROTOCOL_VERSION, Sampling
 from protocol.nats import topology
 from protocol.nats.bus import Bus
+from protocol.usage import AttemptFailure, DeadLetter
 from spillway.cli import app
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.dispatch import lookups as lookups_module
 from protocol import subjects
-from protocol.messages import Accepted, Cancel, Resend, Tokens, encode, unpack_token_ids
+from protocol.job import Accepted, Cancel, Resend, Tokens, encode, unpack_token_ids
 from protocol.nats.bus import Bus
 from protocol.nats.pull import ack
 from protocol.usage import AttemptRecord

@@ -8,7 +8,7 @@ import pytest
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.request import OpenRequest
 from gateway.request.states import State
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
 from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import admission

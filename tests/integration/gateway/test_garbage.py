@@ -1,6 +1,6 @@
 """What a request held is freed with its end: a large text in a circle of references would stay until it is looked for.
 
-The gateway looks for circles when there are many objects, not when they are large (``protocol.garbage``).
+The gateway looks for circles when there are many objects, not when they are large (``protocol.process``).
 """
 
 import gc

@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from protocol import subjects
+from protocol.job import encode
 from protocol.nats.bus import Bus
-from protocol.open_requests import OpenRequestsQuery, decode_answer, encode
-from protocol.usage import RequestIntent, RequestRecord
+from protocol.usage import OpenRequestsQuery, RequestIntent, RequestRecord, decode_still_open
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.waiting import HANGS_S, until
@@ -33,7 +33,7 @@ async def open_at(bus: Bus, *request_ids: str) -> dict[str, int]:
     reply = await bus.request(
         subjects.open_requests_subject("g0"), encode(OpenRequestsQuery(request_ids)), timeout_s=HANGS_S
     )
-    return decode_answer(reply.data).completion_tokens
+    return decode_still_open(reply.data).completion_tokens
 
 
 async def test_a_whole_answer_needs_its_record_alone(start_gateway: Start) -> None:
@@ -91,7 +91,7 @@ async def test_an_orderly_restart_while_nothing_is_stored_loses_no_record(start_
 async def test_where_neither_queue_nor_disk_stores_anything_requests_are_refused_with_the_reason(
     start_gateway: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("protocol.nats.spool.os.write", _disk_is_full)
+    monkeypatch.setattr("protocol.nats.outbox.os.write", _disk_is_full)
     gateway = await start_gateway(timeouts={"row_s": 2.0})
     await gateway.add_worker()
     await store_nothing(gateway.bus)

@@ -20,7 +20,7 @@ from gateway.http.exchange import Exchange
 from gateway.idempotency.runs import Run
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol import subjects
-from protocol.messages import Heartbeat, decode_heartbeat
+from protocol.job import Heartbeat, decode_heartbeat
 from protocol.nats.bus import Bus
 from protocol.usage import AttemptRecord, RequestRecord
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start

@@ -14,8 +14,8 @@ from db.engine import create_engine
 from gateway.http.body import LARGE_BODY_BYTES
 from gateway.limits.account_store import AccountStore
 from gateway.tokenizing.model_tokens import ModelTokens
+from protocol.gateways import RATES, Account, Kind
 from protocol.nats.bus import Bus
-from protocol.quotas import RATES, Account, Kind
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled
 from tests.waiting import HANGS_S, until

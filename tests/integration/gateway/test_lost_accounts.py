@@ -19,11 +19,11 @@ from gateway.limits.reservation import Estimate, Reservation
 from gateway.limits.seeds import RollupLedger
 from ledger.store import store_records
 from protocol import subjects
-from protocol.messages import encode
+from protocol.gateways import Kind
+from protocol.job import encode
 from protocol.nats import topology
 from protocol.nats.bus import Bus
 from protocol.nats.pull import Delivery, PullConsumer, ack
-from protocol.quotas import Kind
 from protocol.usage import encode_usage
 from tests.integration.gateway.test_quotas import (
     Start,

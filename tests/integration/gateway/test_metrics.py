@@ -16,8 +16,7 @@ from db.accounts.keys import Grant
 from db.accounts.principal import METRICS
 from gateway.telemetry.metrics import HISTOGRAMS
 from pool_worker.settings import LocalEngineSettings, WorkerSettings
-from protocol.engine_stats import EngineStats, Histogram
-from protocol.messages import Timings
+from protocol.job import EngineStats, Histogram, Timings
 from protocol.nats.bus import Bus
 from protocol.usage import AttemptRecord, RequestRecord
 from spillway import logs

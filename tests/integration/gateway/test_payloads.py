@@ -24,9 +24,9 @@ from ledger.payloads.store import Payload, open_row, read_payload
 from ledger.payloads.writer import PayloadWriter
 from ledger.settings import PayloadSettings
 from protocol import subjects
-from protocol.messages import PROTOCOL_VERSION
+from protocol.job import PROTOCOL_VERSION
 from protocol.nats.bus import Bus
-from protocol.payloads import encode_payloads
+from protocol.usage import encode_payloads
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Share, Start, card
 from tests.integration.gateway.scripted_worker import Attempt, Script, answer_hello, until_cancelled
 from tests.integration.gateway.tools.calls import ARGUMENTS, NOW, TOOL, TWO_CALLS, says

@@ -11,9 +11,9 @@ from openai.types import Completion
 
 from db.accounts.principal import Policy
 from gateway.limits.account_store import AccountStore
-from protocol.logprobs import PromptLogprob, TokenLogprob
-from protocol.messages import unpack_token_ids
-from protocol.quotas import Kind
+from protocol.gateways import Kind
+from protocol.generation import PromptLogprob, TokenLogprob
+from protocol.job import unpack_token_ids
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.small_tokenizer import byte_tokenizer

@@ -23,11 +23,11 @@ from gateway.limits.reservation import Estimate, Reservation
 from gateway.limits.seeds import RollupLedger
 from gateway.settings import REACH_LIMIT_S
 from ledger.store import store_records
-from protocol.messages import PROTOCOL_VERSION
+from protocol.gateways import NOTHING, Account, ExpiredLease, Kind
+from protocol.job import PROTOCOL_VERSION
 from protocol.nats import topology
 from protocol.nats.bus import Bus
 from protocol.nats.clock import ServerClock
-from protocol.quotas import NOTHING, Account, ExpiredLease, Kind
 from tests.nats_server import NatsServer
 from tests.usage_records import request_record
 from tests.waiting import HANGS_S, until

@@ -3,11 +3,11 @@
 import asyncio
 
 from gateway.dispatch.dispatcher import Dispatcher
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
+from protocol.job import StepFrame
 from protocol.nats.bus import Bus
 from protocol.nats.pull import Delivery, PullConsumer
-from protocol.steps import StepFrame
 from tests.integration.gateway.conftest import admission
 from tests.nats_server import NatsServer
 from tests.unit.gateway.admission.controls import ticket_of

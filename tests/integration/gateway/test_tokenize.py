@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gateway.api.fields import MAX_BODY_VALUES
 from gateway.limits.fields import MAX_DETOKENIZED_TOKENS
-from protocol.nats.prompts import MAX_INLINE_PROMPT_BYTES
+from protocol.nats.objects import MAX_INLINE_PROMPT_BYTES
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, card
 from tests.integration.gateway.test_errors import error_of
 from tests.small_tokenizer import byte_tokenizer

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.ports import free_port
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol.nats.bus import Bus
-from protocol.telemetry import TelemetrySettings
+from protocol.process import TelemetrySettings
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, has_context_length
 from tests.integration.gateway.scripted_worker import wait_for_consumer
 from tests.integration.pool_worker.worker_process import finish, start_process

@@ -12,12 +12,12 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.request import OpenRequest
 from gateway.request.mailbox import Ended, Failure
 from gateway.request.states import State
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
 from protocol.errors import ErrorCode
+from protocol.job import StepFrame
 from protocol.nats.bus import Bus
 from protocol.nats.outbox import Outbox
-from protocol.steps import StepFrame
 from tests.unit.gateway.admission.controls import admission, gateway_settings, ticket_of
 from tests.waiting import HANGS_S, until
 

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from protocol.logprobs import TokenLogprob
+from protocol.generation import TokenLogprob
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.waiting import HANGS_S, until

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from gateway.settings import HostedPoolSettings, TenantSettings
-from protocol.engine_stats import Paused
+from protocol.job import Paused
 from tests.integration.gateway.batches.test_batches import QUICK, line, over, results, submit
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.pooling.inputs import EMBEDDER, SCORER, start_with

@@ -13,7 +13,7 @@ from db.models import AttemptRow, RequestRow
 from ledger.settings import LedgerSettings
 from protocol import subjects
 from protocol.errors import BusTimeout
-from protocol.messages import encode
+from protocol.job import encode
 from protocol.nats import topology
 from protocol.nats.bus import Bus
 from protocol.usage import RequestRecord, UsageRecord, encode_usage

@@ -22,8 +22,8 @@ from ledger.settings import LedgerSettings
 from ledger.store import store_records
 from ledger.writer import LedgerWriter
 from protocol import subjects
+from protocol.gateways import Account
 from protocol.nats.bus import Bus
-from protocol.quotas import Account
 from protocol.usage import UsageRecord
 from tests.integration.gateway.test_lost_accounts import ONE
 from tests.integration.gateway.test_quotas import principal, the_account

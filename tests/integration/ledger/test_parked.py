@@ -9,9 +9,8 @@ import pytest
 from ledger import parked, writer
 from ledger.parked import parked_records, replay
 from protocol import subjects
-from protocol.messages import PROTOCOL_VERSION, encode
-from protocol.parked import ParkedUsage
-from protocol.usage import UnreadUsage, UsageRecord, encode_usage, read_usage
+from protocol.job import PROTOCOL_VERSION, encode
+from protocol.usage import ParkedUsage, UnreadUsage, UsageRecord, encode_usage, read_usage
 from tests.integration.ledger.conftest import Ledger
 from tests.integration.ledger.test_writer_outages import RunningWriter
 from tests.usage_records import attempt_record, request_record

@@ -13,11 +13,10 @@ from ledger import machine_time as machine_time_module
 from ledger import store, writer
 from ledger.machine_time import MachineTime
 from protocol import subjects
-from protocol.messages import Heartbeat, encode
+from protocol.job import Heartbeat, encode
 from protocol.nats.bus import HEADER_ROOM_BYTES
 from protocol.nats.clock import unix_now_ms
-from protocol.parked import MAX_MESSAGE_BYTES
-from protocol.usage import MAX_RECORDS, encode_usage
+from protocol.usage import MAX_MESSAGE_BYTES, MAX_RECORDS, encode_usage
 from tests.integration.ledger.conftest import Ledger
 from tests.integration.ledger.test_parked import those_parked
 from tests.integration.ledger.test_writer_outages import RunningWriter

@@ -14,7 +14,7 @@ from db.engine import create_engine
 from ledger.settings import LedgerSettings
 from ledger.writer import LedgerWriter
 from protocol import subjects
-from protocol.messages import encode
+from protocol.job import encode
 from protocol.nats.clock import unix_now_ms
 from protocol.usage import UsageRecord, encode_usage
 from tests.integration.ledger.conftest import Ledger

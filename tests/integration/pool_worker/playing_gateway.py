@@ -15,11 +15,11 @@ from pool_worker.main import connect
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from pool_worker.stopping import Stop
 from pool_worker.worker import Worker
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
+from protocol.job import StepFrame, decode_step
 from protocol.nats import topology
 from protocol.nats.bus import Bus
-from protocol.steps import StepFrame, decode_step
 from protocol.usage import AttemptRecord, decode_usage
 from tests.waiting import HANGS_S
 

@@ -9,8 +9,8 @@ import pytest
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.settings import LocalEngineSettings, WorkerSettings
-from protocol import messages as m
-from protocol.nats import artifacts
+from protocol import job as m
+from protocol.nats import objects
 from tests.integration.pool_worker.playing_gateway import PlayingGateway, running_worker
 from tests.unit.engine.peft_adapters import generate, make_adapter
 from tests.unit.engine.tiny_models import byte_level_tokenizer, llama
@@ -74,7 +74,7 @@ async def test_each_model_gets_its_adapters_answers(gateway: PlayingGateway, nat
 async def test_each_model_has_its_card(gateway: PlayingGateway, nats_url: str, pool: Pool) -> None:
     await gateway.apply_topology(MODELS)
     async with running_worker(pool.worker(nats_url)):
-        cards = {name: await artifacts.read_model_card(gateway.bus, name) for name in MODELS}
+        cards = {name: await objects.read_model_card(gateway.bus, name) for name in MODELS}
     templates = {name: card.chat_template for name, card in cards.items() if card is not None}
     assert templates == {"base": "{{ messages }}", "formal": "{{ messages }}", "casual": "casually: {{ messages }}"}
     assert len({card.tokenizer_object for card in cards.values() if card is not None}) == 1

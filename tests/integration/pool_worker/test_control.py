@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pool_worker import executor
-from protocol import messages as m
+from protocol import job as m
 from protocol.errors import BusError, ErrorCode
 from tests.integration.pool_worker.playing_gateway import PlayingGateway, running_worker, settings_for
 

@@ -9,7 +9,7 @@ from nats.aio.msg import Msg
 
 from pool_worker.drain import HAND_BACK_MARGIN_S
 from pool_worker.worker import HURRIED_FLUSH_LIMIT_S
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
 from protocol.errors import ErrorCode
 from protocol.nats.bus import Bus

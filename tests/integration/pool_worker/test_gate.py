@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 
 from pool_worker.gate import Gate, is_behind
 from pool_worker.settings import GateSettings, WorkerSettings
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
 from protocol.nats.bus import Bus
 from tests.integration.pool_worker.playing_gateway import (

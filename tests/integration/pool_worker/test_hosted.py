@@ -1,6 +1,6 @@
 """A hosted worker serves its own lane alone, and looks again at who may leave."""
 
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
 from protocol.nats import topology
 from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, running_worker, settings_for

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
 from protocol.nats import topology
 from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, running_worker, settings_for

@@ -7,7 +7,7 @@ import signal
 import pytest
 from msgspec import structs
 
-from protocol import messages as m
+from protocol import job as m
 from protocol.errors import ErrorCode
 from tests.integration.pool_worker.playing_gateway import (
     Attempt,

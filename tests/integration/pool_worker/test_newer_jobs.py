@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
 from protocol.nats.pull import Delivery, PullConsumer, ack
 from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, running_worker, settings_for

@@ -21,7 +21,7 @@ from pool_worker.notices.aws import AwsNotices
 from pool_worker.notices.base import Notice, NoticeError, NoticeSource
 from pool_worker.notices.salad import SaladNotices
 from pool_worker.settings import NoticeKind
-from protocol import messages as m
+from protocol import job as m
 from protocol.errors import ErrorCode
 from tests.integration.pool_worker.metadata_server import Answer, MetadataServer
 from tests.integration.pool_worker.playing_gateway import PlayingGateway, running_worker, settings_for

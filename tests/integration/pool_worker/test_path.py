@@ -13,11 +13,11 @@ from nats.aio.msg import Msg
 from nats.js.errors import KeyNotFoundError
 
 from pool_worker.engines.scripted import TOO_COMPLEX
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
 from protocol.errors import ErrorCode
-from protocol.grammar import Grammar
-from protocol.nats import artifacts, objects
+from protocol.generation import Grammar
+from protocol.nats import objects
 from protocol.nats.pull import Delivery, PullConsumer
 from tests.integration.pool_worker.playing_gateway import (
     MODEL,
@@ -265,7 +265,7 @@ async def test_every_model_the_engine_serves_is_pulled(gateway: PlayingGateway, 
         attempts = [await gateway.ask(f"p{i}", model=models[i % 3]) for i in range(60)]
         await gateway.end_of_all(attempts)
         for model in models:
-            card = await artifacts.read_model_card(gateway.bus, model)
+            card = await objects.read_model_card(gateway.bus, model)
             assert card is not None
             assert card.model == model
     await gateway.wait(lambda: len(gateway.records) >= 20 * len(models))

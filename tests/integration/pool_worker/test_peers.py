@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pool_worker.peers import Peers
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
 from protocol.nats import topology
 from protocol.nats.bus import Bus

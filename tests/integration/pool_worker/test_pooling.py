@@ -5,8 +5,8 @@ from typing import Any
 
 from engine.pooling_types import PoolingInput
 from pool_worker.engines.scripted_vectors import scripted_vector
-from protocol import messages as m
-from protocol.pooling import Pooling
+from protocol import job as m
+from protocol.generation import Pooling
 from tests.integration.pool_worker.playing_gateway import TOKENIZER, PlayingGateway, running_worker, settings_for
 
 Texts = list[str]

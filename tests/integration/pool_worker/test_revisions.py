@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from pool_worker.engines.scripted_words import build_tokenizer
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
-from protocol.nats.artifacts import read_model_card, revision_of, tokenizer_name, tokenizer_object_name
+from protocol.nats.objects import read_model_card, revision_of, tokenizer_name, tokenizer_object_name
 from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, running_worker, settings_for
 from tests.waiting import HANGS_S
 

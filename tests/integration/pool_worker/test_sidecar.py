@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from pool_worker.settings import ServerEngineSettings, WorkerSettings
-from protocol import messages as m
+from protocol import job as m
 from spillway.config import DEMO_MODEL_PATH
 from tests.integration.pool_worker.playing_gateway import MODEL, Attempt, PlayingGateway
 from tests.integration.pool_worker.worker_process import finish, start_process

@@ -15,7 +15,7 @@ from pool_worker.stopping import Stop
 from pool_worker.watch.node import NodeTooSlowError
 from pool_worker.watch.start import NotMeasured, StartBenchmark
 from pool_worker.worker import Worker
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
 from protocol.nats.bus import Bus
 from tests.integration.pool_worker.metadata_server import Answer, MetadataServer

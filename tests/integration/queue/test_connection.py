@@ -10,8 +10,7 @@ from nats.aio.msg import Msg
 from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats import topology
-from protocol.nats.bus import Bus
-from protocol.nats.connection import LastingClient, shared_credentials
+from protocol.nats.bus import Bus, LastingClient, shared_credentials
 from protocol.nats.pull import Delivery, PullConsumer, ack
 from tests.integration.queue.relay import Relay
 from tests.nats_server import NatsServer

@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from protocol.errors import BusError
+from protocol.nats.access import CredentialsError, access_options
 from protocol.nats.bus import Bus
-from protocol.nats.credentials import CredentialsError, access_options
 from tests.nats_server import NatsServer
 from tests.waiting import HEALTHY_S
 

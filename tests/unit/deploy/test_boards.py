@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gateway.dispatch.request import OpenRequest
-from protocol.engine_stats import Paused
+from protocol.job import Paused
 from tests.unit.deploy.description import ROOT, promtool
 from tests.unit.gateway.dispatch.opened_requests import accepted, failed, open_request
 from tests.unit.gateway.telemetry.test_exposition import answered_series, beat, scrape, snapshot

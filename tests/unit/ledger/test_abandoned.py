@@ -15,11 +15,11 @@ from ledger.abandoned import AbandonedRequests
 from ledger.intents import Intents
 from ledger.store import store_records
 from protocol import subjects
+from protocol.job import encode
 from protocol.nats import topology
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
-from protocol.open_requests import StillOpen, decode_ask, encode
-from protocol.usage import AttemptRecord, UsageRecord
+from protocol.usage import AttemptRecord, StillOpen, UsageRecord, decode_open_requests_query
 from tests.usage_records import attempt_record, request_intent, request_record
 from tests.waiting import HANGS_S
 
@@ -103,7 +103,7 @@ class LivingGateway:
         await self._bus.subscribe(subjects.open_requests_subject(str(ORIGIN["gateway_id"])), self._on_question)
 
     async def _on_question(self, message: Msg) -> None:
-        asked = decode_ask(message.data).request_ids
+        asked = decode_open_requests_query(message.data).request_ids
         answer = StillOpen({name: tokens for name, tokens in self.still_open.items() if name in asked})
         await self._bus.publish(message.reply, encode(answer))
 

@@ -13,7 +13,7 @@ from db.money import ConfiguredPrice, Price
 from db.prices import seed_prices
 from db.set_aside import SetAside
 from ledger.machine_time import QUARTER_MS, MachineTime
-from protocol.messages import PROTOCOL_VERSION, Heartbeat
+from protocol.job import PROTOCOL_VERSION, Heartbeat
 from protocol.nats.bus import Bus
 
 START_UNIX_MS = 1_800_000_000_000 // QUARTER_MS * QUARTER_MS + 60_000

@@ -5,9 +5,9 @@ import pytest
 from engine.types import SequenceTimings
 from pool_worker.attempt import Attempt
 from pool_worker.credit import Cost
-from protocol.messages import PROTOCOL_VERSION, Job, Sampling, Timings
+from protocol.generation import Pooling
+from protocol.job import PROTOCOL_VERSION, Job, Sampling, Timings
 from protocol.nats.pull import Delivery
-from protocol.pooling import Pooling
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ import pytest
 from pool_worker.attempt import Attempt
 from pool_worker.breaker import FAILURES, FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_WAIT_S, Breaker
 from pool_worker.credit import Cost
-from protocol.engine_stats import Paused
-from protocol.messages import PROTOCOL_VERSION, Job, Sampling
+from protocol.job import PROTOCOL_VERSION, Job, Paused, Sampling
 from protocol.nats.pull import Delivery
 
 SEQUENCES = 16

@@ -9,7 +9,7 @@ from engine.errors import RequestRejected
 from engine.types import SamplingParams
 from pool_worker.engines.chat_formats.base import ChatServerRequest
 from pool_worker.engines.chat_formats.conversation import alternate
-from protocol.chat import Call, Chat, Turn
+from protocol.job import Call, Chat, Turn
 
 LATER = "<system>\n{}\n</system>"
 CALLED = Turn("assistant", calls=(Call("c", "look", "{}"),))

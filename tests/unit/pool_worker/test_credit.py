@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from pool_worker.credit import Cost, Credit, reserve_of
 from pool_worker.engines.base import Capacity
-from protocol.messages import PROTOCOL_VERSION, Job, ResumePoint, Sampling, pack_token_ids
+from protocol.job import PROTOCOL_VERSION, Job, ResumePoint, Sampling, pack_token_ids
 
 capacities = st.builds(Capacity, st.integers(1, 64), st.integers(1, 5000), st.integers(1, 2000))
 sizes = st.tuples(st.integers(1, 12), st.integers(1, 300), st.integers(1, 300))  # n, prompt tokens, max_tokens

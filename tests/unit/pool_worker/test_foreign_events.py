@@ -14,9 +14,7 @@ from pool_worker.engines.framing import MalformedEvent, ServerFailure
 from pool_worker.engines.server_choice import ServerChoice
 from pool_worker.engines.tokenizer_folder import TokenizerFolder
 from pool_worker.settings import AnthropicSettings, OpenAIChatSettings, VertexSettings
-from protocol.chat import Chat, Turn
-from protocol.messages import Finished, encode
-from protocol.steps import StepFrame, decode_step
+from protocol.job import Chat, Finished, StepFrame, Turn, decode_step, encode
 from spillway.config import DEMO_MODEL_PATH
 
 TOKENIZER = TokenizerFolder(DEMO_MODEL_PATH)

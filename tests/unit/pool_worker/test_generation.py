@@ -12,11 +12,11 @@ from engine.types import ResumePoint, SamplingParams
 from pool_worker.attempt import Attempt
 from pool_worker.credit import Cost
 from pool_worker.generation import billed_prompt_tokens_of, chat_request, generation_request, sampling_params
-from protocol import messages as m
-from protocol.chat import Chat, Turn, encode_chat
+from protocol import job as m
 from protocol.errors import ProtocolError
+from protocol.generation import Pooling
+from protocol.job import Chat, Turn, encode_chat
 from protocol.nats.pull import Delivery
-from protocol.pooling import Pooling
 
 SAMPLING = m.Sampling(
     max_tokens=7,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pool_worker.lanes import CHECK_S, Lane, LaneShares, expected_tokens
-from protocol import messages as m
+from protocol import job as m
 
 MOST_TOKENS = 500
 costs = st.integers(1, MOST_TOKENS)

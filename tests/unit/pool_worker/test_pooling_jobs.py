@@ -7,8 +7,8 @@ from pool_worker.credit import Cost, Credit
 from pool_worker.engines.base import Capacity
 from pool_worker.generation import engine_request
 from protocol.errors import ProtocolError
-from protocol.messages import PROTOCOL_VERSION, Job, ResumePoint, Sampling, decode_job, encode, pack_token_ids
-from protocol.pooling import Pooling
+from protocol.generation import Pooling
+from protocol.job import PROTOCOL_VERSION, Job, ResumePoint, Sampling, decode_job, encode, pack_token_ids
 
 
 def job(pooling: Pooling, tokens: int = 6, **fields: Any) -> Job:

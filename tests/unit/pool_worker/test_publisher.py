@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pool_worker.publisher import Publisher, split_frames
-from protocol import messages as m
+from protocol import job as m
+from protocol.job import StepFrame, decode_step
 from protocol.nats.bus import Bus
-from protocol.steps import StepFrame, decode_step
 from tests.waiting import HANGS_S
 
 

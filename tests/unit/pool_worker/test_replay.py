@@ -3,7 +3,7 @@
 from pool_worker.attempt import Attempt
 from pool_worker.credit import Cost
 from pool_worker.replay import KEEP_S, RecentAttempts
-from protocol.messages import PROTOCOL_VERSION, Job, Sampling
+from protocol.job import PROTOCOL_VERSION, Job, Sampling
 from protocol.nats.pull import Delivery
 
 DELIVERY = Delivery(b"", "rq.m.h0", "$JS.ACK", 1, 1, 0, 0)

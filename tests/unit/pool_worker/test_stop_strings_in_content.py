@@ -11,7 +11,7 @@ from engine.stop_strings import ContentStopStrings
 from engine.types import SamplingParams
 from pool_worker.generation import content_finder
 from protocol.dialects.dialect import AnswerForm, Dialect
-from protocol.messages import Markup
+from protocol.job import Markup
 from tests.unit.engine.tiny_models import byte_level_tokenizer
 from tests.unit.protocol.dialects.format_cases import CASES
 from tests.unit.protocol.dialects.test_formats import TOOLS, Told, told

@@ -8,7 +8,7 @@ import pytest
 from pool_worker.attempt import Attempt
 from pool_worker.credit import Cost
 from pool_worker.stopping import Stop
-from protocol.messages import PROTOCOL_VERSION, Job, ResumePoint, Sampling, pack_token_ids
+from protocol.job import PROTOCOL_VERSION, Job, ResumePoint, Sampling, pack_token_ids
 from protocol.nats.pull import Delivery
 
 DELIVERY = Delivery(b"", "rq.m.h0", "$JS.ACK", 1, 1, 0, 0)

@@ -7,7 +7,7 @@ import pytest
 
 from pool_worker.engines.chat_formats.tool_calls import CallDelta, CallReader
 from pool_worker.engines.framing import MalformedEvent
-from protocol.chat import Part
+from protocol.job import Part
 
 A, B = ("1", "a", '{"x": 1}'), ("2", "b", '{"y": "}"}')
 

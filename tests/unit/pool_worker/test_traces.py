@@ -5,7 +5,7 @@ import pytest
 from pool_worker.attempt import Attempt
 from pool_worker.credit import Cost
 from pool_worker.traces import phases
-from protocol.messages import PROTOCOL_VERSION, Job, Sampling, Timings
+from protocol.job import PROTOCOL_VERSION, Job, Sampling, Timings
 from protocol.nats.pull import Delivery
 
 MS = 1_000_000

@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.children import ending
+from protocol.process import ending
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
 from protocol.errors import ProtocolError
-from protocol.logprobs import PromptLogprob, TokenLogprob
-from protocol.steps import StepFrame, decode_step
+from protocol.generation import PromptLogprob, TokenLogprob
+from protocol.job import StepFrame, decode_step
 from protocol.usage import decode_usage
 
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=200)

@@ -7,10 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import messages as m
-from protocol.engine_stats import EngineStats, Histogram
+from protocol import job as m
 from protocol.errors import ProtocolError
-from protocol.steps import decode_step
+from protocol.job import EngineStats, Histogram, decode_step
 from protocol.usage import decode_usage, encode_usage, read_usage
 from tests.fuzz.wire import DECODERS, READERS
 from tests.unit.protocol.test_versions import BEAT

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from protocol.sampling_defaults import sampling_defaults
+from protocol.generation import sampling_defaults
 
 INFINITE, NO_NUMBER = float("inf"), float("nan")
 

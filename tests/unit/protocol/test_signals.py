@@ -6,7 +6,7 @@ import signal
 import pytest
 import uvloop
 
-from protocol.signals import STOP_SIGNALS, on_stop_signals
+from protocol.process import STOP_SIGNALS, on_stop_signals
 from tests.waiting import until
 
 

@@ -10,14 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import messages as m
-from protocol.dead_letters import DeadLetter, decode_dead_letter
+from protocol import job as m
 from protocol.errors import NewerVersion, ProtocolError
-from protocol.parked import ParkedUsage, decode_parked
-from protocol.payloads import decode_payloads, encode_payloads
-from protocol.quotas import Account, decode_account
-from protocol.steps import decode_step
-from protocol.usage import decode_usage, encode_usage, read_usage
+from protocol.gateways import Account, decode_account
+from protocol.job import decode_step
+from protocol.usage import (
+    DeadLetter,
+    ParkedUsage,
+    decode_dead_letter,
+    decode_parked,
+    decode_payloads,
+    decode_usage,
+    encode_payloads,
+    encode_usage,
+    read_usage,
+)
 from tests.payload_records import payload_record
 from tests.usage_records import attempt_record, request_record
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from protocol.nats.credentials import Credentials, claims_of
+from protocol.nats.access import Credentials, claims_of
 from spillway.cli import app
 from spillway.config import ConfigError, load_config
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol import telemetry
-from protocol.telemetry import TelemetrySettings
+from protocol import process as telemetry
+from protocol.process import TelemetrySettings
 from spillway.config import Config, ConfigError, load_config
 
 ROOT = Path(__file__).resolve().parents[3]

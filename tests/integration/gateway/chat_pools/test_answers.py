@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 
 from protocol import subjects
 from protocol.errors import BusError
-from protocol.messages import Job, decode_job
+from protocol.job import Job, decode_job
 from protocol.nats.objects import get_object
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
 from tests.integration.gateway.chat_pools.pools import (

@@ -5,7 +5,7 @@ import pytest
 from fastapi.responses import JSONResponse
 
 from pool_worker.stopping import Stop
-from protocol.messages import unpack_token_ids
+from protocol.job import unpack_token_ids
 from tests.conformance.chat_replay import ARGUMENTS, ChatReplay
 from tests.integration.gateway.chat_pools.pools import (
     TOOLS,

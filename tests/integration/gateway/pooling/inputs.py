@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 from tokenizers import processors
 
-from protocol.messages import PROTOCOL_VERSION, ModelCard, Vector, unpack_token_ids
-from protocol.nats import artifacts
-from protocol.pooling import PoolingCard
+from protocol.generation import PoolingCard
+from protocol.job import PROTOCOL_VERSION, ModelCard, Vector, unpack_token_ids
+from protocol.nats import objects
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.small_tokenizer import BOS, EOS, byte_tokenizer
@@ -36,7 +36,7 @@ def ids(text: str) -> list[int]:
 
 async def start_with(start: Start | Share, card: PoolingCard | None, **settings: Any) -> GatewayUnderTest:
     """A fresh or a shared gateway whose model has this card."""
-    name = artifacts.tokenizer_object_name(tokenizer_json())
+    name = objects.tokenizer_object_name(tokenizer_json())
     model_card = ModelCard(PROTOCOL_VERSION, MODEL, CONTEXT, name, None, pooling=card)
     return await start(model_card=model_card, tokenizer=tokenizer_json(), **settings)
 

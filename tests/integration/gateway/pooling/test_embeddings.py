@@ -7,8 +7,8 @@ import httpx
 import openai
 import pytest
 
-from protocol.messages import Cancel
-from protocol.pooling import PoolingCard
+from protocol.generation import PoolingCard
+from protocol.job import Cancel
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.pooling.inputs import (
     EMBEDDER,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from protocol.messages import unpack_token_ids
+from protocol.job import unpack_token_ids
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share
 from tests.integration.gateway.pooling.inputs import CONTEXT, SCORER, http, ids, inputs_of, start_with, vector_of
 from tests.integration.gateway.scripted_worker import Attempt

@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel, SecretStr
 
-from protocol.messages import Markup
+from protocol.job import Markup
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, card
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.integration.gateway.tools.calls import (

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from protocol.logprobs import TokenLogprob
+from protocol.generation import TokenLogprob
 from tests.integration.gateway.conftest import MODEL
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.integration.gateway.tools.calls import (

@@ -11,7 +11,7 @@ from gateway.admission.registry import WorkerRegistry
 from gateway.admission.ticket import Ticket
 from gateway.request.admission import Admission
 from gateway.settings import GatewaySettings
-from protocol.messages import PROTOCOL_VERSION, Heartbeat, Sampling
+from protocol.job import PROTOCOL_VERSION, Heartbeat, Sampling
 
 
 def gateway_settings(model: str = "m", **rest: Any) -> GatewaySettings:

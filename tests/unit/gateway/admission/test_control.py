@@ -4,10 +4,9 @@ import pytest
 
 from gateway.admission.control import AdmissionControl
 from gateway.request.mailbox import Failure
-from protocol.engine_stats import Paused
 from protocol.errors import ErrorCode
-from protocol.grammar import Grammar
-from protocol.messages import Heartbeat, Sampling
+from protocol.generation import Grammar
+from protocol.job import Heartbeat, Paused, Sampling
 from tests.unit.gateway.admission.controls import admission, beat, control
 
 

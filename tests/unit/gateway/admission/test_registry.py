@@ -5,7 +5,7 @@ from nats.aio.msg import Msg
 from gateway.admission.registry import EXCUSED_SILENCE_S, FORGET_AFTER_S, WorkerRegistry
 from protocol import subjects
 from protocol.errors import ErrorCode
-from protocol.messages import encode
+from protocol.job import encode
 from protocol.nats.bus import Bus
 from protocol.nats.topology import HEARTBEAT_LIMIT_S
 from tests.unit.gateway.telemetry.test_exposition import beat

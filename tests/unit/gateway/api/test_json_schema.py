@@ -10,7 +10,7 @@ from gateway.api.json_schema import enforceable
 from gateway.api.schema_check import SchemaCheck
 from gateway.errors import InvalidParameter
 from gateway.tokenizing.schema_keywords import UNENFORCEABLE
-from protocol.grammar import Grammar
+from protocol.generation import Grammar
 
 VALUES: dict[str, Any] = {
     "uniqueItems": True, "minContains": 1, "maxContains": 2, "dependentRequired": {"a": ["b"]},

@@ -8,9 +8,8 @@ import pytest
 from gateway.api.answers import ChoiceContent, chat_answer, choice_object, gather
 from gateway.api.parsed import ParsedChatChunks
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
-from protocol.chat import ChatUsage, Deltas, Part
 from protocol.dialects.dialect import PLAIN, AnswerForm
-from protocol.messages import Tokens
+from protocol.job import ChatUsage, Deltas, Part, Tokens
 
 THOUGHT = Part("reasoning", "Hm.")
 CALLS = (

@@ -23,7 +23,7 @@ from gateway.batches.message_requests import ENDPOINT, _Requests
 from gateway.batches.validation import Wrong, check_line
 from gateway.errors import ApiError
 from gateway.settings import BatchSettings
-from protocol.messages import Sampling
+from protocol.job import Sampling
 
 CHAT = "/v1/chat/completions"
 MODELS = {"m": "m"}

@@ -5,7 +5,7 @@ import pytest
 
 from gateway.api.sampling import sampling_of
 from gateway.api.schema import parse_chat, parse_completion
-from protocol.messages import Sampling
+from protocol.job import Sampling
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}

@@ -8,8 +8,8 @@ from gateway.api.schema import parse_chat, parse_completion
 from gateway.api.tool_fields import CalledFunction
 from gateway.errors import InvalidParameter
 from gateway.limits.fields import check_grammar
-from protocol.grammar import Grammar
-from protocol.messages import Sampling
+from protocol.generation import Grammar
+from protocol.job import Sampling
 from tests.unit.gateway.api.bodies import CALL, USER, chat, completion, tool
 
 

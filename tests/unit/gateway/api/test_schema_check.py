@@ -7,7 +7,7 @@ import pytest
 
 from gateway.api.schema_check import MAX_ERROR_CHARS, MAX_ERRORS, MAX_SCHEMA_CHARS, MAX_WORK, CheckedChunks, SchemaCheck
 from gateway.api.sse import ChatChunks, CompletionChunks
-from protocol.messages import Tokens
+from protocol.job import Tokens
 
 UNIQUE: dict[str, Any] = {"type": "object", "properties": {"items": {"type": "array", "uniqueItems": True}}}
 

@@ -11,8 +11,8 @@ from gateway.api.answers import CompleteAnswer, chat_answer, completion_answer, 
 from gateway.api.sse import ChatChunks, CompletionChunks, usage_fields
 from gateway.api.token_ids import with_token_ids
 from gateway.request.mailbox import AnyTokens, Mailbox
-from protocol.logprobs import PromptLogprob, TokenLogprob
-from protocol.messages import Tokens
+from protocol.generation import PromptLogprob, TokenLogprob
+from protocol.job import Tokens
 
 LOGPROBS = (TokenLogprob(5, "é", -0.5, "é".encode(), ((5, "é", -0.5, "é".encode()), (6, "b", -1.5, b"b"))),)
 

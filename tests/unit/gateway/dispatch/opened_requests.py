@@ -10,7 +10,7 @@ from gateway.dispatch.revisions import takers_of
 from gateway.request.admission import Admission
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Heartbeat, Sampling, Tokens
+from protocol.job import Accepted, Cancel, Failed, Finished, Frame, Heartbeat, Sampling, Tokens
 from tests.unit.gateway.admission.controls import principal, ticket_of
 
 ID = "req_1"

@@ -7,9 +7,8 @@ from msgspec.structs import replace
 
 from gateway.dispatch.chat_choices import ChatChoices
 from gateway.request.conversation import Conversation
-from protocol.chat import ChatUsage, Deltas, Part
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted, Failed, Tokens, unpack_token_ids
+from protocol.job import Accepted, ChatUsage, Deltas, Failed, Part, Tokens, unpack_token_ids
 
 ACCEPTED = Accepted("r", 1, 0, "w", "p", "aws", "eu", 1.0, counted_by="provider")
 TEXT = (Part("text", "Hello"),)

@@ -10,7 +10,7 @@ from gateway.dispatch.request import OpenRequest
 from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted, Failed, Tokens
+from protocol.job import Accepted, Failed, Tokens
 from tests.unit.gateway.admission.controls import admission, control
 from tests.unit.gateway.dispatch.opened_requests import RecordedActions
 

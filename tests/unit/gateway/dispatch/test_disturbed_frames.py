@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gateway.dispatch import attempts as attempts_module
 from gateway.dispatch.request import OpenRequest
 from gateway.request.states import State
-from protocol.messages import Frame, Tokens
+from protocol.job import Frame, Tokens
 from tests.unit.gateway.dispatch.opened_requests import (
     RecordedActions,
     accepted,

@@ -12,9 +12,8 @@ from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import LiveRevisions
 from gateway.errors import RETRY_LATER_S
 from gateway.request.states import State
-from protocol.engine_stats import Paused
 from protocol.errors import ErrorCode
-from protocol.messages import PROTOCOL_VERSION, Accepted, Heartbeat
+from protocol.job import PROTOCOL_VERSION, Accepted, Heartbeat, Paused
 from tests.unit.gateway.dispatch.opened_requests import ID, failed, open_request, tokens
 
 MAX_ATTEMPTS = 3

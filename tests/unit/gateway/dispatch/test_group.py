@@ -6,7 +6,7 @@ from gateway.request.mailbox import LOOSE_EVENTS, MAX_UNREAD_BYTES, Ended, Share
 from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
-from protocol.messages import Cancel, Tokens
+from protocol.job import Cancel, Tokens
 from tests.unit.gateway.admission.controls import admission, control
 from tests.unit.gateway.dispatch.opened_requests import RecordedActions, accepted, failed, finished, tokens
 

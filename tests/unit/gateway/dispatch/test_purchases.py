@@ -5,7 +5,7 @@ import pytest
 from gateway.dispatch.attempts import PROGRESS_ALLOWANCE
 from gateway.request.states import State
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted, Failed
+from protocol.job import Accepted, Failed
 from tests.unit.gateway.dispatch.opened_requests import ID, open_request, tokens
 from tests.unit.gateway.dispatch.test_elsewhere import worker
 

@@ -8,8 +8,8 @@ from gateway.dispatch import attempts as attempts_module
 from gateway.request.mailbox import Ended
 from gateway.request.states import State
 from protocol.errors import ErrorCode
-from protocol.logprobs import PromptLogprob
-from protocol.messages import Cancel, Frame, Timings, Tokens, UnreadableFrame, Vector, unpack_token_ids
+from protocol.generation import PromptLogprob
+from protocol.job import Cancel, Frame, Timings, Tokens, UnreadableFrame, Vector, unpack_token_ids
 from tests.unit.gateway.dispatch.opened_requests import (
     ID,
     accepted,

@@ -9,7 +9,7 @@ from gateway.request.mailbox import LOOSE_EVENTS, Ended, Failure, StillWaiting
 from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
-from protocol.messages import Cancel, Frame
+from protocol.job import Cancel, Frame
 from tests.unit.gateway.dispatch.opened_requests import (
     ID,
     accepted,

@@ -9,7 +9,7 @@ from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import TOKENIZER_WAIT_S, LiveRevisions, needed_revision, restart_or_fail
 from gateway.request.states import State
 from protocol.errors import ErrorCode
-from protocol.messages import PROTOCOL_VERSION, Heartbeat, Revision
+from protocol.job import PROTOCOL_VERSION, Heartbeat, Revision
 from tests.unit.gateway.dispatch.opened_requests import accepted, lose_worker, open_request, tokens
 
 WAIT_S = 30.0

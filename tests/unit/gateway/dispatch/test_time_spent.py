@@ -6,7 +6,7 @@ import pytest
 from gateway.dispatch.attempts import TimeSpent
 from gateway.dispatch.record import usage_record
 from gateway.dispatch.request import OpenRequest
-from protocol.messages import Failed, Finished, Timings
+from protocol.job import Failed, Finished, Timings
 from tests.unit.gateway.dispatch.opened_requests import accepted, failed, finished, lose_worker, open_request, tokens
 
 

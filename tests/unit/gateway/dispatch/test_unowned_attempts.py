@@ -1,6 +1,6 @@
 from gateway.dispatch import unowned_attempts
 from gateway.dispatch.unowned_attempts import REPEAT_S, UnownedAttempts
-from protocol.messages import Accepted, Cancel, Finished, Frame, Tokens
+from protocol.job import Accepted, Cancel, Finished, Frame, Tokens
 
 
 def tokens(request_id: str, seq: int = 1) -> Frame:

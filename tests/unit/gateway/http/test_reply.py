@@ -15,7 +15,7 @@ from gateway.request.mailbox import Failure
 from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
-from protocol.messages import Frame
+from protocol.job import Frame
 from tests.unit.gateway.dispatch.opened_requests import accepted, failed, finished, open_request, tokens
 from tests.waiting import HANGS_S
 

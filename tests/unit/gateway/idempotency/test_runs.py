@@ -6,7 +6,7 @@ from typing import Any
 from gateway.idempotency.runs import Run, Runs
 from gateway.idempotency.sharing import claim_state_of, part_of
 from gateway.settings import IdempotencySettings
-from protocol.idempotency import MAX_PART_BYTES, ClaimState
+from protocol.gateways import MAX_PART_BYTES, ClaimState
 from tests.waiting import HANGS_S
 
 LONG = {"reattach_s": 60, "keep_s": 60}

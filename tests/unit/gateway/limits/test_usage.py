@@ -8,8 +8,8 @@ from db.accounts.limits import Limits, period_at, period_end_s
 from db.accounts.principal import BudgetPeriod
 from gateway.limits.account import CLOCK_SLACK_S, WINDOW_S
 from gateway.limits.usage import LimitUsage, taken_amounts, uses
-from protocol.messages import PROTOCOL_VERSION
-from protocol.quotas import Account, Kind, Lease
+from protocol.gateways import Account, Kind, Lease
+from protocol.job import PROTOCOL_VERSION
 
 NOW_S = datetime(2026, 1, 31, 13, 5, tzinfo=UTC).timestamp()  # a Saturday
 TERMS = Limits((10, 1000, 4, 500), "month")

@@ -16,8 +16,8 @@ from gateway.request.mailbox import (
 )
 from gateway.request.unread import TENANT_SHARE, UnreadBytes
 from protocol.errors import ErrorCode
-from protocol.logprobs import TokenLogprob
-from protocol.messages import Tokens
+from protocol.generation import TokenLogprob
+from protocol.job import Tokens
 
 TOP = tuple((number, " word", -1.5 * number, b" word") for number in range(20))
 LOGPROBS = (TokenLogprob(5, " word", -0.5, b" word", TOP),)

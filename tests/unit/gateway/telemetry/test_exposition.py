@@ -12,8 +12,7 @@ from gateway.telemetry.exposition import MetricsSnapshot, exposition
 from gateway.telemetry.histogram import Buckets
 from gateway.telemetry.metrics import RequestSeries
 from ledger.series import ledger_families
-from protocol.engine_stats import EngineStats, Histogram, Paused
-from protocol.messages import PROTOCOL_VERSION, Heartbeat, Timings
+from protocol.job import PROTOCOL_VERSION, EngineStats, Heartbeat, Histogram, Paused, Timings
 from tests.unit.gateway.dispatch.opened_requests import accepted, failed, finished, open_request, tokens
 from tests.unit.gateway.telemetry.series import Scrape
 

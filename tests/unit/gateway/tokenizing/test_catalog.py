@@ -16,8 +16,8 @@ from gateway.tokenizing.catalog import ModelCatalog
 from gateway.tokenizing.encoders import TokenizerError
 from gateway.tokenizing.model_tokens import AnyTemplate
 from protocol import subjects
-from protocol.messages import PROTOCOL_VERSION, ModelCard, encode
-from protocol.nats import artifacts, topology
+from protocol.job import PROTOCOL_VERSION, ModelCard, encode
+from protocol.nats import objects, topology
 from protocol.nats.bus import Bus
 from protocol.nats.objects import delete_object
 from tests.nats_server import NatsServer
@@ -52,8 +52,8 @@ async def running(
 async def publish(bus: Bus, **changes: Any) -> None:
     data = byte_tokenizer_json()
     fields = {"context_length": 64, "chat_template": CHATML, **changes}
-    card = ModelCard(v=PROTOCOL_VERSION, model=MODEL, tokenizer_object=artifacts.tokenizer_object_name(data), **fields)
-    await artifacts.publish_model_card(bus, card, data)
+    card = ModelCard(v=PROTOCOL_VERSION, model=MODEL, tokenizer_object=objects.tokenizer_object_name(data), **fields)
+    await objects.publish_model_card(bus, card, data)
 
 
 ANYBODY = Principal("key_1", "k", DEFAULT_TEAM_ID, "default", "org_default")
@@ -90,7 +90,7 @@ async def test_a_model_that_is_not_ready_says_what_is_missing(
     async with running(bus, tmp_path, {MODEL: ModelSettings(**settings)}) as catalog:
         with pytest.raises(ModelNotReady, match=f"no worker has published {missing} a worker of a pool"):
             catalog.tokens_of(MODEL)
-        name = artifacts.tokenizer_object_name(byte_tokenizer_json())  # which is not there
+        name = objects.tokenizer_object_name(byte_tokenizer_json())  # which is not there
         card = ModelCard(PROTOCOL_VERSION, MODEL, 64, name, CHATML)
         await bus.request(subjects.model_card_subject(MODEL), encode(card), timeout_s=HANGS_S)
 
@@ -108,7 +108,7 @@ async def test_news_of_a_card_that_is_not_stored_yet(bus: Bus, tmp_path: Path, m
 
     async def read(bus: Bus, model: str) -> ModelCard | None:
         looks.append(model)
-        return None if len(looks) <= 2 else await artifacts.read_model_card(bus, model)
+        return None if len(looks) <= 2 else await objects.read_model_card(bus, model)
 
     monkeypatch.setattr("gateway.tokenizing.catalog.read_model_card", read)
     async with running(bus, tmp_path, retry_s=0.05) as catalog:
@@ -140,7 +140,7 @@ async def test_a_restart_counts_without_workers(bus: Bus, tmp_path: Path) -> Non
     await publish(bus)
     async with running(bus, tmp_path) as catalog:
         assert catalog.not_ready() == []
-    await delete_object(bus, subjects.ARTIFACTS_BUCKET, artifacts.tokenizer_object_name(byte_tokenizer_json()))
+    await delete_object(bus, subjects.ARTIFACTS_BUCKET, objects.tokenizer_object_name(byte_tokenizer_json()))
     async with running(bus, tmp_path) as catalog:
         assert catalog.not_ready() == []
 

@@ -19,7 +19,7 @@ from protocol.dialects.dialect import AnswerForm, Dialect
 from protocol.dialects.kimi import KIMI_K2
 from protocol.dialects.sections import SectionFormat
 from protocol.dialects.source import Kind
-from protocol.grammar import Grammar as WireGrammar
+from protocol.generation import Grammar as WireGrammar
 from tests.unit.engine.tiny_models import EOS_ID, SHAPE, Answer, byte_level_tokenizer, make_engine, make_model, run
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,8 @@ import pytest
 
 from protocol import subjects
 from protocol.errors import ApiError, BusError, BusTimeout, PayloadTooLarge, StreamFull
-from protocol.messages import PROTOCOL_VERSION, ModelCard
-from protocol.nats import artifacts, objects, topology
+from protocol.job import PROTOCOL_VERSION, ModelCard
+from protocol.nats import objects, topology
 from protocol.nats.bus import Bus
 from protocol.nats.pull import Delivery, PullConsumer, ack, nak
 from tests.nats_server import NatsServer
@@ -184,11 +184,11 @@ async def test_a_deletion_does_not_outlive_its_connection(bus: Bus, nats_url: st
 
 async def test_model_cards_and_tokenizers_are_stored_once_and_found(bus: Bus) -> None:
     tokenizer = b'{"a": "' + b"x" * 300_000 + b'"}'
-    card = ModelCard(PROTOCOL_VERSION, MODEL, 1024, artifacts.tokenizer_object_name(tokenizer), "{{ messages }}")
-    assert await artifacts.read_model_card(bus, MODEL) is None
+    card = ModelCard(PROTOCOL_VERSION, MODEL, 1024, objects.tokenizer_object_name(tokenizer), "{{ messages }}")
+    assert await objects.read_model_card(bus, MODEL) is None
     for _ in range(2):
-        await artifacts.publish_model_card(bus, card, tokenizer)
-    assert await artifacts.read_model_card(bus, MODEL) == card
+        await objects.publish_model_card(bus, card, tokenizer)
+    assert await objects.read_model_card(bus, MODEL) == card
     assert await objects.get_object(bus, subjects.ARTIFACTS_BUCKET, card.tokenizer_object) == tokenizer
     with pytest.raises(BusError, match="nothing-here"):
         await objects.get_object(bus, subjects.ARTIFACTS_BUCKET, "nothing-here")

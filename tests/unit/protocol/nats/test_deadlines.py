@@ -2,7 +2,7 @@
 
 import asyncio
 
-from protocol.nats.deadlines import Deadlines, _end, shared_deadlines, wait_until_done
+from protocol.nats.bus import Deadlines, _end, shared_deadlines, wait_until_done
 from tests.waiting import HANGS_S
 
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol import messages as m
+from protocol import job as m
 from protocol import subjects
 from protocol.errors import BusTimeout
 from protocol.nats import topology
 from protocol.nats.bus import Bus
-from protocol.nats.outbox import MESSAGE_RECORDS, Outbox
-from protocol.nats.spool import Spool
+from protocol.nats.outbox import MESSAGE_RECORDS, Outbox, Spool
 from tests.nats_server import NatsServer
 from tests.waiting import HANGS_S, until
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from protocol import subjects
-from protocol.nats.permissions import PARTS, SERVICES_FOR_WORKERS, Permissions, of_part, of_worker
+from protocol.nats.access import PARTS, SERVICES_FOR_WORKERS, Permissions, of_part, of_worker
 
 MODELS = ("org/model.v1", "other")
 

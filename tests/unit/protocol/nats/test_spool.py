@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from protocol.nats.spool import SEGMENT_BYTES, Record, Spool, SpoolFull
+from protocol.nats.outbox import SEGMENT_BYTES, Record, Spool, SpoolFull
 
 HOLDER = """
 import sys
 from pathlib import Path
-from protocol.nats.spool import Spool
+from protocol.nats.outbox import Spool
 spool = Spool(Path(sys.argv[1]))
 spool.append([("theirs", b"x")])
 print("ready", flush=True)

@@ -20,20 +20,222 @@ counts that worker's frames from 0 without gaps, and a gateway drops frames of a
 
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from protocol import wire
-from protocol.chat import CountedBy, Deltas, Input
-from protocol.engine_stats import EngineStats, Pace, Paused
 from protocol.errors import ProtocolError
-from protocol.grammar import Grammar
-from protocol.logprobs import PromptLogprob, TokenLogprob
-from protocol.pooling import Pooling, PoolingCard
+from protocol.generation import Grammar, Pooling, PoolingCard, PromptLogprob, TokenLogprob
 from protocol.subjects import queue_of
 from protocol.wire import Real, Whole
+
+Input = Literal["ids", "text", "messages"]  # what a pool's engine is asked with: token ids, a prompt's text, messages
+TAKES_IDS: Final = "ids"
+TAKES_MESSAGES: Final = "messages"
+# In ``Revision.tokenizer`` of a job that its token ids cannot be used for: no tokenizer is called so, and pools that
+# take messages have none.
+NO_TOKENIZER: Final = "-"
+
+# How a chat's body names the switch of reasoning.
+THINKING: Final = "chat_template_kwargs.enable_thinking"
+# Fields of a chat's body that a pool may leave out where its API lacks them: the form of the answer stays the same.
+DROPPABLE: Final = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "seed",
+        "stop_token_ids",
+        "min_tokens",
+        "ignore_eos",
+        "allowed_token_ids",
+        "bad_words",
+        "reasoning_effort",
+        THINKING,
+    }
+)
+
+CountedBy = Literal["engine", "provider", "estimate"]  # whose counts of tokens these are
+PartKind = Literal["text", "reasoning", "call", "arguments", "refusal"]
+
+
+class Call(Struct, frozen=True, omit_defaults=True):
+    """A call of a tool, in an assistant's message."""
+
+    id: str
+    name: str
+    arguments: str = ""  # JSON, as the model wrote it
+
+
+class Turn(Struct, frozen=True, omit_defaults=True):
+    """One message of a conversation, in OpenAI's roles; older forms (functions) are tools by now."""
+
+    role: str  # "system" | "developer" | "user" | "assistant" | "tool"
+    content: str | None = None
+    name: str | None = None  # of who speaks, or of the function whose result this is
+    calls: tuple[Call, ...] = ()
+    call_id: str | None = None  # of the call whose result this is
+    reasoning: str | None = None
+
+
+class Tool(Struct, frozen=True, omit_defaults=True):
+    """A function that may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: str | None = None  # JSON: the schema of its arguments; None: it has none
+    is_strict: bool | None = None  # None: the caller has not said
+
+
+class AnswerSchema(Struct, frozen=True, omit_defaults=True):
+    """The required form of the answer's text: JSON, matching a schema where there is one."""
+
+    schema: str | None = None  # JSON; None: any object
+    name: str = "answer"
+    is_strict: bool | None = None
+
+
+class Chat(Struct, frozen=True, omit_defaults=True):
+    """A conversation, and what its caller says of the answer beyond ``Sampling``."""
+
+    turns: tuple[Turn, ...]
+    tools: tuple[Tool, ...] = ()  # without those that ``tool_choice`` "none" forbids
+    tool_choice: str | None = None  # "auto" | "required"; None: not said
+    only_tool: str | None = None  # the name of the one that must be called
+    is_single_call: bool = False
+    schema: AnswerSchema | None = None
+    reasoning_effort: str | None = None
+    thinks: bool | None = None  # whether the model is to reason; None: not said
+    is_limited: bool = False  # ``Sampling.max_tokens`` was asked for, and is not merely what the context leaves
+    continues_last: bool = False  # the caller wants the last message, an assistant's, to be gone on with
+
+
+class Part(Struct, frozen=True, array_like=True):
+    """A piece of an answer. Arguments are of the call that began last."""
+
+    kind: PartKind
+    text: str  # of a call: the tool's name
+    call_id: str = ""
+
+
+class ChatUsage(Struct, frozen=True, array_like=True):
+    """The tokens that one choice has used."""
+
+    counted_by: CountedBy
+    prompt_tokens: Whole
+    completion_tokens: Whole  # reasoning included
+    cached_tokens: Whole = 0  # of the prompt
+    reasoning_tokens: Whole = 0
+
+
+class Deltas(Struct, frozen=True, array_like=True, tag="d"):
+    """The output of a pool that takes messages, for one choice at a time: a frame, instead of ``Tokens``.
+
+    Sent only by workers that take messages, which get no jobs but of gateways that know this frame.
+    """
+
+    request_id: str
+    attempt: int
+    seq: int
+    index: int
+    parts: tuple[Part, ...]
+    tokens: Whole = 0  # that the parts have, as estimated
+    finish_reason: str | None = None  # "stop" | "length" | "content_filter" on the choice's last frame
+    usage: ChatUsage | None = None  # with the finish reason: takes the place of the estimates
+
+    # What a frame of tokens has, for those who read either: text alone, and nothing of tokens.
+
+    @property
+    def text(self) -> str:
+        """The choice's text, without reasoning and tool calls."""
+        return "".join([part.text for part in self.parts if part.kind == "text"])
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """None: not reported."""
+        return ()
+
+    @property
+    def logprobs(self) -> None:
+        """None likewise."""
+
+    @property
+    def prompt_logprobs(self) -> None:
+        """None likewise."""
+
+
+_chat_decoder = msgspec.msgpack.Decoder(Chat)
+encode_chat = msgspec.msgpack.Encoder().encode
+
+
+def decode_chat(packed: bytes) -> Chat:
+    """Decode a conversation. Raises ProtocolError."""
+    return wire.decode(_chat_decoder, packed)
+
+
+# --- engine stats -----------------------------------------------------------------------------------------------------
+#
+# Statistics of a worker's engine, as its heartbeats report them. Counts only grow while the worker lives.
+
+MAX_BUCKETS: Final = 200  # of one histogram
+
+
+class Histogram(Struct, frozen=True, array_like=True):
+    """A histogram: the number of values in each bucket."""
+
+    bounds: tuple[Real, ...]  # upper ones, rising; a value equal to one belongs to its bucket
+    counts: tuple[Whole, ...]  # of each bucket alone; one more than bounds, for what is beyond the last
+    total: Real  # sum of all values
+
+    def __post_init__(self) -> None:
+        """Refuse what nobody can show. Raises ValueError, which is a ProtocolError where it came over the wire."""
+        if len(self.counts) != len(self.bounds) + 1 or len(self.counts) > MAX_BUCKETS:
+            raise ValueError(f"{len(self.counts)} counts of {len(self.bounds)} bounds are no histogram")
+
+
+class Pace(Struct, frozen=True, omit_defaults=True):
+    """The speed of a watched node; 0: unknown."""
+
+    tpot_ms: Real = 0.0  # between two tokens of one request alone, measured before it took jobs
+    ttft_ms: Real = 0.0  # likewise, to the first token
+    slowdown: Real = 0.0  # how many times as long tokens take now as is normal for it at such a load
+    leaving: str = ""  # why it leaves its pool, once it does
+
+
+class Paused(Struct, frozen=True, omit_defaults=True):
+    """Why a live worker takes no jobs for now."""
+
+    reason: str  # as its server has told it
+    wait_ms: Whole = 0  # for so long, as its server asks; 0: it is broken, and comes back when a probe is answered
+    has_changed: bool = False  # the server, or what it serves: it comes back when that is as before
+
+
+class EngineStats(Struct, frozen=True, omit_defaults=True):
+    """One engine at one moment. Sequences are choices; a job has one for each of its ``n``."""
+
+    running: Whole  # sequences in the batch
+    waiting: Whole  # sequences that are not, and jobs that wait in the worker
+    kv_usage: Real  # share of the KV pool in use, 0 to 1
+    prompt_tokens: Whole  # of admitted sequences, cached ones included
+    generated_tokens: Whole
+    step_tokens: Histogram  # tokens computed in one step
+    inter_token_s: Histogram  # between two steps that yielded tokens for the same sequence
+    queried_tokens: Whole = 0  # of prompts, looked for in the prefix cache
+    cached_tokens: Whole = 0  # of these, found there
+    drafts: Whole = 0
+    guessed_tokens: Whole = 0  # in drafts
+    right_tokens: Whole = 0  # of these, as many as were then sampled
+    preemptions: Whole = 0
+
+
+# --- jobs, frames and heartbeats --------------------------------------------------------------------------------------
 
 PROTOCOL_VERSION: Final = wire.PROTOCOL_VERSION
 TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]  # what ``pack_token_ids`` takes
@@ -153,7 +355,7 @@ class Job(Struct, frozen=True, omit_defaults=True):
     scored_tokens: int = 0  # of the prompt, from its first: how many logprobs the gateway holds
     # Only such a worker may take it; of what is empty, any. Its weights where a part of the answer is made already.
     revision: Revision = Revision()
-    chat: bytes | None = None  # packed ``protocol.chat.Chat``, where the model has pools that take messages
+    chat: bytes | None = None  # packed ``protocol.job.Chat``, where the model has pools that take messages
     chat_object: str | None = None  # as prompt_object
     hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may go to: of a job in a hosted pool's lane
     # Whether frames go to reply_subject, a dot and the worker's id, so that nobody can send them in another's name.
@@ -255,7 +457,7 @@ class Dropped(Struct, frozen=True, array_like=True, tag="k"):
     request_id: str
     attempt: int
     seq: int
-    fields: tuple[str, ...]  # of ``protocol.chat.DROPPABLE``
+    fields: tuple[str, ...]  # of ``protocol.job.DROPPABLE``
 
 
 class UnreadableFrame(Struct, frozen=True, array_like=True, tag="?"):
@@ -372,7 +574,7 @@ class ModelCard(Struct, frozen=True, omit_defaults=True):
     pooling: PoolingCard | None = None  # None: it generates text
     tool_template: str | None = None  # for conversations with tools, where the model has one of its own for them
     revision: str = ""  # Revision.weights of the worker that has published it
-    sampling: dict[str, float] = {}  # of generation_config.json: protocol.sampling_defaults
+    sampling: dict[str, float] = {}  # of generation_config.json: protocol.generation
 
 
 class JobHead(Struct, frozen=True):
@@ -421,3 +623,95 @@ def decode_heartbeat(payload: bytes, sender: str = "") -> Heartbeat:
 def decode_model_card(payload: bytes) -> ModelCard:
     """Decode a ModelCard. Raises ProtocolError."""
     return wire.decode_versioned(_card_decoder, payload)
+
+
+# --- rescue -----------------------------------------------------------------------------------------------------------
+#
+# Resuming an answer that earlier attempts have begun.
+
+# "ids": from the very token ids; "text": from the answer's text, encoded again or as it is; "message": from an
+# assistant's message; "start": nothing was made yet, or nothing of it was told.
+Rescue = Literal["ids", "text", "message", "start"]
+
+
+def rescue_of(job: Job, takes: Input) -> Rescue | None:
+    """Return how a worker that takes such input resumes a job; None for a first attempt, and for a pooling job."""
+    if job.pooling is not None:
+        return None
+    is_begun = any(point.token_ids or point.text for point in job.resume)
+    return rescue_by(job.attempt, takes, is_begun=is_begun, is_encoded=any(point.is_encoded for point in job.resume))
+
+
+def rescue_by(attempt: int, takes: Input, *, is_begun: bool, is_encoded: bool) -> Rescue | None:
+    """Return the same as ``rescue_of``, from the fields it depends on. ``is_encoded``: see ``ResumePoint``."""
+    if attempt == 1:
+        return None
+    if not is_begun:
+        return "start"
+    if takes == TAKES_MESSAGES:
+        return "message"
+    return "ids" if takes == TAKES_IDS and not is_encoded else "text"
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+#
+# Step frames: all frames that one engine step has for one gateway, and the decoding that survives a broken one.
+
+
+class StepFrame(Struct, frozen=True, array_like=True):
+    """All frames that one engine step has for one gateway: one NATS message."""
+
+    v: int
+    worker_id: str
+    frames: tuple[Frame, ...]
+
+
+class _SealedStep(Struct, array_like=True):
+    """A StepFrame whose frames have not been decoded."""
+
+    v: int
+    worker_id: str
+    frames: tuple[msgspec.Raw, ...]
+
+
+class _FrameHead(Struct, array_like=True):
+    tag: str
+    request_id: str
+    attempt: int
+    seq: int
+
+
+_step_decoder = msgspec.msgpack.Decoder(StepFrame)
+_sealed_step_decoder = msgspec.msgpack.Decoder(_SealedStep)
+_frame_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+_frame_head_decoder = msgspec.msgpack.Decoder(_FrameHead)
+
+
+def decode_step(payload: bytes, sender: str = "") -> StepFrame:
+    """Decode a StepFrame; a frame that cannot be read becomes an ``UnreadableFrame``.
+
+    ``sender``: the worker whose own subject it came on; empty: it came on one that all may publish to. Raises
+    ProtocolError, also where the frames are in another worker's name.
+    """
+    try:
+        step = _step_decoder.decode(payload)
+    except wire.UNDECODABLE:
+        step = _decode_apart(payload)
+    wire.check_version(step.v)
+    if sender and sender != step.worker_id:
+        raise ProtocolError(f"{sender} sends frames in the name of {step.worker_id}")
+    return step
+
+
+def _decode_apart(payload: bytes) -> StepFrame:
+    wire.check_array_version(payload)
+    step = wire.decode(_sealed_step_decoder, payload)
+    return StepFrame(step.v, step.worker_id, tuple(_decode_frame(bytes(frame)) for frame in step.frames))
+
+
+def _decode_frame(frame: bytes) -> Frame | UnreadableFrame:
+    try:
+        return _frame_decoder.decode(frame)
+    except wire.UNDECODABLE as error:
+        head = wire.decode(_frame_head_decoder, frame, "frame")
+        return UnreadableFrame(head.request_id, head.attempt, head.seq, head.tag, str(error))

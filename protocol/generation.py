@@ -1,0 +1,103 @@
+"""What is asked of a model's output, and what is told of it besides text."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from msgspec import Struct
+
+
+class Grammar(Struct, frozen=True, omit_defaults=True):
+    """The form that every answer must have."""
+
+    kind: str  # "json_schema" | "json_object" | "regex" | "lark"
+    source: str  # empty for json_object
+    field: str = "response_format"  # of the request: who asked for it, for errors
+    is_optional: bool = False  # nobody asked for it: an engine that cannot follow it goes without
+
+
+# --- logprobs ---------------------------------------------------------------------------------------------------------
+#
+# Log-probabilities of an answer's and a prompt's tokens, on their way to a gateway.
+
+
+class PromptLogprob(Struct, frozen=True, array_like=True):
+    """One prompt token under the raw distribution after those before it."""
+
+    token_id: int
+    text: str  # U+FFFD where the token is not whole characters
+    logprob: float | None = None  # None for the first token, before which there is nothing
+    rank: int | None = None  # 1 + how many tokens are likelier
+    top: tuple[tuple[int, str, float], ...] = ()  # (token_id, text, logprob), likeliest first
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """The log-probability of one token under the raw distribution, before any sampling processor."""
+
+    token_id: int
+    text: str
+    logprob: float
+    utf8: bytes  # the token's own bytes (its text may be a replacement character)
+    top: tuple[tuple[int, str, float, bytes], ...] = ()  # (token_id, text, logprob, utf8), likeliest first
+
+
+# --- pooling ----------------------------------------------------------------------------------------------------------
+#
+# Jobs that want vectors instead of text: embeddings, and scores of pairs of texts.
+
+
+class Pooling(Struct, frozen=True, omit_defaults=True):
+    """Several inputs in one job, each answered by one vector: its embedding, or the one score of a pair of texts.
+
+    An input is numbered like a choice. One that is answered comes back as a ResumePoint with a finish reason.
+    """
+
+    task: str  # "embed" | "score"
+    lengths: bytes  # tokens of each input, packed like token ids; the prompt holds the inputs one after the other
+    first_lengths: bytes = b""  # likewise: how many of them are of a pair's first text (token type 0); empty: all
+    dimensions: int | None = None  # keep so many leading components, normalised again where all are
+
+    @property
+    def inputs(self) -> int:
+        """Number of inputs."""
+        return len(self.lengths) // 4
+
+
+class PoolingCard(Struct, frozen=True, omit_defaults=True):
+    """The output of a model that pools: what it returns for each input instead of text."""
+
+    task: str  # "embed" | "score"
+    dimensions: int  # components of a vector
+    is_matryoshka: bool = False  # trained so that the leading components of a vector are a vector too
+    matryoshka_dimensions: tuple[int, ...] = ()  # how many of them; empty: any number
+
+
+# --- sampling defaults ------------------------------------------------------------------------------------------------
+#
+# A model's own sampling parameters: what its ``generation_config.json`` says, as vLLM reads it.
+
+GENERATION_CONFIG: Final = "generation_config.json"
+# Each parameter with its least and largest value, as requests may have them (``gateway.api.schema``).
+_BOUNDS: Final[dict[str, tuple[float, float]]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**32 - 1),  # 0 and -1: off
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-6, 100),
+}
+SAMPLING_DEFAULTS: Final = frozenset(_BOUNDS)
+
+
+def sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return the sampling parameters of a generation config, less those out of range.
+
+    Other parameters of the file are not read. ``do_sample`` is not either: vLLM samples whatever it says.
+    """
+    found = {}
+    for name, (least, most) in _BOUNDS.items():
+        value = config.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
+            found[name] = value
+    if "top_k" in found:
+        top_k = int(found.pop("top_k"))
+        found |= {"top_k": top_k} if top_k > 0 else {}
+    return found

@@ -1,0 +1,228 @@
+"""What each process does alike: settings, waiting, signals, memory, children."""
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import ipaddress
+import os
+import random
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from typing import Annotated, Final
+from urllib.parse import SplitResult, urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+PORT_PLACE: Final = "{port}"  # in a server's command and URL: a port that is chosen when it starts
+
+
+class Settings(BaseModel):
+    """Base of all settings: immutable, and unknown keys are errors that name the key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def in_url(host: str) -> str:
+    """Return a host as URLs write it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def http_url_parts(url: str) -> SplitResult:
+    """Return the parts of an absolute URL that paths can be appended to. Raises ValueError."""
+    if any(character.isspace() for character in url):
+        raise ValueError("holds white space")
+    try:
+        parts = urlsplit(url.replace(PORT_PLACE, "1"))
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; write http://host:port, and an IPv6 address in brackets: http://[::1]:8000"
+        ) from None
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError("must be an absolute URL: https://host, or http://host:port")
+    if port == 0:
+        raise ValueError("Port out of range 1-65535")
+    if parts.query or parts.fragment or url.endswith(("?", "#")):
+        raise ValueError("takes no query (?…) and no fragment (#…): paths are appended to it")
+    return parts
+
+
+def _is_http_url(url: str) -> str:
+    http_url_parts(url)
+    return url
+
+
+def _is_header_text(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value()
+    if not (text.isascii() and text.isprintable()) or text != text.strip():
+        raise ValueError("must be printable ASCII without white space at its ends")
+    return value
+
+
+def _is_host(host: str) -> str:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", host):
+            raise ValueError('must be an address or a name alone: "127.0.0.1", "0.0.0.0", "::"') from None
+    return host
+
+
+PositiveInt = Annotated[int, Field(gt=0)]
+HostText = Annotated[str, AfterValidator(_is_host)]  # of an address to listen at; an IPv6 one has no brackets here
+HeaderSecret = Annotated[SecretStr, AfterValidator(_is_header_text)]  # an HTTP client's error would show another
+HttpUrlText = Annotated[str, AfterValidator(_is_http_url)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year: TTLs and timers take no infinity
+
+
+# --- telemetry --------------------------------------------------------------------------------------------------------
+#
+# Settings of trace export, shared by every process that creates spans.
+
+
+class TelemetrySettings(Settings):
+    """``[telemetry]``: traces to an OpenTelemetry collector, by OTLP over HTTP. Without ``otlp_endpoint``: none."""
+
+    # As OTEL_EXPORTER_OTLP_ENDPOINT: "/v1/traces" is appended to it.
+    otlp_endpoint: HttpUrlText | None = None
+    headers: dict[str, str] = Field(default={}, repr=False)  # of each export, such as an API key
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of requests whose callers have not decided it
+    service_name: Annotated[str, Field(min_length=1)] = "spillway"  # "-gateway" and "-worker" are appended
+    resource_attributes: dict[str, str] = Field(default={})
+    export_timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0  # of one export; what fails is not kept
+    max_queued_spans: Annotated[int, Field(ge=512, le=1_000_000)] = 8192  # that wait for export; the oldest go
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _needs_the_extra(cls, endpoint: str | None) -> str | None:
+        # The top package alone may be there: other libraries bring the API without the SDK.
+        if endpoint is not None and not (_is_installed("sdk.trace") and _is_installed("exporter.otlp.proto.http")):
+            raise ValueError("traces need the extra 'otel': pip install 'spillway[otel]'")
+        return endpoint
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(f"opentelemetry.{module}") is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+
+
+# --- backoff ----------------------------------------------------------------------------------------------------------
+#
+# Waiting for what is away: longer each time, never all at once.
+
+FIRST_WAIT_S: Final = 0.1
+LONGEST_WAIT_S: Final = 2.0  # what is added, at worst, to the outage of whatever is waited for
+
+
+def backoff_s(longest_s: float = LONGEST_WAIT_S) -> Iterator[float]:
+    """Yield waits in seconds, without end: doubling up to ``longest_s``, each jittered down to half of itself."""
+    wait_s = FIRST_WAIT_S
+    while True:
+        yield wait_s * random.uniform(0.5, 1.0)  # noqa: S311
+        wait_s = min(2 * wait_s, longest_s)
+
+
+async def wait_for(event: asyncio.Event, limit_s: float) -> bool:
+    """Wait until the event is set, at most ``limit_s``; whether it is."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await event.wait()
+    except TimeoutError:
+        return event.is_set()
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+#
+# SIGTERM and SIGINT in processes that end in order.
+
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def on_stop_signals(handle: Callable[[], object]) -> Iterator[None]:
+    """Call ``handle`` on the running loop for each of ``STOP_SIGNALS``; afterwards Python's own handlers are back.
+
+    uvloop leaves its handlers in place when it is closed, and a process that goes on would then ignore Ctrl-C.
+    """
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, handle)
+    try:
+        yield
+    finally:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+# --- garbage ----------------------------------------------------------------------------------------------------------
+#
+# How Python and glibc free memory, in processes that handle many small requests, and now and then a large one.
+
+# Of objects made and not yet freed, from which on the youngest are looked through; CPython's own is 700, which one
+# request passes several times. Circles that nobody holds then take some megabytes more before they are found.
+YOUNGEST: Final = 20_000
+
+
+def calm_garbage_collection() -> None:
+    """Look for garbage less often, and never again in what is there now: call it when a process is about to serve."""
+    gc.collect()
+    gc.freeze()  # libraries: several 100,000 objects
+    _, middle, oldest = gc.get_threshold()
+    gc.set_threshold(YOUNGEST, middle, oldest)
+
+
+MMAP_THRESHOLD: Final = -3  # M_MMAP_THRESHOLD of mallopt(3)
+LARGE_BYTES: Final = 256 * 1024
+
+
+def return_large_memory() -> None:
+    """Have the allocator return what is large to the system as soon as it is freed; not for processes that compute.
+
+    By default glibc raises the size from which on it does so to that of the largest body (mallopt(3)). Bodies of
+    megabytes then leave holes in the heaps of many threads: a gateway kept 330 MiB of them, and 170 to 220 with this.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, LARGE_BYTES)
+
+
+# --- children ---------------------------------------------------------------------------------------------------------
+#
+# Processes that we start: how they ended, and their environments.
+#
+# Ours holds the database's password, the pepper and the queue's credentials.
+#
+# ``plain_environment``       a process that reads what a caller or a worker has sent: only what an interpreter needs
+# ``without_own_variables``   an operator's program, which has variables of its own in ours: all but Spillway's
+
+OWN_VARIABLES: Final = "SPILLWAY_"
+# Where programs and libraries lie, and how texts, times and temporary files are dealt with.
+_PLAIN: Final = (
+    "PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
+    "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX",
+)  # fmt: skip
+
+
+def ending(code: int) -> str:
+    """Return how a process ended, for a message: ``exit code 3`` or ``signal SIGSEGV``."""
+    if code >= 0:
+        return f"exit code {code}"
+    known = {one.value: one.name for one in signal.Signals}
+    return f"signal {known.get(-code, -code)}"
+
+
+def plain_environment() -> dict[str, str]:
+    """Return the environment of a Python process that needs no secret, with the same import path as ours."""
+    kept = {name: os.environ[name] for name in _PLAIN if name in os.environ}
+    return {**kept, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def without_own_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables that configure Spillway, secrets included."""
+    return {name: value for name, value in environment.items() if not name.upper().startswith(OWN_VARIABLES)}
