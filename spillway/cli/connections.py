@@ -19,6 +19,7 @@ from spillway.config import Config
 _HINT: Final = " (has `spillway db upgrade` been run?)"
 _NO_TABLE: Final = re.compile(r"no such (table|column)|(relation|column) .* does not exist")  # SQLite's, PostgreSQL's
 CONNECT_LIMIT_S: Final = 5.0  # short: the user is waiting for the command
+LOCK_LIMIT_S: Final = 30.0  # for another writer of SQLite: a change that is refused must be typed again
 
 
 def _need_file(database_url: str) -> None:
@@ -38,7 +39,7 @@ def _said(error: Exception) -> str:
 async def database(config: Config) -> AsyncIterator[AsyncEngine]:
     """Open the configured database, and close it afterwards. SQL's errors become DatabaseUnavailable with a hint."""
     _need_file(config.database_url)
-    engine = create_engine(config.database_url)
+    engine = create_engine(config.database_url, lock_limit_s=LOCK_LIMIT_S)
     try:
         yield engine
     except DatabaseUnavailable as error:
