@@ -32,7 +32,7 @@ from sqlalchemy import func, select
 import migrations
 from benchmarks.ledger_rows import requests
 from db.engine import create_engine
-from db.models import AttemptRow, RequestRow
+from db.tables import AttemptRow, RequestRow
 from ledger.settings import LedgerSettings
 from protocol import subjects
 from protocol.job import encode

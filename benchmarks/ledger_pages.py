@@ -38,7 +38,7 @@ from console.login.admins import set_password
 from console.mount import mount
 from console.settings import LoginSettings
 from db.engine import create_engine
-from db.models import RequestRow, RollupRow
+from db.tables import RequestRow, RollupRow
 from gateway.main import run
 from gateway.settings import GatewaySettings, ModelSettings
 from tests.nats_server import NatsServer

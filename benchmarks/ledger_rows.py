@@ -32,9 +32,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 import migrations
 from db.engine import create_engine, writing
-from db.models import AttemptRow, InstanceRow, RequestRow
 from db.money import Price
 from db.prices import PriceBook
+from db.tables import AttemptRow, InstanceRow, RequestRow
 from ledger.check import rebuild
 from ledger.queries import cost, distributions, traffic
 from ledger.queries.window import DAY_MS, HOUR_MS, QUARTER_MS, Step, Window

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from benchmarks.ports import free_port
 from db.accounts.keys import create_key
-from db.accounts.pepper import load_or_create_pepper
+from db.accounts.token import load_or_create_pepper
 from db.engine import create_engine
 from migrations import upgrade
 from spillway.children import Child

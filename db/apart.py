@@ -6,7 +6,7 @@ Without this, whoever takes items from a queue meets the same one again after ea
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe, is_refusal
+from db.engine import SQL_ERRORS, DatabaseUnavailable, describe, is_refusal
 
 _Item = TypeVar("_Item")
 

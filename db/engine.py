@@ -2,21 +2,74 @@
 
 import asyncio
 import contextlib
+import logging
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
 import aiosqlite
 import asyncpg
-from sqlalchemy import URL, Connection, event, make_url, text
+from sqlalchemy import URL, Connection, event, inspect, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from db.errors import SQL_ERRORS, DatabaseUrlError, describe
 from db.url import DRIVERS, EXAMPLES, problem_of
-from protocol.process import in_url
+from protocol.errors import ExpectedError
+from protocol.process import backoff_s, in_url, wait_for
+
+log = logging.getLogger(__name__)
+
+
+class DatabaseError(ExpectedError):
+    """The database cannot be used."""
+
+
+class DatabaseUrlError(DatabaseError, ValueError):
+    """The configured URL is unusable; the message names the configuration key."""
+
+
+class DatabaseUnavailable(DatabaseError):
+    """SQL failed, and may work later."""
+
+
+class SchemaMismatch(DatabaseError):
+    """The tables are not those this build was written for; the message names the command to run."""
+
+
+# asyncpg raises its own errors and the socket's while connecting; only later ones are wrapped by SQLAlchemy.
+SQL_ERRORS: Final[tuple[type[Exception], ...]] = (
+    SQLAlchemyError,
+    OSError,
+    TimeoutError,
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+)
+
+# SQLSTATE classes 22 (data exception) and 23 (integrity constraint violation): this row will never be accepted.
+REFUSED_SQLSTATE_CLASSES: Final = ("22", "23")
+
+
+def describe(error: Exception) -> str:
+    """Return an error's message on one line, without SQLAlchemy's statement and background link."""
+    cause = getattr(error, "orig", None) or error
+    return " ".join(str(cause).split()) or type(cause).__name__
+
+
+def is_refusal(error: Exception) -> bool:
+    """Report whether the database will never accept the row that caused this error."""
+    # A false True loses a record, a false False blocks the ledger until an operator acts: only certain errors count.
+    if isinstance(error, (DataError, IntegrityError, asyncpg.DataError)):
+        return True
+    driver_error = getattr(error, "orig", None) or error  # COPY's errors come as the driver's own
+    if isinstance(getattr(driver_error, "__cause__", None), asyncpg.DataError):  # refused before it was sent
+        return True
+    sqlstate = getattr(driver_error, "sqlstate", None) or ""
+    return sqlstate.startswith(REFUSED_SQLSTATE_CLASSES)
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
 
 CONNECT_LIMIT_S: Final = 10.0
 POSTGRESQL_PORT: Final = 5432  # where a URL names none
@@ -122,3 +175,58 @@ def _prepare_sqlite(connection: DBAPIConnection, _entry: ConnectionPoolEntry) ->
 
 def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get(SQLITE_BEGIN, 'DEFERRED')}")
+
+
+# --- waiting for the schema -------------------------------------------------------------------------------------------
+#
+# The check that the database has the tables this build was written for. ``migrations/`` creates them.
+
+SCHEMA_VERSION: Final = "0018"  # the newest revision in migrations/versions; a test keeps both equal
+VERSION_TABLE: Final = "alembic_version"
+_AWAY: Final[tuple[type[Exception], ...]] = (DatabaseUnavailable, *SQL_ERRORS)
+
+
+async def check_schema(engine: AsyncEngine) -> None:
+    """Check the version of the schema. Raises SchemaMismatch or DatabaseUnavailable."""
+    try:
+        async with engine.connect() as connection:
+            found = await connection.run_sync(read_schema_version)
+    except SQL_ERRORS as error:
+        raise DatabaseUnavailable(f"database {engine.url!r} is unreachable: {describe(error)}") from error
+    if found is not None and found > SCHEMA_VERSION:  # migrations keep what the release before needs: docs/UPGRADES.md
+        log.warning("database schema is %s, of a newer release than this build's %s", found, SCHEMA_VERSION)
+    elif found != SCHEMA_VERSION:
+        raise SchemaMismatch(
+            f"database schema is {found or 'empty'}, this build needs {SCHEMA_VERSION}: run `spillway db upgrade`"
+        )
+
+
+async def wait_for_database(
+    engine: AsyncEngine, first: Callable[[], Awaitable[None]], stopping: asyncio.Event | None = None
+) -> None:
+    """Wait until SQL answers, check the schema and await ``first``; return early when stopping.
+
+    Waits without a limit, and logs that it waits. Raises SchemaMismatch.
+    """
+    is_waiting = False
+    for wait_s in backoff_s():
+        try:
+            await check_schema(engine)
+            await first()
+        except _AWAY as error:
+            if not is_waiting:
+                log.error("waiting for the database: %s", describe(error))  # noqa: TRY400
+            is_waiting = True
+        else:
+            break
+        if await wait_for(stopping or asyncio.Event(), wait_s):
+            return
+    if is_waiting:
+        log.warning("the database answers")
+
+
+def read_schema_version(connection: Connection) -> str | None:
+    """Return the revision of the database; None if it has never been migrated."""
+    if not inspect(connection).has_table(VERSION_TABLE):
+        return None
+    return connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()  # noqa: S608

@@ -13,8 +13,8 @@ from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.engine import writing
-from db.models import PriceRow
 from db.money import CLIENTS, ConfiguredPrice, Price
+from db.tables import PriceRow
 
 FROM_CONFIG: Final = "config"
 NO_PRICE: Final = Price()  # ends the price before it

@@ -16,9 +16,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.orm import Mapped, mapped_column
 
-from db.engine import changing
-from db.errors import SQL_ERRORS, describe
-from db.models import Base
+from db.engine import SQL_ERRORS, changing, describe
+from db.tables import Base
 from protocol.nats.clock import unix_now_ms
 
 MAX_ROWS: Final = 1000  # of a kind; older ones are deleted

@@ -7,9 +7,8 @@ from msgspec import structs
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.engine import changing
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
-from db.fleet_models import Decision, DecisionRow, MachineRow
+from db.engine import SQL_ERRORS, DatabaseUnavailable, changing, describe
+from db.tables import Decision, DecisionRow, MachineRow
 from fleet.machine import OVER, PAID, Machine, State
 from fleet.open_batches import OpenBatch, open_batches
 

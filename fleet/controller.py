@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from db.errors import DatabaseUnavailable
-from db.fleet_models import Decision
+from db.engine import DatabaseUnavailable
+from db.tables import Decision
 from fleet.books import Books
 from fleet.drivers.base import Driver
 from fleet.errors import FleetError, LaunchRefused, ProviderError

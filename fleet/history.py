@@ -8,8 +8,8 @@ from typing import Final
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.errors import SQL_ERRORS, describe
-from db.models import RollupRow, SliceRow
+from db.engine import SQL_ERRORS, describe
+from db.tables import RollupRow, SliceRow
 from fleet.policy.forecast import SLOT_S, Forecast
 from protocol import subjects
 

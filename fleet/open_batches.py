@@ -11,9 +11,8 @@ from msgspec import Struct
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.batch_models import BatchRow
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
-from db.models import ApiKeyRow, TeamRow
+from db.engine import SQL_ERRORS, DatabaseUnavailable, describe
+from db.tables import ApiKeyRow, BatchRow, TeamRow
 from protocol.subjects import queue_of
 
 OPEN_AT_A_TIME: Final = 1000  # batches that are looked at, soonest due first: as many as a feeder looks at

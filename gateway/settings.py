@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field, SecretStr
 
-from db.accounts.hosted import why_no_leave
+from db.accounts.principal import why_no_leave
 from db.money import CLIENTS, TokenPrice, nano_usd
 from gateway.tokenizing.settings import ModelTokenSettings
 from ledger.settings import PayloadSettings
@@ -208,7 +208,7 @@ class TenantSettings(Settings):
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # share of the workers, against other tenants'
     max_in_flight: PositiveInt | None = None  # requests, queued ones included
     max_queued: PositiveInt | None = None  # requests that wait for a worker
-    # Which hosted APIs its prompts may go to, where its team or key says nothing itself (db.accounts.hosted).
+    # Which hosted APIs its prompts may go to, where its team or key says nothing itself (db.accounts.principal).
     allow_hosted: tuple[Annotated[str, AfterValidator(_is_leave)], ...] | None = None
 
 

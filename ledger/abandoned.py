@@ -19,10 +19,9 @@ from sqlalchemy import RowMapping, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.apart import write_apart
-from db.engine import writing
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
-from db.models import AttemptRow, OpenRequestRow
+from db.engine import SQL_ERRORS, DatabaseUnavailable, describe, writing
 from db.set_aside import SetAside
+from db.tables import AttemptRow, OpenRequestRow
 from ledger.intents import delete_open, delete_recorded, ends_its_request
 from ledger.store import is_one_of, received_with, write_requests
 from protocol import subjects

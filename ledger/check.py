@@ -11,9 +11,8 @@ from typing import Any, Final
 from sqlalchemy import Select, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from db.engine import writing
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
-from db.models import HistogramRow, RequestRow, RollupRow
+from db.engine import SQL_ERRORS, DatabaseUnavailable, describe, writing
+from db.tables import HistogramRow, RequestRow, RollupRow
 from ledger import histogram
 from ledger.histogram import MEASURES
 from ledger.rollups import DIMENSIONS, SUMS, RollupDelta, apply

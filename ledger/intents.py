@@ -21,10 +21,9 @@ from sqlalchemy import and_, delete, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.apart import write_apart
-from db.engine import writing
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
-from db.models import OpenRequestRow, RequestRow
+from db.engine import SQL_ERRORS, DatabaseUnavailable, describe, writing
 from db.set_aside import SetAside
+from db.tables import OpenRequestRow, RequestRow
 from ledger.store import insert_rows, is_one_of, known_requests
 from protocol.errors import ErrorCode
 from protocol.nats.pull import Delivery

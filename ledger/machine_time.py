@@ -20,10 +20,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.apart import write_apart
 from db.engine import writing
-from db.models import InstanceRow
 from db.money import MACHINE, nano_usd
 from db.prices import PriceBook, load_prices
 from db.set_aside import SetAside
+from db.tables import InstanceRow
 from ledger.store import MAX_USD_PER_HOUR
 from protocol import subjects
 from protocol.errors import ProtocolError

@@ -8,9 +8,8 @@ from typing import Final
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.engine import create_engine
+from db.engine import create_engine, wait_for_database
 from db.prices import seed_prices
-from db.schema import wait_for_database
 from ledger.payloads.writer import PayloadWriter
 from ledger.settings import LedgerSettings
 from ledger.writer import LedgerWriter

@@ -14,8 +14,7 @@ from msgspec import Struct
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from db.engine import writing
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from db.engine import SQL_ERRORS, DatabaseUnavailable, describe, writing
 
 DAY_MS: Final = 86_400_000
 TABLES: Final = ("requests", "attempts")

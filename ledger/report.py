@@ -16,8 +16,8 @@ from typing import Any, Final, Literal
 from sqlalchemy import ColumnElement, Float, Select, and_, case, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
-from db.models import RequestRow
+from db.engine import SQL_ERRORS, DatabaseUnavailable, describe
+from db.tables import RequestRow
 from ledger.days import Span, split_into_days
 
 MAX_ROWS: Final = 100_000

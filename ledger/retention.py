@@ -10,9 +10,8 @@ from typing import Final
 from sqlalchemy import CursorResult, and_, delete, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from db.engine import writing
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
-from db.models import AttemptRow, RequestRow
+from db.engine import SQL_ERRORS, DatabaseUnavailable, describe, writing
+from db.tables import AttemptRow, RequestRow
 from ledger.partitions import drop_partitions
 from protocol.nats.clock import unix_now_ms
 

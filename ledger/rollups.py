@@ -15,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from db.models import Base, HistogramRow, RollupRow, SliceRow
+from db.tables import Base, HistogramRow, RollupRow, SliceRow
 from ledger import histogram
 from ledger.histogram import MEASURES, Counts
 

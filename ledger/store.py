@@ -15,10 +15,9 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.orm import InstrumentedAttribute
 
-from db.engine import writing
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe, is_refusal
-from db.models import AttemptRow, Base, RequestRow
+from db.engine import SQL_ERRORS, DatabaseUnavailable, describe, is_refusal, writing
 from db.prices import PriceBook, load_prices
+from db.tables import AttemptRow, Base, RequestRow
 from ledger.rollups import RollupDelta, apply
 from protocol.errors import ErrorCode
 from protocol.usage import AttemptRecord, RequestRecord, UsageRecord

@@ -20,7 +20,7 @@ from msgspec import Struct
 from nats.aio.msg import Msg
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.errors import DatabaseUnavailable
+from db.engine import DatabaseUnavailable
 from db.set_aside import SetAside
 from ledger.abandoned import AbandonedRequests
 from ledger.intents import Intents

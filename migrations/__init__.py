@@ -10,9 +10,15 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from db.engine import IMMEDIATE, SQLITE_BEGIN, create_engine
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
-from db.schema import read_schema_version
+from db.engine import (
+    IMMEDIATE,
+    SQL_ERRORS,
+    SQLITE_BEGIN,
+    DatabaseUnavailable,
+    create_engine,
+    describe,
+    read_schema_version,
+)
 
 MIGRATION_LIMIT_S: Final = 3600.0  # one statement on a large table
 LOCK_LIMIT_S: Final = 600.0  # how long to wait for another process that is migrating

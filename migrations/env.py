@@ -5,9 +5,8 @@ import asyncio
 from alembic import context
 from sqlalchemy import Connection
 
-from db import batch_models, fleet_models, set_aside, webhook_models  # noqa: F401 - their tables are in the metadata, too
 from db.engine import create_engine
-from db.models import Base
+from db.tables import Base
 
 
 def run_on(connection: Connection) -> None:

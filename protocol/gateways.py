@@ -159,7 +159,7 @@ class Account(Struct, frozen=True, omit_defaults=True):
 
     v: int
     used: tuple[dict[int, int], dict[int, int]] = ({}, {})  # of RATES: by unix second of their admission
-    period: str = ""  # the budget's, see db.accounts.limits.period_at
+    period: str = ""  # the budget's, see db.accounts.principal.period_at
     spent_nano_usd: int = 0  # in this period, by requests that have ended
     presumed_nano_usd: int = 0  # of this, what gateways held that vanished
     leases: dict[str, Lease] = {}  # by gateway

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from db.accounts.pepper import PEPPER_FILE
+from db.accounts.token import PEPPER_FILE
 from protocol.errors import ExpectedError
 
 OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO

@@ -24,8 +24,8 @@ from typing import Any, Final
 from console.login.admins import has_admin, set_password
 from console.login.passwords import new_password
 from db.accounts.keys import SYSTEM, Grant, create_key, list_keys
-from db.accounts.pepper import load_or_create_pepper
 from db.accounts.principal import INFERENCE, METRICS
+from db.accounts.token import load_or_create_pepper
 from db.engine import create_engine
 from protocol.errors import ExpectedError
 from protocol.process import in_url, on_stop_signals

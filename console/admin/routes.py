@@ -12,7 +12,7 @@ from console.services import ConsoleServices
 from db.accounts import keys, teams
 from db.accounts.audit import AuditFilter, list_changes
 from db.accounts.errors import InvalidField, NameTaken, NotFound, PrincipalError
-from db.accounts.names import means
+from db.accounts.teams import means
 from gateway.errors import ApiError, InvalidParameter, NameInUse, UnknownObject
 from gateway.http.pages import body_schema, json_answer, refuse
 

@@ -1,4 +1,4 @@
-"""File formats of exports: CSV, JSON Lines, Parquet. Columns are those of db.models.RequestRow."""
+"""File formats of exports: CSV, JSON Lines, Parquet. Columns are those of db.tables.RequestRow."""
 
 import csv
 import importlib
@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from sqlalchemy import BigInteger, Boolean, Double
 
-from db.models import RequestRow
+from db.tables import RequestRow
 from ledger.csv_cells import guarded
 from ledger.queries.log import Row
 

@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from console.dashboard.export_files import FORMATS, RowWriter
 from console.dashboard.reader import Reader
 from console.dashboard.view import View
-from db.errors import SQL_ERRORS, describe
+from db.engine import SQL_ERRORS, describe
 from gateway.errors import LedgerUnavailable, Overloaded, UnknownUrl
 from ledger.queries.log import Cursor, Page, request_page
 from ledger.queries.traffic import totals

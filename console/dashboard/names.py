@@ -5,7 +5,7 @@ from typing import Final
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from db.models import ApiKeyRow, TeamRow
+from db.tables import ApiKeyRow, TeamRow
 
 MAX_NAMES: Final = 20_000  # past it, ids are shown
 

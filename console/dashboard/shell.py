@@ -19,7 +19,7 @@ from console.dashboard.view import View, make_view, view_of
 from console.login.sessions import Session
 from console.services import ConsoleServices
 from db.accounts.errors import PrincipalError
-from db.errors import describe
+from db.engine import describe
 from gateway.errors import ApiError, LedgerUnavailable, LoginRequired, UnknownUrl
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from console.login.passwords import COST, DUMMY_HASH, hash_password, is_password
 from db.accounts.audit import Change, record
 from db.accounts.errors import WrongPassword
 from db.engine import changing
-from db.models import AdminRow, SessionRow
+from db.tables import AdminRow, SessionRow
 from protocol.nats.clock import unix_now_ms
 
 ADMIN_NAME: Final = "admin"  # of the one local login

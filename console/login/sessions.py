@@ -7,7 +7,7 @@ from sqlalchemy import delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.accounts.token import MAX_TOKEN_CHARS, hash_token, new_session_token
-from db.models import SessionRow
+from db.tables import SessionRow
 from protocol.nats.clock import unix_now_ms
 
 

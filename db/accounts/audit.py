@@ -11,7 +11,7 @@ from sqlalchemy import RowMapping, and_, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.accounts.errors import InvalidField
-from db.models import AuditRow
+from db.tables import AuditRow
 
 RANDOM_BYTES: Final = 4  # of an entry's id
 MAX_PAGE_ROWS: Final = 1000
@@ -19,7 +19,7 @@ MAX_PAGE_ROWS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change; see db.models.AuditRow. ``before`` and ``after`` hold what differs, and never a secret."""
+    """One change; see db.tables.AuditRow. ``before`` and ``after`` hold what differs, and never a secret."""
 
     actor: str
     action: str

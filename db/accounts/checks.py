@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, get_args
 
 from db.accounts.errors import InvalidField
-from db.accounts.hosted import why_no_leave
-from db.accounts.principal import SCOPES, BudgetPeriod, Policy
+from db.accounts.principal import SCOPES, BudgetPeriod, Policy, why_no_leave
 
 PRIORITIES: Final = ("interactive", "batch")
 PERIODS: Final[tuple[str, ...]] = get_args(BudgetPeriod)

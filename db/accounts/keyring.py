@@ -9,12 +9,10 @@ from typing import Final
 from nats.aio.msg import Msg
 from pydantic import SecretStr
 
+from db.accounts.keys import load_principals, load_stopped
 from db.accounts.principal import Principal
-from db.accounts.principals import load_principals, load_stopped
 from db.accounts.token import MAX_TOKEN_CHARS, hash_token
-from db.engine import create_engine
-from db.errors import SQL_ERRORS, describe
-from db.schema import wait_for_database
+from db.engine import SQL_ERRORS, create_engine, describe, wait_for_database
 from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats.bus import Bus

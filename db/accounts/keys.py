@@ -1,10 +1,11 @@
 """API keys: create, change, rotate, revoke. Whoever does then publishes ``subjects.KEYS_CHANGED_SUBJECT``."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+import msgspec
 from pydantic import SecretStr
 from sqlalchemy import RowMapping, Update, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -12,12 +13,48 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from db.accounts.audit import Change, difference, record
 from db.accounts.checks import check_policy, check_scopes
 from db.accounts.errors import AmbiguousKey, InvalidField, UnknownKey, UnknownTeam
-from db.accounts.names import checked_name, means, must_be_free, not_found
-from db.accounts.principal import DEFAULT_TEAM_ID, INFERENCE, NO_POLICY, Policy, policy_of
-from db.accounts.teams import Team, changed_policy, find_team, writing
+from db.accounts.principal import DEFAULT_TEAM_ID, INFERENCE, NO_POLICY, Policy, Principal, policy_of
+from db.accounts.teams import Team, changed_policy, checked_name, find_team, means, must_be_free, not_found, writing
 from db.accounts.token import hash_token, new_id, new_token
-from db.models import ApiKeyRow, TeamRow
+from db.tables import ApiKeyRow, TeamRow
 from protocol.nats.clock import unix_now_ms
+
+
+async def load_principals(connection: AsyncConnection) -> dict[str, Principal]:
+    """Return whose each token is, by its HMAC; of a rotated key the token before as well. Raises SQL's own errors."""
+    active = select(ApiKeyRow.__table__).where(ApiKeyRow.revoked_unix_ms.is_(None))
+    keys = (await connection.execute(active)).mappings().all()
+    # After the keys: on PostgreSQL each statement sees what was committed before it, and a key's team is older.
+    teams = {row["id"]: row for row in (await connection.execute(select(TeamRow.__table__))).mappings()}
+    return {token_hmac: principal for key in keys for token_hmac, principal in _tokens_of(key, teams[key["team_id"]])}
+
+
+async def load_stopped(connection: AsyncConnection) -> frozenset[str]:
+    """Return the ids of the revoked keys whose running requests end, too. Raises SQL's own errors."""
+    found = await connection.execute(select(ApiKeyRow.id).where(ApiKeyRow.stops_running.is_(True)))
+    return frozenset(found.scalars())
+
+
+def _tokens_of(key: RowMapping, team: RowMapping) -> Iterator[tuple[str, Principal]]:
+    principal = Principal(
+        key_id=key["id"],
+        key_name=key["name"],
+        team_id=team["id"],
+        team_name=team["name"],
+        organisation_id=team["organisation_id"],
+        scopes=frozenset(key["scopes"].split()),
+        models=None if key["models"] is None else frozenset(msgspec.json.decode(key["models"], type=list[str])),
+        expires_unix_ms=key["expires_unix_ms"],
+        key_policy=policy_of(key),
+        team_policy=policy_of(team),
+    )
+    yield key["token_hmac"], principal
+    if key["previous_hmac"] is not None:
+        ends = [end for end in (key["expires_unix_ms"], key["previous_until_unix_ms"]) if end is not None]
+        yield key["previous_hmac"], replace(principal, expires_unix_ms=min(ends))
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
 
 MIN_PREFIX_CHARS: Final = 6  # "key_" and two characters
 DEFAULT_GRACE_S: Final = 86_400
@@ -47,7 +84,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Rights of a new key; see db.models.ApiKeyRow."""
+    """Rights of a new key; see db.tables.ApiKeyRow."""
 
     team_id: str = DEFAULT_TEAM_ID  # or its name
     scopes: tuple[str, ...] = (INFERENCE,)

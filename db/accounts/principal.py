@@ -1,8 +1,16 @@
 """The client behind an API key, and its rights."""
 
-from collections.abc import Mapping
+import hmac
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal
+from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
+from typing import Any, Final, Literal, TypeVar
+
+from msgspec import Struct
+from pydantic import SecretStr
+
+from protocol.gateways import Amounts
 
 DEFAULT_TEAM_ID: Final = "team_default"  # made by the migration
 INFERENCE: Final = "inference"  # generate, embed, count
@@ -15,7 +23,7 @@ BudgetPeriod = Literal["day", "week", "month", "total"]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Limits and consents of one team or one key; see db.models._Policy."""
+    """Limits and consents of one team or one key; see db.tables._Policy."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -82,3 +90,190 @@ class Principal:
     def may_use(self, model: str) -> bool:
         """Return whether it may use this model."""
         return self.models is None or model in self.models
+
+
+# --- consent ----------------------------------------------------------------------------------------------------------
+#
+# Consent to keep payloads: read from the policies when a request arrives, and kept with its payload.
+
+_Value = TypeVar("_Value", bool, int)
+
+
+class Consent(Struct, frozen=True):
+    """Agreement to keep requests and answers, and on which terms."""
+
+    train_ok: bool  # whether training sets may be made of them
+    redact: bool  # whether personal data is taken out first
+    retention_days: int | None  # None: the installation's default
+
+
+def consent_of(principal: Principal) -> Consent | None:
+    """The consent of a key and its team; None, the default: nothing is kept. What the key says goes first."""
+    key, team = principal.key_policy, principal.team_policy
+    if not _first(key.log_payload, team.log_payload):
+        return None
+    return Consent(
+        train_ok=may_train(key, team),
+        redact=_first(key.redact, team.redact) is not False,
+        retention_days=_first(key.retention_days, team.retention_days),
+    )
+
+
+def may_train(key: Policy, team: Policy) -> bool:
+    """Return whether training sets may be made from the key's payloads."""
+    return bool(_first(key.train_ok, team.train_ok))
+
+
+def _first(of_key: _Value | None, of_team: _Value | None) -> _Value | None:
+    return of_team if of_key is None else of_key
+
+
+# --- hosted -----------------------------------------------------------------------------------------------------------
+#
+# Permissions for hosted APIs, by provider and model: none, unless a key, team or configuration gives them.
+#
+# A leave is ``provider`` or ``provider/model``, both with ``*`` as in file names: ``openai``, ``openai/gpt-*``, ``*``.
+#
+#     team (or [tenants.X] where it says nothing)  AND  key (or everything that its team may, where it says nothing)
+#
+# A key narrows what its team may, and never widens it. One that nobody has put into a team speaks for itself. Whoever
+# demands trusted pools goes to no hosted API, whatever else is said.
+
+MAX_LEAVE_CHARS: Final = 200
+
+Leaves = tuple[str, ...]  # empty: none
+
+
+def why_no_leave(text: str) -> str | None:
+    """Return what is wrong with an ``allow_hosted`` permission, or None."""
+    provider, slash, model = text.partition("/")
+    if not provider or (slash and not model) or len(text) > MAX_LEAVE_CHARS or not text.isprintable() or " " in text:
+        return f"{text[:MAX_LEAVE_CHARS]!r} is not provider or provider/model, such as openai or openai/gpt-*"
+    return None
+
+
+def allowed_providers(
+    principal: Principal, configured: Leaves | None, providers: Iterable[str], model: str
+) -> tuple[str, ...]:
+    """Return those of ``providers`` to which the client's prompts for a model may go.
+
+    ``configured``: what the configuration says of the tenant; None: nothing.
+    """
+    team, key = principal.team_policy.allow_hosted, principal.key_policy.allow_hosted
+    team = configured if team is None else team
+    if team is None and principal.team_id == DEFAULT_TEAM_ID:
+        team, key = key, None
+    if not team or principal.trusted_only:
+        return ()
+    return tuple(one for one in providers if _allows(team, one, model) and (key is None or _allows(key, one, model)))
+
+
+def _allows(leaves: Leaves, provider: str, model: str) -> bool:
+    for leave in leaves:
+        allowed_provider, _, allowed_model = leave.partition("/")
+        if fnmatchcase(provider, allowed_provider) and fnmatchcase(model, allowed_model or "*"):
+            return True
+    return False
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+#
+# Limits of a policy, and the needs of one request.
+
+TOTAL: Final = "total"
+
+LimitValues = tuple[int | None, int | None, int | None, int | None]  # by Kind; None: no limit
+
+
+class Limits(Struct, frozen=True):
+    """The limits of one key or team."""
+
+    limits: LimitValues
+    budget_period: BudgetPeriod = TOTAL
+
+    def needs(self, amounts: Amounts) -> Amounts:
+        """Return those of a request's needs that are limited here."""
+        if None not in self.limits:
+            return amounts
+        requests, tokens, concurrent, money = self.limits
+        return (
+            0 if requests is None else amounts[0],
+            0 if tokens is None else amounts[1],
+            0 if concurrent is None else amounts[2],
+            0 if money is None else amounts[3],
+        )
+
+
+def limits_of(policy: Policy) -> Limits | None:
+    """The limits of a policy; None where it has none."""
+    limits = (policy.requests_per_minute, policy.tokens_per_minute, policy.max_concurrent, policy.budget_nano_usd)
+    if limits == (None, None, None, None):
+        return None
+    return Limits(limits, policy.budget_period or TOTAL)
+
+
+def period_at(budget_period: BudgetPeriod, unix_s: float) -> str:
+    """The name of the calendar period in which a moment lies, such as "month:2026-11-01": its kind and its first day.
+
+    Days are those of UTC, weeks begin on Monday; the one of "total" is "total:".
+    """
+    if budget_period == TOTAL:
+        return f"{TOTAL}:"
+    return f"{budget_period}:{_first_day(budget_period, unix_s).date().isoformat()}"
+
+
+def is_later(period: str, other: str) -> bool:
+    """Return whether a period follows the other one; one of another kind always does: the policy has changed.
+
+    A gateway whose clock is behind at midnight must not begin the old day again.
+    """
+    return period.partition(":")[0] != other.partition(":")[0] or period > other
+
+
+def period_start_s(budget_period: BudgetPeriod, unix_s: float) -> float:
+    """Return the start of that period, in seconds since 1970."""
+    return 0.0 if budget_period == TOTAL else _first_day(budget_period, unix_s).timestamp()
+
+
+def period_end_s(budget_period: BudgetPeriod, unix_s: float) -> float | None:
+    """Return the end of that period, in seconds since 1970; None: never."""
+    if budget_period == TOTAL:
+        return None
+    first = _first_day(budget_period, unix_s)
+    # 32 days on is in the next month, whichever this one is.
+    days = {"day": 1, "week": 7, "month": 32}[budget_period]
+    return _first_day(budget_period, (first + timedelta(days=days)).timestamp()).timestamp()
+
+
+def _first_day(budget_period: BudgetPeriod, unix_s: float) -> datetime:
+    midnight = datetime.fromtimestamp(unix_s, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    if budget_period == "month":
+        return midnight.replace(day=1)
+    return midnight - timedelta(days=midnight.weekday() if budget_period == "week" else 0)
+
+
+def plus(one: Amounts, other: Amounts) -> Amounts:
+    """Added up, kind by kind."""
+    return (one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3])
+
+
+def minus(one: Amounts, other: Amounts) -> Amounts:
+    """The difference, kind by kind."""
+    return (one[0] - other[0], one[1] - other[1], one[2] - other[2], one[3] - other[3])
+
+
+# --- cache salt -------------------------------------------------------------------------------------------------------
+#
+# The salt of a tenant, which keeps its prompts apart from others' in workers' prefix caches.
+
+CACHE_SALT_BYTES: Final = 16
+
+
+def cache_salt_of(tenant: str, pepper: SecretStr) -> str:
+    """Return what keeps a tenant's prompts apart in workers' prefix caches.
+
+    It is the same at all gateways and after a restart, and without the pepper it cannot be guessed. The label keeps it
+    apart from the hashes of API keys, which are made with the same pepper.
+    """
+    label = f"prefix cache of {tenant}"
+    return hmac.digest(pepper.get_secret_value().encode(), label.encode(), "sha256")[:CACHE_SALT_BYTES].hex()

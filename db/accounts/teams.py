@@ -1,6 +1,7 @@
 """Organisations and teams. Whoever changes a team then publishes ``subjects.KEYS_CHANGED_SUBJECT``."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
@@ -11,13 +12,59 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.accounts.audit import Change, difference, record
 from db.accounts.checks import check_policy
-from db.accounts.errors import InvalidField, NameTaken, UnknownOrganisation, UnknownTeam
-from db.accounts.names import checked_name, means, must_be_free, not_found
+from db.accounts.errors import InvalidField, InvalidName, NameTaken, UnknownOrganisation, UnknownTeam
 from db.accounts.principal import NO_POLICY, POLICY_FIELDS, Policy, policy_of
 from db.accounts.token import new_id
 from db.engine import changing
-from db.models import OrganisationRow, TeamRow
+from db.tables import OrganisationRow, TeamRow
 from protocol.nats.clock import unix_now_ms
+
+MAX_NAME_CHARS: Final = 100
+ID_PREFIXES: Final = ("key_", "team_", "org_")
+
+
+def normalized(name: str) -> str:
+    """Return a name without space around it, in Unicode's form NFC: names that look the same are the same."""
+    return unicodedata.normalize("NFC", name).strip()
+
+
+def checked_name(name: str) -> str:
+    """Return a name as it is stored. Raises InvalidName."""
+    name = normalized(name)
+    if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise InvalidName("name", f"must have 1 to {MAX_NAME_CHARS} printable characters")
+    if name.casefold().startswith(ID_PREFIXES):
+        raise InvalidName("name", f"must not begin like an id: {', '.join(ID_PREFIXES)}")
+    if "/" in name or name in {".", ".."}:
+        raise InvalidName("name", "must not contain a slash, nor be . or .., because names are parts of URLs")
+    return name
+
+
+def is_id(reference: str) -> bool:
+    """Return whether a reference can only mean an id, or the beginning of one."""
+    return reference.startswith(ID_PREFIXES)
+
+
+def means(reference: str, object_id: str, name: str) -> bool:
+    """Return whether a reference means the object of this id and name."""
+    return object_id == reference if is_id(reference) else normalized(name) == normalized(reference)
+
+
+def not_found(kind: str, reference: str, ids_by_name: Iterable[tuple[str, str]] = ()) -> str:
+    """Return the message for a reference that means nothing; ``ids_by_name`` are pairs of a name and its id."""
+    for name, object_id in ids_by_name:
+        if name == reference:
+            return f"no {kind} has the id {reference!r}; the one of this name has the id {object_id}"
+    return f"no {kind} has the id or name {reference!r}"
+
+
+def must_be_free(name: str, names: Iterable[str], message: str) -> None:
+    """Raise NameTaken if one of ``names`` looks the same. The unique index cannot tell: older rows have other forms."""
+    if any(normalized(other) == name for other in names):
+        raise NameTaken(message)
+
+
+# --- teams ------------------------------------------------------------------------------------------------------------
 
 DEFAULT_ORGANISATION_ID: Final = "org_default"  # made by the migration
 

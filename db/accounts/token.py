@@ -1,11 +1,15 @@
 """The API key itself, and the token of a session: how they look and what is kept of them."""
 
 import hmac
+import os
 import secrets
 import string
+from pathlib import Path
 from typing import Final
 
 from pydantic import SecretStr
+
+from db.accounts.errors import PepperError
 
 TOKEN_PREFIX: Final = "sk-sw-"  # noqa: S105
 TOKEN_CHARS: Final = 43  # 43 · log2(62) = 256.03 random bits
@@ -36,3 +40,45 @@ def hash_token(token: str, pepper: SecretStr) -> str:
     database from being of use for recognising keys.
     """
     return hmac.digest(pepper.get_secret_value().encode(), token.encode(), "sha256").hex()
+
+
+# --- pepper -----------------------------------------------------------------------------------------------------------
+#
+# The pepper: a secret of the installation, kept beside the data and never in the database.
+
+PEPPER_FILE: Final = "key-pepper"
+PEPPER_BYTES: Final = 32
+
+
+def load_or_create_pepper(data_dir: Path) -> SecretStr:
+    """Read the pepper of this data folder, making it the first time; only its owner may read the file.
+
+    Safe when several processes start at once: all get the same. Raises PepperError.
+    """
+    path = data_dir / PEPPER_FILE
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            _create(path)
+        pepper = path.read_text().strip()
+    except OSError as error:
+        raise PepperError(f"cannot read or create {path}: {error}") from error
+    if len(pepper) < 2 * PEPPER_BYTES:
+        raise PepperError(f"{path} holds no pepper of {PEPPER_BYTES} bytes in hex; restore it, or all keys are lost")
+    return SecretStr(pepper)
+
+
+def _create(path: Path) -> None:
+    """Write a file of our own, then link it into place: nobody ever sees it half written, and the first one wins."""
+    own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(PEPPER_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        path.hardlink_to(own)
+    except FileExistsError:
+        pass
+    finally:
+        own.unlink()

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from db.accounts.names import normalized
 from db.accounts.principal import Principal
+from db.accounts.teams import normalized
 from gateway.admission.backlog import Backlog
 from gateway.admission.capacity import Capacity, ModelCapacity
 from gateway.admission.estimate import batch_position, interactive_position, place_of

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from db.errors import SQL_ERRORS, describe
+from db.engine import SQL_ERRORS, describe
 from gateway.batches.index import NoRoomForIndex
 from gateway.batches.run import BatchRun, Feeding, Stop
 from gateway.batches.states import OVER, Status

@@ -9,8 +9,8 @@ from msgspec import Struct, structs
 from sqlalchemy import and_, delete, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from db.batch_models import BatchRow, FilePartRow, FileRow
 from db.engine import changing
+from db.tables import BatchRow, FilePartRow, FileRow
 from gateway.batches.storage.base import Storage, StorageError
 from protocol.nats.clock import unix_now_ms
 
@@ -30,7 +30,7 @@ class FileGone(StorageError):
 
 
 class File(Struct, frozen=True):
-    """A file; see db.batch_models.FileRow."""
+    """A file; see db.tables.FileRow."""
 
     id: str
     tenant: str
@@ -43,7 +43,7 @@ class File(Struct, frozen=True):
 
 
 class Part(Struct, frozen=True):
-    """A part of a file; see db.batch_models.FilePartRow."""
+    """A part of a file; see db.tables.FilePartRow."""
 
     file_id: str
     number: int

@@ -12,7 +12,7 @@ from typing import Final
 from starlette.requests import ClientDisconnect, Request
 
 from db.accounts.principal import Principal
-from db.errors import SQL_ERRORS
+from db.engine import SQL_ERRORS
 from gateway.batches.files import File, Part
 from gateway.batches.services import BatchServices
 from gateway.batches.storage.base import StorageError, Writer

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from db.errors import SQL_ERRORS, describe
+from db.engine import SQL_ERRORS, describe
 from gateway.batches.files import Part
 from gateway.batches.lines import pack_numbers
 from gateway.batches.storage.base import Storage, StorageError

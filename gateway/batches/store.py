@@ -8,8 +8,8 @@ from msgspec import Struct, structs
 from sqlalchemy import CursorResult, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from db.batch_models import BatchRow, FilePartRow
 from db.engine import changing
+from db.tables import BatchRow, FilePartRow
 from gateway.batches.files import File, Order, Part, add_file, in_order, page_of
 from gateway.batches.lines import Done
 from gateway.batches.states import OVER, Status
@@ -24,7 +24,7 @@ class Lost(Exception):
 
 
 class Batch(Struct, frozen=True):
-    """A batch; see db.batch_models.BatchRow."""
+    """A batch; see db.tables.BatchRow."""
 
     id: str
     surface: str

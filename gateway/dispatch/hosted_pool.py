@@ -3,7 +3,7 @@
 import math
 from typing import Final
 
-from db.accounts.limits import Limits
+from db.accounts.principal import Limits
 from db.money import TokenPrice, nano_usd
 from gateway.admission.capacity import ModelCapacity
 from gateway.limits.pools import cap_account

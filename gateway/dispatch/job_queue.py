@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from db.accounts.cache_salt import cache_salt_of
+from db.accounts.principal import cache_salt_of
 from gateway.dispatch.attempts import CurrentAttempt
 from gateway.dispatch.lookups import JobLookups
 from gateway.dispatch.overflow import JOB_LIMIT_S, Overflow

@@ -13,8 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from db.accounts.consent import consent_of
-from db.accounts.principal import Principal
+from db.accounts.principal import Principal, consent_of
 from db.money import TokenPrice
 from gateway.admission.ticket import Ticket
 from gateway.api.errors import RequestFailed

@@ -3,7 +3,7 @@
 import asyncio
 from typing import TypeVar
 
-from db.accounts.consent import Consent
+from db.accounts.principal import Consent
 from gateway.api.calls import AnswerEncoder, Call
 from gateway.api.errors import RequestFailed
 from gateway.api.sampling import requested_max_tokens

@@ -1,8 +1,7 @@
 """Pools that a request may go to: hosted APIs that its key and team allow, unless it forbids it; trusted ones."""
 
-from db.accounts.hosted import Leaves, allowed_providers
 from db.accounts.keyring import KeyRing
-from db.accounts.principal import Principal
+from db.accounts.principal import Leaves, Principal, allowed_providers
 from gateway.admission.control import AdmissionControl
 from gateway.errors import HostedNotAllowed, NoTrustedPool, OnlyTrustedPools
 from gateway.request.admission import Admission

@@ -10,7 +10,7 @@ from starlette.routing import Match
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import INFERENCE, Principal
-from db.errors import SQL_ERRORS, describe
+from db.engine import SQL_ERRORS, describe
 from gateway.api.fields import encode_json
 from gateway.errors import (
     ApiError,

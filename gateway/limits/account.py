@@ -11,7 +11,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from db.accounts.limits import Limits, LimitValues, is_later, period_at, plus
+from db.accounts.principal import Limits, LimitValues, is_later, period_at, plus
 from protocol.gateways import KINDS, NOTHING, RATES, Account, Amounts, ExpiredLease, Kind, Lease
 from protocol.job import PROTOCOL_VERSION
 

@@ -12,9 +12,8 @@ from typing import Final
 
 from nats.aio.msg import Msg
 
-from db.accounts.limits import Limits, limits_of, minus, plus
-from db.accounts.principal import Principal
-from db.errors import DatabaseUnavailable
+from db.accounts.principal import Limits, Principal, limits_of, minus, plus
+from db.engine import DatabaseUnavailable
 from db.money import TokenPrice
 from gateway.limits.account import EMPTY, LEASE_S
 from gateway.limits.account_store import AccountStore, created_s

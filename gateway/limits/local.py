@@ -7,7 +7,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from db.accounts.limits import Limits, plus
+from db.accounts.principal import Limits, plus
 from gateway.limits.account import EMPTY, WINDOW_S, Exchanged, Report, as_of, exchange, free_amounts, merged
 from gateway.limits.account_store import AccountStore
 from gateway.limits.refusals import RateStatus, Refusal, rate_status, shortage

@@ -6,8 +6,8 @@ from typing import Final
 from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from db.models import AttemptRow
 from db.prices import load_prices
+from db.tables import AttemptRow
 
 POOL: Final = "pool"  # whose account it is, beside "key" and "team"
 HOUR_MS: Final = 3_600_000

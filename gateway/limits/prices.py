@@ -7,7 +7,7 @@ from typing import Final
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.errors import SQL_ERRORS, describe
+from db.engine import SQL_ERRORS, describe
 from db.money import CLIENTS, TokenPrice
 from db.prices import PriceBook, load_prices
 

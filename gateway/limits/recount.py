@@ -7,9 +7,8 @@ from msgspec import Struct
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from db.accounts.limits import Limits, limits_of, period_start_s
-from db.accounts.principal import policy_of
-from db.models import ApiKeyRow, RequestRow, TeamRow
+from db.accounts.principal import Limits, limits_of, period_start_s, policy_of
+from db.tables import ApiKeyRow, RequestRow, TeamRow
 from gateway.limits.account import EMPTY, recounted
 from gateway.limits.account_store import AccountStore
 from protocol.errors import BusError

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from db.accounts.limits import Limits, LimitValues
+from db.accounts.principal import Limits, LimitValues
 from gateway.limits.account import WINDOW_S, used_amounts
 from protocol.gateways import KINDS, RATES, Account, Amounts, Kind
 

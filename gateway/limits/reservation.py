@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from db.accounts.limits import plus
+from db.accounts.principal import plus
 from db.money import TokenPrice
 from gateway.limits.local import LocalAccount
 from gateway.limits.slices import Taken

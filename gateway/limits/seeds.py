@@ -17,10 +17,9 @@ from msgspec import Struct
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.accounts.limits import period_start_s
-from db.accounts.principal import BudgetPeriod
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
-from db.models import RollupRow, SliceRow
+from db.accounts.principal import BudgetPeriod, period_start_s
+from db.engine import SQL_ERRORS, DatabaseUnavailable, describe
+from db.tables import RollupRow, SliceRow
 from gateway.limits.account import CLOCK_SLACK_S, LEASE_S
 from gateway.limits.account_store import created_s
 from gateway.limits.pools import POOL, pool_of_account, spent_at_pool

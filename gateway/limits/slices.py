@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from db.accounts.limits import Limits, is_later, period_at, plus
+from db.accounts.principal import Limits, is_later, period_at, plus
 from gateway.limits.account import CLOCK_SLACK_S, LEASE_S, WINDOW_S, Exchanged, Report
 from protocol.gateways import KINDS, NOTHING, RATES, Account, Amounts, Kind
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from db.accounts.limits import Limits, minus, period_end_s, plus
+from db.accounts.principal import Limits, minus, period_end_s, plus
 from gateway.limits.account import EMPTY, as_of, used_amounts
 from gateway.limits.account_store import AccountStore
 from protocol.errors import BusError

@@ -15,7 +15,7 @@ from msgspec import Struct
 from pydantic import BaseModel
 
 from db.accounts.checks import MAX_RETENTION_DAYS
-from db.accounts.consent import Consent
+from db.accounts.principal import Consent
 from gateway.payloads.answers import ChoiceEncoder, RecordedAnswer
 from ledger.payloads.end_user import stored_end_user
 from ledger.payloads.redaction import Redactor, UnredactablePrompt

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Final
 
-from db.accounts.consent import Consent
-from db.accounts.principal import Principal
+from db.accounts.principal import Consent, Principal
 from gateway.limits.reservation import Reservation
 from gateway.request.conversation import Conversation
 from gateway.request.trace import Trace

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.accounts.audit import Change, record
 from db.engine import changing
-from db.models import PayloadRow
+from db.tables import PayloadRow
 from ledger.payloads.end_user import stored_end_user
 from ledger.payloads.errors import BrokenPayload, UnknownPayload
 from ledger.payloads.sealing import Part, Sealer

@@ -14,7 +14,7 @@ from typing import Final
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.apart import write_apart
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from db.engine import SQL_ERRORS, DatabaseUnavailable, describe
 from db.set_aside import SetAside
 from ledger.payloads.store import DELETE_ROWS, delete_expired, store_payloads
 from protocol import subjects

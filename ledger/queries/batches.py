@@ -6,10 +6,10 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from db.batch_models import BatchRow, FileRow
+from db.tables import BatchRow, FileRow
 from ledger.queries.window import Dimension, Filters
 
-BatchLine = dict[str, Any]  # column → value, as in db.batch_models.BatchRow
+BatchLine = dict[str, Any]  # column → value, as in db.tables.BatchRow
 Mark = tuple[int, str]  # where a page ended: created_unix_ms, id
 
 ENDPOINTS: Final = {  # of lines, by the ledger's name of their requests' endpoint

@@ -8,8 +8,8 @@ from typing import Any, Final
 from sqlalchemy import Select, case, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from db.models import InstanceRow
 from db.prices import load_prices
+from db.tables import InstanceRow
 from ledger.queries.reading import Group
 from ledger.queries.traffic import Traffic, totals
 from ledger.queries.window import HOUR_MS, NO_FILTERS, QUARTER_MS, Dimension, Filters, Window

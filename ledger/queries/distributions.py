@@ -10,7 +10,7 @@ import numpy as np
 from sqlalchemy import ColumnElement, LargeBinary, cast, func, literal
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from db.models import HistogramRow
+from db.tables import HistogramRow
 from ledger import histogram
 from ledger.histogram import Counts, Measure
 from ledger.queries.reading import Group, read

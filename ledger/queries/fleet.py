@@ -8,8 +8,7 @@ from sqlalchemy import case, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import aliased
 
-from db.fleet_models import Decision, DecisionRow, MachineRow
-from db.models import AttemptRow, RequestRow
+from db.tables import AttemptRow, Decision, DecisionRow, MachineRow, RequestRow
 from ledger.queries.window import Window
 
 MAX_MACHINES: Final = 20_000  # of a time span; a chart of more shows the latest ones only

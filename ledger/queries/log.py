@@ -8,14 +8,14 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from db.models import AttemptRow, RequestRow
+from db.tables import AttemptRow, RequestRow
 from ledger.queries.window import NO_FILTERS, Filters
 
 SLICE_ROWS: Final = 20_000  # searched by one statement
 SEARCH_LIMIT_S: Final = 0.1  # then the requests found so far are the page, and the next one continues from there
 MAX_ATTEMPTS: Final = 200  # of one request
 
-Row = dict[str, Any]  # column → value, as in db.models
+Row = dict[str, Any]  # column → value, as in db.tables
 
 _REQUESTS: Final = RequestRow.__table__.columns
 _received: Final = RequestRow.received_unix_ms

@@ -15,7 +15,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Select, and_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from db.models import HistogramRow, RollupRow, SliceRow
+from db.tables import HistogramRow, RollupRow, SliceRow
 from ledger.queries.window import DAY_MS, HOUR_MS, Dimension, Filters, Window
 from ledger.rollups import WIDTHS_S
 

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from sqlalchemy import ColumnElement, case, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from db.models import RollupRow, SliceRow
+from db.tables import RollupRow, SliceRow
 from ledger.queries.reading import Group, dimension_column, read, rollup_coverage
 from ledger.queries.window import DIMENSIONS, NO_FILTERS, Dimension, Filters, Step, Window
 

@@ -7,9 +7,8 @@ from msgspec import Struct
 from sqlalchemy import ColumnElement, and_, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.accounts.consent import may_train
-from db.accounts.principal import Policy
-from db.models import ApiKeyRow, PayloadRow, RequestRow, TeamRow
+from db.accounts.principal import Policy, may_train
+from db.tables import ApiKeyRow, PayloadRow, RequestRow, TeamRow
 from ledger.payloads.store import has_expired
 
 Row = dict[str, Any]

@@ -19,13 +19,10 @@ from nats.aio.msg import Msg
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from db.accounts.limits import Limits, limits_of, period_at, period_start_s
-from db.accounts.principal import BudgetPeriod, policy_of
-from db.engine import changing
-from db.errors import SQL_ERRORS, describe
-from db.models import ApiKeyRow, RollupRow, SliceRow, TeamRow
+from db.accounts.principal import BudgetPeriod, Limits, limits_of, period_at, period_start_s, policy_of
+from db.engine import SQL_ERRORS, changing, describe
 from db.money import NANO_USD
-from db.webhook_models import BudgetNoticeRow, WebhookEndpointRow
+from db.tables import ApiKeyRow, BudgetNoticeRow, RollupRow, SliceRow, TeamRow, WebhookEndpointRow
 from ledger.webhooks.deliveries import inserting
 from ledger.webhooks.events import EventType, decode_event, encode_event, event_id, new_event, publish
 from protocol import subjects

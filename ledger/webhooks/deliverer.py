@@ -5,7 +5,7 @@ import logging
 import time
 from typing import Final
 
-from db.errors import SQL_ERRORS, describe
+from db.engine import SQL_ERRORS, describe
 from ledger.webhooks.deliveries import DELETE_ROWS, Claim, Deliveries, Rooms
 from ledger.webhooks.secrets import SecretBox, SecretError
 from ledger.webhooks.sender import Attempt, Sender

@@ -21,8 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.accounts.audit import Change, record
 from db.engine import changing
-from db.models import Base
-from db.webhook_models import WebhookDeliveryRow, WebhookEndpointRow, WebhookTotalRow
+from db.tables import Base, WebhookDeliveryRow, WebhookEndpointRow, WebhookTotalRow
 from ledger.webhooks.events import Event
 from ledger.webhooks.sender import Attempt
 from protocol.nats.clock import unix_now_ms

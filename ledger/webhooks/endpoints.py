@@ -10,12 +10,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.accounts.audit import Change, difference, record
 from db.accounts.errors import InvalidField, NotFound, UnknownTeam
-from db.accounts.names import means
-from db.accounts.teams import find_team
+from db.accounts.teams import find_team, means
 from db.accounts.token import new_id
 from db.engine import changing
-from db.models import TeamRow
-from db.webhook_models import WebhookDeliveryRow, WebhookEndpointRow
+from db.tables import TeamRow, WebhookDeliveryRow, WebhookEndpointRow
 from ledger.webhooks.addresses import BadUrl, checked_url
 from ledger.webhooks.deliveries import end_waiting, new_row
 from ledger.webhooks.events import EVENT_TYPES, EventType, new_event
@@ -38,7 +36,7 @@ class UnknownEndpoint(NotFound):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An endpoint, without its secret. See db.webhook_models.WebhookEndpointRow."""
+    """An endpoint, without its secret. See db.tables.WebhookEndpointRow."""
 
     endpoint_id: str
     team_id: str

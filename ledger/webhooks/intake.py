@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from db.apart import write_apart
-from db.errors import DatabaseUnavailable
+from db.engine import DatabaseUnavailable
 from db.set_aside import SetAside
 from ledger.webhooks.deliveries import Deliveries
 from ledger.webhooks.events import Event, decode_event

@@ -10,7 +10,7 @@ from msgspec import Struct
 from nats.aio.msg import Msg
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from db.errors import SQL_ERRORS, describe
+from db.engine import SQL_ERRORS, describe
 from ledger.webhooks.deliveries import Deliveries
 from protocol import subjects, wire
 from protocol.errors import BusError, ProtocolError

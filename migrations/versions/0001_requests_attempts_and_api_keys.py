@@ -1,4 +1,4 @@
-"""requests, attempts and api_keys. For the meaning of the columns see db/models.py."""
+"""requests, attempts and api_keys. For the meaning of the columns see db/tables.py."""
 
 from collections.abc import Sequence
 

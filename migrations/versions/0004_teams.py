@@ -26,7 +26,7 @@ def upgrade() -> None:
 
 
 def policy() -> list[sa.Column[object]]:
-    """Return the columns of db.models._Policy."""
+    """Return the columns of db.tables._Policy."""
     return [
         sa.Column("requests_per_minute", sa.BigInteger(), nullable=True),
         sa.Column("tokens_per_minute", sa.BigInteger(), nullable=True),

@@ -9,8 +9,7 @@ from typing import Final
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.engine import create_engine
-from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from db.engine import SQL_ERRORS, DatabaseUnavailable, create_engine, describe
 from protocol.nats.access import access_options
 from protocol.nats.bus import Bus
 from spillway.cli.context import fail

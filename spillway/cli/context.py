@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from rich.console import Console
 
 from db.accounts.masking import masked
-from db.accounts.pepper import load_or_create_pepper
+from db.accounts.token import load_or_create_pepper
 from protocol.errors import ExpectedError
 from spillway.children import resolved_config_path, run_dir_of
 from spillway.config import (

@@ -10,8 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.accounts.names import means
-from db.models import ApiKeyRow, TeamRow
+from db.accounts.teams import means
+from db.tables import ApiKeyRow, TeamRow
 from ledger.payloads.errors import ExportError
 from ledger.payloads.sealing import Sealer, parse_keys
 from ledger.training.export import Exporter, ExportPlan

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from db.fleet_models import Decision
+from db.tables import Decision
 from fleet.books import Books
 from fleet.machine import STARTING, Machine, State
 from spillway import logs

@@ -13,8 +13,8 @@ from console.admin.views import key_view
 from db.accounts.checks import checked_grant
 from db.accounts.keyring import RELOAD_PERIOD_S
 from db.accounts.keys import ApiKey, Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
-from db.accounts.names import means
 from db.accounts.principal import DEFAULT_TEAM_ID, INFERENCE, SCOPES, policy_of
+from db.accounts.teams import means
 from gateway.tokenizing.settings import canonical_names
 from protocol import subjects
 from protocol.errors import BusError, BusTimeout, ExpectedError, NoResponders

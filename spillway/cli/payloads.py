@@ -6,7 +6,7 @@ import msgspec
 import typer
 
 from db.accounts.keys import list_keys
-from db.accounts.names import means
+from db.accounts.teams import means
 from ledger.payloads.sealing import Sealer, parse_keys
 from ledger.payloads.store import Erasure, erase, read_payload
 from spillway.cli.connections import database

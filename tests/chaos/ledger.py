@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.models import RequestRow
+from db.tables import RequestRow
 
 SETTLE_LIMIT_S = 120.0  # the rows of a killed gateway's requests come when nobody has had them for long enough
 

@@ -6,7 +6,7 @@ import tarfile
 from io import BytesIO
 from pathlib import Path
 
-from db.schema import SCHEMA_VERSION
+from db.engine import SCHEMA_VERSION
 
 OLDER_COMMITS = (
     "6bc8f17",  # the last one before the rooms

@@ -17,8 +17,8 @@ from typing import Any, Literal, Self
 
 from benchmarks.ports import free_port
 from db.accounts.keys import Grant, create_key
-from db.accounts.pepper import load_or_create_pepper
 from db.accounts.principal import Policy
+from db.accounts.token import load_or_create_pepper
 from db.engine import create_engine
 from migrations import upgrade
 from protocol.nats.bus import Bus

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import insert
 
 from db.engine import create_engine
-from db.models import RollupRow, SliceRow
+from db.tables import RollupRow, SliceRow
 from fleet.claims import CREDIT_JOBS, MOST_TIMES, TOLD_S, Claims
 from fleet.history import tokens_per_request
 from fleet.monitor import HALF_LIFE_S, Monitor, MonitoredGroup

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import migrations
 from db.engine import create_engine
-from db.fleet_models import Decision
+from db.tables import Decision
 from fleet.books import Books
 from fleet.machine import Machine, State
 from spillway.cli import app

@@ -6,9 +6,8 @@ from typing import Any
 
 from sqlalchemy import insert
 
-from db.batch_models import BatchRow
 from db.engine import create_engine
-from db.models import ApiKeyRow, TeamRow
+from db.tables import ApiKeyRow, BatchRow, TeamRow
 from fleet.books import Books
 from fleet.monitor import BATCH_DUE_S, Monitor, MonitoredGroup
 from fleet.open_batches import OpenBatch

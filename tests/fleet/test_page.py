@@ -5,7 +5,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from console.dashboard.pages.fleet import fleet
 from console.dashboard.view import make_view
 from db.engine import create_engine
-from db.fleet_models import Decision
+from db.tables import Decision
 from fleet.books import Books
 from fleet.machine import Machine, State
 from ledger.store import store_records

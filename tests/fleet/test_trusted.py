@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import insert
 
 from db.engine import create_engine
-from db.models import RollupRow, SliceRow
+from db.tables import RollupRow, SliceRow
 from fleet.history import learn
 from fleet.main import groups_of
 from fleet.monitor import Monitor, MonitoredGroup

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from db.engine import _begin_sqlite
-from db.models import Base
+from db.tables import Base
 from tests.simulation.virtual_time import CURRENT, Process
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from console.dashboard import formats
 from console.dashboard.charts import Chart, Line
 from console.dashboard.view import View
-from db.fleet_models import Decision
+from db.tables import Decision
 from ledger.queries.fleet import (
     FleetMachine,
     LossCost,

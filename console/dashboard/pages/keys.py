@@ -8,8 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard.view import DAY_MS, View
 from db.accounts.keys import ApiKey
-from db.accounts.limits import Limits, limits_of, period_start_s
-from db.accounts.principal import DEFAULT_TEAM_ID
+from db.accounts.principal import DEFAULT_TEAM_ID, Limits, limits_of, period_start_s
 from db.accounts.teams import Team
 from gateway.limits.usage import LimitUsage, uses
 from ledger.queries.traffic import Traffic, totals

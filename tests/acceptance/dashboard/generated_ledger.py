@@ -14,9 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.accounts.keys import ApiKey, Grant, create_key
 from db.accounts.teams import create_team
-from db.batch_models import BatchRow, FileRow
-from db.fleet_models import Decision
-from db.models import InstanceRow
+from db.tables import BatchRow, Decision, FileRow, InstanceRow
 from fleet.books import Books
 from fleet.machine import Machine, State
 from ledger.store import store_records

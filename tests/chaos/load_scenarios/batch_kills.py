@@ -27,8 +27,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from benchmarks.http_client import Exchange
-from db.batch_models import BatchRow, FilePartRow
-from db.models import RequestRow
+from db.tables import BatchRow, FilePartRow, RequestRow
 from gateway.batches.states import OVER
 from ledger.check import check_rollups
 from spillway.children import Child

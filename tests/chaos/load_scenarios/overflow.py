@@ -15,8 +15,8 @@ from typing import Any
 from sqlalchemy import select
 
 from db.accounts.principal import Policy
-from db.models import AttemptRow
 from db.money import TokenPrice, nano_usd
+from db.tables import AttemptRow
 from gateway.limits.account_store import AccountStore
 from gateway.limits.pools import cap_account
 from pool_worker.settings import ServerEngineSettings

@@ -16,7 +16,7 @@ import psutil
 from sqlalchemy import func, select
 
 from db.accounts.principal import Policy
-from db.models import RequestRow
+from db.tables import RequestRow
 from gateway.limits.account_store import AccountStore
 from ledger.check import check_rollups
 from protocol import subjects

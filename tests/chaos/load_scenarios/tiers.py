@@ -7,7 +7,7 @@ import time
 
 from sqlalchemy import func, select
 
-from db.models import AttemptRow
+from db.tables import AttemptRow
 from pool_worker.settings import GateSettings
 from tests.chaos.load_scenarios.callers import Asked, Callers
 from tests.chaos.load_scenarios.plan import Stage, expect

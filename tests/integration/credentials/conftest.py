@@ -11,7 +11,7 @@ from sqlalchemy import func, select
 from db.accounts.keys import Grant, create_key
 from db.accounts.principal import Policy
 from db.engine import create_engine
-from db.models import AttemptRow, RequestRow
+from db.tables import AttemptRow, RequestRow
 from gateway.settings import GatewaySettings, ModelSettings
 from ledger.settings import LedgerSettings
 from ledger.writer import LedgerWriter

@@ -9,7 +9,7 @@ import openai
 from sqlalchemy import select
 
 from db.engine import create_engine
-from db.models import AttemptRow, RequestRow
+from db.tables import AttemptRow, RequestRow
 from protocol import subjects
 from protocol.nats.objects import MAX_INLINE_PROMPT_BYTES
 from protocol.nats.topology import read_backlog

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from db.accounts.cache_salt import CACHE_SALT_BYTES, cache_salt_of
+from db.accounts.principal import CACHE_SALT_BYTES, cache_salt_of
 from db.accounts.teams import create_team
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayOfOneTest, Share
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from db.accounts.principal import BudgetPeriod, Policy
-from db.engine import create_engine
-from db.errors import DatabaseUnavailable
+from db.engine import DatabaseUnavailable, create_engine
 from db.money import CLIENTS, Price, TokenPrice
 from db.prices import add_price
 from gateway.limits.account_store import AccountStore

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from db.accounts.keys import Grant, create_key
 from db.accounts.principal import Policy
 from db.engine import create_engine
-from db.models import PayloadRow
+from db.tables import PayloadRow
 from gateway.payloads.publisher import Capture, PayloadPublisher
 from ledger.payloads.errors import PayloadKeyMissing
 from ledger.payloads.sealing import Sealer, parse_keys

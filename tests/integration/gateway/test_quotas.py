@@ -9,8 +9,7 @@ import pytest
 from pydantic import SecretStr
 
 from db.accounts.keys import Grant, create_key
-from db.accounts.limits import period_at
-from db.accounts.principal import Policy, Principal
+from db.accounts.principal import Policy, Principal, period_at
 from db.engine import create_engine
 from db.money import CLIENTS, Price, TokenPrice
 from db.prices import add_price

@@ -9,7 +9,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
-from db.models import AttemptRow, RequestRow
+from db.tables import AttemptRow, RequestRow
 from ledger.settings import LedgerSettings
 from protocol import subjects
 from protocol.errors import BusTimeout

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.accounts.limits import Limits
-from db.accounts.principal import Policy
+from db.accounts.principal import Limits, Policy
 from db.engine import create_engine
 from db.money import CLIENTS, Price
 from db.prices import add_price

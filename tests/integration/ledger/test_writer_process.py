@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select, text
 
-from db.models import AttemptRow, RequestRow
+from db.tables import AttemptRow, RequestRow
 from ledger.settings import LedgerSettings
 from protocol.usage import UsageRecord
 from tests.integration.ledger.conftest import Ledger

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from db.apart import write_apart
-from db.errors import DatabaseUnavailable
+from db.engine import DatabaseUnavailable
 
 
 def refusal() -> Exception:

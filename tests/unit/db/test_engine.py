@@ -5,8 +5,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from db.engine import create_engine, parse_database_url
-from db.errors import DatabaseUrlError
+from db.engine import DatabaseUrlError, create_engine, parse_database_url
 
 
 @pytest.mark.parametrize(

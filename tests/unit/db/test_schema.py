@@ -17,11 +17,8 @@ from sqlalchemy import Connection, column, insert, table, text
 from sqlalchemy.exc import IntegrityError
 
 import migrations
-from db import batch_models, fleet_models, set_aside, webhook_models  # noqa: F401 - their tables are in the metadata, too
-from db.engine import create_engine
-from db.errors import DatabaseUnavailable, SchemaMismatch
-from db.models import Base
-from db.schema import SCHEMA_VERSION, check_schema
+from db.engine import SCHEMA_VERSION, DatabaseUnavailable, SchemaMismatch, check_schema, create_engine
+from db.tables import Base
 from ledger.partitions import is_partition
 from ledger.store import store_records
 from protocol.usage import RequestRecord

@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
-from db.models import OpenRequestRow, RequestRow
+from db.tables import OpenRequestRow, RequestRow
 from ledger.abandoned import AbandonedRequests
 from ledger.intents import Intents
 from ledger.store import store_records

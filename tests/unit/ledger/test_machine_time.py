@@ -8,10 +8,10 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
-from db.models import InstanceRow
 from db.money import ConfiguredPrice, Price
 from db.prices import seed_prices
 from db.set_aside import SetAside
+from db.tables import InstanceRow
 from ledger.machine_time import QUARTER_MS, MachineTime
 from protocol.job import PROTOCOL_VERSION, Heartbeat
 from protocol.nats.bus import Bus

@@ -9,8 +9,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.engine import create_engine
-from db.errors import DatabaseUnavailable
+from db.engine import DatabaseUnavailable, create_engine
 from ledger import partitions
 from ledger.check import check_rollups
 from ledger.partitions import DAY_MS, create_partitions

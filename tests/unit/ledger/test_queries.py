@@ -17,9 +17,9 @@ from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from db.engine import create_engine
-from db.models import InstanceRow
 from db.money import Price
 from db.prices import add_price
+from db.tables import InstanceRow
 from ledger.queries.cost import costs
 from ledger.queries.distributions import distributions, merge, percentile_series, percentiles
 from ledger.queries.reading import rollup_coverage

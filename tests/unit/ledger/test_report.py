@@ -6,8 +6,7 @@ from math import ceil
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.engine import create_engine
-from db.errors import DatabaseUnavailable
+from db.engine import DatabaseUnavailable, create_engine
 from ledger.days import parse_zone
 from ledger.report import usage_report
 from ledger.store import store_records

@@ -3,7 +3,7 @@
 from sqlalchemy import func, select
 
 from db.engine import create_engine
-from db.models import AttemptRow, RequestRow, RollupRow
+from db.tables import AttemptRow, RequestRow, RollupRow
 from ledger.check import check_rollups
 from ledger.retention import DAY_MS, Retention, kept_since_unix_ms
 from ledger.store import store_records

@@ -10,9 +10,9 @@ from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
-from db.models import RollupRow, SliceRow
 from db.money import CLIENTS, MACHINE, ConfiguredPrice, Price
 from db.prices import add_price, load_prices, seed_prices
+from db.tables import RollupRow, SliceRow
 from ledger.abandoned import AbandonedRequests
 from ledger.check import check_rollups
 from ledger.intents import Intents

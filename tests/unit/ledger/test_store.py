@@ -6,9 +6,8 @@ import pytest
 from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.engine import create_engine
-from db.errors import DatabaseUnavailable
-from db.models import AttemptRow, Base, RequestRow
+from db.engine import DatabaseUnavailable, create_engine
+from db.tables import AttemptRow, Base, RequestRow
 from ledger.store import RecordRefused, store_records
 from protocol.usage import AttemptRecord, RequestRecord, UsageRecord
 from tests.usage_records import attempt_record, request_record

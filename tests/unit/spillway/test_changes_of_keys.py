@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.ports import free_port
 from db.accounts.keyring import KeyRing
-from db.accounts.pepper import load_or_create_pepper
+from db.accounts.token import load_or_create_pepper
 from protocol import subjects
 from protocol.errors import BusTimeout
 from protocol.nats.bus import Bus

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, SecretStr
 from typer.testing import CliRunner
 
-from db.accounts.pepper import load_or_create_pepper
+from db.accounts.token import load_or_create_pepper
 from spillway.children import resolved_config_path, run_dir_of
 from spillway.cli import app as cli
 from spillway.config import Config, ConfigError, load_config

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from db.accounts.keys import Grant, create_key, list_keys
 from db.accounts.principal import DEFAULT_TEAM_ID, Policy
 from db.engine import create_engine
-from db.models import ApiKeyRow
+from db.tables import ApiKeyRow
 from ledger.payloads.sealing import Sealer
 from ledger.payloads.store import store_payloads
 from ledger.store import store_records

@@ -13,7 +13,7 @@ from db.accounts.principal import Policy, Principal
 from db.accounts.teams import update_team
 from db.money import CLIENTS, ConfiguredPrice, Price, TokenPrice
 from db.prices import seed_prices
-from db.webhook_models import BudgetNoticeRow
+from db.tables import BudgetNoticeRow
 from gateway.limits.leases import Quotas, Refused, Unavailable
 from gateway.limits.reservation import Estimate
 from gateway.limits.seeds import RollupLedger

@@ -13,7 +13,7 @@ from standardwebhooks import Webhook
 from db.accounts.audit import AuditFilter, list_changes
 from db.accounts.errors import InvalidField
 from db.accounts.teams import create_team
-from db.webhook_models import WebhookDeliveryRow, WebhookEndpointRow
+from db.tables import WebhookDeliveryRow, WebhookEndpointRow
 from ledger.webhooks.deliveries import Deliveries, Delivery, Rooms, list_deliveries
 from ledger.webhooks.endpoints import BY_OPERATOR, UnknownEndpoint
 from ledger.webhooks.events import EventType, publish_finished

@@ -14,7 +14,7 @@ from console.login.sessions import SessionStore
 from db.accounts.audit import AuditFilter, list_changes
 from db.accounts.errors import BadPassword, WrongPassword
 from db.engine import create_engine
-from db.models import SessionRow
+from db.tables import SessionRow
 
 PEPPER = SecretStr("p" * 64)
 PASSWORD = "correct horse battery"

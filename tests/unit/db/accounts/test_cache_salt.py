@@ -2,7 +2,7 @@
 
 from pydantic import SecretStr
 
-from db.accounts.cache_salt import CACHE_SALT_BYTES, cache_salt_of
+from db.accounts.principal import CACHE_SALT_BYTES, cache_salt_of
 
 PEPPER = SecretStr("p" * 32)
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from db.accounts.consent import Consent, consent_of
-from db.accounts.principal import NO_POLICY, Policy, Principal
+from db.accounts.principal import NO_POLICY, Consent, Policy, Principal, consent_of
 
 
 def consent(key: Policy, team: Policy = NO_POLICY) -> Consent | None:

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from db.accounts.hosted import Leaves, allowed_providers, why_no_leave
-from db.accounts.principal import DEFAULT_TEAM_ID, Policy, Principal
+from db.accounts.principal import DEFAULT_TEAM_ID, Leaves, Policy, Principal, allowed_providers, why_no_leave
 
 PROVIDERS = ("openai", "anthropic", "azure")
 

@@ -11,8 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from db.accounts.keyring import KeyRing
 from db.accounts.keys import create_key, revoke_key
 from db.accounts.principal import DEFAULT_TEAM_ID, Principal
-from db.engine import create_engine
-from db.errors import SchemaMismatch
+from db.engine import SchemaMismatch, create_engine
 from protocol import subjects
 from protocol.nats.bus import Bus
 from tests.waiting import until

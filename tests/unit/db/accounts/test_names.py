@@ -9,13 +9,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.accounts.errors import InvalidName, NameTaken, UnknownKey, UnknownOrganisation, UnknownTeam
 from db.accounts.keys import create_key, find_key, list_keys, revoke_key, update_key
-from db.accounts.names import checked_name, means
 from db.accounts.teams import (
+    checked_name,
     create_organisation,
     create_team,
     find_team,
     list_organisations,
     list_teams,
+    means,
     rename_organisation,
     update_team,
 )

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from db.accounts.errors import PepperError
-from db.accounts.pepper import PEPPER_FILE, load_or_create_pepper
+from db.accounts.token import PEPPER_FILE, load_or_create_pepper
 from tests.waiting import HANGS_S
 
 PRINT_PEPPER = (
-    "import sys, pathlib; from db.accounts.pepper import load_or_create_pepper;"
+    "import sys, pathlib; from db.accounts.token import load_or_create_pepper;"
     "print(load_or_create_pepper(pathlib.Path(sys.argv[1])).get_secret_value())"
 )
 

@@ -10,13 +10,12 @@ from pydantic import SecretStr
 from sqlalchemy import CursorResult, insert, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from db.accounts.keys import Grant, create_key
+from db.accounts.keys import Grant, create_key, load_principals
 from db.accounts.principal import ADMIN, DEFAULT_TEAM_ID, INFERENCE, Policy, Principal
-from db.accounts.principals import load_principals
 from db.accounts.teams import create_team
 from db.accounts.token import hash_token
 from db.engine import create_engine
-from db.models import ApiKeyRow, TeamRow
+from db.tables import ApiKeyRow, TeamRow
 
 PEPPER = SecretStr("p" * 64)
 

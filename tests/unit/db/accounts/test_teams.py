@@ -13,9 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from db.accounts.audit import AuditEntry, AuditFilter, list_changes
 from db.accounts.checks import checked_grant
 from db.accounts.errors import InvalidField, NameTaken, UnknownKey, UnknownOrganisation, UnknownTeam
-from db.accounts.keys import Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
+from db.accounts.keys import Grant, create_key, find_key, list_keys, load_principals, revoke_key, rotate_key, update_key
 from db.accounts.principal import ADMIN, INFERENCE, NO_POLICY, Policy
-from db.accounts.principals import load_principals
 from db.accounts.teams import (
     create_organisation,
     create_team,

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from db.accounts.limits import Limits
+from db.accounts.principal import Limits
 from gateway.limits.account import CLOCK_SLACK_S, EMPTY, LEASE_S, WINDOW_S, exchange, free_amounts, recounted
 from gateway.limits.slices import Slice, Taken
 from protocol.gateways import NOTHING, Account, Amounts, Kind

@@ -4,8 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from db.accounts.limits import Limits, period_at, period_end_s
-from db.accounts.principal import BudgetPeriod
+from db.accounts.principal import BudgetPeriod, Limits, period_at, period_end_s
 from gateway.limits.account import CLOCK_SLACK_S, WINDOW_S
 from gateway.limits.usage import LimitUsage, taken_amounts, uses
 from protocol.gateways import Account, Kind, Lease

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.accounts.audit import AuditFilter, list_changes
 from db.engine import create_engine
-from db.models import PayloadRow
+from db.tables import PayloadRow
 from ledger.payloads.end_user import MAX_CHARS, stored_end_user
 from ledger.payloads.errors import UnknownPayload
 from ledger.payloads.sealing import Sealer

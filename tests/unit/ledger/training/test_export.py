@@ -15,7 +15,7 @@ from db.accounts.audit import AuditFilter, list_changes
 from db.accounts.keys import Grant, create_key
 from db.accounts.principal import Policy
 from db.engine import create_engine
-from db.models import ApiKeyRow, TeamRow
+from db.tables import ApiKeyRow, TeamRow
 from ledger.payloads.errors import ExportError, PayloadKeyMissing
 from ledger.payloads.sealing import Sealer
 from ledger.payloads.store import store_payloads

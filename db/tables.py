@@ -7,6 +7,7 @@ indexed without conversion by a driver. Days depend on the viewer's time zone an
 import json
 from typing import ClassVar
 
+from msgspec import Struct
 from sqlalchemy import BigInteger, Boolean, Dialect, Double, Index, LargeBinary, MetaData, Text, TypeDecorator, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -56,7 +57,7 @@ class _Policy:
     train_ok: Mapped[bool | None]  # consent to build training sets from them; NULL: no
     redact: Mapped[bool | None]  # redact personal data before they are stored; NULL: yes
     retention_days: Mapped[int | None]  # how long they are kept; NULL: the ledger's default
-    # The hosted APIs that its prompts may be sent to (db.accounts.hosted); NULL: unspecified, empty: none.
+    # The hosted APIs that its prompts may be sent to (db.accounts.principal); NULL: unspecified, empty: none.
     allow_hosted: Mapped[tuple[str, ...] | None] = mapped_column(WordList)
     trusted_only: Mapped[bool | None]  # requests go to trusted pools alone; NULL: no. A team's demand covers its keys
 
@@ -396,3 +397,196 @@ class PayloadRow(Base):
     encoding: Mapped[str]  # "zlib", or with a cipher and its key's id, as ledger.payloads.sealing has it
     request: Mapped[bytes | None]  # JSON: the body as it was validated
     answer: Mapped[bytes | None]  # JSON: {"choices": […]} as they would be without streaming and logprobs
+
+
+# --- files and batches ------------------------------------------------------------------------------------------------
+#
+# Tables of files and batches.
+
+
+class FileRow(Base):
+    """A file: there whole, or still coming in. Its bytes are in its parts, one after another."""
+
+    __tablename__ = "files"
+    __table_args__ = (Index(None, "tenant", "created_unix_ms"), Index(None, "expires_unix_ms"))
+
+    id: Mapped[str] = mapped_column(primary_key=True)  # "file-…"
+    tenant: Mapped[str]  # db.accounts.principal.Principal.tenant: who sees it
+    key_id: Mapped[str]  # ApiKeyRow.id, of whoever made it
+    created_unix_ms: Mapped[int]
+    expires_unix_ms: Mapped[int]  # deleted soon after
+    purpose: Mapped[str]  # "batch": what a client uploaded; "batch_output"; "uploading": its bytes are still coming
+    filename: Mapped[str]
+    size_bytes: Mapped[int]
+
+
+class FilePartRow(Base):
+    """A part of a file's bytes, with the lines of a batch that it answers: both are committed together, or neither.
+
+    Parts of a batch's results are there before their file is.
+    """
+
+    __tablename__ = "file_parts"
+
+    file_id: Mapped[str] = mapped_column(primary_key=True)  # FileRow.id, now or later
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    object_name: Mapped[str]  # in the storage (gateway.batches.storage)
+    size_bytes: Mapped[int]
+    lines: Mapped[bytes | None]  # numbers of lines (gateway.batches.lines); NULL: not of a batch's results
+
+
+class BatchRow(Base):
+    """A batch, from its creation on; times are NULL until it has got there."""
+
+    __tablename__ = "batches"
+    __table_args__ = (Index(None, "tenant", "created_unix_ms"), Index(None, "created_unix_ms"), Index(None, "status"))
+
+    id: Mapped[str] = mapped_column(primary_key=True)  # "batch_…"
+    surface: Mapped[str]  # "openai" | "anthropic": whose API made it
+    tenant: Mapped[str]  # who sees it
+    team_id: Mapped[str]  # TeamRow.id: whose webhooks tell of it
+    key_id: Mapped[str]  # ApiKeyRow.id: whose requests its lines are
+    key_name: Mapped[str]
+    endpoint: Mapped[str]  # a path, such as "/v1/chat/completions"
+    input_file_id: Mapped[str]  # FileRow.id
+    output_file_id: Mapped[str | None]  # FileRow.id; NULL: no answers, or not over yet
+    error_file_id: Mapped[str | None]  # likewise, of what failed
+    completion_window: Mapped[str]
+    custom_metadata: Mapped[str | None]  # JSON: the client's own
+    result_ttl_s: Mapped[int | None]  # how long its results are kept; NULL: as all files
+    status: Mapped[str]  # gateway.batches.states.Status
+    errors: Mapped[str | None]  # JSON: why it failed (gateway.batches.validation.LineError)
+    created_unix_ms: Mapped[int]
+    expires_unix_ms: Mapped[int]  # what is not done by then is given up
+    in_progress_unix_ms: Mapped[int | None]
+    finalizing_unix_ms: Mapped[int | None]
+    cancelling_unix_ms: Mapped[int | None]
+    over_unix_ms: Mapped[int | None]  # completed, failed, expired or cancelled
+    total: Mapped[int]  # lines; 0 until they are counted
+    completed: Mapped[int]  # of these: answered
+    failed: Mapped[int]  # of these: in the error file
+    given_up: Mapped[int] = mapped_column(server_default="0")  # of the failed: cancelled, or not done in time
+    prompt_tokens: Mapped[int]  # of what was answered
+    cached_tokens: Mapped[int]  # a part of prompt tokens
+    completion_tokens: Mapped[int]
+    models: Mapped[str | None]  # JSON: by configured model, (lines, tokens as estimated); NULL until they are counted
+    epoch: Mapped[int]  # how often a gateway has taken it: commits of an earlier holder are refused
+    holder: Mapped[str | None]  # gateway id of the latest
+
+
+# --- the fleet --------------------------------------------------------------------------------------------------------
+#
+# Tables of the fleet controller.
+
+
+class MachineRow(Base):
+    """A machine that the fleet controller wanted: written before its provider is asked (fleet.machine.Machine)."""
+
+    __tablename__ = "fleet_machines"
+    __table_args__ = (Index(None, "state"),)
+
+    machine_id: Mapped[str] = mapped_column(primary_key=True)  # "m-…"
+    pool: Mapped[str]
+    place: Mapped[str]  # in its pool: a zone and a type; "": there is only one
+    state: Mapped[str]  # fleet.machine.State
+    wanted_unix_ms: Mapped[int]
+    provider_id: Mapped[str | None]  # NULL: the provider has not answered
+    worker_id: Mapped[str | None]  # NULL: no heartbeat yet
+    launched_unix_ms: Mapped[int | None]
+    serving_unix_ms: Mapped[int | None]
+    drained_unix_ms: Mapped[int | None]
+    over_unix_ms: Mapped[int | None]
+    reason: Mapped[str]  # of its latest change of state
+
+
+class DecisionRow(Base):
+    """A change of a pool's size that the fleet controller has decided, with its reason in one sentence."""
+
+    __tablename__ = "fleet_decisions"
+
+    decided_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    pool: Mapped[str] = mapped_column(primary_key=True)
+    size: Mapped[int]  # machines it was to have
+    serving: Mapped[int]  # workers it had
+    starting: Mapped[int]
+    reason: Mapped[str]
+
+
+class Decision(Struct, frozen=True):
+    """A row of decisions: a size that was decided for a pool, and why."""
+
+    decided_unix_ms: int
+    pool: str
+    size: int
+    serving: int
+    starting: int
+    reason: str
+
+
+# --- webhooks ---------------------------------------------------------------------------------------------------------
+#
+# Tables of webhooks: who is told, what is on its way, and which budgets' thresholds have been told.
+
+
+class WebhookEndpointRow(Base):
+    """A URL that a team's events are sent to."""
+
+    __tablename__ = "webhook_endpoints"
+    __table_args__ = (Index(None, "team_id"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)  # "wh_…"
+    team_id: Mapped[str]  # TeamRow.id
+    url: Mapped[str]
+    event_types: Mapped[tuple[str, ...]] = mapped_column(WordList)  # of ledger.webhooks.events.EVENT_TYPES
+    secret: Mapped[str]  # sealed (ledger.webhooks.secrets)
+    previous_secret: Mapped[str | None]  # sealed; after a rotation, deliveries are signed by it, too, for a while
+    previous_until_unix_ms: Mapped[int | None]
+    disabled_reason: Mapped[str | None]  # NULL: enabled
+    failing_since_unix_ms: Mapped[int | None]  # of the first failure since the last success; NULL: none
+    created_unix_ms: Mapped[int]
+
+
+class WebhookDeliveryRow(Base):
+    """One event on its way to one endpoint, and what became of it; deleted some days later."""
+
+    __tablename__ = "webhook_deliveries"
+    __table_args__ = (
+        Index(None, "due_unix_ms"),
+        Index(None, "endpoint_id", "created_unix_ms"),
+        Index(None, "created_unix_ms"),
+    )
+
+    event_id: Mapped[str] = mapped_column(primary_key=True)  # "evt_…"
+    endpoint_id: Mapped[str] = mapped_column(primary_key=True)  # WebhookEndpointRow.id
+    event_type: Mapped[str]
+    body: Mapped[str]  # the JSON that is sent
+    created_unix_ms: Mapped[int]
+    # When to send it; while it is being sent, when somebody else may. NULL: it is over.
+    due_unix_ms: Mapped[int | None]
+    outcome: Mapped[str]  # "waiting" | "delivered" | "failed"
+    attempts: Mapped[int]
+    attempted_unix_ms: Mapped[int | None]  # the last one
+    http_status: Mapped[int | None]  # of the last attempt; NULL: no answer
+    error: Mapped[str | None]  # of the last attempt, or why there is none
+
+
+class WebhookTotalRow(Base):
+    """How many attempts ended how, over all time and processes: what the metrics count."""
+
+    __tablename__ = "webhook_totals"
+
+    outcome: Mapped[str] = mapped_column(primary_key=True)  # ledger.webhooks.deliveries.OUTCOMES
+    attempts: Mapped[int]
+
+
+class BudgetNoticeRow(Base):
+    """A threshold of a budget that has been reached in a period, so that it is told once."""
+
+    __tablename__ = "budget_notices"
+
+    event_id: Mapped[str] = mapped_column(primary_key=True)  # of account, period and threshold
+    account_id: Mapped[str]  # TeamRow.id or ApiKeyRow.id
+    period: Mapped[str]  # db.accounts.principal.period_at
+    threshold_percent: Mapped[int]
+    created_unix_ms: Mapped[int]
+    message: Mapped[bytes | None]  # what is to be published (ledger.webhooks.events); NULL: it has been
