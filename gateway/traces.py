@@ -21,7 +21,7 @@ from gateway.dispatch.observers import Observer
 from gateway.dispatch.request import OpenRequest
 from gateway.errors import ApiError
 from gateway.http.exchange import Exchange
-from gateway.request.admission import Admission
+from gateway.request.request import Admission
 from protocol import trace_names as names
 from protocol.tracing import Tracing, context_of, trace_id_of, traceparent_of
 from protocol.usage import RequestRecord

@@ -23,8 +23,8 @@ from db.accounts.principal import SCOPES
 from db.accounts.teams import find_team, list_teams
 from gateway.api.fields import parse_body
 from gateway.errors import ApiError
-from gateway.limits.account_store import AccountStore
-from gateway.limits.usage import load_usage
+from gateway.limits.account import AccountStore
+from gateway.limits.report import load_usage
 from protocol.errors import BusError, ProtocolError
 from protocol.nats.clock import unix_now_ms
 

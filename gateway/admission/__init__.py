@@ -1,7 +1,6 @@
 """Admission control: decides from memory, in a few microseconds, which requests may wait, in which lane and how long.
 
-heartbeats ──> capacity ──┐
-stream info ─> backlog ───┼──> control ──> refusal, or a ticket with its lane and place
-tenants ─────> shards ────┤
-gateways ────> elsewhere ─┘
+heartbeats ──────> capacity ──┐
+stream info ─────> capacity ──┼──> control ──> refusal, or a ticket with its lane and place
+tenants, gateways > lanes ────┘
 """

@@ -7,27 +7,161 @@ Every refusal that follows from the state of the workers is "contended" (429) wh
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from db.accounts.principal import Principal
 from db.accounts.teams import normalized
-from gateway.admission.backlog import Backlog
-from gateway.admission.capacity import Capacity, ModelCapacity
-from gateway.admission.estimate import batch_position, interactive_position, place_of
-from gateway.admission.peer_lanes import PeerLanes
+from gateway.admission.capacity import Backlog, Capacity, ModelCapacity
+from gateway.admission.lanes import PeerLanes, candidate_lanes, choose_lane
 from gateway.admission.registry import WorkerRegistry
-from gateway.admission.shards import candidate_lanes, choose_lane
-from gateway.admission.ticket import Ticket
-from gateway.admission.usage import ModelUsage, TenantUsage
-from gateway.request.admission import Admission
 from gateway.request.mailbox import Failure
-from gateway.request.queue_position import QueuePosition
+from gateway.request.request import Admission, QueuePosition
 from gateway.settings import GatewaySettings, TenantSettings
 from protocol import subjects
 from protocol.errors import ErrorCode
 from protocol.gateways import LaneInUse
 from protocol.nats.bus import Bus
+
+
+def interactive_position(ahead_in_lane: int, resuming: int, other_lanes: Iterable[int]) -> int:
+    """The place of a job in a high lane, ``other_lanes`` being the jobs in each of the others.
+
+    Workers serve the resume lane first and then one lane after the other: until a job has its turn, every other lane
+    has had at most as many turns as its own.
+    """
+    return resuming + ahead_in_lane + sum([min(waiting, ahead_in_lane) for waiting in other_lanes]) + 1
+
+
+def batch_position(ahead_in_lane: int, interactive: int) -> int:
+    """The place of a job in the low lane: whatever is interactive goes before it."""
+    return interactive + ahead_in_lane + 1
+
+
+def place_of(position: int, capacity: ModelCapacity) -> QueuePosition:
+    """Put a position and the rate of service together."""
+    rate = capacity.jobs_per_s
+    return QueuePosition(position, None if rate is None else position / rate)
+
+
+# --- usage ------------------------------------------------------------------------------------------------------------
+#
+# Requests and jobs held at this gateway, counted per queue and per tenant.
+
+
+class ModelUsage:
+    """Jobs of the requests that wait in one queue."""
+
+    __slots__ = ("_bytes", "_tokens")
+
+    def __init__(self) -> None:
+        self._tokens = [0, 0]  # interactive, batch
+        self._bytes = [0, 0]
+
+    def add(self, admission: Admission, job_bytes: int, sign: int) -> None:
+        """Count a waiting request in (1) or out (-1)."""
+        self._tokens[admission.batch] += sign * admission.prompt_tokens
+        self._bytes[admission.batch] += sign * job_bytes
+
+    def tokens(self, *, batch: bool) -> int:
+        """Prompt tokens that a request sees waiting: all of them from the batch lane, else the interactive ones."""
+        return sum(self._tokens) if batch else self._tokens[0]
+
+    def bytes(self, *, batch: bool) -> int:
+        """Bytes of the jobs, likewise."""
+        return sum(self._bytes) if batch else self._bytes[0]
+
+
+class TenantUsage:
+    """The requests of one tenant."""
+
+    __slots__ = ("_queued", "in_flight", "queued", "queued_bytes")
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.queued = 0
+        self.queued_bytes = 0
+        self._queued: Counter[tuple[str, str]] = Counter()  # by queue and lane
+
+    def enter(self, queue: str, lane: str, job_bytes: int) -> None:
+        """A request is admitted, and waits."""
+        self.in_flight += 1
+        self.enter_queue(queue, lane, job_bytes)
+
+    def enter_queue(self, queue: str, lane: str, job_bytes: int) -> None:
+        """An admitted request waits."""
+        self.queued += 1
+        self.queued_bytes += job_bytes
+        self._queued[queue, lane] += 1
+
+    def leave_queue(self, queue: str, lane: str, job_bytes: int) -> None:
+        """A request no longer waits."""
+        self.queued -= 1
+        self.queued_bytes -= job_bytes
+        self._queued[queue, lane] -= 1
+        if not self._queued[queue, lane]:
+            del self._queued[queue, lane]
+
+    def uses(self, queue: str, lane: str) -> bool:
+        """Return whether the tenant has a job of this queue waiting in this lane."""
+        return (queue, lane) in self._queued
+
+    def lanes(self) -> Iterable[tuple[str, str]]:
+        """Queues and lanes of all that wait."""
+        return self._queued.keys()
+
+
+# --- ticket -----------------------------------------------------------------------------------------------------------
+#
+# The ticket of an admitted request: its lane, its queue position, and what it must give back.
+
+
+class Ticket:
+    """One request's entry in the counts of admission. Its methods may be called again and in any order."""
+
+    __slots__ = ("_control", "_is_open", "_waits", "admission", "job_bytes", "lane")
+
+    def __init__(self, control: "AdmissionControl", admission: Admission, lane: str, job_bytes: int) -> None:
+        self.admission = admission
+        self.job_bytes = job_bytes
+        self.lane = lane  # of the first attempt
+        self._control = control
+        self._waits = True
+        self._is_open = True
+
+    def place(self) -> QueuePosition | None:
+        """Return the queue position; None once it no longer waits for its first worker."""
+        return self._control.place(self) if self._waits else None
+
+    def accepted(self, worker_id: str) -> None:
+        """A worker has taken the request."""
+        self._control.taken(self, worker_id)
+        self.leave_queue()
+
+    def leave_queue(self) -> None:
+        """The request no longer waits for its first worker."""
+        if self._waits:
+            self._waits = False
+            self._control.leave_queue(self)
+
+    def enter_queue(self) -> None:
+        """The request waits again for its first worker, where it did before."""
+        if self._is_open and not self._waits:
+            self._waits = True
+            self._control.enter_queue(self)
+
+    def close(self) -> None:
+        """The request is over."""
+        self.leave_queue()
+        if self._is_open:
+            self._is_open = False
+            if self.admission.reservation is not None:
+                self.admission.reservation.release_place()
+            self._control.leave(self)
+
+
+# --- control ----------------------------------------------------------------------------------------------------------
 
 POLL_PERIOD_S: Final = 0.5  # while something waits or has lately come
 IDLE_POLL_PERIOD_S: Final = 2.0

@@ -43,9 +43,8 @@ from gateway.api.schema_check import CheckedChunks, SchemaCheck
 from gateway.api.sse import ChatChunks, CompletionChunks
 from gateway.api.token_ids import with_token_ids
 from gateway.errors import ApiError, InvalidParameter
-from gateway.request.chunks import Chunks
-from gateway.request.conversation import Conversation
-from gateway.request.mailbox import AnyTokens
+from gateway.request.mailbox import AnyTokens, Chunks
+from gateway.request.request import Conversation
 from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.dialects.dialect import AnswerForm
 from protocol.job import NO_TOKENIZER, Part, Sampling

@@ -12,7 +12,7 @@ from gateway.api.form import tools_for_prompt
 from gateway.api.schema import ChatCompletionRequest
 from gateway.api.tool_fields import NamedTool, ToolDefinition
 from gateway.errors import ApiError, InvalidParameter
-from gateway.request.conversation import Conversation
+from gateway.request.request import Conversation
 from gateway.tokenizing.encoders import TokenizerError
 from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.job import THINKING, AnswerSchema, Chat, Tool, encode_chat

@@ -6,7 +6,7 @@ from gateway.api.answer_options import AnswerOptions
 from gateway.api.fields import encode_json
 from gateway.api.schema import GenerationRequest
 from gateway.api.sse import NO_USAGE_YET, usage_fields
-from gateway.request.chunks import Chunks
+from gateway.request.mailbox import Chunks
 from protocol.job import Deltas, Tokens
 
 _NO_CACHE_KNOWN: Final = 0  # how much of the prompt was cached is told when the request has ended

@@ -23,7 +23,8 @@ from gateway.api.tool_fields import (
     tools_of,
 )
 from gateway.errors import InvalidParameter
-from gateway.limits.fields import (
+from gateway.limits.sizes import (
+    AS_MANY_AS_FIT,
     MAX_BIASED_TOKENS,
     MAX_DETOKENIZED_TOKENS,
     MAX_NAME_CHARS,
@@ -32,7 +33,6 @@ from gateway.limits.fields import (
     check_object,
     check_text,
 )
-from gateway.limits.request_limits import AS_MANY_AS_FIT
 from protocol.generation import Grammar
 
 MAX_STOP_STRINGS: Final = 16

@@ -11,7 +11,7 @@ from typing import Any, Final
 import jsonschema_rs
 
 from gateway.api.sse import decoded, event
-from gateway.request.chunks import Chunks
+from gateway.request.mailbox import Chunks
 from protocol.job import Deltas, Tokens
 
 MAX_SCHEMA_CHARS: Final = 16_384  # of patterns alone, it takes some 50 ms to compile

@@ -11,8 +11,7 @@ from gateway.api.form import form_of_parts
 from gateway.api.parsed import PieceReader, pieces_of
 from gateway.api.surface import AnswerHead, EventEncoder, Surface, Translation, Usage
 from gateway.errors import ApiError
-from gateway.request.chunks import Chunks
-from gateway.request.mailbox import AnyTokens
+from gateway.request.mailbox import AnyTokens, Chunks
 from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.dialects.dialect import AnswerForm
 from protocol.dialects.source import Kind, Piece

@@ -5,7 +5,7 @@ from typing import Any
 
 from gateway.api.answer_options import AnswerOptions
 from gateway.api.sse import decoded, event
-from gateway.request.chunks import Chunks
+from gateway.request.mailbox import Chunks
 from protocol.job import Deltas, Tokens
 
 

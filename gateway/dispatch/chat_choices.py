@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 from gateway.dispatch.choices import Choice, Choices
 from gateway.dispatch.plausible import max_plausible
-from gateway.request.admission import Admission
-from gateway.request.conversation import Conversation
+from gateway.request.request import Admission, Conversation
 from protocol.errors import ErrorCode
 from protocol.job import Accepted, ChatUsage, CountedBy, Deltas, Failed, ResumePoint, Tokens, pack_token_ids
 

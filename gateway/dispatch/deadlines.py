@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Final
 
 from gateway.dispatch.attempts import CurrentAttempt
-from gateway.request.admission import Admission
 from gateway.request.mailbox import Failure
+from gateway.request.request import Admission
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 

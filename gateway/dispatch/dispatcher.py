@@ -14,8 +14,8 @@ from typing import Final
 
 from nats.aio.msg import Msg
 
+from gateway.admission.control import Ticket
 from gateway.admission.registry import WorkerRegistry
-from gateway.admission.ticket import Ticket
 from gateway.dispatch.background import BackgroundTasks
 from gateway.dispatch.dead_letters import DeadLetters
 from gateway.dispatch.deadlines import DeadlineTimers
@@ -33,10 +33,9 @@ from gateway.dispatch.request_state import RequestState
 from gateway.dispatch.revisions import LiveRevisions, takers_of
 from gateway.dispatch.streams import Streams
 from gateway.dispatch.unowned_attempts import UnownedAttempts
-from gateway.request.made_before import MadeBefore
-from gateway.request.mailbox import Failure, Mailbox
+from gateway.request.mailbox import Failure, Mailbox, UnreadBytes
+from gateway.request.request import MadeBefore
 from gateway.request.states import State
-from gateway.request.unread import UnreadBytes
 from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.errors import BusError, ErrorCode, ProtocolError

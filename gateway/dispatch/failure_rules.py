@@ -4,8 +4,8 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from gateway.dispatch.attempts import MAX_BUSY_FAILURES
-from gateway.request.admission import Admission
 from gateway.request.mailbox import Failure
+from gateway.request.request import Admission
 from protocol.errors import ErrorCode
 from protocol.job import Failed
 

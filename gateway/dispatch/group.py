@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from gateway.dispatch.request import OpenRequest
 from gateway.request.mailbox import Ended, Failure
-from gateway.request.queue_position import QueuePosition
+from gateway.request.request import QueuePosition
 from gateway.request.states import State
 
 

@@ -6,7 +6,7 @@ from typing import Final
 from db.accounts.principal import Limits
 from db.money import TokenPrice, nano_usd
 from gateway.admission.capacity import ModelCapacity
-from gateway.limits.pools import cap_account
+from gateway.limits.prices import cap_account
 from gateway.settings import HostedPoolSettings
 from protocol import subjects
 from protocol.gateways import Kind

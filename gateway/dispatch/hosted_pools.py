@@ -9,8 +9,7 @@ from gateway.admission.capacity import Capacity
 from gateway.dispatch.hosted_pool import HostedPool, most_cost_nano_usd
 from gateway.dispatch.hosted_slot import HostedSlot
 from gateway.limits.leases import Quotas, Refused, Unavailable
-from gateway.limits.pools import POOL
-from gateway.limits.prices import CurrentPrices
+from gateway.limits.prices import POOL, CurrentPrices
 from gateway.settings import HostedPoolSettings
 
 # Why a request that may go to a hosted pool does not: what its caller is told while it waits.

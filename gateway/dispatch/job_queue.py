@@ -13,8 +13,8 @@ from gateway.dispatch.overflow import JOB_LIMIT_S, Overflow
 from gateway.dispatch.record import origin_of
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import needed_revision
-from gateway.request.admission import Admission
 from gateway.request.mailbox import Failure
+from gateway.request.request import Admission
 from gateway.request.states import State
 from gateway.settings import GatewaySettings
 from protocol import subjects

@@ -7,7 +7,7 @@ admitted ──> queued ──> accepted ──> ended
 from collections.abc import Sequence
 
 from gateway.dispatch.request import OpenRequest
-from gateway.request.admission import Admission
+from gateway.request.request import Admission
 from protocol.usage import RequestRecord
 
 

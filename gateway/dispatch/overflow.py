@@ -20,7 +20,7 @@ from gateway.dispatch.hosted_pools import HostedDemand, HostedPools, Offer
 from gateway.dispatch.hosted_slot import HostedSlot
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import ServingWorker
-from gateway.request.admission import Admission
+from gateway.request.request import Admission
 from gateway.request.states import State
 from gateway.settings import GatewaySettings
 from protocol import subjects

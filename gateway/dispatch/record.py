@@ -7,7 +7,7 @@ from typing import Final
 from msgspec.structs import asdict, replace
 
 from gateway.dispatch.request import OpenRequest
-from gateway.request.admission import Admission
+from gateway.request.request import Admission
 from protocol.job import PROTOCOL_VERSION, TAKES_IDS, Heartbeat, Origin, Rescue, rescue_by
 from protocol.nats.clock import unix_now_ms
 from protocol.usage import AttemptRecord, DeadLetter, RequestIntent, RequestRecord, sampling_without_texts

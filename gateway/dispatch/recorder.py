@@ -13,7 +13,7 @@ import asyncio
 
 from gateway.dispatch.record import lost_attempt_record, usage_intent, usage_record
 from gateway.dispatch.request import OpenRequest
-from gateway.request.admission import Admission
+from gateway.request.request import Admission
 from protocol.job import Heartbeat, encode
 from protocol.nats.outbox import Outbox
 from protocol.usage import RequestRecord

@@ -27,9 +27,8 @@ from gateway.dispatch.failure_rules import (
 from gateway.dispatch.hosted_slot import HostedSlot
 from gateway.dispatch.plausible import plausible_prompt, why_implausible
 from gateway.dispatch.request_state import RequestState
-from gateway.request.made_before import MadeBefore
 from gateway.request.mailbox import Ended, Failure, StillWaiting
-from gateway.request.queue_position import QueuePosition
+from gateway.request.request import MadeBefore, QueuePosition
 from gateway.request.states import State
 from protocol.errors import ErrorCode
 from protocol.job import (

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from gateway.admission.ticket import Ticket
+from gateway.admission.control import Ticket
 from gateway.dispatch.actions import Actions
 from gateway.dispatch.attempts import AttemptLog, CurrentAttempt
 from gateway.dispatch.chat_choices import choices_of

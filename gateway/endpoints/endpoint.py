@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from db.accounts.principal import Principal, consent_of
 from db.money import TokenPrice
-from gateway.admission.ticket import Ticket
+from gateway.admission.control import Ticket
 from gateway.api.errors import RequestFailed
 from gateway.api.fields import check_values
 from gateway.api.schema import JobRequest
@@ -30,9 +30,7 @@ from gateway.http.body import LARGE_BODY_BYTES
 from gateway.http.exchange import AnswerStyle, Exchange, Receive, Scope, Send
 from gateway.idempotency.keyed import IDEMPOTENCY_KEY
 from gateway.limits.reservation import Reservation
-from gateway.request.admission import Admission
-from gateway.request.conversation import Conversation
-from gateway.request.trace import Trace
+from gateway.request.request import Admission, Conversation, Trace
 from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.generation import Pooling
 from protocol.job import NO_TOKENIZER, Sampling

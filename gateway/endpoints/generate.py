@@ -13,8 +13,7 @@ from gateway.endpoints.endpoint import Endpoint, JobSpec
 from gateway.errors import InvalidParameter
 from gateway.http.exchange import Answered, Exchange
 from gateway.http.reply import StreamWriter, usage_of
-from gateway.limits.fields import check_grammar
-from gateway.limits.request_limits import check_prompt_logprobs, check_shape, output_limit
+from gateway.limits.sizes import check_grammar, check_prompt_logprobs, check_shape, output_limit
 from gateway.payloads.answers import RecordedAnswer
 from gateway.payloads.publisher import Capture
 from gateway.request.mailbox import ReaderCut

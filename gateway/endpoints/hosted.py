@@ -4,7 +4,7 @@ from db.accounts.keyring import KeyRing
 from db.accounts.principal import Leaves, Principal, allowed_providers
 from gateway.admission.control import AdmissionControl
 from gateway.errors import HostedNotAllowed, NoTrustedPool, OnlyTrustedPools
-from gateway.request.admission import Admission
+from gateway.request.request import Admission
 from gateway.settings import GatewaySettings
 
 

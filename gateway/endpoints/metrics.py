@@ -9,7 +9,7 @@ from db.accounts.principal import METRICS
 from gateway.endpoints.services import Services
 from gateway.http.exchange import exchange_of
 from gateway.limits.leases import Quotas
-from gateway.limits.pools import pool_of_account
+from gateway.limits.prices import pool_of_account
 from gateway.telemetry.exposition import MetricsSnapshot, exposition
 from gateway.telemetry.fleet import read_fleet
 from ledger.series import read_ledger

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from gateway.admission.ticket import Ticket
+from gateway.admission.control import Ticket
 from gateway.api.answers import CompleteAnswer
 from gateway.api.calls import CompletionCall
 from gateway.api.errors import RequestFailed
@@ -23,11 +23,10 @@ from gateway.endpoints.endpoint import Answering, Arrival, JobSpec
 from gateway.endpoints.generate import GenerationEndpoint, capture_of
 from gateway.endpoints.rate_limits import reserve_all
 from gateway.http.exchange import Exchange
-from gateway.limits.request_limits import check_prompts
+from gateway.limits.sizes import check_prompts
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
-from gateway.request.admission import Admission
-from gateway.request.chunks import Chunks
-from gateway.request.mailbox import AnyTokens, SharedMailbox
+from gateway.request.mailbox import AnyTokens, Chunks, SharedMailbox
+from gateway.request.request import Admission
 from gateway.request.states import State
 from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.job import Deltas, Tokens

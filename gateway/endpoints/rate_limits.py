@@ -14,8 +14,7 @@ from db.money import NANO_USD, TokenPrice
 from gateway.errors import ApiError, InsufficientQuota, LimitsUnavailable, RateLimitExceeded
 from gateway.http.pages import Exchange
 from gateway.limits.leases import Quotas, Refused, Unavailable
-from gateway.limits.local import LocalAccount
-from gateway.limits.refusals import Refusal
+from gateway.limits.local import LocalAccount, Refusal
 from gateway.limits.reservation import Estimate, Reservation
 from protocol.gateways import RATES, Kind
 from protocol.generation import Pooling

@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from db.accounts.principal import Principal
-from gateway.admission.ticket import Ticket
+from gateway.admission.control import Ticket
 from gateway.api.errors import RequestFailed
 from gateway.api.fields import check_values
 from gateway.api.openai_responses import Responses, previous_of

@@ -9,7 +9,7 @@ from gateway.api.openai_items import Item
 from gateway.api.openai_responses import Responses, ResponsesTranslation
 from gateway.api.surface_calls import SurfaceCall
 from gateway.errors import ApiError
-from gateway.request.chunks import Chunks
+from gateway.request.mailbox import Chunks
 from gateway.responses.messages import NotKept
 from protocol.errors import BusError
 from protocol.job import Deltas, Tokens

@@ -18,7 +18,7 @@ from gateway.endpoints.rate_limits import counted
 from gateway.endpoints.services import Services
 from gateway.http.exchange import Exchange, exchange_of
 from gateway.http.pages import body_schema, json_answer
-from gateway.limits.request_limits import check_shape
+from gateway.limits.sizes import check_shape
 from gateway.tokenizing.model_tokens import ModelTokens
 
 VERSION: Final = metadata.version("spillway")

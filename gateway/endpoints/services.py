@@ -15,7 +15,7 @@ from gateway.idempotency.keyed import KeyedRequests
 from gateway.limits.leases import Quotas
 from gateway.limits.prices import CurrentPrices
 from gateway.payloads.publisher import PayloadPublisher
-from gateway.request.trace import Trace
+from gateway.request.request import Trace
 from gateway.responses.runs import BackgroundRuns
 from gateway.responses.store import ResponseStore
 from gateway.settings import GatewaySettings

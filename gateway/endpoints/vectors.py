@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from gateway.admission.ticket import Ticket
+from gateway.admission.control import Ticket
 from gateway.api.errors import RequestFailed
 from gateway.api.pooling_calls import Inputs, PoolingCall
 from gateway.dispatch.request import OpenRequest
@@ -12,8 +12,8 @@ from gateway.endpoints.endpoint import CallFactory, Endpoint, JobSpec
 from gateway.endpoints.services import Services
 from gateway.errors import ContextLengthExceeded, InvalidParameter, Overloaded
 from gateway.http.exchange import Exchange
-from gateway.request.admission import Admission
 from gateway.request.mailbox import Ended
+from gateway.request.request import Admission
 from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.generation import Pooling
 from protocol.job import Sampling, Vector, pack_token_ids

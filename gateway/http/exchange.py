@@ -18,7 +18,7 @@ from gateway.dispatch.group import RequestGroup
 from gateway.dispatch.request import OpenRequest
 from gateway.errors import ApiError, InvalidApiKey, LedgerUnavailable, MissingScope
 from gateway.http.pages import EXCHANGE_KEY, PRINCIPAL_KEY
-from gateway.request.trace import Trace
+from gateway.request.request import Trace
 from gateway.settings import TimeoutSettings
 from protocol.nats.bus import shared_deadlines, wait_until_done
 from protocol.nats.clock import unix_now_ms

@@ -15,14 +15,12 @@ from nats.aio.msg import Msg
 from db.accounts.principal import Limits, Principal, limits_of, minus, plus
 from db.engine import DatabaseUnavailable
 from db.money import TokenPrice
-from gateway.limits.account import EMPTY, LEASE_S
-from gateway.limits.account_store import AccountStore, created_s
-from gateway.limits.local import LocalAccount
-from gateway.limits.pools import POOL
-from gateway.limits.refusals import Refusal, too_large
+from gateway.limits.account import EMPTY, LEASE_S, AccountStore, created_s
+from gateway.limits.local import LocalAccount, Refusal, too_large
+from gateway.limits.prices import POOL
+from gateway.limits.report import LimitUsage, taken_amounts, uses
 from gateway.limits.reservation import Estimate, Reservation
 from gateway.limits.seeds import Ledger, Seed, Unseeded, check_nobody_holds, until_ledger_is_current
-from gateway.limits.usage import LimitUsage, taken_amounts, uses
 from gateway.settings import REACH_LIMIT_S
 from protocol import subjects
 from protocol.errors import BusError, ProtocolError

@@ -1,19 +1,23 @@
-"""Current prices in memory: budgets are counted by the same price book as the ledger's charges."""
+"""What tokens cost now, and what hosted pools may cost us."""
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Final
 
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy import func, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.engine import SQL_ERRORS, describe
 from db.money import CLIENTS, TokenPrice
 from db.prices import PriceBook, load_prices
-
-RELOAD_PERIOD_S: Final = 10.0
+from db.tables import AttemptRow
 
 log = logging.getLogger(__name__)
+
+
+RELOAD_PERIOD_S: Final = 10.0
 
 
 class CurrentPrices:
@@ -40,3 +44,43 @@ class CurrentPrices:
             except SQL_ERRORS as error:
                 log.warning("cannot load the prices, keeping those known: %s", describe(error))
             await asyncio.sleep(RELOAD_PERIOD_S)
+
+
+# --- pools ------------------------------------------------------------------------------------------------------------
+#
+# The accounts of hosted pools' caps, and what the ledger knows of what was spent there.
+
+POOL: Final = "pool"  # whose account it is, beside "key" and "team"
+HOUR_MS: Final = 3_600_000
+
+
+def cap_account(pool: str, period: str) -> str:
+    """The id of the account of a pool's cap for each day or month."""
+    return f"pool:{pool}:{period}"
+
+
+def pool_of_account(account_id: str) -> str:
+    """The pool of a cap's account."""
+    return account_id.partition(":")[2].rpartition(":")[0]
+
+
+async def spent_at_pool(connection: AsyncConnection, pool: str, since_unix_ms: int) -> dict[str, int]:
+    """Nano-USD that a hosted pool's attempts have cost since then, by gateway; "" where it is not known.
+
+    A price holds for the whole hour in which it was entered. Raises SQL's own errors.
+    """
+    row = AttemptRow.__table__.c
+    hour, tokens = row.started_unix_ms // HOUR_MS, (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+    statement = (
+        select(row.model, hour, row.gateway_id, *(func.sum(column) for column in tokens))
+        # What failed before its first token was not charged.
+        .where(row.pool == pool, row.started_unix_ms >= since_unix_ms)
+        .where(or_(row.outcome != "failed", row.completion_tokens > 0))
+        .group_by(row.model, hour, row.gateway_id)
+    )
+    prices, spent = await load_prices(connection), defaultdict[str, int](int)
+    for model, at_hour, gateway_id, *sums in await connection.execute(statement):
+        price = prices.at(model, pool, (at_hour + 1) * HOUR_MS - 1)
+        if price is not None and price.tokens is not None:
+            spent[gateway_id or ""] += price.tokens.charge_nano_usd(*map(int, sums))
+    return spent

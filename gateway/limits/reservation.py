@@ -4,8 +4,7 @@ from msgspec import Struct
 
 from db.accounts.principal import plus
 from db.money import TokenPrice
-from gateway.limits.local import LocalAccount
-from gateway.limits.slices import Taken
+from gateway.limits.local import LocalAccount, Taken
 from protocol.gateways import NOTHING, Amounts
 
 

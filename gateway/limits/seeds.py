@@ -20,9 +20,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from db.accounts.principal import BudgetPeriod, period_start_s
 from db.engine import SQL_ERRORS, DatabaseUnavailable, describe
 from db.tables import RollupRow, SliceRow
-from gateway.limits.account import CLOCK_SLACK_S, LEASE_S
-from gateway.limits.account_store import created_s
-from gateway.limits.pools import POOL, pool_of_account, spent_at_pool
+from gateway.limits.account import CLOCK_SLACK_S, LEASE_S, created_s
+from gateway.limits.prices import POOL, pool_of_account, spent_at_pool
 from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats.bus import Bus

@@ -5,7 +5,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from gateway.request.chunks import Chunks
+from gateway.request.mailbox import Chunks
 from protocol.job import Deltas, Part, Tokens
 
 # In what begins a call, and tells its id. Never inside a JSON string, where its quotes would be escaped.

@@ -21,7 +21,7 @@ from msgspec import structs
 from gateway.api.openai_events import ended_at, fault
 from gateway.api.openai_items import items_of
 from gateway.errors import ApiError
-from gateway.request.made_before import MadeBefore
+from gateway.request.request import MadeBefore
 from gateway.responses.kept import answer_id_of
 from gateway.responses.messages import THREADED_BYTES, Key, NotKept
 from gateway.responses.patience import patiently

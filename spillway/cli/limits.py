@@ -3,8 +3,8 @@
 import time
 
 from db.money import NANO_USD
-from gateway.limits.account_store import AccountStore
-from gateway.limits.recount import Recount, recount_budgets
+from gateway.limits.account import AccountStore
+from gateway.limits.report import Recount, recount_budgets
 from spillway.cli.connections import database, queue_server
 from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
 

@@ -28,8 +28,7 @@ from nats.aio.msg import Msg
 from benchmarks.http_client import Exchange, ReadTimeouts, exchange, post_request
 from benchmarks.stream_answer import read
 from db.accounts.principal import Policy
-from gateway.limits.account import CLOCK_SLACK_S, LEASE_S
-from gateway.limits.account_store import AccountStore
+from gateway.limits.account import CLOCK_SLACK_S, LEASE_S, AccountStore
 from gateway.settings import REACH_LIMIT_S
 from protocol import subjects
 from protocol.gateways import NOTHING

@@ -10,7 +10,7 @@ from console.dashboard.view import DAY_MS, View
 from db.accounts.keys import ApiKey
 from db.accounts.principal import DEFAULT_TEAM_ID, Limits, limits_of, period_start_s
 from db.accounts.teams import Team
-from gateway.limits.usage import LimitUsage, uses
+from gateway.limits.report import LimitUsage, uses
 from ledger.queries.traffic import Traffic, totals
 from ledger.queries.window import Dimension, Window
 from protocol.gateways import Kind

@@ -17,8 +17,8 @@ from sqlalchemy import select
 from db.accounts.principal import Policy
 from db.money import TokenPrice, nano_usd
 from db.tables import AttemptRow
-from gateway.limits.account_store import AccountStore
-from gateway.limits.pools import cap_account
+from gateway.limits.account import AccountStore
+from gateway.limits.prices import cap_account
 from pool_worker.settings import ServerEngineSettings
 from protocol.errors import BusError
 from tests.chaos.load_scenarios.callers import Asked

@@ -17,7 +17,7 @@ from sqlalchemy import func, select
 
 from db.accounts.principal import Policy
 from db.tables import RequestRow
-from gateway.limits.account_store import AccountStore
+from gateway.limits.account import AccountStore
 from ledger.check import check_rollups
 from protocol import subjects
 from tests.chaos.ledger import settled_rows

@@ -34,7 +34,7 @@ from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.dead_letters import newest_dead_letters
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.main import run
-from gateway.request.admission import Admission
+from gateway.request.request import Admission
 from gateway.settings import GatewaySettings, ModelSettings
 from protocol import job as m
 from protocol import subjects

@@ -12,8 +12,8 @@ from db.accounts.keys import Grant, create_key
 from db.accounts.principal import Policy
 from db.engine import create_engine
 from db.money import nano_usd
-from gateway.limits.account_store import AccountStore
-from gateway.limits.pools import cap_account
+from gateway.limits.account import AccountStore
+from gateway.limits.prices import cap_account
 from gateway.settings import HostedPoolSettings, PriceSettings
 from protocol.errors import ErrorCode
 from protocol.nats.bus import Bus

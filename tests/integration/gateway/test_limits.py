@@ -12,7 +12,7 @@ from db.accounts.keys import Grant, create_key
 from db.accounts.principal import Policy
 from db.engine import create_engine
 from gateway.http.body import LARGE_BODY_BYTES
-from gateway.limits.account_store import AccountStore
+from gateway.limits.account import AccountStore
 from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.gateways import RATES, Account, Kind
 from protocol.nats.bus import Bus

@@ -12,7 +12,7 @@ from db.accounts.principal import BudgetPeriod, Policy
 from db.engine import DatabaseUnavailable, create_engine
 from db.money import CLIENTS, Price, TokenPrice
 from db.prices import add_price
-from gateway.limits.account_store import AccountStore
+from gateway.limits.account import AccountStore
 from gateway.limits.leases import Quotas, Refused, Unavailable
 from gateway.limits.reservation import Estimate, Reservation
 from gateway.limits.seeds import RollupLedger

@@ -10,7 +10,7 @@ import pytest
 from openai.types import Completion
 
 from db.accounts.principal import Policy
-from gateway.limits.account_store import AccountStore
+from gateway.limits.account import AccountStore
 from protocol.gateways import Kind
 from protocol.generation import PromptLogprob, TokenLogprob
 from protocol.job import unpack_token_ids

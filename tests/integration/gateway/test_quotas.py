@@ -15,9 +15,9 @@ from db.money import CLIENTS, Price, TokenPrice
 from db.prices import add_price
 from gateway.limits import account as accounts
 from gateway.limits import local as books
-from gateway.limits.account_store import AccountStore
+from gateway.limits.account import AccountStore
 from gateway.limits.leases import SLICE_WAIT_S, Quotas, Refused, Unavailable
-from gateway.limits.recount import recount_budgets
+from gateway.limits.report import recount_budgets
 from gateway.limits.reservation import Estimate, Reservation
 from gateway.limits.seeds import RollupLedger
 from gateway.settings import REACH_LIMIT_S

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.api.fields import MAX_BODY_VALUES
-from gateway.limits.fields import MAX_DETOKENIZED_TOKENS
+from gateway.limits.sizes import MAX_DETOKENIZED_TOKENS
 from protocol.nats.objects import MAX_INLINE_PROMPT_BYTES
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, card
 from tests.integration.gateway.test_errors import error_of

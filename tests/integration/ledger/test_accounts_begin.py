@@ -14,7 +14,7 @@ from db.engine import create_engine
 from db.money import CLIENTS, Price
 from db.prices import add_price
 from gateway.limits.leases import Quotas, Unavailable
-from gateway.limits.pools import POOL, cap_account
+from gateway.limits.prices import POOL, cap_account
 from gateway.limits.seeds import LEDGER_LIMIT_S, RollupLedger
 from ledger import writer as writer_module
 from ledger.settings import LedgerSettings

@@ -6,10 +6,9 @@ from typing import Any
 from pydantic import SecretStr
 
 from db.accounts.principal import Principal
-from gateway.admission.control import AdmissionControl
+from gateway.admission.control import AdmissionControl, Ticket
 from gateway.admission.registry import WorkerRegistry
-from gateway.admission.ticket import Ticket
-from gateway.request.admission import Admission
+from gateway.request.request import Admission
 from gateway.settings import GatewaySettings
 from protocol.job import PROTOCOL_VERSION, Heartbeat, Sampling
 

@@ -1,6 +1,6 @@
 from typing import Any
 
-from gateway.admission.backlog import Backlog, LaneBacklog
+from gateway.admission.capacity import Backlog, LaneBacklog
 from protocol import subjects
 from protocol.nats.bus import Bus
 from protocol.nats.topology import QueueBounds, apply

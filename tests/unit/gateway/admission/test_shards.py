@@ -3,7 +3,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.shards import candidate_lanes, choose_lane
+from gateway.admission.lanes import candidate_lanes, choose_lane
 from protocol import subjects
 from tests.unit.gateway.admission.controls import admission, control
 

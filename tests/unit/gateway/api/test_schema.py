@@ -7,7 +7,7 @@ from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.schema import parse_chat, parse_completion
 from gateway.api.tool_fields import CalledFunction
 from gateway.errors import InvalidParameter
-from gateway.limits.fields import check_grammar
+from gateway.limits.sizes import check_grammar
 from protocol.generation import Grammar
 from protocol.job import Sampling
 from tests.unit.gateway.api.bodies import CALL, USER, chat, completion, tool

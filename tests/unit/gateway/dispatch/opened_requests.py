@@ -7,7 +7,7 @@ from typing import Any
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.request_state import RequestState
 from gateway.dispatch.revisions import takers_of
-from gateway.request.admission import Admission
+from gateway.request.request import Admission
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.job import Accepted, Cancel, Failed, Finished, Frame, Heartbeat, Sampling, Tokens

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.admission.ticket import Ticket
+from gateway.admission.control import Ticket
 from gateway.dispatch.deadlines import ACCEPT_LIMIT_S, RESCUE_QUEUE_WAIT_S
 from gateway.dispatch.request import OpenRequest
 from gateway.request.states import State

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from db.accounts.principal import Limits
 from gateway.limits.account import CLOCK_SLACK_S, EMPTY, LEASE_S, WINDOW_S, exchange, free_amounts, recounted
-from gateway.limits.slices import Slice, Taken
+from gateway.limits.local import Slice, Taken
 from protocol.gateways import NOTHING, Account, Amounts, Kind
 
 LIMITS = (20, 400, 5, 1000)

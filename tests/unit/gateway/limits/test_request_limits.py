@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import ContextLengthExceeded, InvalidParameter
-from gateway.limits.request_limits import AS_MANY_AS_FIT, check_shape, output_limit
+from gateway.limits.sizes import AS_MANY_AS_FIT, check_shape, output_limit
 from gateway.settings import LimitSettings, ModelSettings
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from db.accounts.principal import BudgetPeriod, Limits, period_at, period_end_s
 from gateway.limits.account import CLOCK_SLACK_S, WINDOW_S
-from gateway.limits.usage import LimitUsage, taken_amounts, uses
+from gateway.limits.report import LimitUsage, taken_amounts, uses
 from protocol.gateways import Account, Kind, Lease
 from protocol.job import PROTOCOL_VERSION
 

@@ -5,6 +5,7 @@ import pytest
 from gateway.request.mailbox import (
     LOOSE_EVENTS,
     TAKEN_AT_ONCE,
+    TENANT_SHARE,
     Ended,
     Event,
     Failure,
@@ -12,9 +13,9 @@ from gateway.request.mailbox import (
     Mailbox,
     ReaderCut,
     StillWaiting,
+    UnreadBytes,
     read_logprobs,
 )
-from gateway.request.unread import TENANT_SHARE, UnreadBytes
 from protocol.errors import ErrorCode
 from protocol.generation import TokenLogprob
 from protocol.job import Tokens

@@ -1,15 +1,91 @@
-"""The specification of an admitted request, fixed from here on."""
+"""A request that is admitted, as all parts of the gateway know it."""
 
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol, Self
+
+from msgspec import Struct
 
 from db.accounts.principal import Consent, Principal
+from gateway.errors import ApiError
 from gateway.limits.reservation import Reservation
-from gateway.request.conversation import Conversation
-from gateway.request.trace import Trace
 from protocol.generation import Pooling
-from protocol.job import Sampling, encode
+from protocol.job import Deltas, Sampling, Tokens, encode
 from protocol.subjects import queue_of
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A chat as the HTTP edge has prepared it."""
+
+    packed: bytes  # protocol.job.Chat
+    # Its answer is mere text: neither calls of tools nor a schema, which nobody continues with from the middle.
+    is_plain: bool
+    has_ids: bool  # its model's own workers can answer it, too
+    # The token ids of a part of its answer, None where they cannot be told; None: it has none, or what engines make of
+    # it is more than what is told (marks of reasoning).
+    encode: Callable[[str], Awaitable[list[int] | None]] | None = None
+
+
+# --- made before ------------------------------------------------------------------------------------------------------
+#
+# What another gateway has received of an answer that this one goes on with.
+
+
+class MadeBefore(Struct, frozen=True):
+    """The frames of an answer's beginning."""
+
+    frames: Sequence[Tokens | Deltas] = ()
+    attempt: int = 0  # the last that is known of; 0: none
+    revision: str = ""  # protocol.job.Accepted.revision of whoever has made them
+
+
+# --- trace ------------------------------------------------------------------------------------------------------------
+#
+# The interface of one request's trace; ``gateway.traces`` implements it.
+
+
+class Trace(Protocol):
+    """The spans of one request. What happens after its admission comes to them as events of the dispatcher."""
+
+    @property
+    def trace_id(self) -> str:
+        """Id of the trace: the client's, or its own."""
+        ...
+
+    @property
+    def traceparent(self) -> str:
+        """Trace context of the current attempt's job."""
+        ...
+
+    def part(self, request_id: str) -> Self:
+        """Begin the trace of one of several requests that the client has sent as one."""
+        ...
+
+    def refused(self, status: int | None, error: ApiError | None) -> None:
+        """End the trace of a refused request; ``error`` is None where the client disconnected before."""
+        ...
+
+    def parts_ended(self, status: int | None) -> None:
+        """End the trace of several requests; ``status`` is None where the client disconnected before."""
+        ...
+
+
+# --- queue position ---------------------------------------------------------------------------------------------------
+#
+# Queue positions.
+
+
+class QueuePosition(Struct, frozen=True):
+    """Position of a job among all that wait for its model."""
+
+    position: int  # from 1
+    eta_s: float | None  # until a worker takes it; None: unknown
+
+
+# --- admission --------------------------------------------------------------------------------------------------------
+#
+# The specification of an admitted request, fixed from here on.
 
 JOB_OVERHEAD_BYTES: Final = 512  # names, ids, times, and what the stream adds
 

@@ -1,8 +1,10 @@
-"""Lanes in which tenants have jobs waiting at other gateways, as gateways report them to each other."""
+"""Lanes of a queue: which one a tenant's jobs wait in, here and at the other gateways."""
 
 import logging
 import time
 from collections.abc import Iterable
+from functools import lru_cache
+from hashlib import blake2b
 from itertools import islice
 from typing import Final
 
@@ -13,10 +15,40 @@ from protocol.errors import BusError, ProtocolError
 from protocol.gateways import LaneInUse, LanesInUse, decode_lanes, encode
 from protocol.nats.bus import Bus
 
+log = logging.getLogger(__name__)
+
+
+CACHED_TENANTS: Final = 65_536
+
+
+def _score(tenant: str, lane: str) -> bytes:
+    return blake2b(f"{lane}\0{tenant}".encode(), digest_size=8).digest()
+
+
+@lru_cache(maxsize=CACHED_TENANTS)
+def candidate_lanes(tenant: str) -> tuple[str, str]:
+    """The two lanes of a tenant, by rendezvous hashing: a new lane would move only the tenants that it wins."""
+    first, second = sorted(subjects.HIGH_LANES, key=lambda lane: _score(tenant, lane), reverse=True)[:2]
+    return first, second
+
+
+def choose_lane(candidates: tuple[str, str], waiting: tuple[int, int], current: str | None) -> str:
+    """The lane for a tenant's next job.
+
+    ``waiting`` are the jobs in each candidate; ``current`` is the lane in which the tenant has jobs waiting already,
+    at whichever gateway: it stays there, for a second lane would give it a second share.
+    """
+    if current is not None:
+        return current
+    return candidates[1] if waiting[1] < waiting[0] else candidates[0]
+
+
+# --- peer lanes -------------------------------------------------------------------------------------------------------
+#
+# Lanes in which tenants have jobs waiting at other gateways, as gateways report them to each other.
+
 VALID_S: Final = 2.0  # some periods of telling: one lost message changes nothing
 MAX_TOLD: Final = 4096  # lanes in use in one message, some 100 bytes each
-
-log = logging.getLogger(__name__)
 
 
 class PeerLanes:
