@@ -187,7 +187,7 @@ class RequestRow(Base):
     pool: Mapped[str | None]  # of the last attempt, as its worker reports
     provider: Mapped[str | None]
     region: Mapped[str | None]
-    # Sums over its attempts, see gateway.dispatch.attempts; NULL before version 0003, and where none was accepted.
+    # Sums over its attempts, see gateway.dispatch.attempt; NULL before version 0003, and where none was accepted.
     engine_queue_ms: Mapped[float | None]  # in an engine, before the computation of its first token began
     prefill_ms: Mapped[float | None]  # computing began → first token
     decode_ms: Mapped[float | None]  # first token → last token

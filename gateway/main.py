@@ -25,7 +25,7 @@ from gateway.batches.feeder import Feeder
 from gateway.batches.open import make_feeder, open_batches
 from gateway.batches.series import BatchSeries
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.hosted_pools import HostedPools
+from gateway.dispatch.hosted import HostedPools
 from gateway.dispatch.overflow import Overflow
 from gateway.endpoints.hosted import providers_still_allowed
 from gateway.endpoints.rate_limits import counted

@@ -17,8 +17,8 @@ from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_sp
 from opentelemetry.util.types import AttributeValue
 
 from db.accounts.masking import masked
+from gateway.dispatch.lifecycle import OpenRequest
 from gateway.dispatch.observers import Observer
-from gateway.dispatch.request import OpenRequest
 from gateway.errors import ApiError
 from gateway.http.exchange import Exchange
 from gateway.request.request import Admission

@@ -8,6 +8,15 @@ from msgspec import Struct
 
 from protocol import subjects, wire
 
+# --- lanes ------------------------------------------------------------------------------------------------------------
+#
+# Messages between gateways about lanes: which one each tenant's jobs wait in.
+#
+# A tenant's jobs wait in one lane of a queue, or it would have a second share of the workers. Each gateway tells so
+# every half second, and what it said last counts for a little longer.
+#
+#     gateway ──LanesInUse──> all gateways     core NATS, ``subjects.LANES_IN_USE``
+
 
 class LaneInUse(Struct, frozen=True, array_like=True):
     """A tenant has jobs waiting in a lane of a queue."""

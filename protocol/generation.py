@@ -5,6 +5,10 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+# --- grammar ----------------------------------------------------------------------------------------------------------
+#
+# Constraints that clients may put on an answer's form.
+
 
 class Grammar(Struct, frozen=True, omit_defaults=True):
     """The form that every answer must have."""

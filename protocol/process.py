@@ -17,6 +17,10 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator
 
+# --- settings ---------------------------------------------------------------------------------------------------------
+#
+# The base of all sections of a configuration: frozen, validated, passed down.
+
 PORT_PLACE: Final = "{port}"  # in a server's command and URL: a port that is chosen when it starts
 
 

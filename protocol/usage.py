@@ -43,7 +43,7 @@ class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
     pool: str | None  # of the last attempt
     provider: str | None
     region: str | None
-    engine_queue_ms: Real | None = None  # this and what follows: sums over its attempts (gateway.dispatch.attempts)
+    engine_queue_ms: Real | None = None  # this and what follows: sums over its attempts (gateway.dispatch.attempt)
     prefill_ms: Real | None = None
     decode_ms: Real | None = None
     preemptions: Whole | None = None

@@ -15,6 +15,13 @@ from protocol.errors import BusError, ProtocolError
 from protocol.gateways import LaneInUse, LanesInUse, decode_lanes, encode
 from protocol.nats.bus import Bus
 
+# --- shards -----------------------------------------------------------------------------------------------------------
+#
+# Shuffle sharding: the high lane of a tenant's jobs.
+#
+# Each tenant has two candidate lanes, the same at all gateways. Workers share themselves fairly among the lanes, so a
+# tenant with a backlog slows down only those who find both of their candidates crowded.
+
 log = logging.getLogger(__name__)
 
 

@@ -9,39 +9,174 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, Final
 
 from nats.aio.msg import Msg
 
 from gateway.admission.control import Ticket
 from gateway.admission.registry import WorkerRegistry
-from gateway.dispatch.background import BackgroundTasks
-from gateway.dispatch.dead_letters import DeadLetters
-from gateway.dispatch.deadlines import DeadlineTimers
-from gateway.dispatch.detector import LossDetector
-from gateway.dispatch.internal_errors import fail_alone
-from gateway.dispatch.job_queue import JobQueue, objects_of
-from gateway.dispatch.lookups import JobLookups
+from gateway.dispatch.job_queue import JobLookups, JobQueue, Streams, objects_of
+from gateway.dispatch.lifecycle import Actions, DeadlineTimers, OpenRequest, RequestState, State
+from gateway.dispatch.losses import LossDetector
 from gateway.dispatch.observers import Observer, Observers
-from gateway.dispatch.open_requests import OpenRequests
 from gateway.dispatch.overflow import Overflow
-from gateway.dispatch.record import dead_letter, rescue, settle_limits
-from gateway.dispatch.recorder import Recorder
-from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.request_state import RequestState
+from gateway.dispatch.records import DeadLetters, Recorder, dead_letter, rescue, settle_limits
 from gateway.dispatch.revisions import LiveRevisions, takers_of
-from gateway.dispatch.streams import Streams
-from gateway.dispatch.unowned_attempts import UnownedAttempts
-from gateway.request.mailbox import Failure, Mailbox, UnreadBytes
+from gateway.request.mailbox import Ended, Failure, Mailbox, UnreadBytes
 from gateway.request.request import MadeBefore
-from gateway.request.states import State
 from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.errors import BusError, ErrorCode, ProtocolError
-from protocol.job import Cancel, Control, Frame, Heartbeat, Resend, decode_step, encode
+from protocol.job import Cancel, Control, Failed, Finished, Frame, Heartbeat, Resend, decode_step, encode
 from protocol.nats.bus import Bus
 from protocol.nats.outbox import Outbox
+from protocol.usage import StillOpen, decode_open_requests_query
+
+log = logging.getLogger(__name__)
+
+
+# --- background -------------------------------------------------------------------------------------------------------
+#
+# Short tasks that the dispatcher starts and does not wait for.
+
+
+class BackgroundTasks:
+    """Tasks that run: as many as there are open requests, times the few things that one may ask for at once."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task; an exception that ends it is logged."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("a dispatch task failed", exc_info=task.exception())
+
+
+# --- internal errors --------------------------------------------------------------------------------------------------
+#
+# An unexpected exception while handling one request ends that request and nothing else.
+
+_FAILURE: Final = Failure(ErrorCode.INTERNAL_ERROR, "the gateway made a mistake with this request")
+
+
+def fail_alone(request: OpenRequest, actions: Actions, mistake: Exception) -> None:
+    """Log an exception and end its request with an internal error.
+
+    In order where that works: its worker is told, and its counts are waited for. A request that cannot be stopped so,
+    or that fails again while its counts are waited for, ends at once.
+    """
+    log.error("request %s fails by a mistake of the gateway's", request.request_id, exc_info=mistake)
+    now_s = time.monotonic()
+    if request.state in {State.QUEUED, State.RUNNING}:
+        try:
+            request.fail(_FAILURE, now_s)
+        except Exception:
+            log.exception("request %s cannot be stopped in order", request.request_id)
+        else:
+            return
+    if request.state is not State.ENDED:
+        _end_at_once(request, actions, now_s)
+
+
+def _end_at_once(request: OpenRequest, actions: Actions, now_s: float) -> None:
+    request.state, request.ended_s = State.ENDED, now_s
+    request.outcome, request.failure = "failed", request.failure or _FAILURE
+    with contextlib.ExitStack() as stack:  # each of them whatever becomes of the others; the last one first
+        stack.callback(actions.ended, request)
+        stack.callback(request.ticket.close)
+        stack.callback(actions.attempt_over, request)
+        if request.on_end is not None:
+            stack.callback(request.on_end, Ended(request.failure))
+        stack.callback(request.mailbox.wake)
+        stack.callback(request.mailbox.put, Ended(request.failure))
+
+
+# --- open requests ----------------------------------------------------------------------------------------------------
+#
+# Reports to the ledger which requests this gateway still has; the ledger makes rows of those it has lost.
+
+
+class OpenRequests:
+    """Answers ledger writers (ledger.abandoned)."""
+
+    def __init__(self, bus: Bus, gateway_id: str, unsettled: Mapping[str, OpenRequest], outbox: Outbox) -> None:
+        """``unsettled``: the requests without a record; ``outbox``: where their records go."""
+        self._bus = bus
+        self._subject = subjects.open_requests_subject(gateway_id)
+        self._unsettled = unsettled
+        self._outbox = outbox
+
+    async def start(self) -> None:
+        """Subscribe. Raises BusError."""
+        await self._bus.subscribe(self._subject, self._on_question)
+
+    async def _on_question(self, message: Msg) -> None:
+        try:
+            asked = decode_open_requests_query(message.data).request_ids
+            await self._bus.publish(message.reply, encode(self._answer(asked)))
+        except (ProtocolError, BusError) as error:  # it is asked again
+            log.warning("the ledger's question was not answered: %s", error)
+
+    def _answer(self, asked: tuple[str, ...]) -> StillOpen:
+        still_open = {
+            name: request.completion_tokens for name in asked if (request := self._unsettled.get(name)) is not None
+        }
+        if self._outbox.is_behind:  # any of the others may have its record there
+            still_open = dict.fromkeys(asked, 0) | still_open
+        return StillOpen(still_open)
+
+
+# --- unowned attempts -------------------------------------------------------------------------------------------------
+#
+# Attempts that workers run and no request waits for: each gets a Cancel, again and again while it continues.
+#
+# A job pulled just before it was withdrawn, one of an earlier life of this gateway, a second worker with the same
+# attempt, an attempt given up for lost that was not: whatever it is, its frames give it away, and a lost Cancel with
+# it.
+
+REPEAT_S: Final = 1.0
+MAX_REMEMBERED: Final = 20_000  # twice the requests that a gateway holds; the one told longest ago is forgotten
+
+
+class UnownedAttempts:
+    """Times at which each of them was last sent a Cancel."""
+
+    def __init__(self, cancel: Callable[[str, Cancel], None], on_frame: Callable[[Frame], None] | None = None) -> None:
+        """``on_frame``: called with every frame of one."""
+        self._cancel = cancel
+        self._on_frame = on_frame
+        self._cancelled_s: dict[tuple[str, str, int], float] = {}  # the latest last
+
+    def cancelled(self, worker_id: str, cancel: Cancel, now_s: float) -> None:
+        """Note that a Cancel was sent: frames that arrive before it takes effect need no other."""
+        key = (worker_id, cancel.request_id, cancel.attempt)
+        self._cancelled_s.pop(key, None)
+        self._cancelled_s[key] = now_s
+        if len(self._cancelled_s) > MAX_REMEMBERED:
+            del self._cancelled_s[next(iter(self._cancelled_s))]
+
+    def on_frame(self, worker_id: str, frame: Frame, now_s: float) -> None:
+        """Handle a frame of one."""
+        if self._on_frame is not None:
+            self._on_frame(frame)
+        key = (worker_id, frame.request_id, frame.attempt)
+        if isinstance(frame, (Finished, Failed)):  # its last
+            self._cancelled_s.pop(key, None)
+        elif now_s - self._cancelled_s.get(key, float("-inf")) >= REPEAT_S:
+            self._cancel(worker_id, Cancel(frame.request_id, frame.attempt))
+
+
+# --- dispatcher -------------------------------------------------------------------------------------------------------
 
 KEY_REVOKED: Final = Failure(ErrorCode.KEY_REVOKED, "the API key of this request has been revoked")
 LEAVING: Final = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
@@ -50,8 +185,6 @@ SWEEP_LATE_S: Final = 0.5  # a sweep this late means that our own loop was held 
 COMPLAINT_PERIOD_S: Final = 10.0  # between two lines about frames that cannot be read
 DRAIN_POLL_S: Final = 0.05
 SETTLE_LIMIT_S: Final = 8.0  # longer than a stopped request waits for its worker's counts
-
-log = logging.getLogger(__name__)
 
 
 class Dispatcher:

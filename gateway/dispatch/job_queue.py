@@ -1,33 +1,185 @@
 """Jobs in the queue: published until stored, by reference where large, withdrawn, and looked up."""
 
 import asyncio
+import base64
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
+from nats.aio.msg import Msg
+
 from db.accounts.principal import cache_salt_of
-from gateway.dispatch.attempts import CurrentAttempt
-from gateway.dispatch.lookups import JobLookups
+from gateway.dispatch.attempt import CurrentAttempt
+from gateway.dispatch.lifecycle import OpenRequest, State
 from gateway.dispatch.overflow import JOB_LIMIT_S, Overflow
-from gateway.dispatch.record import origin_of
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.records import origin_of
 from gateway.dispatch.revisions import needed_revision
 from gateway.request.mailbox import Failure
 from gateway.request.request import Admission
-from gateway.request.states import State
 from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.errors import BusError, ErrorCode, PayloadTooLarge, StreamFull
 from protocol.job import PROTOCOL_VERSION, Job, encode
+from protocol.nats import topology
 from protocol.nats.bus import Bus
 from protocol.nats.objects import MAX_INLINE_PROMPT_BYTES, PromptKeys, delete_object, object_name, put_object, seal
+from protocol.nats.topology import oldest_job
 from protocol.process import backoff_s
+
+log = logging.getLogger(__name__)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+#
+# Creates the streams at the start, after each reconnect, and as soon as one is missing.
+
+MIB: Final = 1024 * 1024
+REPAIR_PERIOD_S: Final = 1.0  # one that is deleted again and again is made so often
+LONGEST_REPAIR_WAIT_S: Final = 5.0  # between two tries where the server refuses
+
+
+class Streams:
+    """Topology of one gateway's queue server, applied by one task at a time."""
+
+    def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
+        queue = settings.queue
+        self._bus = bus
+        self._queues = settings.queues
+        self._hosted_lanes = [
+            (model, subjects.hosted_lane(name)) for name, pool in settings.hosted.items() for model in pool.models
+        ]
+        self._bounds = topology.QueueBounds(
+            max_jobs=queue.max_jobs,
+            max_bytes=queue.max_mib * MIB,
+            max_usage_bytes=queue.usage_max_mib * MIB,
+            replicas=queue.replicas,
+        )
+        self._missed = asyncio.Event()
+        self._one_at_a_time = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Create what is missing. Raises BusError."""
+        await self._apply(topology.FIRST_APPLY_LIMIT_S)
+        self._bus.on_stream_missed(self._missed.set)
+
+    async def _apply(self, limit_s: float) -> None:
+        lanes = self._hosted_lanes
+        await topology.apply(self._bus, self._queues, self._bounds, further_lanes=lanes, limit_s=limit_s)
+
+    async def run(self) -> None:
+        """Create streams again that were found missing; never returns."""
+        while True:
+            await self._missed.wait()
+            log.warning("a stream is missing: what is not there is made")
+            for wait_s in backoff_s(LONGEST_REPAIR_WAIT_S):
+                if await self.restore():
+                    break
+                await asyncio.sleep(wait_s)
+            await asyncio.sleep(REPAIR_PERIOD_S)
+
+    async def restore(self) -> bool:
+        """Create what is missing, as far as the server allows; return whether all exist. ``run`` keeps trying."""
+        async with self._one_at_a_time:
+            try:
+                await self._apply(0.0)
+            except BusError as error:
+                log.warning("the streams are not all there: %s", error)
+                self._missed.set()
+                return False
+            self._missed.clear()  # also what has been missed meanwhile: it is there now
+            return True
+
+
+# --- lookups ----------------------------------------------------------------------------------------------------------
+#
+# Finds jobs that vanished from the queue although no worker has accepted them.
+#
+# Workers acknowledge a job when they accept it. If one dies between its acknowledgement and its first frame, or that
+# frame is lost with it, the gateway waits for a job that nobody has. So jobs that have waited for long are looked up, a
+# few at a time, those looked at longest ago first; one that is missing twice is gone.
+
+QUIET_S: Final = 2.0  # for which a job has waited before it is looked up; longer than topology.ACK_WAIT_S
+LOOK_GAP_S: Final = 1.0  # between two looks at the same job
+ROUND_PERIOD_S: Final = 0.5
+LOOKS_PER_ROUND: Final = 50  # some 0.2 ms of the server's time each, so at most 2% of it
+
+
+class JobLookups:
+    """Times of each waiting job's last look-up, and the jobs that were missing then."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._looked_s: dict[tuple[str, int], float] = {}
+        self._missing: set[tuple[str, int]] = set()
+
+    async def start(self) -> None:
+        """Answer workers that ask for a lane's oldest job. Raises BusError."""
+        await self._bus.subscribe(subjects.OLDEST_JOBS, self._on_question)
+
+    async def _on_question(self, message: Msg) -> None:
+        """Tell when the stream took the oldest job of a lane, and nothing else of it; empty where it has none."""
+        _, queue, lane = message.subject.split(".")
+        try:
+            stored = await oldest_job(self._bus, f"rq.{queue}.{lane}")
+            await self._bus.publish(message.reply, stored.encode())
+        except BusError as error:
+            log.debug("the oldest job of %s is not known: %s", message.subject, error)
+
+    async def run(self, requests: Callable[[], Iterable[OpenRequest]]) -> None:
+        """Look up open requests, round after round; never returns."""
+        while True:
+            await asyncio.sleep(ROUND_PERIOD_S)
+            if not self._bus.connected:
+                continue
+            try:
+                await self.look(requests())
+            except BusError as error:
+                log.debug("waiting jobs could not be looked up: %s", error)
+
+    async def look(self, requests: Iterable[OpenRequest]) -> None:
+        """Make one round over all open requests. Raises BusError if the server does not answer."""
+        now_s = time.monotonic()
+        waiting = {(r.request_id, r.attempt): r for r in requests if _is_due(r, now_s)}
+        self._looked_s = {key: looked_s for key, looked_s in self._looked_s.items() if key in waiting}
+        self._missing &= waiting.keys()
+        due = [key for key in waiting if now_s - self._looked_s.get(key, float("-inf")) >= LOOK_GAP_S]
+        due.sort(key=lambda key: (key not in self._missing, self._looked_s.get(key, float("-inf"))))
+        for key in due[:LOOKS_PER_ROUND]:
+            self._looked_s[key] = now_s
+            await self._look_at(key, waiting[key])
+
+    async def _look_at(self, key: tuple[str, int], request: OpenRequest) -> None:
+        request_id, attempt = key
+        sequence = request.current.stream_sequence
+        if sequence is None or not request.waits_for_worker(attempt):
+            return
+        if await self.is_stored(f"{request_id}.{attempt}", sequence):
+            self._missing.discard(key)
+        elif key not in self._missing:
+            self._missing.add(key)
+        elif request.current.stream_sequence == sequence:  # not taken for lost by a reconnect meanwhile
+            request.job_vanished(attempt, time.monotonic())
+
+    async def is_stored(self, message_id: str, sequence: int) -> bool:
+        """Return whether the message is still in the stream. Raises BusError where that is unknown."""
+        message = await self._bus.get_message(subjects.INTERACTIVE_STREAM, seq=sequence)
+        if message is None:
+            return False
+        # A memory stream that was lost counts from 1 again: then the number is another job's.
+        return message_id.encode() in base64.b64decode(message.get("hdrs", ""))
+
+
+def _is_due(request: OpenRequest, now_s: float) -> bool:
+    current = request.current
+    is_queued = request.state is State.QUEUED and current.stream_sequence is not None
+    return is_queued and now_s - current.queued_s >= QUIET_S
+
+
+# --- job queue --------------------------------------------------------------------------------------------------------
 
 MAX_PUBLISHES_IN_FLIGHT: Final = 512
 LONGEST_PUBLISH_WAIT_S: Final = 0.5  # while the stream has no leader; the refusals that tell so cost next to nothing
-
-log = logging.getLogger(__name__)
 
 
 def _lane_of(request: OpenRequest, current: CurrentAttempt) -> str:

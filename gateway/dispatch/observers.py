@@ -6,7 +6,7 @@ admitted ──> queued ──> accepted ──> ended
 
 from collections.abc import Sequence
 
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest
 from gateway.request.request import Admission
 from protocol.usage import RequestRecord
 

@@ -15,13 +15,10 @@ from typing import Any, Final
 
 from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry
-from gateway.dispatch.hosted_pool import HostedPool
-from gateway.dispatch.hosted_pools import HostedDemand, HostedPools, Offer
-from gateway.dispatch.hosted_slot import HostedSlot
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.hosted import HostedDemand, HostedPool, HostedPools, HostedSlot, Offer
+from gateway.dispatch.lifecycle import OpenRequest, State
 from gateway.dispatch.revisions import ServingWorker
 from gateway.request.request import Admission
-from gateway.request.states import State
 from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.job import TAKES_MESSAGES, Frame

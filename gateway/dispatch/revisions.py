@@ -10,11 +10,8 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
-from gateway.dispatch.failure_rules import answer_cut, drop_answer
-from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.request_state import RequestState
+from gateway.dispatch.lifecycle import OpenRequest, RequestState, State, answer_cut, drop_answer
 from gateway.request.mailbox import Failure
-from gateway.request.states import State
 from protocol import subjects
 from protocol.errors import ErrorCode
 from protocol.job import NO_TOKENIZER, TAKES_MESSAGES, Heartbeat, Input, Revision

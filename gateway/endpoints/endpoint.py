@@ -20,7 +20,7 @@ from gateway.api.errors import RequestFailed
 from gateway.api.fields import check_values
 from gateway.api.schema import JobRequest
 from gateway.dispatch.dispatcher import KEY_REVOKED
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest
 from gateway.endpoints.hosted import check_trust, providers_for
 from gateway.endpoints.rate_limits import check_budget, reserve, reserve_place
 from gateway.endpoints.services import Services

@@ -8,7 +8,7 @@ from gateway.api.calls import AnswerEncoder, Call
 from gateway.api.errors import RequestFailed
 from gateway.api.sampling import requested_max_tokens
 from gateway.api.schema import GenerationRequest
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest, State
 from gateway.endpoints.endpoint import Endpoint, JobSpec
 from gateway.errors import InvalidParameter
 from gateway.http.exchange import Answered, Exchange
@@ -17,7 +17,6 @@ from gateway.limits.sizes import check_grammar, check_prompt_logprobs, check_sha
 from gateway.payloads.answers import RecordedAnswer
 from gateway.payloads.publisher import Capture
 from gateway.request.mailbox import ReaderCut
-from gateway.request.states import State
 from gateway.tokenizing.model_tokens import ModelTokens, use_of
 from protocol.job import Sampling, pack_token_ids
 

@@ -1,7 +1,7 @@
 """POST /v1/completions, also with several prompts: each is a request of its own, and their answers are written as one.
 
 Choices are numbered as OpenAI does: prompt 0's first, then prompt 1's. All are admitted together, or none is; the first
-that fails ends them all (``gateway.dispatch.group``).
+that fails ends them all (``gateway.dispatch.stream``).
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from gateway.api.answers import CompleteAnswer
 from gateway.api.calls import CompletionCall
 from gateway.api.errors import RequestFailed
 from gateway.api.schema import CompletionRequest
-from gateway.dispatch.group import RequestGroup
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest, State
+from gateway.dispatch.stream import RequestGroup
 from gateway.endpoints.endpoint import Answering, Arrival, JobSpec
 from gateway.endpoints.generate import GenerationEndpoint, capture_of
 from gateway.endpoints.rate_limits import reserve_all
@@ -27,7 +27,6 @@ from gateway.limits.sizes import check_prompts
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
 from gateway.request.mailbox import AnyTokens, Chunks, SharedMailbox
 from gateway.request.request import Admission
-from gateway.request.states import State
 from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.job import Deltas, Tokens
 

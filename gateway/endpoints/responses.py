@@ -15,7 +15,7 @@ from gateway.api.errors import RequestFailed
 from gateway.api.fields import check_values
 from gateway.api.openai_responses import Responses, previous_of
 from gateway.dispatch.dispatcher import LEAVING
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest
 from gateway.endpoints.background import RunExchange
 from gateway.endpoints.endpoint import Answering, Arrival
 from gateway.endpoints.generate import GenerationEndpoint

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import INFERENCE, Principal
 from gateway.api.errors import RequestFailed
-from gateway.dispatch.group import RequestGroup
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest
+from gateway.dispatch.stream import RequestGroup
 from gateway.errors import ApiError, InvalidApiKey, LedgerUnavailable, MissingScope
 from gateway.http.pages import EXCHANGE_KEY, PRINCIPAL_KEY
 from gateway.request.request import Trace

@@ -14,6 +14,10 @@ from db.money import CLIENTS, TokenPrice
 from db.prices import PriceBook, load_prices
 from db.tables import AttemptRow
 
+# --- prices of tokens -------------------------------------------------------------------------------------------------
+#
+# Current prices in memory: budgets are counted by the same price book as the ledger's charges.
+
 log = logging.getLogger(__name__)
 
 

@@ -14,6 +14,10 @@ from gateway.limits.account import EMPTY, AccountStore, as_of, recounted, used_a
 from protocol.errors import BusError
 from protocol.gateways import KINDS, Account, Amounts, Kind
 
+# --- use --------------------------------------------------------------------------------------------------------------
+#
+# Use of each limit now, from the accounts that the gateways share: no SQL.
+
 READ_LIMIT_S: Final = 1.0  # for all accounts together
 MAX_READS: Final = 32  # at once
 

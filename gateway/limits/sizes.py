@@ -9,6 +9,10 @@ from gateway.settings import LimitSettings, ModelSettings
 from gateway.tokenizing.model_tokens import prompt_too_long
 from protocol.generation import Grammar
 
+# --- fields -----------------------------------------------------------------------------------------------------------
+#
+# Size limits of fields, other than the prompt, that travel to a worker or are kept beside it.
+
 MAX_GRAMMAR_CHARS: Final = 200_000  # of a schema, pattern or grammar; the engine takes no more either
 MAX_BIASED_TOKENS: Final = 16_384  # named by logit_bias
 MAX_OBJECT_BYTES: Final = 64 * 1024  # of metadata, of chat_template_kwargs, as JSON

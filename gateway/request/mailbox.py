@@ -315,7 +315,7 @@ class Mailbox:
 class SharedMailbox(Mailbox):
     """Events of several requests that are answered together. Its one ``Ended`` is the first failure, or else the last.
 
-    Whoever fails has the others cancelled (``gateway.dispatch.group``): what these still put is dropped.
+    Whoever fails has the others cancelled (``gateway.dispatch.stream``): what these still put is dropped.
     """
 
     def __init__(self, requests: int) -> None:

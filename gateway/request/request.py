@@ -13,6 +13,10 @@ from protocol.generation import Pooling
 from protocol.job import Deltas, Sampling, Tokens, encode
 from protocol.subjects import queue_of
 
+# --- conversation -----------------------------------------------------------------------------------------------------
+#
+# A request's conversation, for pools that take messages: only requests for models that have such a pool hold one.
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:

@@ -4,8 +4,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final, Self
 
+from gateway.dispatch.lifecycle import OpenRequest
 from gateway.dispatch.observers import Observer
-from gateway.dispatch.request import OpenRequest
 from protocol.nats.clock import unix_now_ms
 
 MAX_REMEMBERED: Final = 200

@@ -7,8 +7,8 @@ from typing import Final, Protocol
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from db.money import CLIENTS, NANO_USD, TokenPrice
+from gateway.dispatch.lifecycle import OpenRequest
 from gateway.dispatch.observers import Observer
-from gateway.dispatch.request import OpenRequest
 from gateway.telemetry.engines import ENGINE_INDEX
 from gateway.telemetry.histogram import Buckets, add_histogram
 from protocol.job import Histogram

@@ -2,8 +2,8 @@
 
 import logging
 
+from gateway.dispatch.lifecycle import OpenRequest
 from gateway.dispatch.observers import Observer
-from gateway.dispatch.request import OpenRequest
 from protocol.usage import RequestRecord
 
 log = logging.getLogger(__name__)

@@ -21,6 +21,23 @@ from protocol.nats.bus import API
 from protocol.nats.objects import chunks_subject, stream_of
 from protocol.nats.topology import QueueBounds, streams
 
+# --- permissions ------------------------------------------------------------------------------------------------------
+#
+# The subjects that each part of Spillway needs, and no others: what its user at the queue server may do.
+#
+# gateway   streams and consumers, jobs, control of workers, limits, claims; what gateways tell each other
+# ledger    usage, payloads and events of webhooks out of their streams, parked records, questions to gateways
+# fleet     what waits, and who works on it; orders to drain; who leads
+# admin     the commands of an operator: parked records, dead letters, limits, changes of keys
+# worker    jobs of its pool's models; frames, heartbeats and usage under its own id; its models' cards
+#
+# A worker may be on a stranger's machine. It gets what is needed for the jobs that it is given, with its own id.
+#
+# Workers have an account of their own, as permissions alone do not hold them. Whoever asks the server something names
+# the subject that the answer goes to, and the server does not check that: an answer without a body to
+# ``$JS.API.STREAM.DELETE.USAGE`` deletes the stream. What is asked in the workers' account is answered there, where no
+# stream is administered, and only what is listed here crosses into the other one.
+
 # What crosses from the workers' account into that of the streams. In theirs, calls of the JetStream API have another
 # prefix: the server answers its own one in each account.
 WORKERS_API: Final = "js"

@@ -12,8 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gateway.dispatch.attempts import counted_codes
-from gateway.dispatch.dead_letters import newest_dead_letters
+from gateway.dispatch.attempt import counted_codes
+from gateway.dispatch.records import newest_dead_letters
 from protocol.usage import DeadLetter
 from spillway.cli.connections import queue_server
 from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.dispatch.choices import Choices
-from gateway.dispatch.plausible import plausible_prompt, plausible_timings, why_implausible
+from gateway.dispatch.choices import Choices, plausible_prompt, plausible_timings, why_implausible
 from protocol import job as m
 from protocol.errors import ProtocolError
 from protocol.generation import PromptLogprob, TokenLogprob

@@ -11,7 +11,7 @@ from tests.simulation.virtual_time import EPOCH_S
 from tests.simulation.world import World
 
 if TYPE_CHECKING:
-    from gateway.dispatch.request import OpenRequest
+    from gateway.dispatch.lifecycle import OpenRequest
     from tests.simulation.plan import Plan
     from tests.simulation.sql import Database
 

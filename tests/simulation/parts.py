@@ -48,7 +48,7 @@ from tests.simulation.virtual_time import Process
 from tests.simulation.world import MODEL, World
 
 if TYPE_CHECKING:
-    from gateway.dispatch.request import OpenRequest
+    from gateway.dispatch.lifecycle import OpenRequest
 
 RESTART_S = (0.3, 2.0)
 BATCH_WAIT_S = 1.0  # of the ledger writer: a quarter of our processor time is its SQL

@@ -31,8 +31,8 @@ from db.accounts.keys import USUAL_GRANT, ApiKey, Grant, create_key
 from db.accounts.principal import METRICS, Principal
 from db.engine import create_engine
 from gateway.admission.registry import WorkerRegistry
-from gateway.dispatch.dead_letters import newest_dead_letters
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.records import newest_dead_letters
 from gateway.main import run
 from gateway.request.request import Admission
 from gateway.settings import GatewaySettings, ModelSettings

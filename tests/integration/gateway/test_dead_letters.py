@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gateway.dispatch.dead_letters import DeadLetters, newest_dead_letters
+from gateway.dispatch.records import DeadLetters, newest_dead_letters
 from protocol.job import PROTOCOL_VERSION, Sampling
 from protocol.nats import topology
 from protocol.nats.bus import Bus

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.admission.registry import WorkerRegistry
-from gateway.dispatch.detector import LossDetector
+from gateway.dispatch.losses import LossDetector
 from protocol import subjects
 from protocol.errors import ErrorCode
 from protocol.nats.bus import Bus

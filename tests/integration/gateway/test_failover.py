@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from gateway.dispatch import lookups as lookups_module
+from gateway.dispatch import job_queue as lookups_module
 from protocol import subjects
 from protocol.job import Accepted, Cancel, Resend, Tokens, encode, unpack_token_ids
 from protocol.nats.bus import Bus

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.request import OpenRequest
-from gateway.request.states import State
+from gateway.dispatch.lifecycle import OpenRequest, State
 from protocol import job as m
 from protocol import subjects
 from protocol.nats.bus import Bus

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from benchmarks.ports import free_port
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest
 from gateway.http.exchange import Exchange
 from gateway.idempotency.runs import Run
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest
 from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats import topology

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest
 from protocol import subjects
 from protocol.nats import topology
 from protocol.nats.bus import Bus

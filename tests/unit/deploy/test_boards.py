@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest
 from protocol.job import Paused
 from tests.unit.deploy.description import ROOT, promtool
 from tests.unit.gateway.dispatch.opened_requests import accepted, failed, open_request

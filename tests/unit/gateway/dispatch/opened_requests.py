@@ -4,8 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.request_state import RequestState
+from gateway.dispatch.lifecycle import OpenRequest, RequestState
 from gateway.dispatch.revisions import takers_of
 from gateway.request.request import Admission
 from gateway.settings import TimeoutSettings

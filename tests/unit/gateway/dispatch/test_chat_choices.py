@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gateway.dispatch.chat_choices import ChatChoices
+from gateway.dispatch.choices import ChatChoices
 from gateway.request.request import Conversation
 from protocol.errors import ErrorCode
 from protocol.job import Accepted, ChatUsage, Deltas, Failed, Part, Tokens, unpack_token_ids

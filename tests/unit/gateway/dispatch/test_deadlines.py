@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 
 from gateway.admission.control import Ticket
-from gateway.dispatch.deadlines import ACCEPT_LIMIT_S, RESCUE_QUEUE_WAIT_S
-from gateway.dispatch.request import OpenRequest
-from gateway.request.states import State
+from gateway.dispatch.lifecycle import ACCEPT_LIMIT_S, RESCUE_QUEUE_WAIT_S, OpenRequest, State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.job import Accepted, Failed, Tokens

@@ -6,9 +6,8 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.dispatch import attempts as attempts_module
-from gateway.dispatch.request import OpenRequest
-from gateway.request.states import State
+from gateway.dispatch import attempt as attempts_module
+from gateway.dispatch.lifecycle import OpenRequest, State
 from protocol.job import Frame, Tokens
 from tests.unit.gateway.dispatch.opened_requests import (
     RecordedActions,

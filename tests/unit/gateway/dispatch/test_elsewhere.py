@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from gateway.api.errors import RequestFailed
-from gateway.dispatch.attempts import MAX_BUSY_FAILURES, MAX_FREE_FAILURES
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.attempt import MAX_BUSY_FAILURES, MAX_FREE_FAILURES
+from gateway.dispatch.lifecycle import OpenRequest, State
 from gateway.dispatch.revisions import LiveRevisions
 from gateway.errors import RETRY_LATER_S
-from gateway.request.states import State
 from protocol.errors import ErrorCode
 from protocol.job import PROTOCOL_VERSION, Accepted, Heartbeat, Paused
 from tests.unit.gateway.dispatch.opened_requests import ID, failed, open_request, tokens

@@ -1,9 +1,8 @@
 """Requests that are answered together: their one mailbox, and how they end."""
 
-from gateway.dispatch.group import RequestGroup
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest, State
+from gateway.dispatch.stream import RequestGroup
 from gateway.request.mailbox import LOOSE_EVENTS, MAX_UNREAD_BYTES, Ended, SharedMailbox, StillWaiting
-from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.job import Cancel, Tokens

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gateway.dispatch.attempts import PROGRESS_ALLOWANCE
-from gateway.request.states import State
+from gateway.dispatch.attempt import PROGRESS_ALLOWANCE
+from gateway.dispatch.lifecycle import State
 from protocol.errors import ErrorCode
 from protocol.job import Accepted, Failed
 from tests.unit.gateway.dispatch.opened_requests import ID, open_request, tokens

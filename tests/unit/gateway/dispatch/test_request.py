@@ -4,9 +4,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.dispatch import attempts as attempts_module
+from gateway.dispatch import attempt as attempts_module
+from gateway.dispatch.lifecycle import State
 from gateway.request.mailbox import Ended
-from gateway.request.states import State
 from protocol.errors import ErrorCode
 from protocol.generation import PromptLogprob
 from protocol.job import Cancel, Frame, Timings, Tokens, UnreadableFrame, Vector, unpack_token_ids

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from gateway.dispatch import attempts as attempts_module
+from gateway.dispatch import attempt as attempts_module
+from gateway.dispatch.lifecycle import State
 from gateway.request.mailbox import LOOSE_EVENTS, Ended, Failure, StillWaiting
-from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.job import Cancel, Frame

@@ -5,9 +5,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest, State
 from gateway.dispatch.revisions import TOKENIZER_WAIT_S, LiveRevisions, needed_revision, restart_or_fail
-from gateway.request.states import State
 from protocol.errors import ErrorCode
 from protocol.job import PROTOCOL_VERSION, Heartbeat, Revision
 from tests.unit.gateway.dispatch.opened_requests import accepted, lose_worker, open_request, tokens

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from gateway.dispatch.attempts import TimeSpent
-from gateway.dispatch.record import usage_record
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.attempt import TimeSpent
+from gateway.dispatch.lifecycle import OpenRequest
+from gateway.dispatch.records import usage_record
 from protocol.job import Failed, Finished, Timings
 from tests.unit.gateway.dispatch.opened_requests import accepted, failed, finished, lose_worker, open_request, tokens
 

@@ -1,5 +1,5 @@
-from gateway.dispatch import unowned_attempts
-from gateway.dispatch.unowned_attempts import REPEAT_S, UnownedAttempts
+from gateway.dispatch import dispatcher
+from gateway.dispatch.dispatcher import REPEAT_S, UnownedAttempts
 from protocol.job import Accepted, Cancel, Finished, Frame, Tokens
 
 
@@ -41,7 +41,7 @@ def test_what_was_cancelled_already_has_time_to_end() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     table = Cancels()
-    for number in range(unowned_attempts.MAX_REMEMBERED + 10):
+    for number in range(dispatcher.MAX_REMEMBERED + 10):
         table.attempts.cancelled("w", Cancel(f"r{number}", 1), 0.0)
-    assert len(table.attempts._cancelled_s) == unowned_attempts.MAX_REMEMBERED
+    assert len(table.attempts._cancelled_s) == dispatcher.MAX_REMEMBERED
     assert ("w", "r9", 1) not in table.attempts._cancelled_s

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from gateway.api.calls import ChatCall
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest, State
 from gateway.http.exchange import ABORT_KEY, Exchange
 from gateway.http.reply import StreamWriter
 from gateway.request.mailbox import Failure
-from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.job import Frame

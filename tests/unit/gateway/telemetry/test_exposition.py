@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 
 from db.money import NANO_USD, TokenPrice
-from gateway.dispatch.record import usage_record
+from gateway.dispatch.records import usage_record
 from gateway.telemetry.exposition import MetricsSnapshot, exposition
 from gateway.telemetry.histogram import Buckets
 from gateway.telemetry.metrics import RequestSeries

@@ -1,16 +1,38 @@
-"""Records of a request: its ledger record, those of lost attempts, and its dead letter."""
+"""What is recorded of a request: its row and its attempts', and the story of one that was given up."""
 
+import asyncio
+import base64
 import hashlib
+import logging
 import time
 from typing import Final
 
 from msgspec.structs import asdict, replace
 
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest
 from gateway.request.request import Admission
-from protocol.job import PROTOCOL_VERSION, TAKES_IDS, Heartbeat, Origin, Rescue, rescue_by
+from protocol import subjects
+from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, PayloadTooLarge, ProtocolError
+from protocol.job import PROTOCOL_VERSION, TAKES_IDS, Heartbeat, Origin, Rescue, encode, rescue_by
+from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
-from protocol.usage import AttemptRecord, DeadLetter, RequestIntent, RequestRecord, sampling_without_texts
+from protocol.nats.outbox import Outbox
+from protocol.process import backoff_s
+from protocol.usage import (
+    AttemptRecord,
+    DeadLetter,
+    RequestIntent,
+    RequestRecord,
+    decode_dead_letter,
+    sampling_without_texts,
+)
+
+log = logging.getLogger(__name__)
+
+
+# --- record -----------------------------------------------------------------------------------------------------------
+#
+# Records of a request: its ledger record, those of lost attempts, and its dead letter.
 
 CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a caller that left before there was an answer
 MAX_REASON_CHARS: Final = 1000  # of each failure in a dead letter
@@ -186,3 +208,137 @@ def dead_letter(request: OpenRequest, gateway_id: str) -> DeadLetter:
 
 def _ms_between(start_s: float, end_s: float | None) -> float | None:
     return None if end_s is None else round((end_s - start_s) * 1000, 3)
+
+
+# --- dead letters -----------------------------------------------------------------------------------------------------
+#
+# Dead letters: published to the DLQ stream until stored, within bounds, and read from it.
+
+MAX_WAITING: Final = 1000  # beyond, a letter is only logged: requests that fail by the thousand are news enough
+STORE_LIMIT_S: Final = 120.0
+
+
+class DeadLetters:
+    """Publishes each dead letter; ``publish`` returns when it is stored or given up."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._waiting = 0
+
+    async def publish(self, letter: DeadLetter) -> None:
+        """Store one dead letter in the stream, which keeps those of the last weeks."""
+        if self._waiting >= MAX_WAITING:
+            log.error("dead letter of %s is lost: too many wait to be stored", letter.request_id)
+            return
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(STORE_LIMIT_S):
+                await self._publish_until_stored(letter)
+        except (TimeoutError, PayloadTooLarge) as error:
+            log.error("dead letter of %s is lost: %s", letter.request_id, error or "not stored in time")  # noqa: TRY400
+        finally:
+            self._waiting -= 1
+
+    async def _publish_until_stored(self, letter: DeadLetter) -> None:
+        subject, payload = subjects.dead_letter_subject(letter.model), encode(letter)
+        for wait_s in backoff_s():
+            try:
+                await self._bus.publish_durable(subject, payload, message_id=letter.request_id)
+            except PayloadTooLarge:
+                raise
+            except BusError as error:
+                log.debug("dead letter of %s is not stored yet: %s", letter.request_id, error)
+            else:
+                return
+            await asyncio.sleep(wait_s)
+
+
+async def newest_dead_letters(bus: Bus, limit: int) -> list[DeadLetter]:
+    """Return the newest dead letters first, without those that this build cannot read. Raises BusError."""
+    stream = subjects.DEAD_LETTER_STREAM
+    try:
+        state = (await bus.api(f"STREAM.INFO.{stream}"))["state"]
+    except ApiError as error:
+        if error.code == STREAM_NOT_FOUND:  # no gateway has been there yet
+            return []
+        raise
+    first, last = int(state["first_seq"]), int(state["last_seq"])
+    oldest = max(1, first, last - limit + 1)  # a stream that has never had one counts from 0
+    letters = [await _letter(bus, sequence) for sequence in range(last, oldest - 1, -1)]
+    return [letter for letter in letters if letter is not None]
+
+
+async def _letter(bus: Bus, sequence: int) -> DeadLetter | None:
+    message = await bus.get_message(subjects.DEAD_LETTER_STREAM, seq=sequence)
+    if message is None:
+        return None
+    try:
+        return decode_dead_letter(base64.b64decode(message["data"]))
+    except ProtocolError as error:
+        log.warning("dead letter %d: %s", sequence, error)
+        return None
+
+
+# --- recorder ---------------------------------------------------------------------------------------------------------
+#
+# Records and intents of requests, and which of them is stored before the client gets anything.
+#
+#     streamed    intent ──stored──> head, tokens … end ──> record
+#     whole       … end ──> record ──stored──> head, answer
+#     refused     … end ──> head, reason ──> record
+#
+# Whoever has seen a token or the head of a good answer will find a row of it, whatever dies next. A stream's intent
+# leaves as the request is admitted, so that storing it runs beside the way to a worker and back. A whole answer's
+# record says all that an intent does, so it alone is stored, in time.
+
+
+class Recorder:
+    """Publishes intents and records, each once."""
+
+    def __init__(self, gateway_id: str, outbox: Outbox, intents: Outbox) -> None:
+        """``outbox``: for records; ``intents``: for intents, which travel apart."""
+        self._gateway_id = gateway_id
+        self._outbox = outbox
+        self._intents = intents
+
+    @property
+    def full(self) -> bool:
+        """True if records of new requests might be lost."""
+        return self._outbox.full or self._intents.full
+
+    @property
+    def unpublished(self) -> int:
+        """Number of records that would be lost with this process."""
+        return len(self._outbox)
+
+    @property
+    def spooled_bytes(self) -> int:
+        """Bytes of records and intents on this machine's disk that the queue server has not stored yet."""
+        return self._outbox.spooled_bytes + self._intents.spooled_bytes
+
+    def admitted(self, admission: Admission) -> asyncio.Future[None] | None:
+        """Publish a stream's intent; the future is done once it is stored. None: the record will be stored instead."""
+        if not admission.stream:
+            return None
+        intent = usage_intent(admission, self._gateway_id)
+        return self._intents.put(f"{admission.request_id}.intent", encode(intent), is_awaited=True)
+
+    def record(self, request: OpenRequest, *, is_awaited: bool) -> asyncio.Future[None]:
+        """Publish the record of an ended request; the future is done once it is stored."""
+        record = request.record = usage_record(request, self._gateway_id)
+        return self._outbox.put(record.request_id, encode(record), is_awaited=is_awaited)
+
+    def lost_attempt(
+        self, request: OpenRequest, worker: Heartbeat | None, outcome: str, code: str | None, now_s: float
+    ) -> None:
+        """Publish the record of the current attempt; ``worker`` is its last heartbeat."""
+        record = lost_attempt_record(request, worker, outcome, code, gateway_id=self._gateway_id, now_s=now_s)
+        # An id of our own: the worker's message, if it comes, may carry other records too.
+        self._outbox.put(f"{record.request_id}.{record.attempt}.{record.worker_id}.lost", encode(record))
+
+    def closed(self, request: OpenRequest) -> RequestRecord:
+        """Publish the final record of a request, unless that was done; return it."""
+        if request.record is None:
+            self.record(request, is_awaited=False)
+        assert request.record is not None  # noqa: S101  # by the lines above
+        return request.record

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.dispatch.hosted_slot import HostedSlot
-from gateway.dispatch.plausible import plausible_timings
+from gateway.dispatch.choices import plausible_timings
+from gateway.dispatch.hosted import HostedSlot
 from protocol.errors import ErrorCode
 from protocol.job import Accepted, Failed, Finished, Timings
 from protocol.usage import AttemptFailure

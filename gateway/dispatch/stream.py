@@ -11,10 +11,9 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.lifecycle import OpenRequest, State
 from gateway.request.mailbox import Ended, Failure
 from gateway.request.request import QueuePosition
-from gateway.request.states import State
 
 
 class RequestGroup:

@@ -26,6 +26,9 @@ from protocol.gateways import decode_disconnect
 from protocol.job import Ping, encode
 from protocol.nats.bus import Bus
 
+log = logging.getLogger(__name__)
+
+
 LOOK_PERIOD_S: Final = 0.05
 SUSPECT_S: Final = 0.1  # longer than nearly every engine step; only then is the silent one asked after
 PING_PERIOD_S: Final = 0.2  # for each worker
@@ -38,8 +41,6 @@ _SERVER_REASONS: Final = (
     "Credentials Revoked",
     "Cluster",
 )
-
-log = logging.getLogger(__name__)
 
 
 class LossDetector:

@@ -1,0 +1,208 @@
+"""Hosted pools: whether one can take a request now, and what it may cost. docs/HOSTED.md, docs/adr/0011."""
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, NamedTuple
+
+from db.accounts.principal import Limits
+from db.money import TokenPrice, nano_usd
+from gateway.admission.capacity import Capacity, ModelCapacity
+from gateway.limits.leases import Quotas, Refused, Unavailable
+from gateway.limits.prices import POOL, CurrentPrices, cap_account
+from gateway.limits.reservation import Reservation
+from gateway.settings import HostedPoolSettings
+from protocol import subjects
+from protocol.gateways import Kind
+from protocol.job import Failed, Finished
+
+# --- hosted pool ------------------------------------------------------------------------------------------------------
+#
+# One hosted pool: its capacity by heartbeats, its caps by the accounts that gateways share.
+
+# Providers count a prompt with tokenizers of their own: so much more than our count is reserved of the money.
+PROMPT_MARGIN: Final = 1.25
+REST_S: Final = 5.0  # a pool that did not take in time what it had room for gets nothing for so long
+SHUT_S: Final = 1.0  # how soon what a cap refuses is asked again
+
+
+def caps_of(name: str, settings: HostedPoolSettings) -> tuple[tuple[str, Limits], ...]:
+    """The accounts of a pool's caps, with what they limit."""
+    return tuple(
+        (cap_account(name, period), Limits((None, None, None, nano_usd(usd)), period))
+        for period, usd in settings.caps.items()
+    )
+
+
+class HostedPool:
+    """For use from the event loop only."""
+
+    def __init__(self, name: str, settings: HostedPoolSettings, capacities: dict[str, ModelCapacity]) -> None:
+        """``capacities``: of its models."""
+        self.name = name
+        self.provider = settings.provider
+        self.models = frozenset(settings.models)
+        self.lane = subjects.hosted_lane(name)
+        self.caps = caps_of(name, settings)
+        self.promised = 0  # sequences of attempts on their way, which heartbeats do not tell of yet
+        self._capacities = capacities
+        self._rests_until_s = 0.0  # monotonic clock
+        self._shut_until_s = 0.0
+        self._shut_from_nano_usd = 0
+
+    def is_away(self, model: str, now_s: float) -> bool:
+        """True if none of its workers is alive, or it rests after a failure."""
+        return now_s < self._rests_until_s or not self._capacities[model].workers
+
+    def has_room(self, model: str, sequences: int) -> bool:
+        """Return whether its workers can take so many sequences now."""
+        return self._capacities[model].free_sequences - self.promised >= sequences
+
+    def is_shut(self, needed_nano_usd: int, now_s: float) -> bool:
+        """Return whether its caps are known not to hold so much."""
+        caps = (terms.limits[Kind.MONEY] or 0 for _, terms in self.caps)
+        too_dear = any(needed_nano_usd > cap for cap in caps)
+        return too_dear or (now_s < self._shut_until_s and needed_nano_usd >= self._shut_from_nano_usd)
+
+    def shut(self, needed_nano_usd: int, now_s: float) -> None:
+        """Note that its caps refused so much: do not ask for more for a while."""
+        self._shut_until_s, self._shut_from_nano_usd = now_s + SHUT_S, needed_nano_usd
+
+    def rest(self, now_s: float) -> None:
+        """Note that it did not accept a job in time."""
+        self._rests_until_s = now_s + REST_S
+
+
+def most_cost_nano_usd(price: TokenPrice | None, prompt_tokens: int, completion_tokens: int) -> int:
+    """Return the most that a request may cost us, for what our tokenizer counts."""
+    return 0 if price is None else price.charge_nano_usd(math.ceil(prompt_tokens * PROMPT_MARGIN), 0, completion_tokens)
+
+
+# --- hosted slot ------------------------------------------------------------------------------------------------------
+#
+# The slot that one attempt holds at a hosted pool: capacity, and money of its caps. It must be given back once.
+
+
+class HostedSlot:
+    """A slot. Its methods may be called again: only the first that closes it counts."""
+
+    __slots__ = ("_counts", "_holds_room", "_reservation", "_sequences", "made_s", "pool")
+
+    def __init__(self, pool: HostedPool, sequences: int, reservation: Reservation) -> None:
+        """``sequences``: counted in the pool's ``promised`` already."""
+        self.pool = pool
+        self.made_s = time.monotonic()
+        self._sequences = sequences
+        self._reservation = reservation
+        self._holds_room = True
+        self._counts: tuple[int, int, int] | None = None  # as the worker says at the end
+
+    def take_final_frame(self, frame: Finished | Failed) -> None:
+        """Note the counts of the attempt's final frame. What failed before its first token costs nothing."""
+        if isinstance(frame, Finished):
+            self._counts = (frame.prompt_tokens, frame.cached_tokens, frame.completion_tokens)
+        elif not frame.completion_tokens:
+            self._counts = (0, 0, 0)
+
+    def leave_room(self) -> None:
+        """Release the capacity: a worker has accepted the attempt and counts it itself, or it is over."""
+        if self._holds_room:
+            self._holds_room = False
+            self.pool.promised -= self._sequences
+
+    def settle(self) -> None:
+        """Settle the attempt. Where its cost is unknown, it cost as much as was reserved."""
+        self.leave_room()
+        if self._counts is None:
+            self._reservation.settle_in_full()
+        else:
+            self._reservation.settle(*self._counts)
+
+    def refund(self) -> None:
+        """Refund the attempt: no worker has run it."""
+        self.leave_room()
+        self._reservation.refund()
+
+
+# --- hosted pools -----------------------------------------------------------------------------------------------------
+#
+# All hosted pools: which of them may and can take a request, the cheapest first.
+
+# Why a request that may go to a hosted pool does not: what its caller is told while it waits.
+AWAY: Final = "away"  # none of these pools has a worker, or all rest
+FULL: Final = "full"
+CAP_REACHED: Final = "cap-reached"
+
+
+class HostedDemand(NamedTuple):
+    """A request's demand on a hosted pool."""
+
+    model: str
+    providers: tuple[str, ...]  # to which it may go
+    prompt_tokens: int
+    completion_tokens: int  # that it may still make, over all choices
+    sequences: int
+    unix_ms: int  # when it was received: the prices of then count
+
+
+class Offer(NamedTuple):
+    """A pool that has capacity, and the most that the request may cost there."""
+
+    pool: HostedPool
+    price: TokenPrice | None
+    nano_usd: int
+
+
+class HostedPools:
+    """For use from the event loop only."""
+
+    def __init__(
+        self, pools: Mapping[str, HostedPoolSettings], capacity: Capacity, quotas: Quotas, prices: CurrentPrices
+    ) -> None:
+        self._pools = [
+            HostedPool(name, settings, {model: capacity.hosted(name, model) for model in settings.models})
+            for name, settings in pools.items()
+        ]
+        self._quotas = quotas
+        self._prices = prices
+        for pool in self._pools:
+            for account_id, terms in pool.caps:
+                quotas.keep(POOL, account_id, terms)
+
+    def offer(
+        self, wanted: HostedDemand, tried: Collection[str] = (), fits: Callable[[HostedPool], bool] | None = None
+    ) -> Offer | str:
+        """Return the cheapest pool that has capacity, or why there is none. From memory.
+
+        ``tried``: pools on which the request has failed; ``fits``: whether what is made already can go on there.
+        """
+        now_s, why, best = time.monotonic(), AWAY, None
+        for pool in self._pools:
+            if wanted.model not in pool.models or pool.provider not in wanted.providers or pool.name in tried:
+                continue
+            price = self._prices.of(wanted.model, wanted.unix_ms, pool.name)
+            cost = most_cost_nano_usd(price, wanted.prompt_tokens, wanted.completion_tokens)
+            if pool.is_away(wanted.model, now_s) or (fits is not None and not fits(pool)):
+                continue
+            if pool.is_shut(cost, now_s) or (pool.caps and price is None):
+                why = CAP_REACHED
+            elif not pool.has_room(wanted.model, wanted.sequences):
+                why = FULL if why == AWAY else why
+            elif best is None or cost < best.nano_usd:
+                best = Offer(pool, price, cost)
+        return best or why
+
+    async def take(self, offer: Offer, sequences: int) -> HostedSlot | None:
+        """Reserve what was offered just now, with the money; None: the caps do not hold it."""
+        pool, price, cost = offer
+        pool.promised += sequences
+        try:
+            reservation = await self._quotas.reserve_money(pool.caps, cost, price)
+        except (Refused, Unavailable) as error:
+            pool.promised -= sequences
+            pool.shut(cost if isinstance(error, Refused) else 0, time.monotonic())
+            return None
+        except BaseException:
+            pool.promised -= sequences
+            raise
+        return HostedSlot(pool, sequences, reservation)

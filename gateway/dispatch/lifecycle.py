@@ -1,0 +1,750 @@
+"""The life of one request, from its queue to its record: what is known of it, and what each event means for it."""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Final, Protocol
+
+from msgspec import structs
+
+from db.accounts.masking import masked
+from gateway.admission.control import Ticket
+from gateway.dispatch.attempt import MAX_BUSY_FAILURES, AttemptLog, CurrentAttempt
+from gateway.dispatch.choices import choices_of, plausible_prompt, why_implausible
+from gateway.dispatch.hosted import HostedSlot
+from gateway.request.mailbox import Ended, Failure, Mailbox, StillWaiting
+from gateway.request.request import Admission, MadeBefore, QueuePosition
+from gateway.settings import TimeoutSettings
+from protocol.errors import ErrorCode
+from protocol.job import (
+    DROPPABLE,
+    Accepted,
+    Cancel,
+    Deltas,
+    Dropped,
+    Failed,
+    Finished,
+    Frame,
+    Heartbeat,
+    Tokens,
+    UnreadableFrame,
+    Vector,
+)
+from protocol.usage import RequestRecord
+
+# --- states -----------------------------------------------------------------------------------------------------------
+#
+# The states of an admitted request.
+#
+#                  publish                  Accepted                       Finished
+# (admitted) ────────────────> QUEUED ──────────────────> RUNNING ─────────────────────────> ENDED ok
+#                               ^   │                      │    │
+#                               │   │  Failed(retryable),  │    │
+#                               └───┴─ worker silent/lost ─┘    │
+#                               attempt + 1, resuming           │
+#                                   │                           │
+#            refused, failed for good, attempts exhausted ──────┴─────────────────────────> ENDED failed
+#                                   │                           │
+#               caller left, or one of the timeouts             │
+#                                   v                           v
+#                               STOPPING: the caller has his verdict; the worker's exact ─> ENDED cancelled
+#                               token counts are waited for, but not for long                or failed
+
+
+class State(Enum):
+    """State of a request; drawn above."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+# --- actions ----------------------------------------------------------------------------------------------------------
+#
+# Commands that a request gives its dispatcher: the seam between the state machine and the bus.
+
+
+class Actions(Protocol):
+    """Commands of a request. None of them waits."""
+
+    def publish(self, request: "OpenRequest", after_s: float) -> None:
+        """Publish the current attempt after a pause."""
+        ...
+
+    def takers(self, request: "RequestState") -> Sequence[Heartbeat]:
+        """Return the live workers that could run its next attempt."""
+        ...
+
+    def withdraw(self, request: "OpenRequest") -> None:
+        """Delete the current attempt from the queue, if it is still there."""
+        ...
+
+    def accepted(self, request: "OpenRequest") -> None:
+        """Note that a worker has accepted the current attempt."""
+        ...
+
+    def attempt_over(self, request: "OpenRequest") -> None:
+        """Note that the current attempt is over, on whichever worker it ran."""
+        ...
+
+    def cancel(self, worker_id: str, cancel: Cancel) -> None:
+        """Send a worker the order to stop an attempt."""
+        ...
+
+    def fence_out(self, worker_id: str, frame: Frame, now_s: float) -> None:
+        """Handle a frame of an attempt that no request waits for."""
+        ...
+
+    def request_resend(self, request: "OpenRequest", worker_id: str, from_seq: int) -> None:
+        """Ask a worker to send frames of the current attempt again."""
+        ...
+
+    def record_lost_attempt(self, request: "OpenRequest", outcome: str, code: str | None, now_s: float) -> None:
+        """Publish the usage record of the current attempt, as its worker may be unable to."""
+        ...
+
+    def record(self, request: "OpenRequest") -> asyncio.Future[None]:
+        """Publish the record of an ended request before its answer; the future is done once it is stored."""
+        ...
+
+    def ended(self, request: "OpenRequest") -> None:
+        """Release what is held for a request; nothing about it changes any more."""
+        ...
+
+
+# --- request state ----------------------------------------------------------------------------------------------------
+#
+# The data of one open request: what its state machine changes, and what others read.
+
+
+class RequestState:
+    """An open request's data and what can be read of it. ``OpenRequest`` alone changes it."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        timeouts: TimeoutSettings,
+        max_attempts: int,
+        actions: Actions,
+        now_s: float,
+        *,
+        mailbox: Mailbox | None = None,
+    ) -> None:
+        """``mailbox``: where its events go; default: one of its own."""
+        self.admission = admission = ticket.admission
+        self.request_id, self.prompt_tokens = admission.request_id, admission.prompt_tokens
+        self.ticket = ticket
+        self.mailbox = Mailbox() if mailbox is None else mailbox
+        self.state = State.QUEUED
+        self.current = CurrentAttempt(1, queued_s=now_s, last_frame_s=now_s)
+        self.log = AttemptLog(max_attempts)
+        self.accepted: Accepted | None = None  # of the last attempt that was accepted
+        self.published_s: float | None = None  # when the first attempt was first handed to the queue server
+        self.choices = choices_of(admission)
+        self._unreceived_tokens = 0  # of a stopped or failed attempt, as its worker says, and as it can have made
+        self.cached_tokens = 0
+        self.accepted_s: float | None = None
+        self.first_token_s: float | None = None
+        self.ended_s: float | None = None
+        self.outcome = "ok"  # "ok" | "cancelled" | "failed"; final once ENDED
+        self.failure: Failure | None = None
+        self.row: asyncio.Future[None] | None = None  # done: the request will have a row; None: not seen to yet
+        self.record: RequestRecord | None = None  # once it is left for the ledger
+        self.http_status: int | None = None  # as sent, if it was; set by the HTTP side
+        self.dropped: frozenset[str] = frozenset()  # fields that the pools of its answer have left out
+        self.hosted_wait: str | None = None  # why it is at no hosted pool, though it may: gateway.dispatch.hosted
+        self.closed = False  # the HTTP side has let go
+        self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
+        self._timeouts = timeouts
+        self._actions = actions
+        self._queue_wait = QueueWaitBudget(admission.queue_wait_s)
+        self._last_event_s = now_s
+        self._stop_deadline_s = float("inf")
+        self._cancel_sent_s = float("-inf")
+
+    @property
+    def attempt(self) -> int:
+        """Number of the current attempt, from 1."""
+        return self.current.number
+
+    @property
+    def worker_id(self) -> str | None:
+        """Worker of the current attempt; None while it is queued."""
+        return self.current.worker_id
+
+    @property
+    def queue_deadline_s(self) -> float:
+        """Time by which a worker must have accepted the current attempt (monotonic clock)."""
+        total_s = self.admission.received_s + self._timeouts.total_s
+        return min(self.current.queued_s + self._queue_wait.left_s, total_s, self.admission.deadline_s)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Output tokens over all choices and attempts; exact once ENDED."""
+        return self.choices.held_tokens() + self._unreceived_tokens
+
+    @property
+    def attempt_tokens(self) -> int:
+        """Output tokens of the current attempt, as far as they have come."""
+        return self.choices.held_tokens() - self.current.tokens_before
+
+    def takers(self) -> Sequence[Heartbeat]:
+        """Return the live workers that could run the next attempt."""
+        return self._actions.takers(self)
+
+    def waits_for_worker(self, attempt: int) -> bool:
+        """Return whether this attempt is the current one and not yet accepted."""
+        return self.state is State.QUEUED and self.current.number == attempt
+
+
+# --- failure rules ----------------------------------------------------------------------------------------------------
+#
+# Rules that turn a worker's failure into another attempt or into the client's error.
+
+VANISHED: Final = Failure(ErrorCode.JOB_VANISHED, "the job vanished from the queue")
+BROKEN_OFF_TWICE: Final = (
+    "The server broke the answer off twice, and it is not paid for a third time: check the server of this pool, "
+    "or send the request again."
+)
+CLOCK_SKEW_S: Final = 1.0  # between a gateway and a worker
+
+
+def is_premature(frame: Failed, queue_deadline_s: float, now_s: float) -> bool:
+    """Return whether a worker ends the request's wait too early: its clock is wrong, and others may take the job."""
+    return frame.code == ErrorCode.DEADLINE_EXCEEDED and now_s < queue_deadline_s - CLOCK_SKEW_S
+
+
+def verdict_of(frame: Failed, admission: Admission, now_s: float) -> Failure:
+    """Return the failure that the client sees."""
+    code = _known_code(frame.code)
+    if code is ErrorCode.DEADLINE_EXCEEDED and now_s < admission.deadline_s - CLOCK_SKEW_S:
+        code = ErrorCode.QUEUE_WAIT_TIMEOUT  # the worker was told only until when it may wait
+    # The engine knows token ids only; the caller knows the field that they were made from.
+    param = admission.prompt_param if frame.param == "prompt_ids" else frame.param
+    return Failure(code, frame.message, param)
+
+
+def why_over(request: "OpenRequest") -> Failure | None:
+    """Return why a request whose attempt has failed gets no other, or None."""
+    if request.log.is_busy_too_often:
+        return Failure(ErrorCode.WAIT_TOO_LONG, f"the servers of this model asked to wait {MAX_BUSY_FAILURES} times")
+    if request.log.exhausted:
+        return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, request.log.why(request.attempt))
+    if request.log.is_repeated and not _leaves_pool(request):
+        return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, f"{request.log.why(request.attempt)}. {BROKEN_OFF_TWICE}")
+    if request.choices.is_encoded and not request.admission.stream:
+        if not request.log.drop():
+            return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, f"{request.log.why(request.attempt)}. {BROKEN_OFF_TWICE}")
+        drop_answer(request)  # its caller has been told nothing of it
+    return None if request.choices.may_go_on else answer_cut(request)
+
+
+def answer_cut(request: "OpenRequest") -> Failure:
+    """Return the failure of a stream that no live worker can resume."""
+    why = f": {failures[-1].reason}" if (failures := request.log.failures) else ""
+    end = "Text already sent is not repeated: send the request again."
+    message = f"The stream was interrupted and no worker can resume it{why}. {end}"
+    return Failure(ErrorCode.ANSWER_CUT, message)
+
+
+def _leaves_pool(request: "OpenRequest") -> bool:
+    """Avoid every worker of the pool whose server repeats a fault; return False if no other pool is left."""
+    failed, takers = request.log.failed_pools, request.takers()
+    for beat in takers:
+        if beat.pool in failed:
+            request.log.avoid_worker(beat.worker_id)
+    return any(beat.takes_jobs and beat.pool not in failed for beat in takers)
+
+
+def is_excused(request: "OpenRequest", code: str) -> bool:
+    """Return whether a failed attempt uses up none: it made no token, and the request has not failed at another pool.
+
+    A server that refuses everything takes jobs faster than healthy ones. A request that fails everywhere has an end: at
+    the last pool its failures count.
+    """
+    current, log = request.current, request.log
+    if code != ErrorCode.ENGINE_ERROR or current.accepted is None or request.attempt_tokens or current.answered_inputs:
+        return False
+    failed = {current.accepted.pool, *log.failed_pools}
+    return any(beat.takes_jobs and beat.pool not in failed for beat in request.takers())
+
+
+def may_run_elsewhere(request: "OpenRequest", timeout: Failure) -> bool:
+    """Return whether a worker's silence ends its attempt alone, as another one is free."""
+    if timeout.code not in {ErrorCode.FIRST_TOKEN_TIMEOUT, ErrorCode.INTER_TOKEN_TIMEOUT}:
+        return False
+    silent = {request.worker_id, *request.log.avoid}
+    takers = request.takers()
+    return any(beat.takes_jobs and beat.free_sequences and beat.worker_id not in silent for beat in takers)
+
+
+def why_waited_in_vain(request: "OpenRequest", timeout: Failure) -> Failure:
+    """Return why a request waited until its time limit: its servers asked to wait, or else ``timeout``."""
+    takers = request.takers()
+    waits_ms = [beat.paused.wait_ms for beat in takers if beat.paused is not None and beat.paused.wait_ms]
+    all_wait = bool(takers) and len(waits_ms) == len(takers)
+    if not all_wait and not request.log.was_asked_to_wait:
+        return timeout
+    retry_after_s = math.ceil(min(waits_ms) / 1000) if all_wait else None
+    message = "the servers of this model asked to wait, and none took the request in time"
+    return Failure(ErrorCode.WAIT_TOO_LONG, message, retry_after_s=retry_after_s)
+
+
+def drop_answer(request: "OpenRequest") -> None:
+    """Drop what is held of the answer: the next attempt begins it again."""
+    request.choices.clear()
+    request.current.tokens_before = 0
+    request.mailbox.drop(request.request_id)
+
+
+def _known_code(code: str) -> ErrorCode:
+    try:
+        return ErrorCode(code)
+    except ValueError:  # of a newer worker
+        return ErrorCode.INTERNAL_ERROR
+
+
+def too_much_unread(admission: Admission) -> Failure:
+    """Return the failure of a request whose unread answer exceeds the buffer."""
+    if admission.stream:
+        return Failure(ErrorCode.SLOW_CLIENT, "the client reads more slowly than the buffer allows")
+    message = (
+        "the answer has become larger than the gateway keeps for one key or team until it is complete;"
+        " ask for fewer tokens, choices or log-probabilities, or for a stream"
+    )
+    return Failure(ErrorCode.ANSWER_TOO_LARGE, message)
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+#
+# Time limits of a request in each state; each has an error of its own.
+
+RESCUE_QUEUE_WAIT_S: Final = 5.0  # for an attempt after the first, even if the first has used all patience up
+WITHDRAW_LINGER_S: Final = 2.0  # how long a worker that pulled the job at the last moment may still say so
+ACCEPT_LIMIT_S: Final = 1.0  # within which a worker takes a request that is not to be queued
+NEVER_S: Final = float("inf")
+TIMER_SLACK_S: Final = 0.001  # timers may be early by the clock's resolution
+
+
+class DeadlineTimers:
+    """Timers of the requests whose clients have set a deadline: to the point, where the sweep may be late."""
+
+    def __init__(self) -> None:
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # by request
+
+    def set(self, admission: Admission, now_s: float, call: Callable[[], None]) -> None:
+        """Call when the client's deadline has passed, if it has set one."""
+        if admission.deadline_s != NEVER_S:
+            delay_s = admission.deadline_s - now_s + TIMER_SLACK_S
+            self._timers[admission.request_id] = asyncio.get_running_loop().call_later(delay_s, call)
+
+    def drop(self, request_id: str) -> None:
+        """Call nothing."""
+        timer = self._timers.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+
+
+class QueueWaitBudget:
+    """Time that a request may still wait in the queue, over all its attempts."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.left_s = limit_s
+
+    def spend(self, waited_s: float) -> None:
+        """Deduct the wait of an attempt. A little always stays, for a rescue in mid-stream."""
+        least_s = min(RESCUE_QUEUE_WAIT_S, self.left_s)
+        self.left_s = max(least_s, self.left_s - waited_s)
+
+
+def overdue(
+    limits: TimeoutSettings,
+    admission: Admission,
+    attempt: CurrentAttempt,
+    queue_deadline_s: float | None,
+    now_s: float,
+) -> Failure | None:
+    """Return the exceeded limit, if any. ``queue_deadline_s``: None once a worker has the attempt."""
+    if now_s >= admission.deadline_s:
+        return Failure(ErrorCode.DEADLINE_EXCEEDED, "the deadline that the caller has set has passed")
+    if now_s - admission.received_s >= limits.total_s:
+        return Failure(ErrorCode.TOTAL_TIMEOUT, f"the request took longer than {limits.total_s:g} s")
+    if queue_deadline_s is not None:
+        return _overdue_in_queue(admission, attempt, queue_deadline_s, now_s)
+    return _overdue_token(limits, attempt, now_s)
+
+
+def _overdue_in_queue(admission: Admission, attempt: CurrentAttempt, deadline_s: float, now_s: float) -> Failure | None:
+    """Return the limit exceeded while no worker has accepted the attempt."""
+    waited_s = now_s - attempt.queued_s
+    if now_s >= deadline_s:
+        return Failure(ErrorCode.QUEUE_WAIT_TIMEOUT, f"no worker took the request within {waited_s:.1f} s")
+    if admission.do_not_queue and attempt.number == 1 and waited_s >= ACCEPT_LIMIT_S:
+        return Failure(ErrorCode.NO_FREE_PLACE, "no worker took the request at once", retry_after_s=1, is_wanted=True)
+    return None
+
+
+def _overdue_token(limits: TimeoutSettings, attempt: CurrentAttempt, now_s: float) -> Failure | None:
+    """Return the limit exceeded while a worker runs the attempt."""
+    if attempt.last_token_s is not None:
+        if now_s - attempt.last_token_s >= limits.inter_token_s:
+            return Failure(ErrorCode.INTER_TOKEN_TIMEOUT, f"no further token within {limits.inter_token_s:g} s")
+    elif attempt.accepted_s is not None and now_s - attempt.accepted_s >= limits.first_token_s:
+        return Failure(ErrorCode.FIRST_TOKEN_TIMEOUT, f"no first token within {limits.first_token_s:g} s")
+    return None
+
+
+# --- request ----------------------------------------------------------------------------------------------------------
+#
+# One admitted request: its state machine (drawn in ``states``), free of any input or output.
+#
+# The fence: frames of another attempt, of another worker than the attempt's first, or with a ``seq`` seen before are
+# dropped. A gap in ``seq`` asks the worker to send again from there; what comes before the gap is filled is dropped, as
+# it will be sent again.
+
+CANCEL_REPEAT_S: Final = 1.0
+ATTEMPTS_UNKNOWN: Final = 1  # that another gateway may have begun after the last one that is known of
+
+
+class OpenRequest(RequestState):
+    """A request from admission to its end. Only the event loop touches it."""
+
+    def place(self) -> QueuePosition | None:
+        """Return the queue position; None once it no longer waits for its first worker."""
+        return self.ticket.place()
+
+    def rows_stored(self) -> Sequence[asyncio.Future[None]]:
+        """Return futures to wait for before the client gets a good answer: then its row is sure, whatever dies."""
+        self.row = self.row or self._actions.record(self)
+        return (self.row,)
+
+    def resume(self, made: MadeBefore, now_s: float) -> None:
+        """Go on with what another gateway has received."""
+        self.choices.revision = made.revision
+        for frame in made.frames:
+            if (reason := self.choices.take(frame)) is not None:
+                self._end("failed", Failure(ErrorCode.INTERNAL_ERROR, reason), now_s)
+                return
+            self.mailbox.put_tokens(frame)
+        if self.choices.are_complete():  # only the last words were lost
+            self._end("ok", None, now_s)
+            return
+        self.current.number = made.attempt + ATTEMPTS_UNKNOWN
+        self.log.add(self.current, ErrorCode.GATEWAY_LOST, "the gateway of the request is gone", 0)
+        held = self.choices.held_tokens()
+        self.current = CurrentAttempt(self.attempt + 1, now_s, now_s, held, self.choices.is_encoded, is_rescue=True)
+        self.ticket.leave_queue()  # for the resume lane
+        self._actions.publish(self, 0.0)
+
+    # --- frames -------------------------------------------------------------------------------------------------------
+
+    def on_frame(self, worker_id: str, frame: Frame, now_s: float) -> None:
+        """Handle one frame. Called for every token: the usual case comes first."""
+        current = self.current
+        if (
+            frame.seq == current.next_seq
+            and frame.attempt == current.number
+            and worker_id == current.worker_id
+            and self.state is State.RUNNING
+        ):
+            current.last_frame_s = now_s
+            self._take(worker_id, frame, now_s)
+            return
+        self._on_unusual_frame(worker_id, frame, now_s)
+
+    def _on_unusual_frame(self, worker_id: str, frame: Frame, now_s: float) -> None:
+        is_anothers = self.worker_id is not None and worker_id != self.worker_id
+        if self.state is State.ENDED or frame.attempt != self.attempt or is_anothers:
+            self._actions.fence_out(worker_id, frame, now_s)
+            return
+        self.current.last_frame_s = now_s
+        self.current.probes = 0
+        if self.state is State.STOPPING:
+            self._on_frame_while_stopping(worker_id, frame, now_s)
+        elif isinstance(frame, Failed) and frame.code == ErrorCode.UNKNOWN_ATTEMPT:
+            self._attempt_failed(ErrorCode.WORKER_LOST, "the worker no longer knows the request", now_s)
+        elif frame.seq == self.current.next_seq:
+            if self.state is State.QUEUED and not isinstance(frame, Accepted | Failed):
+                self._attempt_failed(ErrorCode.ENGINE_ERROR, "a worker answers that has not accepted", now_s)
+            else:
+                self._take(worker_id, frame, now_s)
+        elif frame.seq > self.current.next_seq and self.current.should_request_resend(now_s):
+            self._actions.request_resend(self, worker_id, self.current.next_seq)
+
+    def _take(self, worker_id: str, frame: Frame, now_s: float) -> None:
+        self.current.next_seq += 1
+        self.current.gap_since_s = None
+        if isinstance(frame, (Tokens, Deltas)):
+            reason = self.choices.add(frame) if isinstance(frame, Tokens) else self.choices.add_deltas(frame)
+            if reason is None:
+                self._on_tokens(frame, now_s)
+        elif isinstance(frame, Vector):
+            reason = self.choices.add_vector(frame)
+            if reason is None:
+                self.mailbox.put(frame)  # read at the end
+                self.current.answered_inputs += 1
+                self.current.last_token_s = self._last_event_s = now_s
+        elif isinstance(frame, Accepted):
+            reason = self._on_accepted(worker_id, frame, now_s)
+        elif isinstance(frame, Dropped):
+            reason = None
+            self.dropped |= DROPPABLE.intersection(frame.fields)
+        elif isinstance(frame, UnreadableFrame):  # where its kind is unknown, a newer worker sends it: do without
+            reason = frame.reason if frame.is_known else None
+        else:
+            reason = None
+            self._take_final_frame(frame, now_s)
+            if isinstance(frame, Finished):
+                self._on_finished(frame, now_s)
+            else:
+                self._on_failed(worker_id, frame, now_s)
+        if reason is not None:
+            self._attempt_failed(ErrorCode.ENGINE_ERROR, reason, now_s)
+
+    def _on_accepted(self, worker_id: str, frame: Accepted, now_s: float) -> str | None:
+        reason = why_implausible(frame)
+        if reason is not None or self.state is not State.QUEUED:
+            self.log.avoid_worker(worker_id)
+            return reason or "the attempt was accepted twice"
+        self.state = State.RUNNING
+        self._note_worker(worker_id, frame, now_s)
+        if self.current.hosted is not None:
+            self.current.hosted.leave_room()
+        self._queue_wait.spend(now_s - self.current.queued_s)
+        self.ticket.accepted(worker_id)
+        return None
+
+    def _note_worker(self, worker_id: str, frame: Accepted, now_s: float) -> None:
+        self.choices.generated_by(frame)
+        if not self.choices.has_output:
+            self.dropped = frozenset()  # by a pool that has made nothing
+        self.current.worker_id = worker_id
+        self.current.accepted = self.accepted = frame
+        self.current.accepted_s = self.accepted_s = now_s
+        self._actions.accepted(self)
+
+    def _on_tokens(self, frame: Tokens | Deltas, now_s: float) -> None:
+        self.mailbox.put_tokens(frame)
+        if frame.prompt_logprobs is not None:
+            return  # read together with what comes after them
+        if self.current.first_token_s is None and (frame.token_ids or isinstance(frame, Deltas)):
+            self.current.first_token_s, self.first_token_s = now_s, self.first_token_s or now_s
+        self.current.last_token_s = self._last_event_s = now_s
+        if self.admission.stream:  # others read everything at the end
+            self.mailbox.wake()
+            if self.mailbox.held_bytes > self.mailbox.max_unread_bytes:
+                self.give_up_unread(now_s)
+
+    def _on_finished(self, frame: Finished, now_s: float) -> None:
+        if frame.cancelled or not self.choices.are_complete():
+            reason = "the worker ended the request before it was complete"
+            self._attempt_failed(ErrorCode.ENGINE_ERROR, reason, now_s, ended_there=True)
+            return
+        self.prompt_tokens, self.cached_tokens = plausible_prompt(frame, self.choices, self.prompt_tokens)
+        self._end("ok", None, now_s)
+
+    def _on_failed(self, worker_id: str, frame: Failed, now_s: float) -> None:
+        frame = structs.replace(frame, message=masked(frame.message))  # upstream servers repeat the key they refuse
+        if is_premature(frame, self.queue_deadline_s, now_s):
+            self.log.avoid_worker(worker_id)
+        elif self.choices.is_final(frame):
+            self._end("failed", verdict_of(frame, self.admission, now_s), now_s)
+            return
+        self._attempt_failed(frame.code, frame.message, now_s, ended_there=True)
+
+    def _take_final_frame(self, frame: Finished | Failed, now_s: float) -> None:
+        current = self.current
+        current.take_final_frame(frame, now_s)
+        if self.state is not State.QUEUED:
+            most = self.choices.max_remaining_tokens(current.max_unreceived_tokens(now_s))
+            self._unreceived_tokens = max(0, min(frame.completion_tokens - self.attempt_tokens, most))
+
+    def _on_frame_while_stopping(self, worker_id: str, frame: Frame, now_s: float) -> None:
+        current = self.current
+        if isinstance(frame, Accepted):  # pulled at the last moment
+            if current.worker_id is None and why_implausible(frame) is None:
+                self._note_worker(worker_id, frame, now_s)
+            self._stop_deadline_s = now_s + self._timeouts.cancel_s
+            self._send_cancel(now_s)
+        elif isinstance(frame, (Tokens, Deltas)):
+            if frame.seq >= current.next_seq and self.choices.take(frame) is None:
+                current.next_seq, current.last_token_s = frame.seq + 1, now_s
+        elif isinstance(frame, (Vector, Dropped, UnreadableFrame)):
+            current.next_seq = max(current.next_seq, frame.seq + 1)
+        else:
+            self._take_final_frame(frame, now_s)
+            self._close(now_s)
+
+    # --- attempts -----------------------------------------------------------------------------------------------------
+
+    def worker_lost(self, code: ErrorCode, reason: str, now_s: float) -> None:
+        """Fail the current attempt: its worker is lost."""
+        if self.state is State.RUNNING:
+            self._attempt_failed(code, reason, now_s)
+        elif self.state is State.STOPPING:  # its exact counts will never come
+            self._actions.record_lost_attempt(self, self.outcome, self.failure.code if self.failure else None, now_s)
+            self._close(now_s)
+
+    def job_vanished(self, attempt: int, now_s: float, why: Failure = VANISHED) -> None:
+        """Fail an unaccepted attempt: its message is gone from the queue, or of no use."""
+        if self.waits_for_worker(attempt):
+            self._attempt_failed(why.code, why.message, now_s)
+
+    def reserve_hosted_slot(self, place: HostedSlot) -> None:
+        """Queue the current attempt for a hosted pool."""
+        self.current.hosted, self.hosted_wait = place, None
+        self.ticket.leave_queue()
+
+    def move(self, attempt: int, place: HostedSlot | None, now_s: float) -> None:
+        """Move a waiting attempt to a hosted pool, or back from it."""
+        if self.waits_for_worker(attempt):
+            self._actions.withdraw(self)
+            self._next_attempt(now_s, is_moved=True, hosted=place)
+
+    def refused(self, attempt: int, failure: Failure, now_s: float) -> None:
+        """Fail the request: the queue refuses the attempt."""
+        if self.waits_for_worker(attempt):
+            self._end("failed", failure, now_s)
+
+    def probe(self, now_s: float) -> None:
+        """Ask the worker for its last frame again: a sign of life, and the way to find frames lost at the end."""
+        current = self.current
+        if current.worker_id is not None and self.state is State.RUNNING:
+            current.probes += 1
+            current.asked_s = now_s
+            self._actions.request_resend(self, current.worker_id, max(0, current.next_seq - 1))
+
+    def _attempt_failed(self, code: str, reason: str, now_s: float, *, ended_there: bool = False) -> None:
+        """End the current attempt; ``ended_there``: its worker reported that, and publishes its own record."""
+        is_complete = self.choices.are_complete()  # then only the last words were lost
+        self._actions.withdraw(self)
+        if self.current.worker_id is not None and not ended_there:
+            self._actions.cancel(self.current.worker_id, Cancel(self.request_id, self.attempt))
+            outcome, error = ("ok", None) if is_complete else ("failed", code)
+            self._actions.record_lost_attempt(self, outcome, error, now_s)
+        if is_complete:
+            self._end("ok", None, now_s)
+            return
+        self.log.add(self.current, code, reason, self.attempt_tokens, is_excused=is_excused(self, code))
+        if (over := why_over(self)) is not None:
+            self._end("failed", over, now_s)
+        else:
+            self._next_attempt(now_s)
+
+    def _next_attempt(self, now_s: float, *, is_moved: bool = False, hosted: HostedSlot | None = None) -> None:
+        last = self.current
+        if self.state is State.QUEUED:
+            self._queue_wait.spend(now_s - last.queued_s)
+        self._actions.attempt_over(self)
+        self.log.spent.add(last)
+        held, self._unreceived_tokens = self.choices.held_tokens(), 0
+        self.current = CurrentAttempt(self.attempt + 1, now_s, now_s, held, self.choices.is_encoded, is_moved=is_moved)
+        # Whoever has only been at a hosted pool, in vain, has not come before those that wait for our own workers.
+        self.current.is_rescue = last.is_rescue or held > 0 or not (is_moved or last.hosted)
+        self.state = State.QUEUED
+        if hosted is not None:
+            self.reserve_hosted_slot(hosted)
+        elif self.current.is_rescue:
+            self.ticket.leave_queue()  # for the resume lane
+        else:
+            self.ticket.enter_queue()
+        self._actions.publish(self, 0.0 if is_moved else self.log.pause_s)
+
+    # --- stopping and ending ------------------------------------------------------------------------------------------
+
+    def cancel(self, now_s: float) -> None:
+        """Stop: the client has disconnected."""
+        self._stop("cancelled", None, now_s)
+
+    def fail(self, failure: Failure, now_s: float) -> None:
+        """Stop with a failure of the gateway's."""
+        self._stop("failed", failure, now_s)
+
+    def give_up_unread(self, now_s: float) -> None:
+        """Drop what the client has not read: it exceeds the buffer."""
+        if self.state in {State.STOPPING, State.ENDED}:
+            self.mailbox.cut()  # the verdict is known, and its writer still at it
+        else:
+            self.mailbox.clear()
+            self._stop("failed", too_much_unread(self.admission), now_s)
+
+    def _stop(self, outcome: str, failure: Failure | None, now_s: float) -> None:
+        if self.state in {State.STOPPING, State.ENDED}:
+            return
+        was_running = self.state is State.RUNNING
+        self.state = State.STOPPING
+        self.outcome, self.failure = outcome, failure
+        self._actions.withdraw(self)
+        if not was_running:  # it takes up nothing any more: whoever leaves may come back at once
+            self.ticket.close()
+        self._stop_deadline_s = now_s + (self._timeouts.cancel_s if was_running else WITHDRAW_LINGER_S)
+        self._send_cancel(now_s)
+        self._notify_client(Ended(failure))
+
+    def _send_cancel(self, now_s: float) -> None:
+        if self.current.worker_id is not None:
+            self._cancel_sent_s = now_s
+            self._actions.cancel(self.current.worker_id, Cancel(self.request_id, self.attempt))
+
+    def give_up_waiting(self, now_s: float) -> None:
+        """Stop waiting for exact counts: the process ends."""
+        self.closed = True
+        if self.state is State.STOPPING:
+            self._close(now_s)
+
+    def _end(self, outcome: str, failure: Failure | None, now_s: float) -> None:
+        self.outcome, self.failure = outcome, failure
+        self._notify_client(Ended(failure))
+        self._close(now_s)
+
+    def _close(self, now_s: float) -> None:
+        self.state = State.ENDED
+        self.ended_s = now_s
+        self.log.spent.add(self.current)
+        self._actions.attempt_over(self)
+        self.ticket.close()
+        self._actions.ended(self)
+
+    def _notify_client(self, end: Ended) -> None:
+        self.mailbox.put(end)
+        self.mailbox.wake()
+        if self.on_end is not None:
+            self.on_end(end)
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def on_tick(self, now_s: float, *, connected: bool) -> None:
+        """Check the time limits. ``connected``: whether silence can be the worker's fault, not the queue server's."""
+        if self.state is State.STOPPING:
+            self._tick_stopping(now_s)
+            return
+        queue_deadline_s = self.queue_deadline_s if self.state is State.QUEUED else None
+        if (timeout := overdue(self._timeouts, self.admission, self.current, queue_deadline_s, now_s)) is not None:
+            if may_run_elsewhere(self, timeout):
+                self._attempt_failed(timeout.code, timeout.message, now_s)
+            else:
+                self.fail(why_waited_in_vain(self, timeout) if self.state is State.QUEUED else timeout, now_s)
+            return
+        if self.state is State.RUNNING and connected:
+            if (reason := self.current.why_lost(now_s)) is not None:
+                self._attempt_failed(ErrorCode.WORKER_LOST, reason, now_s)
+            elif self.current.is_too_silent(now_s):
+                self.probe(now_s)
+        self._emit_still_waiting(now_s)
+
+    def _tick_stopping(self, now_s: float) -> None:
+        current = self.current
+        if now_s >= self._stop_deadline_s:
+            self._close(now_s)
+        elif current.worker_id is not None and now_s - self._cancel_sent_s >= CANCEL_REPEAT_S:
+            self._send_cancel(now_s)
+            self._actions.request_resend(self, current.worker_id, current.next_seq)  # its last frame may have been lost
+
+    def _emit_still_waiting(self, now_s: float) -> None:
+        period_s, silent_s = self._timeouts.queued_comment_s, now_s - self._last_event_s
+        if period_s and self.admission.stream and silent_s >= period_s:
+            self._last_event_s = now_s
+            self.mailbox.put(StillWaiting(self.state.value))
+            self.mailbox.wake()
