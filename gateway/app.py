@@ -10,8 +10,8 @@ from starlette.middleware.cors import CORSMiddleware
 from gateway.api.anthropic_messages import Messages
 from gateway.api.calls import ChatCall, CompletionCall
 from gateway.api.openai_responses import Responses
-from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
-from gateway.api.surface_calls import SurfaceCalls
+from gateway.api.surface import SurfaceCalls
+from gateway.api.vectors import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.batches.routes import BATCH_BODIES, batch_routers
 from gateway.batches.services import BatchServices
 from gateway.endpoints.endpoint import HotRoute

@@ -30,23 +30,21 @@ from gateway.dispatch.overflow import Overflow
 from gateway.endpoints.hosted import providers_still_allowed
 from gateway.endpoints.rate_limits import counted
 from gateway.endpoints.services import Services
-from gateway.http.body_reader import BodyReader
-from gateway.http.connection import Connection
-from gateway.http.connections import Connections
+from gateway.http.body import BodyReader
 from gateway.http.refusals import RefusalLog
+from gateway.http.server import Connection, Connections
 from gateway.idempotency.keyed import KeyedRequests
 from gateway.limits.leases import Quotas
 from gateway.limits.prices import CurrentPrices
 from gateway.limits.seeds import RollupLedger
 from gateway.mount import GatewayParts, Mount
-from gateway.payloads.publisher import PayloadPublisher
+from gateway.payloads import PayloadPublisher
 from gateway.responses.runs import BackgroundRuns
 from gateway.responses.shares import ReadShares
 from gateway.responses.store import ResponseStore
 from gateway.settings import LEAVE_S, GatewaySettings
-from gateway.telemetry.failovers import RecentFailovers
+from gateway.telemetry.log import RecentFailovers, RequestLog
 from gateway.telemetry.metrics import RequestSeries
-from gateway.telemetry.request_log import RequestLog
 from gateway.tokenizing.catalog import ModelCatalog
 from gateway.tokenizing.settings import canonical_names
 from ledger.payloads.sealing import SEALED_BEFORE, Sealer, parse_keys

@@ -12,7 +12,7 @@ from gateway.admission.control import AdmissionControl
 from gateway.api.fields import Body
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.settings import GatewaySettings
-from gateway.telemetry.failovers import RecentFailovers
+from gateway.telemetry.log import RecentFailovers
 from gateway.telemetry.metrics import RequestSeries
 from gateway.tokenizing.catalog import ModelCatalog
 from protocol.nats.bus import Bus

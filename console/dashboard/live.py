@@ -11,7 +11,7 @@ from console.dashboard import formats
 from gateway.api.fields import encode_json
 from gateway.errors import Overloaded
 from gateway.mount import GatewayParts
-from gateway.telemetry.failovers import Failover
+from gateway.telemetry.log import Failover
 from protocol import subjects
 from protocol.job import Heartbeat
 from protocol.nats.clock import WARN_S

@@ -10,12 +10,17 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from gateway.api.answer_options import DEFAULT_OPTIONS, AnswerOptions
+from gateway.api.events import (
+    SchemaCheck,
+    answer_head,
+    calls_of,
+    finish_reason_of,
+    parsed_message,
+    reasoning_tokens,
+    with_reasoning_tokens,
+)
 from gateway.api.fields import encode_json
-from gateway.api.logprobs import CompletionLogprobs, chat_pieces, prompt_logprobs
-from gateway.api.parsed import finish_reason_of, parsed_message, reasoning_tokens, with_reasoning_tokens
-from gateway.api.schema_check import SchemaCheck, calls_of
-from gateway.api.sse import answer_head
+from gateway.api.logprobs import DEFAULT_OPTIONS, AnswerOptions, CompletionLogprobs, chat_pieces, prompt_logprobs
 from gateway.request.mailbox import AnyTokens, HeldLogprobs, HeldTokens, read_logprobs
 from protocol.dialects.dialect import AnswerForm, AnswerParser
 from protocol.generation import PromptLogprob, TokenLogprob

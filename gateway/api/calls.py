@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from gateway.api.answer_options import DEFAULT_OPTIONS, details_of
 from gateway.api.answers import (
     ChoiceContent,
     CompleteAnswer,
@@ -17,20 +16,29 @@ from gateway.api.answers import (
     completion_rows,
     gather,
 )
-from gateway.api.chat_job import conversation_of
-from gateway.api.form import (
+from gateway.api.call import JobCall
+from gateway.api.events import (
+    ChatChunks,
+    CheckedChunks,
+    CompletionChunks,
+    ParsedChatChunks,
+    SchemaCheck,
+    with_running_usage,
+    with_token_ids,
+)
+from gateway.api.logprobs import DEFAULT_OPTIONS, details_of
+from gateway.api.sampling import (
     answer_form,
+    conversation_of,
     form_of_parts,
     grammar_of,
     must_call,
+    requested_max_tokens,
+    sampling_of,
     template_variables,
     tools_for_prompt,
     tools_for_template,
 )
-from gateway.api.job_call import JobCall
-from gateway.api.parsed import ParsedChatChunks
-from gateway.api.running_usage import with_running_usage
-from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -39,9 +47,6 @@ from gateway.api.schema import (
     parse_chat,
     parse_completion,
 )
-from gateway.api.schema_check import CheckedChunks, SchemaCheck
-from gateway.api.sse import ChatChunks, CompletionChunks
-from gateway.api.token_ids import with_token_ids
 from gateway.errors import ApiError, InvalidParameter
 from gateway.request.mailbox import AnyTokens, Chunks
 from gateway.request.request import Conversation
@@ -102,7 +107,7 @@ class Call(AnswerEncoder, Protocol):
         """Build the conversation for pools that take messages, once the prompt is encoded. Raises InvalidParameter."""
 
     def choice(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
-        """Implement ``gateway.payloads.answers.ChoiceEncoder``."""
+        """Implement ``gateway.payloads.ChoiceEncoder``."""
 
 
 class ChatCall(JobCall[ChatCompletionRequest]):

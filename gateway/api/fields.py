@@ -1,15 +1,30 @@
 """Request bodies: their base class, and the error for the first field that is wrong."""
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, from_json
 
 from gateway.errors import InvalidParameter, MalformedJson
+from gateway.tokenizing.turns import Arguments
+from protocol.dialects.base import Tool
+from protocol.dialects.calls import HELD_TEXT, arguments_of
+from protocol.generation import Grammar
+from protocol.job import Call, Turn
 
 MAX_BODY_VALUES: Final = 65_536  # lists, objects and fields of one body: some 50 ms during which nothing else can run
 MAX_SEARCHED_VALUES: Final = 10_000  # looked at to name the field of a number that is none: some milliseconds
@@ -133,3 +148,330 @@ def _count_values(text: bytes) -> int:
 
 def _marks(text: bytes) -> int:
     return text.count(b"[") + text.count(b"{") + text.count(b":")
+
+
+# --- tool fields ------------------------------------------------------------------------------------------------------
+#
+# Fields of a chat body about tools: those that may be called, and earlier calls.
+
+MAX_TOOLS: Final = 128
+MAX_TOOLS_BYTES: Final = 512 * 1024  # of all of them, as JSON
+MAX_CALLS: Final = 128  # in one message of a conversation
+NO_PARAMETERS: Final = {"type": "object", "properties": {}}
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class _ToolPart(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class FunctionDefinition(_ToolPart):
+    """A function's description for the model, and whether its arguments must follow their schema."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(_ToolPart):
+    """One of a request's ``tools``."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates expect it. Whether it is strict is no business of the model's."""
+        function = self.function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        function.setdefault("parameters", NO_PARAMETERS)
+        return {"type": "function", "function": function}
+
+
+class NamedFunction(_ToolPart):
+    """A function, by its name."""
+
+    name: str
+
+
+class NamedTool(_ToolPart):
+    """``tool_choice``: this tool and no other."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _known_choice(choice: object) -> object:
+    # One message for what a union would explain as several.
+    is_named = isinstance(choice, Mapping) and choice.get("type") == "function" and "function" in choice
+    if choice is None or is_named or choice in ("none", "auto", "required"):
+        return choice
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}')
+
+
+def _known_function(choice: object) -> object:
+    if choice in (None, "none", "auto") or (isinstance(choice, Mapping) and isinstance(choice.get("name"), str)):
+        return choice
+    raise ValueError('must be "none", "auto" or {"name": …}')
+
+
+FunctionChoice = Annotated[Literal["none", "auto"] | NamedFunction | None, BeforeValidator(_known_function)]
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_known_choice)]
+
+
+def _as_text(arguments: object) -> str:
+    """Some clients send the object itself, or null."""
+    if arguments is None or isinstance(arguments, str):
+        return arguments or ""
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+class CalledFunction(_ToolPart):
+    """An assistant's call, with its arguments as JSON text."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: Annotated[str, BeforeValidator(_as_text, str | dict[str, Any] | None)] = ""
+
+    def arguments_for_template(self) -> Arguments:
+        """The arguments as an object, which templates expect.
+
+        Models write what is no object, or are cut off in it. Then an object holds the text: the conversation goes on.
+        """
+        found = arguments_of(self.arguments)
+        return Arguments({HELD_TEXT: self.arguments} if found is None else found)
+
+    @property
+    def arguments_object(self) -> str:
+        """The arguments as the JSON of an object, in the same way."""
+        is_object = arguments_of(self.arguments) is not None
+        return self.arguments.strip() if is_object else json.dumps({HELD_TEXT: self.arguments}, ensure_ascii=False)
+
+
+class ToolCall(_ToolPart):
+    """A call in an assistant's message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it."""
+        function = {"name": self.function.name, "arguments": self.function.arguments_for_template()}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def tools_of(functions: Sequence[FunctionDefinition]) -> list[ToolDefinition]:
+    """Return legacy functions as tools."""
+    return [ToolDefinition(type="function", function=function) for function in functions]
+
+
+def tool_choice_of(function_call: object) -> object:
+    """Return a legacy ``function_call`` as ``tool_choice``."""
+    if isinstance(function_call, NamedFunction):
+        return NamedTool(type="function", function=function_call)
+    return function_call
+
+
+def check_tools(tools: Sequence[ToolDefinition], choice: object) -> None:
+    """Refuse tools that contradict each other or ``tool_choice``. Raises InvalidParameter."""
+    if not tools and choice not in {None, "none", "auto"}:
+        raise InvalidParameter("There are no 'tools' of which one must be called.", param="tool_choice")
+    names = [tool.function.name for tool in tools]
+    for number, tool in enumerate(tools):
+        prefix = f"tools.{number}.function"
+        if names.index(tool.function.name) != number:
+            raise InvalidParameter(f"'{tool.function.name}' is the name of two tools.", param=f"{prefix}.name")
+        if (tool.function.parameters or {}).get("type", "object") != "object":
+            raise InvalidParameter("The type of 'parameters' must be \"object\".", param=f"{prefix}.parameters")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise InvalidParameter(f"'{choice.function.name}' is none of 'tools'.", param="tool_choice")
+    size = sum(len(tool.model_dump_json()) for tool in tools)
+    if size > MAX_TOOLS_BYTES:
+        raise InvalidParameter(f"'tools' may have at most {MAX_TOOLS_BYTES} bytes, not {size}.", param="tools")
+
+
+def callable_tools(tools: Sequence[ToolDefinition], choice: object) -> tuple[Tool, ...]:
+    """The tools that an answer may call, with the schemas of their arguments, which are objects in any case."""
+    name = choice.function.name if isinstance(choice, NamedTool) else None
+    return tuple(
+        Tool(
+            tool.function.name,
+            {"type": "object", **(tool.function.parameters or NO_PARAMETERS)},
+            is_strict=bool(tool.function.strict),
+        )
+        for tool in tools
+        if name in {None, tool.function.name}
+    )
+
+
+# --- output format ----------------------------------------------------------------------------------------------------
+#
+# Output formats: OpenAI's ``response_format``, and vLLM's ``structured_outputs`` for all else.
+#
+# Whether a schema, pattern or grammar is a valid one, the worker's engine says: it has the compiler.
+
+
+class _FormatPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class JsonSchema(_FormatPart):
+    """A named schema. ``strict`` makes no difference: answers follow the schema either way."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(_FormatPart):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("'json_schema' belongs to the type \"json_schema\", and to no other")
+        return self
+
+    def grammar(self) -> Grammar | None:
+        """The wire form; None for plain text."""
+        if self.json_schema is not None:
+            return Grammar("json_schema", json.dumps(self.json_schema.schema_))
+        return Grammar("json_object", "") if self.type == "json_object" else None
+
+
+class StructuredOutputs(_FormatPart):
+    """vLLM's way to ask for anything; exactly one of the fields."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: Literal[True] | None = None
+    regex: Annotated[str | None, Field(min_length=1)] = None
+    choice: Annotated[list[str] | None, Field(min_length=1)] = None
+    grammar_: Annotated[str | None, Field(alias="grammar", min_length=1)] = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> "StructuredOutputs":
+        if (
+            sum(value is not None for value in (self.json_, self.json_object, self.regex, self.choice, self.grammar_))
+            != 1
+        ):
+            raise ValueError("give exactly one of 'json', 'json_object', 'regex', 'choice' and 'grammar'")
+        return self
+
+    def grammar(self) -> Grammar:
+        """The wire form."""
+        field = "structured_outputs"
+        named = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar_}
+        for kind, value in named.items():
+            if value is not None:
+                return grammar_of(kind, value, field)
+        return Grammar("json_object", "", field)
+
+
+def grammar_of(kind: str, value: dict[str, Any] | list[str] | str, field: str) -> Grammar:
+    """The wire form of vLLM's "json", "regex", "choice" or "grammar", asked for by ``field``."""
+    if isinstance(value, list):
+        return Grammar("regex", "|".join(map(re.escape, value)), field)
+    source = value if isinstance(value, str) else json.dumps(value)
+    return Grammar({"json": "json_schema", "regex": "regex", "grammar": "lark"}[kind], source, field)
+
+
+# --- conversation -----------------------------------------------------------------------------------------------------
+#
+# The messages of a conversation: as callers write them, and as chat templates expect them.
+
+_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {"audio": ()}
+_TEXT_OF_PART: Final = {"text": "text", "refusal": "refusal"}  # the types of parts that are text, and where it stands
+# Legacy functions have no ids; nine letters, because Mistral's templates want so many.
+_LEGACY_CALL_ID: Final = "function1"
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
+def _text_of(content: object) -> object:
+    """A message's content as one string: a string, or a list of parts that are text."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for number, part in enumerate(content):
+        if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+            raise ValueError(f"part {number} must be an object with a type")  # noqa: TRY004  # pydantic wants ValueError
+        text = part.get(_TEXT_OF_PART.get(part["type"], ""))
+        if not isinstance(text, str):
+            raise ValueError(f"part {number} is of type {part['type']!r}; only text parts are supported")  # noqa: TRY004
+        texts.append(text)
+    return "\n".join(texts)
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Role
+    content: Annotated[str | None, BeforeValidator(_text_of, str | list[dict[str, Any]] | None)] = Field(
+        default=None, validate_default=True
+    )
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None
+    function_call: CalledFunction | None = None  # what tool_calls were before
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under its other name
+    refusal: str | None = None  # an assistant's, instead of content
+
+    @field_validator("content")
+    @classmethod
+    def _only_some_may_be_silent(cls, content: str | None, info: ValidationInfo) -> str | None:
+        if content is None and info.data.get("role") not in {"assistant", "function"}:
+            raise ValueError("must be a string or a list of text parts")
+        return content
+
+    @property
+    def called(self) -> list[CalledFunction]:
+        """The calls of tools."""
+        legacy = [] if self.function_call is None else [self.function_call]
+        return [call.function for call in self.tool_calls] if self.tool_calls else legacy
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it; they know "developer" and "function" by other names."""
+        message: dict[str, Any] = {
+            "role": {"developer": "system", "function": "tool"}.get(self.role, self.role),
+            "content": self.content or self.refusal or "",
+        }
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        elif self.function_call is not None:
+            message["tool_calls"] = [ToolCall(id=_LEGACY_CALL_ID, function=self.function_call).for_template()]
+        if self.tool_call_id is not None or self.role == "function":
+            message["tool_call_id"] = self.tool_call_id or _LEGACY_CALL_ID
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning:  # templates have three names for it
+            message.update(reasoning_content=reasoning, reasoning=reasoning, thinking=reasoning)
+        return message
+
+    def for_job(self) -> Turn:
+        """The message as jobs carry it to pools that take messages; older forms of tools are calls there."""
+        fields = self.for_template()
+        calls = tuple(
+            Call(call["id"], call["function"]["name"], function.arguments_object)
+            for call, function in zip(fields.get("tool_calls", ()), self.called, strict=True)
+        )
+        role = "developer" if self.role == "developer" else fields["role"]
+        reasoning = self.reasoning_content or self.reasoning
+        return Turn(role, self.content, self.name, calls, fields.get("tool_call_id"), reasoning)
+
+
+def check_message(message: Message, prefix: str) -> None:
+    """Refuse fields that the message's role does not have. Raises InvalidParameter."""
+    refuse_unsupported(message, _UNSUPPORTED, prefix=prefix)
+    for name in ("tool_calls", "function_call"):
+        if getattr(message, name) and message.role != "assistant":
+            raise InvalidParameter("Only an assistant calls tools.", param=f"{prefix}{name}")
+    if (message.tool_call_id is None) == (message.role == "tool"):
+        text = "A message has a 'tool_call_id' if it is of the role \"tool\", and only then."
+        raise InvalidParameter(text, param=f"{prefix}tool_call_id")
+    if message.role == "function" and not message.name:
+        raise InvalidParameter("The result of a function needs its 'name'.", param=f"{prefix}name")

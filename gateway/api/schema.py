@@ -9,16 +9,23 @@ from typing import Annotated, Any, Final, Literal, TypeGuard
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from gateway.api.conversation import Message, check_message
-from gateway.api.fields import BadItem, Body, check_values, parse_body, refuse_unsupported
-from gateway.api.output_format import ResponseFormat, StructuredOutputs, grammar_of
-from gateway.api.tool_fields import (
+from gateway.api.fields import (
     MAX_TOOLS,
+    BadItem,
+    Body,
     FunctionChoice,
     FunctionDefinition,
+    Message,
+    ResponseFormat,
+    StructuredOutputs,
     ToolChoice,
     ToolDefinition,
+    check_message,
     check_tools,
+    check_values,
+    grammar_of,
+    parse_body,
+    refuse_unsupported,
     tool_choice_of,
     tools_of,
 )

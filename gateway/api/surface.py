@@ -7,12 +7,22 @@ Nothing here reads a clock, draws at random or waits: the same pieces always mak
 split.
 """
 
+import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
+from gateway.api.answers import CollectedChoice, CompleteAnswer, gather
+from gateway.api.calls import ChatCall
+from gateway.api.events import PieceReader, pieces_of
+from gateway.api.fields import encode_json
+from gateway.api.sampling import form_of_parts
 from gateway.errors import ApiError
+from gateway.request.mailbox import AnyTokens, Chunks
+from gateway.tokenizing.model_tokens import ModelTokens
+from protocol.dialects.dialect import AnswerForm
 from protocol.dialects.source import Kind, Piece
+from protocol.job import Deltas, Tokens
 
 
 class Usage(NamedTuple):
@@ -132,3 +142,129 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
         else:
             found.append(piece)
     return found
+
+
+# --- surface calls ----------------------------------------------------------------------------------------------------
+#
+# Calls of other APIs: each a chat, translated by its surface there and back.
+
+UNKNOWN_REASON: Final = "stop"  # of a choice whose last frame says nothing
+
+
+class SurfaceCall(ChatCall):
+    """One validated body of another API."""
+
+    def __init__(self, surface: Surface, body: bytes) -> None:
+        """Validate ``body``. Raises MalformedJson or InvalidParameter."""
+        self.name = surface.name
+        self._translation: Translation = surface.translate(body)
+        self._prompt_tokens = 0
+        self._events: EventEncoder | None = None
+        chat = {name: value for name, value in self._translation.chat.items() if value is not None}
+        super().__init__(encode_json(chat))
+        self.adapted |= self._translation.adapted
+
+    async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
+        """Implement ``Call``."""
+        prompt_ids = await super().encode_prompt(tokens)
+        self._prompt_tokens = len(prompt_ids)
+        return prompt_ids
+
+    def chunks(self, answer_id: str, created: int) -> Chunks:
+        """Implement ``Call``."""
+        self._events = self._translation.events(self._head(answer_id, created))
+        return _SurfaceChunks(self._events, self._piece_form, answer_id)
+
+    @property
+    def done(self) -> bytes:
+        """Implement ``AnswerEncoder``."""
+        return b"" if self._events is None else self._events.last
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Implement ``AnswerEncoder``."""
+        events = self._events or self._translation.events(self._head("", 0))
+        return events.failed(error)
+
+    async def whole(
+        self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
+    ) -> CompleteAnswer:
+        """Implement ``Call``."""
+        [choice] = await gather(frames, 1)
+        reader = PieceReader(self._piece_form)
+        pieces = [*_pieces_of(choice, reader, answer_id)]
+        counted = _usage(usage, choice.reasoning_tokens + reader.reasoning_tokens_of(choice.frames))
+        head = self._head(answer_id, created)
+        body = self._translation.whole(head, pieces, choice.finish_reason or UNKNOWN_REASON, counted)
+        await self.before_end(body)
+        return CompleteAnswer(encode_json(body), [], [choice.content])
+
+    @property
+    def _piece_form(self) -> AnswerForm:
+        return form_of_parts(self.request) if self._parts_form is None else self._parts_form
+
+    def _head(self, answer_id: str, created: int) -> AnswerHead:
+        return AnswerHead(answer_id, created, self.request.model, self._prompt_tokens, self._defaults)
+
+
+class SurfaceCalls:
+    """Makes the calls of one surface."""
+
+    def __init__(self, surface: Surface) -> None:
+        self.surface = surface
+        self.name = surface.name
+
+    def __call__(self, body: bytes) -> SurfaceCall:
+        """Validate a body. Raises MalformedJson or InvalidParameter."""
+        return SurfaceCall(self.surface, body)
+
+
+class _SurfaceChunks:
+    """The events of one streamed answer."""
+
+    def __init__(self, events: EventEncoder, form: AnswerForm, answer_id: str) -> None:
+        self._events = events
+        self._reader = PieceReader(form)
+        self._call_ids = _CallIds(form.new_call_id, answer_id)
+        self._finish_reason = UNKNOWN_REASON
+
+    def of(self, frame: Tokens | Deltas) -> bytes:
+        """Implement ``Chunks``."""
+        self._finish_reason = frame.finish_reason or self._finish_reason
+        return self._events.of(self._call_ids.named(self._reader.pieces(frame)))
+
+    def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
+        """Implement ``Chunks``: the last events, which tell the usage."""
+        del attempts  # a comment tells them
+        return self._events.end(self._finish_reason, _usage(usage, self._reader.reasoning_tokens()))
+
+
+class _CallIds:
+    """Ids of an answer's calls: in the form that its model wants, and the same whoever encodes the answer."""
+
+    def __init__(self, new_call_id: Callable[[], str], answer_id: str) -> None:
+        self._new_call_id = new_call_id
+        self._answer_id = answer_id
+        self._count = 0
+
+    def named(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
+        """Give an id to each call that has none."""
+        for piece in pieces:
+            yield piece._replace(call_id=self._next()) if piece.kind is Kind.CALL and not piece.call_id else piece
+
+    def _next(self) -> str:
+        self._count += 1
+        prefix, mark, random = self._new_call_id().rpartition("_")
+        digest = hashlib.sha256(f"{self._answer_id}.{self._count}".encode()).hexdigest()
+        return f"{prefix}{mark}{digest[: len(random)]}"
+
+
+def _pieces_of(choice: CollectedChoice, reader: PieceReader, answer_id: str) -> Iterable[Piece]:
+    """Return the pieces of a choice that is whole: of its text, and of its parts."""
+    text = reader.parser.push("".join(choice.texts), is_last=True)
+    later = pieces_of(choice.parts, calls_before=0, is_single_call=reader.parser.form.is_single_call)
+    return _CallIds(reader.parser.form.new_call_id, answer_id).named((*text, *later))
+
+
+def _usage(usage: dict[str, Any], reasoning_tokens: int) -> Usage:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return Usage(usage["prompt_tokens"], cached, usage["completion_tokens"], reasoning_tokens)

@@ -25,9 +25,8 @@ from gateway.endpoints.hosted import check_trust, providers_for
 from gateway.endpoints.rate_limits import check_budget, reserve, reserve_place
 from gateway.endpoints.services import Services
 from gateway.errors import ApiError, ClientDisconnected, MethodNotAllowed
-from gateway.http import client_deadlines
 from gateway.http.body import LARGE_BODY_BYTES
-from gateway.http.exchange import AnswerStyle, Exchange, Receive, Scope, Send
+from gateway.http.exchange import AnswerStyle, Exchange, Receive, Scope, Send, client_deadline_s, client_queue_wait_s
 from gateway.idempotency.keyed import IDEMPOTENCY_KEY
 from gateway.limits.reservation import Reservation
 from gateway.request.request import Admission, Conversation, Trace
@@ -183,7 +182,7 @@ class Endpoint(ABC, Generic[_Call]):
         request = call.request
         model = services.catalog.canonical_name(request.model, principal)
         check_trust(services.settings, principal, model)
-        deadline_s = client_deadlines.deadline_s(exchange)
+        deadline_s = client_deadline_s(exchange)
         leaves = services.admission_control.hosted_leaves(principal)
         return Arrival(
             exchange=exchange,
@@ -194,7 +193,7 @@ class Endpoint(ABC, Generic[_Call]):
             price=services.prices.of(model, exchange.received_unix_ms),
             hosted=providers_for(services.settings, principal, leaves, model, asked=request.allow_hosted),
             deadline_s=deadline_s,
-            queue_wait_s=client_deadlines.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s),
+            queue_wait_s=client_queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s),
             held=held,
             body_bytes=len(body),
         )

@@ -14,8 +14,7 @@ from gateway.errors import InvalidParameter
 from gateway.http.exchange import Answered, Exchange
 from gateway.http.reply import StreamWriter, usage_of
 from gateway.limits.sizes import check_grammar, check_prompt_logprobs, check_shape, output_limit
-from gateway.payloads.answers import RecordedAnswer
-from gateway.payloads.publisher import Capture
+from gateway.payloads import Capture, RecordedAnswer
 from gateway.request.mailbox import ReaderCut
 from gateway.tokenizing.model_tokens import ModelTokens, use_of
 from protocol.job import Sampling, pack_token_ids

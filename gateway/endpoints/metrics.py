@@ -10,8 +10,7 @@ from gateway.endpoints.services import Services
 from gateway.http.exchange import exchange_of
 from gateway.limits.leases import Quotas
 from gateway.limits.prices import pool_of_account
-from gateway.telemetry.exposition import MetricsSnapshot, exposition
-from gateway.telemetry.fleet import read_fleet
+from gateway.telemetry.exposition import MetricsSnapshot, exposition, read_fleet
 from ledger.series import read_ledger
 
 

@@ -24,7 +24,7 @@ from gateway.endpoints.generate import GenerationEndpoint, capture_of
 from gateway.endpoints.rate_limits import reserve_all
 from gateway.http.exchange import Exchange
 from gateway.limits.sizes import check_prompts
-from gateway.payloads.answers import RecordedAnswer, RecordedChunks
+from gateway.payloads import RecordedAnswer, RecordedChunks
 from gateway.request.mailbox import AnyTokens, Chunks, SharedMailbox
 from gateway.request.request import Admission
 from gateway.tokenizing.model_tokens import ModelTokens

@@ -4,10 +4,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
-from gateway.api.openai_events import ResponseEvents
 from gateway.api.openai_items import Item
-from gateway.api.openai_responses import Responses, ResponsesTranslation
-from gateway.api.surface_calls import SurfaceCall
+from gateway.api.openai_responses import ResponseEvents, Responses, ResponsesTranslation
+from gateway.api.surface import SurfaceCall
 from gateway.errors import ApiError
 from gateway.request.mailbox import Chunks
 from gateway.responses.messages import NotKept

@@ -12,7 +12,7 @@ from db.accounts.principal import Principal
 from gateway.api.anthropic_messages import counted_chat, model_row
 from gateway.api.calls import ChatCall
 from gateway.api.fields import check_values, encode_json, parse_body
-from gateway.api.form import tools_for_template
+from gateway.api.sampling import tools_for_template
 from gateway.api.schema import DetokenizeRequest, TokenizeRequest, parse_tokenize
 from gateway.endpoints.rate_limits import counted
 from gateway.endpoints.services import Services

@@ -8,13 +8,13 @@ from db.set_aside import SetAside
 from gateway.admission.control import AdmissionControl
 from gateway.batches.series import BatchSeries
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.http.body_reader import BodyReader
+from gateway.http.body import BodyReader
 from gateway.http.exchange import Exchange
 from gateway.http.refusals import RefusalLog
 from gateway.idempotency.keyed import KeyedRequests
 from gateway.limits.leases import Quotas
 from gateway.limits.prices import CurrentPrices
-from gateway.payloads.publisher import PayloadPublisher
+from gateway.payloads import PayloadPublisher
 from gateway.request.request import Trace
 from gateway.responses.runs import BackgroundRuns
 from gateway.responses.store import ResponseStore

@@ -6,7 +6,7 @@ from typing import Final
 
 from gateway.admission.control import Ticket
 from gateway.api.errors import RequestFailed
-from gateway.api.pooling_calls import Inputs, PoolingCall
+from gateway.api.vectors import Inputs, PoolingCall
 from gateway.dispatch.lifecycle import OpenRequest
 from gateway.endpoints.endpoint import CallFactory, Endpoint, JobSpec
 from gateway.endpoints.services import Services

@@ -1,11 +1,161 @@
 """Reading a request's body with bounds."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+import io
+import zlib
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from gateway.errors import BodyTooLarge, ClientDisconnected, RequestTooSlow, UnsupportedEncoding
-from gateway.http.compressed import decoded, encoding_of
+import zstandard
+
+from gateway.errors import (
+    BodyTooLarge,
+    ClientDisconnected,
+    InvalidParameter,
+    Overloaded,
+    RequestTooSlow,
+    UnsupportedEncoding,
+)
+from gateway.settings import LimitSettings
+
+# --- compressed -------------------------------------------------------------------------------------------------------
+#
+# Compressed request bodies: gzip and zstd, decoded up to bounds, so that a few bytes cannot become gigabytes.
+
+ENCODINGS: Final = {"gzip": "gzip", "x-gzip": "gzip", "zstd": "zstd"}
+MAX_RATIO: Final = 100  # of decoded bytes to sent ones, beyond the next
+FREE_BYTES: Final = 1024 * 1024  # decoded, whatever the ratio
+MAX_PARTS: Final = 64  # members or frames of one body: each costs a copy of all that comes after it
+MAX_WINDOW_BYTES: Final = 8 * 1024 * 1024  # of zstd, as RFC 9659 has it for HTTP
+_GZIP_WBITS: Final = 31
+
+
+def encoding_of(header: bytes) -> str | None:
+    """Return the coding that a content-encoding names, None for none. Raises UnsupportedEncoding."""
+    name = header.decode("latin-1").strip().lower()
+    if name in {"", "identity"}:
+        return None
+    if name not in ENCODINGS:
+        raise UnsupportedEncoding(
+            f"The body has the content-encoding '{name[:100]}': send it uncompressed, or as gzip or zstd."
+        )
+    return ENCODINGS[name]
+
+
+def most_decoded_bytes(sent_bytes: int, max_bytes: int) -> int:
+    """Return how many bytes so many compressed ones may become at most."""
+    return min(max_bytes, max(FREE_BYTES, MAX_RATIO * sent_bytes))
+
+
+def decoded(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Decode a whole body. Raises BodyTooLarge, and InvalidParameter for what is not of this coding."""
+    limit = most_decoded_bytes(len(body), max_bytes)
+    try:
+        plain = _of_gzip(body, limit) if encoding == "gzip" else _of_zstd(body, limit)
+    except (zlib.error, zstandard.ZstdError, EOFError) as error:
+        raise InvalidParameter(f"The body is not valid {encoding}: {error}") from error
+    if len(plain) <= limit:
+        return plain
+    if limit == max_bytes:
+        raise BodyTooLarge(f"The request body may have at most {max_bytes} bytes, also once it is decoded.")
+    raise BodyTooLarge(f"The request body may become at most {MAX_RATIO} times as large by decoding it.")
+
+
+def _of_gzip(body: bytes, limit: int) -> bytes:
+    plain, rest = bytearray(), body
+    parts = 0
+    while rest:
+        parts = _one_more(parts)
+        decoder = zlib.decompressobj(_GZIP_WBITS)
+        plain += decoder.decompress(rest, limit + 1 - len(plain))  # which makes no more than that
+        if len(plain) > limit:
+            break
+        if not decoder.eof:
+            raise EOFError("it is cut")
+        rest = decoder.unused_data
+    return bytes(plain)
+
+
+def _of_zstd(body: bytes, limit: int) -> bytes:
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    with decompressor.stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
+        begun = reader.read(limit + 1)
+    if len(begun) > limit:
+        return begun
+    # The reader takes a cut frame for a whole one, and only it can be told how much to make: now nothing is too much.
+    plain, rest = bytearray(), body
+    parts = 0
+    while rest:
+        parts = _one_more(parts)
+        decoder = decompressor.decompressobj()
+        plain += decoder.decompress(rest)
+        if not decoder.eof:
+            raise EOFError("it is cut")
+        rest = decoder.unused_data
+    return bytes(plain)
+
+
+def _one_more(parts: int) -> int:
+    if parts == MAX_PARTS:
+        raise EOFError(f"it has more than {MAX_PARTS} members or frames")
+    return parts + 1
+
+
+# --- byte room --------------------------------------------------------------------------------------------------------
+#
+# A room of so many bytes that tenants share.
+
+
+class ByteRoom:
+    """So many bytes, of which no tenant holds more than it leaves to others. Only the event loop touches it."""
+
+    def __init__(self, max_bytes: int, limit_s: float) -> None:
+        """``limit_s``: how long anybody waits for room."""
+        self._max_bytes = max_bytes
+        self._limit_s = limit_s
+        self._by_tenant: Counter[str] = Counter()  # bytes
+        self._total = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()  # at most as many as there are connections
+
+    @asynccontextmanager
+    async def held(self, tenant: str, size: int, what: str) -> AsyncIterator[None]:
+        """Hold so many bytes. Raises Overloaded where there was no room in time; ``what`` it was for."""
+        await self._enter(tenant, size, what)
+        try:
+            yield
+        finally:
+            self._leave(tenant, size)
+
+    async def _enter(self, tenant: str, size: int, what: str) -> None:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                while not self._has_room(tenant, size):
+                    turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                    self._waiting.append(turn)
+                    await turn
+        except TimeoutError as error:
+            raise Overloaded(f"There was no room to read {what} within {self._limit_s:g} s.") from error
+        self._total += size
+        self._by_tenant[tenant] += size
+
+    def _has_room(self, tenant: str, size: int) -> bool:
+        """Return whether the tenant would hold no more than it leaves to others, as in admission."""
+        return self._by_tenant[tenant] + size <= self._max_bytes - self._total - size
+
+    def _leave(self, tenant: str, size: int) -> None:
+        self._total -= size
+        self._by_tenant[tenant] -= size
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+        waiting, self._waiting = self._waiting, deque()
+        for turn in waiting:  # each looks for itself: one tenant's must not keep back another's
+            if not turn.done():
+                turn.set_result(None)
+
+
+# --- body -------------------------------------------------------------------------------------------------------------
 
 LARGE_BODY_BYTES: Final = 16 * 1024  # others must not wait while a larger one is read: the worst takes 250 ns a byte
 
@@ -75,3 +225,46 @@ async def _read(receive: Receive, content_length: bytes | None, max_bytes: int) 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"The request body may have at most {max_bytes} bytes.")
+
+
+# --- body reader ------------------------------------------------------------------------------------------------------
+#
+# Bodies of hot requests, of all connections of one gateway together: no more bytes of them than there is room for.
+#
+# A body that finds no room stays with its sender: its connection is not read. So many at once wait, and none fails.
+
+
+class BodyReader:
+    """Reads bodies. Only the event loop touches it."""
+
+    def __init__(self, limits: LimitSettings, limit_s: float) -> None:
+        """``limit_s``: for a body to get room, and again to arrive."""
+        self._max_body_bytes = limits.max_body_bytes
+        # Or the largest would never fit.
+        self._room = ByteRoom(max(limits.max_reading_bytes, 2 * limits.max_body_bytes), limit_s)
+        self._limit_s = limit_s
+
+    async def read(
+        self,
+        tenant: str,
+        receive: Receive,
+        headers: Mapping[bytes, bytes],
+        whole_body: Callable[[], bytes | None] = lambda: None,
+    ) -> bytes:
+        """Read a whole body; ``whole_body``: what takes a small one where it is here already.
+
+        Raises as ``read_body`` does, and Overloaded where there was no room in time.
+        """
+        size = self._most(headers)
+        if size <= LARGE_BODY_BYTES:  # connections are few enough for these
+            return await read_body(receive, headers, self._max_body_bytes, self._limit_s, whole_body)
+        async with self._room.held(tenant, size, "the request's body"):
+            return await read_body(receive, headers, self._max_body_bytes, self._limit_s)
+
+    def _most(self, headers: Mapping[bytes, bytes]) -> int:
+        length = headers.get(b"content-length", b"")
+        if not length.isdigit():
+            return self._max_body_bytes
+        if headers.get(b"content-encoding"):
+            return most_decoded_bytes(int(length), self._max_body_bytes)
+        return min(int(length), self._max_body_bytes)

@@ -16,7 +16,7 @@ from db.accounts.principal import INFERENCE, Principal
 from gateway.api.errors import RequestFailed
 from gateway.dispatch.lifecycle import OpenRequest
 from gateway.dispatch.stream import RequestGroup
-from gateway.errors import ApiError, InvalidApiKey, LedgerUnavailable, MissingScope
+from gateway.errors import ApiError, InvalidApiKey, InvalidParameter, LedgerUnavailable, MissingScope
 from gateway.http.pages import EXCHANGE_KEY, PRINCIPAL_KEY
 from gateway.request.request import Trace
 from gateway.settings import TimeoutSettings
@@ -25,6 +25,9 @@ from protocol.nats.clock import unix_now_ms
 
 if TYPE_CHECKING:
     from gateway.http.cycle import Cycle
+
+log = logging.getLogger(__name__)
+
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -43,8 +46,6 @@ SSE_HEADERS: Final = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx must not collect the stream
 )
-
-log = logging.getLogger(__name__)
 
 
 class AnswerStyle(Protocol):
@@ -327,3 +328,37 @@ def _worker_headers(request: OpenRequest) -> list[tuple[bytes, bytes]]:
             (b"x-spillway-decode-ms", b"%.1f" % spent.decode_ms),
         ]
     return headers
+
+
+# --- client deadlines -------------------------------------------------------------------------------------------------
+#
+# Deadlines of the client, by its headers.
+
+DEADLINE_HEADER: Final = "x-spillway-deadline-ms"  # from the whole request's arrival to the end of the answer
+# How long official SDKs wait, in seconds: those for Python send the first, those for Node.js only the second.
+READ_TIMEOUT_HEADER: Final = b"x-stainless-read-timeout"
+TIMEOUT_HEADER: Final = b"x-stainless-timeout"
+MAX_DEADLINE_DIGITS: Final = 12
+
+
+def client_deadline_s(exchange: Exchange) -> float:
+    """Return the client's deadline (monotonic clock; infinity: none). Raises InvalidParameter."""
+    text = exchange.header_text(DEADLINE_HEADER.encode())
+    if text is None:
+        return float("inf")
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DEADLINE_DIGITS and int(text) > 0):
+        allowed = f"a whole number of milliseconds, at least 1, of {MAX_DEADLINE_DIGITS} digits at most"
+        raise InvalidParameter(f"'{DEADLINE_HEADER}' must be {allowed}.", param=DEADLINE_HEADER)
+    return exchange.received_s + int(text) / 1000
+
+
+def client_queue_wait_s(exchange: Exchange, deadline_s: float, limit_s: float) -> float:
+    """Return how long the request may wait for a worker: until its deadline, or else as long as its SDK waits."""
+    if deadline_s != float("inf"):
+        return min(limit_s, deadline_s - exchange.received_s)
+    headers = exchange.headers
+    try:
+        hint_s = float(headers.get(READ_TIMEOUT_HEADER) or headers.get(TIMEOUT_HEADER, b""))
+    except ValueError:
+        return limit_s
+    return min(limit_s, hint_s) if hint_s > 0 else limit_s

@@ -13,10 +13,277 @@ from gateway.api.anthropic_messages import CountTokensRequest, MessagesRequest
 from gateway.api.errors import FAILURES, RequestFailed
 from gateway.api.fields import Body
 from gateway.api.openai_responses import ResponsesRequest
-from gateway.api.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from gateway.api.vectors import EmbeddingRequest, RerankRequest, ScoreRequest
 from gateway.errors import ApiError
-from gateway.http import openapi_content
+
+# --- openapi content --------------------------------------------------------------------------------------------------
+#
+# What the OpenAPI document says of answers, the content of each route's 200 and of errors; and examples of bodies.
+
+Schema = dict[str, Any]
+
+TEXT: Final[Schema] = {"type": "string"}
+NAME_OR_NULL: Final[Schema] = {"type": ["string", "null"]}
+COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
+TIME: Final[Schema] = {"type": "integer", "description": "Unix time, in seconds."}
+TIME_OR_NULL: Final[Schema] = {"type": ["integer", "null"]}
+NUMBER: Final[Schema] = {"type": "number"}
+FLAG: Final[Schema] = {"type": "boolean"}
+OBJECT: Final[Schema] = {"type": "object"}
+OBJECT_OR_NULL: Final[Schema] = {"type": ["object", "null"]}
+BINARY: Final = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+PLAIN_TEXT: Final = {"text/plain": {"schema": TEXT}}
+EVENTS: Final[Schema] = {"text/event-stream": {}}
+
+
+def _object(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
+    return {"type": "object", "required": list(required), "properties": {**required, **(optional or {})}}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _const(value: str) -> Schema:
+    return {"type": "string", "const": value}
+
+
+def _one_of(*values: str) -> Schema:
+    return {"type": "string", "enum": list(values)}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _page_of(row: Schema) -> Schema:
+    ends = {"first_id": NAME_OR_NULL, "last_id": NAME_OR_NULL, "has_more": FLAG}
+    return _object({"object": _const("list"), "data": _list(row), **ends})
+
+
+_FINISH_REASON: Final = {"enum": ["stop", "length", "tool_calls", "function_call", "content_filter", None]}
+_TOOL_CALL: Final = _object(
+    {"id": TEXT, "type": _const("function"), "function": _object({"name": TEXT, "arguments": TEXT})}
+)
+_MESSAGE: Final = _object(
+    {"role": _const("assistant"), "content": NAME_OR_NULL},
+    {
+        "refusal": NAME_OR_NULL, "reasoning_content": NAME_OR_NULL, "reasoning": NAME_OR_NULL,
+        "tool_calls": _list(_TOOL_CALL), "function_call": OBJECT_OR_NULL,
+    },
+)  # fmt: skip
+_CHOICE: Final[dict[str, Schema]] = {"index": COUNT, "logprobs": OBJECT_OR_NULL, "finish_reason": _FINISH_REASON}
+_OF_TOKENS: Final[dict[str, Schema]] = {"token_ids": _list(COUNT), "prompt_token_ids": _list(COUNT)}
+_HEAD: Final[dict[str, Schema]] = {"id": TEXT, "created": TIME, "model": TEXT}
+
+SCHEMAS: Final[dict[str, Schema]] = {
+    "Error": _object(
+        {
+            "error": _object(
+                {
+                    "message": TEXT, "type": TEXT, "code": NAME_OR_NULL,
+                    "param": {"type": ["string", "null"], "description": "The field at fault."},
+                }
+            )
+        }
+    ),
+    "MessagesError": _object(
+        {"type": _const("error"), "error": _object({"type": TEXT, "message": TEXT})}, {"request_id": TEXT}
+    ),
+    "Usage": _object(
+        {"prompt_tokens": COUNT, "total_tokens": COUNT},
+        {"completion_tokens": COUNT, "prompt_tokens_details": OBJECT, "completion_tokens_details": OBJECT},
+    ),
+    "ChatCompletion": _object(
+        {
+            **_HEAD,
+            "object": _const("chat.completion"),
+            "choices": _list(_object({"message": _MESSAGE, **_CHOICE}, _OF_TOKENS)),
+            "usage": _ref("Usage"),
+        },
+        {"service_tier": _one_of("default", "flex")},
+    ),
+    "Completion": _object(
+        {
+            **_HEAD,
+            "object": _const("text_completion"),
+            "choices": _list(_object({"text": TEXT, **_CHOICE}, _OF_TOKENS)),
+            "usage": _ref("Usage"),
+        },
+        {"service_tier": _one_of("default", "flex")},
+    ),
+    "Embeddings": _object(
+        {
+            "object": _const("list"),
+            "model": TEXT,
+            "usage": _ref("Usage"),
+            "data": _list(
+                _object(
+                    {
+                        "object": _const("embedding"),
+                        "index": COUNT,
+                        "embedding": {"anyOf": [_list(NUMBER), {"type": "string", "description": "As base64."}]},
+                    }
+                )
+            ),
+        }
+    ),
+    "Scores": _object(
+        {
+            **_HEAD,
+            "object": _const("list"),
+            "usage": _ref("Usage"),
+            "data": _list(_object({"index": COUNT, "object": _const("score"), "score": NUMBER})),
+        }
+    ),
+    "Ranking": _object(
+        {
+            "id": TEXT,
+            "model": TEXT,
+            "usage": _ref("Usage"),
+            "results": _list(
+                _object({"index": COUNT, "relevance_score": NUMBER}, {"document": _object({"text": TEXT})})
+            ),
+        }
+    ),
+    "Response": _object(
+        {
+            "id": TEXT,
+            "object": _const("response"),
+            "created_at": TIME,
+            "model": TEXT,
+            "status": _one_of("completed", "incomplete", "failed", "in_progress", "queued", "cancelled"),
+            "error": OBJECT_OR_NULL,
+            "incomplete_details": OBJECT_OR_NULL,
+            "output": _list(_object({"id": TEXT, "type": _one_of("message", "function_call", "reasoning")})),
+            "usage": OBJECT_OR_NULL,
+            "metadata": OBJECT,
+            "tools": _list(OBJECT),
+            "tool_choice": {"type": ["string", "object"]},
+            "parallel_tool_calls": FLAG,
+            "store": FLAG,
+        }
+    ),
+    "MessagesAnswer": _object(
+        {
+            "id": TEXT,
+            "type": _const("message"),
+            "role": _const("assistant"),
+            "model": TEXT,
+            "content": _list(_object({"type": _one_of("text", "thinking", "tool_use")})),
+            "stop_reason": _one_of("end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal"),
+            "stop_sequence": NAME_OR_NULL,
+            "usage": _object({"input_tokens": COUNT, "output_tokens": COUNT}),
+        }
+    ),
+    "InputItems": _page_of(_object({"id": TEXT, "type": TEXT})),
+    "TokenCount": _object({"input_tokens": COUNT}),
+    "Tokens": _object(
+        {"count": COUNT, "max_model_len": COUNT, "tokens": _list(COUNT)}, {"token_strs": _list(TEXT)}
+    ),
+    "Detokenized": _object({"prompt": TEXT}),
+    "Model": _object(
+        {
+            "id": TEXT,
+            "object": _const("model"),
+            "type": _const("model"),
+            "created": TIME,
+            "created_at": TEXT,
+            "display_name": TEXT,
+            "owned_by": TEXT,
+            "context_length": {"type": ["integer", "null"]},
+            "default_parameters": {"type": "object", "additionalProperties": {"type": "number"}},
+        }
+    ),
+    "ModelList": _page_of(_ref("Model")),
+    "File": _object(
+        {
+            "id": TEXT, "object": _const("file"), "bytes": COUNT, "created_at": TIME, "expires_at": TIME,
+            "filename": TEXT, "purpose": _one_of("batch", "batch_output"), "status": TEXT,
+        }
+    ),
+    "FileList": _page_of(_ref("File")),
+    "Batch": _object(
+        {
+            "id": TEXT,
+            "object": _const("batch"),
+            "endpoint": TEXT,
+            "input_file_id": TEXT,
+            "completion_window": TEXT,
+            "status": _one_of(
+                "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+            ),
+            "errors": OBJECT_OR_NULL,
+            "output_file_id": NAME_OR_NULL,
+            "error_file_id": NAME_OR_NULL,
+            "created_at": TIME,
+            "request_counts": _object({"total": COUNT, "completed": COUNT, "failed": COUNT}),
+            "metadata": OBJECT_OR_NULL,
+            **{f"{end}_at": TIME_OR_NULL for end in ("in_progress", "expires", "finalizing", "cancelling")},
+            **{f"{end}_at": TIME_OR_NULL for end in ("completed", "failed", "expired", "cancelled")},
+        }
+    ),
+    "BatchList": _page_of(_ref("Batch")),
+    "Deleted": _object({"id": TEXT, "object": TEXT, "deleted": FLAG}),
+}  # fmt: skip
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": _ref(name)}}
+
+
+CONTENT: Final[dict[tuple[str, str], dict[str, Any]]] = {  # of a 200, by path and method
+    ("/v1/chat/completions", "post"): {**_json("ChatCompletion"), **EVENTS},
+    ("/v1/completions", "post"): {**_json("Completion"), **EVENTS},
+    ("/v1/responses", "post"): {**_json("Response"), **EVENTS},
+    ("/v1/responses/{response_id}", "get"): {**_json("Response"), **EVENTS},
+    ("/v1/responses/{response_id}", "delete"): _json("Deleted"),
+    ("/v1/responses/{response_id}/cancel", "post"): _json("Response"),
+    ("/v1/responses/{response_id}/input_items", "get"): _json("InputItems"),
+    ("/v1/messages", "post"): {**_json("MessagesAnswer"), **EVENTS},
+    ("/v1/messages/count_tokens", "post"): _json("TokenCount"),
+    ("/v1/embeddings", "post"): _json("Embeddings"),
+    **{(path, "post"): _json("Scores") for path in ("/v1/score", "/score")},
+    **{(path, "post"): _json("Ranking") for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
+    ("/tokenize", "post"): _json("Tokens"),
+    ("/detokenize", "post"): _json("Detokenized"),
+    ("/v1/models", "get"): _json("ModelList"),
+    ("/v1/models/{name}", "get"): _json("Model"),
+    ("/v1/files", "post"): _json("File"),
+    ("/v1/files", "get"): _json("FileList"),
+    ("/v1/files/{file_id}", "get"): _json("File"),
+    ("/v1/files/{file_id}", "delete"): _json("Deleted"),
+    ("/v1/files/{file_id}/content", "get"): BINARY,
+    ("/v1/batches", "post"): _json("Batch"),
+    ("/v1/batches", "get"): _json("BatchList"),
+    ("/v1/batches/{batch_id}", "get"): _json("Batch"),
+    ("/v1/batches/{batch_id}/cancel", "post"): _json("Batch"),
+    ("/metrics", "get"): PLAIN_TEXT,
+}
+
+_MODEL: Final = "spillway-demo"  # in examples
+_QUESTION: Final = {"model": _MODEL, "messages": [{"role": "user", "content": "What is Spillway?"}]}
+_PAIRS: Final = {"documents": ["A gateway.", "A dam."], "query": "What is Spillway?"}
+EXAMPLES: Final[dict[str, Sequence[dict[str, Any]]]] = {  # by the schema of the body
+    "ChatCompletionRequest": (_QUESTION, {**_QUESTION, "stream": True, "stream_options": {"include_usage": True}}),
+    "CompletionRequest": ({"model": _MODEL, "prompt": "Spillway is", "max_tokens": 16, "logprobs": 1, "n": 2},),
+    "EmbeddingRequest": ({"model": _MODEL, "input": ["high", "low"], "encoding_format": "base64"},),
+    "ScoreRequest": ({"model": _MODEL, "text_1": "What is Spillway?", "text_2": ["A gateway.", "A dam."]},),
+    "RerankRequest": ({"model": _MODEL, **_PAIRS, "top_n": 1},),
+    "ResponsesRequest": ({"model": _MODEL, "input": "What is Spillway?", "instructions": "Be brief."},),
+    "MessagesRequest": ({**_QUESTION, "max_tokens": 64, "system": "Be brief."},),
+    "CountTokensRequest": (_QUESTION,),
+    "TokenizeRequest": ({"model": _MODEL, "prompt": "What is Spillway?", "return_token_strs": True}, _QUESTION),
+    "DetokenizeRequest": ({"model": _MODEL, "tokens": [72, 105]},),
+    "NewBatch": ({"input_file_id": "file-1", "endpoint": "/v1/completions", "metadata": {"night": "1"}},),
+    "NewKey": ({"name": "nightly", "scopes": ["inference"], "requests_per_minute": 60},),
+    "NewTeam": ({"name": "search", "budget_usd": 25.0, "budget_period": "month"},),
+    "OrganisationBody": ({"name": "acme"},),
+}
+
+
+# --- openapi ----------------------------------------------------------------------------------------------------------
 
 _REF: Final = "#/components/schemas/{model}"
 _ERROR: Final = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
@@ -75,7 +342,7 @@ def _describe(app: FastAPI, further_bodies: Sequence[type[Body]]) -> dict[str, A
     bodies = [(body, "validation") for body in (*BODIES, *further_bodies)]
     _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]  # a literal
     components = schema.setdefault("components", {})
-    components["schemas"] = {**definitions["$defs"], **openapi_content.SCHEMAS}
+    components["schemas"] = {**definitions["$defs"], **SCHEMAS}
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     schema["security"] = [{"key": []}]
     for path, operations in schema["paths"].items():
@@ -92,15 +359,13 @@ def _describe(app: FastAPI, further_bodies: Sequence[type[Body]]) -> dict[str, A
 def _set_examples(operation: dict[str, Any]) -> None:
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     name = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
-    if name in openapi_content.EXAMPLES:
-        body["examples"] = {
-            str(number): {"value": value} for number, value in enumerate(openapi_content.EXAMPLES[name], 1)
-        }
+    if name in EXAMPLES:
+        body["examples"] = {str(number): {"value": value} for number, value in enumerate(EXAMPLES[name], 1)}
 
 
 def _set_answers(path: str, method: str, operation: dict[str, Any]) -> None:
     """Say what is in an answer, and who may ask."""
-    content = openapi_content.CONTENT.get((path, method))
+    content = CONTENT.get((path, method))
     if content is not None:
         operation["responses"]["200"]["content"] = content
     if path in _OPEN:

@@ -18,8 +18,8 @@ from typing import Any, Final, Protocol
 import msgspec
 from msgspec import structs
 
-from gateway.api.openai_events import ended_at, fault
 from gateway.api.openai_items import items_of
+from gateway.api.openai_responses import ended_at, fault
 from gateway.errors import ApiError
 from gateway.request.request import MadeBefore
 from gateway.responses.kept import answer_id_of

@@ -4,8 +4,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, Protocol, TypeVar
 
-from gateway.http.body import LARGE_BODY_BYTES
-from gateway.http.byte_room import ByteRoom
+from gateway.http.body import LARGE_BODY_BYTES, ByteRoom
 
 MAX_OPENED_BODIES: Final = 2  # a stored response opens to so many times max_body_bytes: its conversation, and itself
 MAX_OPENED_PART_BODIES: Final = 4  # a part of events may tell a response twice, and hold it once more

@@ -1,12 +1,48 @@
 """The series of the workers' engines, from their last heartbeats: vLLM's names, one series for each worker."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import INF, floatToGoString
 
-from gateway.telemetry.histogram import add_histogram
 from protocol.job import EngineStats, Heartbeat, Histogram, Paused
+
+# --- histogram --------------------------------------------------------------------------------------------------------
+#
+# Counting values in buckets, and showing the counts.
+
+
+class Buckets:
+    """Counts of values; each bucket has an upper bound that belongs to it, and the last one has none."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def snapshot(self) -> Histogram:
+        """Return what has been counted so far."""
+        return Histogram(self._bounds, tuple(self._counts), self._total)
+
+
+def add_histogram(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
+    """Show a histogram: Prometheus' buckets hold what is below them as well."""
+    names = map(floatToGoString, (*histogram.bounds, INF))
+    buckets = list(zip(names, itertools.accumulate(histogram.counts), strict=True))
+    family.add_metric(labels, buckets=buckets, sum_value=histogram.total)
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
 
 ENGINE_INDEX: Final = "0"  # vLLM numbers the engines of one server, and its newer boards ask for the label
 LABELS: Final = ("model_name", "engine", "pool", "provider", "region", "worker_id")

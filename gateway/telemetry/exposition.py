@@ -1,9 +1,11 @@
 """One gateway's ``/metrics``: a moment's state is taken on the event loop, and written down in a thread."""
 
 import asyncio
+import base64
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -12,10 +14,52 @@ from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from db.money import NANO_USD
 from gateway.telemetry.engines import engine_families, worker_families
-from gateway.telemetry.fleet import fleet_families
 from gateway.telemetry.metrics import RequestCounts
-from protocol.gateways import FleetState
+from protocol.errors import BusError
+from protocol.gateways import STATE_SUBJECT, STREAM, FleetState, decode_state
 from protocol.job import Heartbeat
+from protocol.nats.bus import Bus
+from protocol.nats.clock import unix_now_ms
+from protocol.wire import UNDECODABLE
+
+# --- fleet ------------------------------------------------------------------------------------------------------------
+#
+# The fleet's series, from what its controller last told.
+
+READ_LIMIT_S: Final = 0.5
+SILENT_MS: Final = 120_000  # past which nobody controls the fleet any more
+
+
+async def read_fleet(bus: Bus) -> FleetState | None:
+    """Return the fleet's state; None: there is no controller, or the queue server does not say so at once."""
+    if not bus.connected:
+        return None
+    try:
+        async with asyncio.timeout(READ_LIMIT_S):
+            found = await bus.get_message(STREAM, last_by_subj=STATE_SUBJECT)
+        state = None if found is None else decode_state(base64.b64decode(found["data"]))
+    except (BusError, TimeoutError, *UNDECODABLE):
+        return None
+    return None if state is None or unix_now_ms() - state.sent_unix_ms > SILENT_MS else state
+
+
+def fleet_families(state: FleetState) -> Iterator[Metric]:
+    """Decided and present machines by pool, and those that are over."""
+    decided = GaugeMetricFamily("spillway_fleet_decided_machines", "Machines that a pool is to have.", labels=("pool",))
+    there = GaugeMetricFamily("spillway_fleet_machines", "Machines of a pool.", labels=("pool", "state"))
+    ended = CounterMetricFamily(
+        "spillway_fleet_ended_machines", "Machines that are over, since the controller leads.", labels=("pool", "how")
+    )
+    for pool in state.pools:
+        decided.add_metric((pool.pool,), pool.decided)
+        for name, count in pool.machines.items():
+            there.add_metric((pool.pool, name), count)
+        for name, count in pool.ended.items():
+            ended.add_metric((pool.pool, name), count)
+    yield from (decided, there, ended)
+
+
+# --- exposition -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

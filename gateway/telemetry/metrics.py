@@ -9,8 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from db.money import CLIENTS, NANO_USD, TokenPrice
 from gateway.dispatch.lifecycle import OpenRequest
 from gateway.dispatch.observers import Observer
-from gateway.telemetry.engines import ENGINE_INDEX
-from gateway.telemetry.histogram import Buckets, add_histogram
+from gateway.telemetry.engines import ENGINE_INDEX, Buckets, add_histogram
 from protocol.job import Histogram
 from protocol.usage import RequestRecord
 

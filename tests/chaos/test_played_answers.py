@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.http_client import Exchange
-from gateway.api.anthropic_events import MessageEvents
-from gateway.api.openai_events import ResponseEvents
+from gateway.api.anthropic_messages import MessageEvents
+from gateway.api.openai_responses import ResponseEvents
 from gateway.api.surface import AnswerHead, EventEncoder, Usage
 from protocol.dialects.source import Kind, Piece
 from tests.chaos.mix import CHAT, MESSAGES, RESPONSES, Question

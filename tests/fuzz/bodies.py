@@ -7,11 +7,9 @@ from typing import Any
 import msgspec
 
 from gateway.api.anthropic_messages import Messages, counted_chat
-from gateway.api.chat_job import chat_of
 from gateway.api.fields import parse_body
 from gateway.api.openai_responses import Responses, previous_of
-from gateway.api.pooling_schema import parse_embedding, parse_rerank, parse_score
-from gateway.api.sampling import sampling_of
+from gateway.api.sampling import chat_of, sampling_of
 from gateway.api.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -20,6 +18,7 @@ from gateway.api.schema import (
     parse_completion,
     parse_tokenize,
 )
+from gateway.api.vectors import parse_embedding, parse_rerank, parse_score
 from gateway.errors import ApiError
 from protocol.job import Sampling, decode_chat, encode_chat
 from tests.fuzz.mutations import Form

@@ -9,9 +9,8 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from gateway.http.connection import Connection
-from gateway.http.connections import Connections
 from gateway.http.refusals import RefusalLog
+from gateway.http.server import Connection, Connections
 from gateway.settings import ConnectionSettings
 from gateway.telemetry.metrics import RequestSeries
 from tests.fuzz.driving import cut_bytes

@@ -20,12 +20,12 @@ from gateway.api.calls import CompletionCall
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.endpoints.prompts import CompletionsEndpoint
 from gateway.endpoints.services import Services
-from gateway.http.body_reader import BodyReader
+from gateway.http.body import BodyReader
 from gateway.http.refusals import RefusalLog
 from gateway.limits.leases import Quotas
 from gateway.limits.seeds import RollupLedger
 from gateway.main import FLUSH_LIMIT_S, _must_not_end
-from gateway.payloads.publisher import PayloadPublisher
+from gateway.payloads import PayloadPublisher
 from gateway.settings import GatewaySettings
 from gateway.telemetry.metrics import RequestSeries
 from gateway.tokenizing.model_tokens import ModelTokens

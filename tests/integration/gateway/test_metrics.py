@@ -167,7 +167,7 @@ async def test_a_workers_series_come_and_go_with_it(start_gateway: Start, signs_
 async def test_sums_are_those_of_the_ledger_and_each_request_has_a_line_in_the_log(
     start_gateway: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="gateway.telemetry.request_log")
+    caplog.set_level(logging.INFO, logger="gateway.telemetry.log")
     gateway = await start_gateway(open_metrics=True)
     worker = await gateway.add_worker(script=rescued)
     for script in (rescued, answer_hello, answer_hello):

@@ -17,7 +17,7 @@ from db.accounts.keys import Grant, create_key
 from db.accounts.principal import Policy
 from db.engine import create_engine
 from db.tables import PayloadRow
-from gateway.payloads.publisher import Capture, PayloadPublisher
+from gateway.payloads import Capture, PayloadPublisher
 from ledger.payloads.errors import PayloadKeyMissing
 from ledger.payloads.sealing import Sealer, parse_keys
 from ledger.payloads.store import Payload, open_row, read_payload

@@ -85,7 +85,7 @@ DOCS = [
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_quoted_in_docs_exist(doc: Path) -> None:
-    """A path in backticks, such as `gateway/api/sse.py`, must be there; so must the target of a relative link."""
+    """A path in backticks, such as `gateway/api/events.py`, must be there; so must the target of a relative link."""
     text = doc.read_text()
     quoted = re.findall(r"`([a-z_]+/[\w./-]*\w\.(?:py|md|sh|toml|yml))`", text)
     missing = [name for name in quoted if not (ROOT / name).exists()]

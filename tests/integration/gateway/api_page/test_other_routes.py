@@ -14,7 +14,7 @@ from openai.types.responses import input_item_list_params, response_retrieve_par
 from pydantic import BaseModel
 from typing_extensions import get_type_hints
 
-from gateway.api import pooling_schema, schema
+from gateway.api import schema, vectors
 from tests.integration.gateway.api_page import page
 from tests.integration.gateway.conftest import GatewayUnderTest, Share, Start
 from tests.integration.gateway.tools.calls import says
@@ -32,8 +32,8 @@ SDKS = {
 OURS: dict[str, tuple[tuple[type[BaseModel], ...], Mapping[str, Any]]] = {
     "POST /tokenize": ((schema.TokenizeRequest, schema.DetokenizeRequest), {}),
     "POST /v1/score": (
-        (pooling_schema.ScoreRequest, pooling_schema.RerankRequest),
-        pooling_schema.UNSUPPORTED_IN_RERANK,
+        (vectors.ScoreRequest, vectors.RerankRequest),
+        vectors.UNSUPPORTED_IN_RERANK,
     ),
 }
 # What REQUEST_FIELDS.md and others tell of all routes.
@@ -161,14 +161,14 @@ async def test_fields_of_ours_are_read(gateway: GatewayUnderTest) -> None:
         "/tokenize": (schema.TokenizeRequest, {"prompt": "x"}, {}),
         "/detokenize": (schema.DetokenizeRequest, {"tokens": [5]}, {}),
         "/v1/score": (
-            pooling_schema.ScoreRequest,
+            vectors.ScoreRequest,
             {"text_1": "x", "text_2": "y"},
-            pooling_schema.UNSUPPORTED_EVERYWHERE,
+            vectors.UNSUPPORTED_EVERYWHERE,
         ),
         "/v1/rerank": (
-            pooling_schema.RerankRequest,
+            vectors.RerankRequest,
             {"query": "x", "documents": ["y"]},
-            pooling_schema.UNSUPPORTED_IN_RERANK,
+            vectors.UNSUPPORTED_IN_RERANK,
         ),
     }
     headers = {"authorization": f"Bearer {gateway.key}"}

@@ -16,8 +16,9 @@ import zstandard
 import gateway
 from gateway.api.errors import FAILURES, RequestFailed
 from gateway.errors import ApiError, InvalidParameter
-from gateway.http import openapi, openapi_content
-from gateway.http.compressed import FREE_BYTES, MAX_PARTS
+from gateway.http import openapi
+from gateway.http.body import FREE_BYTES, MAX_PARTS
+from gateway.http.openapi import SCHEMAS
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share
 from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S
@@ -188,7 +189,7 @@ def test_answers_and_bodies_have_names_of_their_own() -> None:
     of_bodies = {
         name for body in openapi.BODIES for name in (body.__name__, *body.model_json_schema().get("$defs", {}))
     }
-    assert of_bodies & openapi_content.SCHEMAS.keys() == set()
+    assert of_bodies & SCHEMAS.keys() == set()
 
 
 async def test_every_status_is_described_with_its_codes(http: httpx.AsyncClient) -> None:

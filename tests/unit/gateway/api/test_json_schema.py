@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.api.json_schema import enforceable
-from gateway.api.schema_check import SchemaCheck
+from gateway.api.events import SchemaCheck
+from gateway.api.sampling import enforceable
 from gateway.errors import InvalidParameter
 from gateway.tokenizing.schema_keywords import UNENFORCEABLE
 from protocol.generation import Grammar

@@ -1,6 +1,6 @@
 import pytest
 
-from gateway.api.parsed import reasoning_tokens
+from gateway.api.events import reasoning_tokens
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from gateway.api.answers import ChoiceContent, chat_answer, choice_object, gather
-from gateway.api.parsed import ParsedChatChunks
-from gateway.payloads.answers import RecordedAnswer, RecordedChunks
+from gateway.api.events import ParsedChatChunks
+from gateway.payloads import RecordedAnswer, RecordedChunks
 from protocol.dialects.dialect import PLAIN, AnswerForm
 from protocol.job import ChatUsage, Deltas, Part, Tokens
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from gateway.api.anthropic_messages import MessagesRequest
 from gateway.api.fields import parse_body
 from gateway.api.openai_responses import ResponsesRequest
-from gateway.api.pooling_schema import parse_embedding, parse_rerank, parse_score
 from gateway.api.sampling import sampling_of
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion, parse_tokenize
+from gateway.api.vectors import parse_embedding, parse_rerank, parse_score
 from gateway.batches.lines import decode_line
 from gateway.batches.message_requests import ENDPOINT, _Requests
 from gateway.batches.validation import Wrong, check_line

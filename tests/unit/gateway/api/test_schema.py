@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
+from gateway.api.fields import CalledFunction
 from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.schema import parse_chat, parse_completion
-from gateway.api.tool_fields import CalledFunction
 from gateway.errors import InvalidParameter
 from gateway.limits.sizes import check_grammar
 from protocol.generation import Grammar

@@ -5,8 +5,16 @@ from typing import Any
 
 import pytest
 
-from gateway.api.schema_check import MAX_ERROR_CHARS, MAX_ERRORS, MAX_SCHEMA_CHARS, MAX_WORK, CheckedChunks, SchemaCheck
-from gateway.api.sse import ChatChunks, CompletionChunks
+from gateway.api.events import (
+    MAX_ERROR_CHARS,
+    MAX_ERRORS,
+    MAX_SCHEMA_CHARS,
+    MAX_WORK,
+    ChatChunks,
+    CheckedChunks,
+    CompletionChunks,
+    SchemaCheck,
+)
 from protocol.job import Tokens
 
 UNIQUE: dict[str, Any] = {"type": "object", "properties": {"items": {"type": "array", "uniqueItems": True}}}
@@ -90,7 +98,7 @@ def test_the_last_event_of_a_stream_tells() -> None:
 
 
 def test_an_echoed_prompt_is_no_answer() -> None:
-    from gateway.api.answer_options import AnswerOptions
+    from gateway.api.logprobs import AnswerOptions
 
     inner = CompletionChunks("x", 0, "m", choices=1, with_usage=False, details=AnswerOptions(echo="Say: "))
     chunks = CheckedChunks(inner, check_of(UNIQUE), choices=1, echo_chars=5)

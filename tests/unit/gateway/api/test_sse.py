@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.api.answer_options import DEFAULT_OPTIONS, AnswerOptions
 from gateway.api.answers import CompleteAnswer, chat_answer, completion_answer, completion_rows, gather
-from gateway.api.sse import ChatChunks, CompletionChunks, usage_fields
-from gateway.api.token_ids import with_token_ids
+from gateway.api.events import ChatChunks, CompletionChunks, usage_fields, with_token_ids
+from gateway.api.logprobs import DEFAULT_OPTIONS, AnswerOptions
 from gateway.request.mailbox import AnyTokens, Mailbox
 from protocol.generation import PromptLogprob, TokenLogprob
 from protocol.job import Tokens

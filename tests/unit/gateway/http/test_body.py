@@ -8,8 +8,7 @@ import zstandard
 
 from gateway.api.fields import MAX_BODY_VALUES, check_values
 from gateway.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow, UnsupportedEncoding
-from gateway.http.body import Receive, read_body
-from gateway.http.compressed import MAX_PARTS
+from gateway.http.body import MAX_PARTS, Receive, read_body
 
 LIMIT_S = 20.0
 LENGTH_3 = {b"content-length": b"3"}

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import Overloaded
-from gateway.http.body import LARGE_BODY_BYTES
-from gateway.http.body_reader import BodyReader
-from gateway.http.compressed import FREE_BYTES, MAX_RATIO
+from gateway.http.body import FREE_BYTES, LARGE_BODY_BYTES, MAX_RATIO, BodyReader
 from gateway.settings import LimitSettings
 
 SIZE = 2 * LARGE_BODY_BYTES

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gateway.errors import Overloaded
-from gateway.http.byte_room import ByteRoom
+from gateway.http.body import ByteRoom
 
 
 async def test_a_tenant_leaves_as_much_as_it_holds_and_others_enter() -> None:

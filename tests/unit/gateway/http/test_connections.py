@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from gateway.http.connections import OTHER_FILES, files_allow
+from gateway.http.server import OTHER_FILES, files_allow
 from gateway.settings import ConnectionSettings
 
 LONGEST_USUAL_S = 600  # Google's load balancers

@@ -142,7 +142,7 @@ async def test_a_writer_that_breaks_leaves_a_request_that_can_still_be_ended(mon
     request, _ = open_request()
     _, task = writing(request)
     await step(request, accepted())
-    monkeypatch.setattr("gateway.api.sse.ChatChunks.of", None)
+    monkeypatch.setattr("gateway.api.events.ChatChunks.of", None)
     await step(request, tokens(1))
     with pytest.raises(TypeError):
         await task

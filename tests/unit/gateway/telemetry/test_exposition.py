@@ -8,8 +8,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from db.money import NANO_USD, TokenPrice
 from gateway.dispatch.records import usage_record
+from gateway.telemetry.engines import Buckets
 from gateway.telemetry.exposition import MetricsSnapshot, exposition
-from gateway.telemetry.histogram import Buckets
 from gateway.telemetry.metrics import RequestSeries
 from ledger.series import ledger_families
 from protocol.job import PROTOCOL_VERSION, EngineStats, Heartbeat, Histogram, Paused, Timings

@@ -11,8 +11,10 @@ request that comes just as an idle connection is closed, and refusals that nothi
 import asyncio
 import fcntl
 import logging
+import resource
 import termios
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -22,12 +24,84 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from gateway.errors import ApiError, HeadTooLarge, MalformedHttp, RequestTooSlow
-from gateway.http.connections import Connections
+from gateway.errors import ApiError, HeadTooLarge, MalformedHttp, Overloaded, RequestTooSlow, TooManyConnections
 from gateway.http.cycle import Cycle
 from gateway.http.exchange import ABORT_KEY, CYCLE_KEY, HEADERS_KEY
-from gateway.http.refusals import HTTP, MAX_PATH_CHARS
+from gateway.http.refusals import HTTP, MAX_PATH_CHARS, RefusalLog
+from gateway.settings import ConnectionSettings
 from protocol.nats.bus import Deadlines
+
+log = logging.getLogger(__name__)
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+#
+# Limits of connections: how many there may be, and how long each may take.
+
+OTHER_FILES: Final = 500  # that the process may have open beside connections: databases, exports, the queue
+
+
+def files_allow(wanted: int) -> int:
+    """Raise the limit of open files and return how many connections it allows, ``wanted`` at most.
+
+    Where it has no file left, a connection is closed without a word.
+    """
+    files = wanted + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= files:
+        return wanted
+    allowed = files if hard == resource.RLIM_INFINITY else min(files, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < files:
+        log.warning("the system allows %d open files, so at most %d connections", allowed, allowed - OTHER_FILES)
+    return max(1, allowed - OTHER_FILES)
+
+
+class Connections:
+    """All open connections of one gateway. Only the event loop touches it."""
+
+    def __init__(
+        self,
+        settings: ConnectionSettings,
+        refusals: RefusalLog,
+        is_trusted: Callable[[str], bool],
+    ) -> None:
+        self.settings = settings
+        self.refusals = refusals
+        self.is_gateway_leaving = False  # then each connection ends with its next answer
+        self.heads: Deadlines[Connection] = Deadlines(settings.head_s, lambda connection: connection.head_is_late())
+        self.idle: Deadlines[Connection] = Deadlines(settings.keep_alive_s, lambda connection: connection.end_idle())
+        self._is_trusted = is_trusted
+        self._by_address: Counter[str] = Counter()
+        self._total = 0
+        self._max_total = files_allow(settings.max_total)
+
+    def enter(self, address: str) -> ApiError | None:
+        """Count a new connection in, or return the error for it where there is no room."""
+        if self._total >= self._max_total and not self._end_longest_idle():
+            return Overloaded("The gateway has no room for another connection at the moment.")
+        if self._by_address[address] >= self.settings.max_per_address and not self._is_trusted(address):
+            return TooManyConnections()
+        self._by_address[address] += 1
+        self._total += 1
+        return None
+
+    def leave(self, address: str) -> None:
+        """Count out a connection that had been counted in."""
+        self._total -= 1
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
+
+    def _end_longest_idle(self) -> bool:
+        connection = self.idle.first()
+        if connection is None:
+            return False
+        connection.end_idle()
+        return True
+
+
+# --- connection -------------------------------------------------------------------------------------------------------
 
 READ_AHEAD: Final = 8  # requests that are read while an earlier one is answered; more stay in the socket
 MAX_PIPELINED: Final = 100  # that may have come with them in one piece
@@ -40,7 +114,6 @@ SINGLE_HEADERS: Final = (
     b"transfer-encoding", b"idempotency-key",
 )  # fmt: skip
 
-log = logging.getLogger(__name__)
 
 MAPPED_IPV4: Final = "::ffff:"
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
+from gateway.api.events import DONE, error_event
 from gateway.api.schema import JobRequest
-from gateway.api.sse import DONE, error_event
 from gateway.errors import ApiError
 
 _Request = TypeVar("_Request", bound=JobRequest)
