@@ -45,7 +45,7 @@ from benchmarks.peers.two_servers import (
     two_engine_servers,
 )
 from benchmarks.scripted_answers import ScriptedAnswers
-from gateway.batches.states import OVER
+from gateway.batches.store import OVER
 from spillway.children import die_with_parent, stop_process
 
 PATH: Final = "/v1/chat/completions"

@@ -34,7 +34,7 @@ import uvloop
 from benchmarks.cpu_meter import OWN, CpuMeter
 from benchmarks.gateway_overhead import machine
 from benchmarks.spillway_under_test import RunningSpillway, running
-from gateway.batches.states import OVER, Status
+from gateway.batches.store import OVER, Status
 
 PATH: Final = "/v1/chat/completions"
 SAMPLE_S: Final = 2.0

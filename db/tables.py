@@ -454,8 +454,8 @@ class BatchRow(Base):
     completion_window: Mapped[str]
     custom_metadata: Mapped[str | None]  # JSON: the client's own
     result_ttl_s: Mapped[int | None]  # how long its results are kept; NULL: as all files
-    status: Mapped[str]  # gateway.batches.states.Status
-    errors: Mapped[str | None]  # JSON: why it failed (gateway.batches.validation.LineError)
+    status: Mapped[str]  # gateway.batches.store.Status
+    errors: Mapped[str | None]  # JSON: why it failed (gateway.batches.lines.LineError)
     created_unix_ms: Mapped[int]
     expires_unix_ms: Mapped[int]  # what is not done by then is given up
     in_progress_unix_ms: Mapped[int | None]

@@ -12,8 +12,8 @@ from gateway.api.calls import ChatCall, CompletionCall
 from gateway.api.openai_responses import Responses
 from gateway.api.surface import SurfaceCalls
 from gateway.api.vectors import EmbeddingsCall, RerankCall, ScoreCall
-from gateway.batches.routes import BATCH_BODIES, batch_routers
-from gateway.batches.services import BatchServices
+from gateway.batches.open import BATCH_BODIES, batch_routers
+from gateway.batches.parts import BatchServices
 from gateway.endpoints.endpoint import HotRoute
 from gateway.endpoints.generate import GenerationEndpoint
 from gateway.endpoints.metrics import metrics_router

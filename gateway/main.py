@@ -40,8 +40,7 @@ from gateway.limits.seeds import RollupLedger
 from gateway.mount import GatewayParts, Mount
 from gateway.payloads import PayloadPublisher
 from gateway.responses.runs import BackgroundRuns
-from gateway.responses.shares import ReadShares
-from gateway.responses.store import ResponseStore
+from gateway.responses.store import ReadShares, ResponseStore
 from gateway.settings import LEAVE_S, GatewaySettings
 from gateway.telemetry.log import RecentFailovers, RequestLog
 from gateway.telemetry.metrics import RequestSeries

@@ -16,9 +16,8 @@ from typing import Final
 from db.engine import SQL_ERRORS, describe
 from gateway.batches.index import NoRoomForIndex
 from gateway.batches.run import BatchRun, Feeding, Stop
-from gateway.batches.states import OVER, Status
 from gateway.batches.storage.base import StorageError
-from gateway.batches.store import Batch, Lost
+from gateway.batches.store import OVER, Batch, Lost, Status
 from ledger.webhooks.events import EventType, publish_finished
 from protocol import subjects
 from protocol.errors import BusError

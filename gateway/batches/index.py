@@ -20,9 +20,7 @@ from typing import IO, Final
 import msgspec
 from msgspec import Struct
 
-from gateway.batches.lines import Done
-from gateway.batches.order import prompt_text, sort_key
-from gateway.batches.validation import LineError, Request, Wrong, check_line, is_wide
+from gateway.batches.lines import Done, LineError, Request, Wrong, check_line, is_wide, prompt_text, sort_key
 from protocol.process import ending, plain_environment
 
 MAX_ERRORS: Final = 100  # that are told of one batch

@@ -1,24 +1,26 @@
 """Putting the parts of files and batches together."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from fastapi import APIRouter
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.accounts.keyring import KeyRing
 from db.set_aside import SetAside
-from gateway.batches.calling import Application
+from gateway.api.fields import Body
+from gateway.batches.anthropic_routes import message_batch_router
 from gateway.batches.feeder import Feeder
-from gateway.batches.files import Files
+from gateway.batches.files import Files, UploadSlots
+from gateway.batches.openai_routes import NewBatch, batch_router, file_router
+from gateway.batches.parts import BatchServices, Counted, Threads
 from gateway.batches.room import Admission, Room
-from gateway.batches.run import Feeding
+from gateway.batches.run import Application, Feeding
 from gateway.batches.series import BatchSeries
-from gateway.batches.services import BatchServices, Counted, Threads
 from gateway.batches.storage.registry import open_storage
 from gateway.batches.store import Batches
-from gateway.batches.upload_slots import UploadSlots
 from gateway.settings import BatchSettings
 from protocol.nats.bus import Bus
 
@@ -76,3 +78,15 @@ def make_feeder(
         folder=services.folder,
     )
     return Feeder(feeding, bus, gateway_id, services.changed)
+
+
+# --- routes -----------------------------------------------------------------------------------------------------------
+#
+# The routes of files and batches.
+
+BATCH_BODIES: Final[Sequence[type[Body]]] = (NewBatch,)
+
+
+def batch_routers(services: BatchServices) -> Sequence[APIRouter]:
+    """Build all routers of this room."""
+    return [file_router(services), batch_router(services), message_batch_router(services)]

@@ -6,22 +6,26 @@ A part that SQL does not know is rubbish of somebody who died in between; its li
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
+import msgspec
+from msgspec import Raw, Struct
+
 from db.engine import SQL_ERRORS, describe
-from gateway.batches.files import Part
-from gateway.batches.lines import pack_numbers
+from gateway.batches.files import Files, Part
+from gateway.batches.lines import CANCELLED, EXPIRED, LineFailure, pack_numbers
 from gateway.batches.storage.base import Storage, StorageError
 from gateway.batches.store import Batch, Batches, Counts
 from protocol.process import backoff_s, wait_for
+
+log = logging.getLogger(__name__)
+
 
 PART_BYTES: Final = 4 * 1024 * 1024  # from here on a part is committed at once
 MAX_BYTES: Final = 16 * 1024 * 1024  # that are not committed: from here on no line is opened
 
 _AWAY: Final[tuple[type[Exception], ...]] = (StorageError, *SQL_ERRORS)
-
-log = logging.getLogger(__name__)
 
 
 class _Part:
@@ -128,3 +132,84 @@ class Results:
                     await writer.write(b"".join(part.texts))
                 rows.append(Part(file_id, number, name, part.size, pack_numbers(part.numbers)))
         await self._batches.commit(self._batch, rows, counts)
+
+
+# --- message results --------------------------------------------------------------------------------------------------
+#
+# The results of a batch of messages: its result files, line by line, as Anthropic has them.
+
+PIECE_BYTES: Final = 64 * 1024  # of what is sent at a time
+
+
+class _Response(Struct, frozen=True):
+    status_code: int
+    body: Raw
+
+
+class _Stored(Struct, frozen=True):
+    """A line of a result file."""
+
+    custom_id: str
+    response: _Response | None
+    error: LineFailure | None
+
+
+class _Succeeded(Struct, frozen=True, tag="succeeded"):
+    message: Raw
+
+
+class _Errored(Struct, frozen=True, tag="errored"):
+    error: Raw
+
+
+class _Canceled(Struct, frozen=True, tag="canceled"):
+    """Its batch was cancelled first."""
+
+
+class _Expired(Struct, frozen=True, tag="expired"):
+    """Its batch expired first."""
+
+
+class _Result(Struct, frozen=True):
+    custom_id: str
+    result: _Succeeded | _Errored | _Canceled | _Expired
+
+
+_decode: Final = msgspec.json.Decoder(_Stored).decode
+_encode: Final = msgspec.json.Encoder().encode
+
+
+async def results_of(files: Files, batch: Batch) -> AsyncIterator[bytes]:
+    """Iterate over whole lines of results. Raises StorageError and SQL's own errors."""
+    for file_id in (batch.output_file_id, batch.error_file_id):
+        if file_id is None:
+            continue
+        rest = bytearray()
+        async for chunk in files.content(file_id):
+            rest += chunk
+            if len(rest) >= PIECE_BYTES and b"\n" in chunk:
+                whole, _, left = bytes(rest).rpartition(b"\n")
+                rest = bytearray(left)
+                yield _translated(whole)
+        if rest:
+            yield _translated(bytes(rest))
+
+
+def _translated(lines: bytes) -> bytes:
+    return b"".join(
+        _encode(_Result(stored.custom_id, _result(stored))) + b"\n" for stored in map(_decode, lines.splitlines())
+    )
+
+
+def _result(stored: _Stored) -> _Succeeded | _Errored | _Canceled | _Expired:
+    if stored.response is not None:
+        body = stored.response.body
+        return _Succeeded(body) if stored.response.status_code == 200 else _Errored(body)
+    failure = stored.error
+    code, message = ("", "") if failure is None else (failure.code, failure.message)
+    if code == CANCELLED:
+        return _Canceled()
+    if code == EXPIRED:
+        return _Expired()
+    error = {"type": "error", "error": {"type": "authentication_error", "message": message}, "request_id": None}
+    return _Errored(Raw(_encode(error)))

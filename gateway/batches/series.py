@@ -7,8 +7,7 @@ from typing import Protocol
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from gateway.batches.states import OVER
-from gateway.batches.store import Counts
+from gateway.batches.store import OVER, Counts
 
 
 class Fed(Protocol):

@@ -1,6 +1,7 @@
 """Batches in SQL. Whoever feeds one has taken it under a new epoch, and no commit of an older epoch counts."""
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any, Final
 
 import msgspec
@@ -11,10 +12,41 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from db.engine import changing
 from db.tables import BatchRow, FilePartRow
 from gateway.batches.files import File, Order, Part, add_file, in_order, page_of
-from gateway.batches.lines import Done
-from gateway.batches.states import OVER, Status
-from gateway.batches.validation import LineError
+from gateway.batches.lines import Done, LineError
 from protocol.nats.clock import unix_now_ms
+
+# --- states -----------------------------------------------------------------------------------------------------------
+#
+# A batch's states, and whose API made it.
+#
+#     validating ──> in_progress ──> finalizing ──> completed
+#         │               │ ├── its time is up ───> expired
+#         │               │ └── its key is revoked ─> failed, with what is done
+#         │               └──── cancelling ───────> cancelled
+#         └── a line is wrong ─────────────────────> failed
+#
+# Only the gateway that feeds it moves it on, but for ``cancelling``, which the client asks for.
+
+
+class Status(StrEnum):
+    """Where a batch stands."""
+
+    VALIDATING = "validating"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    CANCELLING = "cancelling"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+
+OPENAI: Final = "openai"
+ANTHROPIC: Final = "anthropic"
+OVER: Final = (Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.CANCELLED)
+
+
+# --- store ------------------------------------------------------------------------------------------------------------
 
 OPEN_AT_A_TIME: Final = 1000  # batches that a feeder looks at, soonest due first
 

@@ -24,12 +24,10 @@ from gateway.endpoints.services import Services
 from gateway.errors import ApiError, InvalidParameter, StorageUnavailable, too_many
 from gateway.http.body import LARGE_BODY_BYTES
 from gateway.http.exchange import SSE_HEADERS, Exchange
-from gateway.responses.conversation import continued, keep
 from gateway.responses.messages import Key, NotKept
-from gateway.responses.patience import patiently
-from gateway.responses.reading import EventsLost, follow
-from gateway.responses.records import Run
+from gateway.responses.reading import EventsLost, continued, follow, keep
 from gateway.responses.run import BackgroundRun, Lost
+from gateway.responses.store import Run, patiently
 from gateway.responses.usage import TenantFull
 from protocol.errors import BusError, ProtocolError
 from protocol.wire import PROTOCOL_VERSION

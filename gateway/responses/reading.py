@@ -5,20 +5,25 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
-from gateway.errors import Overloaded, RateLimitExceeded
-from gateway.responses.messages import Key
-from gateway.responses.records import EventsPart
-from gateway.responses.store import ResponseStore
+import msgspec
+
+from gateway.api.openai_items import Item, with_history
+from gateway.errors import InvalidParameter, Overloaded, RateLimitExceeded
+from gateway.responses.messages import Key, Unreadable
+from gateway.responses.store import EventsPart, Kept, ResponseStore, StoredResponse, patiently
 from protocol.errors import BusError
 from protocol.process import backoff_s, wait_for
+from protocol.wire import PROTOCOL_VERSION
+
+log = logging.getLogger(__name__)
+
 
 LOOK_S: Final = 1.0  # after which it is looked for news also where none was heard of
 AWAY_LIMIT_S: Final = 60.0  # how long a reader waits for a queue server that is away
 EVENT_END: Final = b"\n\n"
-
-log = logging.getLogger(__name__)
 
 
 class EventsLost(Exception):
@@ -84,3 +89,44 @@ def events_after(part: EventsPart, after: int) -> bytes:
     if not skipped:
         return part.events
     return b"".join(event + EVENT_END for event in part.events.split(EVENT_END)[skipped:-1])
+
+
+# --- conversation -----------------------------------------------------------------------------------------------------
+#
+# The conversation that a response goes on with, and that it leaves behind.
+
+PARAM: Final = "previous_response_id"
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def continued(store: ResponseStore, previous: Key, body: bytes) -> bytes:
+    """Return a body with the conversation of a stored response before its input.
+
+    Raises InvalidParameter, BusError, ProtocolError, and what the store's shares raise.
+    """
+    try:
+        merged = await patiently(lambda: store.read(previous, partial(_continued, body, store.max_body_bytes)))
+    except Unreadable as error:
+        raise InvalidParameter(f"The previous response cannot be gone on from: {error}.", param=PARAM) from error
+    if merged is None:
+        hint = "Was it stored ('store': true), and has it ended?"
+        message = f"Previous response with id '{previous.response_id}' not found. {hint}"
+        raise InvalidParameter(message, param=PARAM, code="previous_response_not_found")
+    return merged
+
+
+def _continued(body: bytes, max_bytes: int, kept: Kept) -> bytes | None:
+    if not kept.is_over:
+        return None
+    merged = with_history(body, kept.items, kept.answer)
+    if len(merged) > max_bytes:
+        message = f"The conversation has {len(merged)} bytes with this input; a request may have at most {max_bytes}."
+        raise InvalidParameter(message, param=PARAM, code="too_large")
+    return merged
+
+
+async def keep(store: ResponseStore, tenant: str, response: dict[str, Any], items: list[Item]) -> None:
+    """Store a response that has ended, with its input items. Raises BusError and NotKept."""
+    stored = StoredResponse(PROTOCOL_VERSION, _encode(response), _encode(items))
+    await patiently(lambda: store.put(Key(tenant, response["id"]), stored))

@@ -14,11 +14,9 @@ from db.accounts.principal import Principal
 from gateway.api.openai_responses import refuse_included
 from gateway.errors import InvalidParameter, StorageUnavailable, UnknownObject
 from gateway.http.pages import exchange_of, json_answer
-from gateway.responses.kept import Kept, State
 from gateway.responses.messages import Key, Unreadable
-from gateway.responses.patience import patiently
 from gateway.responses.reading import follow
-from gateway.responses.store import ResponseStore
+from gateway.responses.store import Kept, ResponseStore, State, patiently
 from protocol.errors import BusError, ProtocolError
 from protocol.process import wait_for
 

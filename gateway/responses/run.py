@@ -22,12 +22,9 @@ from gateway.api.openai_items import items_of
 from gateway.api.openai_responses import ended_at, fault
 from gateway.errors import ApiError
 from gateway.request.request import MadeBefore
-from gateway.responses.kept import answer_id_of
 from gateway.responses.messages import THREADED_BYTES, Key, NotKept
-from gateway.responses.patience import patiently
 from gateway.responses.reading import EVENT_END
-from gateway.responses.records import EventsPart, Run, StoredResponse
-from gateway.responses.store import ResponseStore
+from gateway.responses.store import EventsPart, ResponseStore, Run, StoredResponse, answer_id_of, patiently
 from protocol.errors import BusError, ProtocolError
 from protocol.job import Deltas, Tokens
 from protocol.job import encode as encode_frame

@@ -5,22 +5,28 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from typing import Final, Literal
 
 import msgspec
 from nats.aio.msg import Msg
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
 from gateway.errors import ApiError, InvalidApiKey, LedgerUnavailable, RateLimitExceeded
 from gateway.responses.messages import Key, NotKept
-from gateway.responses.patience import patiently
-from gateway.responses.records import Question, Run, decode_question, encode
 from gateway.responses.run import MAX_REASON_CHARS, BackgroundRun, Lost, owned, tried
-from gateway.responses.series import RunSeries
-from gateway.responses.store import HELD_FOR_EVENTS_BYTES, ResponseStore
+from gateway.responses.store import (
+    HELD_FOR_EVENTS_BYTES,
+    Question,
+    ResponseStore,
+    Run,
+    decode_question,
+    encode,
+    patiently,
+)
 from gateway.settings import ResponseSettings
 from ledger.webhooks.events import EventType, publish_finished
 from protocol import subjects, wire
@@ -29,6 +35,39 @@ from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.process import backoff_s, wait_for
 from protocol.wire import UNDECODABLE
+
+log = logging.getLogger(__name__)
+
+
+# --- series -----------------------------------------------------------------------------------------------------------
+#
+# The series of responses in the background in a gateway's ``/metrics``.
+
+
+class RunSeries:
+    """Counts since this gateway started. Only the event loop touches it."""
+
+    def __init__(self) -> None:
+        self.running = 0  # that are made here
+        self.unreadable = 0  # whose run cannot be read here
+        self.taken_over = 0
+        self.given_up = 0  # since every try to make them failed
+
+    def families(self) -> Iterator[Metric]:
+        """Return all series."""
+        for name, meaning, value in (
+            ("spillway_background_responses", "Responses in the background that are made here.", self.running),
+            ("spillway_background_unreadable", "Responses in the background that cannot be read.", self.unreadable),
+        ):
+            yield GaugeMetricFamily(name, meaning, value=value)
+        for name, meaning, count in (
+            ("spillway_background_takeovers", "Responses in the background that were taken over.", self.taken_over),
+            ("spillway_background_given_up", "Responses in the background that failed too often.", self.given_up),
+        ):
+            yield CounterMetricFamily(name, meaning, value=count)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
 
 ANSWER_LIMIT_S: Final = 1.0  # of another gateway that is asked what it makes
 MAX_ASKED: Final = 1000  # responses in one question
@@ -47,7 +86,6 @@ _EVENTS: Final[dict[str, EventType]] = {
 }
 _names_decoder = msgspec.msgpack.Decoder(frozenset[str])
 
-log = logging.getLogger(__name__)
 
 Making = Callable[[], Awaitable[None]]
 Note = Callable[[Literal["response"], str, str, str], None]  # kind, item, owner, reason

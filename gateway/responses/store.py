@@ -10,34 +10,303 @@ Whoever makes a response owns its ``run``, which others take over by compare and
 fence is on the events: each part names the sequence number of the last one, so a gateway that has been taken for dead
 adds nothing to what another one makes. Sizes stand in subjects, so that the server can count what a tenant has.
 
-What is opened for a caller is opened in the caller's share of memory and threads (``gateway.responses.shares``).
+What is opened for a caller is opened in the caller's share of memory and threads (``gateway.responses.store``).
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
+import msgspec
+from msgspec import Struct
 from nats.aio.msg import Msg
 
-from gateway.responses.kept import Kept
+from gateway.api.openai_items import items_of
+from gateway.errors import UnknownObject
+from gateway.http.body import LARGE_BODY_BYTES, ByteRoom
 from gateway.responses.messages import Found, Key, Messages, Placed, Sealed, Unreadable
-from gateway.responses.records import EventsPart, Run, StoredResponse, decode_part, decode_run, decode_stored, encode
-from gateway.responses.shares import MAX_OPENED_BODIES, MAX_OPENED_PART_BODIES, Shares
 from gateway.responses.usage import TenantUsages
 from gateway.settings import ResponseSettings
 from ledger.payloads.sealing import Sealer
-from protocol.errors import BusError
+from protocol import wire
+from protocol.errors import BusError, StreamFull
 from protocol.nats.bus import Bus
+from protocol.process import backoff_s
 from protocol.wire import UNDECODABLE
+
+log = logging.getLogger(__name__)
+
+
+# --- patience ---------------------------------------------------------------------------------------------------------
+#
+# Waiting for a queue server that is away: what was admitted, or is asked for, need not fail for that.
+
+PATIENCE_S: Final = 10.0
+LONGEST_WAIT_S: Final = 1.0
+
+_Answer = TypeVar("_Answer")
+
+
+async def patiently(ask: Callable[[], Awaitable[_Answer]], limit_s: float = PATIENCE_S) -> _Answer:
+    """Ask until there is an answer. Raises the BusError that still stands after ``limit_s``, StreamFull at once."""
+    until_s = time.monotonic() + limit_s
+    for wait_s in backoff_s(LONGEST_WAIT_S):
+        try:
+            return await ask()
+        except StreamFull:
+            raise
+        except BusError:
+            if time.monotonic() + wait_s >= until_s:
+                raise
+        await asyncio.sleep(wait_s)
+    raise AssertionError("unreachable")
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+#
+# What is kept of a response, as messages of the stream RES. All of it is sealed (``ledger.payloads.sealing``).
+
+
+class Run(Struct, frozen=True):
+    """A response that is being made in the background, and whatever another gateway needs to go on with it."""
+
+    v: int
+    owner: str  # the gateway that makes it; empty: none
+    response_id: str
+    tenant: str
+    team_id: str
+    key_id: str
+    received_unix_ms: int
+    body: bytes  # of the request, with the whole conversation
+    response: bytes  # the response as it was at first: JSON
+    tries: int = 0  # that have ended without its end: a gateway was lost with it, or could not make it
+    reason: str = ""  # why the last of them has
+
+
+class EventsPart(Struct, frozen=True):
+    """The next events of a response in the background, and what they were made of.
+
+    A part without events says that another gateway goes on: what the one before still tries to add comes too late.
+    """
+
+    v: int
+    owner: str
+    attempt: int  # of the request, that is under way
+    revision: str  # protocol.job.Accepted.revision of whoever has made the tokens
+    first: int  # number of the first event
+    count: int  # of the events
+    events: bytes
+    frames: tuple[bytes, ...] = ()  # Tokens and Deltas, as protocol.job.encode makes them
+    response: bytes = b""  # JSON; with the last event: the response as it is from now on
+
+    @property
+    def is_last(self) -> bool:
+        """True if it has the last event."""
+        return bool(self.response)
+
+
+class StoredResponse(Struct, frozen=True):
+    """A response that has ended, and the conversation that it belongs to."""
+
+    v: int
+    response: bytes  # JSON
+    items: bytes  # JSON: the input items, those of earlier responses included; empty: too large to be kept
+
+
+class Question(Struct, frozen=True, array_like=True):
+    """Ask a gateway which of these responses it makes in the background; the reply is the list of those."""
+
+    response_ids: tuple[str, ...]
+
+
+encode: Final = msgspec.msgpack.Encoder().encode
+_run_decoder = msgspec.msgpack.Decoder(Run)
+_part_decoder = msgspec.msgpack.Decoder(EventsPart)
+_stored_decoder = msgspec.msgpack.Decoder(StoredResponse)
+_question_decoder = msgspec.msgpack.Decoder(Question)
+
+
+def decode_run(payload: bytes) -> Run:
+    """Decode a Run. Raises ProtocolError."""
+    return wire.decode_versioned(_run_decoder, payload, "background response")
+
+
+def decode_part(payload: bytes) -> EventsPart:
+    """Decode an EventsPart. Raises ProtocolError."""
+    return wire.decode_versioned(_part_decoder, payload, "events of a response")
+
+
+def decode_stored(payload: bytes) -> StoredResponse:
+    """Decode a StoredResponse. Raises ProtocolError."""
+    return wire.decode_versioned(_stored_decoder, payload, "stored response")
+
+
+def decode_question(payload: bytes) -> Question:
+    """Decode a Question. Raises ProtocolError."""
+    return wire.decode(_question_decoder, payload, "question")
+
+
+# --- kept -------------------------------------------------------------------------------------------------------------
+#
+# What is kept of one response, in whatever state it is, as its callers see it. Pure, and mostly left unparsed.
+
+FIRST_EVENTS: Final = 2  # which say that it is queued
+
+_encode = msgspec.json.Encoder().encode
+
+
+class State(msgspec.Struct, frozen=True):
+    """The state of a response."""
+
+    status: str
+    background: bool
+
+
+class _Identity(msgspec.Struct, frozen=True):
+    id: str
+
+
+_decode_state: Final = msgspec.json.Decoder(State).decode
+_decode_identities: Final = msgspec.json.Decoder(list[_Identity]).decode
+
+
+class ItemsPage(msgspec.Struct, frozen=True):
+    """Some input items, each as it is stored."""
+
+    data: list[msgspec.Raw]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
+class Kept:
+    """One response. Its methods raise MsgspecError where something else is stored."""
+
+    def __init__(self, response: bytes, items: bytes, run: Run | None = None, last: EventsPart | None = None) -> None:
+        self._response = response
+        self._items = items
+        self._run = run
+        self._last = last
+
+    @classmethod
+    def of_run(cls, run: Run, last: EventsPart | None) -> "Kept":
+        """Return one that is made in the background. ``last``: the last part of its events."""
+        return cls(last.response if last is not None and last.is_last else run.response, b"", run, last)
+
+    @classmethod
+    def of_end(cls, stored: StoredResponse) -> "Kept":
+        """Return one that has ended."""
+        return cls(stored.response, stored.items)
+
+    @property
+    def is_over(self) -> bool:
+        """True once nothing of it changes."""
+        return self._run is None or (self._last is not None and self._last.is_last)
+
+    @property
+    def state(self) -> State:
+        """Its state."""
+        return _decode_state(self.answer)
+
+    @property
+    def answer(self) -> bytes:
+        """The response as the API shows it: JSON."""
+        has_begun = self._last is not None and self._last.first + self._last.count > FIRST_EVENTS
+        if self.is_over or not has_begun:
+            return self._response
+        fields = msgspec.json.decode(self._response, type=dict[str, msgspec.Raw])
+        return _encode({**fields, "status": "in_progress"})
+
+    @property
+    def items(self) -> bytes:
+        """Its input items: JSON; empty where they were too large to be kept."""
+        return self._items if self._run is None else items_of(self._run.body, answer_id_of(self._run.response_id))
+
+    def page(self, after: str | None, limit: int, order: Literal["asc", "desc"]) -> bytes:
+        """Return some of its input items: JSON. Raises UnknownObject where none has the id ``after``."""
+        listed = self.items or b"[]"
+        items = msgspec.json.decode(listed, type=list[msgspec.Raw])
+        ids = [item.id for item in _decode_identities(listed)]
+        if order == "desc":
+            items.reverse()
+            ids.reverse()
+        begin = 0
+        if after is not None:
+            if after not in ids:
+                raise UnknownObject(f"No input item with id '{after[:100]}'.", param="after")
+            begin = ids.index(after) + 1
+        end = min(begin + limit, len(ids))
+        first, last = (ids[begin], ids[end - 1]) if end > begin else (None, None)
+        return _encode(ItemsPage(items[begin:end], first, last, end < len(ids)))
+
+
+def answer_id_of(response_id: str) -> str:
+    """Return the id of the answer that a response is."""
+    return response_id.removeprefix("resp_")
+
+
+# --- shares -----------------------------------------------------------------------------------------------------------
+#
+# Where callers read what is stored of their responses: each tenant in its share of memory, and of threads.
+
+MAX_OPENED_BODIES: Final = 2  # a stored response opens to so many times max_body_bytes: its conversation, and itself
+MAX_OPENED_PART_BODIES: Final = 4  # a part of events may tell a response twice, and hold it once more
+MAX_READ_BODIES: Final = MAX_OPENED_BODIES + MAX_OPENED_PART_BODIES  # that are opened at once
+
+_Result = TypeVar("_Result")
+
+
+class Shares(Protocol):
+    """The memory and the threads in which callers read what is stored."""
+
+    def room(self, tenant: str, size_bytes: int) -> AbstractAsyncContextManager[None]:
+        """Hold so much memory. Raises an ApiError where there is none in time."""
+        ...
+
+    async def run(self, tenant: str, size_bytes: int, work: Callable[[], _Result]) -> _Result:
+        """Do what reads so many bytes. Raises an ApiError where the tenant has too much of it."""
+        ...
+
+
+class Threads(Protocol):
+    """Threads that tenants share: ``gateway.tokenizing.encoder_pool.EncoderPool``."""
+
+    def run(self, tenant: str, size_bytes: int, work: Callable[[], Any], *, is_quick: bool) -> Awaitable[Any]:
+        """Run ``work``. Raises RateLimitExceeded or Overloaded."""
+        ...
+
+
+class ReadShares:
+    """The ``Shares`` of a gateway."""
+
+    def __init__(self, max_bytes: int, max_body_bytes: int, limit_s: float, threads: Threads) -> None:
+        """``limit_s``: how long a read waits for room."""
+        self._room = ByteRoom(max(max_bytes, 2 * MAX_READ_BODIES * max_body_bytes), limit_s)  # or one would never fit
+        self._threads = threads
+
+    def room(self, tenant: str, size_bytes: int) -> AbstractAsyncContextManager[None]:
+        """Implement ``Shares``."""
+        return self._room.held(tenant, size_bytes, "the stored response")
+
+    async def run(self, tenant: str, size_bytes: int, work: Callable[[], _Result]) -> _Result:
+        """Implement ``Shares``: in a thread, where it is large."""
+        if size_bytes <= LARGE_BODY_BYTES:
+            return work()
+        result: _Result = await self._threads.run(tenant, size_bytes, work, is_quick=True)
+        return result
+
+
+# --- store ------------------------------------------------------------------------------------------------------------
 
 RUN_TTL_S: Final = 48 * 3600  # longer than anything may take: a run that nobody can end goes away
 HELD_FOR_EVENTS_BYTES: Final = 64 * 1024  # counted for the events of a response in the background before there are any
 _ALL: Final = "res.*.*.run"
 
-log = logging.getLogger(__name__)
 
 _View = TypeVar("_View")
 

@@ -5,9 +5,8 @@ import json
 
 import msgspec
 
-from gateway.batches.message_requests import ENDPOINT, _Requests
-from gateway.batches.order import prompt_text, sort_key
-from gateway.batches.validation import Request, Wrong, check_line
+from gateway.batches.anthropic_routes import ENDPOINT, _Requests
+from gateway.batches.lines import Request, Wrong, check_line, prompt_text, sort_key
 from gateway.errors import ApiError
 from gateway.settings import BatchSettings
 from tests.fuzz.driving import cut_bytes

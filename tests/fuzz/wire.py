@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.responses import records
+from gateway.responses import store
 from ledger.webhooks.events import Event, decode_event
 from protocol import gateways, usage
 from protocol import job as m
@@ -46,10 +46,10 @@ DECODERS: list[Callable[[bytes], Any]] = [
     decode_dead_letter,
     m.decode_chat,
     decode_event,
-    records.decode_run,
-    records.decode_part,
-    records.decode_stored,
-    records.decode_question,
+    store.decode_run,
+    store.decode_part,
+    store.decode_stored,
+    store.decode_question,
 ]
 READERS: list[Callable[[bytes], Any]] = [m.decode_job_head, gateways.decode_lanes, decode_disconnect, read_payloads]
 
@@ -66,7 +66,7 @@ SEEDS = [
     m.encode(Event(V, "t", "evt_1", "response.completed", b"{}")),
     m.encode(gateways.Claim("g", "f")),
     m.encode(gateways.Part(gateways.ClaimState.ATTACHED, 200, ((b"a", b"b"),), b"body", True, True)),
-    m.encode(records.StoredResponse(V, b"{}", b"[]")),
+    m.encode(store.StoredResponse(V, b"{}", b"[]")),
     m.encode(usage.StillOpen({"r": 4})),
     b'{"client":{"name":"spillway worker w-1"},"reason":"Client Closed"}',
 ]

@@ -8,7 +8,7 @@ from typing import Final
 import openai
 from openai.types import Batch
 
-from gateway.batches.states import OVER
+from gateway.batches.store import OVER
 from tests.chaos.load_scenarios.callers import ttfts_ms
 from tests.chaos.load_scenarios.plan import Ceiling, Stage, expect
 from tests.chaos.load_scenarios.shares import ALONE_S, BEFORE_PER_S, BUSY, FEW_TOKENS, MIN_FLOOD, QUIET, TOKENS

@@ -28,7 +28,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from benchmarks.http_client import Exchange
 from db.tables import BatchRow, FilePartRow, RequestRow
-from gateway.batches.states import OVER
+from gateway.batches.store import OVER
 from ledger.check import check_rollups
 from spillway.children import Child
 from tests.chaos.ledger import settled_rows

@@ -14,9 +14,8 @@ from db.accounts.principal import Policy
 from db.accounts.teams import Team, create_team
 from db.engine import create_engine
 from gateway.batches.files import SWEEP_GRACE_MS, File, FileGone, Files, Part
-from gateway.batches.states import OVER, Status
 from gateway.batches.storage.local import UNFINISHED, LocalStorage
-from gateway.batches.store import Batch, Batches
+from gateway.batches.store import OVER, Batch, Batches, Status
 from gateway.tokenizing.encoder_pool import EncoderPool
 from protocol import subjects
 from tests.integration.gateway.conftest import PEPPER, GatewayUnderTest, Start

@@ -14,8 +14,7 @@ from db.accounts.keys import revoke_key
 from db.engine import create_engine
 from gateway.responses.messages import Key
 from gateway.responses.run import BackgroundRun, Lost
-from gateway.responses.shares import Shares
-from gateway.responses.store import ResponseStore
+from gateway.responses.store import ResponseStore, Shares
 from gateway.settings import LimitSettings, ResponseSettings
 from ledger.payloads.sealing import Sealer
 from ledger.webhooks.events import decode_event

@@ -18,8 +18,8 @@ from gateway.api.fields import MAX_BODY_VALUES
 from gateway.endpoints.responses import ResponsesEndpoint
 from gateway.responses import runs, store
 from gateway.responses.messages import Key
-from gateway.responses.records import Run, StoredResponse, decode_stored, encode
 from gateway.responses.run import BackgroundRun
+from gateway.responses.store import Run, StoredResponse, decode_stored, encode
 from gateway.tokenizing.encoder_pool import EncoderPool
 from ledger.settings import PayloadSettings
 from protocol import subjects

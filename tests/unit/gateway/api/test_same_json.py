@@ -18,9 +18,8 @@ from gateway.api.openai_responses import ResponsesRequest
 from gateway.api.sampling import sampling_of
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion, parse_tokenize
 from gateway.api.vectors import parse_embedding, parse_rerank, parse_score
-from gateway.batches.lines import decode_line
-from gateway.batches.message_requests import ENDPOINT, _Requests
-from gateway.batches.validation import Wrong, check_line
+from gateway.batches.anthropic_routes import ENDPOINT, _Requests
+from gateway.batches.lines import Wrong, check_line, decode_line
 from gateway.errors import ApiError
 from gateway.settings import BatchSettings
 from protocol.job import Sampling

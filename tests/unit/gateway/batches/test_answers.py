@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.batches.answers import Answer, Verdict, verdict_of
+from gateway.batches.run import Answer, Verdict, verdict_of
 
 NEVER = {b"x-should-retry": b"false"}
 

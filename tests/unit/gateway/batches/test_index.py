@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from gateway.batches.index import Index, IndexTask, build, make_index
-from gateway.batches.lines import Done
-from gateway.batches.validation import LineError
+from gateway.batches.lines import Done, LineError
 from tests.waiting import until
 
 PATH = "/v1/completions"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.batches import message_requests
-from gateway.batches.message_requests import MAX_NESTING, lines_of
+from gateway.batches import anthropic_routes
+from gateway.batches.anthropic_routes import MAX_NESTING, lines_of
 from gateway.errors import ApiError, BadRequest, BodyTooLarge, InvalidParameter, MalformedJson
 from gateway.settings import BatchSettings
 
@@ -67,7 +67,7 @@ def test_where_it_is_cut_makes_no_difference(sizes: list[int], is_pretty: bool, 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each chunk be a piece, wherever it is cut."""
-    monkeypatch.setattr(message_requests, "PIECE_BYTES", 1)
+    monkeypatch.setattr(anthropic_routes, "PIECE_BYTES", 1)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -96,13 +96,13 @@ def test_pieces_may_end_anywhere(cut: int) -> None:
 def test_all_parsing_is_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A body of 4 MiB held up all other requests for 687 ms."""
     threads: set[int] = set()
-    decode = message_requests._line
+    decode = anthropic_routes._line
 
     def noted(raw: bytes, name: str) -> tuple[str, bytes]:
         threads.add(threading.get_ident())
         return decode(raw, name)
 
-    monkeypatch.setattr(message_requests, "_line", noted)
+    monkeypatch.setattr(anthropic_routes, "_line", noted)
     assert len(read(body_of(request("a"), request("b")), 50)) == 2
     assert threads
     assert threading.get_ident() not in threads

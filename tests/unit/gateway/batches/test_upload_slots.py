@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from gateway.batches.upload_slots import Pace, UploadSlots
+from gateway.batches.files import Pace, UploadSlots
 from gateway.errors import BodyTooLarge, Overloaded, RateLimitExceeded, RequestTooSlow
 
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from gateway.batches.validation import MAX_DEPTH, Wrong, check_line, is_deeper
+from gateway.batches.lines import MAX_DEPTH, Wrong, check_line, is_deeper
 
 HEAD = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"model":"m","x":'
 

@@ -9,9 +9,8 @@ from typing import Protocol, TypeVar
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
-from gateway.batches.files import Files
+from gateway.batches.files import Files, UploadSlots
 from gateway.batches.store import Batches
-from gateway.batches.upload_slots import UploadSlots
 from gateway.http.pages import Exchange
 from gateway.settings import BatchSettings
 
