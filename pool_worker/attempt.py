@@ -6,14 +6,21 @@ pulled ──> waiting ──credit──> fetching prompt ──> running ─�
 
 import math
 import time
+from collections.abc import Callable
+from typing import Final, Literal
+
+from msgspec.structs import asdict
 
 from engine.types import SequenceTimings
 from pool_worker.credit import Cost
+from pool_worker.engines.base import AnyEngine
 from pool_worker.engines.chat import ChatOutput
 from pool_worker.generation import billed_prompt_tokens_of, prompt_tokens_of
 from pool_worker.settings import WorkerSettings
 from protocol.generation import PromptLogprob, TokenLogprob
 from protocol.job import (
+    PROTOCOL_VERSION,
+    TAKES_MESSAGES,
     Accepted,
     ChatUsage,
     CountedBy,
@@ -27,10 +34,12 @@ from protocol.job import (
     Tokens,
     Vector,
     encode,
+    rescue_of,
 )
 from protocol.nats.clock import unix_now_ms
 from protocol.nats.pull import Delivery
 from protocol.subjects import LOW_LANE
+from protocol.usage import AttemptRecord
 
 
 def attempt_id(request_id: str, attempt: int) -> str:
@@ -240,3 +249,103 @@ class Attempt:
                 timings=self.engine_timings(),
             )
         )
+
+
+# --- usage ------------------------------------------------------------------------------------------------------------
+#
+# The ledger's record of one attempt.
+
+OUTBOX_RECORDS: Final = 2048  # not yet stored; from there on the worker pulls nothing
+Outcome = Literal["ok", "cancelled", "failed"]
+
+
+def attempt_record(
+    settings: WorkerSettings, engine: AnyEngine, attempt: Attempt, outcome: Outcome, error_code: str | None
+) -> AttemptRecord:
+    """Make the record of an attempt that ends now."""
+    timings = attempt.engine_timings()
+    return AttemptRecord(
+        v=PROTOCOL_VERSION,
+        request_id=attempt.job.request_id,
+        attempt=attempt.job.attempt,
+        worker_id=settings.worker_id,
+        pool=settings.pool,
+        provider=settings.provider,
+        region=settings.region,
+        tier=settings.tier,
+        engine=engine.name,
+        model=attempt.job.model,
+        started_unix_ms=attempt.started_unix_ms,
+        outcome=outcome,
+        error_code=error_code,
+        prompt_tokens=attempt.prompt_tokens,
+        cached_tokens=attempt.cached_tokens,
+        completion_tokens=attempt.completion_tokens,
+        queue_ms=attempt.queue_ms,
+        ttft_ms=attempt.ttft_ms,
+        total_ms=attempt.elapsed_ms(),
+        usd_per_hour=settings.usd_per_hour,
+        resumed_tokens=sum(point.used_tokens for point in attempt.job.resume),
+        received_unix_ms=attempt.job.accepted_unix_ms,
+        counted_by=_counted_by(engine, attempt),
+        rescue=rescue_of(attempt.job, engine.takes),
+        **(asdict(timings) if timings else {}),
+        **(asdict(attempt.job.origin) if attempt.job.origin else {}),
+    )
+
+
+def _counted_by(engine: AnyEngine, attempt: Attempt) -> CountedBy:
+    if engine.takes != TAKES_MESSAGES:
+        return engine.counted_by
+    return "provider" if attempt.is_counted_by_provider else "estimate"
+
+
+# --- replay -----------------------------------------------------------------------------------------------------------
+#
+# Attempts that have ended here not long ago, so that frames lost on the way can still be sent again.
+
+KEEP_S: Final = 30.0
+KEEP_ATTEMPTS: Final = 4096
+KEEP_BYTES: Final = 64 * 1024 * 1024  # of encoded frames
+
+
+class RecentAttempts:
+    """Ended attempts by id, oldest first; past any of the three bounds the oldest go."""
+
+    def __init__(
+        self,
+        clock_s: Callable[[], float] | None = None,
+        *,
+        keep_attempts: int = KEEP_ATTEMPTS,
+        keep_bytes: int = KEEP_BYTES,
+    ) -> None:
+        """``clock_s``: default: the monotonic clock."""
+        self._clock_s = clock_s or time.monotonic
+        self._keep_attempts = keep_attempts
+        self._keep_bytes = keep_bytes
+        self._ended: dict[str, tuple[float, Attempt]] = {}  # id → (when it ended, the attempt)
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def add(self, attempt: Attempt) -> None:
+        """Keep an attempt that has just ended."""
+        self._ended[attempt.id] = (self._clock_s(), attempt)
+        self._bytes += attempt.replay_bytes
+        self._drop_oldest()
+
+    def get(self, id_: str) -> Attempt | None:
+        """Return an attempt that ended within KEEP_S, if it is still here."""
+        self._drop_oldest()
+        entry = self._ended.get(id_)
+        return entry[1] if entry else None
+
+    def _drop_oldest(self) -> None:
+        while self._ended:
+            id_, (ended_s, attempt) = next(iter(self._ended.items()))
+            is_young = self._clock_s() - ended_s <= KEEP_S
+            if is_young and len(self._ended) <= self._keep_attempts and self._bytes <= self._keep_bytes:
+                return
+            del self._ended[id_]
+            self._bytes -= attempt.replay_bytes

@@ -11,28 +11,283 @@ lanes compete, a worker that gets room first asks the queue how many jobs wait i
 """
 
 import asyncio
+import datetime as dt
+import heapq
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
 from pool_worker.attempt import Attempt
 from pool_worker.credit import Credit
+from pool_worker.engines.base import AnyEngine
 from pool_worker.executor import Executor
-from pool_worker.gate import Gate
-from pool_worker.job_filter import JobFilter
-from pool_worker.lanes import LOW_RANK, Lane, LaneShares, expected_tokens
+from pool_worker.generation import can_go_on, prompt_tokens_of
+from pool_worker.peers import Peers
+from pool_worker.settings import GateSettings, Tier, WorkerSettings
 from protocol import subjects
-from protocol.errors import BusError, ErrorCode, ProtocolError
-from protocol.job import Job, JobHead, decode_job, decode_job_head
+from protocol.errors import BusError, ErrorCode, NoResponders, ProtocolError
+from protocol.job import NO_TOKENIZER, Job, JobHead, Revision, decode_job, decode_job_head
 from protocol.nats import pull
 from protocol.nats.bus import Bus
 from protocol.nats.outbox import Outbox
 from protocol.nats.pull import Delivery, PullConsumer
-from protocol.nats.topology import consumer_exists, read_backlog
+from protocol.nats.topology import consumer_exists, oldest_job, read_backlog
 from protocol.process import backoff_s, wait_for
+from protocol.subjects import queue_of
+
+log = logging.getLogger(__name__)
+
+
+# --- lanes ------------------------------------------------------------------------------------------------------------
+#
+# The choice of the next lane to pull from: weighted fair queueing in tokens, charged after the pull.
+#
+# ``resume`` comes first, then the high lanes share, then ``low``. Within one of these ranks every lane has a virtual
+# time, the tokens it has been given divided by its tenants' weights, and the lane of the least is next (start-time fair
+# queueing). What a job costs is known only when it is here, so it is charged then, as if it made all the tokens it may,
+# and settled when it has ended. A lane that was empty starts from where the others are: idleness saves up no credit.
+#
+# Nothing in here waits or sends; `consumer` does.
+
+CHECK_S: Final = 0.025  # what was learned longer ago of a lane that is not watched may be wrong by now
+LEAST_WEIGHT: Final = 0.01
+MEAN_OF_JOBS: Final = 8  # about so many of the last jobs make up the mean that is expected of the next one
+
+RESUME_RANK, HIGH_RANK, LOW_RANK = range(3)
+
+
+def expected_tokens(job: Job) -> int:
+    """Return the most tokens that a job can cost: its prompt, and all the output that is still to make."""
+    resumed = sum(len(point.token_ids) // 4 for point in job.resume)
+    return prompt_tokens_of(job) + max(0, job.sampling.max_tokens * job.sampling.n - resumed)
+
+
+class Lane:
+    """One lane of one model's queue: its known backlog, and the work it has been given."""
+
+    __slots__ = ("expected", "model", "name", "queue", "rank", "seen_s", "served", "waiting")
+
+    def __init__(self, model: str, name: str, *, trusted: bool = False) -> None:
+        self.model = model
+        self.queue = subjects.queue_of(model, trusted=trusted)
+        self.name = name
+        self.rank = {subjects.RESUME_LANE: RESUME_RANK, subjects.LOW_LANE: LOW_RANK}.get(name, HIGH_RANK)
+        self.waiting = 0  # jobs that are believed to be in the queue
+        self.seen_s = -math.inf  # monotonic clock: when that was learned
+        self.served = 0.0  # virtual time
+        self.expected = 0.0  # of one job, in virtual time; 0: none has come yet
+
+    def is_stale(self, now_s: float) -> bool:
+        """Report whether jobs may have arrived that were not reported."""
+        return self.waiting == 0 and now_s - self.seen_s > CHECK_S
+
+
+class LaneShares:
+    """The virtual times of all lanes of one worker."""
+
+    def __init__(self) -> None:
+        self._now = [0.0, 0.0, 0.0]  # by rank: the virtual time at which a lane was last served
+        self._expected = 1.0  # of a job of any lane
+
+    def learn(self, lane: Lane, waiting: int, now_s: float) -> None:
+        """Note how many jobs wait in a lane."""
+        if waiting and not lane.waiting:
+            lane.served = max(lane.served, self._now[lane.rank])
+        lane.waiting = waiting
+        lane.seen_s = now_s
+
+    def charge(self, lane: Lane, tokens: int, weight: float) -> None:
+        """Put a job that was pulled on the lane's account."""
+        cost = tokens / max(weight, LEAST_WEIGHT)
+        self._now[lane.rank] = max(self._now[lane.rank], lane.served)
+        lane.served += cost
+        lane.expected += (cost - lane.expected) / MEAN_OF_JOBS if lane.expected else cost
+        self._expected += (cost - self._expected) / MEAN_OF_JOBS
+
+    def settle(self, lane: Lane, tokens: int, weight: float) -> None:
+        """Correct the account when a job has ended, by ``tokens`` more (or mostly fewer) than it was charged."""
+        lane.served += tokens / max(weight, LEAST_WEIGHT)
+
+    def divide(self, places: int, waiting: Mapping[Lane, int], coming: Mapping[Lane, int]) -> dict[Lane, int]:
+        """Say how many jobs to ask each lane for, so that ``places`` are filled in fair order.
+
+        ``waiting`` are the jobs that may be asked for, ``coming`` those that have been and are not here yet.
+        """
+        order = [
+            (lane.rank, lane.served + coming.get(lane, 0) * self._cost_of_next(lane), number, lane)
+            for number, (lane, jobs) in enumerate(waiting.items())
+            if jobs > 0
+        ]
+        heapq.heapify(order)
+        asked: dict[Lane, int] = {}
+        while order and places > 0:
+            rank, served, number, lane = order[0]
+            asked[lane] = asked.get(lane, 0) + 1
+            places -= 1
+            if asked[lane] < waiting[lane]:
+                heapq.heapreplace(order, (rank, served + self._cost_of_next(lane), number, lane))
+            else:
+                heapq.heappop(order)
+        return asked
+
+    def _cost_of_next(self, lane: Lane) -> float:
+        return lane.expected or self._expected
+
+
+# --- gate -------------------------------------------------------------------------------------------------------------
+#
+# Keeps an expensive pool from taking jobs while a cheaper tier does well.
+#
+# Pull priorities alone give every job to the cheapest worker that has room for it; the gate also lets jobs wait a
+# little for a cheaper worker to get room. Requests that resume pass every gate.
+
+GATE_POLL_S: Final = 0.25
+OLDEST_LIMIT_S: Final = 1.0  # for a gateway to tell since when the oldest job of a lane has waited
+
+
+class Gate:
+    """Decides, by model, whether a worker may take jobs. Without settings it always may."""
+
+    def __init__(
+        self,
+        settings: GateSettings | None,
+        bus: Bus,
+        peers: Peers,
+        *,
+        tier: Tier,
+        models: tuple[str, ...],
+        trusted: bool = False,
+        on_open: Callable[[], None],
+    ) -> None:
+        """Make a gate, closed where there are settings; ``on_open`` is called when it has opened for a model."""
+        self._settings = settings
+        self._bus = bus
+        self._peers = peers
+        self._tier = tier
+        self._trusted = trusted
+        self._is_open = dict.fromkeys(models, settings is None)
+        self._on_open = on_open
+        self._must_look = asyncio.Event()
+        peers.on_change(self._must_look.set)
+
+    def is_open(self, model: str) -> bool:
+        """Report whether jobs of this model may be taken now."""
+        return self._is_open[model]
+
+    async def run(self) -> None:
+        """Open and close for ever; cancel it to stop. Returns at once where there is nothing to gate."""
+        if self._settings is None:
+            return
+        while True:
+            self._must_look.clear()
+            for model in self._is_open:
+                await self._look(model, self._settings)
+            await wait_for(self._must_look, GATE_POLL_S)
+
+    async def _look(self, model: str, settings: GateSettings) -> None:
+        is_needed = self._peers.is_informed and not self._peers.cheaper_serving(model, self._tier)
+        if not is_needed:
+            try:
+                is_needed = await is_behind(self._bus, queue_of(model, trusted=self._trusted), settings)
+            except BusError as error:
+                log.warning("the gate for %s stays as it is: %s", model, error)
+                return
+        if is_needed == self._is_open[model]:
+            return
+        self._is_open[model] = is_needed
+        log.info("the gate for %s is %s", model, "open" if is_needed else "closed")
+        if is_needed:
+            self._on_open()
+
+
+async def is_behind(bus: Bus, queue: str, settings: GateSettings) -> bool:
+    """Report whether too many interactive jobs of a queue wait, or one for too long. Raises BusError."""
+    backlog = await read_backlog(bus, queue)
+    interactive = {lane: subjects.job_subject(queue, lane) for lane in (subjects.RESUME_LANE, *subjects.HIGH_LANES)}
+    waiting = {lane: backlog.jobs[subject] for lane, subject in interactive.items() if subject in backlog.jobs}
+    if settings.backlog_jobs is not None and sum(waiting.values()) > settings.backlog_jobs:
+        return True
+    if settings.oldest_s is None:
+        return False
+    stored_before = backlog.server_time - dt.timedelta(seconds=settings.oldest_s)
+    for lane in waiting:
+        stored = await _oldest(bus, queue, lane)
+        if stored is not None and stored < stored_before:
+            return True
+    return False
+
+
+async def _oldest(bus: Bus, queue: str, lane: str) -> dt.datetime | None:
+    """Return when the stream took the first job of a lane that it still has; None if it has none any more.
+
+    Gateways tell: a worker may have no right to read jobs that it is not given. Those of an older release do not.
+    """
+    try:
+        reply = await bus.request(subjects.oldest_job_subject(queue, lane), b"", timeout_s=OLDEST_LIMIT_S)
+        stored = reply.data.decode()
+    except NoResponders:
+        stored = await oldest_job(bus, subjects.job_subject(queue, lane))
+    return dt.datetime.fromisoformat(stored) if stored else None
+
+
+# --- job filter -------------------------------------------------------------------------------------------------------
+#
+# Checks of a job before this worker accepts it.
+
+AVOID_DELIVERIES: Final = 3  # a job that has come so often is run, avoided or not
+
+
+class JobFilter:
+    """Reports why a job is left to other workers."""
+
+    def __init__(
+        self, settings: WorkerSettings, engine: AnyEngine, peers: Peers, revisions: Mapping[str, Revision]
+    ) -> None:
+        """``revisions``: of the worker's models."""
+        self._settings = settings
+        self._engine = engine
+        self._peers = peers
+        self._revisions = revisions
+
+    def should_avoid(self, job: Job, delivery: Delivery) -> bool:
+        """Report whether the job failed here before, and another worker may still be found for it."""
+        is_unwanted = self._settings.worker_id in job.avoid and delivery.deliveries <= AVOID_DELIVERIES
+        return is_unwanted and self._peers.others_serving(job.model, job.revision.weights)
+
+    def must_not_leave(self, job: Job) -> bool:
+        """Report whether the engine is a provider's API that may not get this job: gateways never send such one.
+
+        It is looked at here all the same, at the last moment before anything leaves the installation.
+        """
+        if not self._settings.is_hosted or self._settings.provider in job.hosted:
+            return False
+        log.error("request %s may not go to %s, and is left to others", job.request_id, self._settings.provider)
+        return True
+
+    def is_foreign(self, job: Job) -> bool:
+        """Report whether the answer was begun with other weights, or the job has no input for this engine."""
+        engine, own = self._engine, self._revisions[job.model]
+        if not can_go_on(job, engine):
+            return True
+        return not (_agree(job.revision.weights, own.weights) and _agree(job.revision.tokenizer, own.tokenizer))
+
+    def has_unknown_tokenizer(self, job: Job) -> bool:
+        """Report whether no worker has the tokenizer that made the prompt's token ids: a gateway has an old card."""
+        own, asked = self._revisions[job.model].tokenizer, job.revision.tokenizer
+        if asked == NO_TOKENIZER:
+            return False
+        return not (_agree(asked, own) or self._peers.others_reading(job.model, asked))
+
+
+def _agree(asked: str, own: str) -> bool:
+    return not (asked and own) or asked == own
+
+
+# --- consumer ---------------------------------------------------------------------------------------------------------
 
 REFILL_CHECK_S: Final = 0.1  # how often free capacity is noticed that was not reported
 # The watches of a frozen worker swallow jobs until they expire. Each comes back after ACK_WAIT_S, and where this worker
@@ -47,7 +302,6 @@ AVOID_REST_S: Final = 0.2  # how long they are left the lane: a cheaper pull wou
 STRANGE_LONGEST_DELAY_S: Final = 2.0  # until a job that cannot be read here is offered again
 STRANGE_REST_S: Final = 1.0  # how long whoever has looked at it leaves the lane to the others: all come to see it
 
-log = logging.getLogger(__name__)
 
 _Addressed = TypeVar("_Addressed", Job, JobHead)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engine.types import PromptLogprob as EnginePromptLogprob
 from engine.types import Refusal, SequenceOutput
-from pool_worker.attempt import Attempt, attempt_id
+from pool_worker.attempt import Attempt, Outcome, RecentAttempts, attempt_id, attempt_record
 from pool_worker.breaker import Breaker
 from pool_worker.credit import Credit
 from pool_worker.engines.base import AnyEngine
@@ -24,9 +24,7 @@ from pool_worker.engines.chat import ChatOutput
 from pool_worker.engines.server_busy import Busy
 from pool_worker.generation import chat_request, engine_request, wire_logprob, wire_prompt_logprob
 from pool_worker.publisher import Publisher
-from pool_worker.replay import RecentAttempts
 from pool_worker.settings import WorkerSettings
-from pool_worker.usage import Outcome, attempt_record
 from protocol import subjects
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.job import TAKES_MESSAGES, CountedBy, Failed, Job, JobHead, Resend, Revision, encode, unpack_token_ids

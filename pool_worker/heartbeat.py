@@ -6,23 +6,102 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from engine import types
+from pool_worker.consumer import Gate
 from pool_worker.credit import Credit
-from pool_worker.engine_stats import wire_stats
-from pool_worker.engines.base import AnyEngine
+from pool_worker.engines.base import AnyEngine, Engine
 from pool_worker.executor import Executor
-from pool_worker.gate import Gate
 from pool_worker.settings import WorkerSettings
 from protocol import subjects
 from protocol.errors import BusError
-from protocol.job import PROTOCOL_VERSION, Heartbeat, Pace, Revision, encode
+from protocol.job import PROTOCOL_VERSION, EngineStats, Heartbeat, Histogram, Pace, Revision, encode
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
+from protocol.nats.objects import publish_model_card, revision_of
 from protocol.nats.topology import HEARTBEAT_PERIOD_S
+from protocol.process import backoff_s
+
+log = logging.getLogger(__name__)
+
+
+# --- engine stats -----------------------------------------------------------------------------------------------------
+#
+# An engine's statistics as they travel in the worker's heartbeats.
+
+
+def wire_stats(stats: types.EngineStats, waiting_jobs: int) -> EngineStats:
+    """Translate; ``waiting_jobs`` are here and not yet in the engine."""
+    counters = stats.counters
+    return EngineStats(
+        running=stats.running,
+        waiting=stats.waiting + waiting_jobs,
+        kv_usage=stats.kv_usage,
+        prompt_tokens=counters.prompt_tokens,
+        generated_tokens=counters.generated_tokens,
+        step_tokens=_histogram(stats.step_tokens),
+        inter_token_s=_histogram(stats.inter_token_s),
+        queried_tokens=counters.queried_tokens,
+        cached_tokens=counters.cached_tokens,
+        drafts=counters.drafts,
+        guessed_tokens=counters.guessed_tokens,
+        right_tokens=counters.right_tokens,
+        preemptions=counters.preemptions,
+    )
+
+
+def _histogram(counts: types.HistogramCounts) -> Histogram:
+    return Histogram(counts.bounds, counts.counts, counts.total)
+
+
+# --- cards ------------------------------------------------------------------------------------------------------------
+#
+# Publishes how to count and render prompts for the models this worker serves.
+
+AGAIN_AFTER_S: Final = 1.0  # at the earliest
+
+
+class ModelCards:
+    """Publishes the models' cards, and again whenever the buckets may have been lost."""
+
+    def __init__(self, bus: Bus, engine: Engine, models: tuple[str, ...]) -> None:
+        self._bus = bus
+        cards = [engine.model_card(model) for model in models]
+        self.revisions = {card.model: revision_of(card) for card, _ in cards}
+        self._cards = [(card, tokenizer_json) for card, tokenizer_json in cards if tokenizer_json]
+        self._is_due = asyncio.Event()
+
+    def publish_again(self) -> None:
+        """Publish all cards soon: the buckets may have been lost, or hold the card of a departed worker."""
+        self._is_due.set()
+
+    async def run(self) -> None:
+        """Publish as often as asked to; cancel it to stop."""
+        while True:
+            await self._is_due.wait()
+            self._is_due.clear()
+            await self.publish()
+            await asyncio.sleep(AGAIN_AFTER_S)
+
+    async def publish(self) -> None:
+        """Publish all cards, however long it takes until the buckets exist."""
+        has_failed = False
+        for wait_s in backoff_s():
+            try:
+                for card, tokenizer_json in self._cards:
+                    await publish_model_card(self._bus, card, tokenizer_json)
+            except BusError as error:
+                if not has_failed:
+                    log.warning("model cards cannot be published yet: %s", error)
+                has_failed = True
+                await asyncio.sleep(wait_s)
+            else:
+                return
+
+
+# --- heartbeat --------------------------------------------------------------------------------------------------------
 
 # How NATS' key-value buckets mark an entry as deleted, its history too (ADR-8).
 PURGE_HEADERS: Final = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
-
-log = logging.getLogger(__name__)
 
 
 class HeartbeatPublisher:

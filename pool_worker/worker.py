@@ -11,24 +11,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from pool_worker import notices
-from pool_worker.attempt import Attempt
-from pool_worker.cards import ModelCards
-from pool_worker.consumer import Consumer
+from pool_worker.attempt import OUTBOX_RECORDS, Attempt
+from pool_worker.consumer import Consumer, Gate, JobFilter
 from pool_worker.control import ControlListener
 from pool_worker.credit import Credit
-from pool_worker.drain import Drain
+from pool_worker.drain import Drain, Stop
 from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError
 from pool_worker.executor import Executor
-from pool_worker.gate import Gate
-from pool_worker.gateway_watch import GatewayWatch
-from pool_worker.heartbeat import HeartbeatPublisher
-from pool_worker.job_filter import JobFilter
-from pool_worker.peers import Peers
+from pool_worker.heartbeat import HeartbeatPublisher, ModelCards
+from pool_worker.peers import GatewayWatch, Peers
 from pool_worker.probe import Prober
 from pool_worker.publisher import Publisher
 from pool_worker.settings import ConnectionSettings, ServerEngineSettings, VllmInProcessSettings, WorkerSettings
-from pool_worker.stopping import Stop
-from pool_worker.usage import OUTBOX_RECORDS
 from pool_worker.watch.node import NodeTooSlowError, NodeWatch
 from protocol import subjects
 from protocol.errors import ErrorCode

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from pool_worker import main
+from pool_worker.drain import Stop
 from pool_worker.settings import WorkerSettings
-from pool_worker.stopping import Stop
 from spillway.config import load_config
 from tests.acceptance.system import System
 from tests.waiting import HANGS_S

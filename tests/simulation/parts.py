@@ -33,9 +33,9 @@ from ledger import main as ledger_main
 from ledger.settings import LedgerSettings
 from ledger.webhooks.state import StateView
 from ledger.writer import LedgerWriter
+from pool_worker.drain import Stop
 from pool_worker.main import _serve as serve_worker
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
-from pool_worker.stopping import Stop
 from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats.bus import Bus

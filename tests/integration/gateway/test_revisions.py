@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 
+from pool_worker.drain import Stop
 from pool_worker.engines.scripted_words import Script, build_tokenizer
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
-from pool_worker.stopping import Stop
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.pool_worker.playing_gateway import running_worker
 from tests.waiting import HANGS_S, until

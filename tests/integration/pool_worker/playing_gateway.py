@@ -10,10 +10,10 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from pool_worker import engines
+from pool_worker.drain import Stop
 from pool_worker.engines.scripted_words import build_tokenizer
 from pool_worker.main import connect
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
-from pool_worker.stopping import Stop
 from pool_worker.worker import Worker
 from protocol import job as m
 from protocol import subjects

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 
-from pool_worker.gate import Gate, is_behind
+from pool_worker.consumer import Gate, is_behind
 from pool_worker.settings import GateSettings, WorkerSettings
 from protocol import job as m
 from protocol import subjects

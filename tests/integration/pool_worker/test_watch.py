@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import pytest
 
 from pool_worker import engines
+from pool_worker.drain import Stop
 from pool_worker.engines.base import AnyEngine
 from pool_worker.engines.scripted import ScriptedEngine
 from pool_worker.settings import WatchSettings, WorkerSettings
-from pool_worker.stopping import Stop
 from pool_worker.watch.node import NodeTooSlowError
 from pool_worker.watch.start import NotMeasured, StartBenchmark
 from pool_worker.worker import Worker

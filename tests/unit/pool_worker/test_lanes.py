@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pool_worker.lanes import CHECK_S, Lane, LaneShares, expected_tokens
+from pool_worker.consumer import CHECK_S, Lane, LaneShares, expected_tokens
 from protocol import job as m
 
 MOST_TOKENS = 500

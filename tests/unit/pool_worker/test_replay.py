@@ -1,8 +1,7 @@
 """Ended attempts are kept for a while, within three bounds."""
 
-from pool_worker.attempt import Attempt
+from pool_worker.attempt import KEEP_S, Attempt, RecentAttempts
 from pool_worker.credit import Cost
-from pool_worker.replay import KEEP_S, RecentAttempts
 from protocol.job import PROTOCOL_VERSION, Job, Sampling
 from protocol.nats.pull import Delivery
 

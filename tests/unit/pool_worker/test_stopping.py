@@ -7,7 +7,7 @@ import pytest
 
 from pool_worker.attempt import Attempt
 from pool_worker.credit import Cost
-from pool_worker.stopping import Stop
+from pool_worker.drain import Stop
 from protocol.job import PROTOCOL_VERSION, Job, ResumePoint, Sampling, pack_token_ids
 from protocol.nats.pull import Delivery
 

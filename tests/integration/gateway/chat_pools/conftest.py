@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from gateway.settings import HostedPoolSettings, ModelSettings, TenantSettings
+from pool_worker.drain import Stop
 from pool_worker.settings import OpenAIChatSettings, WorkerSettings
-from pool_worker.stopping import Stop
 from tests.conformance.chat_replay import ChatReplay
 from tests.conformance.server_replay import running
 from tests.integration.gateway.chat_pools.pools import StartPool

@@ -4,7 +4,7 @@ import openai
 import pytest
 from fastapi.responses import JSONResponse
 
-from pool_worker.stopping import Stop
+from pool_worker.drain import Stop
 from protocol.job import unpack_token_ids
 from tests.conformance.chat_replay import ARGUMENTS, ChatReplay
 from tests.integration.gateway.chat_pools.pools import (
