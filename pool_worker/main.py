@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pool_worker import engines, notices
 from pool_worker.drain import Stop
 from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError
+from pool_worker.engines.sidecar.restarts import Restarts
 from pool_worker.settings import ServerEngineSettings, WorkerSettings
-from pool_worker.sidecar.restarts import Restarts
 from pool_worker.worker import OnReady, Worker
 from protocol import process, subjects
 from protocol.nats.access import WORKERS_API, access_options, worker_role

@@ -21,7 +21,7 @@ def create(settings: EngineSettings) -> AnyEngine:
         return ScriptedEngine(settings)
     if isinstance(settings, ServerEngineSettings):
         if settings.kind == DETECTED or settings.exec is not None:
-            from pool_worker.sidecar.engine import SideCarEngine  # noqa: PLC0415 - as below
+            from pool_worker.engines.sidecar.engine import SideCarEngine  # noqa: PLC0415 - as below
 
             return SideCarEngine(settings, create)
         from pool_worker.engines.server import ServerEngine  # noqa: PLC0415 - brings an HTTP client

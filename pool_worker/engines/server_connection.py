@@ -26,8 +26,8 @@ from pool_worker.engines.reported_errors import failure_in
 from pool_worker.engines.server_busy import ServerBusy, asked_wait_s
 from pool_worker.engines.server_client import OPENAI_PATHS, client_of, final_advice, hidden, secrets_of, shown
 from pool_worker.engines.server_facts import FactsUnread, FactsWatch
+from pool_worker.engines.sidecar.readiness import Readiness
 from pool_worker.settings import ConnectionSettings
-from pool_worker.sidecar.readiness import Readiness
 from protocol.process import wait_for
 from protocol.wire import UNDECODABLE
 

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.ports import free_port
 from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.sidecar import readiness
+from pool_worker.engines.sidecar.detect import detect
 from pool_worker.settings import ServerEngineSettings
-from pool_worker.sidecar import readiness
-from pool_worker.sidecar.detect import detect
 from tests.integration.pool_worker.metadata_server import Answer, MetadataServer
 
 

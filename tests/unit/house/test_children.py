@@ -12,7 +12,7 @@ STARTS = {
 # What gets ours, and why it may.
 GETS_OURS = {
     "spillway/embedded_nats.py": "nats-server, which reads nothing of it but what its configuration names",
-    "pool_worker/sidecar/keeper.py": "the inference server; the worker has taken our variables out",
+    "pool_worker/engines/sidecar/keeper.py": "the inference server; the worker has taken our variables out",
     "engine/native.py": "the compiler, of our own source",
     "fleet/drivers/process.py": "a worker on this machine, which is configured by it",
 }

@@ -34,7 +34,6 @@ CIRCLES_OF_FILES = [
 CIRCLES_OF_FOLDERS = [
     frozenset({"engine.paged_attention", "engine.triton_attention"}),  # files, which stand beside no folder
     frozenset({"console.admin", "console.dashboard", "console.login", "console.services"}),
-    frozenset({"pool_worker.engines", "pool_worker.sidecar"}),
 ]
 
 Modules = dict[str, Path]  # dotted name → file

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from pool_worker.engines.base import EngineDiedError
-from pool_worker.sidecar.process import LOG_BURST_S, LOG_LINE_BYTES, LOG_LINES_PER_S, LogLines, ServerProcess
-from pool_worker.sidecar.restarts import WINDOW_S, Restarts
+from pool_worker.engines.sidecar.process import LOG_BURST_S, LOG_LINE_BYTES, LOG_LINES_PER_S, LogLines, ServerProcess
+from pool_worker.engines.sidecar.restarts import WINDOW_S, Restarts
 
 
 async def run(code: str) -> EngineDiedError:

@@ -16,9 +16,9 @@ from engine.pooling_types import PoolingRequest
 from engine.types import EngineStats, GenerationRequest, SequenceOutput
 from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError, TokenEngine
 from pool_worker.engines.server_facts import FactsWatch
+from pool_worker.engines.sidecar.detect import detect
+from pool_worker.engines.sidecar.process import ServerProcess
 from pool_worker.settings import DETECTED, EngineSettings, ServerEngineSettings
-from pool_worker.sidecar.detect import detect
-from pool_worker.sidecar.process import ServerProcess
 from protocol.job import TAKES_MESSAGES, CountedBy, ModelCard
 from protocol.process import PORT_PLACE
 

@@ -11,8 +11,8 @@ import msgspec
 
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.server_client import client_of, final_advice, shown
+from pool_worker.engines.sidecar.readiness import Readiness
 from pool_worker.settings import ServerEngineSettings
-from pool_worker.sidecar.readiness import Readiness
 from protocol.wire import UNDECODABLE
 
 ANSWER_LIMIT_S: Final = 5.0
