@@ -6,7 +6,9 @@ strings are, and wherever the text is cut, each character costs a step or two.
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import Final
+
+from engine.types import ContentFinder
 
 CACHED_AUTOMATA: Final = 16  # for the choices of one request; of 8 KiB, one takes 2.5 MiB
 ROOT: Final = 0
@@ -106,19 +108,6 @@ class StopStrings:
     def held_chars(self) -> int:
         """Number of characters held back."""
         return len(self._held)
-
-
-class ContentFinder(Protocol):
-    """Finds what of one choice's text is content: neither reasoning, nor a call, nor their markup."""
-
-    @property
-    def read_chars(self) -> int:
-        """Number of characters of the text that are known to be content, or not."""
-        ...
-
-    def push(self, text: str, *, is_last: bool) -> list[tuple[int, int]]:
-        """Add text; return begin and end, in the complete text, of each new stretch of content."""
-        ...
 
 
 class ContentStopStrings:

@@ -2,13 +2,25 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from engine.errors import GrammarTooComplex, RequestRejected
-from engine.stop_strings import ContentFinder
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
+
+
+class ContentFinder(Protocol):
+    """Finds what of one choice's text is content: neither reasoning, nor a call, nor their markup."""
+
+    @property
+    def read_chars(self) -> int:
+        """Number of characters of the text that are known to be content, or not."""
+        ...
+
+    def push(self, text: str, *, is_last: bool) -> list[tuple[int, int]]:
+        """Add text; return begin and end, in the complete text, of each new stretch of content."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
