@@ -48,7 +48,7 @@ from benchmarks.peers import vllm
 from benchmarks.peers.batch_system import SYSTEMS
 from benchmarks.random_llama import SEED, VOCAB_SIZE, save_model
 from engine import ConfigError
-from engine.linear import check_quantization
+from engine.model.linear import check_quantization
 from spillway.bench.in_process import device_name
 from spillway.children import die_with_parent
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from engine.bad_words import BadWords
-from engine.detokenizer import TokenText
 from engine.drafts import NgramDrafts
-from engine.grammar import Matcher
-from engine.output_text import OutputText
 from engine.prompt_logprobs import RawPromptLogprob
 from engine.sampler import RawLogprobs, SamplingRow
 from engine.scheduler import Sequence
+from engine.text.detokenizer import TokenText
+from engine.text.grammar import Matcher
+from engine.text.output_text import OutputText
 from engine.types import (
     Candidate,
     FinishReason,

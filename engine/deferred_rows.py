@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engine import scheduler
-from engine.grammar import Matcher
 from engine.scheduler import Chunk
+from engine.text.grammar import Matcher
 
 MASKS_WAIT_S: Final = 0.005  # of a step for masks that are nearly always there before its logits
 IDLE_WAIT_S: Final = 0.005  # of a step that has nothing else to do

@@ -22,23 +22,23 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.admission import check_request
-from engine.attention import KVPool
+from engine.attention.attention import KVPool
+from engine.attention.decode_graphs import CudaGraphRecorder
+from engine.attention.kv_memory import make_kv_memory
 from engine.block_pool import BlockPool
 from engine.choice import Choice
 from engine.config import EngineConfig
-from engine.decode_graphs import CudaGraphRecorder
 from engine.deferred_rows import DeferredRows
 from engine.device import choose_device
 from engine.errors import EngineCorrupted, EngineError, GrammarTooComplex, RequestRejected
-from engine.grammar import CompiledGrammar, Compiling, MaskBuilder, Matcher
-from engine.kv_memory import make_kv_memory
-from engine.model_loader import load_model
+from engine.model.model_loader import load_model
 from engine.model_runner import ModelRunner
 from engine.prompt_logprobs import LogitsNotFinite, prompt_logprobs
 from engine.sampler import NOT_FINITE, Sample, sample
 from engine.scheduler import Chunk, Scheduler, Sequence
 from engine.serving_model import make_serving_model
 from engine.step_stats import StepStats
+from engine.text.grammar import CompiledGrammar, Compiling, MaskBuilder, Matcher
 from engine.types import (
     EngineCounters,
     EngineInfo,

@@ -3,10 +3,10 @@
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention import Segment
+from engine.attention.attention import Segment
+from engine.attention.kv_memory import bytes_per_token, make_kv_memory
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv_memory import bytes_per_token, make_kv_memory
 from engine.model_runner import compute_logits
 from engine.sampler import SamplingRow, sample
 from engine.scheduler import Sequence

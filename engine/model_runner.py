@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention import KVMemory, Segment, StepInputs
-from engine.decode_graphs import DecodeGraphs, Recorder, record_decoding
-from engine.lora import AdapterRows
-from engine.paged_attention import PagedKVPool
+from engine.attention.attention import KVMemory, Segment, StepInputs
+from engine.attention.decode_graphs import DecodeGraphs, Recorder, record_decoding
+from engine.attention.paged_attention import PagedKVPool
+from engine.model.lora import AdapterRows
 from engine.scheduler import Chunk
 
 

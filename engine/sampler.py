@@ -15,9 +15,9 @@ from torch import Tensor
 from engine.bad_words import BadWords
 from engine.device import to_device
 from engine.errors import GrammarTooComplex
-from engine.grammar import GrammarError, Matcher
 from engine.noise import uniform
 from engine.scheduler import Sequence
+from engine.text.grammar import GrammarError, Matcher
 from engine.types import SamplingParams
 
 CPU = torch.device("cpu")

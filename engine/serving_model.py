@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.adapter_files import load_adapter
+from engine.attention.kv_memory import CPU_KV_BYTES, kv_tokens_within
 from engine.config import EngineConfig
 from engine.gpu_memory import kv_bytes_beside
-from engine.kv_memory import CPU_KV_BYTES, kv_tokens_within
-from engine.lora import AdapterRows, attach_adapters
-from engine.model_loader import max_model_len, prepare_model
+from engine.model.adapter_files import load_adapter
+from engine.model.lora import AdapterRows, attach_adapters
+from engine.model.model_loader import max_model_len, prepare_model
+from engine.text.vocabulary import Vocabulary
 from engine.types import AdapterInfo, EngineInfo
-from engine.vocabulary import Vocabulary
 
 LayerShapes = dict[int, tuple[int, int]]  # layer → (Hkv, D)
 

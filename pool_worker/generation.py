@@ -7,7 +7,7 @@ from typing import cast, get_args
 
 from msgspec.structs import replace
 
-from engine.pooling_types import PoolingInput, PoolingRequest, PoolingTask
+from engine.pooling.pooling_types import PoolingInput, PoolingRequest, PoolingTask
 from engine.types import GenerationRequest, Grammar, GrammarKind, ResumePoint, SamplingParams
 from engine.types import PromptLogprob as EnginePromptLogprob
 from engine.types import TokenLogprob as EngineLogprob

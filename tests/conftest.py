@@ -12,7 +12,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 import migrations
-from engine import native
+from engine.cpu import native
 from tests.nats_server import NatsCluster, NatsServer
 from tests.postgres import TEMPLATE, PostgresServer
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from engine.pooling_types import PoolingRequest
+from engine.pooling.pooling_types import PoolingRequest
 from engine.types import EngineStats, GenerationRequest, SequenceOutput
 from pool_worker.engines.chat import ChatRequest
 from pool_worker.engines.server_facts import FactsWatch

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 
 from engine.errors import RequestRejected
 from engine.step_stats import SequenceClock, StepStats
-from engine.stop_strings import StopStrings
+from engine.text.stop_strings import StopStrings
 from engine.types import EngineCounters, EngineStats, FinishReason, Refusal, SamplingParams, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest

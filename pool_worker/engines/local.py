@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from engine import ConfigError, EngineConfig, LLMEngine, RequestRejected
-from engine.pooling import PoolingEngine
-from engine.pooling_folder import task_of
-from engine.pooling_types import PoolingRequest
+from engine.model.weights import WeightsDigest, digest_of, optional_file
+from engine.pooling.pooling import PoolingEngine
+from engine.pooling.pooling_folder import task_of
+from engine.pooling.pooling_types import PoolingRequest
 from engine.types import EngineInfo, EngineStats, GenerationRequest, Refusal, SequenceOutput, sequences_that_fit
-from engine.weights import WeightsDigest, digest_of, optional_file
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.pooling import (
     pooling_capacity,

@@ -4,9 +4,9 @@ from typing import Final
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.pooling_folder import Task
-from engine.pooling_model import PoolingOptions
-from engine.pooling_types import PoolingInfo
+from engine.pooling.pooling_folder import Task
+from engine.pooling.pooling_model import PoolingOptions
+from engine.pooling.pooling_types import PoolingInfo
 from pool_worker.engines.base import Capacity
 from pool_worker.settings import LocalEngineSettings
 from protocol.generation import PoolingCard

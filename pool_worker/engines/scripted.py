@@ -30,9 +30,9 @@ from typing import Final, Literal
 
 from engine.admission import check_request
 from engine.errors import GrammarTooComplex, RequestRejected
-from engine.pooling_types import PoolingRequest
+from engine.pooling.pooling_types import PoolingRequest
 from engine.step_stats import SequenceClock, StepStats
-from engine.stop_strings import stop_strings
+from engine.text.stop_strings import stop_strings
 from engine.types import (
     EngineCounters,
     EngineInfo,

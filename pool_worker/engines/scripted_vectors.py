@@ -9,7 +9,7 @@ import struct
 import time
 
 from engine.errors import RequestRejected
-from engine.pooling_types import PoolingInput, PoolingRequest
+from engine.pooling.pooling_types import PoolingInput, PoolingRequest
 from engine.step_stats import SequenceClock
 from engine.types import FinishReason, SequenceOutput
 from pool_worker.settings import ScriptedEngineSettings

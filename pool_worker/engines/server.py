@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from engine.admission import check_request
-from engine.detokenizer import TokenText
 from engine.errors import RequestRejected
-from engine.pooling_types import PoolingRequest
+from engine.pooling.pooling_types import PoolingRequest
 from engine.step_stats import StepStats
+from engine.text.detokenizer import TokenText
 from engine.types import EngineCounters, EngineInfo, EngineStats, GenerationRequest, Refusal, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.formats.base import (

@@ -4,9 +4,9 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from engine.detokenizer import TokenText
-from engine.output_text import OutputText
 from engine.step_stats import SequenceClock
+from engine.text.detokenizer import TokenText
+from engine.text.output_text import OutputText
 from engine.types import FinishReason, GenerationRequest, ResumePoint, SequenceOutput, TokenLogprob
 from pool_worker.engines.formats.base import Delta, Medium, Scored, ServerFacts, ServerRequest
 from pool_worker.engines.framing import MalformedEvent

@@ -9,8 +9,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Final
 
-from engine.detokenizer import TokenText
 from engine.errors import RequestRejected
+from engine.text.detokenizer import TokenText
 from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.tokenizer_folder import TokenizerFolder
 

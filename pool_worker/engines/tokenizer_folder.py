@@ -20,7 +20,7 @@ class TokenizerFolderError(Exception):
 
 
 class TokenizerFolder:
-    """A tokenizer with the names that ``engine.detokenizer`` knows it by, and what a model card says of it."""
+    """A tokenizer with the names that ``engine.text.detokenizer`` knows it by, and what a model card says of it."""
 
     clean_up_tokenization_spaces = False  # only tokenizers from before byte-level vocabularies change their text
 

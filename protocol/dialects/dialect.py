@@ -225,7 +225,7 @@ class AnswerParser:
 
 
 class ContentFinder:
-    """Finds the content in one choice's text: an ``engine.stop_strings.ContentFinder``."""
+    """Finds the content in one choice's text: an ``engine.text.stop_strings.ContentFinder``."""
 
     def __init__(self, form: AnswerForm) -> None:
         self._source = Source()

@@ -8,7 +8,7 @@ each of them once.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from engine.detokenizer import TokenText
+from engine.text.detokenizer import TokenText
 from pool_worker.engines.tokenizer_folder import TokenizerFolder
 from spillway.config import DEMO_MODEL_PATH
 from tests.chaos.load import Call

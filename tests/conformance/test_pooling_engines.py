@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.pooling_types import PoolingInput, PoolingRequest, PoolingTask
+from engine.pooling.pooling_types import PoolingInput, PoolingRequest, PoolingTask
 from engine.types import GenerationRequest, SamplingParams
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError

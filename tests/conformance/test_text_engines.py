@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi.responses import StreamingResponse
 
-from engine.detokenizer import TokenText
+from engine.text.detokenizer import TokenText
 from engine.types import GenerationRequest, ResumePoint, SamplingParams
 from pool_worker.engines.formats.base import ServerFacts, ServerRequest
 from pool_worker.engines.formats.triton import TritonFormat

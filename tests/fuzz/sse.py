@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from engine.detokenizer import TokenText
+from engine.text.detokenizer import TokenText
 from engine.types import GenerationRequest, SamplingParams
 from pool_worker.engines.chat_formats import chat_format
 from pool_worker.engines.chat_formats.base import AnswerReader, ChatServerRequest

@@ -22,7 +22,7 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.errors import RequestRejected
-from engine.pooling_types import PoolingRequest
+from engine.pooling.pooling_types import PoolingRequest
 from engine.types import GenerationRequest, Grammar
 from pool_worker.engines.scripted import ScriptedEngine
 from pool_worker.engines.scripted_words import Script

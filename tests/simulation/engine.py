@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.pooling_types import PoolingRequest
+from engine.pooling.pooling_types import PoolingRequest
 from engine.step_stats import SequenceClock, StepStats
 from engine.types import EngineCounters, EngineStats, FinishReason, GenerationRequest, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError

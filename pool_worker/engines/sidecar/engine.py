@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from engine.pooling_types import PoolingRequest
+from engine.pooling.pooling_types import PoolingRequest
 from engine.types import EngineStats, GenerationRequest, SequenceOutput
 from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError, TokenEngine
 from pool_worker.engines.server_facts import FactsWatch

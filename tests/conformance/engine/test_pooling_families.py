@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.errors import UnsupportedModel
-from engine.pooling_folder import task_of
-from engine.pooling_model import PoolingOptions
+from engine.pooling.pooling_folder import task_of
+from engine.pooling.pooling_model import PoolingOptions
 from tests.unit.engine.pooled_models import (
     DECODERS,
     FAMILIES,

@@ -3,7 +3,7 @@
 from array import array
 from typing import Any
 
-from engine.pooling_types import PoolingInput
+from engine.pooling.pooling_types import PoolingInput
 from pool_worker.engines.scripted_vectors import scripted_vector
 from protocol import job as m
 from protocol.generation import Pooling

@@ -38,7 +38,7 @@ def test_it_holds_every_file_of_the_rooms_and_the_demo_model_and_nothing_else(na
         "console/dashboard/static/dashboard.css",
         "console/dashboard/templates/base.html",
         "console/login/templates/login.html",
-        "engine/attention.c",
+        "engine/cpu/attention.c",
         "gateway/tokenizing/renderer.py",
     ],
 )

@@ -7,8 +7,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine import triton_kernels
-from engine.triton_attention import MIN_TILE, tile_keys_of
+from engine.attention import triton_kernels
+from engine.attention.triton_attention import MIN_TILE, tile_keys_of
 
 SHARED_BYTES = 99 * 1024  # of one block, on every card of compute capability 8.0 and higher
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}

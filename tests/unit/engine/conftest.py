@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.attention import KVMemory
-from engine.paged_attention import PagedKVPool
+from engine.attention.attention import KVMemory
+from engine.attention.paged_attention import PagedKVPool
 
 
 def paged_memory(
@@ -17,4 +17,4 @@ def paged_memory(
 def paged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines made from here on have the memory that they would have on a GPU."""
     monkeypatch.setattr("engine.engine.make_kv_memory", paged_memory)
-    monkeypatch.setattr("engine.model_loader.make_kv_memory", paged_memory)
+    monkeypatch.setattr("engine.model.model_loader.make_kv_memory", paged_memory)

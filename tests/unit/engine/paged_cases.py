@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention import Segment
-from engine.paged_attention import PagedBatch, PagedKVPool, PagedStep
-from engine.torch_attention import AttentionOptions
+from engine.attention.attention import Segment
+from engine.attention.paged_attention import PagedBatch, PagedKVPool, PagedStep
+from engine.attention.torch_attention import AttentionOptions
 
 CPU = torch.device("cpu")
 

@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from engine import EngineConfig
-from engine.pooling import PoolingEngine
-from engine.pooling_model import PoolingOptions
-from engine.pooling_types import PoolingInput, PoolingRequest, PoolingTask
+from engine.pooling.pooling import PoolingEngine
+from engine.pooling.pooling_model import PoolingOptions
+from engine.pooling.pooling_types import PoolingInput, PoolingRequest, PoolingTask
 from engine.types import SequenceOutput
 
 torch.set_num_threads(1)  # for the references too: tests run beside each other

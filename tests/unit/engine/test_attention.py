@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import KVPool, Segment
-from engine.attention_kernel import attention_kernel
-from engine.torch_attention import AttentionOptions
+from engine.attention.attention import KVPool, Segment
+from engine.attention.torch_attention import AttentionOptions
+from engine.cpu.attention_kernel import attention_kernel
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ CASES = {
 @pytest.fixture(params=["compiled", "torch"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
-        monkeypatch.setattr("engine.attention.attention_kernel", lambda *_: None)
+        monkeypatch.setattr("engine.attention.attention.attention_kernel", lambda *_: None)
     return str(request.param)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.attention_kernel import attention_kernel
+from engine.cpu.attention_kernel import attention_kernel
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(40, torch.float32), (64, torch.bfloat16)])

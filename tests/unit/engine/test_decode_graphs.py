@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from engine import ConfigError, EngineConfig, GenerationRequest, LLMEngine, SamplingParams
 from engine.gpu_memory import kv_bytes_available, run_largest_step
-from engine.model_loader import prepare_model
+from engine.model.model_loader import prepare_model
 from tests.unit.engine.tiny_models import VOCAB_SIZE, Answers, llama, make_engine, run
 
 

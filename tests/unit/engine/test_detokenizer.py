@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.detokenizer import TokenText
+from engine.text.detokenizer import TokenText
 from tests.unit.engine.tiny_models import VOCAB_SIZE, byte_level_tokenizer
 
 TEXT = "hello café, 5 € 👩‍💻 日本語 done"

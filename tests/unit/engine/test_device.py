@@ -12,10 +12,10 @@ import torch
 from transformers import AttentionInterface
 
 from engine import ConfigError, EngineConfig, SamplingParams
-from engine.attention import ATTENTION_NAME, Segment, packed_attention
+from engine.attention.attention import ATTENTION_NAME, Segment, packed_attention
+from engine.attention.paged_attention import PagedKVPool
 from engine.device import choose_device, choose_dtype
 from engine.model_runner import compute_logits
-from engine.paged_attention import PagedKVPool
 from engine.sampler import SamplingRow, sample
 from engine.scheduler import Sequence
 from tests.conformance.engine.test_families import FAMILIES
@@ -81,7 +81,7 @@ def test_a_decoding_step_asks_nothing_of_its_device(family: str, monkeypatch: py
     model.set_attn_implementation(ATTENTION_NAME)
     kv_heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
     monkeypatch.setattr(
-        "engine.paged_attention.paged_attention_on", lambda _: lambda query, *_: torch.empty_like(query)
+        "engine.attention.paged_attention.paged_attention_on", lambda _: lambda query, *_: torch.empty_like(query)
     )
     pool = PagedKVPool(dict.fromkeys(range(2), (kv_heads, 16)), 64, 4, torch.bfloat16, META)
     inputs, _ = pool.make_static_inputs(pool.blank_tables(5, 256), 256)

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from engine import GenerationRequest, LLMEngine, RequestRejected, ResumePoint, SamplingParams
-from engine.attention import KVPool
+from engine.attention.attention import KVPool
 from tests.unit.engine.tiny_models import (
     EOS_ID,
     VOCAB_SIZE,

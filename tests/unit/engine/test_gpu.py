@@ -63,8 +63,8 @@ LARGE = Case(((1, 3000), (1, 700), (300, 900), (1, 1), (5, 2000)), kv_heads=8, g
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", [*CASES.values(), LARGE], ids=[*CASES, "large"])
 def test_the_kernels_say_what_the_reference_says(case: Case, dtype: torch.dtype) -> None:
-    from engine.paged_attention import attend_by_reference
-    from engine.triton_attention import attend
+    from engine.attention.paged_attention import attend_by_reference
+    from engine.attention.triton_attention import attend
 
     query, keys, values, step, options = layer_of(dataclasses.replace(case, dtype=dtype), torch.device(DEVICE))
     expected = attend_by_reference(query, keys, values, step, options)

@@ -16,8 +16,8 @@ from tokenizers import AddedToken
 from transformers import LlamaConfig, PreTrainedModel
 
 from engine import GenerationRequest, LLMEngine, RequestRejected, ResumePoint, SamplingParams, SequenceOutput
-from engine.grammar import COMPILING_THREADS, CompiledGrammar, Family, GrammarCompiler, Matcher
-from engine.grammar import _source as grammar_source
+from engine.text.grammar import COMPILING_THREADS, CompiledGrammar, Family, GrammarCompiler, Matcher
+from engine.text.grammar import _source as grammar_source
 from engine.types import Grammar, GrammarKind, Refusal
 from protocol.dialects.lark import LarkGrammar
 from tests.unit.engine.tiny_models import (

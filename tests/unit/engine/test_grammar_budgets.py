@@ -10,7 +10,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from engine import GenerationRequest, SamplingParams
 from engine.errors import GrammarTooComplex, RequestRejected
-from engine.grammar import (
+from engine.text.grammar import (
     MASK_LIMIT_S,
     MASKS_ALLOWANCE_S,
     MASKS_PER_TOKEN_S,
@@ -19,7 +19,7 @@ from engine.grammar import (
     GrammarCompiler,
     Matcher,
 )
-from engine.grammar_check import GrammarCheck, TooExpensive
+from engine.text.grammar_check import GrammarCheck, TooExpensive
 from engine.types import Grammar, GrammarKind, Refusal, SequenceOutput
 from tests.unit.engine.tiny_models import EOS_ID, SHAPE, Answer, byte_level_tokenizer, collect, drain, make_engine, run
 from tests.unit.engine.tiny_models import make_model as make_tiny_model

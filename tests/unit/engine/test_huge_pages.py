@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.huge_pages import PAGE_BYTES, _whole_pages, use_huge_pages
+from engine.model.huge_pages import PAGE_BYTES, _whole_pages, use_huge_pages
 
 MIB = 1 << 20
 

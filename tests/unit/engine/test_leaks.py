@@ -2,7 +2,7 @@
 
 import gc
 
-from engine.grammar import MAX_COMPILED
+from engine.text.grammar import MAX_COMPILED
 from tests.unit.engine.invariants import check_engine
 from tests.unit.engine.leaks import held, make_engine, storm
 

@@ -6,9 +6,9 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen2Config
 
 from engine import ConfigError, GenerationRequest, SamplingParams
-from engine.linear import FEW_ROWS, Int8Linear, PackedLinear, check_quantization
-from engine.panel_kernel import panel_kernel
-from engine.projections import ProjectionPart, SharedProjection, make_fast, watch_siblings
+from engine.cpu.panel_kernel import panel_kernel
+from engine.model.linear import FEW_ROWS, Int8Linear, PackedLinear, check_quantization
+from engine.model.projections import ProjectionPart, SharedProjection, make_fast, watch_siblings
 from tests.unit.engine.tiny_models import SHAPE, llama, make_engine, make_model, run
 
 needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="int8 needs AVX-512 VNNI")

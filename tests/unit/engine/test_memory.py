@@ -12,7 +12,7 @@ import torch
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, PreTrainedModel
 
 from engine import EngineError, GenerationRequest, LLMEngine, RequestRejected, SamplingParams, SequenceOutput
-from engine.attention import KVPool
+from engine.attention.attention import KVPool
 from engine.types import ResumePoint
 from tests.unit.engine.tiny_models import (
     SHAPE,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import tests
-from engine import native
-from engine.native import compiled, compiling
+from engine.cpu import native
+from engine.cpu.native import compiled, compiling
 
 
 @pytest.fixture(autouse=True)

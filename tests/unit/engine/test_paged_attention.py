@@ -9,9 +9,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, PreTrainedConfig
 
 from engine import GenerationRequest, SamplingParams
-from engine.attention import Segment
-from engine.paged_attention import PagedBatch, PagedKVPool
-from engine.torch_attention import AttentionOptions
+from engine.attention.attention import Segment
+from engine.attention.paged_attention import PagedBatch, PagedKVPool
+from engine.attention.torch_attention import AttentionOptions
 from tests.unit.engine.tiny_models import SHAPE, VOCAB_SIZE, greedy_reference, make_engine, make_model, run
 
 WINDOWED = SHAPE | {"sliding_window": 9, "head_dim": 16}

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from engine.errors import ConfigError, RequestRejected
-from engine.pooling import PoolingEngine, _batches_by_length
-from engine.pooling_model import PoolingOptions
-from engine.pooling_types import PoolingInput, PoolingRequest
+from engine.pooling.pooling import PoolingEngine, _batches_by_length
+from engine.pooling.pooling_model import PoolingOptions
+from engine.pooling.pooling_types import PoolingInput, PoolingRequest
 from tests.unit.engine.pooled_models import (
     HIDDEN,
     MAX_TOKENS,

@@ -8,7 +8,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from engine.row_modules import GatedLayer, RmsNorm, RotaryEmbedding, speed_up_rows
+from engine.model.row_modules import GatedLayer, RmsNorm, RotaryEmbedding, speed_up_rows
 from tests.unit.engine.tiny_models import SHAPE, make_model
 
 
@@ -127,7 +127,7 @@ def test_what_is_not_a_number_stays_visible() -> None:
 def test_a_model_of_another_dtype_or_without_a_compiler_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     half = norm(LlamaRMSNorm, 64).bfloat16()
     assert sped_up(half) is half
-    monkeypatch.setattr("engine.row_modules._library", lambda: None)
+    monkeypatch.setattr("engine.model.row_modules._library", lambda: None)
     full = norm(LlamaRMSNorm, 64)
     assert sped_up(full) is full
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.stop_strings import Automaton, StopStrings, automaton_of
+from engine.text.stop_strings import Automaton, StopStrings, automaton_of
 
 few_letters = st.text("ab\n", max_size=30)
 few_stops = st.lists(st.text("ab\n", min_size=1, max_size=6), max_size=6)

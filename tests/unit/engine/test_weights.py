@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 
 from engine import EngineConfig, LLMEngine
 from engine.errors import ConfigError, UnsupportedModel
-from engine.pooling_model import PoolingOptions, load_pooled_model
-from engine.weights import SAFE_INDEX_NAME, SAFE_NAME, WeightsDigest, weight_files
+from engine.model.weights import SAFE_INDEX_NAME, SAFE_NAME, WeightsDigest, weight_files
+from engine.pooling.pooling_model import PoolingOptions, load_pooled_model
 from tests.unit.engine.peft_adapters import write_adapter
 from tests.unit.engine.tiny_models import SHAPE, byte_level_tokenizer, make_model
 

@@ -13,7 +13,7 @@ STARTS = {
 GETS_OURS = {
     "spillway/embedded_nats.py": "nats-server, which reads nothing of it but what its configuration names",
     "pool_worker/engines/sidecar/keeper.py": "the inference server; the worker has taken our variables out",
-    "engine/native.py": "the compiler, of our own source",
+    "engine/cpu/native.py": "the compiler, of our own source",
     "fleet/drivers/process.py": "a worker on this machine, which is configured by it",
 }
 

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from engine.pooling_types import PoolingInput, PoolingRequest
+from engine.pooling.pooling_types import PoolingInput, PoolingRequest
 from pool_worker.credit import Cost, Credit
 from pool_worker.engines.base import Capacity
 from pool_worker.generation import engine_request

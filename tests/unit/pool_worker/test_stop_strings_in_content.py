@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from engine.detokenizer import TokenText
-from engine.output_text import OutputText
-from engine.stop_strings import ContentStopStrings
+from engine.text.detokenizer import TokenText
+from engine.text.output_text import OutputText
+from engine.text.stop_strings import ContentStopStrings
 from engine.types import SamplingParams
 from pool_worker.generation import content_finder
 from protocol.dialects.dialect import AnswerForm, Dialect

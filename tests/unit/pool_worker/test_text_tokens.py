@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from engine.detokenizer import TokenText
 from engine.errors import RequestRejected
+from engine.text.detokenizer import TokenText
 from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.text_tokens import AnswerText, TextTokens, UnwritableError
 from pool_worker.engines.tokenizer_folder import TokenizerFolder

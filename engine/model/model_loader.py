@@ -18,24 +18,24 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from engine.attention import (
+from engine.attention.attention import (
     ATTENTION_NAME,
     Segment,
     StepInputs,
     packed_attention,
 )
-from engine.attention_kernel import begin_compiling
+from engine.attention.kv_memory import make_kv_memory
+from engine.attention.torch_attention import AttentionOptions
 from engine.config import EngineConfig, Quantization
+from engine.cpu.attention_kernel import begin_compiling
+from engine.cpu.native import compiling
+from engine.cpu.panel_kernel import PANELS_SOURCE
 from engine.device import choose_device, choose_dtype
 from engine.errors import ConfigError, UnsupportedModel
-from engine.kv_memory import make_kv_memory
-from engine.linear import check_quantization
-from engine.native import compiling
-from engine.panel_kernel import PANELS_SOURCE
-from engine.projections import make_fast, watch_siblings
-from engine.row_modules import ROWS_SOURCE, speed_up_rows
-from engine.torch_attention import AttentionOptions
-from engine.weights import check_whole, weight_files
+from engine.model.linear import check_quantization
+from engine.model.projections import make_fast, watch_siblings
+from engine.model.row_modules import ROWS_SOURCE, speed_up_rows
+from engine.model.weights import check_whole, weight_files
 
 _OTHER_ENGINE = "use a pool of another engine (vLLM, or a remote server) for it"
 _PROBE_TOKENS = 12

@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.attention_kernel import AttentionKernel, ChunkTable, DecodeTables, NewRows, attention_kernel
+from engine.attention.torch_attention import Attended, AttentionOptions, apply_sinks, attend, merge
+from engine.cpu.attention_kernel import AttentionKernel, ChunkTable, DecodeTables, NewRows, attention_kernel
 from engine.errors import UnsupportedModel
-from engine.torch_attention import Attended, AttentionOptions, apply_sinks, attend, merge
 
 ATTENTION_NAME = "spillway_packed"  # what the function is registered as
 MIN_SHARED_TOKENS = 64  # from here on, reading a prefix once for several sequences pays for putting the parts together

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from engine.native import INTEGER, LANES, POINTER, compiled
+from engine.cpu.native import INTEGER, LANES, POINTER, compiled
 
 ROWS_SOURCE: Final = "rows.c"
 _PROBE_ROWS: Final = 3

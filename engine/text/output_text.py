@@ -5,8 +5,8 @@ Imports no torch: remote engines answer with token ids, and their text is produc
 
 from collections.abc import Callable
 
-from engine.detokenizer import Detokenizer
-from engine.stop_strings import stop_strings
+from engine.text.detokenizer import Detokenizer
+from engine.text.stop_strings import stop_strings
 from engine.types import ContentFinder, FinishReason, SamplingParams
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.adapter_files import Adapter
 from engine.device import to_device
 from engine.errors import ConfigError
-from engine.model_loader import probe_rows
+from engine.model.adapter_files import Adapter
+from engine.model.model_loader import probe_rows
 
 
 class AdapterRows:

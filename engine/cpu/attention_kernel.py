@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.native import INTEGER, LANES, POINTER, compiled, compiling
+from engine.cpu.native import INTEGER, LANES, POINTER, compiled, compiling
 
 _SOURCE: Final = "attention.c"
 _NO_WINDOW: Final = 1 << 62

@@ -2,8 +2,8 @@
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.detokenizer import TokenText
-from engine.grammar import GrammarCompiler
+from engine.text.detokenizer import TokenText
+from engine.text.grammar import GrammarCompiler
 
 
 class Vocabulary:

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.config import EngineConfig
 from engine.errors import RequestRejected
-from engine.pooling_model import PooledModel, PoolingOptions, load_pooled_model
-from engine.pooling_types import PoolingInfo, PoolingInput, PoolingRequest, PoolingTask
+from engine.pooling.pooling_model import PooledModel, PoolingOptions, load_pooled_model
+from engine.pooling.pooling_types import PoolingInfo, PoolingInput, PoolingRequest, PoolingTask
 from engine.step_stats import SequenceClock, StepStats
 from engine.types import EngineCounters, EngineStats, FinishReason, SequenceOutput
 

@@ -4,10 +4,10 @@ from typing import Final
 
 import torch
 
-from engine.attention import KVMemory, KVPool
+from engine.attention.attention import KVMemory, KVPool
+from engine.attention.paged_attention import PagedKVPool
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.paged_attention import PagedKVPool
 
 CPU_KV_BYTES: Final = 1 << 30  # on a CPU, where nothing else is configured
 

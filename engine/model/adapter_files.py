@@ -23,8 +23,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
 from engine.errors import ConfigError, UnsupportedModel
+from engine.model.weights import ADAPTER_PICKLE_NAMES, check_whole, digest_of, refuse_pickles, sha256_of
 from engine.types import AdapterInfo
-from engine.weights import ADAPTER_PICKLE_NAMES, check_whole, digest_of, refuse_pickles, sha256_of
 
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention import Segment, StepInputs
+from engine.attention.attention import Segment, StepInputs
+from engine.attention.torch_attention import AttentionOptions
 from engine.device import to_device
-from engine.torch_attention import AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def _step_inputs(
 def paged_attention_on(device: torch.device) -> PagedAttention:
     """Return the attention for a device: Triton's kernels on a GPU that has Triton, else the reference."""
     if device.type == "cuda" and find_spec("triton") is not None:
-        from engine.triton_attention import attend  # noqa: PLC0415 - only CUDA builds of torch bring triton
+        from engine.attention.triton_attention import attend  # noqa: PLC0415 - only CUDA builds of torch bring triton
 
         return attend
     return attend_by_reference

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import Quantization
+from engine.cpu.panel_kernel import panel_kernel
 from engine.errors import ConfigError
-from engine.panel_kernel import panel_kernel
 
 FEW_ROWS: Final = 64  # up to here our kernel is clearly faster in float32; from twice as many on, oneDNN's is
 _PACKED_FOR_ROWS: Final = 32  # oneDNN's layout for a few rows also serves one row and hundreds; measured 1 … 256

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.errors import GrammarTooComplex, RequestRejected
-from engine.grammar_check import COMPILE_CPU_S, PARSER_LIMITS, GrammarCheck, TooExpensive
+from engine.text.grammar_check import COMPILE_CPU_S, PARSER_LIMITS, GrammarCheck, TooExpensive
 from engine.types import GenerationRequest, Grammar
 
 COMPILING_THREADS: Final = 2  # so that one enormous schema does not hold up all others

@@ -28,10 +28,10 @@ from transformers.models.auto.modeling_auto import (
 from engine.config import EngineConfig
 from engine.device import choose_device, choose_dtype
 from engine.errors import ConfigError, UnsupportedModel
-from engine.model_loader import max_model_len
-from engine.pooling_folder import PoolingFolder, matryoshka_of, read_pooling_folder, score_activation
-from engine.pooling_types import PoolingInfo, PoolingInput, PoolingKind, PoolingTask
-from engine.weights import check_whole, weight_files
+from engine.model.model_loader import max_model_len
+from engine.model.weights import check_whole, weight_files
+from engine.pooling.pooling_folder import PoolingFolder, matryoshka_of, read_pooling_folder, score_activation
+from engine.pooling.pooling_types import PoolingInfo, PoolingInput, PoolingKind, PoolingTask
 
 _PROBE_LENGTHS = (3, 11)
 # Differences that rounding explains, relative to the vectors' length.

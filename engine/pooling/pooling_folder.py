@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.hub import cached_file
 
 from engine.errors import UnsupportedModel
-from engine.pooling_types import PoolingKind
+from engine.pooling.pooling_types import PoolingKind
 
 Task = Literal["generate", "embed", "score"]
 

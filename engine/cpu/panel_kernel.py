@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from engine.native import INTEGER, LANES, POINTER, compiled
+from engine.cpu.native import INTEGER, LANES, POINTER, compiled
 
 PANELS_SOURCE: Final = "panels.c"
 _PANEL: Final = 64  # outputs that oneDNN lays out together where registers have 512 bits

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention import Segment, StepInputs
-from engine.paged_attention import PagedKVPool
+from engine.attention.attention import Segment, StepInputs
+from engine.attention.paged_attention import PagedKVPool
 
 Compute = Callable[[StepInputs], Tensor]  # the model: inputs → logits [rows, vocabulary], on the device
 Replay = Callable[[], object]

@@ -11,9 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from engine import triton_kernels
-from engine.paged_attention import PagedStep
-from engine.torch_attention import AttentionOptions
+from engine.attention import triton_kernels
+from engine.attention.paged_attention import PagedStep
+from engine.attention.torch_attention import AttentionOptions
 
 MAX_SPLITS: Final = 32
 TILE_BYTES: Final = 16_384  # of the keys that a program looks at together

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import Quantization
-from engine.huge_pages import use_huge_pages
-from engine.linear import make_fast_linear, memory_of
+from engine.model.huge_pages import use_huge_pages
+from engine.model.linear import make_fast_linear, memory_of
 
 Siblings = list[tuple[nn.Module, list[str]]]  # a module, and the names of its linear layers that map the same rows
 

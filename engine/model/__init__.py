@@ -1,0 +1,1 @@
+"""The model's weights and layers: loading, adapters, faster linear layers."""

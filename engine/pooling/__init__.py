@@ -1,0 +1,1 @@
+"""Vectors and scores instead of text."""
