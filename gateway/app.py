@@ -23,9 +23,10 @@ from gateway.endpoints.routes import VERSION, health_router, models_router, root
 from gateway.endpoints.services import Services
 from gateway.endpoints.vectors import PoolingEndpoint, VectorBudget
 from gateway.errors import InvalidParameter
-from gateway.http.exchange import Exchange, Receive, Scope, Send
+from gateway.http.asgi import EXCHANGE_KEY, Receive, Scope, Send
+from gateway.http.exchange import Exchange
 from gateway.http.openapi import add_openapi
-from gateway.http.pages import EXCHANGE_KEY, add_error_answers
+from gateway.http.pages import add_error_answers
 from gateway.http.refusals import RefusalLog
 from gateway.mount import Mounted
 from gateway.responses.routes import responses_router

@@ -1,11 +1,12 @@
 """The KV pool of a device: its kind and its size."""
 
+from importlib.util import find_spec
 from typing import Final
 
 import torch
 
 from engine.attention.attention import KVMemory, KVPool
-from engine.attention.paged_attention import PagedKVPool
+from engine.attention.paged_attention import PagedAttention, PagedKVPool, attend_by_reference
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
@@ -18,7 +19,16 @@ def make_kv_memory(
     """Create the pool for `slots` tokens, a multiple of `block_size`; `layer_shapes` gives (Hkv, D) for each layer."""
     if device.type == "cpu":
         return KVPool(layer_shapes, slots, dtype)
-    return PagedKVPool(layer_shapes, slots, block_size, dtype, device)
+    return PagedKVPool(layer_shapes, slots, block_size, dtype, device, attention=paged_attention_on(device))
+
+
+def paged_attention_on(device: torch.device) -> PagedAttention:
+    """Return the attention for a device: Triton's kernels on a GPU that has Triton, else the reference."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from engine.attention.triton_attention import attend  # noqa: PLC0415 - only CUDA builds of torch bring triton
+
+        return attend
+    return attend_by_reference
 
 
 def kv_tokens_within(

@@ -10,7 +10,6 @@ dimension.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -51,8 +50,13 @@ class PagedKVPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        attention: PagedAttention | None = None,
     ) -> None:
-        """`layer_shapes` gives (Hkv, D) for each layer; `slots` is a multiple of `page_size`."""
+        """`layer_shapes` gives (Hkv, D) for each layer; `slots` is a multiple of `page_size`.
+
+        `attention` by default is the reference.
+        """
         self.page_size = page_size
         pages = slots // page_size + 1
 
@@ -61,7 +65,7 @@ class PagedKVPool:
 
         self.device = device
         self._layers = {layer: (zeros(*shape), zeros(*shape)) for layer, shape in layer_shapes.items()}
-        self._attention = paged_attention_on(device)
+        self._attention = attention or attend_by_reference
         self._page_numbers = np.arange(pages)
         self.filling = Segment(rows=1, context=1, runs=[range(slots, slots + page_size)])  # a padding row
 
@@ -173,15 +177,6 @@ def _step_inputs(
         has_decoding=has_decoding,
     )
     return StepInputs(tokens[None], positions[None], sampled_rows, PagedBatch(pool, step))
-
-
-def paged_attention_on(device: torch.device) -> PagedAttention:
-    """Return the attention for a device: Triton's kernels on a GPU that has Triton, else the reference."""
-    if device.type == "cuda" and find_spec("triton") is not None:
-        from engine.attention.triton_attention import attend  # noqa: PLC0415 - only CUDA builds of torch bring triton
-
-        return attend
-    return attend_by_reference
 
 
 def attend_by_reference(

@@ -35,7 +35,7 @@ from gateway.batches.results import Results
 from gateway.batches.room import Room, Window
 from gateway.batches.series import BatchSeries
 from gateway.batches.store import ANTHROPIC, Batch, Batches, Counts, Status
-from gateway.http.pages import PRINCIPAL_KEY
+from gateway.http.asgi import PRINCIPAL_KEY
 from gateway.settings import BatchSettings
 from protocol.nats.clock import unix_now_ms
 from protocol.process import backoff_s, wait_for

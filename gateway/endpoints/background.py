@@ -5,8 +5,8 @@ from typing import Final
 
 from db.accounts.principal import Principal
 from gateway.errors import ApiError
-from gateway.http.exchange import Answered, Exchange, Message
-from gateway.http.pages import PRINCIPAL_KEY
+from gateway.http.asgi import PRINCIPAL_KEY, Message
+from gateway.http.exchange import Answered, Exchange
 from gateway.responses.run import BackgroundRun
 from gateway.settings import TimeoutSettings
 

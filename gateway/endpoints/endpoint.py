@@ -25,8 +25,9 @@ from gateway.endpoints.hosted import check_trust, providers_for
 from gateway.endpoints.rate_limits import check_budget, reserve, reserve_place
 from gateway.endpoints.services import Services
 from gateway.errors import ApiError, ClientDisconnected, MethodNotAllowed
+from gateway.http.asgi import Receive, Scope, Send
 from gateway.http.body import LARGE_BODY_BYTES
-from gateway.http.exchange import AnswerStyle, Exchange, Receive, Scope, Send, client_deadline_s, client_queue_wait_s
+from gateway.http.exchange import AnswerStyle, Exchange, client_deadline_s, client_queue_wait_s
 from gateway.idempotency.keyed import IDEMPOTENCY_KEY
 from gateway.limits.reservation import Reservation
 from gateway.request.request import Admission, Conversation, Trace

@@ -4,9 +4,9 @@ import asyncio
 import io
 import zlib
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
 import zstandard
 
@@ -18,6 +18,7 @@ from gateway.errors import (
     RequestTooSlow,
     UnsupportedEncoding,
 )
+from gateway.http.asgi import Receive
 from gateway.settings import LimitSettings
 
 # --- compressed -------------------------------------------------------------------------------------------------------
@@ -158,8 +159,6 @@ class ByteRoom:
 # --- body -------------------------------------------------------------------------------------------------------------
 
 LARGE_BODY_BYTES: Final = 16 * 1024  # others must not wait while a larger one is read: the worst takes 250 ns a byte
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 async def read_body(

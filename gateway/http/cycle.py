@@ -8,7 +8,7 @@ from typing import Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from gateway.http.exchange import Message
+from gateway.http.asgi import Message
 
 LINGER: Final = struct.Struct("ii")  # whether to wait for the client when closing, and for how long: 0 s is a reset
 NO_BODY: Final = {HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED}

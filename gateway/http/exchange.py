@@ -4,10 +4,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Final, Protocol
 
 from starlette.requests import Request
 
@@ -17,27 +17,27 @@ from gateway.api.errors import RequestFailed
 from gateway.dispatch.lifecycle import OpenRequest
 from gateway.dispatch.stream import RequestGroup
 from gateway.errors import ApiError, InvalidApiKey, InvalidParameter, LedgerUnavailable, MissingScope
-from gateway.http.pages import EXCHANGE_KEY, PRINCIPAL_KEY
+from gateway.http.asgi import (
+    ABORT_KEY,
+    CYCLE_KEY,
+    EXCHANGE_KEY,
+    HEADERS_KEY,
+    PRINCIPAL_KEY,
+    Receive,
+    Scope,
+    Send,
+)
+from gateway.http.cycle import Cycle
 from gateway.request.request import Trace
 from gateway.settings import TimeoutSettings
 from protocol.nats.bus import shared_deadlines, wait_until_done
 from protocol.nats.clock import unix_now_ms
 
-if TYPE_CHECKING:
-    from gateway.http.cycle import Cycle
-
 log = logging.getLogger(__name__)
 
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 Answered = OpenRequest | RequestGroup
 
-ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection off
-CYCLE_KEY: Final = "spillway.cycle"  # there, too, until it is an exchange's: the Cycle
-HEADERS_KEY: Final = "spillway.headers"  # there, too: the headers by name
 ROW_LOOK_S: Final = 0.05  # how soon it is noticed that a stream has failed which waits for its intent
 PART_BYTES: Final = 256 * 1024  # of an answer made piece by piece
 JSON_TYPE: Final = (b"content-type", b"application/json")

@@ -21,9 +21,7 @@ from gateway.errors import (
     RequestTooSlow,
     UnknownUrl,
 )
-
-EXCHANGE_KEY: Final = "spillway.exchange"  # in the ASGI scope: the Exchange
-PRINCIPAL_KEY: Final = "spillway.principal"  # there, too, of a request that this process makes itself: whose it is
+from gateway.http.asgi import EXCHANGE_KEY
 
 METHODS: Final = ("DELETE", "GET", "PATCH", "POST", "PUT")
 

@@ -25,8 +25,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from gateway.errors import ApiError, HeadTooLarge, MalformedHttp, Overloaded, RequestTooSlow, TooManyConnections
+from gateway.http.asgi import ABORT_KEY, CYCLE_KEY, HEADERS_KEY
 from gateway.http.cycle import Cycle
-from gateway.http.exchange import ABORT_KEY, CYCLE_KEY, HEADERS_KEY
 from gateway.http.refusals import HTTP, MAX_PATH_CHARS, RefusalLog
 from gateway.settings import ConnectionSettings
 from protocol.nats.bus import Deadlines

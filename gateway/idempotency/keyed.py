@@ -22,7 +22,8 @@ from gateway.errors import (
     IdempotencyKeyReused,
     InvalidParameter,
 )
-from gateway.http.exchange import ABORT_KEY, Exchange, Message, Scope
+from gateway.http.asgi import ABORT_KEY, Message, Scope
+from gateway.http.exchange import Exchange
 from gateway.idempotency.claims import Claims
 from gateway.idempotency.runs import Run, Runs
 from gateway.idempotency.sharing import AnswerServer, OwnerNotFound, OwnerUnresponsive, ask, claim_state_of, part_of

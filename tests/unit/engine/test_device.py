@@ -73,17 +73,15 @@ def test_sampling_waits_for_its_device_at_the_very_end(params: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_decoding_step_asks_nothing_of_its_device(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoding_step_asks_nothing_of_its_device(family: str) -> None:
     """Nothing that is recorded in a CUDA graph may."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     model: Any = make_model(FAMILIES[family])
     model.to(META, torch.bfloat16)
     model.set_attn_implementation(ATTENTION_NAME)
     kv_heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
-    monkeypatch.setattr(
-        "engine.attention.paged_attention.paged_attention_on", lambda _: lambda query, *_: torch.empty_like(query)
-    )
-    pool = PagedKVPool(dict.fromkeys(range(2), (kv_heads, 16)), 64, 4, torch.bfloat16, META)
+    shapes = dict.fromkeys(range(2), (kv_heads, 16))
+    pool = PagedKVPool(shapes, 64, 4, torch.bfloat16, META, attention=lambda query, *_: torch.empty_like(query))
     inputs, _ = pool.make_static_inputs(pool.blank_tables(5, 256), 256)
     assert compute_logits(model, inputs).shape == (5, VOCAB_SIZE)
     staged = pool.stage([0] * 6, [0, 1, 2, 3, 0, 0], [3, 5], [Segment(4, 4, [range(8)]), *[pool.filling] * 2])

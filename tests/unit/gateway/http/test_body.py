@@ -8,7 +8,8 @@ import zstandard
 
 from gateway.api.fields import MAX_BODY_VALUES, check_values
 from gateway.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow, UnsupportedEncoding
-from gateway.http.body import MAX_PARTS, Receive, read_body
+from gateway.http.asgi import Receive
+from gateway.http.body import MAX_PARTS, read_body
 
 LIMIT_S = 20.0
 LENGTH_3 = {b"content-length": b"3"}

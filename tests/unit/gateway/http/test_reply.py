@@ -9,7 +9,8 @@ import pytest
 
 from gateway.api.calls import ChatCall
 from gateway.dispatch.lifecycle import OpenRequest, State
-from gateway.http.exchange import ABORT_KEY, Exchange
+from gateway.http.asgi import ABORT_KEY
+from gateway.http.exchange import Exchange
 from gateway.http.reply import StreamWriter
 from gateway.request.mailbox import Failure
 from gateway.settings import TimeoutSettings
