@@ -33,8 +33,7 @@ from engine.device import choose_device
 from engine.errors import EngineCorrupted, EngineError, GrammarTooComplex, RequestRejected
 from engine.model.model_loader import load_model
 from engine.model_runner import ModelRunner
-from engine.prompt_logprobs import LogitsNotFinite, prompt_logprobs
-from engine.sampler import NOT_FINITE, Sample, sample
+from engine.sampler import NOT_FINITE, LogitsNotFinite, Sample, prompt_logprobs, sample
 from engine.scheduler import Chunk, Scheduler, Sequence
 from engine.serving_model import make_serving_model
 from engine.step_stats import StepStats

@@ -6,19 +6,130 @@ keyed by (seed, choice, position), so rows do not influence each other.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.bad_words import BadWords
 from engine.device import to_device
 from engine.errors import GrammarTooComplex
-from engine.noise import uniform
 from engine.scheduler import Sequence
 from engine.text.grammar import GrammarError, Matcher
 from engine.types import SamplingParams
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+#
+# The sampler's randomness: one uniform number per (seed, choice, position).
+#
+# Keyed, not drawn from a running generator: what a request gets depends on nothing but its own key, so neither
+# batch-mates nor the size of the batch nor a resumption on another worker can change it.
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def uniform(seed: int, index: int, position: int) -> float:
+    """Return a number in [0, 1) for output token `position` (from 0) of choice `index`.
+
+    SplitMix64's finaliser chained over the three keys (Steele, Lea and Flood, OOPSLA 2014). 52 bits, so that the
+    product with a total probability mass rounds to strictly less than the mass.
+    """
+    state = seed & _MASK
+    for key in (index, position):
+        state = _mix((state + _GOLDEN * (key + 1)) & _MASK)
+    return (_mix((state + _GOLDEN) & _MASK) >> 12) * 2.0**-52
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+# --- bad words --------------------------------------------------------------------------------------------------------
+#
+# Bans words from an answer. Imports no torch.
+
+
+class BadWords:
+    """The words as token ids: a word's last token is forbidden where the output ends with those before it.
+
+    As in vLLM, a word is banned both at the beginning of a text and after a space; other tokenizations of it are not
+    banned.
+    """
+
+    def __init__(self, words: tuple[str, ...], encode: Callable[[str], list[int]]) -> None:
+        spellings = [spelling for word in words for spelling in (word.lstrip(), f" {word.lstrip()}")]
+        self._words = list(dict.fromkeys(tuple(encode(spelling)) for spelling in spellings))
+
+    def forbidden(self, output_ids: list[int]) -> list[int]:
+        """Return the tokens that must not come next."""
+        return [word[-1] for word in self._words if word and _ends_with(output_ids, word[:-1])]
+
+
+def _ends_with(token_ids: list[int], end: tuple[int, ...]) -> bool:
+    return len(end) <= len(token_ids) and tuple(token_ids[len(token_ids) - len(end) :]) == end
+
+
+# --- prompt logprobs --------------------------------------------------------------------------------------------------
+#
+# The logprobs of a prompt's tokens, each given those before it.
+
+SLICE_ROWS: Final = 64  # whose softmax is in memory at once
+
+
+class LogitsNotFinite(Exception):
+    """The model has no probabilities for a prompt."""
+
+    def __init__(self) -> None:
+        super().__init__(NOT_FINITE)
+
+
+@dataclass(frozen=True, slots=True)
+class RawPromptLogprob:
+    """One prompt token under the model's raw distribution."""
+
+    logprob: float  # natural logarithm
+    rank: int  # 1 + how many tokens are more probable
+    top: list[tuple[int, float]]  # (token id, logprob), most probable first
+
+
+def prompt_logprobs(logits: Tensor, token_ids: list[int], count: int) -> list[RawPromptLogprob]:
+    """Describe each token by the float32 row of `logits` [R, V] of the token before it, and `count` most probable ones.
+
+    Raises LogitsNotFinite.
+    """
+    described: list[RawPromptLogprob] = []
+    for rows, ids in zip(
+        torch.split(logits, SLICE_ROWS), torch.split(torch.tensor(token_ids), SLICE_ROWS), strict=True
+    ):
+        described += _describe(rows, ids.to(rows.device)[:, None], min(count, rows.shape[1]))
+    return described
+
+
+def _describe(logits: Tensor, token_ids: Tensor, count: int) -> list[RawPromptLogprob]:
+    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+    if not bool(torch.isfinite(normaliser).all()):
+        raise LogitsNotFinite
+    own = logits.gather(1, token_ids)
+    ranks = (logits > own).sum(dim=-1) + 1
+    top = logits.topk(count, dim=-1)
+    columns = (
+        (own - normaliser)[:, 0].tolist(),
+        ranks.tolist(),
+        top.indices.tolist(),
+        (top.values - normaliser).tolist(),
+    )
+    return [
+        RawPromptLogprob(logprob, rank, list(zip(ids, values, strict=True)))
+        for logprob, rank, ids, values in zip(*columns, strict=True)
+    ]
+
+
+# --- sampler ----------------------------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
 NOT_FINITE = "the model's logits are not finite"

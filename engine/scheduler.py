@@ -19,8 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.block_pool import BlockPool
-from engine.prefix_keys import extend_keys
+from engine.block_pool import BlockPool, extend_keys
 from engine.step_stats import SequenceClock
 from engine.types import EngineCounters
 

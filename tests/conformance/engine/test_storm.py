@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine import GenerationRequest, SamplingParams
-from engine.drafts import NgramDrafts
+from engine.choice import NgramDrafts
 from tests.conformance.engine.test_families import FAMILIES
 from tests.unit.engine.invariants import check_engine
 from tests.unit.engine.tiny_models import (

@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine import GenerationRequest, RequestRejected, ResumePoint, SamplingParams
-from engine.bad_words import BadWords
+from engine.sampler import BadWords
 from engine.types import Grammar
 from tests.unit.engine.tiny_models import EOS_ID, VOCAB_SIZE, Answer, byte_level_tokenizer, llama, make_engine, run
 
@@ -74,7 +74,7 @@ def occurs(part: list[int], whole: list[int]) -> bool:
 
 
 def test_a_bad_word_of_several_tokens_is_broken_at_its_last() -> None:
-    words = BadWords(["ab", "c"], lambda text: [ord(char) for char in text])
+    words = BadWords(("ab", "c"), lambda text: [ord(char) for char in text])
     a, b, c, space = map(ord, "abc ")
     assert words.forbidden([]) == [c]
     assert words.forbidden([b, a]) == [b, c]

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_pool import BlockPool
+from engine.block_pool import BlockPool, extend_keys
 from engine.errors import EngineCorrupted
-from engine.prefix_keys import extend_keys
 from engine.scheduler import Chunk, Scheduler, Sequence
 from tests.unit.engine.invariants import check_scheduler
 

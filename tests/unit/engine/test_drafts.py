@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine import GenerationRequest, LLMEngine, ResumePoint, SamplingParams
-from engine.drafts import PAUSE_TOKENS, NgramDrafts
+from engine.choice import PAUSE_TOKENS, NgramDrafts
 from tests.unit.engine.tiny_models import VOCAB_SIZE, Answers, llama, make_engine, run
 
 REPEATING = tuple(random.Random(4).choices(range(20, 26), k=60))

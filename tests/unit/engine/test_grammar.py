@@ -150,7 +150,7 @@ def test_in_little_memory_with_guesses_and_resumed_anywhere_it_is_the_same_answe
     assert len({answer.text for answer in whole.values()}) == 3
     for answer in whole.values():
         jsonschema.validate(json.loads(answer.text), BOUNDED)
-    monkeypatch.setattr("engine.drafts.NgramDrafts.guess", lambda _drafts, most_tokens: [20, 21][:most_tokens])
+    monkeypatch.setattr("engine.choice.NgramDrafts.guess", lambda _drafts, most_tokens: [20, 21][:most_tokens])
     longest = max(len(answer.token_ids) for answer in whole.values())
     small = make_engine(model, draft_tokens=4, lookahead_tokens=0, kv_bytes=2048 * (longest // 2))
     mate = GenerationRequest("mate", PROMPT * 10, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))

@@ -14,8 +14,7 @@ from transformers import (
 )
 
 from engine import SamplingParams
-from engine.noise import uniform
-from engine.sampler import Sample, SamplingRow, sample
+from engine.sampler import Sample, SamplingRow, sample, uniform
 from engine.scheduler import Sequence
 
 VOCAB = 2000  # more than the tokens that top_p sorts at first
