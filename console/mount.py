@@ -7,12 +7,13 @@ from fastapi import FastAPI
 
 from console.admin.routes import add_admin_answers, admin_router
 from console.admin.schema import ADMIN_BODIES
+from console.admin.service import AdminService
 from console.dashboard.reader import Reader
 from console.dashboard.routes import dashboard_routers
+from console.dashboard.shell import Pages
 from console.login.documentation import add_documentation
 from console.login.login import Login
 from console.login.routes import add_login_answers, login_router
-from console.services import ConsoleServices
 from console.settings import ConsoleSettings, LoginSettings
 from gateway.mount import GatewayParts, Mount, Mounted
 from gateway.settings import GatewaySettings
@@ -26,16 +27,11 @@ def mount(login: LoginSettings) -> Mount:
     async def mounted(parts: GatewayParts) -> AsyncIterator[Mounted]:
         settings = _settings(login, parts.settings)
         async with Reader(parts.settings.database_url) as reader:
-            services = ConsoleServices(
-                settings=settings,
-                bus=parts.bus,
-                keys=parts.keys,
-                database=parts.database,
-                login=Login(parts.database, settings),
-                reader=reader,
-                gateway=parts,
-            )
-            routers = (admin_router(services), login_router(services), *dashboard_routers(services))
+            logins = Login(parts.database, settings)
+            admin = AdminService(parts, settings, logins)
+            pages = Pages(parts, admin, logins, reader)
+            of_login = login_router(logins, parts.database, settings.key_pepper)
+            routers = (admin_router(admin), of_login, *dashboard_routers(pages))
             yield Mounted(routers, ADMIN_BODIES, _add_answers)
 
     return mounted

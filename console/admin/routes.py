@@ -8,7 +8,6 @@ from console.admin import schema
 from console.admin.service import AdminService
 from console.admin.views import audit_view, key_view, organisation_view, team_view
 from console.admin.webhook_routes import webhooks_router
-from console.services import ConsoleServices
 from db.accounts import keys, teams
 from db.accounts.audit import AuditFilter, list_changes
 from db.accounts.errors import InvalidField, NameTaken, NotFound, PrincipalError
@@ -19,10 +18,9 @@ from gateway.http.pages import body_schema, json_answer, refuse
 PREFIX: Final = "/admin/v1"
 
 
-def admin_router(services: ConsoleServices) -> APIRouter:
+def admin_router(admin: AdminService) -> APIRouter:
     """Build the router of the admin API."""
     router = APIRouter(prefix=PREFIX)
-    admin = AdminService(services)
     for part in (_organisations(admin), _teams(admin), _keys(admin), _audit(admin), webhooks_router(admin)):
         router.include_router(part)
     return router

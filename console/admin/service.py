@@ -10,7 +10,8 @@ from fastapi import Request
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from console.admin.schema import AdminBody, KeyChanges, NewKey, NewTeam, TeamChanges
-from console.services import ConsoleServices
+from console.login.login import Login
+from console.settings import ConsoleSettings
 from db.accounts import keys, teams
 from db.accounts.checks import checked_grant
 from db.accounts.keys import ApiKey, Grant
@@ -19,6 +20,7 @@ from db.accounts.teams import Team
 from gateway.api.fields import parse_body
 from gateway.http.body import read_body
 from gateway.http.pages import exchange_of
+from gateway.mount import GatewayParts
 from ledger.webhooks.endpoints import Endpoints
 from ledger.webhooks.secrets import SecretBox
 from protocol import subjects
@@ -33,12 +35,13 @@ _Body = TypeVar("_Body", bound=AdminBody)
 class AdminService:
     """Applies changes to teams and keys for the admin API and the dashboard."""
 
-    def __init__(self, services: ConsoleServices) -> None:
-        self.settings = services.settings
-        self.database: AsyncEngine = services.database
+    def __init__(self, gateway: GatewayParts, settings: ConsoleSettings, login: Login) -> None:
+        self.settings = settings
+        self.database: AsyncEngine = gateway.database
         self.webhooks = Endpoints(self.database, self.settings.webhooks, SecretBox(self.settings.key_pepper))
-        self._services = services
-        self._models = services.settings.models
+        self._gateway = gateway
+        self._login = login
+        self._models = settings.models
 
     async def actor(self, request: Request) -> str:
         """Return the client's name in the audit log: by their key if they send one, else by their session.
@@ -47,8 +50,8 @@ class AdminService:
         """
         exchange = exchange_of(request)
         if b"authorization" in exchange.headers:
-            return f"key:{exchange.authenticate(self._services.keys, ADMIN).key_id}"
-        return (await self._services.login.require(request)).actor
+            return f"key:{exchange.authenticate(self._gateway.keys, ADMIN).key_id}"
+        return (await self._login.require(request)).actor
 
     async def body(self, request: Request, kind: type[_Body]) -> _Body:
         """Read the body, within its limits; a missing one counts as empty.
@@ -101,6 +104,6 @@ class AdminService:
     async def _notify_gateways(self) -> None:
         """Make all gateways load the keys now; otherwise they do so within half a minute."""
         try:
-            await self._services.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
+            await self._gateway.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
         except BusError as error:
             log.warning("other gateways will see the change within half a minute: %s", error)

@@ -50,8 +50,8 @@ class _AccountViews:
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
         self.admin = pages.admin
-        self.database = pages.services.database
-        self._account_store = AccountStore(pages.services.bus)
+        self.database = pages.gateway.database
+        self._account_store = AccountStore(pages.gateway.bus)
 
     def actor(self, request: Request) -> str:
         """Return the user's name in the audit log."""

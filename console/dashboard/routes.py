@@ -24,15 +24,13 @@ from console.dashboard.shell import PageRoute, Pages
 from console.dashboard.view import ZONE_COOKIE, find_zone
 from console.login.forms import read_form
 from console.login.login import local_page
-from console.services import ConsoleServices
 from gateway.errors import InvalidParameter, UnknownUrl
 
 COOKIE_LIFE_S: Final = 31_536_000
 
 
-def dashboard_routers(services: ConsoleServices) -> list[APIRouter]:
+def dashboard_routers(pages: Pages) -> list[APIRouter]:
     """Build the routers of /dashboard."""
-    pages = Pages(services)
     closed = APIRouter(
         prefix="/dashboard", include_in_schema=False, route_class=PageRoute, dependencies=[Depends(pages.require_login)]
     )

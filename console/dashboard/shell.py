@@ -14,13 +14,15 @@ from console.admin.routes import principal_answer
 from console.admin.service import AdminService
 from console.dashboard.exports import Exports
 from console.dashboard.live import Live
+from console.dashboard.reader import Reader
 from console.dashboard.render import html, render
 from console.dashboard.view import View, make_view, view_of
+from console.login.login import Login
 from console.login.sessions import Session
-from console.services import ConsoleServices
 from db.accounts.errors import PrincipalError
 from db.engine import describe
 from gateway.errors import ApiError, LedgerUnavailable, LoginRequired, UnknownUrl
+from gateway.mount import GatewayParts
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +32,18 @@ Ask = Callable[[AsyncConnection, View], Awaitable[dict[str, Any] | None]]
 class Pages:
     """Serves pages to logged-in users."""
 
-    def __init__(self, services: ConsoleServices) -> None:
-        self.live = Live(services.gateway)
-        self.exports = Exports(services.reader, services.settings.data_dir / "exports")
-        self.services = services
-        self.admin = AdminService(services)
+    def __init__(self, gateway: GatewayParts, admin: AdminService, login: Login, reader: Reader) -> None:
+        """``reader`` reads the ledger, ``gateway`` has the live numbers."""
+        self.live = Live(gateway)
+        self.exports = Exports(reader, admin.settings.data_dir / "exports")
+        self.gateway = gateway
+        self.admin = admin
+        self._login = login
+        self._reader = reader
 
     async def require_login(self, request: Request) -> None:
         """Store the session of a request in its state. Raises LoginRequired, CrossOriginRequest, SQL's own errors."""
-        request.state.session = await self.services.login.require(request)
+        request.state.session = await self._login.require(request)
 
     def user(self, request: Request) -> Session:
         """Return the session that ``require_login`` has stored."""
@@ -55,7 +60,7 @@ class Pages:
                 raise UnknownUrl("There is no object of this name.")
             return render(template, values.get("view", view), user, {**values, **more})
 
-        return html(await self.services.reader.read(rendered))
+        return html(await self._reader.read(rendered))
 
     def show_memory(self, request: Request, template: str, values: Mapping[str, Any]) -> Response:
         """Return a page, or a part of one, that needs no ledger."""

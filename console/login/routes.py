@@ -1,23 +1,23 @@
 """/login and /logout."""
 
 from fastapi import APIRouter, FastAPI, Request
+from pydantic import SecretStr
+from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.responses import RedirectResponse, Response
 
 from console.login.admins import ADMIN_NAME, has_admin
 from console.login.forms import read_form
-from console.login.login import SAFE_METHODS, local_page, login_page, refuse_foreign_origin
+from console.login.login import SAFE_METHODS, Login, local_page, login_page, refuse_foreign_origin
 from console.login.oidc_routes import oidc_router
 from console.login.pages import page
-from console.services import ConsoleServices
 from db.accounts.errors import LoginError, TooManyLogins
 from gateway.errors import LoginRequired
 from gateway.http.pages import refuse
 
 
-def login_router(services: ConsoleServices) -> APIRouter:
+def login_router(login: Login, database: AsyncEngine, key_pepper: SecretStr) -> APIRouter:
     """Build the router of the login and logout forms."""
     router = APIRouter(include_in_schema=False)
-    login = services.login
 
     async def form(next_page: str, problem: str | None, status: int) -> Response:
         return page(
@@ -26,7 +26,7 @@ def login_router(services: ConsoleServices) -> APIRouter:
             problem=problem,
             next_page=local_page(next_page),
             name=ADMIN_NAME,
-            has_password=await has_admin(services.database),
+            has_password=await has_admin(database),
             has_oidc=login.settings.oidc is not None,
         )
 
@@ -46,7 +46,7 @@ def login_router(services: ConsoleServices) -> APIRouter:
         return await login.start(request, name, next_page)
 
     if login.settings.oidc is not None:
-        router.include_router(oidc_router(login, login.settings.oidc, services.settings.key_pepper, form))
+        router.include_router(oidc_router(login, login.settings.oidc, key_pepper, form))
 
     @router.post("/logout")
     async def log_out(request: Request) -> Response:

@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -25,12 +24,6 @@ ALLOWED = {
     "pool_worker": {"engine", "protocol"},
 }
 ALLOWED["spillway"] = set(ALLOWED)
-
-# What imports each other today. Nothing is added here: a circle that is opened goes from the list.
-CIRCLES_OF_FILES: list[frozenset[str]] = []
-CIRCLES_OF_FOLDERS = [
-    frozenset({"console.admin", "console.dashboard", "console.login", "console.services"}),
-]
 
 Modules = dict[str, Path]  # dotted name → file
 
@@ -80,16 +73,6 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def within(edges: dict[str, set[str]], nodes: frozenset[str]) -> dict[str, set[str]]:
-    """The part of a graph that lies within some of its nodes."""
-    return {node: edges[node] & nodes for node in nodes}
-
-
-def opened(edges: dict[str, set[str]], known: Sequence[frozenset[str]]) -> dict[str, set[str]]:
-    """A graph without the edges inside its known circles."""
-    return {node: others - {*(o for one in known if node in one for o in one)} for node, others in edges.items()}
-
-
 def test_rooms_import_only_what_they_may() -> None:
     broken = [
         f"{module} imports {other}"
@@ -118,19 +101,17 @@ def test_the_rules_have_no_circle() -> None:
     assert circle(ALLOWED) == []
 
 
-def test_no_circle_between_files_but_the_known() -> None:
-    assert circle(opened(graph(), CIRCLES_OF_FILES)) == []
-    assert [known for known in CIRCLES_OF_FILES if not circle(within(graph(), known))] == []
+def test_no_circle_between_files() -> None:
+    assert circle(graph()) == []
 
 
-def test_no_circle_between_folders_but_the_known() -> None:
+def test_no_circle_between_folders() -> None:
     folders: dict[str, set[str]] = {}
     for module, others in graph().items():
         mine = {folder_of(other) for other in others if room_of(other) == room_of(module)}
         folders.setdefault(folder_of(module), set()).update(mine - {folder_of(module)})
     assert len(folders) > 100
-    assert circle(opened(folders, CIRCLES_OF_FOLDERS)) == []
-    assert [known for known in CIRCLES_OF_FOLDERS if not circle(within(folders, known))] == []
+    assert circle(folders) == []
 
 
 def test_a_breach_would_be_seen() -> None:
