@@ -25,6 +25,12 @@ ALLOWED = {
 }
 ALLOWED["spillway"] = set(ALLOWED)
 
+# The parts of the gateway: each may import only those before it.
+GATEWAY = [
+    "errors", "tokenizing", "settings", "limits", "request", "admission", "dispatch", "api", "telemetry", "payloads",
+    "http", "traces", "idempotency", "responses", "batches", "endpoints", "mount", "app", "main",
+]  # fmt: skip
+
 Modules = dict[str, Path]  # dotted name → file
 
 
@@ -112,6 +118,18 @@ def test_no_circle_between_folders() -> None:
         folders.setdefault(folder_of(module), set()).update(mine - {folder_of(module)})
     assert len(folders) > 100
     assert circle(folders) == []
+
+
+def test_a_part_of_the_gateway_imports_only_what_stands_above_it() -> None:
+    parts = {module: GATEWAY.index(module.split(".")[1]) for module in modules("gateway") if "." in module}
+    assert set(parts.values()) == set(range(len(GATEWAY)))
+    broken = [
+        f"{module} imports {other}"
+        for module, part in parts.items()
+        for other in graph()[module]
+        if parts.get(other, part) > part
+    ]
+    assert broken == []
 
 
 def test_a_breach_would_be_seen() -> None:
