@@ -17,9 +17,10 @@ from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_sp
 from opentelemetry.util.types import AttributeValue
 
 from db.accounts.masking import masked
+from gateway.api.errors import form_of
 from gateway.dispatch.lifecycle import OpenRequest
 from gateway.dispatch.observers import Observer
-from gateway.errors import ApiError
+from gateway.errors import Refused
 from gateway.http.exchange import Exchange
 from gateway.request.request import Admission
 from protocol import trace_names as names
@@ -103,13 +104,14 @@ class RequestTrace:
 
     # --- what happens, in this order ----------------------------------------------------------------------------------
 
-    def refused(self, status: int | None, error: ApiError | None) -> None:
+    def refused(self, status: int | None, error: Refused | None) -> None:
         """End the trace of a refused request; ``error`` is None where the client disconnected before."""
         if status is not None:
             self._span.set_attribute(names.HTTP_STATUS, status)
         if error is not None:
-            self._span.set_attribute(names.ERROR_TYPE, error.code or str(error.status))
-            if error.status >= 500:
+            error_status = form_of(error).status
+            self._span.set_attribute(names.ERROR_TYPE, error.code or str(error_status))
+            if error_status >= 500:
                 self._span.set_status(Status(StatusCode.ERROR))
         self._span.end()
 

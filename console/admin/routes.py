@@ -12,7 +12,7 @@ from db.accounts import keys, teams
 from db.accounts.audit import AuditFilter, list_changes
 from db.accounts.errors import InvalidField, NameTaken, NotFound, PrincipalError
 from db.accounts.teams import means
-from gateway.errors import ApiError, InvalidParameter, NameInUse, UnknownObject
+from gateway.errors import InvalidParameter, NameInUse, Refused, UnknownObject
 from gateway.http.pages import body_schema, json_answer, refuse
 
 PREFIX: Final = "/admin/v1"
@@ -169,7 +169,7 @@ def add_admin_answers(app: FastAPI) -> None:
         return refuse(request, principal_answer(error))
 
 
-def principal_answer(error: PrincipalError) -> ApiError:
+def principal_answer(error: PrincipalError) -> Refused:
     """Return the API's error for an error of the account functions."""
     if isinstance(error, InvalidField):
         return InvalidParameter(str(error), param=error.field)

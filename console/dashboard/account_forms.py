@@ -16,7 +16,7 @@ from db.accounts.principal import INFERENCE, SCOPES, Policy
 from db.accounts.teams import Team
 from db.money import NANO_USD
 from gateway.api.fields import parse_body
-from gateway.errors import ApiError
+from gateway.errors import Refused
 
 NUMBERS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "weight", "retention_days")
 CHOICES: Final = ("log_payload", "train_ok", "redact", "trusted_only")  # yes, no, or unspecified
@@ -113,7 +113,7 @@ def _number(text: str) -> int | float | str | None:
     return text or None
 
 
-def form_errors(error: PrincipalError | ApiError) -> dict[str, str]:
+def form_errors(error: PrincipalError | Refused) -> dict[str, str]:
     """Return the error message by the form's field; "" stands for the whole form."""
     answer = principal_answer(error) if isinstance(error, PrincipalError) else error
     field = answer.param or ""

@@ -22,7 +22,7 @@ from db.accounts.keys import DEFAULT_GRACE_S, find_key, list_keys
 from db.accounts.principal import SCOPES
 from db.accounts.teams import find_team, list_teams
 from gateway.api.fields import parse_body
-from gateway.errors import ApiError
+from gateway.errors import Refused
 from gateway.limits.account import AccountStore
 from gateway.limits.report import load_usage
 from protocol.errors import BusError, ProtocolError
@@ -110,7 +110,7 @@ def _add_list(router: APIRouter, views: _AccountViews) -> None:
         form = await read_form(request)
         try:
             key, token = await views.admin.create_key(parse_form(NewKey, form, view_of(request)), views.actor(request))
-        except (PrincipalError, ApiError) as error:
+        except (PrincipalError, Refused) as error:
             return await views.show_list(request, invalid_form="key", errors=form_errors(error), new_key=form)
         return await views.show_list(request, token=token, token_of=key.name)
 
@@ -119,7 +119,7 @@ def _add_list(router: APIRouter, views: _AccountViews) -> None:
         form = await read_form(request)
         try:
             team = await views.admin.create_team(parse_form(NewTeam, form, view_of(request)), views.actor(request))
-        except (PrincipalError, ApiError) as error:
+        except (PrincipalError, Refused) as error:
             return await views.show_list(request, invalid_form="team", errors=form_errors(error), new_team=form)
         return _changed(team.team_id)
 
@@ -136,7 +136,7 @@ def _add_teams(router: APIRouter, views: _AccountViews) -> None:
             before = team_fields(await find_team(connection, team_id))
         try:
             await views.admin.update_team(team_id, parse_form(TeamChanges, form, view, before), views.actor(request))
-        except (PrincipalError, ApiError) as error:
+        except (PrincipalError, Refused) as error:
             return await views.show_team(request, team_id, form=form, errors=form_errors(error))
         return _changed(team_id)
 
@@ -152,7 +152,7 @@ def _add_keys(router: APIRouter, views: _AccountViews) -> None:
         before = key_fields(await find_key(views.database, key_id), view)
         try:
             await views.admin.update_key(key_id, parse_form(KeyChanges, form, view, before), views.actor(request))
-        except (PrincipalError, ApiError) as error:
+        except (PrincipalError, Refused) as error:
             return await views.show_key(request, key_id, form=form, errors=form_errors(error))
         return _changed(key_id)
 

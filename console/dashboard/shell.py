@@ -21,7 +21,8 @@ from console.login.login import Login
 from console.login.sessions import Session
 from db.accounts.errors import PrincipalError
 from db.engine import describe
-from gateway.errors import ApiError, LedgerUnavailable, LoginRequired, UnknownUrl
+from gateway.api.errors import form_of
+from gateway.errors import LedgerUnavailable, LoginRequired, Refused, UnknownUrl
 from gateway.mount import GatewayParts
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class PageRoute(APIRoute):
                 if "hx-request" in request.headers:  # a part of a page: reload the whole page to show the login
                     return Response(status_code=401, headers={"hx-refresh": "true"})
                 raise
-            except ApiError as error:
+            except Refused as error:
                 return _error_page(request, error)
             except PrincipalError as error:
                 return _error_page(request, principal_answer(error))
@@ -92,6 +93,6 @@ class PageRoute(APIRoute):
         return handle_with_error_page
 
 
-def _error_page(request: Request, error: ApiError) -> Response:
+def _error_page(request: Request, error: Refused) -> Response:
     view = make_view({}, request.cookies)
-    return html(render("error.html", view, "", {"page": "", "message": error.message}), error.status)
+    return html(render("error.html", view, "", {"page": "", "message": error.message}), form_of(error).status)

@@ -9,10 +9,11 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from pydantic import Field
 
+from gateway.api.errors import form_of
 from gateway.api.fields import Body, parse_body, refuse_unsupported
 from gateway.api.openai_items import note_skipped
 from gateway.api.surface import AnswerHead, Usage, field_name, joined, renamed
-from gateway.errors import ApiError, InvalidParameter
+from gateway.errors import InvalidParameter, Refused
 from protocol.dialects.calls import HELD_TEXT, arguments_of, is_cut
 from protocol.dialects.source import Kind, Piece
 
@@ -48,7 +49,7 @@ def event(kind: str, fields: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))
 
 
-def message_of(error: ApiError) -> str:
+def message_of(error: Refused) -> str:
     """Return an error's message, which names the field at fault: nothing else does in Messages."""
     message, param = renamed(error, NAMES)
     return message if param is None or param in message else f"{param}: {message}"
@@ -114,10 +115,11 @@ class MessageEvents:
         stop = _stop(finish_reason, stopped_by, called=called, refused=self._refused)
         return events + event("message_delta", {"delta": stop, "usage": usage_of(usage)}) + event("message_stop", {})
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: Refused) -> bytes:
         """Implement ``EventEncoder``."""
-        usual = "invalid_request_error" if error.status == HTTPStatus.BAD_REQUEST else "api_error"
-        kind = "overloaded_error" if error.status in {429, 503} else usual
+        status = form_of(error).status
+        usual = "invalid_request_error" if status == HTTPStatus.BAD_REQUEST else "api_error"
+        kind = "overloaded_error" if status in {429, 503} else usual
         return event("error", {"error": {"type": kind, "message": message_of(error)}})
 
     def _begin(self) -> bytes:
@@ -389,7 +391,7 @@ class Messages:
         """Implement ``Surface``."""
         return MessagesTranslation(_checked(parse_body(MessagesRequest, body)))
 
-    def error_body(self, error: ApiError, request_id: str) -> bytes:
+    def error_body(self, error: Refused, request_id: str) -> bytes:
         """Implement ``Surface``."""
         return _encode({**error_fields(error), "request_id": request_id})
 
@@ -409,9 +411,10 @@ class Messages:
         return found
 
 
-def error_fields(error: ApiError) -> dict[str, Any]:
+def error_fields(error: Refused) -> dict[str, Any]:
     """Return an error as Messages has it."""
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    status = form_of(error).status
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message_of(error)}}
 
 

@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 from gateway.api.events import DONE, error_event
 from gateway.api.schema import JobRequest
-from gateway.errors import ApiError
+from gateway.errors import Refused
 
 _Request = TypeVar("_Request", bound=JobRequest)
 
@@ -24,7 +24,7 @@ class JobCall(Generic[_Request]):
     async def before_end(self, body: dict[str, Any] | None = None) -> None:
         """Implement ``AnswerEncoder``."""
 
-    def error_event(self, error: ApiError) -> bytes:
+    def error_event(self, error: Refused) -> bytes:
         """Implement ``AnswerEncoder``."""
         return error_event(error)
 

@@ -47,7 +47,7 @@ from gateway.api.schema import (
     parse_chat,
     parse_completion,
 )
-from gateway.errors import ApiError, InvalidParameter
+from gateway.errors import InvalidParameter, Refused
 from gateway.request.mailbox import AnyTokens, Chunks
 from gateway.request.request import Conversation
 from gateway.tokenizing.model_tokens import ModelTokens
@@ -74,7 +74,7 @@ class AnswerEncoder(Protocol):
     ) -> CompleteAnswer:
         """The body of an answer that is not streamed."""
 
-    def error_event(self, error: ApiError) -> bytes:
+    def error_event(self, error: Refused) -> bytes:
         """Return the event before a stream is broken off, once it has chunks."""
 
     async def before_end(self, body: dict[str, Any] | None = None) -> None:

@@ -1,37 +1,97 @@
-"""Failures over HTTP: statuses, types and advice for each of the protocol's error codes."""
+"""Refusals and failures over HTTP: statuses, types, headers and the envelope are defined here alone."""
 
+import math
+import random
 from typing import Final
 
 from msgspec import Struct
 
-from gateway.errors import RETRY_LATER_S, RETRY_SOON_S, ApiError
+from gateway import errors
+from gateway.api.fields import encode_json
+from gateway.errors import RETRY_LATER_S, RETRY_SOON_S, InsufficientQuota, MethodNotAllowed, RateLimitExceeded, Refused
 from gateway.request.mailbox import Failure
 from protocol.errors import ErrorCode
+from protocol.gateways import Kind
+
+LONGEST_RETRY_S: Final = 60.0  # clients ignore what is longer
+RETRY_SPREAD: Final = 1.5  # the latest of those told to come back after a time, against the earliest
 
 
-class FailureKind(Struct, frozen=True):
-    """HTTP form of one of the protocol's error codes."""
+class HttpForm(Struct, frozen=True):
+    """An error over HTTP."""
 
     status: int
     type: str = "server_error"
-    should_retry: bool | None = None
+    should_retry: bool | None = None  # None: the client's own rules apply
     retry_after_s: int | None = None
 
 
-_BAD_REQUEST: Final = FailureKind(400, "invalid_request_error", should_retry=False)
-_CONTENDED: Final = FailureKind(429, "rate_limit_error", should_retry=True, retry_after_s=RETRY_LATER_S)
-_NO_CAPACITY: Final = FailureKind(503, should_retry=True, retry_after_s=RETRY_LATER_S)
-_TOO_SLOW: Final = FailureKind(504, should_retry=False)  # the whole wait would begin again
-_INTERNAL: Final = FailureKind(500)
+def _invalid(status: int) -> HttpForm:
+    return HttpForm(status, "invalid_request_error", should_retry=False)
 
-FAILURES: Final[dict[ErrorCode, FailureKind]] = {
+
+def _forbidden(*, should_retry: bool | None = False) -> HttpForm:
+    return HttpForm(403, "permission_error", should_retry=should_retry)
+
+
+def _unavailable(retry_after_s: int) -> HttpForm:
+    return HttpForm(503, should_retry=True, retry_after_s=retry_after_s)
+
+
+# Of each kind of refusal, and those derived from it.
+FORMS: Final[dict[type[Refused], HttpForm]] = {
+    Refused: HttpForm(500),
+    errors.BadRequest: _invalid(400),
+    errors.InvalidApiKey: _invalid(401),
+    errors.LoginRequired: _invalid(401),
+    errors.CrossOriginRequest: _forbidden(),
+    errors.MissingScope: _forbidden(),
+    errors.HostedNotAllowed: _forbidden(should_retry=None),
+    errors.ModelNotFound: _invalid(404),
+    errors.NoTrustedPool: _invalid(404),
+    errors.OnlyTrustedPools: _invalid(404),
+    errors.UnknownObject: _invalid(404),
+    errors.UnknownUrl: _invalid(404),
+    errors.MethodNotAllowed: _invalid(405),
+    errors.RequestTooSlow: HttpForm(408, "invalid_request_error", should_retry=True),
+    errors.NameInUse: _invalid(409),
+    errors.IdempotencyKeyReused: _invalid(409),
+    errors.AnswerNotKept: _invalid(409),
+    errors.BodyTooLarge: _invalid(413),
+    errors.UnsupportedEncoding: _invalid(415),
+    errors.RateLimitExceeded: HttpForm(429, should_retry=True),
+    errors.InsufficientQuota: HttpForm(429, "insufficient_quota", should_retry=False),
+    errors.TooManyConnections: HttpForm(429, "rate_limit_error", should_retry=True, retry_after_s=RETRY_SOON_S),
+    errors.HeadTooLarge: _invalid(431),
+    errors.LimitsUnavailable: _unavailable(RETRY_SOON_S),
+    errors.ModelNotReady: _unavailable(RETRY_LATER_S),
+    errors.LedgerUnavailable: _unavailable(RETRY_LATER_S),
+    errors.StorageUnavailable: _unavailable(RETRY_LATER_S),
+    errors.Overloaded: _unavailable(RETRY_SOON_S),
+    errors.IdempotencyKeyBusy: _unavailable(RETRY_SOON_S),
+}
+# Of an error about one of the limits that keys and teams have.
+_LIMIT_TYPES: Final = {
+    Kind.REQUESTS: "requests",
+    Kind.TOKENS: "tokens",
+    Kind.CONCURRENT: "concurrent_requests",
+    Kind.MONEY: "budget",
+}
+
+_BAD_REQUEST: Final = HttpForm(400, "invalid_request_error", should_retry=False)
+_CONTENDED: Final = HttpForm(429, "rate_limit_error", should_retry=True, retry_after_s=RETRY_LATER_S)
+_NO_CAPACITY: Final = HttpForm(503, should_retry=True, retry_after_s=RETRY_LATER_S)
+_TOO_SLOW: Final = HttpForm(504, should_retry=False)  # the whole wait would begin again
+_INTERNAL: Final = HttpForm(500)
+
+FAILURES: Final[dict[ErrorCode, HttpForm]] = {
     ErrorCode.INVALID_REQUEST: _BAD_REQUEST,
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: _BAD_REQUEST,
     ErrorCode.GRAMMAR_TOO_COMPLEX: _BAD_REQUEST,
-    ErrorCode.KEY_REVOKED: FailureKind(401, "invalid_request_error", should_retry=False),
+    ErrorCode.KEY_REVOKED: HttpForm(401, "invalid_request_error", should_retry=False),
     ErrorCode.QUEUE_FULL: _NO_CAPACITY,
-    ErrorCode.OVERLOADED: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),
-    ErrorCode.USAGE_NOT_STORED: FailureKind(503, should_retry=True, retry_after_s=RETRY_LATER_S),
+    ErrorCode.OVERLOADED: HttpForm(503, should_retry=True, retry_after_s=RETRY_SOON_S),
+    ErrorCode.USAGE_NOT_STORED: HttpForm(503, should_retry=True, retry_after_s=RETRY_LATER_S),
     ErrorCode.TOO_MANY_QUEUED: _CONTENDED,
     ErrorCode.TOO_MANY_QUEUED_TOKENS: _CONTENDED,
     ErrorCode.TOO_MANY_QUEUED_BYTES: _CONTENDED,
@@ -40,15 +100,15 @@ FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.TENANT_IN_FLIGHT: _CONTENDED,
     ErrorCode.TENANT_QUEUED: _CONTENDED,
     ErrorCode.NO_WORKERS: _NO_CAPACITY,
-    ErrorCode.MODEL_CHANGED: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),
-    ErrorCode.ANSWER_CUT: FailureKind(502, should_retry=True, retry_after_s=RETRY_SOON_S),
+    ErrorCode.MODEL_CHANGED: HttpForm(503, should_retry=True, retry_after_s=RETRY_SOON_S),
+    ErrorCode.ANSWER_CUT: HttpForm(502, should_retry=True, retry_after_s=RETRY_SOON_S),
     ErrorCode.DEADLINE_EXCEEDED: _TOO_SLOW,
     ErrorCode.QUEUE_WAIT_TIMEOUT: _NO_CAPACITY,
-    ErrorCode.SHUTTING_DOWN: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),
+    ErrorCode.SHUTTING_DOWN: HttpForm(503, should_retry=True, retry_after_s=RETRY_SOON_S),
     ErrorCode.FIRST_TOKEN_TIMEOUT: _TOO_SLOW,
     ErrorCode.INTER_TOKEN_TIMEOUT: _TOO_SLOW,
     ErrorCode.TOTAL_TIMEOUT: _TOO_SLOW,
-    ErrorCode.SLOW_CLIENT: FailureKind(408, "invalid_request_error", should_retry=False),
+    ErrorCode.SLOW_CLIENT: HttpForm(408, "invalid_request_error", should_retry=False),
     ErrorCode.ANSWER_TOO_LARGE: _BAD_REQUEST,
     ErrorCode.ENGINE_ERROR: _INTERNAL,
     ErrorCode.ENGINE_BUSY: _INTERNAL,
@@ -58,18 +118,63 @@ FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.JOB_VANISHED: _INTERNAL,
     ErrorCode.UNKNOWN_ATTEMPT: _INTERNAL,
     ErrorCode.GATEWAY_LOST: _INTERNAL,
-    ErrorCode.ATTEMPTS_EXHAUSTED: FailureKind(502, should_retry=False),  # several workers: a retry makes it only worse
+    ErrorCode.ATTEMPTS_EXHAUSTED: HttpForm(502, should_retry=False),  # several workers: a retry makes it only worse
     ErrorCode.INTERNAL_ERROR: _INTERNAL,
 }
 
 
-class RequestFailed(ApiError):
+class RequestFailed(Refused):
     """The request was refused or ended without an answer."""
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message, param=failure.param, code=failure.code.value)
-        kind = FAILURES[failure.code]
-        self.status = kind.status
-        self.type = kind.type
-        self.should_retry = False if failure.is_wanted else kind.should_retry
-        self.retry_after_s = failure.retry_after_s or kind.retry_after_s
+        super().__init__(
+            failure.message,
+            param=failure.param,
+            code=failure.code.value,
+            retry_after_s=failure.retry_after_s,
+            is_final=failure.is_wanted,
+        )
+        self.failure = failure
+
+
+def form_of_kind(kind: type[Refused]) -> HttpForm:
+    """Return the form of a kind of refusal."""
+    return next(FORMS[one] for one in kind.__mro__ if one in FORMS)
+
+
+def form_of(error: Refused) -> HttpForm:
+    """Return the form of one refusal."""
+    form = FAILURES[error.failure.code] if isinstance(error, RequestFailed) else form_of_kind(type(error))
+    limit = error.limit if isinstance(error, RateLimitExceeded | InsufficientQuota) else None
+    return HttpForm(
+        form.status,
+        form.type if limit is None else _LIMIT_TYPES[limit],
+        should_retry=False if error.is_final else form.should_retry,
+        retry_after_s=error.retry_after_s or form.retry_after_s,
+    )
+
+
+def envelope(error: Refused) -> bytes:
+    """Return the JSON body, as the official SDKs parse it."""
+    fields = {"message": error.message, "type": form_of(error).type, "param": error.param, "code": error.code}
+    return encode_json({"error": fields})
+
+
+def headers_of(error: Refused) -> list[tuple[bytes, bytes]]:
+    """Return the headers that tell the client whether and when to retry, or which methods there are."""
+    form, headers = form_of(error), list[tuple[bytes, bytes]]()
+    if form.should_retry is not None:
+        headers.append((b"x-should-retry", b"true" if form.should_retry else b"false"))
+    if form.retry_after_s is not None:
+        wait_s = _spread_s(form.retry_after_s)
+        headers.append((b"retry-after-ms", b"%d" % (wait_s * 1000)))  # the official SDKs look for this one first
+        headers.append((b"retry-after", b"%d" % math.ceil(wait_s)))
+    if isinstance(error, MethodNotAllowed):
+        headers.append((b"allow", error.allow.encode()))
+    return headers
+
+
+def _spread_s(wait_s: float) -> float:
+    """Return a little more than ``wait_s``, different each time: clients refused together must not return together."""
+    latest_s = min(LONGEST_RETRY_S, wait_s * RETRY_SPREAD)
+    return random.uniform(latest_s / RETRY_SPREAD, latest_s)  # noqa: S311

@@ -11,10 +11,11 @@ from typing import Any, Final
 import jsonschema_rs
 import msgspec
 
+from gateway.api.errors import envelope
 from gateway.api.fields import encode_json
 from gateway.api.logprobs import DEFAULT_OPTIONS, AnswerOptions, CompletionLogprobs, chat_logprobs
 from gateway.api.schema import GenerationRequest
-from gateway.errors import ApiError
+from gateway.errors import Refused
 from gateway.request.mailbox import Chunks
 from protocol.dialects.calls import is_cut
 from protocol.dialects.dialect import AnswerForm, AnswerParser
@@ -476,9 +477,9 @@ def comment(text: str) -> bytes:
     return f": {text}\n\n".encode()
 
 
-def error_event(error: ApiError) -> bytes:
+def error_event(error: Refused) -> bytes:
     """The event before a stream is broken off."""
-    return b"data: " + error.envelope() + b"\n\n"
+    return b"data: " + envelope(error) + b"\n\n"
 
 
 def decoded(events: bytes) -> list[dict[str, Any]]:

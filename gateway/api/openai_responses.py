@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from pydantic import Field
 
+from gateway.api.errors import form_of
 from gateway.api.fields import Body, parse_body, refuse_unsupported
 from gateway.api.openai_items import (
     INPUT,
@@ -30,7 +31,7 @@ from gateway.api.openai_items import (
     text_of,
 )
 from gateway.api.surface import AnswerHead, Usage, field_name, joined, renamed
-from gateway.errors import ApiError, InvalidParameter
+from gateway.errors import InvalidParameter, Refused
 from protocol.dialects.calls import is_cut
 from protocol.dialects.source import Kind, Piece
 
@@ -79,9 +80,9 @@ def ended_at(
     return _event_bytes(f"response.{status}", {"sequence_number": sequence_number, "response": ended}), ended
 
 
-def fault(error: ApiError) -> dict[str, str]:
+def fault(error: Refused) -> dict[str, str]:
     """Return an error as a response tells it."""
-    code = "rate_limit_exceeded" if error.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
+    code = "rate_limit_exceeded" if form_of(error).status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
     return {"code": code, "message": renamed(error, NAMES)[0]}
 
 
@@ -123,7 +124,7 @@ class ResponseEvents:
         """Implement ``EventEncoder``."""
         return self._encoded(f"response.{self.response['status']}", {"response": self.response})
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: Refused) -> bytes:
         """Implement ``EventEncoder``."""
         events = self._begin()
         return events + self._event("response.failed", {"response": self._response("failed", error=fault(error))})
@@ -540,11 +541,11 @@ class Responses:
         refuse_unsupported(request, _UNSUPPORTED)
         return ResponsesTranslation(request, store_by_default=self._store_by_default)
 
-    def error_body(self, error: ApiError, request_id: str) -> bytes:
+    def error_body(self, error: Refused, request_id: str) -> bytes:
         """Implement ``Surface``."""
         del request_id
         message, param = renamed(error, NAMES)
-        return _encode({"error": {"message": message, "type": error.type, "param": param, "code": error.code}})
+        return _encode({"error": {"message": message, "type": form_of(error).type, "param": param, "code": error.code}})
 
     def field_name(self, name: str) -> str:
         """Implement ``Surface``."""

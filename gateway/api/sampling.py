@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from gateway.api.events import SchemaCheck
 from gateway.api.fields import NamedTool, ToolDefinition, callable_tools
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from gateway.errors import ApiError, InvalidParameter
+from gateway.errors import InvalidParameter, Refused
 from gateway.request.request import Conversation
 from gateway.tokenizing.encoders import TokenizerError
 from gateway.tokenizing.model_tokens import ModelTokens
@@ -264,7 +264,7 @@ def encoder_of(tokens: ModelTokens) -> Callable[[str], Awaitable[list[int] | Non
 async def _encoded(tokens: ModelTokens, text: str) -> list[int] | None:
     try:
         return await tokens.encode_text(text, add_special_tokens=False)
-    except (ApiError, TokenizerError):
+    except (Refused, TokenizerError):
         return None
 
 

@@ -17,7 +17,7 @@ from gateway.api.calls import ChatCall
 from gateway.api.events import PieceReader, pieces_of
 from gateway.api.fields import encode_json
 from gateway.api.sampling import form_of_parts
-from gateway.errors import ApiError
+from gateway.errors import Refused
 from gateway.request.mailbox import AnyTokens, Chunks
 from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.dialects.dialect import AnswerForm
@@ -60,7 +60,7 @@ class EventEncoder(Protocol):
         """The very last event, once all that it tells is sure; may be empty."""
         ...
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: Refused) -> bytes:
         """Return the event before a stream is broken off."""
         ...
 
@@ -93,7 +93,7 @@ class Surface(Protocol):
         """Validate a body. Raises MalformedJson or InvalidParameter."""
         ...
 
-    def error_body(self, error: ApiError, request_id: str) -> bytes:
+    def error_body(self, error: Refused, request_id: str) -> bytes:
         """Return an error as this API has it."""
         ...
 
@@ -121,7 +121,7 @@ def field_name(param: str, names: Mapping[str, str]) -> str:
     return param
 
 
-def renamed(error: ApiError, names: Mapping[str, str]) -> tuple[str, str | None]:
+def renamed(error: Refused, names: Mapping[str, str]) -> tuple[str, str | None]:
     """Return an error's message and the field at fault, as the client knows it; ``names``: see ``field_name``."""
     if error.param is None:
         return error.message, None
@@ -180,7 +180,7 @@ class SurfaceCall(ChatCall):
         """Implement ``AnswerEncoder``."""
         return b"" if self._events is None else self._events.last
 
-    def error_event(self, error: ApiError) -> bytes:
+    def error_event(self, error: Refused) -> bytes:
         """Implement ``AnswerEncoder``."""
         events = self._events or self._translation.events(self._head("", 0))
         return events.failed(error)

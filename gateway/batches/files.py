@@ -233,9 +233,7 @@ class UploadSlots:
         held = self._held[tenant]
         if held and held + 1 >= self._free:
             message = f"{held} uploads of this key or its team are under way at this gateway: wait for one to end."
-            error = RateLimitExceeded(message, code=TOO_MANY_UPLOADS)
-            error.retry_after_s = RETRY_SOON_S
-            raise error
+            raise RateLimitExceeded(message, code=TOO_MANY_UPLOADS, retry_after_s=RETRY_SOON_S)
         self._free -= 1
         self._held[tenant] += 1
         slot = Slot(self._bytes, tenant)

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from db.accounts.principal import Limits
 from db.money import TokenPrice, nano_usd
 from gateway.admission.capacity import Capacity, ModelCapacity
-from gateway.limits.leases import Quotas, Refused, Unavailable
+from gateway.limits.leases import LimitReached, Quotas, Unavailable
 from gateway.limits.prices import POOL, CurrentPrices, cap_account
 from gateway.limits.reservation import Reservation
 from gateway.settings import HostedPoolSettings
@@ -198,9 +198,9 @@ class HostedPools:
         pool.promised += sequences
         try:
             reservation = await self._quotas.reserve_money(pool.caps, cost, price)
-        except (Refused, Unavailable) as error:
+        except (LimitReached, Unavailable) as error:
             pool.promised -= sequences
-            pool.shut(cost if isinstance(error, Refused) else 0, time.monotonic())
+            pool.shut(cost if isinstance(error, LimitReached) else 0, time.monotonic())
             return None
         except BaseException:
             pool.promised -= sequences

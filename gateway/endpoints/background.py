@@ -4,7 +4,8 @@ import time
 from typing import Final
 
 from db.accounts.principal import Principal
-from gateway.errors import ApiError
+from gateway.api.errors import form_of
+from gateway.errors import Refused
 from gateway.http.asgi import PRINCIPAL_KEY, Message
 from gateway.http.exchange import Answered, Exchange
 from gateway.responses.run import BackgroundRun
@@ -49,10 +50,10 @@ class RunExchange(Exchange):
         del body, more
         await self.run.room()
 
-    async def answer_error(self, error: ApiError, request: Answered | None = None) -> None:
+    async def answer_error(self, error: Refused, request: Answered | None = None) -> None:
         """Override of ``Exchange``: an error is an event."""
-        self.sent_status = error.status
+        status = self.sent_status = form_of(error).status
         if request is not None:
-            request.http_status = error.status
+            request.http_status = status
         if self.run.call is not None:
             self.run.call.error_event(error)

@@ -24,7 +24,7 @@ from gateway.dispatch.lifecycle import OpenRequest
 from gateway.endpoints.hosted import check_trust, providers_for
 from gateway.endpoints.rate_limits import check_budget, reserve, reserve_place
 from gateway.endpoints.services import Services
-from gateway.errors import ApiError, ClientDisconnected, MethodNotAllowed
+from gateway.errors import ClientDisconnected, MethodNotAllowed, Refused
 from gateway.http.asgi import Receive, Scope, Send
 from gateway.http.body import LARGE_BODY_BYTES
 from gateway.http.exchange import AnswerStyle, Exchange, client_deadline_s, client_queue_wait_s
@@ -113,7 +113,7 @@ class Endpoint(ABC, Generic[_Call]):
 
     @abstractmethod
     async def _spec(self, call: _Call, tokens: ModelTokens) -> JobSpec:
-        """Count and check a call for a model. Raises ApiError."""
+        """Count and check a call for a model. Raises Refused."""
 
     @abstractmethod
     async def _write_answer(self, exchange: Exchange, call: _Call, request: OpenRequest) -> None:
@@ -141,7 +141,7 @@ class Endpoint(ABC, Generic[_Call]):
             exchange.trace = self._services.begin_trace(exchange)
         try:
             answering = await self._receive(exchange)
-        except ApiError as error:
+        except Refused as error:
             await exchange.answer_error(error)
         except ClientDisconnected:
             self._services.refusals.exchange_refused(self._call_of.name, exchange)
@@ -149,7 +149,7 @@ class Endpoint(ABC, Generic[_Call]):
             return
         except Exception:
             log.exception("request %s failed before it was admitted", exchange.request_id)
-            await exchange.answer_error(ApiError())
+            await exchange.answer_error(Refused())
         else:
             await answering()
             return
@@ -158,7 +158,7 @@ class Endpoint(ABC, Generic[_Call]):
     # --- until the request is admitted --------------------------------------------------------------------------------
 
     async def _receive(self, exchange: Exchange) -> Answering:
-        """Authenticate, read and admit a request; return what answers it. Raises ApiError or ClientDisconnected."""
+        """Authenticate, read and admit a request; return what answers it. Raises Refused or ClientDisconnected."""
         services = self._services
         if exchange.method != "POST":
             raise MethodNotAllowed(f"Use POST, not {exchange.method}.", allow="POST")
@@ -316,7 +316,7 @@ class Endpoint(ABC, Generic[_Call]):
         """Log an unexpected exception and answer with an internal error, if there is time."""
         log.error("request %s failed while it was answered", exchange.request_id, exc_info=mistake)
         if exchange.sent_status is None:
-            await exchange.answer_error(ApiError(), request)
+            await exchange.answer_error(Refused(), request)
 
 
 def may_be_large(exchange: Exchange) -> bool:

@@ -11,9 +11,9 @@ from typing import Final, Protocol
 
 from db.accounts.principal import Principal
 from db.money import NANO_USD, TokenPrice
-from gateway.errors import ApiError, InsufficientQuota, LimitsUnavailable, RateLimitExceeded
+from gateway.errors import InsufficientQuota, LimitsUnavailable, RateLimitExceeded, Refused
 from gateway.http.pages import Exchange
-from gateway.limits.leases import Quotas, Refused, Unavailable
+from gateway.limits.leases import LimitReached, Quotas, Unavailable
 from gateway.limits.local import LocalAccount, Refusal
 from gateway.limits.reservation import Estimate, Reservation
 from protocol.gateways import RATES, Kind
@@ -24,12 +24,6 @@ _NAMES: Final = {
     Kind.REQUESTS: "requests per minute",
     Kind.TOKENS: "tokens per minute",
     Kind.CONCURRENT: "concurrent requests",
-}
-_TYPES: Final = {
-    Kind.REQUESTS: "requests",
-    Kind.TOKENS: "tokens",
-    Kind.CONCURRENT: "concurrent_requests",
-    Kind.MONEY: "budget",
 }
 _HEADERS: Final = {
     kind: tuple(b"x-ratelimit-%s-%s" % (what, name) for what in (b"limit", b"remaining", b"reset"))
@@ -128,7 +122,7 @@ async def _reserve(
 ) -> Sequence[Reservation | None]:
     try:
         reservations = await quotas.reserve(principal, estimates, held)
-    except Refused as refused:
+    except LimitReached as refused:
         exchange.limit_headers = _limit_headers(refused.local_accounts)
         raise _error_of(refused.refusal, limit_param) from refused
     except Unavailable as error:
@@ -161,7 +155,7 @@ def _limit_headers(local_accounts: tuple[LocalAccount, ...]) -> list[tuple[bytes
     return headers
 
 
-def _error_of(refusal: Refusal, limit_param: str | None) -> ApiError:
+def _error_of(refusal: Refusal, limit_param: str | None) -> Refused:
     """``limit_param``: the field by which the client makes the request smaller; None: there is none."""
     if refusal.kind is Kind.MONEY:
         return _budget_error(refusal, limit_param)
@@ -171,15 +165,15 @@ def _error_of(refusal: Refusal, limit_param: str | None) -> ApiError:
             f"Request too large for the {refusal.whose}'s limit of {name}: limit {refusal.limit}, requested"
             f" {refusal.needed}{_smaller(limit_param)}",
             param=limit_param,
+            is_final=True,
         )
-        error.should_retry = False
     else:
         error = RateLimitExceeded(
             f"Rate limit reached for the {refusal.whose}'s {name}: limit {refusal.limit}, used {refusal.used},"
-            f" requested {refusal.needed}."
+            f" requested {refusal.needed}.",
+            retry_after_s=math.ceil(refusal.retry_after_s or 1),
         )
-        error.retry_after_s = math.ceil(refusal.retry_after_s or 1)
-    error.type = _TYPES[refusal.kind]
+    error.limit = refusal.kind
     return error
 
 
@@ -190,7 +184,7 @@ def _smaller(limit_param: str | None) -> str:
     return f" (prompt and '{limit_param}', for each choice). Lower '{limit_param}' or shorten the prompt."
 
 
-def _budget_error(refusal: Refusal, limit_param: str | None) -> ApiError:
+def _budget_error(refusal: Refusal, limit_param: str | None) -> Refused:
     amounts = (
         f"limit {refusal.limit / NANO_USD:.6g} USD, used {refusal.used / NANO_USD:.6g} USD, this request may cost up to"
         f" {refusal.needed / NANO_USD:.6g} USD"
@@ -200,7 +194,7 @@ def _budget_error(refusal: Refusal, limit_param: str | None) -> ApiError:
             f"Request too large for the {refusal.whose}'s whole budget: {amounts}{_smaller(limit_param)}",
             param=limit_param,
         )
-        too_large.type = _TYPES[Kind.MONEY]
+        too_large.limit = Kind.MONEY
         return too_large
     if refusal.retry_after_s is None and refusal.used < refusal.limit:
         return InsufficientQuota(
@@ -208,7 +202,9 @@ def _budget_error(refusal: Refusal, limit_param: str | None) -> ApiError:
         )
     if refusal.retry_after_s is None:
         return InsufficientQuota(f"The {refusal.whose}'s budget is used up: {amounts}.")
-    error = RateLimitExceeded(f"The {refusal.whose}'s budget is reserved by requests that are running: {amounts}.")
-    error.type = _TYPES[Kind.MONEY]
-    error.retry_after_s = math.ceil(refusal.retry_after_s)
+    error = RateLimitExceeded(
+        f"The {refusal.whose}'s budget is reserved by requests that are running: {amounts}.",
+        retry_after_s=math.ceil(refusal.retry_after_s),
+    )
+    error.limit = Kind.MONEY
     return error

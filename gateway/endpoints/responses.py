@@ -21,7 +21,7 @@ from gateway.endpoints.endpoint import Answering, Arrival
 from gateway.endpoints.generate import GenerationEndpoint
 from gateway.endpoints.responses_call import ResponsesCall, ResponsesCalls
 from gateway.endpoints.services import Services
-from gateway.errors import ApiError, InvalidParameter, StorageUnavailable, too_many
+from gateway.errors import InvalidParameter, Refused, StorageUnavailable, too_many
 from gateway.http.body import LARGE_BODY_BYTES
 from gateway.http.exchange import SSE_HEADERS, Exchange
 from gateway.responses.messages import Key, NotKept
@@ -114,7 +114,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
         return partial(self._serve_background, exchange, call, ticket, run)
 
     async def _admit_again(self, run: BackgroundRun, principal: Principal) -> Answering:
-        """Admit a response that was taken over. Raises ApiError."""
+        """Admit a response that was taken over. Raises Refused."""
         return await self._receive(RunExchange(run, principal, self._services.settings.timeouts))
 
     async def _begin(self, arrival: Arrival[ResponsesCall]) -> BackgroundRun:
@@ -182,5 +182,5 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
             self._services.dispatcher.hand_over(request)
 
 
-def _too_many(message: str) -> ApiError:
+def _too_many(message: str) -> Refused:
     return too_many(message, "too_many_stored_responses")

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 from gateway.api.openai_items import Item
 from gateway.api.openai_responses import ResponseEvents, Responses, ResponsesTranslation
 from gateway.api.surface import SurfaceCall
-from gateway.errors import ApiError
+from gateway.errors import Refused
 from gateway.request.mailbox import Chunks
 from gateway.responses.messages import NotKept
 from protocol.errors import BusError
@@ -55,7 +55,7 @@ class ResponsesCall(SurfaceCall):
         self.recorder.add(None, self._told.queued())
         return _RecordedChunks(chunks, self.recorder)
 
-    def error_event(self, error: ApiError) -> bytes:
+    def error_event(self, error: Refused) -> bytes:
         """Implement ``AnswerEncoder``."""
         events = super().error_event(error)
         if self.recorder is not None:

@@ -13,10 +13,10 @@ from starlette.requests import Request
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import INFERENCE, Principal
-from gateway.api.errors import RequestFailed
+from gateway.api.errors import RequestFailed, envelope, form_of, headers_of
 from gateway.dispatch.lifecycle import OpenRequest
 from gateway.dispatch.stream import RequestGroup
-from gateway.errors import ApiError, InvalidApiKey, InvalidParameter, LedgerUnavailable, MissingScope
+from gateway.errors import InvalidApiKey, InvalidParameter, LedgerUnavailable, MissingScope, Refused
 from gateway.http.asgi import (
     ABORT_KEY,
     CYCLE_KEY,
@@ -51,7 +51,7 @@ SSE_HEADERS: Final = (
 class AnswerStyle(Protocol):
     """What differs where another API than OpenAI's is answered (``gateway.api.surface.Surface``)."""
 
-    def error_body(self, error: ApiError, request_id: str) -> bytes:
+    def error_body(self, error: Refused, request_id: str) -> bytes:
         """Return the body of an error."""
         ...
 
@@ -81,7 +81,7 @@ class Exchange:
         self.sent_status: int | None = None
         self.limit_headers: list[tuple[bytes, bytes]] = []  # how far the caller's limits are used
         self.adapted: set[str] = set()  # what was changed so that its model takes it (gateway.tokenizing.turns)
-        self.refusal: ApiError | None = None  # what was answered instead of admitting a request
+        self.refusal: Refused | None = None  # what was answered instead of admitting a request
         self.trace: Trace | None = None  # None: traces are off
         self.style: AnswerStyle | None = None  # None: OpenAI's
         self._principal: Principal | None = scope.get(PRINCIPAL_KEY)
@@ -225,15 +225,15 @@ class Exchange:
             return
         await self.answer_json(bytes(part), request)
 
-    async def answer_error(self, error: ApiError, request: Answered | None = None) -> None:
+    async def answer_error(self, error: Refused, request: Answered | None = None) -> None:
         """Send a whole error answer."""
         error.forget_frames()
         self.refusal = error if request is None else None
-        await self._answer_whole(error.status, self.error_body(error), error.headers(), request)
+        await self._answer_whole(form_of(error).status, self.error_body(error), headers_of(error), request)
 
-    def error_body(self, error: ApiError) -> bytes:
+    def error_body(self, error: Refused) -> bytes:
         """Return an error as the client's API has it."""
-        return error.envelope() if self.style is None else self.style.error_body(error, self.request_id)
+        return envelope(error) if self.style is None else self.style.error_body(error, self.request_id)
 
     async def _answer_whole(
         self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]], request: Answered | None

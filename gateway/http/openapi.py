@@ -10,12 +10,12 @@ from pydantic.json_schema import models_json_schema
 
 from gateway import errors
 from gateway.api.anthropic_messages import CountTokensRequest, MessagesRequest
-from gateway.api.errors import FAILURES, RequestFailed
+from gateway.api.errors import FAILURES, RequestFailed, form_of_kind
 from gateway.api.fields import Body
 from gateway.api.openai_responses import ResponsesRequest
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from gateway.api.vectors import EmbeddingRequest, RerankRequest, ScoreRequest
-from gateway.errors import ApiError
+from gateway.errors import Refused
 
 # --- openapi content --------------------------------------------------------------------------------------------------
 #
@@ -298,32 +298,32 @@ BODIES: Final[Sequence[type[Body]]] = (
 )  # fmt: skip
 
 # What can be answered where: each kind of route adds to the one before.
-EVERYWHERE: Final[Sequence[type[ApiError]]] = (
-    ApiError, errors.MalformedHttp, errors.MethodNotAllowed, errors.RequestTooSlow, errors.TooManyConnections,
+EVERYWHERE: Final[Sequence[type[Refused]]] = (
+    Refused, errors.MalformedHttp, errors.MethodNotAllowed, errors.RequestTooSlow, errors.TooManyConnections,
     errors.HeadTooLarge, errors.Overloaded, errors.InvalidParameter,
 )  # fmt: skip
-WITH_KEY: Final[Sequence[type[ApiError]]] = (
+WITH_KEY: Final[Sequence[type[Refused]]] = (
     *EVERYWHERE, errors.InvalidApiKey, errors.MissingScope, errors.LedgerUnavailable,
 )  # fmt: skip
-OF_MODELS: Final[Sequence[type[ApiError]]] = (*WITH_KEY, errors.ModelNotFound)
+OF_MODELS: Final[Sequence[type[Refused]]] = (*WITH_KEY, errors.ModelNotFound)
 WITH_BODY: Final = (errors.MalformedJson, errors.BodyTooLarge, errors.UnsupportedEncoding)
 WITH_LIMITS: Final = (
     *OF_MODELS, *WITH_BODY, errors.ModelNotReady, errors.RateLimitExceeded, errors.InsufficientQuota,
     errors.LimitsUnavailable, errors.ContextLengthExceeded,
 )  # fmt: skip
-OF_JOBS: Final[Sequence[type[ApiError]]] = (
+OF_JOBS: Final[Sequence[type[Refused]]] = (
     *WITH_LIMITS, errors.HostedNotAllowed, errors.NoTrustedPool, errors.OnlyTrustedPools, errors.IdempotencyKeyReused,
     errors.AnswerNotKept, errors.IdempotencyKeyBusy, errors.StorageUnavailable, RequestFailed,
 )  # fmt: skip
-OF_ADMINS: Final[Sequence[type[ApiError]]] = (
+OF_ADMINS: Final[Sequence[type[Refused]]] = (
     *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.CrossOriginRequest, errors.UnknownObject, errors.NameInUse,
 )  # fmt: skip
-OF_FILES: Final[Sequence[type[ApiError]]] = (
+OF_FILES: Final[Sequence[type[Refused]]] = (
     *WITH_KEY, *WITH_BODY, errors.UnknownObject, errors.RateLimitExceeded, errors.StorageUnavailable,
 )  # fmt: skip
 OF_RESPONSES: Final = (*WITH_KEY, errors.UnknownObject, errors.StorageUnavailable)
 # A family of errors; what is at no route.
-NOWHERE: Final[Sequence[type[ApiError]]] = (errors.BadRequest, errors.UnknownUrl)
+NOWHERE: Final[Sequence[type[Refused]]] = (errors.BadRequest, errors.UnknownUrl)
 
 
 def add_openapi(app: FastAPI, further_bodies: Sequence[type[Body]]) -> None:
@@ -408,7 +408,7 @@ def _post(summary: str, body: str, *, streams: bool = False) -> dict[str, Any]:
     return {"post": operation}
 
 
-def _errors_of(path: str) -> Sequence[type[ApiError]]:
+def _errors_of(path: str) -> Sequence[type[Refused]]:
     if path.startswith("/admin/"):
         return OF_ADMINS
     if path.startswith(("/v1/files", "/v1/batches", "/v1/messages/batches")):
@@ -425,7 +425,7 @@ def _errors_of(path: str) -> Sequence[type[ApiError]]:
     }.get(path, EVERYWHERE)
 
 
-def _set_errors(operation: dict[str, Any], kinds: Iterable[type[ApiError]]) -> None:
+def _set_errors(operation: dict[str, Any], kinds: Iterable[type[Refused]]) -> None:
     """Name every status that is not an answer, with the codes that tell what it means."""
     operation["responses"].pop("422", None)  # FastAPI's own; here it is a 400
     codes: dict[int, set[str]] = {}
@@ -434,7 +434,9 @@ def _set_errors(operation: dict[str, Any], kinds: Iterable[type[ApiError]]) -> N
             for code, failure in FAILURES.items():
                 codes.setdefault(failure.status, set()).add(code.value)
         else:
-            codes.setdefault(kind.status, set()).update(kind.other_codes, {kind.code} if kind.code else ())
+            codes.setdefault(form_of_kind(kind).status, set()).update(
+                kind.other_codes, {kind.code} if kind.code else ()
+            )
     for status in sorted(codes):
         described = ", ".join(f"`{code}`" for code in sorted(codes[status]))
         phrase = HTTPStatus(status).phrase

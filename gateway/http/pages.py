@@ -11,13 +11,14 @@ from starlette.routing import Match
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import INFERENCE, Principal
 from db.engine import SQL_ERRORS, describe
+from gateway.api.errors import envelope, form_of, headers_of
 from gateway.api.fields import encode_json
 from gateway.errors import (
-    ApiError,
     ClientDisconnected,
     InvalidParameter,
     LedgerUnavailable,
     MethodNotAllowed,
+    Refused,
     RequestTooSlow,
     UnknownUrl,
 )
@@ -32,10 +33,10 @@ class Exchange(Protocol):
     """The interface of one HTTP exchange for these routes; ``gateway.http.exchange`` implements it."""
 
     headers: dict[bytes, bytes]
-    refusal: ApiError | None  # what was answered instead of what was asked for
+    refusal: Refused | None  # what was answered instead of what was asked for
     limit_headers: list[tuple[bytes, bytes]]  # how far the limits of its key and team are used
 
-    def error_body(self, error: ApiError) -> bytes:
+    def error_body(self, error: Refused) -> bytes:
         """Return an error as the client's API has it."""
         ...
 
@@ -61,13 +62,13 @@ def body_schema(name: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def error_answer(error: ApiError, body: bytes | None = None) -> Response:
+def error_answer(error: Refused, body: bytes | None = None) -> Response:
     """An error in OpenAI's envelope, or with a body of its own."""
-    headers = {name.decode(): value.decode() for name, value in error.headers()}
-    return Response(body or error.envelope(), error.status, headers, "application/json")
+    headers = {name.decode(): value.decode() for name, value in headers_of(error)}
+    return Response(body or envelope(error), form_of(error).status, headers, "application/json")
 
 
-def refuse(request: Request, error: ApiError) -> Response:
+def refuse(request: Request, error: Refused) -> Response:
     """Answer a request with an error, which is noted."""
     exchange = exchange_of(request)
     error.forget_frames()
@@ -84,8 +85,8 @@ def _methods_of(app: FastAPI, request: Request) -> list[str]:
 def add_error_answers(app: FastAPI) -> None:
     """Answer every error in OpenAI's envelope."""
 
-    @app.exception_handler(ApiError)
-    async def on_api_error(request: Request, error: ApiError) -> Response:
+    @app.exception_handler(Refused)
+    async def on_api_error(request: Request, error: Refused) -> Response:
         return refuse(request, error)
 
     @app.exception_handler(ClientDisconnected)
@@ -94,7 +95,7 @@ def add_error_answers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        kind: ApiError = ApiError(str(error.detail))
+        kind: Refused = Refused(str(error.detail))
         if error.status_code == 404:
             kind = UnknownUrl(f"Unknown request URL: {request.method} {request.url.path}.")
         elif error.status_code == 405:
@@ -117,4 +118,4 @@ def add_error_answers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_exception(request: Request, _error: Exception) -> Response:
-        return refuse(request, ApiError())
+        return refuse(request, Refused())

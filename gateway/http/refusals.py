@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from db.accounts.masking import masked
-from gateway.errors import ApiError
+from gateway.api.errors import form_of
+from gateway.errors import Refused
 from gateway.telemetry.metrics import RequestSeries
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ class RefusalLog:
             client=exchange.client,
         )
 
-    def refused(self, endpoint: str, error: ApiError | None, **fields: str | None) -> None:
+    def refused(self, endpoint: str, error: Refused | None, **fields: str | None) -> None:
         """Log one refusal; without an error the client has disconnected. Never logs what was asked."""
-        code, status = CLIENT_LEFT if error is None else (error.code or error.type, error.status)
+        code, status = CLIENT_LEFT if error is None else (error.code or form_of(error).type, form_of(error).status)
         self._series.refused(endpoint, status, code if error is None else error.code)
         reason = self._reasons.setdefault(code, _Reason())
         reason.count += 1

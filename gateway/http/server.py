@@ -24,7 +24,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from gateway.errors import ApiError, HeadTooLarge, MalformedHttp, Overloaded, RequestTooSlow, TooManyConnections
+from gateway.api.errors import envelope, form_of, headers_of
+from gateway.errors import HeadTooLarge, MalformedHttp, Overloaded, Refused, RequestTooSlow, TooManyConnections
 from gateway.http.asgi import ABORT_KEY, CYCLE_KEY, HEADERS_KEY
 from gateway.http.cycle import Cycle
 from gateway.http.refusals import HTTP, MAX_PATH_CHARS, RefusalLog
@@ -76,7 +77,7 @@ class Connections:
         self._total = 0
         self._max_total = files_allow(settings.max_total)
 
-    def enter(self, address: str) -> ApiError | None:
+    def enter(self, address: str) -> Refused | None:
         """Count a new connection in, or return the error for it where there is no room."""
         if self._total >= self._max_total and not self._end_longest_idle():
             return Overloaded("The gateway has no room for another connection at the moment.")
@@ -231,7 +232,7 @@ class Connection(HttpToolsProtocol):
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """A head is whole. Raises ApiError and others, which feed_data turns into its own error."""
+        """A head is whole. Raises Refused and others, which feed_data turns into its own error."""
         if self._waits_in is not None:
             self._wait_in(None)
         by_name = self._checked_headers()
@@ -408,20 +409,20 @@ class Connection(HttpToolsProtocol):
 
     # --- refusals -----------------------------------------------------------------------------------------------------
 
-    def _refuse(self, error: ApiError) -> None:
+    def _refuse(self, error: Refused) -> None:
         """Answer what cannot be routed, behind all that is still being answered, and close."""
         self._is_refused = True
         self._wait_in(None)
         self._log_refusal(error, self.url if self._in_head else b"")
         if self._is_answering:
             return
-        body = error.envelope()
+        body = envelope(error)
         lines = [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close"]
-        lines += [b"%b: %b" % header for header in error.headers()]
-        self.transport.write(STATUS_LINE[error.status] + b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        lines += [b"%b: %b" % header for header in headers_of(error)]
+        self.transport.write(STATUS_LINE[form_of(error).status] + b"\r\n".join(lines) + b"\r\n\r\n" + body)
         self._close()
 
-    def _log_refusal(self, error: ApiError | None, path: bytes) -> None:
+    def _log_refusal(self, error: Refused | None, path: bytes) -> None:
         shown = path.partition(b"?")[0][:MAX_PATH_CHARS].decode("latin-1")
         self._connections.refusals.refused(HTTP, error, client=self._address, path=shown)
 
@@ -441,14 +442,14 @@ def _too_large(max_bytes: int, max_headers: int) -> HeadTooLarge:
     return HeadTooLarge(f"The request's headers may have at most {max_bytes} bytes and be at most {max_headers}.")
 
 
-def _refusal_of(error: httptools.HttpParserError) -> ApiError:
+def _refusal_of(error: httptools.HttpParserError) -> Refused:
     """Return the client's error for an error of the parser or of one of its callbacks."""
     cause = error.__context__
-    if isinstance(cause, ApiError):
+    if isinstance(cause, Refused):
         return cause
     if cause is not None and not isinstance(cause, (httptools.HttpParserInvalidURLError, UnicodeDecodeError)):
         log.error("a request's head could not be taken", exc_info=cause)
-        return ApiError()
+        return Refused()
     return MalformedHttp()
 
 

@@ -16,11 +16,11 @@ from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
 from gateway.errors import (
     AnswerNotKept,
-    ApiError,
     ClientDisconnected,
     IdempotencyKeyBusy,
     IdempotencyKeyReused,
     InvalidParameter,
+    Refused,
 )
 from gateway.http.asgi import ABORT_KEY, Message, Scope
 from gateway.http.exchange import Exchange
@@ -107,14 +107,14 @@ class KeyedRequests:
         try:
             question = await self._question(exchange, scope, read_body)
             await exchange.while_connected(self._answer(exchange, question, application))
-        except ApiError as error:
+        except Refused as error:
             await exchange.answer_error(error)
         except ClientDisconnected:
             return
         except Exception:
             log.exception("a request with an idempotency key failed")
             if exchange.sent_status is None:
-                await exchange.answer_error(ApiError())
+                await exchange.answer_error(Refused())
 
     async def _question(self, exchange: Exchange, scope: Scope, read_body: ReadBody) -> KeyedRequest:
         principal = exchange.authenticate(self._keys)

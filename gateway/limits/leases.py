@@ -43,7 +43,7 @@ CLOSE_LIMIT_S: Final = 2.0  # for giving everything back
 log = logging.getLogger(__name__)
 
 
-class Refused(Exception):
+class LimitReached(Exception):
     """A limit refuses the request."""
 
     def __init__(self, refusal: Refusal, local_accounts: tuple[LocalAccount, ...]) -> None:
@@ -174,7 +174,7 @@ class Quotas:
         """Reserve the most that requests can use, of the key's and the team's limits; None: it has none.
 
         ``held``: what the first of them has reserved already; it gets the rest. There is room for all of them, or
-        nothing more is reserved: raises Refused or Unavailable.
+        nothing more is reserved: raises LimitReached or Unavailable.
         """
         key, team = limits_of(principal.key_policy), limits_of(principal.team_policy)
         if key is None and team is None:
@@ -200,7 +200,7 @@ class Quotas:
     async def reserve_money(
         self, accounts: Iterable[tuple[str, Limits]], nano_usd: int, price: TokenPrice | None
     ) -> Reservation:
-        """Reserve what a request may cost us at a pool, of each of the pool's accounts. Raises Refused or Unavailable.
+        """Reserve what a request may cost us at a pool, of each of its accounts. Raises LimitReached or Unavailable.
 
         Without accounts there is no cap, and the reservation is of nothing.
         """
@@ -212,7 +212,7 @@ class Quotas:
         return reservation
 
     async def _until_held(self, claims: list[tuple[LocalAccount, Amounts]]) -> float:
-        """Return the time when all slices hold enough at once, usually now. Raises Refused or Unavailable."""
+        """Return the time when all slices hold enough at once, usually now. Raises LimitReached or Unavailable."""
         now_s = self._clock.now_s()
         if all(local.slice.has(needs, now_s) for local, needs in claims):
             return now_s
@@ -229,7 +229,7 @@ class Quotas:
     ) -> list[tuple[LocalAccount, Amounts]]:
         """The local_accounts that a request needs something of, of (whose, account, limits).
 
-        Raises Refused for what is more than a limit by itself.
+        Raises LimitReached for what is more than a limit by itself.
         """
         claims = []
         for whose, account_id, terms in accounts:
@@ -239,7 +239,7 @@ class Quotas:
         for local, needs in claims:
             refusal = too_large(local.terms, local.whose, needs)
             if refusal is not None:
-                raise Refused(refusal, tuple(one for one, _ in claims))
+                raise LimitReached(refusal, tuple(one for one, _ in claims))
         return claims
 
     def _local_account(self, account_id: str, whose: str, terms: Limits) -> LocalAccount:
@@ -253,7 +253,7 @@ class Quotas:
         return local
 
     async def _wait_for_slices(self, claims: list[tuple[LocalAccount, Amounts]]) -> None:
-        """Return when all slices hold enough at once. Raises Refused or Unavailable."""
+        """Return when all slices hold enough at once. Raises LimitReached or Unavailable."""
         changed = asyncio.Event()
         try:
             for wait_s in (SLICE_WAIT_S, self._reach_limit_s - SLICE_WAIT_S):
@@ -279,24 +279,24 @@ class Quotas:
             await changed.wait()
 
     def _short_ones(self, claims: list[tuple[LocalAccount, Amounts]]) -> list[tuple[LocalAccount, Amounts]]:
-        """Return the accounts whose slices do not hold enough. Raises Refused where an account has nothing more."""
+        """Return the accounts whose slices do not hold enough. Raises LimitReached where there is nothing more."""
         now_s = self._clock.now_s()
         short = [(local, needs) for local, needs in claims if not local.slice.has(needs, now_s)]
         for local, needs in short:
             refusal = local.shortage(needs, now_s)
             if refusal is not None:
                 self._note_refusal(local, refusal)
-                raise Refused(refusal, tuple(one for one, _ in claims))
+                raise LimitReached(refusal, tuple(one for one, _ in claims))
         return short
 
     def _refuse_late(self, claims: list[tuple[LocalAccount, Amounts]]) -> None:
-        """Nothing came in time. Raises Refused, where it is known that something is missing still."""
+        """Nothing came in time. Raises LimitReached, where it is known that something is missing still."""
         now_s = self._clock.now_s()
         for local, needs in claims:
             refusal = None if local.slice.has(needs, now_s) else local.last_known_shortage(needs, now_s)
             if refusal is not None:
                 self._note_refusal(local, refusal)
-                raise Refused(refusal, tuple(one for one, _ in claims))
+                raise LimitReached(refusal, tuple(one for one, _ in claims))
 
     def _note_refusal(self, local: LocalAccount, refusal: Refusal) -> None:
         """Note a budget of which too little is left, whatever running requests give back."""

@@ -7,7 +7,7 @@ from typing import Final, Protocol, Self
 from msgspec import Struct
 
 from db.accounts.principal import Consent, Principal
-from gateway.errors import ApiError
+from gateway.errors import Refused
 from gateway.limits.reservation import Reservation
 from protocol.generation import Pooling
 from protocol.job import Deltas, Sampling, Tokens, encode
@@ -66,7 +66,7 @@ class Trace(Protocol):
         """Begin the trace of one of several requests that the client has sent as one."""
         ...
 
-    def refused(self, status: int | None, error: ApiError | None) -> None:
+    def refused(self, status: int | None, error: Refused | None) -> None:
         """End the trace of a refused request; ``error`` is None where the client disconnected before."""
         ...
 

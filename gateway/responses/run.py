@@ -20,7 +20,7 @@ from msgspec import structs
 
 from gateway.api.openai_items import items_of
 from gateway.api.openai_responses import ended_at, fault
-from gateway.errors import ApiError
+from gateway.errors import Refused
 from gateway.request.request import MadeBefore
 from gateway.responses.messages import THREADED_BYTES, Key, NotKept
 from gateway.responses.reading import EVENT_END
@@ -49,7 +49,7 @@ _decode_frame: Final[Callable[[bytes], Tokens | Deltas]] = msgspec.msgpack.Decod
 class Call(Protocol):
     """The call of a response, which records its events here."""
 
-    def error_event(self, error: ApiError) -> bytes:
+    def error_event(self, error: Refused) -> bytes:
         """Record that it has failed."""
         ...
 
@@ -266,7 +266,7 @@ class BackgroundRun:
         """Let go of the call, which records here: in a circle, its body would stay until the collector finds it."""
         self.call = self.request = None
 
-    async def complete(self, failure: ApiError | None) -> None:
+    async def complete(self, failure: Refused | None) -> None:
         """Record an end that nothing was told of yet, and wait until all is stored. Raises Lost.
 
         ``failure``: why its request has ended without an answer; None: it has one, or was cancelled.
@@ -280,7 +280,7 @@ class BackgroundRun:
                 self.call.cancelled()
         await self.flush()
 
-    async def end_unadmitted(self, status: str, error: ApiError | None = None) -> None:
+    async def end_unadmitted(self, status: str, error: Refused | None = None) -> None:
         """Record the end of a response that is not admitted again. Raises Lost, BusError and NotKept."""
         response = msgspec.json.decode(self.run.response)
         try:
@@ -289,14 +289,14 @@ class BackgroundRun:
             log.warning("the end of %s is kept without what was asked for: %s", self.key.response_id, reason)
             await self._end_as({**response, **_FORGOTTEN}, status, error)
 
-    async def _end_as(self, response: dict[str, Any], status: str, error: ApiError | None) -> None:
+    async def _end_as(self, response: dict[str, Any], status: str, error: Refused | None) -> None:
         number = self._stored_events
         events, ended = ended_at(response, number, status, None if error is None else fault(error))
         packed = _encode(ended)
         await self._add(EventsPart(PROTOCOL_VERSION, self._owner, 0, "", number, 1, events, response=packed))
         self.response = packed
 
-    def end_without_events(self, error: ApiError) -> None:
+    def end_without_events(self, error: Refused) -> None:
         """Make it a response that has failed, where its events cannot be added to."""
         response = {**msgspec.json.decode(self.run.response), **_FORGOTTEN}
         _, ended = ended_at(response, 0, "failed", fault(error))

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
+from http import HTTPStatus
 from typing import Final, Literal
 
 import msgspec
@@ -15,7 +16,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
-from gateway.errors import ApiError, InvalidApiKey, LedgerUnavailable, RateLimitExceeded
+from gateway.api.errors import form_of
+from gateway.errors import InvalidApiKey, LedgerUnavailable, Refused
 from gateway.responses.messages import Key, NotKept
 from gateway.responses.run import MAX_REASON_CHARS, BackgroundRun, Lost, owned, tried
 from gateway.responses.store import (
@@ -89,7 +91,7 @@ _names_decoder = msgspec.msgpack.Decoder(frozenset[str])
 
 Making = Callable[[], Awaitable[None]]
 Note = Callable[[Literal["response"], str, str, str], None]  # kind, item, owner, reason
-Admit = Callable[[BackgroundRun, Principal], Awaitable[Making]]  # raises ApiError
+Admit = Callable[[BackgroundRun, Principal], Awaitable[Making]]  # raises Refused
 
 
 class NotEnded(Exception):
@@ -232,7 +234,7 @@ class BackgroundRuns:
         """Bring a response that cannot be made to its end, in whatever state it is. Raises Lost and BusError."""
         tries = run.run.tries
         log.error("%s is given up after %d tries: %s", run.key.response_id, tries, reason)
-        error = ApiError(f"The response was given up: it failed {tries} times.")
+        error = Refused(f"The response was given up: it failed {tries} times.")
         self.series.given_up += 1
         self._set_aside("response", run.key.response_id, run.key.tenant, reason)
         try:
@@ -412,7 +414,7 @@ class BackgroundRuns:
         for wait_s in backoff_s(LONGEST_WAIT_S):
             try:
                 return await self._admitted(run)
-            except ApiError as error:
+            except Refused as error:
                 if self._is_final(run, error):
                     await run.end_unadmitted("failed", error)
                     return None
@@ -422,7 +424,7 @@ class BackgroundRuns:
         raise AssertionError("unreachable")
 
     async def _admitted(self, run: BackgroundRun) -> Making:
-        """Admit a response again. Raises ApiError."""
+        """Admit a response again. Raises Refused."""
         assert self.admit is not None  # noqa: S101  # its endpoint was made
         return await self.admit(run, self._principal(run.run))
 
@@ -434,8 +436,9 @@ class BackgroundRuns:
             raise LedgerUnavailable
         raise InvalidApiKey("The API key of this response is no longer accepted.")
 
-    def _is_final(self, run: BackgroundRun, error: ApiError) -> bool:
+    def _is_final(self, run: BackgroundRun, error: Refused) -> bool:
         age_s = unix_now_ms() / 1000 - run.run.received_unix_ms / 1000
         if age_s >= self._limit_s:
             return True
-        return error.status < 500 and error.status != RateLimitExceeded.status
+        status = form_of(error).status
+        return status < HTTPStatus.INTERNAL_SERVER_ERROR and status != HTTPStatus.TOO_MANY_REQUESTS

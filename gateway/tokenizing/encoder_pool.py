@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from gateway.errors import Overloaded, RateLimitExceeded
+from gateway.errors import RETRY_SOON_S, Overloaded, RateLimitExceeded
 
 # One more than long items may use: they run without the GIL, beside the event loop and the engines.
 ENCODER_THREADS: Final = max(2, min(4, (os.cpu_count() or 1) // 2 + 1))
@@ -96,9 +96,8 @@ class EncoderPool:
         # An item that alone exceeds a bound is accepted when nothing else is queued; otherwise it would never run.
         is_full = share.count_bytes and share.count_bytes + size_bytes > MAX_TENANT_BYTES
         if is_full or share.items >= MAX_TENANT_ITEMS:
-            error = RateLimitExceeded("Too many long prompts of this key or its team are being counted at the moment.")
-            error.retry_after_s = Overloaded.retry_after_s
-            raise error
+            message = "Too many long prompts of this key or its team are being counted at the moment."
+            raise RateLimitExceeded(message, retry_after_s=RETRY_SOON_S)
         if self._bytes and self._bytes + size_bytes > MAX_BYTES:
             raise Overloaded("Too many long prompts are being counted at the moment.")
 

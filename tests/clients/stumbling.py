@@ -8,10 +8,11 @@ import asyncio
 from collections import Counter
 from typing import Final
 
-from gateway.errors import ApiError, InsufficientQuota, RateLimitExceeded
+from gateway.api.errors import envelope, form_of, headers_of
+from gateway.errors import InsufficientQuota, RateLimitExceeded, Refused
 
 LOST: Final = "lost"  # the connection, before anything has been answered
-KINDS: Final[dict[str, type[ApiError]]] = {"429": RateLimitExceeded, "500": ApiError, "final": InsufficientQuota}
+KINDS: Final[dict[str, type[Refused]]] = {"429": RateLimitExceeded, "500": Refused, "final": InsufficientQuota}
 MAX_HEAD_BYTES: Final = 65_536
 
 
@@ -78,9 +79,9 @@ async def _read_body(headers: bytes, reader: asyncio.StreamReader) -> None:
             await reader.readexactly(int(line.partition(b":")[2]))
 
 
-def _answer(error: ApiError) -> bytes:
+def _answer(error: Refused) -> bytes:
     """The error as a gateway sends it."""
-    body = error.envelope()
+    body = envelope(error)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
@@ -88,8 +89,8 @@ def _answer(error: ApiError) -> bytes:
     ]
     if isinstance(error, RateLimitExceeded):
         headers += [(b"retry-after-ms", b"20"), (b"retry-after", b"1")]
-    lines = b"".join(b"%b: %b\r\n" % header for header in (*headers, *error.headers()))
-    return b"HTTP/1.1 %d Refused\r\n%b\r\n%b" % (error.status, lines, body)
+    lines = b"".join(b"%b: %b\r\n" % header for header in (*headers, *headers_of(error)))
+    return b"HTTP/1.1 %d Refused\r\n%b\r\n%b" % (form_of(error).status, lines, body)
 
 
 def _closing(headers: bytes) -> bytes:

@@ -19,7 +19,7 @@ from gateway.api.schema import (
     parse_tokenize,
 )
 from gateway.api.vectors import parse_embedding, parse_rerank, parse_score
-from gateway.errors import ApiError
+from gateway.errors import Refused
 from protocol.job import Sampling, decode_chat, encode_chat
 from tests.fuzz.mutations import Form
 
@@ -83,13 +83,13 @@ def run(payload: bytes) -> None:
     for parse in PARSERS:
         try:
             parsed = parse(payload)
-        except ApiError:
+        except Refused:
             continue
         msgspec.json.encode(parsed if parsed is None or isinstance(parsed, str) else parsed.model_dump())
     for translate in TRANSLATED:
         try:
             chat = translate(payload)
-        except ApiError:
+        except Refused:
             continue
         _parse(parse_chat, msgspec.json.encode(chat))
     _parse(parse_chat, payload)
@@ -101,7 +101,7 @@ def _parse(parse: Callable[[bytes], ChatCompletionRequest | CompletionRequest], 
     try:
         request = parse(body)
         sampling = sampling_of(request, MAX_TOKENS)
-    except ApiError:
+    except Refused:
         return
     encoded = msgspec.msgpack.encode(sampling)
     assert msgspec.msgpack.decode(encoded, type=Sampling) == sampling

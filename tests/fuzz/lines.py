@@ -7,7 +7,7 @@ import msgspec
 
 from gateway.batches.anthropic_routes import ENDPOINT, _Requests
 from gateway.batches.lines import Request, Wrong, check_line, prompt_text, sort_key
-from gateway.errors import ApiError
+from gateway.errors import Refused
 from gateway.settings import BatchSettings
 from tests.fuzz.driving import cut_bytes
 from tests.fuzz.mutations import Form
@@ -59,6 +59,6 @@ def _lines(payload: bytes, piece_bytes: int) -> list[bytes] | None:
     try:
         for start in starts:
             lines += requests.feed(payload[start : start + piece_bytes], is_last=start == starts[-1])
-    except ApiError:
+    except Refused:
         return None
     return lines

@@ -1,7 +1,7 @@
 """Forms of POST /v1/files: a first line with the content type, then the body."""
 
 from gateway.batches.upload import MAX_FIELD_BYTES, MAX_NAME_CHARS, Upload, receive_upload
-from gateway.errors import ApiError
+from gateway.errors import Refused
 from tests.fuzz.driving import cut_bytes, driven, pieces
 from tests.fuzz.mutations import Form
 
@@ -48,6 +48,6 @@ async def _received(content_type: str, body: bytes, piece_bytes: int) -> tuple[U
     writer = _Written()
     try:
         upload = await receive_upload(pieces(body, piece_bytes), content_type, writer, max_bytes=MAX_BYTES)
-    except ApiError:
+    except Refused:
         return None
     return upload, writer.data

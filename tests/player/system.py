@@ -97,6 +97,7 @@ def run_played(
         worker_settings={"engine": engine},
         worker_life=partial(playing_worker, template=template),
         limited=limited or {},
+        gateway_timeouts={"limits_s": HANGS_S},  # a busy machine's queue server is not away
         price=PRICE if limited else None,
         other_models=(VECTORS,) if with_vectors else (),
         other_pools={VECTORS: embedding} if with_vectors else {},

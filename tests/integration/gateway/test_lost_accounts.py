@@ -13,7 +13,7 @@ from db.engine import DatabaseUnavailable, create_engine
 from db.money import CLIENTS, Price, TokenPrice
 from db.prices import add_price
 from gateway.limits.account import AccountStore
-from gateway.limits.leases import Quotas, Refused, Unavailable
+from gateway.limits.leases import LimitReached, Quotas, Unavailable
 from gateway.limits.reservation import Estimate, Reservation
 from gateway.limits.seeds import RollupLedger
 from ledger.store import store_records
@@ -86,7 +86,7 @@ async def test_an_empty_bucket_begins_with_what_the_ledger_knows(
         for _ in range(5):
             try:
                 held += await quotas.reserve(who, [ONE]) or []
-            except Refused:
+            except LimitReached:
                 continue
     assert len(held) == left
 

@@ -16,7 +16,7 @@ from db.prices import add_price
 from gateway.limits import account as accounts
 from gateway.limits import local as books
 from gateway.limits.account import AccountStore
-from gateway.limits.leases import SLICE_WAIT_S, Quotas, Refused, Unavailable
+from gateway.limits.leases import SLICE_WAIT_S, LimitReached, Quotas, Unavailable
 from gateway.limits.report import recount_budgets
 from gateway.limits.reservation import Estimate, Reservation
 from gateway.limits.seeds import RollupLedger
@@ -69,7 +69,7 @@ async def ask(quotas: Quotas, who: Principal, estimate: Estimate = SMALL) -> Res
     """None: refused."""
     try:
         reservations = await quotas.reserve(who, [estimate])
-    except Refused:
+    except LimitReached:
         return None
     assert reservations is not None
     return reservations[0]

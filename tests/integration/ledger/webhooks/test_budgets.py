@@ -14,7 +14,7 @@ from db.accounts.teams import update_team
 from db.money import CLIENTS, ConfiguredPrice, Price, TokenPrice
 from db.prices import seed_prices
 from db.tables import BudgetNoticeRow
-from gateway.limits.leases import Quotas, Refused, Unavailable
+from gateway.limits.leases import LimitReached, Quotas, Unavailable
 from gateway.limits.reservation import Estimate
 from gateway.limits.seeds import RollupLedger
 from ledger.store import store_records
@@ -168,7 +168,7 @@ async def is_refused(quotas: Quotas, principal: Principal, estimates: Sequence[E
         await quotas.reserve(principal, estimates)
     except Unavailable:
         return False
-    except Refused:
+    except LimitReached:
         return True
     raise AssertionError("the budget let a request through that it does not cover")
 

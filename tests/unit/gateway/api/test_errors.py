@@ -5,8 +5,8 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.errors import FAILURES, RequestFailed
-from gateway.errors import ApiError, ModelNotReady
+from gateway.api.errors import FAILURES, RequestFailed, envelope, form_of, headers_of
+from gateway.errors import ModelNotReady, Refused
 from gateway.http.body import read_body
 from gateway.http.exchange import Exchange
 from gateway.http.pages import add_error_answers
@@ -18,18 +18,18 @@ from protocol.errors import ErrorCode
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_every_code_has_its_status(code: ErrorCode) -> None:
     error = RequestFailed(Failure(code, "why", "field"))
-    assert json.loads(error.envelope()) == {
+    assert json.loads(envelope(error)) == {
         "error": {"message": "why", "type": FAILURES[code].type, "param": "field", "code": code.value}
     }
-    kinds = {429: "rate_limit_error"} | dict.fromkeys((400, 401, 408), "invalid_request_error")
-    assert error.type == kinds.get(error.status, "server_error")
-    if error.retry_after_s is not None:
-        assert 0 < error.retry_after_s <= 60
-        assert error.should_retry
+    kinds, form = {429: "rate_limit_error"} | dict.fromkeys((400, 401, 408), "invalid_request_error"), form_of(error)
+    assert form.type == kinds.get(form.status, "server_error")
+    if form.retry_after_s is not None:
+        assert 0 < form.retry_after_s <= 60
+        assert form.should_retry
 
 
 def test_envelope_has_real_nulls_and_a_default_message() -> None:
-    body = json.loads(ApiError().envelope())
+    body = json.loads(envelope(Refused()))
     assert body == {
         "error": {
             "message": "The server had an internal error.",
@@ -42,15 +42,15 @@ def test_envelope_has_real_nulls_and_a_default_message() -> None:
 
 def test_a_better_estimate_goes_before_the_codes_own() -> None:
     error = RequestFailed(Failure(ErrorCode.TOO_MANY_QUEUED, "why", retry_after_s=42))
-    headers = dict(error.headers())
+    headers = dict(headers_of(error))
     assert headers[b"x-should-retry"] == b"true"
     assert 40 <= int(headers[b"retry-after"]) <= 60
 
 
 def test_retry_headers() -> None:
-    headers = dict(ModelNotReady().headers())
+    headers = dict(headers_of(ModelNotReady()))
     assert list(headers) == [b"x-should-retry", b"retry-after-ms", b"retry-after"]
-    assert ApiError().headers() == []
+    assert headers_of(Refused()) == []
 
 
 @pytest.mark.parametrize(("wait_s", "earliest_s", "latest_s"), [(1, 1, 1.5), (5, 5, 7.5), (50, 40, 60), (60, 40, 60)])
@@ -58,7 +58,7 @@ def test_those_refused_together_do_not_return_together(wait_s: int, earliest_s: 
     failure = Failure(ErrorCode.TOO_MANY_QUEUED, "why", retry_after_s=wait_s)
     waits_s: list[float] = []
     for _ in range(200):
-        headers = dict(RequestFailed(failure).headers())
+        headers = dict(headers_of(RequestFailed(failure)))
         waits_s.append(int(headers[b"retry-after-ms"]) / 1000)
         assert waits_s[-1] <= int(headers[b"retry-after"]) <= min(60, waits_s[-1] + 1)
     assert earliest_s <= min(waits_s) <= max(waits_s) <= latest_s

@@ -20,7 +20,7 @@ from gateway.api.schema import ChatCompletionRequest, CompletionRequest, parse_c
 from gateway.api.vectors import parse_embedding, parse_rerank, parse_score
 from gateway.batches.anthropic_routes import ENDPOINT, _Requests
 from gateway.batches.lines import Wrong, check_line, decode_line
-from gateway.errors import ApiError
+from gateway.errors import Refused
 from gateway.settings import BatchSettings
 from protocol.job import Sampling
 
@@ -110,7 +110,7 @@ def test_what_pydantic_accepts_msgspec_writes_and_reads(body: bytes) -> None:
     for parse in PARSERS:
         try:
             request = parse(body)
-        except ApiError:
+        except Refused:
             continue
         given_fields = request.model_dump()
         assert msgspec.json.decode(msgspec.json.encode(given_fields)) == json.loads(request.model_dump_json())
@@ -118,7 +118,7 @@ def test_what_pydantic_accepts_msgspec_writes_and_reads(body: bytes) -> None:
         if isinstance(request, (ChatCompletionRequest, CompletionRequest)):
             try:
                 sampling = sampling_of(request, 5)
-            except ApiError:
+            except Refused:
                 continue
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
 
@@ -132,7 +132,7 @@ def test_a_body_is_valid_by_itself_and_as_a_line(body: bytes) -> None:
     line = b'{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":' + body + b"}"
     try:
         request = parse_chat(body)
-    except ApiError:
+    except Refused:
         request = None
     try:
         check_line(line, CHAT, MODELS)
@@ -144,7 +144,7 @@ def test_a_body_is_valid_by_itself_and_as_a_line(body: bytes) -> None:
     as_line = bytes(decode_line(line).body)
     try:
         assert parse_chat(as_line) == request
-    except ApiError:
+    except Refused:
         assert request is None
 
 
@@ -156,11 +156,11 @@ def test_a_body_is_valid_by_itself_and_as_a_request_of_a_batch(body: bytes) -> N
     try:
         parse_body(MessagesRequest, body)
         is_valid = True
-    except ApiError:
+    except Refused:
         is_valid = False
     requests = _Requests(BatchSettings())
     try:
         [line] = requests.feed(b'{"requests":[{"custom_id":"a","params":' + body + b"}]}", is_last=True)
         check_line(line, ENDPOINT, MODELS, any_model=True)
-    except (ApiError, Wrong) as refusal:
+    except (Refused, Wrong) as refusal:
         assert_none(is_valid or None, refusal)

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from gateway.api.errors import form_of
 from gateway.api.fields import CalledFunction
 from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.schema import parse_chat, parse_completion
@@ -257,7 +258,7 @@ def test_chat_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         parse_chat(chat(**fields))
     assert caught.value.param == param
-    assert caught.value.status == 400
+    assert form_of(caught.value).status == 400
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.batches import anthropic_routes
 from gateway.batches.anthropic_routes import MAX_NESTING, lines_of
-from gateway.errors import ApiError, BadRequest, BodyTooLarge, InvalidParameter, MalformedJson
+from gateway.errors import BadRequest, BodyTooLarge, InvalidParameter, MalformedJson, Refused
 from gateway.settings import BatchSettings
 
 SMALL = BatchSettings(max_line_bytes=2000, max_message_batch_bytes=20_000, max_message_batch_requests=5)
@@ -160,7 +160,7 @@ def test_what_is_wrong_is_named(requests: Any, param: str) -> None:
         (b'{"requests": [' + b" " * 30_000, BodyTooLarge),
     ],
 )
-def test_what_is_no_json_is_refused(body: bytes, error: type[ApiError]) -> None:
+def test_what_is_no_json_is_refused(body: bytes, error: type[Refused]) -> None:
     with pytest.raises(error):
         read(body, 1000)
 

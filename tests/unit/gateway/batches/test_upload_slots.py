@@ -4,6 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from gateway.api.errors import form_of
 from gateway.batches.files import Pace, UploadSlots
 from gateway.errors import BodyTooLarge, Overloaded, RateLimitExceeded, RequestTooSlow
 
@@ -29,7 +30,8 @@ def test_a_full_gateway_and_a_full_share_are_told_apart() -> None:
     with slots.hold("a"), slots.hold("a"):
         with pytest.raises(RateLimitExceeded) as refused, slots.hold("a"):
             pass
-        assert (refused.value.status, refused.value.code, refused.value.should_retry) == (429, "too_many_uploads", True)
+        form = form_of(refused.value)
+        assert (form.status, refused.value.code, form.should_retry) == (429, "too_many_uploads", True)
         with slots.hold("b"), slots.hold("c"), pytest.raises(Overloaded), slots.hold("d"):
             pass
 

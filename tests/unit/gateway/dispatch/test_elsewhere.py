@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.errors import RequestFailed
+from gateway.api.errors import RequestFailed, form_of
 from gateway.dispatch.attempt import MAX_BUSY_FAILURES, MAX_FREE_FAILURES
 from gateway.dispatch.lifecycle import OpenRequest, State
 from gateway.dispatch.revisions import LiveRevisions
@@ -194,8 +194,8 @@ def test_a_wait_in_vain_for_busy_servers_ends_with_429(case: str, limit: str) ->
         assert request.failure.code is usual[limit]
         return
     assert (request.failure.code, request.failure.retry_after_s) == (ErrorCode.WAIT_TOO_LONG, retry_after_s or None)
-    error = RequestFailed(request.failure)
-    assert (error.status, error.should_retry, error.retry_after_s) == (429, True, retry_after_s or RETRY_LATER_S)
+    form = form_of(RequestFailed(request.failure))
+    assert (form.status, form.should_retry, form.retry_after_s) == (429, True, retry_after_s or RETRY_LATER_S)
 
 
 def test_a_running_requests_time_limit_is_no_busy_server() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.api.errors import form_of
 from gateway.errors import Overloaded, RateLimitExceeded
 from gateway.tokenizing.encoder_pool import LONG_BYTES, MAX_BYTES, MAX_TENANT_BYTES, MAX_TENANT_ITEMS, EncoderPool
 from tests.waiting import until
@@ -60,7 +61,7 @@ def stage() -> Iterator[Stage]:
 async def code_of(asked: Coroutine[Any, Any, Any]) -> tuple[int, str | None]:
     with pytest.raises((RateLimitExceeded, Overloaded)) as caught:
         await asked
-    return caught.value.status, caught.value.code
+    return form_of(caught.value).status, caught.value.code
 
 
 async def test_one_tenants_long_work_leaves_threads_for_everybody_else(stage: Stage) -> None:
