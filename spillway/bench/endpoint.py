@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import httpx
 
+from pool_worker.engines.framing import DONE, MalformedEvent, sse_events
 from spillway.bench.measure import Answer, BenchError, Load, LoadRefused, Piece
 
 REQUEST_LIMIT_S: Final = 600.0
@@ -106,7 +107,7 @@ class EndpointTarget:
                     return await asyncio.gather(*asked)
             except TimeoutError:
                 raise BenchError(f"{self._base}: no answer within {REQUEST_LIMIT_S:.0f} s") from None
-            except (httpx.HTTPError, ValueError) as error:
+            except (httpx.HTTPError, MalformedEvent, ValueError) as error:
                 raise BenchError(f"{self._base}: {error or type(error).__name__}") from error
 
     async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any], start_s: float) -> Answer:
@@ -116,10 +117,10 @@ class EndpointTarget:
             if response.is_error:
                 await response.aread()
                 raise LoadRefused(_reason(response))
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
+            async for event in sse_events(response.aiter_bytes()):
+                if event == DONE:
                     continue
-                chunk = json.loads(line.removeprefix("data: "))
+                chunk = json.loads(event)
                 if "error" in chunk:
                     raise LoadRefused(str(chunk["error"])[:REASON_CHARS])
                 usage = chunk.get("usage") or usage

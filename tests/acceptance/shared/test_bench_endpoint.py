@@ -30,7 +30,16 @@ def test_a_running_spillway(system: System) -> None:
 
 
 class Plain(BaseHTTPRequestHandler):
-    """A server that refuses fields OpenAI does not have, counts words and answers two of the tokens asked for."""
+    """A server that refuses fields OpenAI does not have, counts words and answers two of the tokens asked for.
+
+    Its events are written in each way that the format allows: with a space, without, and over several lines.
+    """
+
+    layouts = (
+        lambda event: f"data: {json.dumps(event)}",
+        lambda event: f"data:{json.dumps(event)}",
+        lambda event: "\n".join(f"data: {line}" for line in json.dumps(event, indent=1).splitlines()),
+    )
 
     def do_GET(self) -> None:
         self._send(200, {"data": [{"id": "first"}, {"id": "second"}]})
@@ -53,8 +62,8 @@ class Plain(BaseHTTPRequestHandler):
         self._stream([{"choices": [choice]} for choice in choices] + [{"choices": [], "usage": usage}])
 
     def _stream(self, events: Sequence[Mapping[str, object]]) -> None:
-        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
-        self._write(200, "text/event-stream", "".join([*lines, "data: [DONE]\n\n"]).encode())
+        written = [self.layouts[number % 3](event) for number, event in enumerate(events)]
+        self._write(200, "text/event-stream", "\n\n".join([*written, "data: [DONE]", ""]).encode())
 
     def _send(self, status: int, answer: dict[str, object]) -> None:
         self._write(status, "application/json", json.dumps(answer).encode())
