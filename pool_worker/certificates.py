@@ -3,7 +3,7 @@
 import ssl
 from functools import cache
 
-import httpx
+from protocol.http_client import httpx
 
 
 @cache

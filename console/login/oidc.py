@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import httpx
 import msgspec
 from authlib.common.errors import AuthlibBaseError
 from authlib.common.security import generate_token
@@ -24,6 +23,7 @@ from joserfc.jwt import JWTClaimsRegistry
 
 from console.settings import OidcSettings
 from db.accounts.errors import OidcError
+from protocol.http_client import httpx
 
 DISCOVERY_PATH: Final = "/.well-known/openid-configuration"
 # Never a symmetric one: anyone who knows the issuer's public key could sign with it.

@@ -3,11 +3,11 @@
 import os
 from typing import Any, Final, TypeVar
 
-import httpx
 import msgspec
 from pydantic import SecretStr
 
 from fleet.errors import FleetError, ProviderError
+from protocol.http_client import httpx
 from protocol.wire import UNDECODABLE
 
 CALL_LIMIT_S: Final = 30.0  # of one call; RunPod looks for a machine before it answers

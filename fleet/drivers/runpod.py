@@ -10,13 +10,13 @@ what its labels would, and a launch first looks whether there is one.
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
-import httpx
 import msgspec
 
 from fleet.drivers import rest
 from fleet.errors import LaunchRefused, NoCapacity, OverQuota, ProviderError
 from fleet.machine import Order, ProviderMachine, labels_in, name_of
 from fleet.settings import RunPodSettings
+from protocol.http_client import httpx
 
 NO_CAPACITY: Final = ("any instances available", "instances currently available", "free gpus", "capacity")  # lower case
 NEXT_TYPE: Final = frozenset({400, 403})  # another type of GPU may still be had

@@ -12,13 +12,13 @@ the new instance has an id of its own.
 from collections.abc import Mapping
 from typing import ClassVar, Final
 
-import httpx
 import msgspec
 
 from fleet.drivers import rest
 from fleet.drivers.replicas import Replica, ReplicaGroup
 from fleet.errors import LaunchRefused, NoCapacity, OverQuota, ProviderError
 from fleet.settings import SaladSettings
+from protocol.http_client import httpx
 
 MERGE_PATCH: Final = {"Content-Type": "application/merge-patch+json"}
 REFUSED: Final = frozenset({400, 401, 403, 404, 422})

@@ -10,12 +10,12 @@ from email.utils import parsedate_to_datetime
 from typing import Final
 from urllib.parse import SplitResult
 
-import httpx
 from msgspec import Struct
 
 from ledger.webhooks.addresses import Address, AddressRefused, LookUp, Resolver, look_up
 from ledger.webhooks.secrets import signatures
 from ledger.webhooks.settings import WebhookSettings
+from protocol.http_client import httpx
 
 MAX_ANSWER_BYTES: Final = 16 * 1024  # that are read, and thrown away
 MAX_RETRY_AFTER_S: Final = 24 * 3600.0

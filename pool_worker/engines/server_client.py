@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-import httpx
-
 from pool_worker.certificates import authorities
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.settings import ConnectionSettings
+from protocol.http_client import httpx
 
 OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 

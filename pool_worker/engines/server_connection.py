@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-import httpx
 import msgspec
 
 from engine.errors import RequestRejected
@@ -28,6 +27,7 @@ from pool_worker.engines.server_client import OPENAI_PATHS, client_of, final_adv
 from pool_worker.engines.server_facts import FactsUnread, FactsWatch
 from pool_worker.engines.sidecar.readiness import Readiness
 from pool_worker.settings import ConnectionSettings
+from protocol.http_client import httpx
 from protocol.process import wait_for
 from protocol.wire import UNDECODABLE
 

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-import httpx
-
 from pool_worker.certificates import authorities
 from pool_worker.notices.aws import AwsNotices
 from pool_worker.notices.azure import AzureNotices
@@ -15,6 +13,7 @@ from pool_worker.notices.base import Notice, NoticeError, NoticeSource
 from pool_worker.notices.gcp import GcpNotices
 from pool_worker.notices.salad import SaladNotices
 from pool_worker.settings import NoticeKind
+from protocol.http_client import httpx
 from protocol.process import backoff_s
 
 SOURCES: Final[dict[NoticeKind, type[NoticeSource]]] = {

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import ClassVar, Final
 
-import httpx
 import msgspec
 
 from pool_worker.notices.base import Notice, NoticeError, checked
+from protocol.http_client import httpx
 from protocol.wire import UNDECODABLE
 
 TOKEN_TTL_S: Final = 21600  # the longest that the service grants

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import ClassVar, Final
 
-import httpx
 import msgspec
 
 from pool_worker.notices.base import Notice, NoticeError, checked
+from protocol.http_client import httpx
 from protocol.wire import UNDECODABLE
 
 HEADERS: Final = {"Metadata": "true"}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-import httpx
+from protocol.http_client import httpx
 
 
 class NoticeError(Exception):

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import ClassVar, Final
 
-import httpx
-
 from pool_worker.notices.base import Notice, NoticeError, checked
+from protocol.http_client import httpx
 
 NOTICE_S: Final = 30.0
 HOLD_S: Final = 20  # how long the server may hold a question until the value changes

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import ClassVar
 
-import httpx
-
 from pool_worker.notices.base import Notice, NoticeError
+from protocol.http_client import httpx
 
 
 class SaladNotices:

@@ -11,9 +11,8 @@ import time
 from importlib.metadata import version
 from typing import Any, Final
 
-import httpx
-
 from pool_worker.engines.framing import DONE, MalformedEvent, sse_events
+from protocol.http_client import httpx
 from spillway.bench.measure import Answer, BenchError, Load, LoadRefused, Piece
 
 REQUEST_LIMIT_S: Final = 600.0

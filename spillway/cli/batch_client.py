@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
-import httpx
-
+from protocol.http_client import httpx
 from protocol.process import backoff_s
 
 LONGEST_BACKOFF_S: Final = 10.0

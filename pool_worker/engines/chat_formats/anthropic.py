@@ -7,7 +7,6 @@ versions take: …/docs/en/api/versioning.
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Final
 
-import httpx
 import msgspec
 from pydantic import SecretStr
 
@@ -25,6 +24,7 @@ from pool_worker.engines.chat_formats.conversation import Block, Conversation, O
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import ClaudeSettings
+from protocol.http_client import httpx
 from protocol.job import Call, Chat, ChatUsage, Part, Tool
 
 _SAMPLED: Final = {name: name for name in ("temperature", "top_p", "top_k")}

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from typing import Final
 
-import httpx
 from botocore.auth import SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
@@ -14,6 +13,7 @@ from botocore.session import Session
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.server_client import CredentialsError
 from pool_worker.settings import AwsSettings
+from protocol.http_client import httpx
 
 _THROTTLED: Final = frozenset({"ThrottlingException", "Throttling", "TooManyRequestsException", "SlowDown"})
 _INVALID: Final = frozenset({"", "ValidationException", "ValidationError"})

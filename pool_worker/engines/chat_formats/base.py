@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Final, Protocol, TypeVar
 
-import httpx
 import msgspec
 from pydantic import SecretStr
 
@@ -19,6 +18,7 @@ from engine.types import SamplingParams
 from pool_worker.engines.formats.base import MAX_COUNT
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import EndReason
+from protocol.http_client import httpx
 from protocol.job import DROPPABLE, THINKING, Chat, ChatUsage, Part
 
 # What is done for every format: one stream a choice, which ends at a stop string, and a body that says how long the

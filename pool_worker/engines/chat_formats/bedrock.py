@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
-import httpx
 import msgspec
 
 from engine.errors import RequestRejected
@@ -26,6 +25,7 @@ from pool_worker.engines.chat_formats.conversation import Block, Conversation, O
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import BedrockSettings
+from protocol.http_client import httpx
 from protocol.job import AnswerSchema, Call, Chat, ChatUsage, Part, Tool
 
 _NAMES: Final = {"temperature": "temperature", "top_p": "topP"}

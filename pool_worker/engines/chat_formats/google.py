@@ -10,12 +10,12 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import google.auth
-import httpx
 from google.auth.exceptions import GoogleAuthError, TransportError
 
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.server_client import CredentialsError
 from pool_worker.settings import GoogleSettings
+from protocol.http_client import httpx
 
 SCOPE: Final = "https://www.googleapis.com/auth/cloud-platform"
 TOKEN_LIMIT_S: Final = 10.0  # how long who gives out tokens may take

@@ -8,7 +8,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-import httpx
 import msgspec
 
 from engine.errors import RequestRejected
@@ -25,6 +24,7 @@ from pool_worker.engines.formats.base import count
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import OpenAIChatSettings
+from protocol.http_client import httpx
 from protocol.job import AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
 
 

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from typing import Final
 from urllib.parse import quote
 
-import httpx
-
 from pool_worker.engines.chat_formats.aws import auth_of, meant_by_aws
 from pool_worker.engines.chat_formats.base import ChatServerRequest
 from pool_worker.engines.chat_formats.openai_chat import OpenAIChatFormat
 from pool_worker.engines.framing import Framing
 from pool_worker.settings import OpenAIChatSettings, SageMakerSettings
+from protocol.http_client import httpx
 
 # What a ModelError says of the container's answer, in the head of a body that may be long.
 _ANSWERED: Final = re.compile(r'"OriginalStatusCode":\s*(\d{3})|(?:client|server) error \((\d{3})\)')

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-import httpx
 import msgspec
 
 from pool_worker.engines.chat_formats.base import (
@@ -25,6 +24,7 @@ from pool_worker.engines.chat_formats.google import AccessToken, meant_by_google
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import VertexSettings
+from protocol.http_client import httpx
 from protocol.job import AnswerSchema, Call, Chat, ChatUsage, Part, Tool
 
 _NAMES: Final = {

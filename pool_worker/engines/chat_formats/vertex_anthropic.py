@@ -7,12 +7,11 @@ the version in the body; all else is Anthropic's.
 from collections.abc import Mapping
 from typing import Any
 
-import httpx
-
 from pool_worker.engines.chat_formats.anthropic import AnthropicFormat
 from pool_worker.engines.chat_formats.base import ChatServerRequest
 from pool_worker.engines.chat_formats.google import AccessToken, meant_by_google, model_path
 from pool_worker.settings import VertexAnthropicSettings
+from protocol.http_client import httpx
 
 
 class VertexAnthropicFormat(AnthropicFormat):

@@ -6,13 +6,13 @@ OpenAI-style servers name themselves as the owner of their models; the others ha
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import httpx
 import msgspec
 
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.server_client import client_of, final_advice, shown
 from pool_worker.engines.sidecar.readiness import Readiness
 from pool_worker.settings import ServerEngineSettings
+from protocol.http_client import httpx
 from protocol.wire import UNDECODABLE
 
 ANSWER_LIMIT_S: Final = 5.0

@@ -1,6 +1,7 @@
 """The house's import rules (docs/ARCHITECTURE.md): rooms on floors, no circles, and a gateway that needs no torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -144,6 +145,12 @@ def test_what_must_run_without_torch_does_not_load_it(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+def test_httpx_is_imported_in_one_place() -> None:
+    pattern = re.compile(r"^\s*(import|from) httpx\b", re.MULTILINE)
+    importing = [name for name, path in modules(*ALLOWED).items() if pattern.search(path.read_text())]
+    assert importing == ["protocol.http_client"]
 
 
 def test_the_ledger_needs_no_http_stack() -> None:

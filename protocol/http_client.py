@@ -1,0 +1,5 @@
+"""httpx, for every part that calls a server: one place to change when its successor takes over (docs/adr/0025)."""
+
+import httpx
+
+__all__ = ["httpx"]
