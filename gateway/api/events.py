@@ -23,237 +23,188 @@ from protocol.dialects.source import Kind, Piece
 from protocol.generation import PromptLogprob
 from protocol.job import Deltas, Part, Tokens
 
-# --- token ids --------------------------------------------------------------------------------------------------------
-#
-# Token ids in the events of a stream.
+# --- chunks -----------------------------------------------------------------------------------------------------------
+
+DONE: Final = b"data: [DONE]\n\n"
+NO_USAGE_YET: Final = b',"usage":null}\n\n'  # the end of each event before the one that tells it
+_FINISH_NULL: Final = b',"finish_reason":null}]'
+
+_EVENT_START: Final = b"data: "
+_EVENT_END: Final = b"\n\n"
 
 
-def with_token_ids(chunks: Chunks, details: AnswerOptions, *, choices: int, prompt_in_choice: bool) -> Chunks:
-    """Return the chunks, with token ids in them where requested."""
-    if details.prompt_ids is None:
-        return chunks
-    return WithTokenIds(
-        chunks,
-        details.prompt_ids,
-        choices=choices,
-        first_index=details.first_index,
-        prompt_in_choice=prompt_in_choice,
-    )
+def comment(text: str) -> bytes:
+    """A line that clients ignore and load balancers count as a sign of life."""
+    return f": {text}\n\n".encode()
 
 
-class WithTokenIds:
-    """``Chunks`` with token ids (vLLM's ``return_token_ids``), added to the events of other ``Chunks``."""
+def error_event(error: Refused) -> bytes:
+    """The event before a stream is broken off."""
+    return b"data: " + envelope(error) + b"\n\n"
+
+
+def decoded(events: bytes) -> list[dict[str, Any]]:
+    """Return the bodies of encoded events, to add fields that are rarer than tokens."""
+    return [msgspec.json.decode(event.removeprefix(_EVENT_START)) for event in events.split(_EVENT_END)[:-1]]
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """Encode one of them again."""
+    return _EVENT_START + encode_json(body) + _EVENT_END
+
+
+def usage_fields(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """Return the public ``usage`` object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def answer_head(answer_id: str, kind: str, created: int, model: str, details: AnswerOptions) -> dict[str, Any]:
+    """Return the first fields of every answer and every chunk."""
+    head = {"id": answer_id, "object": kind, "created": created, "model": model}
+    return head if details.service_tier is None else {**head, "service_tier": details.service_tier}
+
+
+def _envelope(head: dict[str, Any]) -> bytes:
+    fields = encode_json(head)
+    return b"data: " + fields[:-1] + b',"choices":['
+
+
+class ChunkEnvelope:
+    """Beginning and end of every chunk of a request."""
+
+    def __init__(self, head: dict[str, Any], *, choices: int, with_usage: bool, first_index: int = 0) -> None:
+        """``head``: see ``answer_head``; ``first_index``: see ``AnswerOptions``."""
+        self._envelope = _envelope(head)
+        self.tail = NO_USAGE_YET if with_usage else b"}\n\n"
+        self.heads = [self._envelope + b'{"index":%d,' % (first_index + index) for index in range(choices)]
+
+    def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
+        """Implement ``Chunks``."""
+        rescue = b',"spillway":{"attempts":%d}' % attempts if attempts > 1 else b""
+        return self._envelope + b'],"usage":' + encode_json(usage) + rescue + b"}\n\n"
+
+
+class ChatChunks:
+    """``chat.completion.chunk`` events: the role first, then text, then the finish reason with an empty delta."""
 
     def __init__(
-        self, inner: Chunks, prompt_ids: Sequence[int], *, choices: int, first_index: int, prompt_in_choice: bool
+        self,
+        answer_id: str,
+        created: int,
+        model: str,
+        *,
+        choices: int,
+        with_usage: bool,
+        details: AnswerOptions = DEFAULT_OPTIONS,
     ) -> None:
-        """``prompt_in_choice``: whether an event has the prompt's ids in the choice or beside the choices.
-
-        ``first_index``: see AnswerOptions.
-        """
-        self.usage = inner.usage
-        self._inner = inner
-        self._prompt_ids = prompt_ids
-        self._first_index = first_index
-        self._prompt_in_choice = prompt_in_choice
-        self._unsent: list[list[int]] = [[] for _ in range(choices)]
+        head = answer_head(answer_id, "chat.completion.chunk", created, model, details)
+        ends = ChunkEnvelope(head, choices=choices, with_usage=with_usage)
+        self._tokens_as_ids = details.tokens_as_ids
+        self.usage = ends.usage
+        self._tail = ends.tail
+        self._heads = ends.heads
+        self._content_heads = [head + b'"delta":{"content":' for head in ends.heads]
+        self._content_tail = b'},"logprobs":null' + _FINISH_NULL + ends.tail
         self._started = [False] * choices
 
     def of(self, frame: Tokens | Deltas) -> bytes:
         """Implement ``Chunks``."""
-        self._unsent[frame.index] += frame.token_ids
-        bodies = decoded(self._inner.of(frame))
-        return b"".join(self._completed(body, is_last=body is bodies[-1]) for body in bodies)
+        index = frame.index
+        if self._started[index] and frame.finish_reason is None and frame.logprobs is None:  # nearly always
+            if not frame.text:
+                return b""
+            return self._content_heads[index] + encode_json(frame.text) + self._content_tail
+        return self._of_unusual(frame, index)
 
-    def _completed(self, body: dict[str, Any], *, is_last: bool) -> bytes:
-        choice = body["choices"][0]
-        index = choice["index"] - self._first_index
+    def _of_unusual(self, frame: Tokens | Deltas, index: int) -> bytes:
+        events = b""
         if not self._started[index]:
             self._started[index] = True
-            (choice if self._prompt_in_choice else body)["prompt_token_ids"] = self._prompt_ids
-        if is_last:
-            choice["token_ids"], self._unsent[index] = self._unsent[index], []
-        return event(body)
+            role = b'"delta":{"role":"assistant","content":""},"logprobs":null'
+            events += self._heads[index] + role + _FINISH_NULL + self._tail
+        if frame.logprobs:
+            content = b'"delta":{"content":%b},"logprobs":{"content":%b,"refusal":null}' % (
+                encode_json(frame.text),
+                encode_json(chat_logprobs(frame.logprobs, as_ids=self._tokens_as_ids)),
+            )
+            events += self._heads[index] + content + _FINISH_NULL + self._tail
+        elif frame.text:
+            events += self._content_heads[index] + encode_json(frame.text) + self._content_tail
+        if frame.finish_reason is not None:
+            end = b'"delta":{},"logprobs":null,"finish_reason":%b}]' % encode_json(frame.finish_reason)
+            events += self._heads[index] + end + self._tail
+        return events
 
 
-# --- running usage ----------------------------------------------------------------------------------------------------
-#
-# Usage in every event of a stream, as far as it has come (vLLM's ``continuous_usage_stats``).
+class CompletionChunks:
+    """``text_completion`` events. An echoed prompt comes before each choice's own text.
 
-_NO_CACHE_KNOWN: Final = 0  # how much of the prompt was cached is told when the request has ended
+    Where its logprobs are wanted, they come with it, in one event as soon as all are here; what the choices have made
+    until then waits.
+    """
 
-
-def with_running_usage(chunks: Chunks, request: GenerationRequest, details: AnswerOptions) -> Chunks:
-    """The same chunks, with the usage so far in them where that is wanted."""
-    options = request.stream_options
-    is_wanted = request.include_usage and options is not None and options.continuous_usage_stats
-    return WithRunningUsage(chunks, details.prompt_tokens) if is_wanted else chunks
-
-
-class WithRunningUsage:
-    """``Chunks`` that tell usage instead of null."""
-
-    def __init__(self, inner: Chunks, prompt_tokens: int) -> None:
-        self.usage = inner.usage
-        self._inner = inner
-        self._prompt_tokens = prompt_tokens
-        self._completion_tokens = 0
-
-    def of(self, frame: Tokens | Deltas) -> bytes:
-        """Implement ``Chunks``."""
-        self._completion_tokens += len(frame.token_ids) if isinstance(frame, Tokens) else frame.tokens
-        usage = usage_fields(self._prompt_tokens, _NO_CACHE_KNOWN, self._completion_tokens)
-        # In texts, these characters are escaped.
-        return self._inner.of(frame).replace(NO_USAGE_YET, b',"usage":' + encode_json(usage) + b"}\n\n")
-
-
-# --- schema check -----------------------------------------------------------------------------------------------------
-#
-# Checks what has been answered against the schemas that no grammar could enforce whole (``json_schema``).
-#
-# The answer has been made and paid for, so it is sent whatever comes out; each choice tells it in ``schema_errors``. A
-# check runs between others' tokens: what it may cost is bounded, and a schema that cannot be bounded is not checked.
-
-MAX_SCHEMA_CHARS: Final = 16_384  # of patterns alone, it takes some 50 ms to compile
-MAX_WORK: Final = 8_000_000  # characters of schema times characters of answer: at most some 35 ms
-MAX_ERRORS: Final = 8  # are told of an answer
-MAX_ERROR_CHARS: Final = 300
-PATTERN_BYTES: Final = 1_048_576  # of a compiled pattern, which takes time in proportion to the text
-# With these a small schema can take endless time.
-_UNBOUNDED: Final = frozenset({"$ref", "$dynamicRef", "$recursiveRef", "unevaluatedProperties", "unevaluatedItems"})
-_COMPLETE: Final = frozenset({"stop", "tool_calls", "function_call"})  # finish reasons of answers that can be judged
-
-
-class SchemaCheck:
-    """The schemas of one request that are left to be checked."""
-
-    def __init__(self) -> None:
-        self._content: _Checked | None = None
-        self._tools: dict[str, _Checked] = {}  # by name
-
-    def __bool__(self) -> bool:
-        """True if there is anything to check."""
-        return self._content is not None or bool(self._tools)
-
-    def add(self, schema: Any, tool: str | None) -> None:  # noqa: ANN401  # a schema, as it came
-        """Have answers checked against a schema: a tool's arguments, or what is no call."""
-        if tool is None:
-            self._content = _Checked(schema)
-        else:
-            self._tools[tool] = _Checked(schema)
-
-    def fields(self, text: str | None, calls: list[dict[str, Any]], finish_reason: str | None) -> dict[str, Any]:
-        """``schema_errors`` of a choice: a list, empty where all is well, or None where that could not be checked.
-
-        ``calls``: the ``function`` of each. Nothing is told of an answer that was cut off.
-        """
-        if finish_reason not in _COMPLETE:
-            return {}
-        found: list[str] = []
-        for checked, value in self._pairs(text, calls):
-            errors = checked.errors(value)
-            if errors is None:
-                return {"schema_errors": None}
-            found += errors
-        return {"schema_errors": found[:MAX_ERRORS]}
-
-    def _pairs(self, text: str | None, calls: list[dict[str, Any]]) -> "Iterator[tuple[_Checked, str]]":
-        for call in calls:
-            if (tool := self._tools.get(call["name"])) is not None:
-                yield tool, call["arguments"]
-        if self._content is not None and not calls:
-            yield self._content, text or ""
-
-
-class _Checked:
-    """One schema, compiled when it is first needed."""
-
-    def __init__(self, schema: Any) -> None:  # noqa: ANN401
-        self._schema = schema
-        self._chars = len(json.dumps(schema))
-        self._is_bounded = self._chars <= MAX_SCHEMA_CHARS and not _words(schema) & _UNBOUNDED
-        self._validator: Any = None
-
-    def errors(self, text: str) -> list[str] | None:
-        """Return what is wrong with a value, for the client to read, or None."""
-        if not self._is_bounded or self._chars * len(text) > MAX_WORK:
-            return None
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            return ["$: not JSON"]
-        try:
-            if self._validator is None:
-                patterns = jsonschema_rs.RegexOptions(size_limit=PATTERN_BYTES)
-                self._validator = jsonschema_rs.validator_for(self._schema, pattern_options=patterns)
-            errors = self._validator.iter_errors(value)
-            return [_describe(error) for error, _ in zip(errors, range(MAX_ERRORS), strict=False)]
-        except (jsonschema_rs.ValidationError, ValueError):  # an invalid schema, or a pattern that cannot be bounded
-            return None
-
-
-def _describe(error: Any) -> str:  # noqa: ANN401  # jsonschema_rs.ValidationError
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error.instance_path)
-    return f"${path}: {error.message}"[:MAX_ERROR_CHARS]
-
-
-def _words(schema: Any) -> set[str]:  # noqa: ANN401
-    """The names of everything in it, however deep: more than its keywords."""
-    found: set[str] = set()
-    unread = [schema]
-    while unread:
-        value = unread.pop()
-        if isinstance(value, dict):
-            found.update(value)
-            unread += value.values()
-        elif isinstance(value, list):
-            unread += value
-    return found
-
-
-class CheckedChunks:
-    """``Chunks`` whose last event of a choice tells ``schema_errors``."""
-
-    def __init__(self, inner: Chunks, check: SchemaCheck, *, choices: int, echo_chars: int = 0) -> None:
-        """``echo_chars``: of the prompt, which come before each choice's own."""
-        self.usage = inner.usage
-        self._inner = inner
-        self._check = check
-        self._echo_chars = echo_chars
-        self._texts: list[list[str]] = [[] for _ in range(choices)]
-        self._calls: list[list[dict[str, Any]]] = [[] for _ in range(choices)]
+    def __init__(
+        self,
+        answer_id: str,
+        created: int,
+        model: str,
+        *,
+        choices: int,
+        with_usage: bool,
+        details: AnswerOptions = DEFAULT_OPTIONS,
+    ) -> None:
+        head = answer_head(answer_id, "text_completion", created, model, details)
+        ends = ChunkEnvelope(head, choices=choices, with_usage=with_usage, first_index=details.first_index)
+        self.usage = ends.usage
+        self._tail = ends.tail
+        self._heads = [head + b'"text":' for head in ends.heads]
+        self._plain_tail = b',"logprobs":null' + _FINISH_NULL + ends.tail
+        self._logprobs = [CompletionLogprobs(as_ids=details.tokens_as_ids) for _ in range(choices)]
+        self._unsent_echo = [details.echo] * choices
+        self._details = details
+        self._missing_prompt_tokens = 0 if details.echo_logprobs is None else details.prompt_tokens
+        self._prompt: list[PromptLogprob] = []
+        self._waiting: list[Tokens | Deltas] = []
 
     def of(self, frame: Tokens | Deltas) -> bytes:
         """Implement ``Chunks``."""
-        return b"".join(self._completed(body, frame.index) for body in decoded(self._inner.of(frame)))
+        if self._missing_prompt_tokens:
+            return self._take_of_prompt(frame)
+        index = frame.index
+        text = frame.text
+        if self._unsent_echo[index]:
+            text, self._unsent_echo[index] = self._unsent_echo[index] + text, ""
+        if frame.finish_reason is None and frame.logprobs is None:
+            return self._heads[index] + encode_json(text) + self._plain_tail if text else b""
+        logprobs = self._logprobs[index].of(frame.logprobs) if frame.logprobs else None
+        return self._event(index, text, logprobs, frame.finish_reason)
 
-    def _completed(self, body: dict[str, Any], choice: int) -> bytes:
-        row = body["choices"][0]
-        delta: dict[str, Any] = row.get("delta", {})
-        self._texts[choice].append(delta.get("content") or row.get("text") or "")
-        for call in [*(one["function"] for one in delta.get("tool_calls", ())), delta.get("function_call")]:
-            if call is not None:
-                self._add(call, self._calls[choice])
-        if row["finish_reason"] is not None:
-            text = "".join(self._texts[choice])[self._echo_chars :]
-            row |= self._check.fields(text, self._calls[choice], row["finish_reason"])
-        return event(body)
+    def _event(self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> bytes:
+        end = b',"logprobs":%b,"finish_reason":%b}]' % (encode_json(logprobs), encode_json(finish_reason))
+        return self._heads[index] + encode_json(text) + end + self._tail
 
-    @staticmethod
-    def _add(function: dict[str, Any], calls: list[dict[str, Any]]) -> None:
-        """Take what a delta tells of a call: its name comes first, then its arguments."""
-        if "name" in function:
-            calls.append({"name": function["name"], "arguments": ""})
-        calls[-1]["arguments"] += function.get("arguments", "")
-
-
-def calls_of(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The ``function`` of each call in a whole message."""
-    legacy = [message["function_call"]] if "function_call" in message else []
-    return [call["function"] for call in message.get("tool_calls", ())] + legacy
+    def _take_of_prompt(self, frame: Tokens | Deltas) -> bytes:
+        if frame.prompt_logprobs is None:
+            self._waiting.append(frame)
+            return b""
+        self._prompt += frame.prompt_logprobs
+        self._missing_prompt_tokens -= len(frame.prompt_logprobs)
+        if self._missing_prompt_tokens:
+            return b""
+        events = []
+        for index, echo in enumerate(self._unsent_echo):
+            lists = self._logprobs[index].of_prompt(self._prompt, self._details.echo_logprobs or 0, echo)
+            events.append(self._event(index, echo, lists, None))
+            self._unsent_echo[index] = ""
+        return b"".join(events + [self.of(waiting) for waiting in self._waiting])
 
 
-# --- parsed -----------------------------------------------------------------------------------------------------------
+# --- calls and reasoning ----------------------------------------------------------------------------------------------
 #
 # Chat answers in which tool calls and reasoning are separated from content, streamed and complete.
 
@@ -462,182 +413,231 @@ def parsed_message(text: str, parser: AnswerParser, parts: Sequence[Part] = ()) 
     return message
 
 
-# --- sse --------------------------------------------------------------------------------------------------------------
-
-DONE: Final = b"data: [DONE]\n\n"
-NO_USAGE_YET: Final = b',"usage":null}\n\n'  # the end of each event before the one that tells it
-_FINISH_NULL: Final = b',"finish_reason":null}]'
-
-_EVENT_START: Final = b"data: "
-_EVENT_END: Final = b"\n\n"
+# --- token ids --------------------------------------------------------------------------------------------------------
+#
+# Token ids in the events of a stream.
 
 
-def comment(text: str) -> bytes:
-    """A line that clients ignore and load balancers count as a sign of life."""
-    return f": {text}\n\n".encode()
+def with_token_ids(chunks: Chunks, details: AnswerOptions, *, choices: int, prompt_in_choice: bool) -> Chunks:
+    """Return the chunks, with token ids in them where requested."""
+    if details.prompt_ids is None:
+        return chunks
+    return WithTokenIds(
+        chunks,
+        details.prompt_ids,
+        choices=choices,
+        first_index=details.first_index,
+        prompt_in_choice=prompt_in_choice,
+    )
 
 
-def error_event(error: Refused) -> bytes:
-    """The event before a stream is broken off."""
-    return b"data: " + envelope(error) + b"\n\n"
-
-
-def decoded(events: bytes) -> list[dict[str, Any]]:
-    """Return the bodies of encoded events, to add fields that are rarer than tokens."""
-    return [msgspec.json.decode(event.removeprefix(_EVENT_START)) for event in events.split(_EVENT_END)[:-1]]
-
-
-def event(body: dict[str, Any]) -> bytes:
-    """Encode one of them again."""
-    return _EVENT_START + encode_json(body) + _EVENT_END
-
-
-def usage_fields(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """Return the public ``usage`` object."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-
-
-def answer_head(answer_id: str, kind: str, created: int, model: str, details: AnswerOptions) -> dict[str, Any]:
-    """Return the first fields of every answer and every chunk."""
-    head = {"id": answer_id, "object": kind, "created": created, "model": model}
-    return head if details.service_tier is None else {**head, "service_tier": details.service_tier}
-
-
-def _envelope(head: dict[str, Any]) -> bytes:
-    fields = encode_json(head)
-    return b"data: " + fields[:-1] + b',"choices":['
-
-
-class ChunkEnvelope:
-    """Beginning and end of every chunk of a request."""
-
-    def __init__(self, head: dict[str, Any], *, choices: int, with_usage: bool, first_index: int = 0) -> None:
-        """``head``: see ``answer_head``; ``first_index``: see ``AnswerOptions``."""
-        self._envelope = _envelope(head)
-        self.tail = NO_USAGE_YET if with_usage else b"}\n\n"
-        self.heads = [self._envelope + b'{"index":%d,' % (first_index + index) for index in range(choices)]
-
-    def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
-        """Implement ``Chunks``."""
-        rescue = b',"spillway":{"attempts":%d}' % attempts if attempts > 1 else b""
-        return self._envelope + b'],"usage":' + encode_json(usage) + rescue + b"}\n\n"
-
-
-class ChatChunks:
-    """``chat.completion.chunk`` events: the role first, then text, then the finish reason with an empty delta."""
+class WithTokenIds:
+    """``Chunks`` with token ids (vLLM's ``return_token_ids``), added to the events of other ``Chunks``."""
 
     def __init__(
-        self,
-        answer_id: str,
-        created: int,
-        model: str,
-        *,
-        choices: int,
-        with_usage: bool,
-        details: AnswerOptions = DEFAULT_OPTIONS,
+        self, inner: Chunks, prompt_ids: Sequence[int], *, choices: int, first_index: int, prompt_in_choice: bool
     ) -> None:
-        head = answer_head(answer_id, "chat.completion.chunk", created, model, details)
-        ends = ChunkEnvelope(head, choices=choices, with_usage=with_usage)
-        self._tokens_as_ids = details.tokens_as_ids
-        self.usage = ends.usage
-        self._tail = ends.tail
-        self._heads = ends.heads
-        self._content_heads = [head + b'"delta":{"content":' for head in ends.heads]
-        self._content_tail = b'},"logprobs":null' + _FINISH_NULL + ends.tail
+        """``prompt_in_choice``: whether an event has the prompt's ids in the choice or beside the choices.
+
+        ``first_index``: see AnswerOptions.
+        """
+        self.usage = inner.usage
+        self._inner = inner
+        self._prompt_ids = prompt_ids
+        self._first_index = first_index
+        self._prompt_in_choice = prompt_in_choice
+        self._unsent: list[list[int]] = [[] for _ in range(choices)]
         self._started = [False] * choices
 
     def of(self, frame: Tokens | Deltas) -> bytes:
         """Implement ``Chunks``."""
-        index = frame.index
-        if self._started[index] and frame.finish_reason is None and frame.logprobs is None:  # nearly always
-            if not frame.text:
-                return b""
-            return self._content_heads[index] + encode_json(frame.text) + self._content_tail
-        return self._of_unusual(frame, index)
+        self._unsent[frame.index] += frame.token_ids
+        bodies = decoded(self._inner.of(frame))
+        return b"".join(self._completed(body, is_last=body is bodies[-1]) for body in bodies)
 
-    def _of_unusual(self, frame: Tokens | Deltas, index: int) -> bytes:
-        events = b""
+    def _completed(self, body: dict[str, Any], *, is_last: bool) -> bytes:
+        choice = body["choices"][0]
+        index = choice["index"] - self._first_index
         if not self._started[index]:
             self._started[index] = True
-            role = b'"delta":{"role":"assistant","content":""},"logprobs":null'
-            events += self._heads[index] + role + _FINISH_NULL + self._tail
-        if frame.logprobs:
-            content = b'"delta":{"content":%b},"logprobs":{"content":%b,"refusal":null}' % (
-                encode_json(frame.text),
-                encode_json(chat_logprobs(frame.logprobs, as_ids=self._tokens_as_ids)),
-            )
-            events += self._heads[index] + content + _FINISH_NULL + self._tail
-        elif frame.text:
-            events += self._content_heads[index] + encode_json(frame.text) + self._content_tail
-        if frame.finish_reason is not None:
-            end = b'"delta":{},"logprobs":null,"finish_reason":%b}]' % encode_json(frame.finish_reason)
-            events += self._heads[index] + end + self._tail
-        return events
+            (choice if self._prompt_in_choice else body)["prompt_token_ids"] = self._prompt_ids
+        if is_last:
+            choice["token_ids"], self._unsent[index] = self._unsent[index], []
+        return event(body)
 
 
-class CompletionChunks:
-    """``text_completion`` events. An echoed prompt comes before each choice's own text.
+# --- usage in each event ----------------------------------------------------------------------------------------------
+#
+# Usage in every event of a stream, as far as it has come (vLLM's ``continuous_usage_stats``).
 
-    Where its logprobs are wanted, they come with it, in one event as soon as all are here; what the choices have made
-    until then waits.
-    """
+_NO_CACHE_KNOWN: Final = 0  # how much of the prompt was cached is told when the request has ended
 
-    def __init__(
-        self,
-        answer_id: str,
-        created: int,
-        model: str,
-        *,
-        choices: int,
-        with_usage: bool,
-        details: AnswerOptions = DEFAULT_OPTIONS,
-    ) -> None:
-        head = answer_head(answer_id, "text_completion", created, model, details)
-        ends = ChunkEnvelope(head, choices=choices, with_usage=with_usage, first_index=details.first_index)
-        self.usage = ends.usage
-        self._tail = ends.tail
-        self._heads = [head + b'"text":' for head in ends.heads]
-        self._plain_tail = b',"logprobs":null' + _FINISH_NULL + ends.tail
-        self._logprobs = [CompletionLogprobs(as_ids=details.tokens_as_ids) for _ in range(choices)]
-        self._unsent_echo = [details.echo] * choices
-        self._details = details
-        self._missing_prompt_tokens = 0 if details.echo_logprobs is None else details.prompt_tokens
-        self._prompt: list[PromptLogprob] = []
-        self._waiting: list[Tokens | Deltas] = []
+
+def with_running_usage(chunks: Chunks, request: GenerationRequest, details: AnswerOptions) -> Chunks:
+    """The same chunks, with the usage so far in them where that is wanted."""
+    options = request.stream_options
+    is_wanted = request.include_usage and options is not None and options.continuous_usage_stats
+    return WithRunningUsage(chunks, details.prompt_tokens) if is_wanted else chunks
+
+
+class WithRunningUsage:
+    """``Chunks`` that tell usage instead of null."""
+
+    def __init__(self, inner: Chunks, prompt_tokens: int) -> None:
+        self.usage = inner.usage
+        self._inner = inner
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens = 0
 
     def of(self, frame: Tokens | Deltas) -> bytes:
         """Implement ``Chunks``."""
-        if self._missing_prompt_tokens:
-            return self._take_of_prompt(frame)
-        index = frame.index
-        text = frame.text
-        if self._unsent_echo[index]:
-            text, self._unsent_echo[index] = self._unsent_echo[index] + text, ""
-        if frame.finish_reason is None and frame.logprobs is None:
-            return self._heads[index] + encode_json(text) + self._plain_tail if text else b""
-        logprobs = self._logprobs[index].of(frame.logprobs) if frame.logprobs else None
-        return self._event(index, text, logprobs, frame.finish_reason)
+        self._completion_tokens += len(frame.token_ids) if isinstance(frame, Tokens) else frame.tokens
+        usage = usage_fields(self._prompt_tokens, _NO_CACHE_KNOWN, self._completion_tokens)
+        # In texts, these characters are escaped.
+        return self._inner.of(frame).replace(NO_USAGE_YET, b',"usage":' + encode_json(usage) + b"}\n\n")
 
-    def _event(self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> bytes:
-        end = b',"logprobs":%b,"finish_reason":%b}]' % (encode_json(logprobs), encode_json(finish_reason))
-        return self._heads[index] + encode_json(text) + end + self._tail
 
-    def _take_of_prompt(self, frame: Tokens | Deltas) -> bytes:
-        if frame.prompt_logprobs is None:
-            self._waiting.append(frame)
-            return b""
-        self._prompt += frame.prompt_logprobs
-        self._missing_prompt_tokens -= len(frame.prompt_logprobs)
-        if self._missing_prompt_tokens:
-            return b""
-        events = []
-        for index, echo in enumerate(self._unsent_echo):
-            lists = self._logprobs[index].of_prompt(self._prompt, self._details.echo_logprobs or 0, echo)
-            events.append(self._event(index, echo, lists, None))
-            self._unsent_echo[index] = ""
-        return b"".join(events + [self.of(waiting) for waiting in self._waiting])
+# --- answers checked against their schema -----------------------------------------------------------------------------
+#
+# Checks what has been answered against the schemas that no grammar could enforce whole (``json_schema``).
+#
+# The answer has been made and paid for, so it is sent whatever comes out; each choice tells it in ``schema_errors``. A
+# check runs between others' tokens: what it may cost is bounded, and a schema that cannot be bounded is not checked.
+
+MAX_SCHEMA_CHARS: Final = 16_384  # of patterns alone, it takes some 50 ms to compile
+MAX_WORK: Final = 8_000_000  # characters of schema times characters of answer: at most some 35 ms
+MAX_ERRORS: Final = 8  # are told of an answer
+MAX_ERROR_CHARS: Final = 300
+PATTERN_BYTES: Final = 1_048_576  # of a compiled pattern, which takes time in proportion to the text
+# With these a small schema can take endless time.
+_UNBOUNDED: Final = frozenset({"$ref", "$dynamicRef", "$recursiveRef", "unevaluatedProperties", "unevaluatedItems"})
+_COMPLETE: Final = frozenset({"stop", "tool_calls", "function_call"})  # finish reasons of answers that can be judged
+
+
+class SchemaCheck:
+    """The schemas of one request that are left to be checked."""
+
+    def __init__(self) -> None:
+        self._content: _Checked | None = None
+        self._tools: dict[str, _Checked] = {}  # by name
+
+    def __bool__(self) -> bool:
+        """True if there is anything to check."""
+        return self._content is not None or bool(self._tools)
+
+    def add(self, schema: Any, tool: str | None) -> None:  # noqa: ANN401  # a schema, as it came
+        """Have answers checked against a schema: a tool's arguments, or what is no call."""
+        if tool is None:
+            self._content = _Checked(schema)
+        else:
+            self._tools[tool] = _Checked(schema)
+
+    def fields(self, text: str | None, calls: list[dict[str, Any]], finish_reason: str | None) -> dict[str, Any]:
+        """``schema_errors`` of a choice: a list, empty where all is well, or None where that could not be checked.
+
+        ``calls``: the ``function`` of each. Nothing is told of an answer that was cut off.
+        """
+        if finish_reason not in _COMPLETE:
+            return {}
+        found: list[str] = []
+        for checked, value in self._pairs(text, calls):
+            errors = checked.errors(value)
+            if errors is None:
+                return {"schema_errors": None}
+            found += errors
+        return {"schema_errors": found[:MAX_ERRORS]}
+
+    def _pairs(self, text: str | None, calls: list[dict[str, Any]]) -> "Iterator[tuple[_Checked, str]]":
+        for call in calls:
+            if (tool := self._tools.get(call["name"])) is not None:
+                yield tool, call["arguments"]
+        if self._content is not None and not calls:
+            yield self._content, text or ""
+
+
+class _Checked:
+    """One schema, compiled when it is first needed."""
+
+    def __init__(self, schema: Any) -> None:  # noqa: ANN401
+        self._schema = schema
+        self._chars = len(json.dumps(schema))
+        self._is_bounded = self._chars <= MAX_SCHEMA_CHARS and not _words(schema) & _UNBOUNDED
+        self._validator: Any = None
+
+    def errors(self, text: str) -> list[str] | None:
+        """Return what is wrong with a value, for the client to read, or None."""
+        if not self._is_bounded or self._chars * len(text) > MAX_WORK:
+            return None
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return ["$: not JSON"]
+        try:
+            if self._validator is None:
+                patterns = jsonschema_rs.RegexOptions(size_limit=PATTERN_BYTES)
+                self._validator = jsonschema_rs.validator_for(self._schema, pattern_options=patterns)
+            errors = self._validator.iter_errors(value)
+            return [_describe(error) for error, _ in zip(errors, range(MAX_ERRORS), strict=False)]
+        except (jsonschema_rs.ValidationError, ValueError):  # an invalid schema, or a pattern that cannot be bounded
+            return None
+
+
+def _describe(error: Any) -> str:  # noqa: ANN401  # jsonschema_rs.ValidationError
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error.instance_path)
+    return f"${path}: {error.message}"[:MAX_ERROR_CHARS]
+
+
+def _words(schema: Any) -> set[str]:  # noqa: ANN401
+    """The names of everything in it, however deep: more than its keywords."""
+    found: set[str] = set()
+    unread = [schema]
+    while unread:
+        value = unread.pop()
+        if isinstance(value, dict):
+            found.update(value)
+            unread += value.values()
+        elif isinstance(value, list):
+            unread += value
+    return found
+
+
+class CheckedChunks:
+    """``Chunks`` whose last event of a choice tells ``schema_errors``."""
+
+    def __init__(self, inner: Chunks, check: SchemaCheck, *, choices: int, echo_chars: int = 0) -> None:
+        """``echo_chars``: of the prompt, which come before each choice's own."""
+        self.usage = inner.usage
+        self._inner = inner
+        self._check = check
+        self._echo_chars = echo_chars
+        self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._calls: list[list[dict[str, Any]]] = [[] for _ in range(choices)]
+
+    def of(self, frame: Tokens | Deltas) -> bytes:
+        """Implement ``Chunks``."""
+        return b"".join(self._completed(body, frame.index) for body in decoded(self._inner.of(frame)))
+
+    def _completed(self, body: dict[str, Any], choice: int) -> bytes:
+        row = body["choices"][0]
+        delta: dict[str, Any] = row.get("delta", {})
+        self._texts[choice].append(delta.get("content") or row.get("text") or "")
+        for call in [*(one["function"] for one in delta.get("tool_calls", ())), delta.get("function_call")]:
+            if call is not None:
+                self._add(call, self._calls[choice])
+        if row["finish_reason"] is not None:
+            text = "".join(self._texts[choice])[self._echo_chars :]
+            row |= self._check.fields(text, self._calls[choice], row["finish_reason"])
+        return event(body)
+
+    @staticmethod
+    def _add(function: dict[str, Any], calls: list[dict[str, Any]]) -> None:
+        """Take what a delta tells of a call: its name comes first, then its arguments."""
+        if "name" in function:
+            calls.append({"name": function["name"], "arguments": ""})
+        calls[-1]["arguments"] += function.get("arguments", "")
+
+
+def calls_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The ``function`` of each call in a whole message."""
+    legacy = [message["function_call"]] if "function_call" in message else []
+    return [call["function"] for call in message.get("tool_calls", ())] + legacy

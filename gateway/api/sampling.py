@@ -62,7 +62,7 @@ def _refusal(words: dict[str, str]) -> str:
     )
 
 
-# --- form -------------------------------------------------------------------------------------------------------------
+# --- tools and forced forms -------------------------------------------------------------------------------------------
 #
 # Tools in the prompt and the parsing of answers, from a chat body and its model's dialect.
 
@@ -220,7 +220,7 @@ def _logprobs(request: GenerationRequest) -> int | None:
     return request.logprobs if isinstance(request, CompletionRequest) else None
 
 
-# --- chat job ---------------------------------------------------------------------------------------------------------
+# --- for pools that take messages -------------------------------------------------------------------------------------
 #
 # A chat body as a job carries it to pools that take messages, and which bodies these cannot honour at all.
 #
