@@ -28,11 +28,11 @@ from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from engine import GenerationRequest, LLMEngine, SamplingParams, SequenceOutput
-from engine.types import PromptLogprob
 from models.recipe.chats import read_conversations
 from models.recipe.evaluate import MAX_ANSWER_TOKENS, prompts_of, training_files
 from pool_worker.engines.local import load
 from pool_worker.settings import LocalEngineSettings
+from protocol.generation import PromptLogprob
 from spillway.config import DEMO_MODEL_PATH
 
 LICENCE: Final = Path(__file__).resolve().parents[1] / "LICENSE"

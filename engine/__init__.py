@@ -13,12 +13,11 @@ from engine.types import (
     EngineLoad,
     FinishReason,
     GenerationRequest,
-    PromptLogprob,
     ResumePoint,
     SamplingParams,
     SequenceOutput,
-    TokenLogprob,
 )
+from protocol.generation import PromptLogprob, TokenLogprob
 
 if TYPE_CHECKING:
     from engine.engine import LLMEngine

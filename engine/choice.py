@@ -10,16 +10,8 @@ from engine.scheduler import Sequence
 from engine.text.detokenizer import TokenText
 from engine.text.grammar import Matcher
 from engine.text.output_text import OutputText
-from engine.types import (
-    Candidate,
-    FinishReason,
-    GenerationRequest,
-    PromptLogprob,
-    ResumePoint,
-    SamplingParams,
-    SequenceOutput,
-    TokenLogprob,
-)
+from engine.types import Candidate, FinishReason, GenerationRequest, ResumePoint, SamplingParams, SequenceOutput
+from protocol.generation import PromptLogprob, TokenLogprob
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
 #
@@ -154,11 +146,11 @@ class Choice:
         scores: list[PromptLogprob] = []
         if done == 0:
             scores.append(
-                PromptLogprob(sequence.token_ids[0], self.tokens.text_of(sequence.token_ids[0]), None, None, [])
+                PromptLogprob(sequence.token_ids[0], self.tokens.text_of(sequence.token_ids[0]), None, None, ())
             )
         token_ids = sequence.token_ids[max(1, done) : max(1, done) + len(raw)]
         for token_id, score in zip(token_ids, raw, strict=True):
-            top = [(id_, self.tokens.text_of(id_), logprob) for id_, logprob in score.top]
+            top = tuple((id_, self.tokens.text_of(id_), logprob) for id_, logprob in score.top)
             scores.append(PromptLogprob(token_id, self.tokens.text_of(token_id), score.logprob, score.rank, top))
         sequence.scored_tokens = done + len(scores)
         output = self._output([], "", None)
@@ -208,4 +200,4 @@ class Choice:
             return id_, self.tokens.text_of(id_), logprob, self.tokens.bytes_of(id_)
 
         _, text, logprob, token_bytes = named(token_id, raw.logprob)
-        return TokenLogprob(token_id, text, logprob, token_bytes, [named(*entry) for entry in raw.top])
+        return TokenLogprob(token_id, text, logprob, token_bytes, tuple(named(*entry) for entry in raw.top))

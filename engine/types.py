@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from engine.errors import GrammarTooComplex, RequestRejected
+from protocol.generation import Grammar, PromptLogprob, TokenLogprob
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
@@ -21,16 +22,6 @@ class ContentFinder(Protocol):
     def push(self, text: str, *, is_last: bool) -> list[tuple[int, int]]:
         """Add text; return begin and end, in the complete text, of each new stretch of content."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """The form that an answer must have."""
-
-    kind: GrammarKind
-    source: str  # empty for json_object
-    field: str = "response_format"  # of the request that set it, for errors
-    is_optional: bool = False  # who cannot follow it goes without
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +78,6 @@ class GenerationRequest:
 
 
 Candidate = tuple[int, str, float, bytes]  # token id, text, logprob, bytes
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One output token under the raw distribution: before penalties, bias, temperature and truncation."""
-
-    token_id: int
-    text: str  # U+FFFD where the token is not whole characters; `bytes` is exact
-    logprob: float  # natural logarithm
-    bytes: bytes
-    top: list[Candidate]  # most probable first
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprob:
-    """One prompt token under the raw distribution after those before it."""
-
-    token_id: int
-    text: str  # U+FFFD where the token is not whole characters
-    logprob: float | None  # natural logarithm; None for the first token, before which there is nothing
-    rank: int | None  # 1 + how many tokens are more probable
-    top: list[tuple[int, str, float]]  # token id, text, logprob; most probable first
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.types import PromptLogprob as EnginePromptLogprob
 from engine.types import Refusal, SequenceOutput
 from pool_worker.attempt import Attempt, Outcome, RecentAttempts, attempt_id, attempt_record
 from pool_worker.breaker import Breaker
@@ -22,11 +21,12 @@ from pool_worker.credit import Credit
 from pool_worker.engines.base import AnyEngine
 from pool_worker.engines.chat import ChatOutput
 from pool_worker.engines.server_busy import Busy
-from pool_worker.generation import chat_request, engine_request, wire_logprob, wire_prompt_logprob
+from pool_worker.generation import chat_request, engine_request
 from pool_worker.publisher import Publisher
 from pool_worker.settings import WorkerSettings
 from protocol import subjects
 from protocol.errors import BusError, ErrorCode, ProtocolError
+from protocol.generation import PromptLogprob as EnginePromptLogprob
 from protocol.job import TAKES_MESSAGES, CountedBy, Failed, Job, JobHead, Resend, Revision, encode, unpack_token_ids
 from protocol.nats.bus import Bus
 from protocol.nats.objects import get_object, unseal
@@ -279,7 +279,7 @@ class Executor:
         self.tokens_made += len(output.token_ids)
         if attempt.ttft_ms is None:
             attempt.cached_tokens = output.cached_tokens
-        logprobs = None if output.logprobs is None else tuple(map(wire_logprob, output.logprobs))
+        logprobs = None if output.logprobs is None else tuple(output.logprobs)
         frame = attempt.tokens(output.index, tuple(output.token_ids), output.text, output.finish_reason, logprobs)
         self._publisher.send(attempt.job.reply_subject, frame)
 
@@ -289,7 +289,7 @@ class Executor:
 
     def _send_prompt_logprobs(self, attempt: Attempt, index: int, logprobs: Sequence[EnginePromptLogprob]) -> None:
         for start in range(0, len(logprobs), PROMPT_LOGPROBS_PER_FRAME):
-            wire = tuple(map(wire_prompt_logprob, logprobs[start : start + PROMPT_LOGPROBS_PER_FRAME]))
+            wire = tuple(logprobs[start : start + PROMPT_LOGPROBS_PER_FRAME])
             self._publisher.send(attempt.job.reply_subject, attempt.prompt_logprobs(index, wire))
 
     def _fail_by_engine(self, attempt: Attempt, output: SequenceOutput) -> None:

@@ -1,4 +1,4 @@
-"""Translates a job of the queue into a request to the engine, and the engine's logprobs into those of frames."""
+"""Translates a job of the queue into a request to the engine."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -8,15 +8,12 @@ from typing import cast, get_args
 from msgspec.structs import replace
 
 from engine.pooling.pooling_types import PoolingInput, PoolingRequest, PoolingTask
-from engine.types import GenerationRequest, Grammar, GrammarKind, ResumePoint, SamplingParams
-from engine.types import PromptLogprob as EnginePromptLogprob
-from engine.types import TokenLogprob as EngineLogprob
+from engine.types import GenerationRequest, GrammarKind, ResumePoint, SamplingParams
 from pool_worker.engines.base import Engine
 from pool_worker.engines.chat import ChatPoint, ChatRequest
 from protocol.dialects.dialect import AnswerForm, ContentFinder
 from protocol.errors import ProtocolError
-from protocol.generation import SAMPLING_DEFAULTS, Pooling, PromptLogprob, TokenLogprob, sampling_defaults
-from protocol.generation import Grammar as WireGrammar
+from protocol.generation import SAMPLING_DEFAULTS, Grammar, Pooling, sampling_defaults
 from protocol.job import TAKES_MESSAGES, Job, Markup, Sampling, decode_chat, unpack_token_ids
 
 
@@ -151,21 +148,11 @@ def sampling_params(sampling: Sampling, honoured: Collection[str] = SAMPLING_DEF
         allowed_token_ids=sampling.allowed_token_ids,
         bad_words=sampling.bad_words,
         include_stop_str_in_output=sampling.include_stop_str_in_output,
-        grammar=None if sampling.grammar is None else _grammar(sampling.grammar),
+        grammar=None if sampling.grammar is None else _known(sampling.grammar),
     )
 
 
-def _grammar(grammar: WireGrammar) -> Grammar:
+def _known(grammar: Grammar) -> Grammar:
     if grammar.kind not in get_args(GrammarKind):
         raise ProtocolError(f"a grammar of the unknown kind {grammar.kind!r}")
-    return Grammar(cast("GrammarKind", grammar.kind), grammar.source, grammar.field, grammar.is_optional)
-
-
-def wire_logprob(logprob: EngineLogprob) -> TokenLogprob:
-    """Tell a token's log-probability as frames do."""
-    return TokenLogprob(logprob.token_id, logprob.text, logprob.logprob, logprob.bytes, tuple(logprob.top))
-
-
-def wire_prompt_logprob(logprob: EnginePromptLogprob) -> PromptLogprob:
-    """Tell that of a token of the prompt likewise."""
-    return PromptLogprob(logprob.token_id, logprob.text, logprob.logprob, logprob.rank, tuple(logprob.top))
+    return grammar

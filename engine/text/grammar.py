@@ -31,7 +31,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.errors import GrammarTooComplex, RequestRejected
 from engine.text.grammar_check import COMPILE_CPU_S, PARSER_LIMITS, GrammarCheck, TooExpensive
-from engine.types import GenerationRequest, Grammar
+from engine.types import GenerationRequest
+from protocol.generation import Grammar
 
 COMPILING_THREADS: Final = 2  # so that one enormous schema does not hold up all others
 MAX_COMPILED: Final = 64  # grammars kept for those who ask with the same one again

@@ -12,7 +12,8 @@ from typing import Final
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from engine.types import Candidate, TokenLogprob
+from engine.types import Candidate
+from protocol.generation import TokenLogprob
 from protocol.job import pack_token_ids
 
 _WORD_LIST: Final = (
@@ -102,7 +103,7 @@ class Script:
             self._candidate(id_, likelihood - 1.0 - rank) for rank, id_ in enumerate(others)
         ]
         text = self.text_of[chosen]
-        return TokenLogprob(chosen, text, likelihood, text.encode(), top[:alternatives])
+        return TokenLogprob(chosen, text, likelihood, text.encode(), tuple(top[:alternatives]))
 
     def _candidate(self, token_id: int, logprob: float) -> Candidate:
         text = self.text_of[token_id]

@@ -7,10 +7,11 @@ from typing import Final
 from engine.step_stats import SequenceClock
 from engine.text.detokenizer import TokenText
 from engine.text.output_text import OutputText
-from engine.types import FinishReason, GenerationRequest, ResumePoint, SequenceOutput, TokenLogprob
+from engine.types import FinishReason, GenerationRequest, ResumePoint, SequenceOutput
 from pool_worker.engines.formats.base import Delta, Medium, Scored, ServerFacts, ServerRequest
 from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.text_tokens import AnswerText, TextTokens, UnwritableError
+from protocol.generation import TokenLogprob
 
 SEED_STRIDE: Final = 1_000_003  # choices of one seeded request differ
 
@@ -126,7 +127,8 @@ class ServerChoice:
 
     def _described(self, token_id: int, scored: Scored, wanted: int) -> TokenLogprob:
         text_of, bytes_of = self._tokens.text_of, self._tokens.bytes_of
-        top = [(id_, text_of(id_), logprob, bytes_of(id_)) for id_, logprob in list(scored.top)[:wanted]]
+        alternatives = list(scored.top)[:wanted]
+        top = tuple((id_, text_of(id_), logprob, bytes_of(id_)) for id_, logprob in alternatives)
         return TokenLogprob(token_id, text_of(token_id), scored.logprob, bytes_of(token_id), top)
 
     def end(self, reason: FinishReason, error: str | None = None) -> SequenceOutput:

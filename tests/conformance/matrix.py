@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from engine.types import Grammar
 from pool_worker.engines.chat_formats.openai_profiles import PROFILES, Profile
 from pool_worker.engines.formats import FORMATS
 from pool_worker.engines.formats.base import Abilities, Medium, done_here
 from pool_worker.engines.vllm_inprocess import VllmInProcess
+from protocol.generation import Grammar
 
 DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "ENGINES.md"
 BEGIN: Final = "<!-- matrix: python -m tests.conformance.matrix -->\n"

@@ -18,7 +18,8 @@ from fastapi.responses import StreamingResponse
 from ray import serve
 from transformers import AutoTokenizer
 
-from engine.types import Grammar, Refusal, SamplingParams, SequenceOutput
+from engine.types import Refusal, SamplingParams, SequenceOutput
+from protocol.generation import Grammar
 from tests.conformance.served_engine import ServedEngine
 
 MODEL: Final = "demo"

@@ -18,12 +18,13 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from benchmarks.ports import free_port
-from engine.types import Grammar, ResumePoint
+from engine.types import ResumePoint
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.formats import FORMATS
 from pool_worker.engines.server_connection import SILENCED_STREAMS, ServerConnection, Taken
 from pool_worker.settings import ServerEngineSettings
+from protocol.generation import Grammar
 from tests.conformance.driven_engine import MAX_MODEL_LEN, Driver, driving, request
 from tests.conformance.replay_events import EVENTS, vllm_events
 from tests.conformance.server_replay import Fault, Replay, running, running_on_demand

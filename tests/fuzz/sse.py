@@ -27,7 +27,6 @@ from pool_worker.settings import (
     VertexSettings,
 )
 from protocol import job as m
-from protocol.generation import TokenLogprob
 from protocol.job import Chat, Deltas, StepFrame, Turn, decode_step
 from protocol.wire import UNDECODABLE
 from spillway.config import DEMO_MODEL_PATH
@@ -158,10 +157,7 @@ def _read_tokens(events: list[Mapping[str, Any]], wire_format: type[WireFormat])
         except (MalformedEvent, ServerFailure):
             return
         if output is not None:
-            logprobs = tuple(
-                TokenLogprob(one.token_id, one.text, one.logprob, one.bytes, tuple(one.top))
-                for one in output.logprobs or ()
-            )
+            logprobs = tuple(output.logprobs or ())
             reason = output.finish_reason
             _send(m.Tokens("r", 1, 1, 0, tuple(output.token_ids), output.text, reason, logprobs))
             _send(m.Finished("r", 1, 2, False, 2, output.cached_tokens, len(output.token_ids), 1.0))

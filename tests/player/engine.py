@@ -23,10 +23,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.errors import RequestRejected
 from engine.pooling.pooling_types import PoolingRequest
-from engine.types import GenerationRequest, Grammar
+from engine.types import GenerationRequest
 from pool_worker.engines.scripted import ScriptedEngine
 from pool_worker.engines.scripted_words import Script
 from pool_worker.settings import ScriptedEngineSettings
+from protocol.generation import Grammar
 from protocol.job import ModelCard, pack_token_ids
 from tests.tool_templates import THINKING_STYLE
 

@@ -25,7 +25,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from engine import EngineConfig, GenerationRequest, LLMEngine, ResumePoint, SamplingParams
-from engine.types import Grammar
+from protocol.generation import Grammar
 from spillway.config import DEMO_MODEL_PATH
 
 AT_ONCE: Final = 24

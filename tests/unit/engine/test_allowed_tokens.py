@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from engine import GenerationRequest, RequestRejected, ResumePoint, SamplingParams
 from engine.sampler import BadWords
-from engine.types import Grammar
+from protocol.generation import Grammar
 from tests.unit.engine.tiny_models import EOS_ID, VOCAB_SIZE, Answer, byte_level_tokenizer, llama, make_engine, run
 
 TOKENIZER = byte_level_tokenizer()

@@ -282,10 +282,10 @@ def test_logprobs_name_the_tokens(engine: LLMEngine) -> None:
     answer = answer_of(engine, temperature=0.0, logprobs=4, max_tokens=5)
     assert [one.token_id for one in answer.logprobs] == answer.token_ids
     for one in answer.logprobs:
-        assert one.top[0] == (one.token_id, one.text, one.logprob, one.bytes)
+        assert one.top[0] == (one.token_id, one.text, one.logprob, one.utf8)
         assert [candidate[2] for candidate in one.top] == sorted((c[2] for c in one.top), reverse=True)
-        assert one.text == one.bytes.decode(errors="replace")
-    assert answer_of(engine, logprobs=0).logprobs[0].top == []
+        assert one.text == one.utf8.decode(errors="replace")
+    assert answer_of(engine, logprobs=0).logprobs[0].top == ()
 
 
 OK = request()

@@ -18,8 +18,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from engine import GenerationRequest, LLMEngine, RequestRejected, ResumePoint, SamplingParams, SequenceOutput
 from engine.text.grammar import COMPILING_THREADS, CompiledGrammar, Family, GrammarCompiler, Matcher
 from engine.text.grammar import _source as grammar_source
-from engine.types import Grammar, GrammarKind, Refusal
+from engine.types import GrammarKind, Refusal
 from protocol.dialects.lark import LarkGrammar
+from protocol.generation import Grammar
 from tests.unit.engine.tiny_models import (
     EOS_ID,
     SHAPE,

@@ -20,7 +20,8 @@ from engine.text.grammar import (
     Matcher,
 )
 from engine.text.grammar_check import GrammarCheck, TooExpensive
-from engine.types import Grammar, GrammarKind, Refusal, SequenceOutput
+from engine.types import GrammarKind, Refusal, SequenceOutput
+from protocol.generation import Grammar
 from tests.unit.engine.tiny_models import EOS_ID, SHAPE, Answer, byte_level_tokenizer, collect, drain, make_engine, run
 from tests.unit.engine.tiny_models import make_model as make_tiny_model
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from engine import ConfigError, GenerationRequest, LLMEngine, RequestRejected, ResumePoint, SamplingParams
 from engine.choice import NgramDrafts
-from engine.types import Grammar
+from protocol.generation import Grammar
 from tests.unit.engine.peft_adapters import generate, make_adapter, write_adapter
 from tests.unit.engine.tiny_models import (
     EOS_ID,

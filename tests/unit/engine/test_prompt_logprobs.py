@@ -43,7 +43,7 @@ def request(name: str = "r", prompt: tuple[int, ...] = LONG, **params: Any) -> G
 @torch.inference_mode()
 def expect_scores(model: PreTrainedModel, prompt: tuple[int, ...], scores: list[PromptLogprob], top: int = 3) -> None:
     assert [score.token_id for score in scores] == list(prompt)
-    assert (scores[0].logprob, scores[0].rank, scores[0].top) == (None, None, [])
+    assert (scores[0].logprob, scores[0].rank, scores[0].top) == (None, None, ())
     if len(prompt) == 1:
         return
     logprobs = torch.log_softmax(model(torch.tensor([prompt])).logits[0, :-1].float(), dim=-1)

@@ -12,13 +12,13 @@ from llguidance.hf import from_tokenizer
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from engine import GenerationRequest, LLMEngine, ResumePoint, SamplingParams
-from engine.types import Grammar
 from protocol.dialects.base import Tool
 from protocol.dialects.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from protocol.dialects.dialect import AnswerForm, Dialect
 from protocol.dialects.kimi import KIMI_K2
 from protocol.dialects.sections import SectionFormat
 from protocol.dialects.source import Kind
+from protocol.generation import Grammar
 from protocol.generation import Grammar as WireGrammar
 from tests.unit.engine.tiny_models import EOS_ID, SHAPE, Answer, byte_level_tokenizer, make_engine, make_model, run
 
