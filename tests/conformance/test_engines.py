@@ -233,7 +233,7 @@ async def test_logprobs_come_with_every_token(driver: Driver) -> None:
         assert entry.token_id == next(
             one[0] for one in entry.top if REAL_SERVER.get("kind") != "llamacpp" or one[0] > 2
         )
-        assert entry.bytes.decode(errors="replace") == entry.text
+        assert entry.utf8.decode(errors="replace") == entry.text
 
 
 def has_begun(answer: Answer) -> bool:
