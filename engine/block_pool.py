@@ -9,7 +9,7 @@ A block is `block_size` tokens of keys and values in every layer; the pool knows
       │ longest unused   v  │                                             │
       └──────────────── cached (no owner, found by its key) ──────────────┘ forget
 
-A key identifies the tokens of a block and all tokens before it (`prefix_keys`), so a sequence with the same prompt
+A key identifies the tokens of a block and all tokens before it (`extend_keys`), so a sequence with the same prompt
 finds its blocks, used or cached. Cached blocks are free: they are merely the last to be allocated.
 
 The allocator prefers one contiguous run: attention on a CPU reads a run in place.

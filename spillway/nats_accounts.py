@@ -105,7 +105,7 @@ class Authority:
     def issue(self, part: str, name: str | None = None, *, lasts_s: float | None = None) -> Path:
         """Make a user of a part or a pool, and write its credentials. Others of the same name stay valid.
 
-        ``part``: one of ``permissions.PARTS``, or of ``of_pool``; ``name``: of a pool's machine. Raises AuthorityError.
+        ``part``: one of ``access.PARTS``, or of ``of_pool``; ``name``: of a pool's machine. Raises AuthorityError.
         """
         if name is not None and part not in self._state.signers:
             raise AuthorityError(f"{part}: servers do not know this pool yet; run `spillway nats credentials` first")

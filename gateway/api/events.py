@@ -499,7 +499,7 @@ class WithRunningUsage:
 
 # --- answers checked against their schema -----------------------------------------------------------------------------
 #
-# Checks what has been answered against the schemas that no grammar could enforce whole (``json_schema``).
+# Checks what has been answered against the schemas that no grammar could enforce whole (``gateway.api.sampling``).
 #
 # The answer has been made and paid for, so it is sent whatever comes out; each choice tells it in ``schema_errors``. A
 # check runs between others' tokens: what it may cost is bounded, and a schema that cannot be bounded is not checked.

@@ -132,7 +132,7 @@ def grammar_of(
 ) -> Grammar | None:
     """Return the grammar that forces the answers; ``content``: the grammar of those that are no calls.
 
-    Raises InvalidParameter where calls and other output cannot be distinguished, and for what ``json_schema``
+    Raises InvalidParameter where calls and other output cannot be distinguished, and for what ``enforceable``
     refuses.
     """
     is_forced = must_call(request)
@@ -188,7 +188,7 @@ def sampling_of(
     *,
     is_enforced: bool = True,
 ) -> Sampling:
-    """Return the wire form of a request's sampling fields. ``check``: see ``json_schema``; raises as it does.
+    """Return the wire form of a request's sampling fields. ``check``: see ``enforceable``; raises as it does.
 
     ``defaults``: the model's own. Without ``is_enforced`` the grammar is left out.
     """

@@ -413,7 +413,7 @@ def choices_of(admission: Admission) -> Choices:
 # Bounds on what a worker may report: a stolen or broken one must not spoil a record.
 #
 # Workers are machines of others, so nothing that they say of an attempt is taken as it comes where something hangs on
-# it: tokens are bounded by what was asked for and heard (``choices``, ``attempts``), the rest here.
+# it: tokens are bounded by what was asked for and heard (above, and in ``attempt``), the rest here.
 
 MAX_NAME_CHARS: Final = 255
 SLACK_S: Final = 1.0  # of timings: two clocks run at different speeds

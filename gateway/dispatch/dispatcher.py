@@ -1,8 +1,8 @@
 """All open requests of this gateway: routes frames to them, and does for them what needs the bus.
 
-What tells that an attempt is lost, quickest first: its worker's connection is gone (``detector``, milliseconds), its
+What tells that an attempt is lost, quickest first: its worker's connection is gone (``losses``, milliseconds), its
 worker has signed off or its heartbeats are missing (``registry``, 1.5 s), lost frames are not sent again or probes not
-answered (``request``, seconds), its message is gone and nobody has it (``lookups``, seconds).
+answered (``lifecycle``, seconds), its message is gone and nobody has it (``job_queue``, seconds).
 """
 
 import asyncio

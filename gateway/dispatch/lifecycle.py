@@ -398,7 +398,7 @@ def _overdue_token(limits: TimeoutSettings, attempt: CurrentAttempt, now_s: floa
 
 # --- request ----------------------------------------------------------------------------------------------------------
 #
-# One admitted request: its state machine (drawn in ``states``), free of any input or output.
+# One admitted request: its state machine (drawn above), free of any input or output.
 #
 # The fence: frames of another attempt, of another worker than the attempt's first, or with a ``seq`` seen before are
 # dropped. A gap in ``seq`` asks the worker to send again from there; what comes before the gap is filled is dropped, as

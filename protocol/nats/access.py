@@ -373,7 +373,7 @@ class WorkerKeys(BaseModel):
 
 
 def access_options(credentials: Path | SecretStr | None, ca_file: Path | None, role: str) -> dict[str, Any]:
-    """Return options of nats-py's ``connect`` for a part of this role (``permissions``). Raises CredentialsError."""
+    """Return options of nats-py's ``connect`` for a part of this role. Raises CredentialsError."""
     options: dict[str, Any] = {}
     if credentials is not None:
         options |= {"inbox_prefix": inbox_prefix(role), **Credentials(credentials).options()}
