@@ -35,14 +35,19 @@ class Refused(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
         is_final: bool = False,
+        limit: Kind | None = None,
     ) -> None:
-        """``retry_after_s``: where more is known than the code's own. ``is_final``: waiting helps nobody."""
+        """``retry_after_s``: where more is known than the code's own. ``is_final``: waiting helps nobody.
+
+        ``limit``: which of the limits that keys and teams have; None: none of these.
+        """
         # It may repeat what the client sent, or what an upstream server said.
         self.message = masked(message) if message else (self.__doc__ or "").strip()
         self.param = None if param is None else masked(param)
         self.code = code or type(self).code
         self.retry_after_s = retry_after_s
         self.is_final = is_final
+        self.limit = limit
         super().__init__(self.message)
 
     def forget_frames(self) -> None:
@@ -197,7 +202,6 @@ class RateLimitExceeded(Refused):
 
     code = "rate_limit_exceeded"
     other_codes = ("file_quota_exceeded", "too_many_batches", "too_many_stored_responses", "too_many_uploads")
-    limit: Kind | None = None  # of what; None: of none of those that keys and teams have
 
 
 def too_many(message: str, code: str) -> RateLimitExceeded:
@@ -209,7 +213,6 @@ class InsufficientQuota(Refused):
     """The budget of the key or its team is used up."""
 
     code = "insufficient_quota"
-    limit: Kind | None = None  # of what; None: of none of those that keys and teams have
 
 
 class TooManyConnections(Refused):

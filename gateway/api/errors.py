@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from gateway import errors
 from gateway.api.fields import encode_json
-from gateway.errors import RETRY_LATER_S, RETRY_SOON_S, InsufficientQuota, MethodNotAllowed, RateLimitExceeded, Refused
+from gateway.errors import RETRY_LATER_S, RETRY_SOON_S, MethodNotAllowed, Refused
 from gateway.request.mailbox import Failure
 from protocol.errors import ErrorCode
 from protocol.gateways import Kind
@@ -78,9 +78,9 @@ _LIMIT_TYPES: Final = {
     Kind.MONEY: "budget",
 }
 
-_BAD_REQUEST: Final = HttpForm(400, "invalid_request_error", should_retry=False)
+_BAD_REQUEST: Final = _invalid(400)
 _CONTENDED: Final = HttpForm(429, "rate_limit_error", should_retry=True, retry_after_s=RETRY_LATER_S)
-_NO_CAPACITY: Final = HttpForm(503, should_retry=True, retry_after_s=RETRY_LATER_S)
+_NO_CAPACITY: Final = _unavailable(RETRY_LATER_S)
 _TOO_SLOW: Final = HttpForm(504, should_retry=False)  # the whole wait would begin again
 _INTERNAL: Final = HttpForm(500)
 
@@ -88,10 +88,10 @@ FAILURES: Final[dict[ErrorCode, HttpForm]] = {
     ErrorCode.INVALID_REQUEST: _BAD_REQUEST,
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: _BAD_REQUEST,
     ErrorCode.GRAMMAR_TOO_COMPLEX: _BAD_REQUEST,
-    ErrorCode.KEY_REVOKED: HttpForm(401, "invalid_request_error", should_retry=False),
+    ErrorCode.KEY_REVOKED: _invalid(401),
     ErrorCode.QUEUE_FULL: _NO_CAPACITY,
-    ErrorCode.OVERLOADED: HttpForm(503, should_retry=True, retry_after_s=RETRY_SOON_S),
-    ErrorCode.USAGE_NOT_STORED: HttpForm(503, should_retry=True, retry_after_s=RETRY_LATER_S),
+    ErrorCode.OVERLOADED: _unavailable(RETRY_SOON_S),
+    ErrorCode.USAGE_NOT_STORED: _unavailable(RETRY_LATER_S),
     ErrorCode.TOO_MANY_QUEUED: _CONTENDED,
     ErrorCode.TOO_MANY_QUEUED_TOKENS: _CONTENDED,
     ErrorCode.TOO_MANY_QUEUED_BYTES: _CONTENDED,
@@ -100,15 +100,15 @@ FAILURES: Final[dict[ErrorCode, HttpForm]] = {
     ErrorCode.TENANT_IN_FLIGHT: _CONTENDED,
     ErrorCode.TENANT_QUEUED: _CONTENDED,
     ErrorCode.NO_WORKERS: _NO_CAPACITY,
-    ErrorCode.MODEL_CHANGED: HttpForm(503, should_retry=True, retry_after_s=RETRY_SOON_S),
+    ErrorCode.MODEL_CHANGED: _unavailable(RETRY_SOON_S),
     ErrorCode.ANSWER_CUT: HttpForm(502, should_retry=True, retry_after_s=RETRY_SOON_S),
     ErrorCode.DEADLINE_EXCEEDED: _TOO_SLOW,
     ErrorCode.QUEUE_WAIT_TIMEOUT: _NO_CAPACITY,
-    ErrorCode.SHUTTING_DOWN: HttpForm(503, should_retry=True, retry_after_s=RETRY_SOON_S),
+    ErrorCode.SHUTTING_DOWN: _unavailable(RETRY_SOON_S),
     ErrorCode.FIRST_TOKEN_TIMEOUT: _TOO_SLOW,
     ErrorCode.INTER_TOKEN_TIMEOUT: _TOO_SLOW,
     ErrorCode.TOTAL_TIMEOUT: _TOO_SLOW,
-    ErrorCode.SLOW_CLIENT: HttpForm(408, "invalid_request_error", should_retry=False),
+    ErrorCode.SLOW_CLIENT: _invalid(408),
     ErrorCode.ANSWER_TOO_LARGE: _BAD_REQUEST,
     ErrorCode.ENGINE_ERROR: _INTERNAL,
     ErrorCode.ENGINE_BUSY: _INTERNAL,
@@ -145,10 +145,9 @@ def form_of_kind(kind: type[Refused]) -> HttpForm:
 def form_of(error: Refused) -> HttpForm:
     """Return the form of one refusal."""
     form = FAILURES[error.failure.code] if isinstance(error, RequestFailed) else form_of_kind(type(error))
-    limit = error.limit if isinstance(error, RateLimitExceeded | InsufficientQuota) else None
     return HttpForm(
         form.status,
-        form.type if limit is None else _LIMIT_TYPES[limit],
+        form.type if error.limit is None else _LIMIT_TYPES[error.limit],
         should_retry=False if error.is_final else form.should_retry,
         retry_after_s=error.retry_after_s or form.retry_after_s,
     )

@@ -161,20 +161,19 @@ def _error_of(refusal: Refusal, limit_param: str | None) -> Refused:
         return _budget_error(refusal, limit_param)
     name = _NAMES[refusal.kind]
     if refusal.is_too_large:
-        error = RateLimitExceeded(
+        return RateLimitExceeded(
             f"Request too large for the {refusal.whose}'s limit of {name}: limit {refusal.limit}, requested"
             f" {refusal.needed}{_smaller(limit_param)}",
             param=limit_param,
             is_final=True,
+            limit=refusal.kind,
         )
-    else:
-        error = RateLimitExceeded(
-            f"Rate limit reached for the {refusal.whose}'s {name}: limit {refusal.limit}, used {refusal.used},"
-            f" requested {refusal.needed}.",
-            retry_after_s=math.ceil(refusal.retry_after_s or 1),
-        )
-    error.limit = refusal.kind
-    return error
+    return RateLimitExceeded(
+        f"Rate limit reached for the {refusal.whose}'s {name}: limit {refusal.limit}, used {refusal.used},"
+        f" requested {refusal.needed}.",
+        retry_after_s=math.ceil(refusal.retry_after_s or 1),
+        limit=refusal.kind,
+    )
 
 
 def _smaller(limit_param: str | None) -> str:
@@ -190,21 +189,19 @@ def _budget_error(refusal: Refusal, limit_param: str | None) -> Refused:
         f" {refusal.needed / NANO_USD:.6g} USD"
     )
     if refusal.is_too_large:
-        too_large = InsufficientQuota(
+        return InsufficientQuota(
             f"Request too large for the {refusal.whose}'s whole budget: {amounts}{_smaller(limit_param)}",
             param=limit_param,
+            limit=Kind.MONEY,
         )
-        too_large.limit = Kind.MONEY
-        return too_large
     if refusal.retry_after_s is None and refusal.used < refusal.limit:
         return InsufficientQuota(
             f"Too little is left of the {refusal.whose}'s budget: {amounts}{_smaller(limit_param)}", param=limit_param
         )
     if refusal.retry_after_s is None:
         return InsufficientQuota(f"The {refusal.whose}'s budget is used up: {amounts}.")
-    error = RateLimitExceeded(
+    return RateLimitExceeded(
         f"The {refusal.whose}'s budget is reserved by requests that are running: {amounts}.",
         retry_after_s=math.ceil(refusal.retry_after_s),
+        limit=Kind.MONEY,
     )
-    error.limit = Kind.MONEY
-    return error
