@@ -1,13 +1,11 @@
 """Settings of the console."""
 
 import re
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr, field_validator, model_validator
 
-from ledger.webhooks.settings import WebhookSettings
-from protocol.process import HttpUrlText, PositiveInt, PositiveSeconds, Settings, http_url_parts
+from protocol.process import HttpUrlText, PositiveSeconds, Settings, http_url_parts
 
 
 class OidcSettings(Settings):
@@ -62,16 +60,3 @@ class LoginSettings(Settings):
         if parts is not None and (parts.path.strip("/") or parts.username is not None):
             raise ValueError(f"must be scheme and host alone: {parts.scheme}://{parts.netloc.rpartition('@')[2]}")
         return url
-
-
-class ConsoleSettings(Settings):
-    """Settings of the pages and the admin API."""
-
-    login: LoginSettings
-    key_pepper: SecretStr
-    payload_key: SecretStr | None  # see ledger.settings.PayloadSettings
-    data_dir: Path
-    models: dict[str, str]  # the model behind every name and alias
-    max_body_bytes: PositiveInt
-    body_s: PositiveSeconds
-    webhooks: WebhookSettings = WebhookSettings()

@@ -50,7 +50,7 @@ MESSAGES_PATH: Final = "/v1/messages/"  # below which errors are Anthropic's
 OTHER_ROUTES: Final = "other"  # the endpoint of what FastAPI serves, in logs and series
 
 
-def build_app(services: Services, batches: BatchServices, mounted: Mounted | None) -> Application:
+def build_app(services: Services, batches: BatchServices, mounted: Mounted) -> Application:
     """Put the application together: the API, and what is mounted beside it."""
     about = "An OpenAI-compatible endpoint in front of pools of workers."
     slow = FastAPI(title="Spillway", description=about, version=VERSION, docs_url=None, redoc_url=None)
@@ -60,12 +60,11 @@ def build_app(services: Services, batches: BatchServices, mounted: Mounted | Non
     slow.include_router(
         responses_router(services.keys, services.responses, services.settings.timeouts.queued_comment_s)
     )
-    for router in (*batch_routers(batches), *(() if mounted is None else mounted.routers)):
+    for router in (*batch_routers(batches), *mounted.routers):
         slow.include_router(router)
     add_error_answers(slow)
-    add_openapi(slow, (*(() if mounted is None else mounted.bodies), *BATCH_BODIES))
-    if mounted is not None:
-        mounted.add_answers(slow)
+    add_openapi(slow, (*mounted.bodies, *BATCH_BODIES))
+    mounted.add_answers(slow)
     room = VectorBudget(services.settings.limits.max_vector_bytes)
     score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)
     messages = SurfaceCalls(Messages())

@@ -85,7 +85,7 @@ async def run(
     on_ready: Callable[[int], None] | None = None,
     stop: asyncio.Event | None = None,
     *,
-    mount: Mount | None = None,
+    mount: Mount,
 ) -> None:
     """Serve until SIGTERM, SIGINT or ``stop``. ``on_ready`` is called with the port once requests are taken.
 
@@ -184,7 +184,7 @@ async def run(
             begin_trace=None if traces is None else traces.begin,
         )
         parts = GatewayParts(settings, bus, keys, database, catalog, dispatcher, admission_control, series, failovers)
-        mounted = None if mount is None else await stack.enter_async_context(mount(parts))
+        mounted = await stack.enter_async_context(mount(parts))
         batches = open_batches(
             settings.batches,
             settings.data_dir,

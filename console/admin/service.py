@@ -11,7 +11,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from console.admin.schema import AdminBody, KeyChanges, NewKey, NewTeam, TeamChanges
 from console.login.login import Login
-from console.settings import ConsoleSettings
 from db.accounts import keys, teams
 from db.accounts.checks import checked_grant
 from db.accounts.keys import ApiKey, Grant
@@ -21,6 +20,7 @@ from gateway.api.fields import parse_body
 from gateway.http.body import read_body
 from gateway.http.pages import exchange_of
 from gateway.mount import GatewayParts
+from gateway.tokenizing.settings import canonical_names
 from ledger.webhooks.endpoints import Endpoints
 from ledger.webhooks.secrets import SecretBox
 from protocol import subjects
@@ -35,13 +35,13 @@ _Body = TypeVar("_Body", bound=AdminBody)
 class AdminService:
     """Applies changes to teams and keys for the admin API and the dashboard."""
 
-    def __init__(self, gateway: GatewayParts, settings: ConsoleSettings, login: Login) -> None:
-        self.settings = settings
+    def __init__(self, gateway: GatewayParts, login: Login) -> None:
+        self.settings = gateway.settings
         self.database: AsyncEngine = gateway.database
         self.webhooks = Endpoints(self.database, self.settings.webhooks, SecretBox(self.settings.key_pepper))
         self._gateway = gateway
         self._login = login
-        self._models = settings.models
+        self._models = canonical_names(self.settings.models)
 
     async def actor(self, request: Request) -> str:
         """Return the client's name in the audit log: by their key if they send one, else by their session.
@@ -59,7 +59,7 @@ class AdminService:
         Raises InvalidParameter, and what parse_body and read_body raise.
         """
         headers, settings = exchange_of(request).headers, self.settings
-        body = await read_body(request.receive, headers, settings.max_body_bytes, settings.body_s)
+        body = await read_body(request.receive, headers, settings.limits.max_body_bytes, settings.timeouts.body_s)
         return parse_body(kind, body or b"{}")
 
     # Each raises the errors of the function of the same name in accounts.

@@ -14,7 +14,7 @@ MAX_SHOWN_CHARS: Final = 200_000  # of the request, and of the answer
 
 async def read_payload_values(pages: Pages, request_id: str, actor: str) -> dict[str, Any]:
     """Return values of request.html: the payload (None: none is stored), or the problem. Raises SQL's own errors."""
-    sealer = Sealer(parse_keys(pages.admin.settings.payload_key))
+    sealer = Sealer(parse_keys(pages.gateway.settings.payloads.key))
     try:
         payload = await read_payload(pages.gateway.database, request_id, sealer, actor)
     except UnknownPayload:

@@ -22,7 +22,7 @@ from starlette.responses import RedirectResponse, Response
 from console.login.admins import check_password
 from console.login.sessions import Session, SessionStore
 from console.login.throttle import LoginThrottle
-from console.settings import ConsoleSettings
+from console.settings import LoginSettings
 from db.accounts.errors import TooManyLogins, WrongPassword
 from db.accounts.masking import masked
 from gateway.errors import CrossOriginRequest, LoginRequired
@@ -41,11 +41,12 @@ log = logging.getLogger(__name__)
 class Login:
     """Logs users in and out, and identifies the user of a request."""
 
-    def __init__(self, database: AsyncEngine, settings: ConsoleSettings) -> None:
-        self.settings = settings.login
+    def __init__(self, database: AsyncEngine, settings: LoginSettings, key_pepper: SecretStr) -> None:
+        self.settings = settings
+        self.key_pepper = key_pepper
         self.database = database
-        self._sessions = SessionStore(database, settings.key_pepper, settings.login.session_s)
-        self._browser_key = _browser_key(settings.key_pepper)
+        self._sessions = SessionStore(database, key_pepper, settings.session_s)
+        self._browser_key = _browser_key(key_pepper)
         self._throttle = LoginThrottle()
         self._unknown_browsers, self._known_browsers = _PasswordQueue(), _PasswordQueue()
 

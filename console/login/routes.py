@@ -1,8 +1,6 @@
 """/login and /logout."""
 
 from fastapi import APIRouter, FastAPI, Request
-from pydantic import SecretStr
-from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.responses import RedirectResponse, Response
 
 from console.login.admins import ADMIN_NAME, has_admin
@@ -15,7 +13,7 @@ from gateway.errors import LoginRequired
 from gateway.http.pages import refuse
 
 
-def login_router(login: Login, database: AsyncEngine, key_pepper: SecretStr) -> APIRouter:
+def login_router(login: Login) -> APIRouter:
     """Build the router of the login and logout forms."""
     router = APIRouter(include_in_schema=False)
 
@@ -26,7 +24,7 @@ def login_router(login: Login, database: AsyncEngine, key_pepper: SecretStr) -> 
             problem=problem,
             next_page=local_page(next_page),
             name=ADMIN_NAME,
-            has_password=await has_admin(database),
+            has_password=await has_admin(login.database),
             has_oidc=login.settings.oidc is not None,
         )
 
@@ -46,7 +44,7 @@ def login_router(login: Login, database: AsyncEngine, key_pepper: SecretStr) -> 
         return await login.start(request, name, next_page)
 
     if login.settings.oidc is not None:
-        router.include_router(oidc_router(login, login.settings.oidc, key_pepper, form))
+        router.include_router(oidc_router(login, login.settings.oidc, login.key_pepper, form))
 
     @router.post("/logout")
     async def log_out(request: Request) -> Response:
