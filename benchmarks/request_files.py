@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,21 +21,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import psutil
 
-from benchmarks.ports import free_port
+from tests.acceptance.system import System, run_system
 
-START_LIMIT_S: Final = 120.0
+ANSWER_LIMIT_S: Final = 120.0
 SETTLE_S: Final = 1.0  # for the record of a request to reach the ledger
 TOKENS: Final = 16
-CONFIG: Final = """
-[models.scripted]
-[pools.local]
-models = ["scripted"]
-engine = {{ kind = "scripted" }}
-[gateway]
-port = {port}
-"""
+PARTS: Final = ("spillway gateway", "spillway worker", "spillway ledger")
+CONFIG: Final = '[models.scripted]\n[pools.local]\nmodels = ["scripted"]\nengine = { kind = "scripted" }\n'
 # Python imports this module by itself, in each process that finds it.
 HOOK: Final = """
 import json, os, signal, sys, threading
@@ -80,88 +72,46 @@ def ask(client: httpx.Client) -> None:
         raise RuntimeError(f"the answer is cut: {answer.text[-300:]}")
 
 
-def parts_of(launcher: psutil.Process) -> list[psutil.Process]:
-    """Return the gateway's, the worker's and the ledger writer's process."""
-    words = ("gateway", "worker", "ledger")
-    return [child for child in launcher.children(recursive=True) if set(words) & set(child.cmdline())]
-
-
 def measure(checkout: Path, python: Path) -> dict[str, Any]:
-    """Run one system, and return the result."""
+    """Run one system, ask it twice, and return what the second time ran through."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "hook").mkdir()
-        (folder / "hook" / "sitecustomize.py").write_text(HOOK)
-        (folder / "seen").mkdir()
-        port = free_port()
-        (folder / "spillway.toml").write_text(CONFIG.format(port=port))
-        environment = {**os.environ, "PYTHONPATH": str(folder / "hook"), "REQUEST_FILES": str(folder / "seen")}
-        files = ["--config", str(folder / "spillway.toml"), "--data", str(folder / "data")]
-        command = [str(python), "-m", "spillway", "up", *files]
-        with (folder / "log").open("w+") as log:
-            launcher = subprocess.Popen(command, cwd=checkout, env=environment, stdout=log, stderr=log)
-            try:
-                return {"checkout": checkout.name, **watch(psutil.Process(launcher.pid), port, folder, checkout)}
-            except Exception:
-                sys.stderr.write((folder / "log").read_text()[-3000:])
-                raise
-            finally:
-                launcher.send_signal(signal.SIGTERM)
-                launcher.wait(START_LIMIT_S)
+        seen, hook, config = folder / "seen", folder / "hook", folder / "spillway.toml"
+        seen.mkdir()
+        hook.mkdir()
+        (hook / "sitecustomize.py").write_text(HOOK)
+        config.write_text(CONFIG)
+        os.environ |= {"PYTHONPATH": str(hook), "REQUEST_FILES": str(seen)}
+        program = (str(python), "-m", "spillway")
+        system = System(folder / "data", ["--config", str(config)], program=program, folder=checkout)
+        with run_system(system):
+            watch(system, seen)
+        called = {Path(one) for path in seen.glob("*.json") for one in json.loads(path.read_text())}
+    inside = {one.relative_to(checkout) for one in called if one.is_relative_to(checkout)}
+    ours = [one for one in inside if one.parts[0] != ".venv"]
+    roots = Counter(one.parts[0] for one in ours)
+    return {"checkout": checkout.name, "files": len(ours), "roots": dict(roots.most_common())}
 
 
-def watch(launcher: psutil.Process, port: int, folder: Path, checkout: Path) -> dict[str, Any]:
-    """Ask twice, the second time watched."""
-    key = key_of(folder)
-    headers = {"authorization": f"Bearer {key}"}
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=START_LIMIT_S) as client:
-        until_ready(client)
+def watch(system: System, seen: Path) -> None:
+    """Ask twice; the second time the parts write down what they call."""
+    parts = [process for part in PARTS for process in system.children(part)]
+    headers = {"authorization": f"Bearer {system.api_key}"}
+    with httpx.Client(base_url=system.base_url, headers=headers, timeout=ANSWER_LIMIT_S) as client:
         ask(client)
         time.sleep(SETTLE_S)
-        parts = parts_of(launcher)
         for part in parts:
             part.send_signal(signal.SIGUSR1)
-        time.sleep(SETTLE_S / 10)
+        time.sleep(SETTLE_S)
         ask(client)
         time.sleep(SETTLE_S)
-        for part in parts:
-            part.send_signal(signal.SIGUSR2)
-        deadline_s = time.monotonic() + START_LIMIT_S
-        while len(list((folder / "seen").glob("*.json"))) < len(parts) and time.monotonic() < deadline_s:
-            time.sleep(SETTLE_S / 10)
-    ours: set[str] = set()
-    for path in (folder / "seen").glob("*.json"):
-        ours |= {
-            str(Path(one).relative_to(checkout))
-            for one in json.loads(path.read_text())
-            if one.startswith(f"{checkout}/") and ".venv" not in one
-        }
-    roots = Counter(one.split("/")[0] for one in ours)
-    return {"processes": len(parts), "files": len(ours), "roots": dict(roots.most_common())}
-
-
-def key_of(folder: Path) -> str:
-    """Return the API key that the launcher has made, once it is written."""
-    deadline_s = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline_s:
-        found = [word for word in (folder / "log").read_text().split() if word.strip('"').startswith("sk-")]
-        if found:
-            return found[0].strip("\"'")
+    for part in parts:
+        part.send_signal(signal.SIGUSR2)
+    deadline_s = time.monotonic() + ANSWER_LIMIT_S
+    while len(list(seen.glob("*.json"))) < len(parts):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError("a part has not written down what it called")
         time.sleep(SETTLE_S / 10)
-    raise RuntimeError("no API key was printed")
-
-
-def until_ready(client: httpx.Client) -> None:
-    """Wait until the gateway serves its model."""
-    deadline_s = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline_s:
-        try:
-            if client.get("/readyz").is_success:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(SETTLE_S / 10)
-    raise RuntimeError("the gateway is not ready")
 
 
 def main() -> None:
