@@ -7,14 +7,17 @@ Refused                       internal_error
 │   ├── InvalidParameter          a field is wrong, or cannot be honoured
 │   └── ContextLengthExceeded     context_length_exceeded
 ├── …                             one for each code below
-└── RequestFailed                 a dispatch Failure (``gateway.api.errors``)
+└── RequestFailed                 a Failure of an admitted request
 
 ClientDisconnected                nobody is left to be told
 """
 
 from typing import Final
 
+from msgspec import Struct
+
 from db.accounts.masking import masked
+from protocol.errors import ErrorCode
 from protocol.gateways import Kind
 
 RETRY_SOON_S: Final = 1
@@ -56,6 +59,30 @@ class Refused(Exception):
         A body in such a circle would stay until the collector finds it.
         """
         self.__traceback__ = self.__cause__ = self.__context__ = None
+
+
+class Failure(Struct, frozen=True):
+    """Reason why a request was refused or ended without an answer."""
+
+    code: ErrorCode
+    message: str
+    param: str | None = None
+    retry_after_s: int | None = None  # where something better is known than the code's own
+    is_wanted: bool = False  # the caller has asked to be refused: its client shall not try again by itself
+
+
+class RequestFailed(Refused):
+    """The request was refused or ended without an answer."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(
+            failure.message,
+            param=failure.param,
+            code=failure.code.value,
+            retry_after_s=failure.retry_after_s,
+            is_final=failure.is_wanted,
+        )
+        self.failure = failure
 
 
 class BadRequest(Refused):

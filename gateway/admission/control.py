@@ -16,7 +16,7 @@ from db.accounts.teams import normalized
 from gateway.admission.capacity import Backlog, Capacity, ModelCapacity
 from gateway.admission.lanes import PeerLanes, candidate_lanes, choose_lane
 from gateway.admission.registry import WorkerRegistry
-from gateway.request.mailbox import Failure
+from gateway.errors import Failure
 from gateway.request.request import Admission, QueuePosition
 from gateway.settings import GatewaySettings, TenantSettings
 from protocol import subjects

@@ -8,8 +8,7 @@ from msgspec import Struct
 
 from gateway import errors
 from gateway.api.fields import encode_json
-from gateway.errors import RETRY_LATER_S, RETRY_SOON_S, MethodNotAllowed, Refused
-from gateway.request.mailbox import Failure
+from gateway.errors import RETRY_LATER_S, RETRY_SOON_S, MethodNotAllowed, Refused, RequestFailed
 from protocol.errors import ErrorCode
 from protocol.gateways import Kind
 
@@ -121,20 +120,6 @@ FAILURES: Final[dict[ErrorCode, HttpForm]] = {
     ErrorCode.ATTEMPTS_EXHAUSTED: HttpForm(502, should_retry=False),  # several workers: a retry makes it only worse
     ErrorCode.INTERNAL_ERROR: _INTERNAL,
 }
-
-
-class RequestFailed(Refused):
-    """The request was refused or ended without an answer."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(
-            failure.message,
-            param=failure.param,
-            code=failure.code.value,
-            retry_after_s=failure.retry_after_s,
-            is_final=failure.is_wanted,
-        )
-        self.failure = failure
 
 
 def form_of_kind(kind: type[Refused]) -> HttpForm:

@@ -23,7 +23,8 @@ from gateway.dispatch.observers import Observer, Observers
 from gateway.dispatch.overflow import Overflow
 from gateway.dispatch.records import DeadLetters, Recorder, dead_letter, rescue, settle_limits
 from gateway.dispatch.revisions import LiveRevisions, takers_of
-from gateway.request.mailbox import Ended, Failure, Mailbox, UnreadBytes
+from gateway.errors import Failure
+from gateway.request.mailbox import Ended, Mailbox, UnreadBytes
 from gateway.request.request import MadeBefore
 from gateway.settings import GatewaySettings
 from protocol import subjects

@@ -15,7 +15,7 @@ from gateway.dispatch.lifecycle import OpenRequest, State
 from gateway.dispatch.overflow import JOB_LIMIT_S, Overflow
 from gateway.dispatch.records import origin_of
 from gateway.dispatch.revisions import needed_revision
-from gateway.request.mailbox import Failure
+from gateway.errors import Failure
 from gateway.request.request import Admission
 from gateway.settings import GatewaySettings
 from protocol import subjects

@@ -13,7 +13,8 @@ from gateway.admission.control import Ticket
 from gateway.dispatch.attempt import MAX_BUSY_FAILURES, AttemptLog, CurrentAttempt
 from gateway.dispatch.choices import choices_of, plausible_prompt, why_implausible
 from gateway.dispatch.hosted import HostedSlot
-from gateway.request.mailbox import Ended, Failure, Mailbox, StillWaiting
+from gateway.errors import Failure
+from gateway.request.mailbox import Ended, Mailbox, StillWaiting
 from gateway.request.request import Admission, MadeBefore, QueuePosition
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from gateway.dispatch.lifecycle import OpenRequest, RequestState, State, answer_cut, drop_answer
-from gateway.request.mailbox import Failure
+from gateway.errors import Failure
 from protocol import subjects
 from protocol.errors import ErrorCode
 from protocol.job import NO_TOKENIZER, TAKES_MESSAGES, Heartbeat, Input, Revision

@@ -12,7 +12,8 @@ from functools import partial
 from msgspec.structs import replace
 
 from gateway.dispatch.lifecycle import OpenRequest, State
-from gateway.request.mailbox import Ended, Failure
+from gateway.errors import Failure
+from gateway.request.mailbox import Ended
 from gateway.request.request import QueuePosition
 
 

@@ -16,7 +16,6 @@ from msgspec import Struct
 from db.accounts.principal import Principal, consent_of
 from db.money import TokenPrice
 from gateway.admission.control import Ticket
-from gateway.api.errors import RequestFailed
 from gateway.api.fields import check_values
 from gateway.api.schema import JobRequest
 from gateway.dispatch.dispatcher import KEY_REVOKED
@@ -24,7 +23,7 @@ from gateway.dispatch.lifecycle import OpenRequest
 from gateway.endpoints.hosted import check_trust, providers_for
 from gateway.endpoints.rate_limits import check_budget, reserve, reserve_place
 from gateway.endpoints.services import Services
-from gateway.errors import ClientDisconnected, MethodNotAllowed, Refused
+from gateway.errors import ClientDisconnected, MethodNotAllowed, Refused, RequestFailed
 from gateway.http.asgi import Receive, Scope, Send
 from gateway.http.body import LARGE_BODY_BYTES
 from gateway.http.exchange import AnswerStyle, Exchange, client_deadline_s, client_queue_wait_s

@@ -5,12 +5,11 @@ from typing import TypeVar
 
 from db.accounts.principal import Consent
 from gateway.api.calls import AnswerEncoder, Call
-from gateway.api.errors import RequestFailed
 from gateway.api.sampling import requested_max_tokens
 from gateway.api.schema import GenerationRequest
 from gateway.dispatch.lifecycle import OpenRequest, State
 from gateway.endpoints.endpoint import Endpoint, JobSpec
-from gateway.errors import InvalidParameter
+from gateway.errors import InvalidParameter, RequestFailed
 from gateway.http.exchange import Answered, Exchange
 from gateway.http.reply import StreamWriter, usage_of
 from gateway.limits.sizes import check_grammar, check_prompt_logprobs, check_shape, output_limit

@@ -15,13 +15,13 @@ from msgspec.structs import replace
 from gateway.admission.control import Ticket
 from gateway.api.answers import CompleteAnswer
 from gateway.api.calls import CompletionCall
-from gateway.api.errors import RequestFailed
 from gateway.api.schema import CompletionRequest
 from gateway.dispatch.lifecycle import OpenRequest, State
 from gateway.dispatch.stream import RequestGroup
 from gateway.endpoints.endpoint import Answering, Arrival, JobSpec
 from gateway.endpoints.generate import GenerationEndpoint, capture_of
 from gateway.endpoints.rate_limits import reserve_all
+from gateway.errors import RequestFailed
 from gateway.http.exchange import Exchange
 from gateway.limits.sizes import check_prompts
 from gateway.payloads import RecordedAnswer, RecordedChunks

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from db.accounts.principal import Principal
 from gateway.admission.control import Ticket
-from gateway.api.errors import RequestFailed
 from gateway.api.fields import check_values
 from gateway.api.openai_responses import Responses, previous_of
 from gateway.dispatch.dispatcher import LEAVING
@@ -21,7 +20,7 @@ from gateway.endpoints.endpoint import Answering, Arrival
 from gateway.endpoints.generate import GenerationEndpoint
 from gateway.endpoints.responses_call import ResponsesCall, ResponsesCalls
 from gateway.endpoints.services import Services
-from gateway.errors import InvalidParameter, Refused, StorageUnavailable, too_many
+from gateway.errors import InvalidParameter, Refused, RequestFailed, StorageUnavailable, too_many
 from gateway.http.body import LARGE_BODY_BYTES
 from gateway.http.exchange import SSE_HEADERS, Exchange
 from gateway.responses.messages import Key, NotKept

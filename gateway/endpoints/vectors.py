@@ -5,12 +5,11 @@ from contextlib import contextmanager
 from typing import Final
 
 from gateway.admission.control import Ticket
-from gateway.api.errors import RequestFailed
 from gateway.api.vectors import Inputs, PoolingCall
 from gateway.dispatch.lifecycle import OpenRequest
 from gateway.endpoints.endpoint import CallFactory, Endpoint, JobSpec
 from gateway.endpoints.services import Services
-from gateway.errors import ContextLengthExceeded, InvalidParameter, Overloaded
+from gateway.errors import ContextLengthExceeded, InvalidParameter, Overloaded, RequestFailed
 from gateway.http.exchange import Exchange
 from gateway.request.mailbox import Ended
 from gateway.request.request import Admission

@@ -13,10 +13,10 @@ from starlette.requests import Request
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import INFERENCE, Principal
-from gateway.api.errors import RequestFailed, envelope, form_of, headers_of
+from gateway.api.errors import envelope, form_of, headers_of
 from gateway.dispatch.lifecycle import OpenRequest
 from gateway.dispatch.stream import RequestGroup
-from gateway.errors import InvalidApiKey, InvalidParameter, LedgerUnavailable, MissingScope, Refused
+from gateway.errors import InvalidApiKey, InvalidParameter, LedgerUnavailable, MissingScope, Refused, RequestFailed
 from gateway.http.asgi import (
     ABORT_KEY,
     CYCLE_KEY,

@@ -10,12 +10,12 @@ from pydantic.json_schema import models_json_schema
 
 from gateway import errors
 from gateway.api.anthropic_messages import CountTokensRequest, MessagesRequest
-from gateway.api.errors import FAILURES, RequestFailed, form_of_kind
+from gateway.api.errors import FAILURES, form_of_kind
 from gateway.api.fields import Body
 from gateway.api.openai_responses import ResponsesRequest
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from gateway.api.vectors import EmbeddingRequest, RerankRequest, ScoreRequest
-from gateway.errors import Refused
+from gateway.errors import Refused, RequestFailed
 
 # --- openapi content --------------------------------------------------------------------------------------------------
 #

@@ -8,9 +8,9 @@ import asyncio
 from typing import Any, Final
 
 from gateway.api.calls import AnswerEncoder
-from gateway.api.errors import RequestFailed
 from gateway.api.events import comment, usage_fields
 from gateway.dispatch.lifecycle import ACCEPT_LIMIT_S, State
+from gateway.errors import RequestFailed
 from gateway.http.exchange import SSE_HEADERS, Answered, Exchange
 from gateway.payloads import RecordedAnswer, RecordedChunks
 from gateway.request.mailbox import Ended, Event, ReaderCut, StillWaiting

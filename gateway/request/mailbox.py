@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import msgspec
 from msgspec import Struct
 
-from protocol.errors import ErrorCode
+from gateway.errors import Failure
 from protocol.generation import PromptLogprob, TokenLogprob
 from protocol.job import Deltas, Tokens, Vector, encode
 
@@ -97,16 +97,6 @@ LOOSE_EVENTS: Final = 64  # are kept as they came
 TAKEN_AT_ONCE: Final = 32  # of those that are kept as bytes: some 2 ms of work with log-probabilities
 PACKED_OVERHEAD_BYTES: Final = 48  # of each, beside its content
 _NIL: Final = b"\xc0"
-
-
-class Failure(Struct, frozen=True):
-    """Reason why a request was refused or ended without an answer."""
-
-    code: ErrorCode
-    message: str
-    param: str | None = None
-    retry_after_s: int | None = None  # where something better is known than the code's own
-    is_wanted: bool = False  # the caller has asked to be refused: its client shall not try again by itself
 
 
 class Ended(Struct, frozen=True):

@@ -10,7 +10,8 @@ import pytest
 from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.lifecycle import OpenRequest, State
-from gateway.request.mailbox import Ended, Failure
+from gateway.errors import Failure
+from gateway.request.mailbox import Ended
 from protocol import job as m
 from protocol import subjects
 from protocol.errors import ErrorCode

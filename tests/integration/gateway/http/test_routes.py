@@ -14,8 +14,8 @@ import pytest_asyncio
 import zstandard
 
 import gateway
-from gateway.api.errors import FAILURES, RequestFailed, form_of_kind
-from gateway.errors import InvalidParameter, Refused
+from gateway.api.errors import FAILURES, form_of_kind
+from gateway.errors import InvalidParameter, Refused, RequestFailed
 from gateway.http import openapi
 from gateway.http.body import FREE_BYTES, MAX_PARTS
 from gateway.http.openapi import SCHEMAS

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from gateway.admission.control import AdmissionControl
-from gateway.request.mailbox import Failure
+from gateway.errors import Failure
 from protocol.errors import ErrorCode
 from protocol.generation import Grammar
 from protocol.job import Heartbeat, Paused, Sampling

@@ -5,12 +5,11 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.errors import FAILURES, RequestFailed, envelope, form_of, headers_of
-from gateway.errors import ModelNotReady, Refused
+from gateway.api.errors import FAILURES, envelope, form_of, headers_of
+from gateway.errors import Failure, ModelNotReady, Refused, RequestFailed
 from gateway.http.body import read_body
 from gateway.http.exchange import Exchange
 from gateway.http.pages import add_error_answers
-from gateway.request.mailbox import Failure
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 

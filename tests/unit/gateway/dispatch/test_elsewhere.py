@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from gateway.api.errors import RequestFailed, form_of
+from gateway.api.errors import form_of
 from gateway.dispatch.attempt import MAX_BUSY_FAILURES, MAX_FREE_FAILURES
 from gateway.dispatch.lifecycle import OpenRequest, State
 from gateway.dispatch.revisions import LiveRevisions
-from gateway.errors import RETRY_LATER_S
+from gateway.errors import RETRY_LATER_S, RequestFailed
 from protocol.errors import ErrorCode
 from protocol.job import PROTOCOL_VERSION, Accepted, Heartbeat, Paused
 from tests.unit.gateway.dispatch.opened_requests import ID, failed, open_request, tokens

@@ -6,7 +6,8 @@ import pytest
 
 from gateway.dispatch import attempt as attempts_module
 from gateway.dispatch.lifecycle import State
-from gateway.request.mailbox import LOOSE_EVENTS, Ended, Failure, StillWaiting
+from gateway.errors import Failure
+from gateway.request.mailbox import LOOSE_EVENTS, Ended, StillWaiting
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.job import Cancel, Frame

@@ -9,10 +9,10 @@ import pytest
 
 from gateway.api.calls import ChatCall
 from gateway.dispatch.lifecycle import OpenRequest, State
+from gateway.errors import Failure
 from gateway.http.asgi import ABORT_KEY
 from gateway.http.exchange import Exchange
 from gateway.http.reply import StreamWriter
-from gateway.request.mailbox import Failure
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.job import Frame

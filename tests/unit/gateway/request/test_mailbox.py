@@ -2,13 +2,13 @@ import asyncio
 
 import pytest
 
+from gateway.errors import Failure
 from gateway.request.mailbox import (
     LOOSE_EVENTS,
     TAKEN_AT_ONCE,
     TENANT_SHARE,
     Ended,
     Event,
-    Failure,
     HeldTokens,
     Mailbox,
     ReaderCut,
