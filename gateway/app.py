@@ -1,8 +1,9 @@
 """The ASGI application: the hot routes in plain ASGI, everything else through FastAPI."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -14,28 +15,34 @@ from gateway.api.surface import SurfaceCalls
 from gateway.api.vectors import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.batches.open import BATCH_BODIES, batch_routers
 from gateway.batches.parts import BatchServices
-from gateway.endpoints.endpoint import HotRoute
-from gateway.endpoints.generate import GenerationEndpoint
+from gateway.core import Core
+from gateway.endpoints.endpoint import Edge, Endpoint, GenerationEndpoint, HotRoute
+from gateway.endpoints.generate import Generation
 from gateway.endpoints.metrics import metrics_router
-from gateway.endpoints.prompts import CompletionsEndpoint
-from gateway.endpoints.responses import ResponsesEndpoint
+from gateway.endpoints.operation import Operation
 from gateway.endpoints.routes import VERSION, health_router, models_router, root_router, tokenize_router
 from gateway.endpoints.services import Services
-from gateway.endpoints.vectors import PoolingEndpoint, VectorBudget
+from gateway.endpoints.vectors import VectorBudget, Vectors
 from gateway.errors import InvalidParameter
 from gateway.http.asgi import EXCHANGE_KEY, Receive, Scope, Send
-from gateway.http.exchange import Exchange
+from gateway.http.exchange import ClientExchange
 from gateway.http.openapi import add_openapi
 from gateway.http.pages import add_error_answers
-from gateway.http.refusals import RefusalLog
 from gateway.mount import Mounted
+from gateway.payloads import PayloadPublisher
+from gateway.responses.endpoint import Background, MakeResponses, ResponsesEndpoint
 from gateway.responses.routes import responses_router
+from gateway.responses.runs import BackgroundRuns
+from gateway.responses.store import ResponseStore
 from gateway.settings import TimeoutSettings
+from gateway.telemetry.refusals import RefusalLog
+from gateway.tokenizing.encoder_pool import EncoderPool
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+RESPONSES_PATH: Final = "/v1/responses"
 BATCH_ENDPOINTS: Final = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/responses"}
+    {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", RESPONSES_PATH}
 )
 PREFLIGHT_AGE_S: Final = 600
 # What a page of another site can read of an answer besides its body.
@@ -50,38 +57,73 @@ MESSAGES_PATH: Final = "/v1/messages/"  # below which errors are Anthropic's
 OTHER_ROUTES: Final = "other"  # the endpoint of what FastAPI serves, in logs and series
 
 
-def build_app(services: Services, batches: BatchServices, mounted: Mounted) -> Application:
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What the API does, by the path that asks for it."""
+
+    responses: MakeResponses
+    generating: Mapping[str, Generation[Any]]
+    vectors: Mapping[str, Vectors[Any]]
+
+    def of_batches(self) -> Mapping[str, Operation[Any]]:
+        """Return those that the lines of a batch may ask for."""
+        known: dict[str, Operation[Any]] = {**self.generating, **self.vectors, RESPONSES_PATH: self.responses}
+        return {path: known[path] for path in BATCH_ENDPOINTS}
+
+
+def make_operations(core: Core, threads: EncoderPool, payloads: PayloadPublisher, store: ResponseStore) -> Operations:
+    """Return all operations. ``threads``: for large bodies; ``store``: for responses that are kept."""
+    messages = SurfaceCalls(Messages())
+    budget = VectorBudget(core.settings.limits.max_vector_bytes)
+    score, rerank = Vectors(core, threads, ScoreCall, budget), Vectors(core, threads, RerankCall, budget)
+    surface = Responses(store_by_default=core.settings.responses.store_by_default)
+    return Operations(
+        MakeResponses(core, threads, payloads, surface, store),
+        {
+            "/v1/chat/completions": Generation(core, threads, payloads, ChatCall),
+            "/v1/completions": Generation(core, threads, payloads, CompletionCall),
+            "/v1/messages": Generation(core, threads, payloads, messages, messages.surface),
+        },
+        {
+            "/v1/embeddings": Vectors(core, threads, EmbeddingsCall, budget),
+            "/v1/score": score,
+            "/score": score,
+            "/v1/rerank": rerank,
+            "/v2/rerank": rerank,
+            "/rerank": rerank,
+        },
+    )
+
+
+def build_app(
+    services: Services,
+    edge: Edge,
+    operations: Operations,
+    *,
+    runs: BackgroundRuns,
+    batches: BatchServices,
+    mounted: Mounted,
+) -> Application:
     """Put the application together: the API, and what is mounted beside it."""
     about = "An OpenAI-compatible endpoint in front of pools of workers."
     slow = FastAPI(title="Spillway", description=about, version=VERSION, docs_url=None, redoc_url=None)
     slow.include_router(root_router())
     for make_router in (health_router, models_router, tokenize_router, metrics_router):
         slow.include_router(make_router(services))
-    slow.include_router(
-        responses_router(services.keys, services.responses, services.settings.timeouts.queued_comment_s)
-    )
+    store = operations.responses.store
+    slow.include_router(responses_router(services.keys, store, services.settings.timeouts.queued_comment_s))
     for router in (*batch_routers(batches), *mounted.routers):
         slow.include_router(router)
     add_error_answers(slow)
     add_openapi(slow, (*mounted.bodies, *BATCH_BODIES))
     mounted.add_answers(slow)
-    room = VectorBudget(services.settings.limits.max_vector_bytes)
-    score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)
-    messages = SurfaceCalls(Messages())
-    responses = Responses(store_by_default=services.settings.responses.store_by_default)
+    responses = operations.responses
     hot: dict[str, HotRoute] = {
-        "/v1/messages": GenerationEndpoint(services, messages, messages.surface),
-        "/v1/responses": ResponsesEndpoint(services, responses),
-        "/v1/chat/completions": GenerationEndpoint(services, ChatCall),
-        "/v1/completions": CompletionsEndpoint(services, CompletionCall),
-        "/v1/embeddings": PoolingEndpoint(services, EmbeddingsCall, room),
-        "/v1/score": score,
-        "/score": score,
-        "/v1/rerank": rerank,
-        "/v2/rerank": rerank,
-        "/rerank": rerank,
+        **{path: GenerationEndpoint(edge, operation) for path, operation in operations.generating.items()},
+        **{path: Endpoint(edge, operation) for path, operation in operations.vectors.items()},
+        RESPONSES_PATH: ResponsesEndpoint(edge, responses, Background(responses, runs)),
     }
-    app = GatewayApp(hot, slow, services.refusals, services.settings.timeouts)
+    app = GatewayApp(hot, slow, edge.refusals, services.settings.timeouts)
     return _with_cors(app, services.settings.cors_origins) if services.settings.cors_origins else app
 
 
@@ -122,8 +164,8 @@ class GatewayApp:
             await self._serve_slow(scope, receive, send)
 
     async def _serve_slow(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = scope[EXCHANGE_KEY] = Exchange(scope, receive, send, self._timeouts)
-        exchange.style = self._messages if scope["path"].startswith(MESSAGES_PATH) else None
+        style = self._messages if scope["path"].startswith(MESSAGES_PATH) else None
+        exchange = scope[EXCHANGE_KEY] = ClientExchange(scope, receive, send, self._timeouts, style)
         is_head = scope["method"] == "HEAD"
 
         async def send_in_time(message: Scope) -> None:
@@ -150,4 +192,4 @@ class GatewayApp:
                 await self._slow({**scope, "method": "GET"} if is_head else scope, receive, send_with_headers)
         finally:
             if exchange.refusal is not None:
-                self._refusals.exchange_refused(OTHER_ROUTES, exchange)
+                self._refusals.refused(OTHER_ROUTES, exchange.refusal, **exchange.about)

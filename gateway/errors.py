@@ -12,6 +12,7 @@ Refused                       internal_error
 ClientDisconnected                nobody is left to be told
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 from msgspec import Struct
@@ -24,11 +25,20 @@ RETRY_SOON_S: Final = 1
 RETRY_LATER_S: Final = 5
 
 
+class RateStatus(Struct, frozen=True):
+    """Use of a rate limit."""
+
+    limit: int
+    remaining: int
+    reset_s: float  # until it is not used at all, if no more comes
+
+
 class Refused(Exception):
     """The server had an internal error."""
 
     code: str | None = "internal_error"
     other_codes: tuple[str, ...] = ()  # that one may have instead
+    rates: Mapping[Kind, RateStatus] = {}  # how far they are used, where one of them refuses
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
@@ -19,19 +20,20 @@ from db.accounts.keyring import KeyRing
 from db.engine import create_engine
 from db.set_aside import SetAside
 from gateway.admission.control import AdmissionControl
+from gateway.admission.hosted import providers_still_allowed
 from gateway.admission.registry import WorkerRegistry
-from gateway.app import BATCH_ENDPOINTS, Application, build_app
+from gateway.app import BATCH_ENDPOINTS, Application, build_app, make_operations
+from gateway.batches.asking import Asking
 from gateway.batches.feeder import Feeder
 from gateway.batches.open import make_feeder, open_batches
 from gateway.batches.series import BatchSeries
+from gateway.core import Core
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.hosted import HostedPools
 from gateway.dispatch.overflow import Overflow
-from gateway.endpoints.hosted import providers_still_allowed
-from gateway.endpoints.rate_limits import counted
+from gateway.endpoints.endpoint import Edge, counted
 from gateway.endpoints.services import Services
 from gateway.http.body import BodyReader
-from gateway.http.refusals import RefusalLog
 from gateway.http.server import Connection, Connections
 from gateway.idempotency.keyed import KeyedRequests
 from gateway.limits.leases import Quotas
@@ -44,6 +46,7 @@ from gateway.responses.store import ReadShares, ResponseStore
 from gateway.settings import LEAVE_S, GatewaySettings
 from gateway.telemetry.log import RecentFailovers, RequestLog
 from gateway.telemetry.metrics import RequestSeries
+from gateway.telemetry.refusals import RefusalLog
 from gateway.tokenizing.catalog import ModelCatalog
 from gateway.tokenizing.settings import canonical_names
 from ledger.payloads.sealing import SEALED_BEFORE, Sealer, parse_keys
@@ -55,7 +58,7 @@ from protocol.nats.outbox import Outbox, Spool
 from protocol.process import in_url, on_stop_signals
 
 if TYPE_CHECKING:
-    from gateway.traces import RequestTraces
+    from gateway.telemetry.traces import RequestTraces
 
 FLUSH_LIMIT_S: Final = 10.0
 PAYLOAD_FLUSH_LIMIT_S: Final = 3.0
@@ -97,13 +100,14 @@ async def run(
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         traces = _traces(settings, stack)
-        access = access_options(settings.nats_credentials, settings.nats_ca_file, "gateway")
-        bus = await Bus.connect(list(settings.nats_urls), name=f"gateway-{settings.gateway_id}", options=access)
+        bus = await _connected(settings)
         stack.push_async_callback(bus.close)
         keys = KeyRing(settings.database_url, settings.key_pepper, bus)
         stack.push_async_callback(keys.close)
-        outbox = _outbox(bus, settings, subjects.REQUEST_USAGE_SUBJECT, stack)
-        intents = _outbox(bus, settings, subjects.INTENT_USAGE_SUBJECT, stack)
+        outbox, intents = (
+            _outbox(bus, settings, subject, stack)
+            for subject in (subjects.REQUEST_USAGE_SUBJECT, subjects.INTENT_USAGE_SUBJECT)
+        )
         registry = WorkerRegistry(bus, settings.timeouts.worker_silence_s)
         admission_control = AdmissionControl(bus, settings, registry)
         database = create_engine(settings.database_url, statement_limit_s=STATEMENT_LIMIT_S)
@@ -111,21 +115,20 @@ async def run(
         prices, set_aside = CurrentPrices(database, settings.prices), SetAside(database)
         series = RequestSeries(prices)
         quotas = Quotas(bus, settings.gateway_id, RollupLedger(database), settings.timeouts.limits_s)
+        failovers = RecentFailovers()
         hosted = HostedPools(settings.hosted, admission_control.capacity, quotas, prices)
         allowed = partial(providers_still_allowed, keys, admission_control)
-        overflow = Overflow(hosted, admission_control, registry, settings, allowed)
-        failovers = RecentFailovers()
         observers = [series, RequestLog(), failovers, *([] if traces is None else [traces])]
         dispatcher = Dispatcher(
-            bus, settings, registry, outbox, intents=intents, overflow=overflow, observers=observers
-        )
-        catalog = ModelCatalog(
             bus,
-            settings.models,
-            settings.data_dir,
-            by_messages=settings.by_messages,
-            only_by_messages=settings.only_by_messages,
+            settings,
+            registry,
+            outbox,
+            intents=intents,
+            overflow=Overflow(hosted, admission_control, registry, settings, allowed),
+            observers=observers,
         )
+        catalog = _catalog(settings, bus)
         stack.push_async_callback(catalog.close)
         keys.on_revoked = dispatcher.keys_revoked
         await dispatcher.start()
@@ -137,50 +140,32 @@ async def run(
         await catalog.start()
         webhooks = StateView()
         await webhooks.start(bus)
-        # Gateways of the release before this one open what others have stored, and know this way of sealing only.
-        responses = ResponseStore(
-            bus,
-            settings.responses,
-            Sealer(parse_keys(settings.payloads.key), SEALED_BEFORE),
-            max_body_bytes=settings.limits.max_body_bytes,
-            shares=ReadShares(
-                settings.limits.max_reading_bytes,
-                settings.limits.max_body_bytes,
-                settings.timeouts.body_s,
-                catalog.pool,
-            ),
-        )
-        background_runs = BackgroundRuns(
-            bus,
-            responses,
-            keys,
-            settings.responses,
-            gateway_id=settings.gateway_id,
-            most=settings.limits.max_in_flight,
-            limit_s=settings.timeouts.total_s,
-            set_aside=set_aside.note,
-        )
+        responses, background_runs = _responses(settings, bus, keys, catalog, set_aside)
         await background_runs.start()
+        core = Core(settings, keys, catalog, dispatcher, admission_control, quotas, prices)
+        payloads, batch_series = PayloadPublisher(bus, settings.payloads), BatchSeries()
         services = Services(
             settings=settings,
             bus=bus,
             keys=keys,
             catalog=catalog,
+            core=core,
             dispatcher=dispatcher,
             admission_control=admission_control,
             bodies=BodyReader(settings.limits, settings.timeouts.body_s),
-            keyed=keyed,
             series=series,
-            refusals=RefusalLog(series),
             quotas=quotas,
-            prices=prices,
-            payloads=PayloadPublisher(bus, settings.payloads),
-            webhooks=webhooks,
-            responses=responses,
-            background_runs=background_runs,
-            batches=BatchSeries(),
+            payloads=payloads,
             set_aside=set_aside,
             started_unix_s=int(time.time()),
+            further_series=(webhooks.families, batch_series.families, background_runs.series.families),
+        )
+        edge = Edge(
+            timeouts=settings.timeouts,
+            keys=keys,
+            bodies=services.bodies,
+            keyed=keyed,
+            refusals=RefusalLog(series),
             begin_trace=None if traces is None else traces.begin,
         )
         parts = GatewayParts(settings, bus, keys, database, catalog, dispatcher, admission_control, series, failovers)
@@ -191,40 +176,77 @@ async def run(
             database,
             keys,
             endpoints=BATCH_ENDPOINTS,
-            counted=partial(counted, quotas, failed_too=True),
+            counted=partial(counted, core, failed_too=True),
             threads=catalog.pool,
         )
-        app = build_app(services, batches, mounted)
-        names = canonical_names(settings.models)
+        operations = make_operations(core, catalog.pool, payloads, responses)
+        app = build_app(services, edge, operations, runs=background_runs, batches=batches, mounted=mounted)
         feeder = make_feeder(
             batches,
             bus,
-            app,
+            Asking(core, operations.of_batches(), edge.refusals, edge.begin_trace),
             admission_control,
-            series=services.batches,
+            series=batch_series,
             set_aside=set_aside,
-            models=names,
+            models=canonical_names(settings.models),
             gateway_id=settings.gateway_id,
         )
         process.calm_garbage_collection()
         hurry = asyncio.Event()
+        beside = Beside(edge.refusals, prices, feeder, background_runs)
         with on_stop_signals(partial(_take_signal, stop, hurry)):
-            await _serve(
-                services,
-                app,
-                feeder,
-                (outbox, intents),
-                on_ready=on_ready,
-                stop=stop,
-                hurry=hurry,
-            )
+            await _serve(services, app, beside, (outbox, intents), on_ready=on_ready, stop=stop, hurry=hurry)
+
+
+async def _connected(settings: GatewaySettings) -> Bus:
+    access = access_options(settings.nats_credentials, settings.nats_ca_file, "gateway")
+    return await Bus.connect(list(settings.nats_urls), name=f"gateway-{settings.gateway_id}", options=access)
+
+
+def _catalog(settings: GatewaySettings, bus: Bus) -> ModelCatalog:
+    return ModelCatalog(
+        bus,
+        settings.models,
+        settings.data_dir,
+        by_messages=settings.by_messages,
+        only_by_messages=settings.only_by_messages,
+    )
+
+
+def _responses(
+    settings: GatewaySettings, bus: Bus, keys: KeyRing, catalog: ModelCatalog, set_aside: SetAside
+) -> tuple[ResponseStore, BackgroundRuns]:
+    # Gateways of the release before this one open what others have stored, and know this way of sealing only.
+    responses = ResponseStore(
+        bus,
+        settings.responses,
+        Sealer(parse_keys(settings.payloads.key), SEALED_BEFORE),
+        max_body_bytes=settings.limits.max_body_bytes,
+        shares=ReadShares(
+            settings.limits.max_reading_bytes,
+            settings.limits.max_body_bytes,
+            settings.timeouts.body_s,
+            catalog.pool,
+        ),
+    )
+    runs = BackgroundRuns(
+        bus,
+        responses,
+        keys,
+        settings.responses,
+        gateway_id=settings.gateway_id,
+        most=settings.limits.max_in_flight,
+        limit_s=settings.timeouts.total_s,
+        set_aside=set_aside.note,
+    )
+    return responses, runs
 
 
 def _traces(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> "RequestTraces | None":
     if settings.telemetry.otlp_endpoint is None:
         return None
     # Only here: whoever wants no traces needs no OpenTelemetry.
-    from gateway.traces import RequestTraces  # noqa: PLC0415
+    from gateway.telemetry.traces import RequestTraces  # noqa: PLC0415
     from protocol.tracing import Tracing  # noqa: PLC0415
 
     tracing = Tracing(settings.telemetry, "gateway", settings.gateway_id)
@@ -232,10 +254,20 @@ def _traces(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> "Req
     return RequestTraces(tracing)
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What runs beside the routes."""
+
+    refusals: RefusalLog
+    prices: CurrentPrices
+    feeder: Feeder
+    runs: BackgroundRuns
+
+
 async def _serve(
     services: Services,
     app: Application,
-    feeder: Feeder,
+    beside: Beside,
     outboxes: Sequence[Outbox],
     *,
     on_ready: Callable[[int], None] | None,
@@ -244,7 +276,7 @@ async def _serve(
 ) -> None:
     listener = listen(services.settings.host, services.settings.port)
     port = listener.getsockname()[1]
-    server, connections = _make_server(services, app)
+    server, connections = _make_server(services, beside.refusals, app)
     async with _flushed(services, outboxes), asyncio.TaskGroup() as group:
         background = [
             group.create_task(_must_not_end(part, work), name=part)
@@ -254,9 +286,9 @@ async def _serve(
                 "key ring": services.keys.run(),
                 "model catalog": services.catalog.run(),
                 "limits": services.quotas.run(),
-                "prices": services.prices.run(),
-                "feeder": feeder.run(),
-                "background responses": services.background_runs.run(),
+                "prices": beside.prices.run(),
+                "feeder": beside.feeder.run(),
+                "background responses": beside.runs.run(),
             }.items()
         ]
         serving = group.create_task(server.serve(sockets=[listener]), name="http")
@@ -267,14 +299,14 @@ async def _serve(
         log.info("shutting down: %d requests in flight", services.dispatcher.in_flight)
         connections.is_gateway_leaving = True
         timeouts = services.settings.timeouts
-        feeder.leave()
+        beside.feeder.leave()
         await services.dispatcher.leave(LEAVE_S if timeouts.leave_s is None else timeouts.leave_s, hurry)
-        await services.background_runs.leave()
+        await beside.runs.leave()
         await services.dispatcher.drain(timeouts.shutdown_s, hurry)
-        await feeder.close()
+        await beside.feeder.close()
         server.should_exit = True
         await serving
-        services.refusals.flush()
+        beside.refusals.flush()
         await _end(background)
 
 
@@ -335,7 +367,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _make_server(services: Services, app: Application) -> tuple[_Server, Connections]:
+def _make_server(services: Services, refusals: RefusalLog, app: Application) -> tuple[_Server, Connections]:
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     config = uvicorn.Config(
         app,
@@ -348,7 +380,7 @@ def _make_server(services: Services, app: Application) -> tuple[_Server, Connect
         timeout_graceful_shutdown=CLOSE_LIMIT_S,
     )
     proxies = ProxyHeadersMiddleware(cast("Any", app), config.forwarded_allow_ips).trusted_hosts
-    connections = Connections(services.settings.connections, services.refusals, proxies.__contains__)
+    connections = Connections(services.settings.connections, refusals, proxies.__contains__)
     config.http = cast("type[Connection]", partial(Connection, connections))
     return _Server(config), connections
 

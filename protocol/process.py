@@ -141,6 +141,17 @@ async def wait_for(event: asyncio.Event, limit_s: float) -> bool:
         return event.is_set()
 
 
+@contextlib.contextmanager
+def calling_once(event: asyncio.Event, callback: Callable[[], object]) -> Iterator[None]:
+    """Call back, should the event be set meanwhile."""
+    watcher = asyncio.create_task(event.wait())
+    watcher.add_done_callback(lambda watcher: None if watcher.cancelled() else callback())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
 # --- signals ----------------------------------------------------------------------------------------------------------
 #
 # SIGTERM and SIGINT in processes that end in order.

@@ -1,11 +1,13 @@
 """Base of the calls of all hot routes."""
 
-from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar
 
 from gateway.api.events import DONE, error_event
 from gateway.api.schema import JobRequest
 from gateway.errors import Refused
+from gateway.request.request import Prompt
+from gateway.settings import GatewaySettings
 
 _Request = TypeVar("_Request", bound=JobRequest)
 
@@ -14,7 +16,16 @@ class JobCall(Generic[_Request]):
     """A call with its validated body."""
 
     request: _Request
+    adapted: set[str]  # what was changed so that its model takes it (gateway.tokenizing.turns)
     _defaults: Mapping[str, float] = {}  # the model's own sampling parameters, once its prompt is encoded
+
+    def parts(self, settings: GatewaySettings) -> Sequence[Self]:
+        """Implement ``Call``: it is one request."""
+        del settings
+        return [self]
+
+    def check(self, prompts: Sequence[Prompt], settings: GatewaySettings) -> None:
+        """Implement ``Call``."""
 
     @property
     def done(self) -> bytes:

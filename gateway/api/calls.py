@@ -1,8 +1,9 @@
 """The two generating calls of the API: what differs between a chat and a plain completion."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from copy import copy
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, TypeVar
 
 from msgspec.structs import replace
 
@@ -48,11 +49,16 @@ from gateway.api.schema import (
     parse_completion,
 )
 from gateway.errors import InvalidParameter, Refused
+from gateway.limits.sizes import check_grammar, check_prompt_logprobs, check_prompts, check_shape, output_limit
 from gateway.request.mailbox import AnyTokens, Chunks
 from gateway.request.request import Conversation
-from gateway.tokenizing.model_tokens import ModelTokens
+from gateway.request.request import Prompt as RequestPrompt
+from gateway.settings import GatewaySettings
+from gateway.tokenizing.model_tokens import ModelTokens, use_of
 from protocol.dialects.dialect import AnswerForm
-from protocol.job import NO_TOKENIZER, Part, Sampling
+from protocol.job import NO_TOKENIZER, Part, Sampling, pack_token_ids
+
+_Generation = TypeVar("_Generation", bound=GenerationRequest)
 
 
 class AnswerEncoder(Protocol):
@@ -81,41 +87,98 @@ class AnswerEncoder(Protocol):
         """Do what must be done before the client gets the end: a stream's ``done``, or a whole answer's ``body``."""
 
 
-class Call(AnswerEncoder, Protocol):
-    """One validated request body and the form of its answer."""
+class GenerationCall(JobCall[_Generation], ABC):
+    """One validated body that asks for text, and the form of its answer."""
 
     name: str  # as in RequestRecord.endpoint
     prompt_param: str  # the field that holds the prompt
-    usual_max_tokens: int | None  # OpenAI's default for this endpoint; None: what the context leaves
-    adapted: set[str]  # see Exchange
-    is_counted_only: bool  # the prompt's token ids, once encoded, mean nothing to who answers
-
-    def serve_as_batch(self) -> None:
-        """Like ``JobCall``."""
+    usual_max_tokens: int | None = None  # OpenAI's default for this endpoint; None: what the context leaves
+    is_counted_only = False  # the prompt's token ids, once encoded, mean nothing to who answers
 
     @property
+    @abstractmethod
     def message_count(self) -> int:
         """Number of messages."""
 
+    @abstractmethod
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
         """Token ids of the prompt. Raises InvalidParameter."""
 
+    @abstractmethod
     def sampling(self, max_tokens: int) -> Sampling:
         """Return the sampling parameters, once the prompt is known. Raises InvalidParameter."""
 
     def conversation(self, tokens: ModelTokens, max_tokens: int, prompt_tokens: int) -> Conversation | None:
-        """Build the conversation for pools that take messages, once the prompt is encoded. Raises InvalidParameter."""
+        """Build the conversation for pools that take messages, once the prompt is encoded. Raises InvalidParameter.
 
+        None: a plain prompt never goes to them.
+        """
+        del tokens, max_tokens, prompt_tokens
+        return None
+
+    @abstractmethod
+    def chunks(self, answer_id: str, created: int) -> Chunks:
+        """Implement ``AnswerEncoder``."""
+
+    @abstractmethod
+    async def whole(
+        self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
+    ) -> CompleteAnswer:
+        """Implement ``AnswerEncoder``."""
+
+    @abstractmethod
     def choice(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
         """Implement ``gateway.payloads.ChoiceEncoder``."""
 
+    async def prompt(self, tokens: ModelTokens, settings: GatewaySettings) -> RequestPrompt:
+        """Implement ``Call``."""
+        check_shape(settings.limits, messages=self.message_count, choices=self.request.n or 1)
+        if tokens.pooling is not None:
+            raise InvalidParameter(f"The model `{tokens.model}` makes no text: {use_of(tokens)}.", param="model")
+        prompt_ids = await self.encode_prompt(tokens)
+        sampling = self.sampling(self._output_limit(tokens, settings, len(prompt_ids)))
+        if sampling.grammar is not None:
+            check_grammar(sampling.grammar)
+        return RequestPrompt(
+            b"" if self.is_counted_only else pack_token_ids(prompt_ids),
+            len(prompt_ids),
+            self.prompt_param,
+            sampling,
+            stream=bool(self.request.stream),
+            conversation=self.conversation(tokens, sampling.max_tokens, len(prompt_ids)),
+            limit_param=(requested_max_tokens(self.request) or ("max_tokens",))[0],
+        )
 
-class ChatCall(JobCall[ChatCompletionRequest]):
+    def _output_limit(self, tokens: ModelTokens, settings: GatewaySettings, prompt_tokens: int) -> int:
+        return output_limit(
+            settings.limits,
+            settings.models[tokens.model],
+            context_length=tokens.context_length,
+            prompt_tokens=prompt_tokens,
+            prompt_param=self.prompt_param,
+            requested=requested_max_tokens(self.request),
+            min_tokens=self.request.min_tokens or 0,
+            choices=self.request.n or 1,
+            usual_max_tokens=self.usual_max_tokens,
+        )
+
+    def check(self, prompts: Sequence[RequestPrompt], settings: GatewaySettings) -> None:
+        """Implement ``Call``."""
+        candidates = prompts[0].sampling.prompt_logprobs
+        if candidates is not None:
+            check_prompt_logprobs(
+                settings.limits,
+                prompt_tokens=sum(prompt.prompt_tokens for prompt in prompts),
+                candidates=candidates,
+                param="logprobs" if self.request.prompt_logprobs is None else "prompt_logprobs",
+            )
+
+
+class ChatCall(GenerationCall[ChatCompletionRequest]):
     """POST /v1/chat/completions."""
 
     name = "chat.completions"
     prompt_param = "messages"
-    usual_max_tokens: int | None = None
 
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
@@ -221,12 +284,11 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         return choice_object(ChoiceContent(text, finish_reason, parts), form.parser() if form else None)
 
 
-class CompletionCall(JobCall[CompletionRequest]):
+class CompletionCall(GenerationCall[CompletionRequest]):
     """POST /v1/completions."""
 
     name = "completions"
-    usual_max_tokens: int | None = 16
-    is_counted_only = False
+    usual_max_tokens = 16
     message_count = 0
 
     def __init__(self, body: bytes) -> None:
@@ -238,11 +300,15 @@ class CompletionCall(JobCall[CompletionRequest]):
         self._details = DEFAULT_OPTIONS
         self._check: SchemaCheck | None = None  # where what no grammar enforces is left out
 
-    def parts(self) -> list["CompletionCall"]:
-        """A call for each prompt, in their order."""
-        return [self._part(*one) for one in enumerate(self.request.prompts)]
+    def parts(self, settings: GatewaySettings) -> Sequence[Self]:
+        """Implement ``Call``: a call for each prompt, in their order."""
+        prompts = self.request.prompts
+        if len(prompts) == 1:
+            return [self]
+        check_prompts(settings.limits, len(prompts))
+        return [self._part(*one) for one in enumerate(prompts)]
 
-    def _part(self, number: int, prompt: Prompt) -> "CompletionCall":
+    def _part(self, number: int, prompt: Prompt) -> Self:
         part = copy(self)
         part.request = self.request.model_copy(update={"prompt": prompt})
         part.prompt_param = f"prompt[{number}]"
@@ -311,11 +377,6 @@ class CompletionCall(JobCall[CompletionRequest]):
         return completion_answer(
             f"cmpl-{answer_id}", created, self.request.model, prompts, usage=usage, details=self._details
         )
-
-    def conversation(self, tokens: ModelTokens, max_tokens: int, prompt_tokens: int) -> Conversation | None:
-        """Return None: a plain prompt never goes to pools that take messages."""
-        del tokens, max_tokens, prompt_tokens
-        return None
 
     def choice(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
         """Implement ``Call``."""

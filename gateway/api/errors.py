@@ -2,7 +2,8 @@
 
 import math
 import random
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from msgspec import Struct
 
@@ -122,6 +123,22 @@ FAILURES: Final[dict[ErrorCode, HttpForm]] = {
 }
 
 
+class AnswerStyle(Protocol):
+    """What differs where another API than OpenAI's is answered (``gateway.api.surface.Surface``)."""
+
+    def error_body(self, error: Refused, request_id: str) -> bytes:
+        """Return the body of an error."""
+        ...
+
+    def field_name(self, name: str) -> str:
+        """Return what the API calls a field of a chat."""
+        ...
+
+    def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Return further headers of every answer."""
+        ...
+
+
 def form_of_kind(kind: type[Refused]) -> HttpForm:
     """Return the form of a kind of refusal."""
     return next(FORMS[one] for one in kind.__mro__ if one in FORMS)
@@ -149,8 +166,8 @@ def headers_of(error: Refused) -> list[tuple[bytes, bytes]]:
     form, headers = form_of(error), list[tuple[bytes, bytes]]()
     if form.should_retry is not None:
         headers.append((b"x-should-retry", b"true" if form.should_retry else b"false"))
-    if form.retry_after_s is not None:
-        wait_s = _spread_s(form.retry_after_s)
+    wait_s = retry_wait_s(error)
+    if wait_s is not None:
         headers.append((b"retry-after-ms", b"%d" % (wait_s * 1000)))  # the official SDKs look for this one first
         headers.append((b"retry-after", b"%d" % math.ceil(wait_s)))
     if isinstance(error, MethodNotAllowed):
@@ -158,7 +175,13 @@ def headers_of(error: Refused) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-def _spread_s(wait_s: float) -> float:
-    """Return a little more than ``wait_s``, different each time: clients refused together must not return together."""
-    latest_s = min(LONGEST_RETRY_S, wait_s * RETRY_SPREAD)
+def retry_wait_s(error: Refused) -> float | None:
+    """Return when to try again; None: as the client likes.
+
+    It is a little more than what is meant, different each time: clients refused together must not return together.
+    """
+    meant_s = form_of(error).retry_after_s
+    if meant_s is None:
+        return None
+    latest_s = min(LONGEST_RETRY_S, meant_s * RETRY_SPREAD)
     return random.uniform(latest_s / RETRY_SPREAD, latest_s)  # noqa: S311

@@ -2,12 +2,13 @@
 
 import asyncio
 import base64
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import repeat
 from math import sqrt
 from operator import mul
-from typing import Annotated, Any, Final, Literal, Protocol
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from msgspec import Struct
 from pydantic import BeforeValidator, Field
@@ -15,10 +16,13 @@ from pydantic import BeforeValidator, Field
 from gateway.api.call import JobCall
 from gateway.api.fields import encode_json, parse_body, refuse_unsupported
 from gateway.api.schema import MAX_TOKEN_ID, JobRequest
-from gateway.errors import InvalidParameter
+from gateway.errors import ContextLengthExceeded, InvalidParameter
+from gateway.request.request import Prompt
+from gateway.settings import GatewaySettings, LimitSettings
 from gateway.tokenizing.encoders import TokenizerError
 from gateway.tokenizing.model_tokens import ModelTokens, use_of
-from protocol.generation import PoolingCard
+from protocol.generation import Pooling, PoolingCard
+from protocol.job import Sampling, pack_token_ids
 
 # --- pooling schema ---------------------------------------------------------------------------------------------------
 #
@@ -163,6 +167,9 @@ def parse_rerank(body: bytes) -> RerankRequest:
 # The pooling calls of the API: what is computed for each, and the form of its answer.
 
 TEXTS_AT_ONCE: Final = 32  # are compared before others' requests get their turn
+FLOAT_BYTES: Final = 4
+
+_Pooling = TypeVar("_Pooling", bound=PoolingBody)
 
 
 class Inputs(Struct, frozen=True):
@@ -174,30 +181,58 @@ class Inputs(Struct, frozen=True):
     dimensions: int | None = None
 
 
-class PoolingCall(Protocol):
-    """One validated request body and the form of its answer."""
+class PoolingCall(JobCall[_Pooling], ABC):
+    """One validated body that asks for vectors, and the form of its answer."""
 
     name: str  # as in RequestRecord.endpoint
     input_param: str  # the field that holds most of the prompt
+    vectors_bytes = 0  # of its answer, once its prompt is counted
 
-    @property
-    def request(self) -> PoolingBody:
-        """The body."""
-        ...
-
-    def serve_as_batch(self) -> None:
-        """Like ``JobCall``."""
-        ...
-
+    @abstractmethod
     async def encode(self, tokens: ModelTokens) -> Inputs:
         """Count the inputs. Raises InvalidParameter, also where the model is for something else."""
-        ...
 
+    @abstractmethod
     def pieces(
         self, answer_id: str, created: int, vectors: Sequence[bytes], usage: dict[str, Any]
     ) -> AsyncIterator[bytes]:
         """The body of the answer, piece by piece."""
-        ...
+
+    async def prompt(self, tokens: ModelTokens, settings: GatewaySettings) -> Prompt:
+        """Implement ``Call``."""
+        inputs = await self.encode(tokens)
+        self._check_lengths(inputs, tokens, settings.limits)
+        lengths = [len(ids) for ids in inputs.token_ids]
+        card = tokens.pooling
+        self.vectors_bytes = len(lengths) * (inputs.dimensions or (card.dimensions if card else 1)) * FLOAT_BYTES
+        pooling = Pooling(inputs.task, pack_token_ids(lengths), pack_token_ids(inputs.first_lengths), inputs.dimensions)
+        prompt_ids = b"".join(map(pack_token_ids, inputs.token_ids))
+        return Prompt(prompt_ids, sum(lengths), self.input_param, Sampling(max_tokens=0), pooling)
+
+    def _check_lengths(self, inputs: Inputs, tokens: ModelTokens, limits: LimitSettings) -> None:
+        """Refuse what is too long. Raises InvalidParameter or ContextLengthExceeded."""
+        param = self.input_param
+        kept = self.request.most_tokens(tokens.context_length)
+        for number, length in enumerate(map(len, inputs.token_ids)):
+            name = f"{param}.{number}"
+            if length == 0:
+                raise InvalidParameter(f"'{name}' makes no tokens at all.", param=name)
+            if kept is not None and length > kept:
+                message = f"'truncate_prompt_tokens' must be more than {kept} for this model's special tokens."
+                raise InvalidParameter(message, param="truncate_prompt_tokens")
+            if length > tokens.context_length:
+                message = (
+                    f"This model's maximum context length is {tokens.context_length} tokens. However, your {name}"
+                    f" resulted in {length} tokens. Please reduce its length, or set 'truncate_prompt_tokens'."
+                )
+                raise ContextLengthExceeded(message, param=name)
+            if limits.max_prompt_tokens is not None and length > limits.max_prompt_tokens:
+                message = f"'{name}' has {length} tokens; at most {limits.max_prompt_tokens} are allowed."
+                raise InvalidParameter(message, param=name, code="prompt_too_long")
+        total = sum(map(len, inputs.token_ids))
+        if limits.max_total_tokens is not None and total > limits.max_total_tokens:
+            message = f"The request has {total} tokens; at most {limits.max_total_tokens} are allowed."
+            raise InvalidParameter(message, param=param, code="too_many_tokens")
 
 
 def _pooling_of(tokens: ModelTokens, tasks: tuple[str, ...], wanted: str) -> PoolingCard:
@@ -206,7 +241,7 @@ def _pooling_of(tokens: ModelTokens, tasks: tuple[str, ...], wanted: str) -> Poo
     return tokens.pooling
 
 
-class EmbeddingsCall(JobCall[EmbeddingRequest]):
+class EmbeddingsCall(PoolingCall[EmbeddingRequest]):
     """POST /v1/embeddings."""
 
     name = "embeddings"
@@ -215,6 +250,7 @@ class EmbeddingsCall(JobCall[EmbeddingRequest]):
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_embedding(body)
+        self.adapted = set()
 
     async def encode(self, tokens: ModelTokens) -> Inputs:
         """Implement ``PoolingCall``."""
@@ -245,21 +281,22 @@ class EmbeddingsCall(JobCall[EmbeddingRequest]):
         yield b'],"model":%b,"usage":%b}' % (encode_json(self.request.model), encode_json(usage))
 
 
-class _ScoringCall:
+class _ScoringCall(PoolingCall[_Pooling], ABC):
     """Base of the score and rerank calls.
 
     A cross-encoder reads each pair as a whole. With an embedding model each text has its own vector, and the score of a
     pair is the cosine of their angle.
     """
 
-    input_param: str
-
     def __init__(self, firsts: list[str], seconds: list[str]) -> None:
+        self.adapted = set()
         self._firsts = firsts  # one, or as many as there are seconds
         self._seconds = seconds
         self._is_cosine = False
 
-    async def _encode(self, tokens: ModelTokens, most_tokens: int | None) -> Inputs:
+    async def encode(self, tokens: ModelTokens) -> Inputs:
+        """Implement ``PoolingCall``."""
+        most_tokens = self.request.most_tokens(tokens.context_length)
         card = _pooling_of(tokens, ("score", "embed"), "scores nothing")
         self._is_cosine = card.task == "embed"
         if self._is_cosine:
@@ -288,7 +325,7 @@ class _ScoringCall:
         return scores
 
 
-class ScoreCall(_ScoringCall, JobCall[ScoreRequest]):
+class ScoreCall(_ScoringCall[ScoreRequest]):
     """POST /v1/score."""
 
     name = "score"
@@ -298,10 +335,6 @@ class ScoreCall(_ScoringCall, JobCall[ScoreRequest]):
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_score(body)
         super().__init__(self.request.text_1, self.request.text_2)
-
-    async def encode(self, tokens: ModelTokens) -> Inputs:
-        """Implement ``PoolingCall``."""
-        return await self._encode(tokens, self.request.most_tokens(tokens.context_length))
 
     async def pieces(
         self, answer_id: str, created: int, vectors: Sequence[bytes], usage: dict[str, Any]
@@ -313,7 +346,7 @@ class ScoreCall(_ScoringCall, JobCall[ScoreRequest]):
         yield encode_json({**head, "data": rows, "usage": usage})
 
 
-class RerankCall(_ScoringCall, JobCall[RerankRequest]):
+class RerankCall(_ScoringCall[RerankRequest]):
     """POST /v1/rerank."""
 
     name = "rerank"
@@ -323,10 +356,6 @@ class RerankCall(_ScoringCall, JobCall[RerankRequest]):
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_rerank(body)
         super().__init__([self.request.query], self.request.documents)
-
-    async def encode(self, tokens: ModelTokens) -> Inputs:
-        """Implement ``PoolingCall``."""
-        return await self._encode(tokens, self.request.most_tokens(tokens.context_length))
 
     async def pieces(
         self, answer_id: str, created: int, vectors: Sequence[bytes], usage: dict[str, Any]

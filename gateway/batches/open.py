@@ -12,12 +12,13 @@ from db.accounts.keyring import KeyRing
 from db.set_aside import SetAside
 from gateway.api.fields import Body
 from gateway.batches.anthropic_routes import message_batch_router
+from gateway.batches.asking import Asking
 from gateway.batches.feeder import Feeder
 from gateway.batches.files import Files, UploadSlots
 from gateway.batches.openai_routes import NewBatch, batch_router, file_router
 from gateway.batches.parts import BatchServices, Counted, Threads
 from gateway.batches.room import Admission, Room
-from gateway.batches.run import Application, Feeding
+from gateway.batches.run import Feeding
 from gateway.batches.series import BatchSeries
 from gateway.batches.storage.registry import open_storage
 from gateway.batches.store import Batches
@@ -56,7 +57,7 @@ def open_batches(
 def make_feeder(
     services: BatchServices,
     bus: Bus,
-    application: Application,
+    asking: Asking,
     admission: Admission,
     *,
     series: BatchSeries,
@@ -70,7 +71,7 @@ def make_feeder(
         keys=services.keys,
         files=services.files,
         batches=services.batches,
-        application=application,
+        asking=asking,
         models=models,
         room=Room(admission, services.settings),
         series=series,

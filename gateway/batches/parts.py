@@ -15,7 +15,7 @@ from gateway.http.pages import Exchange
 from gateway.settings import BatchSettings
 
 _Result = TypeVar("_Result")
-# Counts a request of a key and its team while it runs (gateway.endpoints.rate_limits.counted).
+# Counts a request of a key and its team while it runs (gateway.endpoints.endpoint.counted).
 Counted = Callable[[Exchange, Principal], AbstractAsyncContextManager[None]]
 
 

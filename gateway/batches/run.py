@@ -4,19 +4,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import replace
+from collections.abc import Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from msgspec import Struct
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
 from db.set_aside import SetAside
+from gateway.batches.asking import Answer, Asking, Verdict, verdict_of, wait_s
 from gateway.batches.files import FileGone, Files
 from gateway.batches.index import Index, IndexReport, IndexTask, make_index
 from gateway.batches.lines import (
@@ -35,190 +34,12 @@ from gateway.batches.results import Results
 from gateway.batches.room import Room, Window
 from gateway.batches.series import BatchSeries
 from gateway.batches.store import ANTHROPIC, Batch, Batches, Counts, Status
-from gateway.http.asgi import PRINCIPAL_KEY
 from gateway.settings import BatchSettings
 from protocol.nats.clock import unix_now_ms
 from protocol.process import backoff_s, wait_for
 from protocol.subjects import queue_of
-from protocol.wire import UNDECODABLE
 
 log = logging.getLogger(__name__)
-
-
-# --- answers ----------------------------------------------------------------------------------------------------------
-#
-# What follows from the answer to a line. Pure.
-
-LONGEST_WAIT_S: Final = 60.0
-USUAL_WAIT_S: Final = 5.0
-BUDGET_WAIT_S: Final = 60.0  # until it is looked again whether a new day or month has brought a new budget
-
-
-class Verdict(Enum):
-    """What to do with a line."""
-
-    ANSWERED = "into the output file"
-    FAILED = "into the error file"
-    REFUSED = "again, once there is room; that does not count as a try"
-    AGAIN = "again, unless it has been tried too often"
-    REVOKED = "nothing more: its key is not accepted"
-
-
-class Answer(Struct, frozen=True):
-    """A whole response."""
-
-    status: int
-    headers: Mapping[bytes, bytes]
-    body: bytes
-
-    @property
-    def request_id(self) -> str:
-        """The id that the ledger has it under."""
-        return self.headers.get(b"x-request-id", b"").decode("latin-1")
-
-
-class _Details(Struct):
-    cached_tokens: int = 0
-
-
-class _Usage(Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    cache_read_input_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-
-
-class _Body(Struct):
-    usage: _Usage | None = None
-
-
-class _Error(Struct):
-    code: str | None = None
-    type: str | None = None
-
-
-class _ErrorBody(Struct):
-    error: _Error | None = None
-
-
-_decode_body: Final = msgspec.json.Decoder(_Body).decode
-_decode_error: Final = msgspec.json.Decoder(_ErrorBody).decode
-
-
-def verdict_of(answer: Answer) -> Verdict:
-    """Judge an answer."""
-    status = answer.status
-    if status == 200:
-        return Verdict.ANSWERED
-    if status == 401:
-        return Verdict.REVOKED
-    if status == 429:
-        is_final = answer.headers.get(b"x-should-retry") == b"false" and not _is_budget(answer)
-        return Verdict.FAILED if is_final else Verdict.REFUSED
-    if status == 503:
-        return Verdict.REFUSED
-    return Verdict.AGAIN if status >= 500 or status == 408 else Verdict.FAILED
-
-
-def wait_s(answer: Answer) -> float:
-    """Return how long to wait before it is tried again, as the answer says."""
-    if _is_budget(answer):
-        return BUDGET_WAIT_S
-    for name, unit_s in ((b"retry-after-ms", 0.001), (b"retry-after", 1.0)):
-        try:
-            return max(0.0, min(LONGEST_WAIT_S, float(answer.headers[name]) * unit_s))
-        except (KeyError, ValueError):
-            continue
-    return USUAL_WAIT_S
-
-
-def _is_budget(answer: Answer) -> bool:
-    if answer.status != 429:
-        return False
-    try:
-        error = _decode_error(answer.body).error
-    except UNDECODABLE:
-        return False
-    # A request that alone costs more than the budget has another type: waiting does not help it.
-    return error is not None and error.code == error.type == "insufficient_quota"
-
-
-def counts_of(answer: Answer) -> Counts:
-    """Return what an answered line adds to its batch."""
-    try:
-        usage = _decode_body(answer.body).usage or _Usage()
-    except UNDECODABLE:  # an endpoint that tells it otherwise, or not at all
-        usage = _Usage()
-    details = usage.prompt_tokens_details or usage.input_tokens_details or _Details(usage.cache_read_input_tokens)
-    prompt, completion = usage.prompt_tokens or usage.input_tokens, usage.completion_tokens or usage.output_tokens
-    return Counts(1, 0, prompt, details.cached_tokens, completion)
-
-
-# --- calling ----------------------------------------------------------------------------------------------------------
-#
-# A line as a request: through the gateway's own ASGI application, as if it had come over HTTP.
-
-Message = MutableMapping[str, Any]
-Application = Callable[
-    [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
-]
-_NOBODY: Final = ("127.0.0.1", 0)
-
-
-def as_batch(principal: Principal) -> Principal:
-    """Return the principal whose requests take what interactive ones leave."""
-    return replace(principal, key_policy=replace(principal.key_policy, priority="batch"))
-
-
-async def call(
-    application: Application, path: str, body: bytes, principal: Principal, *, deadline_ms: int, gone: asyncio.Event
-) -> Answer | None:
-    """Make a request and wait for its answer; None: there is none, such as when ``gone`` was set meanwhile."""
-    rest: bytes | None = body
-    head: Message = {}
-    parts: list[bytes] = []
-    is_complete = False
-
-    async def receive() -> Message:
-        nonlocal rest
-        if rest is not None:
-            whole, rest = rest, None
-            return {"type": "http.request", "body": whole, "more_body": False}
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        nonlocal is_complete
-        if message["type"] == "http.response.start":
-            head.update(message)
-        else:
-            parts.append(message.get("body", b""))
-            is_complete = not message.get("more_body", False)
-
-    scope: Message = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"x-spillway-deadline-ms", b"%d" % deadline_ms),
-        ],
-        "client": _NOBODY,
-        "server": None,
-        PRINCIPAL_KEY: as_batch(principal),
-    }
-    await application(scope, receive, send)
-    return Answer(head["status"], dict(head.get("headers", ())), b"".join(parts)) if is_complete else None
 
 
 # --- run --------------------------------------------------------------------------------------------------------------
@@ -253,7 +74,7 @@ class Feeding(Struct, frozen=True):
     keys: KeyRing
     files: Files
     batches: Batches
-    application: Application
+    asking: Asking
     models: Mapping[str, str]  # the configured model of each name and alias
     room: Room
     series: BatchSeries
@@ -439,13 +260,10 @@ class BatchRun:
             answer = await self._answer(line)
         if answer is None:
             return
-        if answer.status == 200:
+        if answer.error is None:
             self._window.grow(self._feeding.room.share)
-            counts = counts_of(answer)
-        else:
-            counts = Counts(failed=1)
         respond = partial(response_line, status=answer.status, request_id=answer.request_id, body=answer.body)
-        results.add(number, respond(self.batch.id, number, line.custom_id), counts)
+        results.add(number, respond(self.batch.id, number, line.custom_id), answer.counts)
 
     async def _answer(self, line: Line) -> Answer | None:
         """Ask until there is an answer that stands; None: there is none, as the feeding stops."""
@@ -454,8 +272,10 @@ class BatchRun:
             answer = await self._ask(line)
             if answer is None:
                 return None
-            verdict = verdict_of(answer)
-            if verdict in {Verdict.ANSWERED, Verdict.FAILED}:
+            if answer.error is None:
+                return answer
+            verdict = verdict_of(answer.error)
+            if verdict is Verdict.FAILED:
                 return answer
             if verdict is Verdict.REVOKED:
                 self.stop(Stop.REVOKED)
@@ -465,7 +285,7 @@ class BatchRun:
                 return answer
             pause_s = backoff
             if verdict is Verdict.REFUSED:
-                pause_s = wait_s(answer)
+                pause_s = wait_s(answer.error)
                 self._window.shrink()
                 self._not_before_s = max(self._not_before_s, time.monotonic() + pause_s)
             if self._stop is not None or await wait_for(self._wake, pause_s):
@@ -477,13 +297,8 @@ class BatchRun:
         left_ms = self.batch.expires_unix_ms - unix_now_ms()
         if principal is None or left_ms <= 0:
             return None
-        return await call(
-            self._feeding.application,
-            self.batch.endpoint,
-            bytes(line.body),
-            principal,
-            deadline_ms=left_ms,
-            gone=self._gone,
+        return await self._feeding.asking.ask(
+            self.batch.endpoint, bytes(line.body), principal, limit_s=left_ms / 1000, gone=self._gone
         )
 
     # --- its end ------------------------------------------------------------------------------------------------------

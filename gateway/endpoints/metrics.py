@@ -48,12 +48,7 @@ async def _moment(services: Services) -> MetricsSnapshot:
         spooled_bytes=dispatcher.spooled_bytes,
         payloads=dict(services.payloads.outcomes),
         fleet=fleet,
-        further=(
-            *ledger,
-            *services.webhooks.families(),
-            *services.batches.families(),
-            *services.background_runs.series.families(),
-        ),
+        further=(*ledger, *(metric for families in services.further_series for metric in families())),
         caps=tuple(_caps(services.quotas)),
     )
 

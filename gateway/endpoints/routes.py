@@ -14,9 +14,9 @@ from gateway.api.calls import ChatCall
 from gateway.api.fields import check_values, encode_json, parse_body
 from gateway.api.sampling import tools_for_template
 from gateway.api.schema import DetokenizeRequest, TokenizeRequest, parse_tokenize
-from gateway.endpoints.rate_limits import counted
+from gateway.endpoints.endpoint import counted
 from gateway.endpoints.services import Services
-from gateway.http.exchange import Exchange, exchange_of
+from gateway.http.exchange import ClientExchange, exchange_of
 from gateway.http.pages import body_schema, json_answer
 from gateway.limits.sizes import check_shape
 from gateway.tokenizing.model_tokens import ModelTokens
@@ -155,17 +155,17 @@ def tokenize_router(services: Services) -> APIRouter:
     return router
 
 
-Counting = Callable[[Services, Exchange, Principal], Awaitable[Response]]
+Counting = Callable[[Services, ClientExchange, Principal], Awaitable[Response]]
 
 
-async def _counted(services: Services, exchange: Exchange, counting: Counting) -> Response:
+async def _counted(services: Services, exchange: ClientExchange, counting: Counting) -> Response:
     """Answer a request that costs the key a place among its requests, and no token."""
     principal = exchange.authenticate(services.keys)
-    async with counted(services.quotas, exchange, principal):
+    async with counted(services.core, exchange, principal):
         return await counting(services, exchange, principal)
 
 
-async def _input_tokens(services: Services, exchange: Exchange, principal: Principal) -> Response:
+async def _input_tokens(services: Services, exchange: ClientExchange, principal: Principal) -> Response:
     pool, tenant, limits = services.catalog.pool, principal.tenant, services.settings.limits
     body = await services.bodies.read(tenant, exchange.receive, exchange.headers)
     chat = await pool.run(tenant, len(body), partial(_read_count, body), is_quick=True)
@@ -183,7 +183,7 @@ def _read_count(body: bytes) -> ChatCall:
     return call
 
 
-async def _tokenized(services: Services, exchange: Exchange, principal: Principal) -> Response:
+async def _tokenized(services: Services, exchange: ClientExchange, principal: Principal) -> Response:
     pool, tenant, limits = services.catalog.pool, principal.tenant, services.settings.limits
     body = await services.bodies.read(tenant, exchange.receive, exchange.headers)
     request = await pool.run(tenant, len(body), partial(_read_tokenize, body), is_quick=True)
@@ -206,7 +206,7 @@ def _read_detokenize(body: bytes) -> DetokenizeRequest:
     return parse_body(DetokenizeRequest, body)
 
 
-async def _detokenized(services: Services, exchange: Exchange, principal: Principal) -> Response:
+async def _detokenized(services: Services, exchange: ClientExchange, principal: Principal) -> Response:
     pool, tenant = services.catalog.pool, principal.tenant
     body = await services.bodies.read(tenant, exchange.receive, exchange.headers)
     request = await pool.run(tenant, len(body), partial(_read_detokenize, body), is_quick=True)

@@ -1,27 +1,21 @@
-"""Parts of the gateway that the HTTP edge works with."""
+"""Parts of the gateway that the routes off the hot path work with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from prometheus_client.metrics_core import Metric
 
 from db.accounts.keyring import KeyRing
 from db.set_aside import SetAside
 from gateway.admission.control import AdmissionControl
-from gateway.batches.series import BatchSeries
+from gateway.core import Core
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.http.body import BodyReader
-from gateway.http.exchange import Exchange
-from gateway.http.refusals import RefusalLog
-from gateway.idempotency.keyed import KeyedRequests
 from gateway.limits.leases import Quotas
-from gateway.limits.prices import CurrentPrices
 from gateway.payloads import PayloadPublisher
-from gateway.request.request import Trace
-from gateway.responses.runs import BackgroundRuns
-from gateway.responses.store import ResponseStore
 from gateway.settings import GatewaySettings
 from gateway.telemetry.metrics import RequestSeries
 from gateway.tokenizing.catalog import ModelCatalog
-from ledger.webhooks.state import StateView
 from protocol.nats.bus import Bus
 
 
@@ -33,19 +27,13 @@ class Services:
     bus: Bus
     keys: KeyRing
     catalog: ModelCatalog
+    core: Core
     dispatcher: Dispatcher
     admission_control: AdmissionControl
     bodies: BodyReader
-    keyed: KeyedRequests
     series: RequestSeries
-    refusals: RefusalLog
     quotas: Quotas
-    prices: CurrentPrices
     payloads: PayloadPublisher
-    webhooks: StateView
-    responses: ResponseStore
-    background_runs: BackgroundRuns
-    batches: BatchSeries
     set_aside: SetAside
     started_unix_s: int
-    begin_trace: Callable[[Exchange], Trace] | None = None  # None: traces are off
+    further_series: tuple[Callable[[], Iterable[Metric]], ...]  # of webhooks, batches and responses

@@ -12,4 +12,3 @@ ABORT_KEY: Final = "spillway.abort"  # breaks the connection off
 CYCLE_KEY: Final = "spillway.cycle"  # until it is an exchange's: the Cycle
 EXCHANGE_KEY: Final = "spillway.exchange"  # the Exchange
 HEADERS_KEY: Final = "spillway.headers"  # the headers by name
-PRINCIPAL_KEY: Final = "spillway.principal"  # of a request that this process makes itself: whose it is

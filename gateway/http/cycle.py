@@ -17,7 +17,7 @@ NO_BODY: Final = {HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED}
 class Cycle(RequestResponseCycle):
     """One request and its response."""
 
-    _on_gone: Callable[[], None] | None = None
+    _on_gone: Callable[[], object] | None = None
     _ends_by_close = False  # of a client of HTTP/1.0, which knows no chunks; one that is broken off ends by a reset
 
     def whole_body(self) -> bytes | None:
@@ -28,7 +28,7 @@ class Cycle(RequestResponseCycle):
         body, self.body = bytes(self.body), bytearray()
         return body
 
-    def call_when_gone(self, callback: Callable[[], None] | None) -> None:
+    def call_when_gone(self, callback: Callable[[], object] | None) -> None:
         """Call back once, should the client leave before the response is complete; None: no longer.
 
         For a request whose body has been received: nothing else would notice.

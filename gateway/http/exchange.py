@@ -1,44 +1,38 @@
 """One HTTP exchange in plain ASGI: its headers, its id, and the ways to answer."""
 
 import asyncio
-import logging
+import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from http import HTTPStatus
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from starlette.requests import Request
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import INFERENCE, Principal
-from gateway.api.errors import envelope, form_of, headers_of
+from gateway.api.errors import AnswerStyle, envelope, form_of, headers_of
 from gateway.dispatch.lifecycle import OpenRequest
-from gateway.dispatch.stream import RequestGroup
-from gateway.errors import InvalidApiKey, InvalidParameter, LedgerUnavailable, MissingScope, Refused, RequestFailed
+from gateway.dispatch.stream import AnswerStream
+from gateway.errors import InvalidApiKey, InvalidParameter, LedgerUnavailable, MissingScope, RateStatus, Refused
 from gateway.http.asgi import (
     ABORT_KEY,
     CYCLE_KEY,
     EXCHANGE_KEY,
     HEADERS_KEY,
-    PRINCIPAL_KEY,
     Receive,
     Scope,
     Send,
 )
 from gateway.http.cycle import Cycle
-from gateway.request.request import Trace
+from gateway.request.request import Arrival, Trace
 from gateway.settings import TimeoutSettings
-from protocol.nats.bus import shared_deadlines, wait_until_done
+from protocol.gateways import Kind
+from protocol.nats.bus import shared_deadlines
 from protocol.nats.clock import unix_now_ms
 
-log = logging.getLogger(__name__)
-
-
-Answered = OpenRequest | RequestGroup
-
-ROW_LOOK_S: Final = 0.05  # how soon it is noticed that a stream has failed which waits for its intent
 PART_BYTES: Final = 256 * 1024  # of an answer made piece by piece
 JSON_TYPE: Final = (b"content-type", b"application/json")
 SSE_HEADERS: Final = (
@@ -48,19 +42,28 @@ SSE_HEADERS: Final = (
 )
 
 
-class AnswerStyle(Protocol):
-    """What differs where another API than OpenAI's is answered (``gateway.api.surface.Surface``)."""
+class Reply(Protocol):
+    """Where an answer goes."""
 
-    def error_body(self, error: Refused, request_id: str) -> bytes:
-        """Return the body of an error."""
+    @property
+    def has_reader(self) -> bool:
+        """False once nobody reads it any more: its client counts as disconnected."""
         ...
 
-    def field_name(self, name: str) -> str:
-        """Return what the API calls a field of a chat."""
+    async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Send the head."""
         ...
 
-    def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Return further headers of every answer."""
+    async def write(self, body: bytes, *, more: bool) -> None:
+        """Send a piece of the body; waits while it is read more slowly than it is written."""
+        ...
+
+    def abort(self) -> None:
+        """Break it off at once, dropping what was not read."""
+        ...
+
+    def calling_when_gone(self, callback: Callable[[], object]) -> AbstractContextManager[None]:
+        """Call back, should the client leave meanwhile. Nothing else is received once the body is here."""
         ...
 
 
@@ -68,34 +71,90 @@ def _cannot_abort() -> None:
     """Do nothing: under another server, the response merely stays incomplete."""
 
 
-class Exchange:
-    """A request from the socket and what is sent back."""
+class ClientReply:
+    """A reply to the client at the other end of the connection."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, timeouts: TimeoutSettings) -> None:
-        self.start_clock()
-        self.id = uuid.uuid4().hex
+    has_reader = True  # it is told how its own answer ended
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.receive = receive
-        self.headers: dict[bytes, bytes] = scope.get(HEADERS_KEY) or dict(scope["headers"])
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.sent_status: int | None = None
-        self.limit_headers: list[tuple[bytes, bytes]] = []  # how far the caller's limits are used
-        self.adapted: set[str] = set()  # what was changed so that its model takes it (gateway.tokenizing.turns)
-        self.refusal: Refused | None = None  # what was answered instead of admitting a request
-        self.trace: Trace | None = None  # None: traces are off
-        self.style: AnswerStyle | None = None  # None: OpenAI's
-        self._principal: Principal | None = scope.get(PRINCIPAL_KEY)
-        self._client: tuple[str, int] | None = scope.get("client")
-        self._timeouts = timeouts
         self._send = send
         self._abort: Callable[[], None] = scope.get(ABORT_KEY, _cannot_abort)
         # Taken out, as it holds the scope in its turn: only the garbage collector would end both.
-        self._cycle: Cycle | None = scope.pop(CYCLE_KEY, None)  # None: under another server
+        self.cycle: Cycle | None = scope.pop(CYCLE_KEY, None)  # None: under another server
 
-    @property
-    def client(self) -> str:
-        """The address of the client, as far as trusted proxies tell it."""
-        return self._client[0] if self._client else ""
+    async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Implement ``Reply``."""
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def write(self, body: bytes, *, more: bool) -> None:
+        """Implement ``Reply``."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    def abort(self) -> None:
+        """Implement ``Reply``."""
+        self._abort()
+
+    def whole_body(self) -> bytes | None:
+        """Take the body of the request, where it is here already."""
+        return None if self.cycle is None else self.cycle.whole_body()
+
+    async def wait_until_gone(self) -> None:
+        """Return when the client has left."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    @contextmanager
+    def calling_when_gone(self, callback: Callable[[], object]) -> Iterator[None]:
+        """Implement ``Reply``."""
+        if self.cycle is not None:
+            self.cycle.call_when_gone(callback)
+            try:
+                yield
+            finally:
+                self.cycle.call_when_gone(None)
+            return
+        watcher = asyncio.create_task(self.wait_until_gone())  # under another server
+        watcher.add_done_callback(lambda watcher: None if watcher.cancelled() else callback())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+
+class Head(NamedTuple):
+    """The head of an HTTP request."""
+
+    method: str
+    path: str
+    headers: Mapping[bytes, bytes]
+    client: str = ""  # its address, as far as trusted proxies tell it
+
+
+def head_of(scope: Scope) -> Head:
+    """Return the head of a request."""
+    client = scope.get("client")
+    headers = scope.get(HEADERS_KEY) or dict(scope["headers"])
+    return Head(scope["method"], scope["path"], headers, client[0] if client else "")
+
+
+class Exchange:
+    """A request and the ways to answer it."""
+
+    def __init__(self, head: Head, reply: Reply, timeouts: TimeoutSettings, style: AnswerStyle | None = None) -> None:
+        """``style``: of errors and headers; None: OpenAI's."""
+        self.start_clock()
+        self.id = uuid.uuid4().hex
+        self.head = head
+        self.headers, self.path = head.headers, head.path
+        self.reply = reply
+        self.style = style
+        self.sent_status: int | None = None
+        self.rates: Mapping[Kind, RateStatus] = {}  # how far the caller's limits are used
+        self.adapted: set[str] = set()  # what was changed so that its model takes it (gateway.tokenizing.turns)
+        self.refusal: Refused | None = None  # what was answered instead of admitting a request
+        self.trace: Trace | None = None  # None: traces are off
+        self._timeouts = timeouts
 
     def start_clock(self) -> None:
         """The request is here now: all durations count from this moment."""
@@ -107,6 +166,17 @@ class Exchange:
         """The public id of this request, in headers, records and logs."""
         return f"req_{self.id}"
 
+    @property
+    def about(self) -> Mapping[str, str]:
+        """What the log says of a request that is refused."""
+        path, method = self.head.path, self.head.method
+        return {"request_id": self.request_id, "method": method, "path": path, "client": self.head.client}
+
+    def note(self, rates: Mapping[Kind, RateStatus], adapted: Iterable[str]) -> None:
+        """Note what every answer to an admitted request says."""
+        self.rates = rates or self.rates
+        self.adapted.update(adapted)
+
     def header_text(self, name: bytes) -> str | None:
         """A header's value; None if it was not sent."""
         value = self.headers.get(name)
@@ -117,8 +187,6 @@ class Exchange:
 
         Raises LedgerUnavailable for a key that is not known here and may be a new one.
         """
-        if self._principal is not None:
-            return self._principal
         scheme, _, token = self.headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             token = self.headers.get(b"x-api-key", b"").decode("latin-1")  # as Anthropic's clients send it
@@ -137,176 +205,173 @@ class Exchange:
 
     def seen(self, status: int | None) -> int | None:
         """Return the status that the client has seen; None if it disconnected before."""
-        return status
+        return status if self.reply.has_reader else None
 
-    def whole_body(self) -> bytes | None:
-        """The server's cycle of this request; None under another server."""
-        return None if self._cycle is None else self._cycle.whole_body()
-
-    async def wait_until_gone(self) -> None:
-        """Return when the caller has left. Nothing else is received once the body is here."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-
-    async def while_connected(self, answering: Awaitable[None]) -> None:
-        """Await ``answering``, but not longer than the client stays connected."""
-        answer = asyncio.ensure_future(answering)
-        gone = asyncio.create_task(self.wait_until_gone())
-        try:
-            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                answer.result()
-        finally:
-            answer.cancel()
-            gone.cancel()
-
-    @contextmanager
-    def calling_when_gone(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Call back, should the client leave meanwhile. Nothing else is received once the body is here."""
-        if self._cycle is not None:
-            self._cycle.call_when_gone(callback)
-            try:
-                yield
-            finally:
-                self._cycle.call_when_gone(None)
-            return
-        watcher = asyncio.create_task(self.wait_until_gone())  # under another server
-        watcher.add_done_callback(lambda watcher: None if watcher.cancelled() else callback())
-        try:
-            yield
-        finally:
-            watcher.cancel()
-
-    async def start(self, status: int, headers: list[tuple[bytes, bytes]], request: Answered | None = None) -> None:
+    async def start(
+        self, status: int, headers: list[tuple[bytes, bytes]], stream: AnswerStream[Any] | None = None
+    ) -> None:
         """Send the head of the answer, with what every answer carries.
 
         Raises RequestFailed for a request that has failed before it was sure to have a row: nothing was sent.
         """
-        if request is not None:
-            request.http_status = self.seen(status)
+        if stream is not None:
+            stream.told(self.seen(status))
             if status < HTTPStatus.BAD_REQUEST:
-                await _until_sure_of_row(request, self._timeouts.row_s)
+                await stream.ensure_recorded(self._timeouts.row_s)
         self.sent_status = status
-        headers.extend(self.common_headers(request))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        headers.extend(self.common_headers(stream))
+        await self.reply.start(status, headers)
 
     async def start_recorded(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Send the head of an answer that was made for another exchange."""
         self.sent_status = status
-        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        await self.reply.start(status, headers)
 
     async def write(self, body: bytes, *, more: bool) -> None:
         """Send a piece of the body; waits while the client reads more slowly than we write."""
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await self.reply.write(body, more=more)
 
-    async def answer_json(self, body: bytes, request: Answered | None = None) -> None:
+    def abort(self) -> None:
+        """Break the connection off at once, dropping what the client has not read."""
+        self.reply.abort()
+
+    async def answer_json(self, body: bytes, stream: AnswerStream[Any] | None = None) -> None:
         """Send a whole JSON answer."""
-        await self._answer_whole(200, body, [], request)
+        await self._answer_whole(200, body, [], stream)
 
-    async def answer_pieces(self, pieces: AsyncIterator[bytes], request: Answered) -> None:
+    async def answer_pieces(self, pieces: AsyncIterator[bytes], stream: AnswerStream[Any]) -> None:
         """Send a JSON answer that may be large, as it is made: others' requests go on between its parts."""
         part = bytearray()
         try:
             async with asyncio.timeout(self._timeouts.unread_s) as limit:
                 async for piece in pieces:
-                    part += piece
                     if len(part) >= PART_BYTES:
                         if self.sent_status is None:
-                            await self.start(200, [JSON_TYPE], request)
+                            await self.start(200, [JSON_TYPE], stream)
                         await self.write(bytes(part), more=True)
                         part.clear()
                         await asyncio.sleep(0)
                         limit.reschedule(asyncio.get_running_loop().time() + self._timeouts.unread_s)
+                    part += piece
                 if self.sent_status is not None:
                     await self.write(bytes(part), more=False)
                     return
         except TimeoutError:
             self.abort()
             return
-        await self.answer_json(bytes(part), request)
+        await self.answer_json(bytes(part), stream)
 
-    async def answer_error(self, error: Refused, request: Answered | None = None) -> None:
+    async def answer_error(self, error: Refused, stream: AnswerStream[Any] | None = None) -> None:
         """Send a whole error answer."""
         error.forget_frames()
-        self.refusal = error if request is None else None
-        await self._answer_whole(form_of(error).status, self.error_body(error), headers_of(error), request)
+        self.refusal = error if stream is None else None
+        self.rates = error.rates or self.rates
+        await self._answer_whole(form_of(error).status, self.error_body(error), headers_of(error), stream)
 
     def error_body(self, error: Refused) -> bytes:
         """Return an error as the client's API has it."""
         return envelope(error) if self.style is None else self.style.error_body(error, self.request_id)
 
     async def _answer_whole(
-        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]], request: Answered | None
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]], stream: AnswerStream[Any] | None
     ) -> None:
         unread = shared_deadlines(self._timeouts.unread_s, Exchange.abort)
         unread.add(self)
         try:
-            await self.start(status, [JSON_TYPE, (b"content-length", b"%d" % len(body)), *headers], request)
+            await self.start(status, [JSON_TYPE, (b"content-length", b"%d" % len(body)), *headers], stream)
             await self.write(body, more=False)
         finally:
             unread.discard(self)
 
-    def abort(self) -> None:
-        """Break the connection off at once, dropping what the client has not read."""
-        self._abort()
+    async def while_connected(self, answering: Awaitable[None]) -> None:
+        """Await ``answering``, but not longer than the client stays connected."""
+        answer = asyncio.ensure_future(answering)
+        with self.reply.calling_when_gone(answer.cancel):
+            try:
+                await asyncio.wait({answer})
+                if not answer.cancelled():
+                    answer.result()
+            finally:
+                answer.cancel()
 
-    def common_headers(self, request: Answered | None = None) -> list[tuple[bytes, bytes]]:
+    def common_headers(self, stream: AnswerStream[Any] | None = None) -> list[tuple[bytes, bytes]]:
         """The headers of every answer, and those of a dispatched one as far as they are known by now."""
         headers = [
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", b"%d" % ((time.monotonic() - self.received_s) * 1000)),
         ]
-        headers += self.limit_headers
-        if adapted := self.adapted_for(request):
+        headers += _rate_headers(self.rates)
+        if adapted := self.adapted_for(stream):
             headers.append((b"x-spillway-adapted", ", ".join(sorted(adapted)).encode()))
         if self.style is not None:
             headers += self.style.headers(headers)
-        if request is not None:
-            headers.extend(_dispatch_headers(request, self.received_s))
+        if stream is not None:
+            headers.extend(_dispatch_headers(stream, self.received_s))
         return headers
 
-    def adapted_for(self, request: Answered | None) -> set[str]:
+    def adapted_for(self, stream: AnswerStream[Any] | None) -> set[str]:
         """Name the changes to what was asked: the gateway's, and fields that the answer's pool has left out."""
-        if not isinstance(request, OpenRequest):
+        if stream is None or not stream.dropped:
             return self.adapted
-        own = request.dropped if self.style is None else map(self.style.field_name, request.dropped)
+        own = stream.dropped if self.style is None else map(self.style.field_name, stream.dropped)
         return self.adapted | {f"field-dropped:{name}" for name in own}
 
 
-def exchange_of(request: Request) -> Exchange:
+class ClientExchange(Exchange):
+    """A request from the socket and what is sent back."""
+
+    reply: ClientReply
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        timeouts: TimeoutSettings,
+        style: AnswerStyle | None = None,
+    ) -> None:
+        super().__init__(head_of(scope), ClientReply(scope, receive, send), timeouts, style)
+        self.receive = receive
+
+
+def exchange_of(request: Request) -> ClientExchange:
     """The exchange that a request of FastAPI's belongs to."""
-    exchange: Exchange = request.scope[EXCHANGE_KEY]
+    exchange: ClientExchange = request.scope[EXCHANGE_KEY]
     return exchange
 
 
-async def _until_sure_of_row(request: Answered, limit_s: float) -> None:
-    """Wait until the request is sure to have a row: only then is its caller told anything. A stream usually is by now.
-
-    Raises RequestFailed where it fails meanwhile: its deadline may pass sooner than a queue that hangs is given up.
-    """
-    until_s = time.monotonic() + limit_s
-    for row in request.rows_stored():
-        while not row.done() and time.monotonic() < until_s:
-            if request.failure is not None:
-                raise RequestFailed(request.failure)
-            await wait_until_done(row, ROW_LOOK_S)
-        if not row.done():
-            log.error("a request is answered although neither queue nor disk is sure to keep its row")
+_RATE_HEADERS: Final = {
+    kind: tuple(b"x-ratelimit-%s-%s" % (what, name) for what in (b"limit", b"remaining", b"reset"))
+    for kind, name in ((Kind.REQUESTS, b"requests"), (Kind.TOKENS, b"tokens"))
+}
 
 
-def _dispatch_headers(request: Answered, received_s: float) -> list[tuple[bytes, bytes]]:
-    headers = [(b"x-spillway-attempts", b"%d" % request.attempt)]
-    if request.published_s is not None:
-        headers.append((b"x-spillway-overhead-ms", b"%.1f" % ((request.published_s - received_s) * 1000)))
-    place = request.place()
+def _rate_headers(rates: Mapping[Kind, RateStatus]) -> list[tuple[bytes, bytes]]:
+    """Return the headers as OpenAI's clients know them; concurrency and money have none."""
+    headers: list[tuple[bytes, bytes]] = []
+    for kind, rate in rates.items():
+        limit, remaining, reset = _RATE_HEADERS[kind]
+        headers += [
+            (limit, b"%d" % rate.limit),
+            (remaining, b"%d" % rate.remaining),
+            (reset, b"%ds" % math.ceil(rate.reset_s)),
+        ]
+    return headers
+
+
+def _dispatch_headers(stream: AnswerStream[Any], received_s: float) -> list[tuple[bytes, bytes]]:
+    headers = [(b"x-spillway-attempts", b"%d" % stream.attempt)]
+    published_s, place = stream.published_s, stream.place()
+    if published_s is not None:
+        headers.append((b"x-spillway-overhead-ms", b"%.1f" % ((published_s - received_s) * 1000)))
     if place is not None:
         headers.append((b"x-spillway-queue-position", b"%d" % place.position))
         if place.eta_s is not None:
             headers.append((b"x-spillway-queue-eta-ms", b"%d" % (place.eta_s * 1000)))
-        if request.hosted_wait is not None:
-            headers.append((b"x-spillway-hosted", request.hosted_wait.encode()))
+        if stream.hosted_wait is not None:
+            headers.append((b"x-spillway-hosted", stream.hosted_wait.encode()))
     # Of several requests each has been somewhere else: the ledger tells.
-    return headers if isinstance(request, RequestGroup) else headers + _worker_headers(request)
+    return headers if stream.only is None else headers + _worker_headers(stream.only)
 
 
 def _worker_headers(request: OpenRequest) -> list[tuple[bytes, bytes]]:
@@ -339,6 +404,21 @@ DEADLINE_HEADER: Final = "x-spillway-deadline-ms"  # from the whole request's ar
 READ_TIMEOUT_HEADER: Final = b"x-stainless-read-timeout"
 TIMEOUT_HEADER: Final = b"x-stainless-timeout"
 MAX_DEADLINE_DIGITS: Final = 12
+
+
+def arrival_of(exchange: Exchange, body_bytes: int, timeouts: TimeoutSettings) -> Arrival:
+    """Return when and how a call came. Raises InvalidParameter."""
+    deadline_s = client_deadline_s(exchange)
+    return Arrival(
+        id=exchange.id,
+        received_s=exchange.received_s,
+        received_unix_ms=exchange.received_unix_ms,
+        queue_wait_s=client_queue_wait_s(exchange, deadline_s, timeouts.queue_wait_s),
+        deadline_s=deadline_s,
+        traceparent=exchange.header_text(b"traceparent"),
+        trace=exchange.trace,
+        body_bytes=body_bytes,
+    )
 
 
 def client_deadline_s(exchange: Exchange) -> float:

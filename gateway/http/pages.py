@@ -1,6 +1,7 @@
 """Complete answers of the routes that FastAPI serves, and every error in OpenAI's envelope."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -18,11 +19,13 @@ from gateway.errors import (
     InvalidParameter,
     LedgerUnavailable,
     MethodNotAllowed,
+    RateStatus,
     Refused,
     RequestTooSlow,
     UnknownUrl,
 )
 from gateway.http.asgi import EXCHANGE_KEY
+from protocol.gateways import Kind
 
 METHODS: Final = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
@@ -32,9 +35,9 @@ log = logging.getLogger(__name__)
 class Exchange(Protocol):
     """The interface of one HTTP exchange for these routes; ``gateway.http.exchange`` implements it."""
 
-    headers: dict[bytes, bytes]
+    headers: Mapping[bytes, bytes]
     refusal: Refused | None  # what was answered instead of what was asked for
-    limit_headers: list[tuple[bytes, bytes]]  # how far the limits of its key and team are used
+    rates: Mapping[Kind, RateStatus]  # how far the limits of its key and team are used
 
     def error_body(self, error: Refused) -> bytes:
         """Return an error as the client's API has it."""
@@ -73,6 +76,7 @@ def refuse(request: Request, error: Refused) -> Response:
     exchange = exchange_of(request)
     error.forget_frames()
     exchange.refusal = error
+    exchange.rates = error.rates or exchange.rates
     return error_answer(error, exchange.error_body(error))
 
 

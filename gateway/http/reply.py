@@ -10,9 +10,9 @@ from typing import Any, Final
 from gateway.api.calls import AnswerEncoder
 from gateway.api.events import comment, usage_fields
 from gateway.dispatch.lifecycle import ACCEPT_LIMIT_S, State
+from gateway.dispatch.stream import AnswerStream
 from gateway.errors import RequestFailed
-from gateway.http.exchange import SSE_HEADERS, Answered, Exchange
-from gateway.payloads import RecordedAnswer, RecordedChunks
+from gateway.http.exchange import SSE_HEADERS, Exchange
 from gateway.request.mailbox import Ended, Event, ReaderCut, StillWaiting
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
@@ -22,9 +22,9 @@ REFUSAL_LIMIT_S: Final = 2.0 * ACCEPT_LIMIT_S  # by when a request that nobody t
 LAST_WORDS_LIMIT_S: Final = 30.0  # how long a client may take to read the end of a stream
 
 
-def usage_of(request: Answered) -> dict[str, Any]:
-    """Return the public usage of a request that ended well."""
-    return usage_fields(request.prompt_tokens, request.cached_tokens, request.completion_tokens)
+def usage_of(stream: AnswerStream[Any]) -> dict[str, Any]:
+    """Return the public usage of an answer that ended well."""
+    return usage_fields(stream.prompt_tokens, stream.cached_tokens, stream.completion_tokens)
 
 
 def _last_moment_s(end: Ended) -> float:
@@ -34,26 +34,23 @@ def _last_moment_s(end: Ended) -> float:
 
 
 class StreamWriter:
-    """Writes one request's mailbox to its socket."""
+    """Writes one answer's events to its reply."""
 
     def __init__(
         self,
         exchange: Exchange,
         maker: AnswerEncoder,
-        request: Answered,
+        stream: AnswerStream[Any],
         timeouts: TimeoutSettings,
-        answer: RecordedAnswer | None = None,
     ) -> None:
-        """``answer``: records the answer, where it is to be kept."""
         self._exchange = exchange
-        self._request = request
+        self._stream = stream
         self._timeouts = timeouts
         self._maker = maker
         self._do_not_queue = bool(maker.request.do_not_queue)
         self._with_usage = maker.request.include_usage
         self._told: set[str] = set()  # in the head
-        chunks = maker.chunks(exchange.id, exchange.received_unix_ms // 1000)
-        self._chunks = chunks if answer is None else RecordedChunks(chunks, answer)
+        self._chunks = maker.chunks(exchange.id, exchange.received_unix_ms // 1000)
 
     async def write(self) -> None:
         """Send the complete answer; return early, leaving the response incomplete, where it cannot be completed.
@@ -61,26 +58,26 @@ class StreamWriter:
         The server breaks the connection of an incomplete response off.
         """
         events = await self._first_events()
-        if events and isinstance(events[0], Ended) and self._request.outcome != "ok":
+        if events and isinstance(events[0], Ended) and self._stream.outcome != "ok":
             await self._refuse()
             return
         try:
             async with asyncio.timeout(None) as limit:
-                self._request.on_end = lambda end: limit.reschedule(_last_moment_s(end))
-                self._request.mailbox.on_cut = lambda: limit.reschedule(0.0)
+                self._stream.on_end = lambda end: limit.reschedule(_last_moment_s(end))
+                self._stream.mailbox.on_cut = lambda: limit.reschedule(0.0)
                 await self._write_all(events)
         except RequestFailed:  # before its head was sent
             await self._refuse()
         except (TimeoutError, ReaderCut):
             self._exchange.abort()
         finally:  # the limit above is over, whatever ended it
-            self._request.on_end = self._request.mailbox.on_cut = None
+            self._stream.on_end = self._stream.mailbox.on_cut = None
 
     async def _first_events(self) -> list[Event]:
         try:
             async with asyncio.timeout(self._headers_grace_s()):
                 while True:
-                    events = await self._request.mailbox.take()
+                    events = await self._stream.take()
                     if not all(isinstance(event, StillWaiting) for event in events):
                         return events
         except TimeoutError:
@@ -92,19 +89,19 @@ class StreamWriter:
         return max(grace_s, REFUSAL_LIMIT_S) if self._do_not_queue else grace_s
 
     async def _refuse(self) -> None:
-        if self._request.failure is not None:
-            await self._exchange.answer_error(RequestFailed(self._request.failure), self._request)
+        if self._stream.failure is not None:
+            await self._exchange.answer_error(RequestFailed(self._stream.failure), self._stream)
 
     async def _write_all(self, events: list[Event]) -> None:
-        await self._exchange.start(200, list(SSE_HEADERS), self._request)
-        self._told = self._exchange.adapted_for(self._request)
-        if not events and self._request.state is State.QUEUED and self._timeouts.queued_comment_s:
+        await self._exchange.start(200, list(SSE_HEADERS), self._stream)
+        self._told = self._exchange.adapted_for(self._stream)
+        if not events and self._stream.state is State.QUEUED and self._timeouts.queued_comment_s:
             await self._exchange.write(self._sign_of_life(State.QUEUED.value), more=True)
         while not events or not isinstance(events[-1], Ended):
             body = self._body_of(events)
             if body:  # one write for all that one engine step has brought
                 await self._exchange.write(body, more=True)
-            events = await self._request.mailbox.take()
+            events = await self._stream.take()
         await self._write_end(self._body_of(events))
 
     def _body_of(self, events: list[Event]) -> bytes:
@@ -118,24 +115,24 @@ class StreamWriter:
         return self._sign_of_life(event.state) if isinstance(event, StillWaiting) else b""
 
     def _sign_of_life(self, state: str) -> bytes:
-        place = self._request.place()
+        place = self._stream.place()
         if place is None:
             return comment(state)
         eta = "" if place.eta_s is None else f" eta={place.eta_s:.1f}"
-        why = self._request.hosted_wait
+        why = self._stream.hosted_wait
         hosted = "" if why is None else f" hosted={why}"
         return comment(f"queued position={place.position}{eta}{hosted}")
 
     async def _write_end(self, body: bytes) -> None:
-        request = self._request
-        if request.outcome == "ok":
-            usage = self._chunks.usage(usage_of(request), request.attempt) if self._with_usage else b""
+        stream = self._stream
+        if stream.outcome == "ok":
+            usage = self._chunks.usage(usage_of(stream), stream.attempt) if self._with_usage else b""
             await self._maker.before_end()
             # The headers, which would have said so, were gone by then.
             with_comments = self._timeouts.queued_comment_s > 0
-            late = comment(f"spillway attempts={request.attempt}") if with_comments and request.attempt > 1 else b""
-            if with_comments and (adapted := self._exchange.adapted_for(request) - self._told):
+            late = comment(f"spillway attempts={stream.attempt}") if with_comments and stream.attempt > 1 else b""
+            if with_comments and (adapted := self._exchange.adapted_for(stream) - self._told):
                 late += comment(f"spillway adapted={', '.join(sorted(adapted))}")
             await self._exchange.write(body + usage + late + self._maker.done, more=False)
-        elif request.failure is not None:
-            await self._exchange.write(body + self._maker.error_event(RequestFailed(request.failure)), more=True)
+        elif stream.failure is not None:
+            await self._exchange.write(body + self._maker.error_event(RequestFailed(stream.failure)), more=True)

@@ -28,8 +28,8 @@ from gateway.api.errors import envelope, form_of, headers_of
 from gateway.errors import HeadTooLarge, MalformedHttp, Overloaded, Refused, RequestTooSlow, TooManyConnections
 from gateway.http.asgi import ABORT_KEY, CYCLE_KEY, HEADERS_KEY
 from gateway.http.cycle import Cycle
-from gateway.http.refusals import HTTP, MAX_PATH_CHARS, RefusalLog
 from gateway.settings import ConnectionSettings
+from gateway.telemetry.refusals import HTTP, MAX_PATH_CHARS, RefusalLog
 from protocol.nats.bus import Deadlines
 
 log = logging.getLogger(__name__)

@@ -7,13 +7,15 @@ first byte on. A caller whose connection broke in mid-stream sends the same agai
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Final
 
 from msgspec import Struct
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
+from gateway.api.errors import AnswerStyle
 from gateway.errors import (
     AnswerNotKept,
     ClientDisconnected,
@@ -22,14 +24,14 @@ from gateway.errors import (
     InvalidParameter,
     Refused,
 )
-from gateway.http.asgi import ABORT_KEY, Message, Scope
-from gateway.http.exchange import Exchange
+from gateway.http.exchange import ClientExchange, Exchange, Head
 from gateway.idempotency.claims import Claims
 from gateway.idempotency.runs import Run, Runs
 from gateway.idempotency.sharing import AnswerServer, OwnerNotFound, OwnerUnresponsive, ask, claim_state_of, part_of
-from gateway.settings import GatewaySettings, TimeoutSettings
+from gateway.settings import GatewaySettings
 from protocol.gateways import AnswerPartRequest, ClaimState, Part
 from protocol.nats.bus import Bus
+from protocol.process import calling_once
 
 IDEMPOTENCY_KEY: Final = b"idempotency-key"
 STANDING_HEADER: Final = b"x-spillway-idempotent"
@@ -39,8 +41,8 @@ SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read one part
 
 log = logging.getLogger(__name__)
 
-ReadBody = Callable[[Exchange, Principal], Awaitable[bytes]]
-Application = Callable[[Exchange], Awaitable[None]]
+ReadBody = Callable[[Principal], Awaitable[bytes]]
+Answer = Callable[[Exchange, ReadBody], Awaitable[None]]
 NextPart = Callable[[int], Awaitable[Part]]
 
 
@@ -49,29 +51,41 @@ class KeyedRequest(Struct, frozen=True):
 
     name: str  # of the key and whose it is, as everybody else sees them: a hash
     fingerprint: str  # of path and body
-    scope: Scope
+    head: Head
     body: bytes
+    style: AnswerStyle | None
+
+    async def read(self, principal: Principal) -> bytes:
+        """Return the body again."""
+        del principal
+        return self.body
 
 
-class RecordedExchange(Exchange):
-    """An exchange whose output is recorded; without a reader for too long, its client counts as disconnected."""
+class RecordedReply:
+    """A reply into a run's recording; without a reader for too long, its client counts as disconnected."""
 
-    def __init__(self, question: KeyedRequest, run: Run, timeouts: TimeoutSettings) -> None:
-        scope = {name: value for name, value in question.scope.items() if name != ABORT_KEY}
-        super().__init__(scope, self._receive, run.recording.record, timeouts)
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._body: bytes | None = question.body
 
-    async def _receive(self) -> Message:
-        body, self._body = self._body, None
-        if body is not None:
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self._run.abandoned.wait()
-        return {"type": "http.disconnect"}
+    @property
+    def has_reader(self) -> bool:
+        """Implement ``Reply``."""
+        return self._run.readers > 0
 
-    def seen(self, status: int | None) -> int | None:
-        """Override of ``Exchange``."""
-        return status if self._run.readers else None
+    async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Implement ``Reply``; never waits."""
+        self._run.recording.start(status, headers)
+
+    async def write(self, body: bytes, *, more: bool) -> None:
+        """Implement ``Reply``; never waits."""
+        self._run.recording.write(body, more=more)
+
+    def abort(self) -> None:
+        """Implement ``Reply``: the recording stays incomplete."""
+
+    def calling_when_gone(self, callback: Callable[[], object]) -> AbstractContextManager[None]:
+        """Implement ``Reply``."""
+        return calling_once(self._run.abandoned, callback)
 
 
 class KeyedRequests:
@@ -102,11 +116,11 @@ class KeyedRequests:
             if claim is not None and claim.gateway_id == self._gateway_id and claim.sequence is not None:
                 self._runs.claimed(run, claim.sequence)
 
-    async def serve(self, exchange: Exchange, scope: Scope, read_body: ReadBody, application: Application) -> None:
-        """Answer one request that has a key; ``application`` makes the answer if no gateway has it."""
+    async def serve(self, exchange: ClientExchange, read_body: ReadBody, answer: Answer) -> None:
+        """Answer one request that has a key; ``answer`` makes the answer if no gateway has it."""
         try:
-            question = await self._question(exchange, scope, read_body)
-            await exchange.while_connected(self._answer(exchange, question, application))
+            question = await self._question(exchange, read_body)
+            await exchange.while_connected(self._answer(exchange, question, answer))
         except Refused as error:
             await exchange.answer_error(error)
         except ClientDisconnected:
@@ -116,7 +130,7 @@ class KeyedRequests:
             if exchange.sent_status is None:
                 await exchange.answer_error(Refused())
 
-    async def _question(self, exchange: Exchange, scope: Scope, read_body: ReadBody) -> KeyedRequest:
+    async def _question(self, exchange: Exchange, read_body: ReadBody) -> KeyedRequest:
         principal = exchange.authenticate(self._keys)
         key = exchange.headers[IDEMPOTENCY_KEY].decode("latin-1")
         if not key or len(key) > MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
@@ -124,15 +138,16 @@ class KeyedRequests:
                 f"The Idempotency-Key header must have 1 to {MAX_KEY_CHARS} printable ASCII characters.",
                 param="Idempotency-Key",
             )
-        body = await read_body(exchange, principal)
+        body = await read_body(principal)
         return KeyedRequest(
             name=_digest(principal.key_id.encode(), key.encode()),
-            fingerprint=_digest(scope["path"].encode(), body),
-            scope=scope,
+            fingerprint=_digest(exchange.head.path.encode(), body),
+            head=exchange.head,
             body=body,
+            style=exchange.style,
         )
 
-    async def _answer(self, exchange: Exchange, question: KeyedRequest, application: Application) -> None:
+    async def _answer(self, exchange: Exchange, question: KeyedRequest, answer: Answer) -> None:
         over: int | None = None  # the claim that may be replaced
         for _ in range(MAX_TAKES):
             run = self._runs.find(question.name)
@@ -142,7 +157,7 @@ class KeyedRequests:
             with self._runs.claiming(question.name):
                 claim = await self._claims.take(question.name, question.fingerprint, over=over)
                 if claim is not None and claim.is_new and self._runs.find(question.name) is None:
-                    run = self._begin(question, claim.sequence, application)
+                    run = self._begin(question, claim.sequence, answer)
             if run is not None:
                 await self._read(exchange, run, None)
                 return
@@ -155,9 +170,10 @@ class KeyedRequests:
                 return
         raise IdempotencyKeyBusy
 
-    def _begin(self, question: KeyedRequest, claim_sequence: int | None, application: Application) -> Run:
+    def _begin(self, question: KeyedRequest, claim_sequence: int | None, answer: Answer) -> Run:
         run = self._runs.begin(question.name, question.fingerprint, claim_sequence)
-        task = asyncio.create_task(self._run(run, application(RecordedExchange(question, run, self._timeouts))))
+        exchange = Exchange(question.head, RecordedReply(run), self._timeouts, question.style)
+        task = asyncio.create_task(self._run(run, answer(exchange, question.read)))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return run

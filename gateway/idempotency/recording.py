@@ -1,8 +1,7 @@
 """One answer as it was sent, for any number of readers."""
 
 import asyncio
-from collections.abc import Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from protocol.gateways import MAX_PART_BYTES
 
@@ -14,7 +13,7 @@ class RecordingTruncated(Exception):
 
 
 class Recording:
-    """Takes what an ASGI application sends. Readers come at any time and read from the first byte on."""
+    """Takes an answer as it is written. Readers come at any time and read from the first byte on."""
 
     def __init__(self, on_growth: Callable[[int], None]) -> None:
         self.head: tuple[int, Headers] | None = None  # status and headers
@@ -35,18 +34,20 @@ class Recording:
         """True for a complete and good answer."""
         return self.complete and self.head is not None and self.head[0] == 200 and not self._forgotten_bytes
 
-    async def record(self, message: MutableMapping[str, Any]) -> None:
-        """Take one ASGI message; never waits."""
-        if message["type"] == "http.response.start":
-            self.head = message["status"], tuple(message["headers"])
-        else:
-            self._body += message["body"]
-            self.complete = not message["more_body"]
-            self._on_growth(len(message["body"]))
+    def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Take the head."""
+        self.head = status, tuple(headers)
+        self._notify()
+
+    def write(self, body: bytes, *, more: bool) -> None:
+        """Take a piece of the body."""
+        self._body += body
+        self.complete = not more
+        self._on_growth(len(body))
         self._notify()
 
     def end(self) -> None:
-        """Note that the application has returned."""
+        """Note that nothing more comes."""
         self.ended = True
         self._notify()
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from db.accounts.principal import Limits, LimitValues, is_later, period_at, plus
+from gateway.errors import RateStatus
 from gateway.limits.account import (
     CLOCK_SLACK_S,
     EMPTY,
@@ -46,14 +47,6 @@ class Refusal(Struct, frozen=True):
     def is_too_large(self) -> bool:
         """True if the request alone is more than the limit."""
         return self.needed > self.limit
-
-
-class RateStatus(Struct, frozen=True):
-    """Use of a rate limit."""
-
-    limit: int
-    remaining: int
-    reset_s: float  # until it is not used at all, if no more comes
 
 
 def too_large(terms: Limits, whose: str, needs: Amounts) -> Refusal | None:

@@ -293,13 +293,14 @@ class Mailbox:
         if self._is_cut:
             raise ReaderCut
 
-    def tokens(self) -> Iterator[AnyTokens]:
-        """Iterate over all tokens; they stay, and count, until ``clear``."""
+    def events(self) -> Iterator[Event | HeldTokens]:
+        """Iterate over all events; they stay, and count, until ``clear``."""
         for event in (*self._events, *self._packed):
-            if isinstance(event, bytes):
-                yield _decode_held(event)
-            elif isinstance(event, (Tokens, Deltas)):
-                yield event
+            yield _decode_held(event) if isinstance(event, bytes) else event
+
+    def tokens(self) -> Iterator[AnyTokens]:
+        """Iterate over all tokens, in the same way."""
+        return (event for event in self.events() if isinstance(event, (Tokens, HeldTokens, Deltas)))
 
 
 class SharedMailbox(Mailbox):

@@ -1,14 +1,16 @@
 """A request that is admitted, as all parts of the gateway know it."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Protocol, Self
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol, Self, TypeVar
 
 from msgspec import Struct
 
 from db.accounts.principal import Consent, Principal
 from gateway.errors import Refused
 from gateway.limits.reservation import Reservation
+from gateway.settings import GatewaySettings
+from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.generation import Pooling
 from protocol.job import Deltas, Sampling, Tokens, encode
 from protocol.subjects import queue_of
@@ -46,7 +48,7 @@ class MadeBefore(Struct, frozen=True):
 
 # --- trace ------------------------------------------------------------------------------------------------------------
 #
-# The interface of one request's trace; ``gateway.traces`` implements it.
+# The interface of one request's trace; ``gateway.telemetry.traces`` implements it.
 
 
 class Trace(Protocol):
@@ -85,6 +87,97 @@ class QueuePosition(Struct, frozen=True):
 
     position: int  # from 1
     eta_s: float | None  # until a worker takes it; None: unknown
+
+
+# --- call -------------------------------------------------------------------------------------------------------------
+#
+# What is asked, before it is admitted: when and how it came, what it says, and what that makes of a model's prompt.
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One call's arrival at this gateway."""
+
+    id: str  # without a prefix
+    received_s: float  # monotonic clock
+    received_unix_ms: int
+    queue_wait_s: float  # how long it may wait for workers, over all attempts
+    deadline_s: float = float("inf")  # monotonic clock; the caller's own: the whole answer is worth nothing later
+    traceparent: str | None = None  # the caller's, as it came
+    trace: Trace | None = None  # None: traces are off
+    body_bytes: int = 0
+
+    @property
+    def request_id(self) -> str:
+        """The public id, in headers, records and logs."""
+        return f"req_{self.id}"
+
+    def part(self, number: int, parts: int) -> "Arrival":
+        """Return the arrival of one of several parts."""
+        part = replace(self, id=f"{self.id}-{number}", body_bytes=self.body_bytes // parts)
+        return part if self.trace is None else replace(part, trace=self.trace.part(part.request_id))
+
+    @property
+    def created_unix_s(self) -> int:
+        """When it came, as answers tell it."""
+        return self.received_unix_ms // 1000
+
+
+class Prompt(Struct, frozen=True):
+    """A call with a model's tokenizer: what a worker gets of it."""
+
+    prompt_ids: bytes  # packed; empty: see Admission
+    prompt_tokens: int
+    prompt_param: str  # see Admission
+    sampling: Sampling
+    pooling: Pooling | None = None
+    stream: bool = False
+    conversation: Conversation | None = None  # see Admission
+    limit_param: str | None = None  # the field that limits the output; None: its size is not the caller's choice
+
+
+class Body(Protocol):
+    """What every body says beside its prompt."""
+
+    model: str
+    do_not_queue: bool | None
+    allow_hosted: bool | None
+
+    @property
+    def is_batch(self) -> bool:
+        """True if the request takes what interactive ones leave."""
+        ...
+
+
+class Call(Protocol):
+    """One validated body."""
+
+    name: str  # as in RequestRecord.endpoint
+    adapted: set[str]  # what was changed so that its model takes it (gateway.tokenizing.turns)
+
+    @property
+    def request(self) -> Body:
+        """The body."""
+        ...
+
+    def serve_as_batch(self) -> None:
+        """Serve it as batch, whatever the client asked: its key allows no more."""
+        ...
+
+    def parts(self, settings: GatewaySettings) -> Sequence[Self]:
+        """Return the calls that each become a request, usually itself alone. Raises InvalidParameter."""
+        ...
+
+    async def prompt(self, tokens: ModelTokens, settings: GatewaySettings) -> Prompt:
+        """Count and check a part. Raises Refused."""
+        ...
+
+    def check(self, prompts: Sequence[Prompt], settings: GatewaySettings) -> None:
+        """Check what only all parts together tell. Raises InvalidParameter."""
+        ...
+
+
+AnyCall = TypeVar("AnyCall", bound=Call)
 
 
 # --- admission --------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from gateway.http.refusals import RefusalLog
 from gateway.http.server import Connection, Connections
 from gateway.settings import ConnectionSettings
 from gateway.telemetry.metrics import RequestSeries
+from gateway.telemetry.refusals import RefusalLog
 from tests.fuzz.driving import cut_bytes
 from tests.fuzz.mutations import Form
 

@@ -17,21 +17,21 @@ from db.money import TokenPrice
 from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry
 from gateway.api.calls import CompletionCall
+from gateway.core import Core
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.endpoints.prompts import CompletionsEndpoint
-from gateway.endpoints.services import Services
+from gateway.endpoints.endpoint import Edge, GenerationEndpoint, HotRoute
+from gateway.endpoints.generate import Generation
 from gateway.http.body import BodyReader
-from gateway.http.refusals import RefusalLog
 from gateway.limits.leases import Quotas
 from gateway.limits.seeds import RollupLedger
 from gateway.main import FLUSH_LIMIT_S, _must_not_end
 from gateway.payloads import PayloadPublisher
 from gateway.settings import GatewaySettings
 from gateway.telemetry.metrics import RequestSeries
+from gateway.telemetry.refusals import RefusalLog
 from gateway.tokenizing.model_tokens import ModelTokens
 from ledger import main as ledger_main
 from ledger.settings import LedgerSettings
-from ledger.webhooks.state import StateView
 from ledger.writer import LedgerWriter
 from pool_worker.drain import Stop
 from pool_worker.main import _serve as serve_worker
@@ -225,27 +225,18 @@ class Gateway(Part):
         quotas = Quotas(bus, settings.gateway_id, RollupLedger(sql.engine()))
         await quotas.start()
         nothing: Any = None
-        services = Services(
-            settings=settings,
-            bus=bus,
-            keys=Keys(self._policies),  # type: ignore[arg-type]
-            catalog=Catalog(),  # type: ignore[arg-type]
-            dispatcher=dispatcher,
-            admission_control=admission_control,
+        keys: Any = Keys(self._policies)
+        catalog: Any = Catalog()
+        prices: Any = Prices()
+        core = Core(settings, keys, catalog, dispatcher, admission_control, quotas, prices)
+        edge = Edge(
+            timeouts=settings.timeouts,
+            keys=keys,
             bodies=BodyReader(settings.limits, settings.timeouts.body_s),
             keyed=nothing,
-            series=series,
             refusals=RefusalLog(series),
-            quotas=quotas,
-            prices=Prices(),  # type: ignore[arg-type]
-            payloads=PayloadPublisher(bus, settings.payloads),
-            webhooks=StateView(),
-            responses=nothing,
-            background_runs=nothing,
-            batches=nothing,
-            set_aside=nothing,
-            started_unix_s=0,
         )
+        completions = Generation(core, nothing, PayloadPublisher(bus, settings.payloads), CompletionCall)
         self._watch(dispatcher)
         self.dispatcher, self.quotas, self.outbox, self.admission_control = (
             dispatcher,
@@ -253,7 +244,7 @@ class Gateway(Part):
             outbox,
             admission_control,
         )
-        await self._serve(services, (outbox, intents), bus)
+        await self._serve(core, GenerationEndpoint(edge, completions), (outbox, intents), bus)
 
     def _watch(self, dispatcher: Dispatcher) -> None:
         open_it = dispatcher.open
@@ -265,31 +256,31 @@ class Gateway(Part):
 
         dispatcher.open = watched  # type: ignore[assignment, method-assign]
 
-    async def _serve(self, services: Services, outboxes: Sequence[Outbox], bus: Bus) -> None:
+    async def _serve(self, core: Core, application: HotRoute, outboxes: Sequence[Outbox], bus: Bus) -> None:
         assert self._stop is not None
         async with asyncio.TaskGroup() as group:
             publishing = [group.create_task(_must_not_end("usage outbox", outbox.run())) for outbox in outboxes]
             background = [
                 group.create_task(_must_not_end(part, work))
                 for part, work in {
-                    "dispatcher": services.dispatcher.run(),
-                    "admission control": services.admission_control.run(),
-                    "limits": services.quotas.run(),
+                    "dispatcher": core.dispatcher.run(),
+                    "admission control": core.admission_control.run(),
+                    "limits": core.quotas.run(),
                 }.items()
             ]
-            self.application = CompletionsEndpoint(services, CompletionCall)
+            self.application = application
             await self._stop.wait()
-            await services.dispatcher.drain(services.settings.timeouts.shutdown_s, asyncio.Event())
+            await core.dispatcher.drain(core.settings.timeouts.shutdown_s, asyncio.Event())
             self.application = None
             await asyncio.sleep(0.05)  # answers leave
             for task in background:
                 task.cancel()
             await asyncio.wait(background)
-            services.dispatcher.settle_all()
+            core.dispatcher.settle_all()
             await asyncio.gather(*(outbox.flush(FLUSH_LIMIT_S) for outbox in outboxes))
             for task in publishing:
                 task.cancel()
-        await services.quotas.close()
+        await core.quotas.close()
         await bus.close()
 
     def stop_in_order(self) -> None:

@@ -95,7 +95,7 @@ async def test_nothing_of_a_request_waits_for_the_garbage_collector(
     serve, open_ = Endpoint._serve, Dispatcher.open
 
     async def noting_serve(self: Any, exchange: Any, *rest: Any) -> None:
-        held.extend([ref(exchange), ref(exchange._cycle)])
+        held.extend([ref(exchange), ref(exchange.reply.cycle)])
         await serve(self, exchange, *rest)
 
     def noting_open(self: Any, *rest: Any) -> Any:

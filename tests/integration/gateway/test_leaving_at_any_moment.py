@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.ports import free_port
 from gateway.dispatch.lifecycle import OpenRequest
-from gateway.http.exchange import Exchange
+from gateway.http.exchange import ClientExchange, Exchange
 from gateway.idempotency.runs import Run
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol import subjects
@@ -157,7 +157,7 @@ async def test_nothing_stays_of_callers_that_leave(served: GatewayUnderTest, mon
     heart.last = None
     await until(heart.is_idle)
     await until(lambda: len(asyncio.all_tasks()) <= tasks_before)
-    await until(lambda: count_objects(Exchange, Run) == 0)
+    await until(lambda: count_objects(ClientExchange, Exchange, Run) == 0)
     assert count_objects(OpenRequest) <= 1  # the dispatcher's sweep may have looked at it last
     assert count_subscriptions(monitor_port) == subscriptions_before
     await check_records(served)

@@ -28,8 +28,8 @@ ALLOWED["spillway"] = set(ALLOWED)
 
 # The parts of the gateway: each may import only those before it.
 GATEWAY = [
-    "errors", "tokenizing", "settings", "limits", "request", "admission", "dispatch", "api", "telemetry", "payloads",
-    "http", "traces", "idempotency", "responses", "batches", "endpoints", "mount", "app", "main",
+    "errors", "tokenizing", "settings", "limits", "request", "admission", "dispatch", "core", "api", "telemetry",
+    "payloads", "http", "idempotency", "endpoints", "responses", "batches", "mount", "app", "main",
 ]  # fmt: skip
 
 Modules = dict[str, Path]  # dotted name → file

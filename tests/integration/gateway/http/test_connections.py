@@ -420,12 +420,12 @@ async def test_answers_that_nobody_reads_are_not_kept_for_ever(start_gateway: St
 
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    return [record.fields for record in caplog.records if record.name == "gateway.http.refusals"]  # type: ignore[attr-defined]
+    return [record.fields for record in caplog.records if record.name == "gateway.telemetry.refusals"]  # type: ignore[attr-defined]
 
 
 async def test_every_refusal_leaves_a_line(start_gateway: Start, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await start_gateway()
-    caplog.set_level(logging.INFO, "gateway.http.refusals")
+    caplog.set_level(logging.INFO, "gateway.telemetry.refusals")
     asked: list[tuple[bytes, str, str]] = [
         (b"GET / HTTP/1.1\r\n\r\n", "malformed_http", "http"),
         (b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n", "unknown_url", "other"),
@@ -447,7 +447,7 @@ async def test_every_refusal_leaves_a_line(start_gateway: Start, caplog: pytest.
 
 async def test_a_flood_of_refusals_is_a_few_lines(start_gateway: Start, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await start_gateway(with_card=False)
-    caplog.set_level(logging.INFO, "gateway.http.refusals")
+    caplog.set_level(logging.INFO, "gateway.telemetry.refusals")
     async with connect(gateway) as client:
         for _ in range(200):
             await client.send(b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")

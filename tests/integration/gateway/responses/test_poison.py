@@ -15,8 +15,8 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.api.fields import MAX_BODY_VALUES
-from gateway.endpoints.responses import ResponsesEndpoint
 from gateway.responses import runs, store
+from gateway.responses.endpoint import Background
 from gateway.responses.messages import Key
 from gateway.responses.run import BackgroundRun
 from gateway.responses.store import Run, StoredResponse, decode_stored, encode
@@ -69,16 +69,16 @@ async def test_what_fails_twice_in_the_same_way_is_given_up(
     start_gateway: Start, bus: Bus, monkeypatch: pytest.MonkeyPatch, is_same_way: bool, most: int
 ) -> None:
     """And another one, of the same gateways, is made. What fails in another way each time is tried more often."""
-    admit = ResponsesEndpoint._admit_again
+    admit = Background._admit_again
     reasons: list[str] = []
 
-    async def poisonous(self: ResponsesEndpoint, run: BackgroundRun, principal: Any) -> Any:
+    async def poisonous(self: Background, run: BackgroundRun, principal: Any) -> Any:
         if b"poison" in run.run.body:
             reasons.append("too deep" if is_same_way else f"{len(reasons)} too deep")
             raise RecursionError(reasons[-1])
         return await admit(self, run, principal)
 
-    monkeypatch.setattr(ResponsesEndpoint, "_admit_again", poisonous)
+    monkeypatch.setattr(Background, "_admit_again", poisonous)
     left = await start_gateway()
     client = left.client()
     poison = await client.responses.create(**{**BACKGROUND, "input": "poison"})

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.api.errors import FAILURES, envelope, form_of, headers_of
 from gateway.errors import Failure, ModelNotReady, Refused, RequestFailed
 from gateway.http.body import read_body
-from gateway.http.exchange import Exchange
+from gateway.http.exchange import ClientExchange
 from gateway.http.pages import add_error_answers
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
@@ -85,7 +85,7 @@ def leaving(app: FastAPI) -> ASGIApp:
         return {"type": "http.disconnect"}
 
     async def served(scope: Scope, _receive: Receive, send: Send) -> None:
-        scope["spillway.exchange"] = Exchange(scope, receive, send, TimeoutSettings())
+        scope["spillway.exchange"] = ClientExchange(scope, receive, send, TimeoutSettings())
         await app(scope, receive, send)
 
     return served

@@ -1,27 +1,46 @@
-"""What an answer means for the line that it answers."""
-
-import json
-from typing import Any
+"""What a refusal means for the line that it answers."""
 
 import pytest
 
-from gateway.batches.run import Answer, Verdict, verdict_of
-
-NEVER = {b"x-should-retry": b"false"}
-
-
-def refused(**error: Any) -> Answer:
-    return Answer(429, NEVER, json.dumps({"error": {"message": "m", **error}}).encode())
+from gateway.batches.asking import USUAL_WAIT_S, Verdict, verdict_of, wait_s
+from gateway.errors import (
+    Failure,
+    InsufficientQuota,
+    InvalidApiKey,
+    InvalidParameter,
+    LimitsUnavailable,
+    RateLimitExceeded,
+    Refused,
+    RequestFailed,
+    RequestTooSlow,
+)
+from protocol.errors import ErrorCode
+from protocol.gateways import Kind
 
 
 @pytest.mark.parametrize(
-    ("answer", "verdict"),
+    ("error", "verdict"),
     [
-        (refused(code="insufficient_quota", type="insufficient_quota"), Verdict.REFUSED),
-        (refused(code="insufficient_quota", type="budget", param="max_tokens"), Verdict.FAILED),
-        (refused(code="rate_limit_exceeded", type="tokens"), Verdict.FAILED),
-        (Answer(429, {}, b"{}"), Verdict.REFUSED),
+        (InvalidParameter("wrong"), Verdict.FAILED),
+        (InvalidApiKey(), Verdict.REVOKED),
+        (InsufficientQuota("used up"), Verdict.REFUSED),  # a new day brings a new budget
+        (InsufficientQuota("more than all of it", param="max_tokens", limit=Kind.MONEY), Verdict.FAILED),
+        (RateLimitExceeded("more than the limit", is_final=True, limit=Kind.TOKENS), Verdict.FAILED),
+        (RateLimitExceeded("used", limit=Kind.TOKENS), Verdict.REFUSED),
+        (LimitsUnavailable(), Verdict.REFUSED),
+        (RequestFailed(Failure(ErrorCode.TOO_MANY_QUEUED, "full")), Verdict.REFUSED),
+        (RequestFailed(Failure(ErrorCode.KEY_REVOKED, "revoked")), Verdict.REVOKED),
+        (RequestFailed(Failure(ErrorCode.ENGINE_ERROR, "broken")), Verdict.AGAIN),
+        (RequestFailed(Failure(ErrorCode.FIRST_TOKEN_TIMEOUT, "slow")), Verdict.AGAIN),
+        (RequestTooSlow(), Verdict.AGAIN),
+        (Refused(), Verdict.AGAIN),
     ],
 )
-def test_what_no_wait_helps_fails_the_line(answer: Answer, verdict: Verdict) -> None:
-    assert verdict_of(answer) is verdict
+def test_what_no_wait_helps_fails_the_line(error: Refused, verdict: Verdict) -> None:
+    assert verdict_of(error) is verdict
+
+
+def test_a_line_waits_as_long_as_its_refusal_says() -> None:
+    assert wait_s(Refused()) == USUAL_WAIT_S
+    assert 20 <= wait_s(RateLimitExceeded("used", retry_after_s=20)) <= 30
+    assert wait_s(RateLimitExceeded("used", retry_after_s=4000)) <= 60

@@ -68,6 +68,16 @@ class RecordedActions:
         self.ends += 1
 
 
+class Closing:
+    """Closes nothing: the test has the request."""
+
+    def close(self, request: OpenRequest, http_status: int | None) -> None:
+        raise AssertionError("nobody closes it")
+
+    def hand_over(self, request: OpenRequest) -> None:
+        raise AssertionError("nobody takes it over")
+
+
 def open_request(
     n: int = 1,
     *,

@@ -1,18 +1,22 @@
 """Requests that are answered together: their one mailbox, and how they end."""
 
+from typing import Any
+
+from gateway.api.calls import CompletionCall
 from gateway.dispatch.lifecycle import OpenRequest, State
-from gateway.dispatch.stream import RequestGroup
+from gateway.dispatch.stream import AnswerStream
 from gateway.request.mailbox import LOOSE_EVENTS, MAX_UNREAD_BYTES, Ended, SharedMailbox, StillWaiting
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.job import Cancel, Tokens
 from tests.unit.gateway.admission.controls import admission, control
-from tests.unit.gateway.dispatch.opened_requests import RecordedActions, accepted, failed, finished, tokens
+from tests.unit.gateway.dispatch.opened_requests import Closing, RecordedActions, accepted, failed, finished, tokens
 
 COUNT = 3
+COMPLETION = CompletionCall(b'{"model":"m","prompt":"Hi"}')
 
 
-def open_group(**timeouts: float) -> tuple[RequestGroup, list[OpenRequest], RecordedActions]:
+def open_group(**timeouts: float) -> tuple[AnswerStream[Any], list[OpenRequest], RecordedActions]:
     gate, actions, mailbox = control(), RecordedActions(), SharedMailbox(COUNT)
     limits = TimeoutSettings.model_validate(timeouts)
     requests = [
@@ -26,7 +30,7 @@ def open_group(**timeouts: float) -> tuple[RequestGroup, list[OpenRequest], Reco
         )
         for number in range(COUNT)
     ]
-    return RequestGroup(requests), requests, actions
+    return AnswerStream([COMPLETION] * COUNT, requests, Closing()), requests, actions
 
 
 async def test_it_ends_when_the_last_has_ended() -> None:

@@ -9,14 +9,15 @@ import pytest
 
 from gateway.api.calls import ChatCall
 from gateway.dispatch.lifecycle import OpenRequest, State
+from gateway.dispatch.stream import AnswerStream
 from gateway.errors import Failure
 from gateway.http.asgi import ABORT_KEY
-from gateway.http.exchange import Exchange
+from gateway.http.exchange import ClientExchange
 from gateway.http.reply import StreamWriter
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.job import Frame
-from tests.unit.gateway.dispatch.opened_requests import accepted, failed, finished, open_request, tokens
+from tests.unit.gateway.dispatch.opened_requests import Closing, accepted, failed, finished, open_request, tokens
 from tests.waiting import HANGS_S
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -51,9 +52,9 @@ def writing(
     socket = Socket()
     scope = {"method": "POST", "path": "/v1/completions", "headers": [], ABORT_KEY: socket.aborted.set}
     timeouts = TimeoutSettings(headers_grace_s=grace_s)
-    exchange = Exchange(scope, socket.receive, socket.send, timeouts)
+    exchange = ClientExchange(scope, socket.receive, socket.send, timeouts)
     call = ChatCall(json.dumps({**BODY, "n": n, **fields}).encode())
-    writer = StreamWriter(exchange, call, request, timeouts)
+    writer = StreamWriter(exchange, call, AnswerStream([call], [request], Closing()), timeouts)
     return socket, asyncio.create_task(writer.write())
 
 

@@ -18,11 +18,11 @@ def runs_with(released: list[int] | None = None, **settings: Any) -> Runs:
 
 
 async def start(run: Run, status: int = 200) -> None:
-    await run.recording.record({"type": "http.response.start", "status": status, "headers": [(b"a", b"b")]})
+    run.recording.start(status, [(b"a", b"b")])
 
 
 async def write(run: Run, body: bytes, more: bool = True) -> None:
-    await run.recording.record({"type": "http.response.body", "body": body, "more_body": more})
+    run.recording.write(body, more=more)
 
 
 async def answer(runs: Runs, name: str, body: bytes = b"x", status: int = 200) -> Run:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from msgspec import Struct
 
@@ -10,9 +10,6 @@ from db.accounts.masking import masked
 from gateway.api.errors import form_of
 from gateway.errors import Refused
 from gateway.telemetry.metrics import RequestSeries
-
-if TYPE_CHECKING:
-    from gateway.http.exchange import Exchange
 
 LINES_A_SECOND: Final = 10  # of each reason
 WINDOW_S: Final = 1.0
@@ -37,20 +34,11 @@ class RefusalLog:
         self._series = series
         self._reasons: dict[str, _Reason] = {}
 
-    def exchange_refused(self, endpoint: str, exchange: "Exchange") -> None:
-        """Tell of a request whose answer is a refusal, or whose caller left before there was one."""
-        error = exchange.refusal
-        self.refused(
-            endpoint,
-            error,
-            request_id=exchange.request_id,
-            method=exchange.method,
-            path=masked(exchange.path)[:MAX_PATH_CHARS],
-            client=exchange.client,
-        )
-
     def refused(self, endpoint: str, error: Refused | None, **fields: str | None) -> None:
-        """Log one refusal; without an error the client has disconnected. Never logs what was asked."""
+        """Tell of a request whose answer is a refusal, or without an error one whose caller left before there was one.
+
+        Never logs what was asked.
+        """
         code, status = CLIENT_LEFT if error is None else (error.code or form_of(error).type, form_of(error).status)
         self._series.refused(endpoint, status, code if error is None else error.code)
         reason = self._reasons.setdefault(code, _Reason())
@@ -62,6 +50,8 @@ class RefusalLog:
             return
         reason.lines += 1
         reported = {"reason": code, "status": status, "count": reason.count, "endpoint": endpoint, **fields}
+        if (path := fields.get("path")) is not None:
+            reported["path"] = masked(path)[:MAX_PATH_CHARS]
         if error is not None and error.param is not None:
             reported["param"] = error.param[:MAX_PATH_CHARS]
         log.info("request refused", extra={"fields": reported})

@@ -11,6 +11,7 @@ Nothing is done per token, and no span holds a prompt, an answer or a key.
 """
 
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
@@ -21,7 +22,6 @@ from gateway.api.errors import form_of
 from gateway.dispatch.lifecycle import OpenRequest
 from gateway.dispatch.observers import Observer
 from gateway.errors import Refused
-from gateway.http.exchange import Exchange
 from gateway.request.request import Admission
 from protocol import trace_names as names
 from protocol.tracing import Tracing, context_of, trace_id_of, traceparent_of
@@ -38,19 +38,19 @@ class RequestTraces(Observer):
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
 
-    def begin(self, exchange: Exchange) -> "RequestTrace":
+    def begin(self, request_id: str, method: str, path: str, headers: Mapping[bytes, bytes]) -> "RequestTrace":
         """A request is here."""
-        headers = {name.decode(): value for name in _PROPAGATED if (value := exchange.header_text(name)) is not None}
-        path = masked(exchange.path)
+        known = {name.decode(): headers[name].decode("latin-1") for name in _PROPAGATED if name in headers}
+        path = masked(path)
         span = self._tracing.tracer.start_span(
-            f"{exchange.method} {path}",
-            context_of(headers),
+            f"{method} {path}",
+            context_of(known),
             SpanKind.SERVER,
             {
-                names.HTTP_METHOD: exchange.method,
+                names.HTTP_METHOD: method,
                 names.HTTP_ROUTE: path,
                 names.URL_PATH: path,
-                names.REQUEST_ID: exchange.request_id,
+                names.REQUEST_ID: request_id,
             },
         )
         return RequestTrace(self._tracing, span)

@@ -1,0 +1,241 @@
+"""The core: a call becomes requests, and what comes of them a stream. Nothing here knows HTTP.
+
+    call, arrival ──admit──> counted in, nothing published ──start──> AnswerStream: exactly one record of each request
+
+Between the two a caller can still go back (``Admitted.refund``). Raises ``Refused`` and nothing else.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic
+
+from msgspec.structs import replace
+
+from db.accounts.keyring import KeyRing
+from db.accounts.principal import Principal, consent_of
+from db.money import TokenPrice
+from gateway.admission.control import AdmissionControl, Ticket
+from gateway.admission.hosted import check_trust, providers_for
+from gateway.dispatch.dispatcher import KEY_REVOKED, Dispatcher
+from gateway.dispatch.stream import AnswerStream
+from gateway.errors import LimitsUnavailable, RateStatus, RequestFailed
+from gateway.limits.leases import LimitReached, Quotas, Unavailable
+from gateway.limits.prices import CurrentPrices
+from gateway.limits.refusals import rates_of, refused_by
+from gateway.limits.reservation import Estimate, Reservation
+from gateway.request.mailbox import SharedMailbox
+from gateway.request.request import Admission, AnyCall, Arrival, Call, MadeBefore, Prompt, Trace
+from gateway.settings import GatewaySettings
+from gateway.tokenizing.catalog import ModelCatalog
+from gateway.tokenizing.model_tokens import ModelTokens
+from protocol.gateways import Kind
+from protocol.job import NO_TOKENIZER
+
+_A_PLACE: Final = Estimate(0, 0)
+
+
+@dataclass(slots=True)
+class Admitted(Generic[AnyCall]):
+    """A call that is counted in. It must be started or refunded."""
+
+    calls: Sequence[AnyCall]  # its parts
+    tickets: Sequence[Ticket]
+    trace: Trace | None
+    on_close: Callable[[], None] | None = None  # is called once it is refunded, or its stream closed
+
+    @property
+    def rates(self) -> Mapping[Kind, RateStatus]:
+        """How far the rates of its key and team are used; empty: they have no limits."""
+        reservation = self.tickets[0].admission.reservation
+        return {} if reservation is None else rates_of(reservation.local_accounts)
+
+    def refund(self) -> None:
+        """Give everything back: it is not started after all."""
+        for ticket in self.tickets:
+            ticket.close()
+            if ticket.admission.reservation is not None:
+                ticket.admission.reservation.refund()
+        if self.on_close is not None:
+            self.on_close()
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """Admits calls and starts them, by these parts of the gateway."""
+
+    settings: GatewaySettings
+    keys: KeyRing
+    catalog: ModelCatalog
+    dispatcher: Dispatcher
+    admission_control: AdmissionControl
+    quotas: Quotas
+    prices: CurrentPrices
+
+    # --- before the body is known -------------------------------------------------------------------------------------
+
+    def refuse_if_full(self, requests: int = 1) -> None:
+        """Raise RequestFailed where so many requests cannot be admitted now."""
+        failure = self.dispatcher.refusal(requests)
+        if failure is not None:
+            raise RequestFailed(failure)
+
+    async def hold(self, principal: Principal) -> Reservation | None:
+        """Reserve what is known before a large body is read: one request, and that it runs; None: there are no limits.
+
+        Raises RateLimitExceeded, InsufficientQuota or LimitsUnavailable.
+        """
+        return (await self._reserve(principal, [_A_PLACE], None))[0]
+
+    # --- admission ----------------------------------------------------------------------------------------------------
+
+    async def admit(
+        self, principal: Principal, call: AnyCall, arrival: Arrival, *, held: Reservation | None = None
+    ) -> Admitted[AnyCall]:
+        """Count a call in: all its parts, or none. ``held``: what is reserved of it; it is refunded where this raises.
+
+        Raises Refused.
+        """
+        reservations: list[Reservation | None] = [held]
+        try:
+            if principal.is_batch_only:
+                call.serve_as_batch()
+            asked = call.request
+            model = self.catalog.canonical_name(asked.model, principal)
+            check_trust(self.settings, principal, model)
+            leaves = self.admission_control.hosted_leaves(principal)
+            hosted = providers_for(self.settings, principal, leaves, model, asked=asked.allow_hosted)
+            tokens = self.catalog.tokens_of(model).of_tenant(principal.tenant)
+            price = self.prices.of(model, arrival.received_unix_ms)
+            calls = call.parts(self.settings)
+            if held is not None and price is not None:  # before a large prompt is counted in vain
+                await self._reserve(principal, [Estimate(1, 0, price)], held)
+            prompts = await self._prompts(calls, tokens)
+            estimates = [_estimate(prompt, price) for prompt in prompts]
+            reservations = await self._reserve(principal, estimates, held, limit_param=prompts[0].limit_param)
+            self._refuse_if_revoked(principal)
+            self.refuse_if_full(len(prompts))  # counting may have taken a while
+            arrivals = _arrivals(arrival, len(prompts))
+            admissions = [
+                self._admission(
+                    principal, call, tokens, arrival=each, prompt=prompt, reservation=reservation, hosted=hosted
+                )
+                for each, prompt, reservation in zip(arrivals, prompts, reservations, strict=True)
+            ]
+            return Admitted(calls, self._enter_all(admissions), arrival.trace)
+        except BaseException:
+            for reservation in reservations:
+                if reservation is not None:
+                    reservation.refund()
+            raise
+
+    def _refuse_if_revoked(self, principal: Principal) -> None:
+        """Raise RequestFailed where the key was revoked while the body came, or was counted."""
+        if self.keys.is_revoked(principal.key_id):
+            raise RequestFailed(KEY_REVOKED)
+
+    async def _prompts(self, calls: Sequence[AnyCall], tokens: ModelTokens) -> list[Prompt]:
+        prompts = [await calls[0].prompt(tokens, self.settings)]
+        for call in calls[1:]:
+            await asyncio.sleep(0)  # others' requests go on: counting one prompt may take a millisecond
+            prompts.append(await call.prompt(tokens, self.settings))
+        calls[0].check(prompts, self.settings)
+        return prompts
+
+    def _admission(
+        self,
+        principal: Principal,
+        call: Call,
+        tokens: ModelTokens,
+        *,
+        arrival: Arrival,
+        prompt: Prompt,
+        reservation: Reservation | None,
+        hosted: tuple[str, ...],
+    ) -> Admission:
+        return Admission(
+            request_id=arrival.request_id,
+            endpoint=call.name,
+            model=tokens.model,
+            principal=principal,
+            stream=prompt.stream,
+            prompt_ids=prompt.prompt_ids,
+            prompt_tokens=prompt.prompt_tokens,
+            prompt_param=prompt.prompt_param,
+            sampling=prompt.sampling,
+            received_s=arrival.received_s,
+            received_unix_ms=arrival.received_unix_ms,
+            admitted_s=time.monotonic(),
+            queue_wait_s=arrival.queue_wait_s,
+            traceparent=arrival.traceparent,
+            trace=arrival.trace,
+            batch=call.request.is_batch,
+            weight=self.admission_control.weight_of(principal),
+            do_not_queue=bool(call.request.do_not_queue),
+            deadline_s=arrival.deadline_s,
+            pooling=prompt.pooling,
+            tokenizer=tokens.tokenizer if prompt.prompt_ids or prompt.conversation is None else NO_TOKENIZER,
+            conversation=prompt.conversation,
+            hosted=hosted,
+            trusted=principal.trusted_only,
+            reservation=reservation,
+            consent=consent_of(principal),
+            body_bytes=arrival.body_bytes,
+        )
+
+    def _enter_all(self, admissions: Sequence[Admission]) -> list[Ticket]:
+        """Count all of them in, or none. Raises RequestFailed."""
+        tickets: list[Ticket] = []
+        for admission in admissions:
+            failure = self.admission_control.refusal(admission)
+            if failure is not None:
+                for ticket in tickets:
+                    ticket.close()
+                raise RequestFailed(failure if len(admissions) == 1 else replace(failure, param=admission.prompt_param))
+            tickets.append(self.admission_control.enter(admission))
+        return tickets
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    def start(self, admitted: Admitted[AnyCall], *, made: MadeBefore | None = None) -> AnswerStream[AnyCall]:
+        """Publish what was admitted. ``made``: what another gateway has received of its answer."""
+        tickets = admitted.tickets
+        mailbox = None if len(tickets) == 1 else SharedMailbox(len(tickets))
+        requests = [self.dispatcher.open(ticket, mailbox, made) for ticket in tickets]
+        return AnswerStream(admitted.calls, requests, self.dispatcher, trace=admitted.trace, on_close=admitted.on_close)
+
+    # --- limits -------------------------------------------------------------------------------------------------------
+
+    async def _reserve(
+        self,
+        principal: Principal,
+        estimates: Sequence[Estimate],
+        held: Reservation | None,
+        *,
+        limit_param: str | None = None,
+    ) -> list[Reservation | None]:
+        """Reserve the most that requests can use, all or nothing; None: neither their key nor its team has limits.
+
+        ``held``: what the first of them has reserved already; ``limit_param``: the field that makes them smaller.
+        Raises RateLimitExceeded, InsufficientQuota or LimitsUnavailable.
+        """
+        try:
+            reservations = await self.quotas.reserve(principal, estimates, held)
+        except LimitReached as refused:
+            error = refused_by(refused.refusal, limit_param)
+            error.rates = rates_of(refused.local_accounts)
+            raise error from refused
+        except Unavailable as error:
+            raise LimitsUnavailable from error
+        return [None] * len(estimates) if reservations is None else [*reservations]
+
+
+def _arrivals(arrival: Arrival, parts: int) -> Sequence[Arrival]:
+    """Return the arrivals of a call's parts."""
+    return [arrival] if parts == 1 else [arrival.part(number, parts) for number in range(parts)]
+
+
+def _estimate(prompt: Prompt, price: TokenPrice | None) -> Estimate:
+    completion_tokens = 0 if prompt.pooling is not None else prompt.sampling.max_tokens * prompt.sampling.n
+    return Estimate(prompt.prompt_tokens, completion_tokens, price)

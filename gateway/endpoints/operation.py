@@ -1,0 +1,70 @@
+"""What an endpoint does, without HTTP: a body is read as a call, and what comes of the call made an answer.
+
+Whoever has no connection uses this, too: the lines of batches, and responses in the background.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+from typing import Generic, Protocol, TypeVar
+
+from db.accounts.principal import Principal
+from gateway.api.errors import AnswerStyle
+from gateway.api.fields import check_values
+from gateway.core import Admitted, Core
+from gateway.dispatch.stream import AnswerStream
+from gateway.http.body import LARGE_BODY_BYTES
+from gateway.limits.reservation import Reservation
+from gateway.request.request import AnyCall, Arrival, Call
+from gateway.tokenizing.encoder_pool import EncoderPool
+
+_Made = TypeVar("_Made")
+_Made_co = TypeVar("_Made_co", bound=Call, covariant=True)
+
+
+class CallFactory(Protocol[_Made_co]):
+    """Validates a body, such as the class of a call. Raises MalformedJson or InvalidParameter."""
+
+    name: str  # of every call it makes
+
+    def __call__(self, body: bytes, /) -> _Made_co:
+        """Validate a body."""
+        ...
+
+
+class Operation(ABC, Generic[AnyCall]):
+    """One thing that the API does."""
+
+    def __init__(
+        self, core: Core, threads: EncoderPool, call_of: CallFactory[AnyCall], style: AnswerStyle | None = None
+    ) -> None:
+        """``threads``: for large bodies; ``style``: of errors and headers, where these are not OpenAI's."""
+        self.core = core
+        self.name = call_of.name
+        self.style = style
+        self._threads = threads
+        self._call_of = call_of
+
+    async def read(self, principal: Principal, body: bytes) -> AnyCall:
+        """Validate a body. Raises Refused."""
+        return await self.work(principal, body, self._call_of)
+
+    async def work(self, principal: Principal, body: bytes, work: Callable[[bytes], _Made]) -> _Made:
+        """Do something with a body: in the pool of threads, where it is large."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return work(body)
+
+        def checked() -> _Made:
+            check_values(body)
+            return work(body)
+
+        return await self._threads.run(principal.tenant, len(body), checked, is_quick=True)
+
+    async def admit(
+        self, principal: Principal, call: AnyCall, arrival: Arrival, held: Reservation | None = None
+    ) -> Admitted[AnyCall]:
+        """Count a call in, as ``Core.admit`` does."""
+        return await self.core.admit(principal, call, arrival, held=held)
+
+    @abstractmethod
+    def pieces(self, stream: AnswerStream[AnyCall], arrival: Arrival) -> AsyncGenerator[bytes, None]:
+        """Iterate over the body of a whole answer, once its stream has ended well."""

@@ -1,0 +1,83 @@
+"""What keys and teams are told of their limits: why one refuses a request, and how far each rate is used."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from db.money import NANO_USD
+from gateway.errors import InsufficientQuota, RateLimitExceeded, RateStatus, Refused
+from gateway.limits.local import LocalAccount, Refusal
+from protocol.gateways import RATES, Kind
+
+_LIMIT_NAMES: Final = {
+    Kind.REQUESTS: "requests per minute",
+    Kind.TOKENS: "tokens per minute",
+    Kind.CONCURRENT: "concurrent requests",
+}
+
+
+def rates_of(local_accounts: Iterable[LocalAccount]) -> Mapping[Kind, RateStatus]:
+    """Return how far each rate is used: of key or team, whichever has less left."""
+    rates = {}
+    for kind in RATES:
+        known = [
+            status for local in local_accounts if (status := local.rate_status(kind, local.clock.now_s())) is not None
+        ]
+        if known:
+            rates[kind] = min(known, key=lambda status: status.remaining)
+    return rates
+
+
+def refused_by(refusal: Refusal, limit_param: str | None) -> Refused:
+    """Return the refusal by a limit.
+
+    ``limit_param``: the field by which the client makes the request smaller; None: there is none.
+    """
+    if refusal.kind is Kind.MONEY:
+        return _budget_error(refusal, limit_param)
+    name = _LIMIT_NAMES[refusal.kind]
+    if refusal.is_too_large:
+        return RateLimitExceeded(
+            f"Request too large for the {refusal.whose}'s limit of {name}: limit {refusal.limit}, requested"
+            f" {refusal.needed}{_smaller(limit_param)}",
+            param=limit_param,
+            is_final=True,
+            limit=refusal.kind,
+        )
+    return RateLimitExceeded(
+        f"Rate limit reached for the {refusal.whose}'s {name}: limit {refusal.limit}, used {refusal.used},"
+        f" requested {refusal.needed}.",
+        retry_after_s=math.ceil(refusal.retry_after_s or 1),
+        limit=refusal.kind,
+    )
+
+
+def _smaller(limit_param: str | None) -> str:
+    """Return the end of a sentence about a request's size, and what to do."""
+    if limit_param is None:
+        return ". Make it smaller."
+    return f" (prompt and '{limit_param}', for each choice). Lower '{limit_param}' or shorten the prompt."
+
+
+def _budget_error(refusal: Refusal, limit_param: str | None) -> Refused:
+    amounts = (
+        f"limit {refusal.limit / NANO_USD:.6g} USD, used {refusal.used / NANO_USD:.6g} USD, this request may cost up to"
+        f" {refusal.needed / NANO_USD:.6g} USD"
+    )
+    if refusal.is_too_large:
+        return InsufficientQuota(
+            f"Request too large for the {refusal.whose}'s whole budget: {amounts}{_smaller(limit_param)}",
+            param=limit_param,
+            limit=Kind.MONEY,
+        )
+    if refusal.retry_after_s is None and refusal.used < refusal.limit:
+        return InsufficientQuota(
+            f"Too little is left of the {refusal.whose}'s budget: {amounts}{_smaller(limit_param)}", param=limit_param
+        )
+    if refusal.retry_after_s is None:
+        return InsufficientQuota(f"The {refusal.whose}'s budget is used up: {amounts}.")
+    return RateLimitExceeded(
+        f"The {refusal.whose}'s budget is reserved by requests that are running: {amounts}.",
+        retry_after_s=math.ceil(refusal.retry_after_s),
+        limit=Kind.MONEY,
+    )
