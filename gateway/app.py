@@ -16,7 +16,7 @@ from gateway.api.vectors import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.batches.open import BATCH_BODIES, batch_routers
 from gateway.batches.parts import BatchServices
 from gateway.core import Core
-from gateway.endpoints.endpoint import Edge, Endpoint, GenerationEndpoint, HotRoute
+from gateway.endpoints.endpoint import Edge, Endpoint, GenerationEndpoint
 from gateway.endpoints.generate import Generation
 from gateway.endpoints.metrics import metrics_router
 from gateway.endpoints.operation import Operation
@@ -28,6 +28,7 @@ from gateway.http.asgi import EXCHANGE_KEY, Receive, Scope, Send
 from gateway.http.exchange import ClientExchange
 from gateway.http.openapi import add_openapi
 from gateway.http.pages import add_error_answers
+from gateway.idempotency.keyed import IDEMPOTENCY_KEY, KeyedRequests
 from gateway.mount import Mounted
 from gateway.payloads import PayloadPublisher
 from gateway.responses.endpoint import Background, MakeResponses, ResponsesEndpoint
@@ -100,6 +101,7 @@ def build_app(
     edge: Edge,
     operations: Operations,
     *,
+    keyed: KeyedRequests,
     runs: BackgroundRuns,
     batches: BatchServices,
     mounted: Mounted,
@@ -118,12 +120,12 @@ def build_app(
     add_openapi(slow, (*mounted.bodies, *BATCH_BODIES))
     mounted.add_answers(slow)
     responses = operations.responses
-    hot: dict[str, HotRoute] = {
+    hot: dict[str, Endpoint[Any]] = {
         **{path: GenerationEndpoint(edge, operation) for path, operation in operations.generating.items()},
         **{path: Endpoint(edge, operation) for path, operation in operations.vectors.items()},
         RESPONSES_PATH: ResponsesEndpoint(edge, responses, Background(responses, runs)),
     }
-    app = GatewayApp(hot, slow, edge.refusals, services.settings.timeouts)
+    app = GatewayApp(hot, keyed, slow, edge.refusals, services.settings.timeouts)
     return _with_cors(app, services.settings.cors_origins) if services.settings.cors_origins else app
 
 
@@ -144,8 +146,14 @@ class GatewayApp:
     """Routes by path. FastAPI's router and middleware would cost more than the whole rest of a short request."""
 
     def __init__(
-        self, hot: dict[str, HotRoute], slow: FastAPI, refusals: RefusalLog, timeouts: TimeoutSettings
+        self,
+        hot: Mapping[str, Endpoint[Any]],
+        keyed: KeyedRequests,
+        slow: FastAPI,
+        refusals: RefusalLog,
+        timeouts: TimeoutSettings,
     ) -> None:
+        self._keyed = keyed
         self._timeouts = timeouts
         self._messages = Messages()
         self._hot = hot
@@ -158,10 +166,14 @@ class GatewayApp:
             await self._slow(scope, receive, send)
             return
         endpoint = self._hot.get(scope["path"])
-        if endpoint is not None:
-            await endpoint(scope, receive, send)
-        else:
+        if endpoint is None:
             await self._serve_slow(scope, receive, send)
+            return
+        exchange = ClientExchange(scope, receive, send, self._timeouts, endpoint.style)
+        if IDEMPOTENCY_KEY in exchange.headers:
+            await self._keyed.serve(exchange, endpoint)
+        else:
+            await endpoint(exchange)
 
     async def _serve_slow(self, scope: Scope, receive: Receive, send: Send) -> None:
         style = self._messages if scope["path"].startswith(MESSAGES_PATH) else None

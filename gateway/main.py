@@ -164,7 +164,6 @@ async def run(
             timeouts=settings.timeouts,
             keys=keys,
             bodies=services.bodies,
-            keyed=keyed,
             refusals=RefusalLog(series),
             begin_trace=None if traces is None else traces.begin,
         )
@@ -180,7 +179,7 @@ async def run(
             threads=catalog.pool,
         )
         operations = make_operations(core, catalog.pool, payloads, responses)
-        app = build_app(services, edge, operations, runs=background_runs, batches=batches, mounted=mounted)
+        app = build_app(services, edge, operations, keyed=keyed, runs=background_runs, batches=batches, mounted=mounted)
         feeder = make_feeder(
             batches,
             bus,

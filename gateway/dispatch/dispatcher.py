@@ -17,14 +17,14 @@ from nats.aio.msg import Msg
 from gateway.admission.control import Ticket
 from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.job_queue import JobLookups, JobQueue, Streams, objects_of
-from gateway.dispatch.lifecycle import Actions, DeadlineTimers, OpenRequest, RequestState, State
+from gateway.dispatch.lifecycle import DeadlineTimers, OpenRequest, RequestState, State
 from gateway.dispatch.losses import LossDetector
 from gateway.dispatch.observers import Observer, Observers
 from gateway.dispatch.overflow import Overflow
 from gateway.dispatch.records import DeadLetters, Recorder, dead_letter, rescue, settle_limits
 from gateway.dispatch.revisions import LiveRevisions, takers_of
 from gateway.errors import Failure
-from gateway.request.mailbox import Ended, Mailbox, UnreadBytes
+from gateway.request.mailbox import Mailbox, UnreadBytes
 from gateway.request.request import MadeBefore
 from gateway.settings import GatewaySettings
 from protocol import subjects
@@ -70,7 +70,7 @@ class BackgroundTasks:
 _FAILURE: Final = Failure(ErrorCode.INTERNAL_ERROR, "the gateway made a mistake with this request")
 
 
-def fail_alone(request: OpenRequest, actions: Actions, mistake: Exception) -> None:
+def fail_alone(request: OpenRequest, mistake: Exception) -> None:
     """Log an exception and end its request with an internal error.
 
     In order where that works: its worker is told, and its counts are waited for. A request that cannot be stopped so,
@@ -85,21 +85,8 @@ def fail_alone(request: OpenRequest, actions: Actions, mistake: Exception) -> No
             log.exception("request %s cannot be stopped in order", request.request_id)
         else:
             return
-    if request.state is not State.ENDED:
-        _end_at_once(request, actions, now_s)
-
-
-def _end_at_once(request: OpenRequest, actions: Actions, now_s: float) -> None:
-    request.state, request.ended_s = State.ENDED, now_s
-    request.outcome, request.failure = "failed", request.failure or _FAILURE
-    with contextlib.ExitStack() as stack:  # each of them whatever becomes of the others; the last one first
-        stack.callback(actions.ended, request)
-        stack.callback(request.ticket.close)
-        stack.callback(actions.attempt_over, request)
-        if request.on_end is not None:
-            stack.callback(request.on_end, Ended(request.failure))
-        stack.callback(request.mailbox.wake)
-        stack.callback(request.mailbox.put, Ended(request.failure))
+    if not request.is_over:
+        request.end_at_once(_FAILURE, now_s)
 
 
 # --- open requests ----------------------------------------------------------------------------------------------------
@@ -278,14 +265,14 @@ class Dispatcher:
             if revisions is not None and request.state is State.QUEUED:
                 revisions.look(request, self._settings.timeouts.revision_wait_s, now_s)
         except Exception as mistake:  # noqa: BLE001  # logged there
-            fail_alone(request, self, mistake)
+            fail_alone(request, mistake)
 
     def _on_worker_lost(self, worker_id: str, code: ErrorCode, reason: str, now_s: float) -> None:
         for request in list(self._by_worker.get(worker_id, {}).values()):
             try:
                 request.worker_lost(code, reason, now_s)
             except Exception as mistake:  # noqa: BLE001  # logged there
-                fail_alone(request, self, mistake)
+                fail_alone(request, mistake)
 
     async def leave(self, limit_s: float, hurry: asyncio.Event) -> None:
         """Report not ready, and go on accepting requests for ``limit_s`` or until ``hurry`` is set."""
@@ -307,11 +294,7 @@ class Dispatcher:
         """Record every request that is still open as it stands: the process ends."""
         for request in list(self._unsettled.values()):
             log.error("request %s did not end in time; it is recorded as it stands", request.request_id)
-            request.fail(LEAVING, time.monotonic())  # does nothing if it has ended
-            # A complete answer that a slow client has not read to its end is an answer.
-            request.http_status = request.http_status or (200 if request.outcome == "ok" else 503)
-            request.give_up_waiting(time.monotonic())
-            self._settle(request)
+            request.settle_as_it_stands(LEAVING, time.monotonic())
 
     async def _wait_until_settled(self, limit_s: float, hurry: asyncio.Event) -> None:
         deadline_s = time.monotonic() + limit_s
@@ -369,11 +352,13 @@ class Dispatcher:
         now_s, admission, settings = time.monotonic(), ticket.admission, self._settings
         for notify in self._observers.admitted:
             notify(admission)
-        request = OpenRequest(ticket, settings.timeouts, settings.max_attempts, self, now_s, mailbox=mailbox)
+        intent = self._recorder.admitted(admission)
+        request = OpenRequest(
+            ticket, settings.timeouts, settings.max_attempts, self, now_s, mailbox=mailbox, intent=intent
+        )
         tenant = admission.principal.tenant
         request.mailbox.count_in(self._unread, tenant, lambda: request.give_up_unread(time.monotonic()))
         self._open[request.request_id] = self._unsettled[request.request_id] = request
-        request.row = self._recorder.admitted(admission)
         self._deadlines.set(admission, now_s, lambda: self._tick_now(request))
         self.publish(request, 0.0) if made is None else request.resume(made, now_s)
         return request
@@ -393,19 +378,7 @@ class Dispatcher:
 
     def close(self, request: OpenRequest, http_status: int | None) -> None:
         """Close a request whose response is done, with the status sent (None: the client disconnected before)."""
-        request.cancel(time.monotonic())  # does nothing if it has ended
-        request.mailbox.close()
-        request.http_status = http_status
-        request.closed = True
-        self._settle(request)
-
-    def _settle(self, request: OpenRequest) -> None:
-        """Record a request once its counts are final (ENDED) and the status that its client got is known (closed)."""
-        if request.state is State.ENDED and request.closed and request.request_id in self._unsettled:
-            del self._unsettled[request.request_id]
-            record = self._recorder.closed(request)
-            for notify in self._observers.ended:
-                notify(request, record)
+        request.close(http_status, time.monotonic())
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
@@ -427,7 +400,7 @@ class Dispatcher:
             try:
                 request.on_frame(worker_id, frame, now_s)
             except Exception as mistake:  # noqa: BLE001  # logged there
-                fail_alone(request, self, mistake)
+                fail_alone(request, mistake)
 
     # --- what a request asks for (request.Actions) --------------------------------------------------------------------
 
@@ -498,7 +471,7 @@ class Dispatcher:
         return self._recorder.record(request, is_awaited=True)
 
     def ended(self, request: OpenRequest) -> None:
-        """Release what is held for a request; it is settled once its response is closed, too."""
+        """Release what is held for a request."""
         self._open.pop(request.request_id, None)
         self._deadlines.drop(request.request_id)
         for name in objects_of(request.admission):
@@ -507,7 +480,14 @@ class Dispatcher:
             log.error("request %s is given up: %s", request.request_id, request.failure.message)
             self._background.start(self._dead_letters.publish(dead_letter(request, self._settings.gateway_id)))
         settle_limits(request)
-        self._settle(request)
+
+    def settled(self, request: OpenRequest) -> None:
+        """Leave a request for the ledger, unless another gateway goes on with it (``hand_over``)."""
+        if self._unsettled.pop(request.request_id, None) is None:
+            return
+        record = self._recorder.closed(request)
+        for notify in self._observers.ended:
+            notify(request, record)
 
     async def _control(self, worker_id: str, control: Control) -> None:
         try:
@@ -522,7 +502,7 @@ class Dispatcher:
         # its memory stream, whose sequence numbers then begin again, so that the old ones name other callers' jobs.
         self._registry.reset_silence(time.monotonic())
         for request in self._open.values():
-            request.current.stream_sequence = None
+            request.queue_lost()
         await self._streams.restore()
         # Whatever could not be made: a job whose stream is missing is published until it is there.
         now_s = time.monotonic()

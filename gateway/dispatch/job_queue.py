@@ -259,8 +259,7 @@ class JobQueue:
         if current.hosted is not None:
             remaining_s = min(remaining_s, JOB_LIMIT_S)
         payload = encode(self._job(request, current, remaining_s))
-        if request.published_s is None:
-            request.published_s = time.monotonic()
+        request.publishing(time.monotonic())
         sequence = await self._bus.publish_durable(
             subjects.job_subject(admission.queue, _lane_of(request, current)),
             payload,
@@ -270,9 +269,7 @@ class JobQueue:
         await self._stored(request, attempt, sequence)
 
     async def _stored(self, request: OpenRequest, attempt: int, sequence: int) -> None:
-        if request.attempt == attempt and request.state in {State.QUEUED, State.RUNNING}:
-            request.current.stream_sequence = request.current.stored_at = sequence
-        elif request.attempt != attempt or request.outcome != "ok":  # given up meanwhile; who answers takes it off
+        if not request.stored(attempt, sequence):  # given up meanwhile
             await self._bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
 
     def _job(self, request: OpenRequest, current: CurrentAttempt, remaining_s: float) -> Job:

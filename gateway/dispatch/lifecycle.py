@@ -1,6 +1,7 @@
 """The life of one request, from its queue to its record: what is known of it, and what each event means for it."""
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -36,21 +37,18 @@ from protocol.usage import RequestRecord
 
 # --- states -----------------------------------------------------------------------------------------------------------
 #
-# The states of an admitted request.
+# The states of an admitted request, and why each is left. Only this file changes them; a test holds ``TRANSITIONS`` to
+# the drawing.
 #
-#                  publish                  Accepted                       Finished
-# (admitted) ────────────────> QUEUED ──────────────────> RUNNING ─────────────────────────> ENDED ok
-#                               ^   │                      │    │
-#                               │   │  Failed(retryable),  │    │
-#                               └───┴─ worker silent/lost ─┘    │
-#                               attempt + 1, resuming           │
-#                                   │                           │
-#            refused, failed for good, attempts exhausted ──────┴─────────────────────────> ENDED failed
-#                                   │                           │
-#               caller left, or one of the timeouts             │
-#                                   v                           v
-#                               STOPPING: the caller has his verdict; the worker's exact ─> ENDED cancelled
-#                               token counts are waited for, but not for long                or failed
+# QUEUED ──> RUNNING      a worker has accepted the attempt
+# QUEUED ──> QUEUED       the attempt failed, vanished or is moved to another pool: attempt + 1
+# QUEUED ──> STOPPING     its caller left, or a deadline passed: a worker may have pulled the job at the last moment
+# QUEUED ──> ENDED        refused by the queue, failed for good, attempts exhausted, or only the last words were lost
+# RUNNING ──> QUEUED      its worker failed, is silent or lost: attempt + 1, which continues what is held
+# RUNNING ──> STOPPING    its caller left, or a deadline passed: the worker's exact token counts are waited for
+# RUNNING ──> ENDED       finished, failed for good, attempts exhausted
+# STOPPING ──> ENDED      the counts are here, the worker is lost, or the time for them is up
+# ENDED ──> SETTLED       its caller's status is known, too: exactly one record is published, and limits are settled
 
 
 class State(Enum):
@@ -60,6 +58,16 @@ class State(Enum):
     RUNNING = "running"
     STOPPING = "stopping"
     ENDED = "ended"
+    SETTLED = "settled"
+
+
+TRANSITIONS: Final = {
+    State.QUEUED: frozenset({State.RUNNING, State.QUEUED, State.STOPPING, State.ENDED}),
+    State.RUNNING: frozenset({State.QUEUED, State.STOPPING, State.ENDED}),
+    State.STOPPING: frozenset({State.ENDED}),
+    State.ENDED: frozenset({State.SETTLED}),
+    State.SETTLED: frozenset[State](),
+}
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -111,7 +119,11 @@ class Actions(Protocol):
         ...
 
     def ended(self, request: "OpenRequest") -> None:
-        """Release what is held for a request; nothing about it changes any more."""
+        """Release what is held for a request; none of its counts changes any more."""
+        ...
+
+    def settled(self, request: "OpenRequest") -> None:
+        """Leave a request for the ledger, unless another gateway goes on with it; nothing about it changes any more."""
         ...
 
 
@@ -132,8 +144,9 @@ class RequestState:
         now_s: float,
         *,
         mailbox: Mailbox | None = None,
+        intent: asyncio.Future[None] | None = None,
     ) -> None:
-        """``mailbox``: where its events go; default: one of its own."""
+        """``mailbox``: where its events go; default: its own. ``intent``: of a stream, done once it is stored."""
         self.admission = admission = ticket.admission
         self.request_id, self.prompt_tokens = admission.request_id, admission.prompt_tokens
         self.ticket = ticket
@@ -151,12 +164,12 @@ class RequestState:
         self.ended_s: float | None = None
         self.outcome = "ok"  # "ok" | "cancelled" | "failed"; final once ENDED
         self.failure: Failure | None = None
-        self.row: asyncio.Future[None] | None = None  # done: the request will have a row; None: not seen to yet
+        self.row = intent  # done: the request will have a row; None: not seen to yet
         self.record: RequestRecord | None = None  # once it is left for the ledger
-        self.http_status: int | None = None  # as sent, if it was; set by the HTTP side
+        self.http_status: int | None = None  # that its caller has seen; None: none
         self.dropped: frozenset[str] = frozenset()  # fields that the pools of its answer have left out
         self.hosted_wait: str | None = None  # why it is at no hosted pool, though it may: gateway.dispatch.hosted
-        self.closed = False  # the HTTP side has let go
+        self.is_closed = False  # nobody reads its answer any more
         self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
         self._timeouts = timeouts
         self._actions = actions
@@ -190,6 +203,11 @@ class RequestState:
     def attempt_tokens(self) -> int:
         """Output tokens of the current attempt, as far as they have come."""
         return self.choices.held_tokens() - self.current.tokens_before
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none of its counts changes any more."""
+        return self.state in {State.ENDED, State.SETTLED}
 
     def takers(self) -> Sequence[Heartbeat]:
         """Return the live workers that could run the next attempt."""
@@ -416,6 +434,66 @@ class OpenRequest(RequestState):
         """Return the queue position; None once it no longer waits for its first worker."""
         return self.ticket.place()
 
+    def _enter(self, state: State) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"request {self.request_id} cannot become {state.value}: it is {self.state.value}")
+        self.state = state
+
+    # --- its jobs in the queue ----------------------------------------------------------------------------------------
+
+    def publishing(self, now_s: float) -> None:
+        """Note that an attempt is handed to the queue server."""
+        self.published_s = self.published_s or now_s
+
+    def stored(self, attempt: int, sequence: int) -> bool:
+        """Note where the queue keeps an attempt's job; return whether it is still wanted."""
+        if self.attempt == attempt and self.state in {State.QUEUED, State.RUNNING}:
+            self.current.stream_sequence = self.current.stored_at = sequence
+            return True
+        return self.attempt == attempt and self.outcome == "ok"  # who answers takes it off
+
+    def queue_lost(self) -> None:
+        """Note that the queue server may have lost its memory: the job's sequence may now be another job's."""
+        self.current.stream_sequence = None
+
+    # --- its record ---------------------------------------------------------------------------------------------------
+
+    def calling_at_end(self, callback: Callable[[Ended], None] | None) -> None:
+        """Call back once the caller's verdict is known; None: no longer."""
+        self.on_end = callback
+
+    def told(self, status: int | None) -> None:
+        """Note the status that its caller has seen; None: none."""
+        self.http_status = status
+
+    def recorded(self, record: RequestRecord) -> None:
+        """Note that its record is published."""
+        self.record = record
+
+    def close(self, status: int | None, now_s: float) -> None:
+        """Note that nobody reads its answer any more. ``status``: what its caller has seen; None: it left before."""
+        self.cancel(now_s)  # does nothing if it has ended
+        self.mailbox.close()
+        self.http_status = status
+        self.is_closed = True
+        self._settle_if_over()
+
+    def settle_as_it_stands(self, failure: Failure, now_s: float) -> None:
+        """Settle it, with what is known: the process ends."""
+        self.fail(failure, now_s)  # does nothing if it has ended
+        # A complete answer that a slow client has not read to its end is an answer.
+        self.http_status = self.http_status or (200 if self.outcome == "ok" else 503)
+        self.is_closed = True
+        if self.state is State.STOPPING:  # the exact counts are waited for no longer
+            self._close(now_s)
+        else:
+            self._settle_if_over()
+
+    def _settle_if_over(self) -> None:
+        if self.state is State.ENDED and self.is_closed:
+            self._enter(State.SETTLED)
+            self._actions.settled(self)
+
     def rows_stored(self) -> Sequence[asyncio.Future[None]]:
         """Return futures to wait for before the client gets a good answer: then its row is sure, whatever dies."""
         self.row = self.row or self._actions.record(self)
@@ -457,7 +535,7 @@ class OpenRequest(RequestState):
 
     def _on_unusual_frame(self, worker_id: str, frame: Frame, now_s: float) -> None:
         is_anothers = self.worker_id is not None and worker_id != self.worker_id
-        if self.state is State.ENDED or frame.attempt != self.attempt or is_anothers:
+        if self.is_over or frame.attempt != self.attempt or is_anothers:
             self._actions.fence_out(worker_id, frame, now_s)
             return
         self.current.last_frame_s = now_s
@@ -509,7 +587,7 @@ class OpenRequest(RequestState):
         if reason is not None or self.state is not State.QUEUED:
             self.log.avoid_worker(worker_id)
             return reason or "the attempt was accepted twice"
-        self.state = State.RUNNING
+        self._enter(State.RUNNING)
         self._note_worker(worker_id, frame, now_s)
         if self.current.hosted is not None:
             self.current.hosted.leave_room()
@@ -593,6 +671,10 @@ class OpenRequest(RequestState):
         if self.waits_for_worker(attempt):
             self._attempt_failed(why.code, why.message, now_s)
 
+    def wait_for_own_workers(self, why: str) -> None:
+        """Note why no hosted pool takes it, though it may go there."""
+        self.hosted_wait = why
+
     def reserve_hosted_slot(self, place: HostedSlot) -> None:
         """Queue the current attempt for a hosted pool."""
         self.current.hosted, self.hosted_wait = place, None
@@ -644,7 +726,7 @@ class OpenRequest(RequestState):
         self.current = CurrentAttempt(self.attempt + 1, now_s, now_s, held, self.choices.is_encoded, is_moved=is_moved)
         # Whoever has only been at a hosted pool, in vain, has not come before those that wait for our own workers.
         self.current.is_rescue = last.is_rescue or held > 0 or not (is_moved or last.hosted)
-        self.state = State.QUEUED
+        self._enter(State.QUEUED)
         if hosted is not None:
             self.reserve_hosted_slot(hosted)
         elif self.current.is_rescue:
@@ -665,17 +747,17 @@ class OpenRequest(RequestState):
 
     def give_up_unread(self, now_s: float) -> None:
         """Drop what the client has not read: it exceeds the buffer."""
-        if self.state in {State.STOPPING, State.ENDED}:
+        if self.state is State.STOPPING or self.is_over:
             self.mailbox.cut()  # the verdict is known, and its writer still at it
         else:
             self.mailbox.clear()
             self._stop("failed", too_much_unread(self.admission), now_s)
 
     def _stop(self, outcome: str, failure: Failure | None, now_s: float) -> None:
-        if self.state in {State.STOPPING, State.ENDED}:
+        if self.state is State.STOPPING or self.is_over:
             return
         was_running = self.state is State.RUNNING
-        self.state = State.STOPPING
+        self._enter(State.STOPPING)
         self.outcome, self.failure = outcome, failure
         self._actions.withdraw(self)
         if not was_running:  # it takes up nothing any more: whoever leaves may come back at once
@@ -689,11 +771,19 @@ class OpenRequest(RequestState):
             self._cancel_sent_s = now_s
             self._actions.cancel(self.current.worker_id, Cancel(self.request_id, self.attempt))
 
-    def give_up_waiting(self, now_s: float) -> None:
-        """Stop waiting for exact counts: the process ends."""
-        self.closed = True
-        if self.state is State.STOPPING:
-            self._close(now_s)
+    def end_at_once(self, failure: Failure, now_s: float) -> None:
+        """End with a failure, whatever else fails: it cannot be stopped in order."""
+        self._enter(State.ENDED)
+        self.ended_s, self.outcome, self.failure = now_s, "failed", self.failure or failure
+        with contextlib.ExitStack() as stack:  # each of them whatever becomes of the others; the last one first
+            stack.callback(self._settle_if_over)
+            stack.callback(self._actions.ended, self)
+            stack.callback(self.ticket.close)
+            stack.callback(self._actions.attempt_over, self)
+            if self.on_end is not None:
+                stack.callback(self.on_end, Ended(self.failure))
+            stack.callback(self.mailbox.wake)
+            stack.callback(self.mailbox.put, Ended(self.failure))
 
     def _end(self, outcome: str, failure: Failure | None, now_s: float) -> None:
         self.outcome, self.failure = outcome, failure
@@ -701,12 +791,13 @@ class OpenRequest(RequestState):
         self._close(now_s)
 
     def _close(self, now_s: float) -> None:
-        self.state = State.ENDED
+        self._enter(State.ENDED)
         self.ended_s = now_s
         self.log.spent.add(self.current)
         self._actions.attempt_over(self)
         self.ticket.close()
         self._actions.ended(self)
+        self._settle_if_over()
 
     def _notify_client(self, end: Ended) -> None:
         self.mailbox.put(end)

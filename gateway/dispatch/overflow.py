@@ -139,7 +139,7 @@ class Overflow:
         if isinstance(offer, str) and failed and admission.model in self._only_hosted:  # there is nobody else
             offer = self._pools.offer(wanted, (), lambda pool: self._fits(request, pool))
         if isinstance(offer, str):
-            request.hosted_wait = offer
+            request.wait_for_own_workers(offer)
             return None
         return offer
 

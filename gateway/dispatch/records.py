@@ -325,7 +325,8 @@ class Recorder:
 
     def record(self, request: OpenRequest, *, is_awaited: bool) -> asyncio.Future[None]:
         """Publish the record of an ended request; the future is done once it is stored."""
-        record = request.record = usage_record(request, self._gateway_id)
+        record = usage_record(request, self._gateway_id)
+        request.recorded(record)
         return self._outbox.put(record.request_id, encode(record), is_awaited=is_awaited)
 
     def lost_attempt(

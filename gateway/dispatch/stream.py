@@ -60,7 +60,7 @@ class AnswerStream(Generic[AnyCall]):
         self._running = len(requests)
         self._has_ended = False
         for request in requests:
-            request.on_end = self._on_one_end
+            request.calling_at_end(self._on_one_end)
 
     # --- what it says -------------------------------------------------------------------------------------------------
 
@@ -136,13 +136,13 @@ class AnswerStream(Generic[AnyCall]):
     def told(self, status: int | None) -> None:
         """Note the status that its caller has seen, which its record tells; None: none."""
         for request in self.requests:
-            request.http_status = status
+            request.told(status)
 
     def close(self, status: int | None) -> None:
         """Note that nobody reads any more. ``status``: what the caller has seen; None: it left before."""
         for request in self.requests:
             self._closing.close(request, status)
-            request.on_end = None  # or each would hold the other until the collector finds them
+            request.calling_at_end(None)  # or each would hold the other until the collector finds them
         if self._trace is not None:
             self._trace.parts_ended(status)
         if self._on_close is not None:

@@ -1,4 +1,4 @@
-"""The hot routes, in plain ASGI: HTTP around an operation.
+"""The hot routes: HTTP around an operation.
 
 authenticate → refuse if full → read the body → validate → count the prompt → check limits → start → answer
 """
@@ -19,11 +19,9 @@ from gateway.endpoints.generate import AnyGeneration, Generation
 from gateway.endpoints.operation import Operation
 from gateway.errors import ClientDisconnected, MethodNotAllowed, Refused, RequestFailed
 from gateway.http import pages
-from gateway.http.asgi import Receive, Scope, Send
 from gateway.http.body import LARGE_BODY_BYTES, BodyReader
 from gateway.http.exchange import ClientExchange, Exchange, arrival_of
 from gateway.http.reply import StreamWriter
-from gateway.idempotency.keyed import IDEMPOTENCY_KEY, KeyedRequests, ReadBody
 from gateway.limits.refusals import rates_of
 from gateway.limits.reservation import Reservation
 from gateway.request.mailbox import ReaderCut
@@ -31,8 +29,8 @@ from gateway.request.request import AnyCall, Arrival, Trace
 from gateway.settings import TimeoutSettings
 from gateway.telemetry.refusals import RefusalLog
 
-HotRoute = Callable[[Scope, Receive, Send], Awaitable[None]]
 Answering = Callable[[], Awaitable[None]]
+ReadBody = Callable[[Principal], Awaitable[bytes]]
 BeginTrace = Callable[[str, str, str, Mapping[bytes, bytes]], Trace]  # request_id, method, path, headers
 
 log = logging.getLogger(__name__)
@@ -45,35 +43,29 @@ class Edge:
     timeouts: TimeoutSettings
     keys: KeyRing
     bodies: BodyReader
-    keyed: KeyedRequests
     refusals: RefusalLog
     begin_trace: BeginTrace | None = None  # None: traces are off
 
 
 class Endpoint(Generic[AnyCall]):
-    """An ASGI application for one route."""
+    """One hot route."""
 
     def __init__(self, edge: Edge, operation: Operation[AnyCall]) -> None:
+        self.style = operation.style
         self._edge = edge
         self._operation = operation
         self._core = operation.core
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, exchange: ClientExchange) -> None:
         """Answer one request, whatever happens."""
-        exchange = ClientExchange(scope, receive, send, self._edge.timeouts, self._operation.style)
-        read_body = partial(self._read_body, exchange)
-        if IDEMPOTENCY_KEY in exchange.headers:
-            await self._edge.keyed.serve(exchange, read_body, self._answer)
-            self._note_refusal(exchange)
-        else:
-            await self._answer(exchange, read_body)
+        await self.answer(exchange, partial(self.read_body, exchange))
 
-    async def _read_body(self, exchange: ClientExchange, principal: Principal) -> bytes:
-        return await self._edge.bodies.read(
-            principal.tenant, exchange.receive, exchange.headers, exchange.reply.whole_body
-        )
+    async def read_body(self, exchange: ClientExchange, principal: Principal) -> bytes:
+        """Read the body. Raises Refused or ClientDisconnected."""
+        return await exchange.read_body(self._edge.bodies, principal.tenant)
 
-    def _note_refusal(self, exchange: Exchange) -> None:
+    def note_refusal(self, exchange: Exchange) -> None:
+        """Tell of a request that was not admitted."""
         if exchange.refusal is not None:
             self._tell_refusal(exchange)
         if exchange.trace is not None:
@@ -82,7 +74,8 @@ class Endpoint(Generic[AnyCall]):
     def _tell_refusal(self, exchange: Exchange) -> None:
         self._edge.refusals.refused(self._operation.name, exchange.refusal, **exchange.about)
 
-    async def _answer(self, exchange: Exchange, read_body: ReadBody) -> None:
+    async def answer(self, exchange: Exchange, read_body: ReadBody) -> None:
+        """Answer one request, whatever happens: its client, or into a recording."""
         if self._edge.begin_trace is not None:
             head = exchange.head
             exchange.trace = self._edge.begin_trace(exchange.request_id, head.method, head.path, head.headers)
@@ -98,7 +91,7 @@ class Endpoint(Generic[AnyCall]):
         else:
             await answering()
             return
-        self._note_refusal(exchange)
+        self.note_refusal(exchange)
 
     # --- until the request is admitted --------------------------------------------------------------------------------
 
@@ -165,7 +158,7 @@ class Endpoint(Generic[AnyCall]):
 
 
 class GenerationEndpoint(Endpoint[AnyGeneration]):
-    """An ASGI application for one of the routes whose answers can be streamed."""
+    """One of the routes whose answers can be streamed."""
 
     def __init__(self, edge: Edge, operation: Generation[AnyGeneration]) -> None:
         super().__init__(edge, operation)

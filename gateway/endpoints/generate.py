@@ -8,7 +8,7 @@ from db.accounts.principal import Consent
 from gateway.api.calls import AnswerEncoder, GenerationCall
 from gateway.api.errors import AnswerStyle
 from gateway.core import Core
-from gateway.dispatch.lifecycle import OpenRequest, State
+from gateway.dispatch.lifecycle import OpenRequest
 from gateway.dispatch.stream import AnswerStream
 from gateway.endpoints.operation import CallFactory, Operation
 from gateway.endpoints.prompts import Part, PartsAnswer
@@ -44,7 +44,7 @@ class Generation(Operation[AnyGeneration]):
             yield parts[0].call if is_plain else PartsAnswer(parts)
         finally:
             # Only what was answered whole is kept; also where the caller left when there was no more to come.
-            if stream.state is State.ENDED and stream.outcome == "ok":
+            if all(request.is_over for request in stream.requests) and stream.outcome == "ok":
                 for call, request, answer in parts:
                     if request.admission.consent is not None and answer is not None and answer.is_complete:
                         self._payloads.take(_capture_of(call, request, request.admission.consent, answer))

@@ -167,7 +167,7 @@ async def _counted(services: Services, exchange: ClientExchange, counting: Count
 
 async def _input_tokens(services: Services, exchange: ClientExchange, principal: Principal) -> Response:
     pool, tenant, limits = services.catalog.pool, principal.tenant, services.settings.limits
-    body = await services.bodies.read(tenant, exchange.receive, exchange.headers)
+    body = await exchange.read_body(services.bodies, tenant)
     chat = await pool.run(tenant, len(body), partial(_read_count, body), is_quick=True)
     check_shape(limits, messages=chat.message_count, choices=1)
     tokens = services.catalog.tokens_of(services.catalog.canonical_name(chat.request.model, principal))
@@ -185,7 +185,7 @@ def _read_count(body: bytes) -> ChatCall:
 
 async def _tokenized(services: Services, exchange: ClientExchange, principal: Principal) -> Response:
     pool, tenant, limits = services.catalog.pool, principal.tenant, services.settings.limits
-    body = await services.bodies.read(tenant, exchange.receive, exchange.headers)
+    body = await exchange.read_body(services.bodies, tenant)
     request = await pool.run(tenant, len(body), partial(_read_tokenize, body), is_quick=True)
     check_shape(limits, messages=len(request.messages or ()), choices=1)
     tokens = services.catalog.tokens_of(_model_named(services, request, principal)).of_tenant(tenant)
@@ -208,7 +208,7 @@ def _read_detokenize(body: bytes) -> DetokenizeRequest:
 
 async def _detokenized(services: Services, exchange: ClientExchange, principal: Principal) -> Response:
     pool, tenant = services.catalog.pool, principal.tenant
-    body = await services.bodies.read(tenant, exchange.receive, exchange.headers)
+    body = await exchange.read_body(services.bodies, tenant)
     request = await pool.run(tenant, len(body), partial(_read_detokenize, body), is_quick=True)
     tokens = services.catalog.tokens_of(_model_named(services, request, principal)).of_tenant(tenant)
     return json_answer({"prompt": await tokens.decode(request.tokens)})

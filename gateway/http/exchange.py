@@ -26,6 +26,7 @@ from gateway.http.asgi import (
     Scope,
     Send,
 )
+from gateway.http.body import BodyReader
 from gateway.http.cycle import Cycle
 from gateway.request.request import Arrival, Trace
 from gateway.settings import TimeoutSettings
@@ -331,7 +332,10 @@ class ClientExchange(Exchange):
         style: AnswerStyle | None = None,
     ) -> None:
         super().__init__(head_of(scope), ClientReply(scope, receive, send), timeouts, style)
-        self.receive = receive
+
+    async def read_body(self, bodies: BodyReader, tenant: str) -> bytes:
+        """Read the body, in a tenant's share of the room for bodies. Raises Refused or ClientDisconnected."""
+        return await bodies.read(tenant, self.reply.receive, self.headers, self.reply.whole_body)
 
 
 def exchange_of(request: Request) -> ClientExchange:

@@ -9,13 +9,14 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Principal
 from gateway.api.errors import AnswerStyle
+from gateway.endpoints.endpoint import Endpoint, ReadBody
 from gateway.errors import (
     AnswerNotKept,
     ClientDisconnected,
@@ -41,8 +42,6 @@ SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read one part
 
 log = logging.getLogger(__name__)
 
-ReadBody = Callable[[Principal], Awaitable[bytes]]
-Answer = Callable[[Exchange, ReadBody], Awaitable[None]]
 NextPart = Callable[[int], Awaitable[Part]]
 
 
@@ -88,6 +87,9 @@ class RecordedReply:
         return calling_once(self._run.abandoned, callback)
 
 
+Answer = Callable[[Exchange, ReadBody], Awaitable[None]]
+
+
 class KeyedRequests:
     """Finds or begins the run of each request with a key, and sends its answer to the client."""
 
@@ -116,11 +118,15 @@ class KeyedRequests:
             if claim is not None and claim.gateway_id == self._gateway_id and claim.sequence is not None:
                 self._runs.claimed(run, claim.sequence)
 
-    async def serve(self, exchange: ClientExchange, read_body: ReadBody, answer: Answer) -> None:
-        """Answer one request that has a key; ``answer`` makes the answer if no gateway has it."""
+    async def serve(self, exchange: ClientExchange, endpoint: Endpoint[Any]) -> None:
+        """Answer one request that has a key; the endpoint makes the answer if no gateway has it."""
+        await self._serve(exchange, endpoint)
+        endpoint.note_refusal(exchange)
+
+    async def _serve(self, exchange: ClientExchange, endpoint: Endpoint[Any]) -> None:
         try:
-            question = await self._question(exchange, read_body)
-            await exchange.while_connected(self._answer(exchange, question, answer))
+            question = await self._question(exchange, endpoint)
+            await exchange.while_connected(self._answer(exchange, question, endpoint.answer))
         except Refused as error:
             await exchange.answer_error(error)
         except ClientDisconnected:
@@ -130,7 +136,7 @@ class KeyedRequests:
             if exchange.sent_status is None:
                 await exchange.answer_error(Refused())
 
-    async def _question(self, exchange: Exchange, read_body: ReadBody) -> KeyedRequest:
+    async def _question(self, exchange: ClientExchange, endpoint: Endpoint[Any]) -> KeyedRequest:
         principal = exchange.authenticate(self._keys)
         key = exchange.headers[IDEMPOTENCY_KEY].decode("latin-1")
         if not key or len(key) > MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
@@ -138,7 +144,7 @@ class KeyedRequests:
                 f"The Idempotency-Key header must have 1 to {MAX_KEY_CHARS} printable ASCII characters.",
                 param="Idempotency-Key",
             )
-        body = await read_body(principal)
+        body = await endpoint.read_body(exchange, principal)
         return KeyedRequest(
             name=_digest(principal.key_id.encode(), key.encode()),
             fingerprint=_digest(exchange.head.path.encode(), body),

@@ -217,7 +217,7 @@ class Background:
 
 
 class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
-    """An ASGI application for Responses."""
+    """The route of Responses."""
 
     def __init__(self, edge: Edge, operation: MakeResponses, background: Background) -> None:
         super().__init__(edge, operation)

@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.http.exchange import ClientExchange
+from gateway.settings import TimeoutSettings
 from tests.simulation.engine import text_of, token_at
 from tests.simulation.parts import Gateway, body_of
 from tests.simulation.world import World
@@ -118,7 +120,7 @@ class Caller:
             "headers": headers,
             "spillway.abort": self._break_off,
         }
-        await gateway.application(scope, self._receive, self._send)
+        await gateway.application(ClientExchange(scope, self._receive, self._send, TimeoutSettings()))
         if not self._gone.is_set():
             self._break_off()
 

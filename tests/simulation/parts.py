@@ -19,7 +19,7 @@ from gateway.admission.registry import WorkerRegistry
 from gateway.api.calls import CompletionCall
 from gateway.core import Core
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.endpoints.endpoint import Edge, GenerationEndpoint, HotRoute
+from gateway.endpoints.endpoint import Edge, GenerationEndpoint
 from gateway.endpoints.generate import Generation
 from gateway.http.body import BodyReader
 from gateway.limits.leases import Quotas
@@ -233,7 +233,6 @@ class Gateway(Part):
             timeouts=settings.timeouts,
             keys=keys,
             bodies=BodyReader(settings.limits, settings.timeouts.body_s),
-            keyed=nothing,
             refusals=RefusalLog(series),
         )
         completions = Generation(core, nothing, PayloadPublisher(bus, settings.payloads), CompletionCall)
@@ -256,7 +255,9 @@ class Gateway(Part):
 
         dispatcher.open = watched  # type: ignore[assignment, method-assign]
 
-    async def _serve(self, core: Core, application: HotRoute, outboxes: Sequence[Outbox], bus: Bus) -> None:
+    async def _serve(
+        self, core: Core, endpoint: GenerationEndpoint[CompletionCall], outboxes: Sequence[Outbox], bus: Bus
+    ) -> None:
         assert self._stop is not None
         async with asyncio.TaskGroup() as group:
             publishing = [group.create_task(_must_not_end("usage outbox", outbox.run())) for outbox in outboxes]
@@ -268,7 +269,7 @@ class Gateway(Part):
                     "limits": core.quotas.run(),
                 }.items()
             ]
-            self.application = application
+            self.application = endpoint
             await self._stop.wait()
             await core.dispatcher.drain(core.settings.timeouts.shutdown_s, asyncio.Event())
             self.application = None

@@ -29,7 +29,7 @@ ALLOWED["spillway"] = set(ALLOWED)
 # The parts of the gateway: each may import only those before it.
 GATEWAY = [
     "errors", "tokenizing", "settings", "limits", "request", "admission", "dispatch", "core", "api", "telemetry",
-    "payloads", "http", "idempotency", "endpoints", "responses", "batches", "mount", "app", "main",
+    "payloads", "http", "endpoints", "idempotency", "responses", "batches", "mount", "app", "main",
 ]  # fmt: skip
 
 Modules = dict[str, Path]  # dotted name → file
@@ -151,6 +151,26 @@ def test_the_engine_knows_only_what_is_asked_of_a_model() -> None:
     assert {other for name in modules("engine") for other in graph()[name] if room_of(other) != "engine"} == {
         "protocol.generation"
     }
+
+
+def test_the_core_knows_no_http() -> None:
+    """What is admitted and started needs no connection: batches and responses in the background have none."""
+    code = "import sys, gateway.core; print([m for m in ('fastapi', 'starlette', 'uvicorn') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+    asgi = {name for name in modules("gateway") if "gateway.http.asgi" in graph()[name]}
+    assert {name for name in asgi if not name.startswith("gateway.http.")} == {"gateway.app"}
+
+
+@pytest.mark.parametrize("feature", ["idempotency", "responses", "batches"])
+def test_a_feature_is_known_to_none_but_those_who_put_the_gateway_together(feature: str) -> None:
+    """Whoever takes it out takes its lines there, and its settings, commands and pages."""
+    importing = {
+        name
+        for name, others in graph().items()
+        if any(other.startswith(f"gateway.{feature}") for other in others) and not name.startswith(f"gateway.{feature}")
+    }
+    assert importing <= {"gateway.app", "gateway.main"}
 
 
 def test_httpx_is_imported_in_one_place() -> None:

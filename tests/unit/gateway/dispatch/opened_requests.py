@@ -28,6 +28,7 @@ class RecordedActions:
     pauses: list[float] = field(default_factory=list)
     recorded: list[tuple[int, str, str | None, int]] = field(default_factory=list)  # attempt, outcome, code, tokens
     ends: int = 0
+    statuses: list[int | None] = field(default_factory=list)  # of requests that were settled
     others: list[Heartbeat] = field(default_factory=list)  # live workers that could run the next attempt
 
     def takers(self, request: RequestState) -> list[Heartbeat]:
@@ -66,6 +67,9 @@ class RecordedActions:
 
     def ended(self, request: OpenRequest) -> None:
         self.ends += 1
+
+    def settled(self, request: OpenRequest) -> None:
+        self.statuses.append(request.http_status)
 
 
 class Closing:

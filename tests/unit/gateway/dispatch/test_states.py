@@ -1,0 +1,90 @@
+"""The states of a request: what they become, who changes them, and when it is settled."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.dispatch import lifecycle
+from gateway.dispatch.lifecycle import TRANSITIONS, State
+from gateway.errors import Failure
+from protocol.errors import ErrorCode
+from tests.unit.gateway.dispatch.opened_requests import accepted, finished, open_request, tokens
+
+ROOT = Path(__file__).resolve().parents[4]
+DRAWN = re.compile(r"^# ([A-Z]+) ──> ([A-Z]+) +\S", re.MULTILINE)
+
+
+def test_the_drawing_is_true() -> None:
+    drawn = DRAWN.findall(Path(lifecycle.__file__).read_text())
+    assert len(drawn) == len(set(drawn))
+    assert set(drawn) == {(old.name, new.name) for old, following in TRANSITIONS.items() for new in following}
+    assert set(TRANSITIONS) == set(State)
+
+
+def root_of(node: ast.expr) -> str:
+    """The name that a chain of attributes begins with."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def assigned(source: str) -> Iterator[str]:
+    """What a source assigns to attributes of ``request``, and of what belongs to it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del) and root_of(node) == "request":
+            yield ast.unparse(node)
+
+
+def test_only_the_lifecycle_writes_to_a_request() -> None:
+    others = [path for path in (ROOT / "gateway").rglob("*.py") if path.name != "lifecycle.py"]
+    assert len(others) > 100
+    assert [f"{path}: {what}" for path in others for what in assigned(path.read_text())] == []
+
+
+def test_another_writer_would_be_seen() -> None:
+    assert [
+        *assigned("request.state = ENDED\nrequest.current.seq += 1\nself.request = body\nstate = request.state")
+    ] == [
+        "request.state",
+        "request.current.seq",
+    ]
+
+
+def test_no_state_is_left_but_as_it_is_drawn() -> None:
+    request, _ = open_request()
+    request.end_at_once(Failure(ErrorCode.INTERNAL_ERROR, "broken"), 1.0)
+    with pytest.raises(RuntimeError, match="cannot become running: it is ended"):
+        request._enter(State.RUNNING)
+
+
+def test_it_is_settled_once_its_answer_is_closed() -> None:
+    request, actions = open_request()
+    for frame in (accepted(), tokens(1, finish_reason="stop"), finished(2)):
+        request.on_frame("w", frame, 1.0)
+    assert (request.state, actions.ends, actions.statuses) == (State.ENDED, 1, [])
+    request.close(200, 2.0)
+    request.close(None, 3.0)
+    assert (request.state, actions.ends, actions.statuses) == (State.SETTLED, 1, [200])
+
+
+def test_it_is_settled_once_its_worker_has_told_the_counts() -> None:
+    request, actions = open_request()
+    request.on_frame("w", accepted(), 1.0)
+    request.close(None, 2.0)
+    assert (request.state, actions.statuses) == (State.STOPPING, [])
+    request.on_frame("w", finished(1), 3.0)
+    assert (request.state, actions.statuses) == (State.SETTLED, [None])
+
+
+@pytest.mark.parametrize(("is_answered", "status"), [(True, 200), (False, 503)])
+def test_a_process_that_ends_settles_it_as_it_stands(is_answered: bool, status: int) -> None:
+    request, actions = open_request()
+    request.on_frame("w", accepted(), 1.0)
+    if is_answered:  # and read slowly
+        request.on_frame("w", tokens(1, finish_reason="stop"), 1.0)
+        request.on_frame("w", finished(2), 1.0)
+    request.settle_as_it_stands(Failure(ErrorCode.SHUTTING_DOWN, "leaving"), 2.0)
+    assert (request.state, actions.statuses) == (State.SETTLED, [status])
