@@ -14,7 +14,7 @@ from typing import Final, Generic
 from msgspec.structs import replace
 
 from db.accounts.keyring import KeyRing
-from db.accounts.principal import Principal, consent_of
+from db.accounts.principal import Principal
 from db.money import TokenPrice
 from gateway.admission.control import AdmissionControl, Ticket
 from gateway.admission.hosted import check_trust, providers_for
@@ -155,33 +155,18 @@ class Core:
         hosted: tuple[str, ...],
     ) -> Admission:
         return Admission(
-            request_id=arrival.request_id,
+            arrival=arrival,
             endpoint=call.name,
             model=tokens.model,
             principal=principal,
-            stream=prompt.stream,
-            prompt_ids=prompt.prompt_ids,
-            prompt_tokens=prompt.prompt_tokens,
-            prompt_param=prompt.prompt_param,
-            sampling=prompt.sampling,
-            received_s=arrival.received_s,
-            received_unix_ms=arrival.received_unix_ms,
+            prompt=prompt,
             admitted_s=time.monotonic(),
-            queue_wait_s=arrival.queue_wait_s,
-            traceparent=arrival.traceparent,
-            trace=arrival.trace,
             batch=call.request.is_batch,
             weight=self.admission_control.weight_of(principal),
             do_not_queue=bool(call.request.do_not_queue),
-            deadline_s=arrival.deadline_s,
-            pooling=prompt.pooling,
-            tokenizer=tokens.tokenizer if prompt.prompt_ids or prompt.conversation is None else NO_TOKENIZER,
-            conversation=prompt.conversation,
+            tokenizer=tokens.tokenizer if prompt.token_ids or prompt.conversation is None else NO_TOKENIZER,
             hosted=hosted,
-            trusted=principal.trusted_only,
             reservation=reservation,
-            consent=consent_of(principal),
-            body_bytes=arrival.body_bytes,
         )
 
     def _enter_all(self, admissions: Sequence[Admission]) -> list[Ticket]:
@@ -192,7 +177,8 @@ class Core:
             if failure is not None:
                 for ticket in tickets:
                     ticket.close()
-                raise RequestFailed(failure if len(admissions) == 1 else replace(failure, param=admission.prompt_param))
+                is_only = len(admissions) == 1
+                raise RequestFailed(failure if is_only else replace(failure, param=admission.prompt.param))
             tickets.append(self.admission_control.enter(admission))
         return tickets
 
@@ -238,4 +224,4 @@ def _arrivals(arrival: Arrival, parts: int) -> Sequence[Arrival]:
 
 def _estimate(prompt: Prompt, price: TokenPrice | None) -> Estimate:
     completion_tokens = 0 if prompt.pooling is not None else prompt.sampling.max_tokens * prompt.sampling.n
-    return Estimate(prompt.prompt_tokens, completion_tokens, price)
+    return Estimate(prompt.tokens, completion_tokens, price)

@@ -61,7 +61,7 @@ class ModelUsage:
 
     def add(self, admission: Admission, job_bytes: int, sign: int) -> None:
         """Count a waiting request in (1) or out (-1)."""
-        self._tokens[admission.batch] += sign * admission.prompt_tokens
+        self._tokens[admission.batch] += sign * admission.prompt.tokens
         self._bytes[admission.batch] += sign * job_bytes
 
     def tokens(self, *, batch: bool) -> int:
@@ -262,7 +262,7 @@ class AdmissionControl:
         waiting = interactive + (
             self._backlog.lane(admission.queue, subjects.LOW_LANE).waiting if admission.batch else 0
         )
-        if capacity.free_sequences >= waiting + admission.sampling.n or self.hosted_has_room(admission):
+        if capacity.free_sequences >= waiting + admission.prompt.sampling.n or self.hosted_has_room(admission):
             return None
         if admission.do_not_queue:
             message = "no worker has a free place, and the request is not to be queued"
@@ -293,7 +293,7 @@ class AdmissionControl:
     def _busy_refusal(self, admission: Admission, capacity: ModelCapacity) -> Failure | None:
         """Return why a request cannot be admitted whose servers all ask to wait, or None."""
         wait_s = None if capacity.workers else self.capacity.wait_s(admission.queue, admission.hosted)
-        if wait_s is None or wait_s <= admission.queue_wait_s:
+        if wait_s is None or wait_s <= admission.arrival.queue_wait_s:
             return None
         message = f"the servers of this model ask to wait for {wait_s:.0f} s, longer than the request may wait"
         return Failure(ErrorCode.WAIT_TOO_LONG, message, retry_after_s=math.ceil(wait_s))
@@ -308,18 +308,20 @@ class AdmissionControl:
             return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED, message, admission)
         # A prompt beyond the bound by itself is let in when none waits: it would never be, otherwise.
         tokens = use.tokens(batch=admission.batch)
-        if tokens and tokens + admission.prompt_tokens > limits.max_queued_prompt_tokens:
-            message = f"{tokens} prompt tokens wait for this model already, too many to add {admission.prompt_tokens}"
+        if tokens and tokens + admission.prompt.tokens > limits.max_queued_prompt_tokens:
+            message = f"{tokens} prompt tokens wait for this model already, too many to add {admission.prompt.tokens}"
             return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_TOKENS, message, admission)
         too_many_bytes = self._too_many_bytes(admission, use.bytes(batch=admission.batch))
         if too_many_bytes is not None:
             return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_BYTES, too_many_bytes, admission)
         rate = capacity.jobs_per_s
-        if rate is None or (waiting + 1) / rate <= admission.queue_wait_s:
+        if rate is None or (waiting + 1) / rate <= admission.arrival.queue_wait_s:
             return None  # nobody's place is later than the last
         eta_s = self._place_of_next(admission).eta_s
-        if eta_s is not None and eta_s > admission.queue_wait_s:
-            message = f"the estimated wait is {eta_s:.0f} s, and the caller waits for {admission.queue_wait_s:g} s"
+        if eta_s is not None and eta_s > admission.arrival.queue_wait_s:
+            message = (
+                f"the estimated wait is {eta_s:.0f} s, and the caller waits for {admission.arrival.queue_wait_s:g} s"
+            )
             return self._refused(capacity, ErrorCode.WAIT_TOO_LONG, message, admission)
         return None
 
@@ -371,7 +373,7 @@ class AdmissionControl:
     def has_room(self, admission: Admission) -> bool:
         """Return whether our workers have free sequences for an interactive request and all that wait already."""
         waiting = self._backlog.interactive(admission.queue)
-        return self.capacity.of(admission.queue).free_sequences >= waiting + admission.sampling.n
+        return self.capacity.of(admission.queue).free_sequences >= waiting + admission.prompt.sampling.n
 
     def would_wait(self, admission: Admission, limit_s: float) -> bool:
         """Return whether a new interactive request would wait longer for a worker, as far as that is known."""
@@ -452,7 +454,7 @@ class AdmissionControl:
 
     def taken(self, ticket: Ticket, worker_id: str) -> None:
         """A worker has accepted the request."""
-        self.capacity.took(worker_id, ticket.admission.sampling.n)
+        self.capacity.took(worker_id, ticket.admission.prompt.sampling.n)
 
     def leave(self, ticket: Ticket) -> None:
         """A request has ended."""

@@ -168,7 +168,7 @@ class GenerationCall(JobCall[_Generation], ABC):
         if candidates is not None:
             check_prompt_logprobs(
                 settings.limits,
-                prompt_tokens=sum(prompt.prompt_tokens for prompt in prompts),
+                prompt_tokens=sum(prompt.tokens for prompt in prompts),
                 candidates=candidates,
                 param="logprobs" if self.request.prompt_logprobs is None else "prompt_logprobs",
             )

@@ -127,7 +127,7 @@ class Asking:
 
     def _arrival(self, endpoint: str, body_bytes: int, limit_s: float) -> Arrival:
         arrival = Arrival(
-            id=uuid.uuid4().hex,
+            request_id=f"req_{uuid.uuid4().hex}",
             received_s=time.monotonic(),
             received_unix_ms=unix_now_ms(),
             queue_wait_s=min(self._timeouts.queue_wait_s, limit_s),

@@ -402,10 +402,10 @@ def _is_begun(one: Choice, parts: Parts) -> bool:
 
 def choices_of(admission: Admission) -> Choices:
     """Return the object that holds the answers to a request."""
-    most = admission.sampling.max_tokens
-    if admission.conversation is None:
+    most = admission.prompt.sampling.max_tokens
+    if admission.prompt.conversation is None:
         return Choices(admission.answers, most, admission.tokens_to_score)
-    return ChatChoices(admission.answers, most, admission.conversation)
+    return ChatChoices(admission.answers, most, admission.prompt.conversation)
 
 
 # --- plausible --------------------------------------------------------------------------------------------------------

@@ -191,10 +191,10 @@ def _lane_of(request: OpenRequest, current: CurrentAttempt) -> str:
 
 def objects_of(admission: Admission) -> dict[str, bytes]:
     """Return what is too large for a message, by the names under which it is stored beside the queue."""
-    if admission.conversation is None and len(admission.prompt_ids) <= MAX_INLINE_PROMPT_BYTES:
+    if admission.prompt.conversation is None and len(admission.prompt.token_ids) <= MAX_INLINE_PROMPT_BYTES:
         return {}  # nearly always
-    chat = b"" if admission.conversation is None else admission.conversation.packed
-    parts = {"prompt": admission.prompt_ids, "chat": chat}
+    chat = b"" if admission.prompt.conversation is None else admission.prompt.conversation.packed
+    parts = {"prompt": admission.prompt.token_ids, "chat": chat}
     large = {part: data for part, data in parts.items() if len(data) > MAX_INLINE_PROMPT_BYTES}
     return {object_name(admission.request_id, part): data for part, data in large.items()}
 
@@ -273,7 +273,7 @@ class JobQueue:
             await self._bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
 
     def _job(self, request: OpenRequest, current: CurrentAttempt, remaining_s: float) -> Job:
-        admission = request.admission
+        admission, arrival = request.admission, request.admission.arrival
         objects, chat = objects_of(admission), request.choices.packed_chat
         prompt_object, chat_object = (_name_if_in(objects, admission.request_id, part) for part in ("prompt", "chat"))
         has_chat_object = chat is not None and chat_object is not None
@@ -283,19 +283,19 @@ class JobQueue:
             attempt=current.number,
             model=admission.model,
             reply_subject=self._reply_subject,
-            sampling=admission.sampling,
-            prompt_ids=admission.prompt_ids if prompt_object is None else b"",
+            sampling=admission.prompt.sampling,
+            prompt_ids=admission.prompt.token_ids if prompt_object is None else b"",
             prompt_object=prompt_object,
-            prompt_tokens=admission.prompt_tokens,
+            prompt_tokens=admission.prompt.tokens,
             resume=request.choices.resume_points(),
             tenant=admission.principal.tenant,
-            accepted_unix_ms=admission.received_unix_ms,
+            accepted_unix_ms=arrival.received_unix_ms,
             deadline_unix_ms=int((self._bus.clock.now_s() + remaining_s) * 1000),
-            traceparent=admission.traceparent if admission.trace is None else admission.trace.traceparent,
+            traceparent=arrival.traceparent if arrival.trace is None else arrival.trace.traceparent,
             weight=admission.weight,
             avoid=request.log.avoid,
             origin=origin_of(admission, self._gateway_id),
-            pooling=admission.pooling,
+            pooling=admission.prompt.pooling,
             scored_tokens=request.choices.scored_tokens,
             revision=needed_revision(request),
             chat=None if has_chat_object else chat,

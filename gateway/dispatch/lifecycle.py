@@ -148,7 +148,7 @@ class RequestState:
     ) -> None:
         """``mailbox``: where its events go; default: its own. ``intent``: of a stream, done once it is stored."""
         self.admission = admission = ticket.admission
-        self.request_id, self.prompt_tokens = admission.request_id, admission.prompt_tokens
+        self.request_id, self.prompt_tokens = admission.request_id, admission.prompt.tokens
         self.ticket = ticket
         self.mailbox = Mailbox() if mailbox is None else mailbox
         self.state = State.QUEUED
@@ -173,7 +173,7 @@ class RequestState:
         self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
         self._timeouts = timeouts
         self._actions = actions
-        self._queue_wait = QueueWaitBudget(admission.queue_wait_s)
+        self._queue_wait = QueueWaitBudget(admission.arrival.queue_wait_s)
         self._last_event_s = now_s
         self._stop_deadline_s = float("inf")
         self._cancel_sent_s = float("-inf")
@@ -191,8 +191,8 @@ class RequestState:
     @property
     def queue_deadline_s(self) -> float:
         """Time by which a worker must have accepted the current attempt (monotonic clock)."""
-        total_s = self.admission.received_s + self._timeouts.total_s
-        return min(self.current.queued_s + self._queue_wait.left_s, total_s, self.admission.deadline_s)
+        total_s = self.admission.arrival.received_s + self._timeouts.total_s
+        return min(self.current.queued_s + self._queue_wait.left_s, total_s, self.admission.arrival.deadline_s)
 
     @property
     def completion_tokens(self) -> int:
@@ -238,10 +238,10 @@ def is_premature(frame: Failed, queue_deadline_s: float, now_s: float) -> bool:
 def verdict_of(frame: Failed, admission: Admission, now_s: float) -> Failure:
     """Return the failure that the client sees."""
     code = _known_code(frame.code)
-    if code is ErrorCode.DEADLINE_EXCEEDED and now_s < admission.deadline_s - CLOCK_SKEW_S:
+    if code is ErrorCode.DEADLINE_EXCEEDED and now_s < admission.arrival.deadline_s - CLOCK_SKEW_S:
         code = ErrorCode.QUEUE_WAIT_TIMEOUT  # the worker was told only until when it may wait
     # The engine knows token ids only; the caller knows the field that they were made from.
-    param = admission.prompt_param if frame.param == "prompt_ids" else frame.param
+    param = admission.prompt.param if frame.param == "prompt_ids" else frame.param
     return Failure(code, frame.message, param)
 
 
@@ -253,7 +253,7 @@ def why_over(request: "OpenRequest") -> Failure | None:
         return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, request.log.why(request.attempt))
     if request.log.is_repeated and not _leaves_pool(request):
         return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, f"{request.log.why(request.attempt)}. {BROKEN_OFF_TWICE}")
-    if request.choices.is_encoded and not request.admission.stream:
+    if request.choices.is_encoded and not request.admission.prompt.stream:
         if not request.log.drop():
             return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, f"{request.log.why(request.attempt)}. {BROKEN_OFF_TWICE}")
         drop_answer(request)  # its caller has been told nothing of it
@@ -327,7 +327,7 @@ def _known_code(code: str) -> ErrorCode:
 
 def too_much_unread(admission: Admission) -> Failure:
     """Return the failure of a request whose unread answer exceeds the buffer."""
-    if admission.stream:
+    if admission.prompt.stream:
         return Failure(ErrorCode.SLOW_CLIENT, "the client reads more slowly than the buffer allows")
     message = (
         "the answer has become larger than the gateway keeps for one key or team until it is complete;"
@@ -355,8 +355,8 @@ class DeadlineTimers:
 
     def set(self, admission: Admission, now_s: float, call: Callable[[], None]) -> None:
         """Call when the client's deadline has passed, if it has set one."""
-        if admission.deadline_s != NEVER_S:
-            delay_s = admission.deadline_s - now_s + TIMER_SLACK_S
+        if admission.arrival.deadline_s != NEVER_S:
+            delay_s = admission.arrival.deadline_s - now_s + TIMER_SLACK_S
             self._timers[admission.request_id] = asyncio.get_running_loop().call_later(delay_s, call)
 
     def drop(self, request_id: str) -> None:
@@ -386,9 +386,9 @@ def overdue(
     now_s: float,
 ) -> Failure | None:
     """Return the exceeded limit, if any. ``queue_deadline_s``: None once a worker has the attempt."""
-    if now_s >= admission.deadline_s:
+    if now_s >= admission.arrival.deadline_s:
         return Failure(ErrorCode.DEADLINE_EXCEEDED, "the deadline that the caller has set has passed")
-    if now_s - admission.received_s >= limits.total_s:
+    if now_s - admission.arrival.received_s >= limits.total_s:
         return Failure(ErrorCode.TOTAL_TIMEOUT, f"the request took longer than {limits.total_s:g} s")
     if queue_deadline_s is not None:
         return _overdue_in_queue(admission, attempt, queue_deadline_s, now_s)
@@ -611,7 +611,7 @@ class OpenRequest(RequestState):
         if self.current.first_token_s is None and (frame.token_ids or isinstance(frame, Deltas)):
             self.current.first_token_s, self.first_token_s = now_s, self.first_token_s or now_s
         self.current.last_token_s = self._last_event_s = now_s
-        if self.admission.stream:  # others read everything at the end
+        if self.admission.prompt.stream:  # others read everything at the end
             self.mailbox.wake()
             if self.mailbox.held_bytes > self.mailbox.max_unread_bytes:
                 self.give_up_unread(now_s)
@@ -836,7 +836,7 @@ class OpenRequest(RequestState):
 
     def _emit_still_waiting(self, now_s: float) -> None:
         period_s, silent_s = self._timeouts.queued_comment_s, now_s - self._last_event_s
-        if period_s and self.admission.stream and silent_s >= period_s:
+        if period_s and self.admission.prompt.stream and silent_s >= period_s:
             self._last_event_s = now_s
             self.mailbox.put(StillWaiting(self.state.value))
             self.mailbox.wake()

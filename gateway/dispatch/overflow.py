@@ -62,11 +62,11 @@ class Overflow:
     def _has_room(self, admission: Admission) -> bool:
         if self._stays(admission):
             return False
-        completion_tokens = admission.sampling.max_tokens * admission.sampling.n
+        completion_tokens = admission.prompt.sampling.max_tokens * admission.prompt.sampling.n
 
         def reads(pool: HostedPool) -> bool:
             takers = self._takers(pool, admission.model)
-            return any(server.takes != TAKES_MESSAGES or admission.conversation is not None for server in takers)
+            return any(server.takes != TAKES_MESSAGES or admission.prompt.conversation is not None for server in takers)
 
         wanted = _wanted(admission, admission.hosted, completion_tokens)
         return not isinstance(self._pools.offer(wanted, (), reads), str)
@@ -81,7 +81,7 @@ class Overflow:
         if not self._control.would_wait(admission, 0.0 if admission.do_not_queue else self._after_s):
             return
         offer = self._offer(request)
-        place = None if offer is None else await self._pools.take(offer, admission.sampling.n)
+        place = None if offer is None else await self._pools.take(offer, admission.prompt.sampling.n)
         if place is None:
             return
         if request.current is current and request.waits_for_worker(current.number):
@@ -103,7 +103,7 @@ class Overflow:
                 offer = self._offer(request)
                 if offer is not None:
                     self._moving.add(request.request_id)
-                    offer.pool.promised += request.admission.sampling.n  # by the next one's turn, this is so
+                    offer.pool.promised += request.admission.prompt.sampling.n  # by the next one's turn, this is so
                     spawn(self._move(request, offer))
 
     def _has_waited(self, request: OpenRequest, now_s: float) -> bool:
@@ -117,9 +117,9 @@ class Overflow:
 
     async def _move(self, request: OpenRequest, offer: Offer) -> None:
         attempt = request.attempt
-        offer.pool.promised -= request.admission.sampling.n
+        offer.pool.promised -= request.admission.prompt.sampling.n
         try:
-            place = await self._pools.take(offer, request.admission.sampling.n)
+            place = await self._pools.take(offer, request.admission.prompt.sampling.n)
         finally:
             self._moving.discard(request.request_id)
         if place is None:
@@ -132,7 +132,7 @@ class Overflow:
     def _offer(self, request: OpenRequest) -> Offer | None:
         """Return the pool that can take the rest of a request; None, with the reason noted, if none can."""
         admission, held = request.admission, request.choices.held_tokens()
-        left = max(0, admission.sampling.max_tokens * admission.sampling.n - held)
+        left = max(0, admission.prompt.sampling.max_tokens * admission.prompt.sampling.n - held)
         wanted = _wanted(admission, self._allowed(admission), left, held)
         failed = request.log.hosted_failed
         offer = self._pools.offer(wanted, failed, lambda pool: self._fits(request, pool))
@@ -184,12 +184,12 @@ def _wanted(
     admission: Admission, providers: tuple[str, ...], completion_tokens: int, held_tokens: int = 0
 ) -> HostedDemand:
     # A hosted API is asked for each choice by itself, and reads the prompt and what is made of it already each time.
-    prompts = admission.sampling.n if admission.pooling is None else 1
+    prompts = admission.prompt.sampling.n if admission.prompt.pooling is None else 1
     return HostedDemand(
         admission.model,
         providers,
-        admission.prompt_tokens * prompts + held_tokens,
+        admission.prompt.tokens * prompts + held_tokens,
         completion_tokens,
-        admission.sampling.n,
-        admission.received_unix_ms,
+        admission.prompt.sampling.n,
+        admission.arrival.received_unix_ms,
     )

@@ -46,7 +46,7 @@ def origin_of(admission: Admission, gateway_id: str) -> Origin:
         admission.endpoint,
         admission.principal.key_id,
         admission.principal.key_name,
-        admission.stream,
+        admission.prompt.stream,
         admission.principal.team_id,
         admission.principal.organisation_id,
     )
@@ -58,13 +58,13 @@ def usage_intent(admission: Admission, gateway_id: str) -> RequestIntent:
         v=PROTOCOL_VERSION,
         request_id=admission.request_id,
         gateway_id=gateway_id,
-        received_unix_ms=admission.received_unix_ms,
+        received_unix_ms=admission.arrival.received_unix_ms,
         endpoint=admission.endpoint,
         model=admission.model,
         key_id=admission.principal.key_id,
         key_name=admission.principal.key_name,
-        stream=admission.stream,
-        prompt_tokens=admission.prompt_tokens,
+        stream=admission.prompt.stream,
+        prompt_tokens=admission.prompt.tokens,
         team_id=admission.principal.team_id,
         organisation_id=admission.principal.organisation_id,
     )
@@ -77,23 +77,23 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
         v=PROTOCOL_VERSION,
         request_id=request.request_id,
         gateway_id=gateway_id,
-        received_unix_ms=admission.received_unix_ms,
+        received_unix_ms=admission.arrival.received_unix_ms,
         endpoint=admission.endpoint,
         model=admission.model,
         key_id=admission.principal.key_id,
         key_name=admission.principal.key_name,
-        stream=admission.stream,
+        stream=admission.prompt.stream,
         outcome=request.outcome,
         http_status=request.http_status or CLIENT_CLOSED_REQUEST,
         error_code=request.failure.code if request.failure else None,
-        finish_reason=request.choices[0].finish_reason if admission.pooling is None else None,
+        finish_reason=request.choices[0].finish_reason if admission.prompt.pooling is None else None,
         prompt_tokens=request.prompt_tokens,
         cached_tokens=request.cached_tokens,
         completion_tokens=request.completion_tokens,
         attempts=request.attempt,
         queue_ms=_ms_between(admission.admitted_s, request.accepted_s),
-        ttft_ms=_ms_between(admission.received_s, request.first_token_s),
-        total_ms=_ms_between(admission.received_s, request.ended_s) or 0.0,
+        ttft_ms=_ms_between(admission.arrival.received_s, request.first_token_s),
+        total_ms=_ms_between(admission.arrival.received_s, request.ended_s) or 0.0,
         pool=accepted.pool if accepted else None,
         provider=accepted.provider if accepted else None,
         region=accepted.region if accepted else None,
@@ -160,7 +160,7 @@ def lost_attempt_record(
         total_ms=total_ms,
         usd_per_hour=worker.usd_per_hour if worker else 0.0,
         resumed_tokens=current.tokens_before,
-        received_unix_ms=request.admission.received_unix_ms,
+        received_unix_ms=request.admission.arrival.received_unix_ms,
         counted_by="engine" if accepted.counted_by == "engine" else "estimate",
         rescue=rescue(request, worker),
         **asdict(origin_of(request.admission, gateway_id)),
@@ -169,7 +169,7 @@ def lost_attempt_record(
 
 def rescue(request: OpenRequest, worker: Heartbeat | None) -> Rescue | None:
     """Return how the current attempt continues what was held before it."""
-    if request.admission.pooling is not None:
+    if request.admission.prompt.pooling is not None:
         return None
     current = request.current
     takes = TAKES_IDS if worker is None else worker.takes
@@ -179,16 +179,16 @@ def rescue(request: OpenRequest, worker: Heartbeat | None) -> Rescue | None:
 def _read_tokens(request: OpenRequest) -> int:
     """Return the attempt's prompt tokens. A hosted API gets each choice as its own call, with what is held."""
     admission = request.admission
-    if request.current.hosted is None or admission.pooling is not None:
-        return admission.prompt_tokens
-    return admission.prompt_tokens * admission.sampling.n + request.current.tokens_before
+    if request.current.hosted is None or admission.prompt.pooling is not None:
+        return admission.prompt.tokens
+    return admission.prompt.tokens * admission.prompt.sampling.n + request.current.tokens_before
 
 
 def dead_letter(request: OpenRequest, gateway_id: str) -> DeadLetter:
     """Return the dead letter of a request that was given up after its last attempt."""
     admission = request.admission
-    sampling, withheld_bytes = sampling_without_texts(admission.sampling)
-    grammar = admission.sampling.grammar
+    sampling, withheld_bytes = sampling_without_texts(admission.prompt.sampling)
+    grammar = admission.prompt.sampling.grammar
     return DeadLetter(
         v=PROTOCOL_VERSION,
         request_id=request.request_id,
@@ -196,9 +196,9 @@ def dead_letter(request: OpenRequest, gateway_id: str) -> DeadLetter:
         model=admission.model,
         tenant=admission.principal.tenant,
         key_id=admission.principal.key_id,
-        prompt_tokens=admission.prompt_tokens,
+        prompt_tokens=admission.prompt.tokens,
         sampling=sampling,
-        accepted_unix_ms=admission.received_unix_ms,
+        accepted_unix_ms=admission.arrival.received_unix_ms,
         given_up_unix_ms=unix_now_ms(),
         failures=tuple(replace(each, reason=each.reason[:MAX_REASON_CHARS]) for each in request.log.failures),
         withheld_bytes=withheld_bytes,
@@ -318,7 +318,7 @@ class Recorder:
 
     def admitted(self, admission: Admission) -> asyncio.Future[None] | None:
         """Publish a stream's intent; the future is done once it is stored. None: the record will be stored instead."""
-        if not admission.stream:
+        if not admission.prompt.stream:
             return None
         intent = usage_intent(admission, self._gateway_id)
         return self._intents.put(f"{admission.request_id}.intent", encode(intent), is_awaited=True)

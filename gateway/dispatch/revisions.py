@@ -139,7 +139,7 @@ def restart_or_fail(request: OpenRequest, revision_wait_s: float, now_s: float, 
         if waited_s >= TOKENIZER_WAIT_S:
             message = "the model's tokenizer was changed while the request waited for a worker: send it again"
             request.fail(Failure(ErrorCode.MODEL_CHANGED, message), now_s)
-    elif not request.admission.stream:
+    elif not request.admission.prompt.stream:
         drop_answer(request)
         message = "nobody runs the weights any more that had made a part of the answer"
         request.job_vanished(request.attempt, now_s, Failure(ErrorCode.MODEL_CHANGED, message))

@@ -52,7 +52,7 @@ class AnswerStream(Generic[AnyCall]):
         self.requests = tuple(requests)
         self.mailbox = requests[0].mailbox
         self.take = self.mailbox.take  # returns the next events, at least one; the last is Ended. Raises ReaderCut
-        self.is_streamed = requests[0].admission.stream
+        self.is_streamed = requests[0].admission.prompt.stream
         self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
         self._closing = closing
         self._trace = trace if len(requests) > 1 else None  # the trace of a single one ends by itself
@@ -166,7 +166,7 @@ class AnswerStream(Generic[AnyCall]):
         """Why there is no answer; None: there is one, there may be one, or it was cancelled."""
         for request in self.requests:
             if request.failure is not None:
-                failure, param = request.failure, request.admission.prompt_param
+                failure, param = request.failure, request.admission.prompt.param
                 return failure if len(self.requests) == 1 else replace(failure, param=failure.param or param)
         return None
 

@@ -11,7 +11,7 @@ from gateway.core import Core
 from gateway.dispatch.lifecycle import OpenRequest
 from gateway.dispatch.stream import AnswerStream
 from gateway.endpoints.operation import CallFactory, Operation
-from gateway.endpoints.prompts import Part, PartsAnswer
+from gateway.endpoints.parts import Part, PartsAnswer
 from gateway.http.reply import usage_of
 from gateway.payloads import Capture, PayloadPublisher, RecordedAnswer
 from gateway.request.request import Arrival
@@ -68,13 +68,13 @@ def _capture_of(call: GenerationCall[Any], request: OpenRequest, consent: Consen
     admission = request.admission
     return Capture(
         request_id=admission.request_id,
-        received_unix_ms=admission.received_unix_ms,
+        received_unix_ms=admission.arrival.received_unix_ms,
         model=admission.model,
         key_id=admission.principal.key_id,
         team_id=admission.principal.team_id,
         end_user=call.request.user or call.request.safety_identifier,
         consent=consent,
         call=call,
-        body_bytes=admission.body_bytes,
+        body_bytes=admission.arrival.body_bytes,
         answer=answer,
     )

@@ -59,7 +59,7 @@ class Vectors(Operation[AnyPooling]):
     async def pieces(self, stream: AnswerStream[AnyPooling], arrival: Arrival) -> AsyncGenerator[bytes, None]:
         """Implement ``Operation``."""
         [(call, request)] = stream.parts
-        tokens = request.admission.prompt_tokens
+        tokens = request.admission.prompt.tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         async for piece in call.pieces(arrival.id, arrival.created_unix_s, stream.vectors(), usage):
             yield piece

@@ -414,7 +414,7 @@ def arrival_of(exchange: Exchange, body_bytes: int, timeouts: TimeoutSettings) -
     """Return when and how a call came. Raises InvalidParameter."""
     deadline_s = client_deadline_s(exchange)
     return Arrival(
-        id=exchange.id,
+        request_id=exchange.request_id,
         received_s=exchange.received_s,
         received_unix_ms=exchange.received_unix_ms,
         queue_wait_s=client_queue_wait_s(exchange, deadline_s, timeouts.queue_wait_s),

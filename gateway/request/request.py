@@ -6,7 +6,7 @@ from typing import Final, Protocol, Self, TypeVar
 
 from msgspec import Struct
 
-from db.accounts.principal import Consent, Principal
+from db.accounts.principal import Consent, Principal, consent_of
 from gateway.errors import Refused
 from gateway.limits.reservation import Reservation
 from gateway.settings import GatewaySettings
@@ -98,7 +98,7 @@ class QueuePosition(Struct, frozen=True):
 class Arrival:
     """One call's arrival at this gateway."""
 
-    id: str  # without a prefix
+    request_id: str  # the public id, in headers, records and logs: "req_…"
     received_s: float  # monotonic clock
     received_unix_ms: int
     queue_wait_s: float  # how long it may wait for workers, over all attempts
@@ -108,13 +108,13 @@ class Arrival:
     body_bytes: int = 0
 
     @property
-    def request_id(self) -> str:
-        """The public id, in headers, records and logs."""
-        return f"req_{self.id}"
+    def id(self) -> str:
+        """The id without its prefix: that of an answer, which has one of its own."""
+        return self.request_id.removeprefix("req_")
 
     def part(self, number: int, parts: int) -> "Arrival":
         """Return the arrival of one of several parts."""
-        part = replace(self, id=f"{self.id}-{number}", body_bytes=self.body_bytes // parts)
+        part = replace(self, request_id=f"{self.request_id}-{number}", body_bytes=self.body_bytes // parts)
         return part if self.trace is None else replace(part, trace=self.trace.part(part.request_id))
 
     @property
@@ -126,13 +126,13 @@ class Arrival:
 class Prompt(Struct, frozen=True):
     """A call with a model's tokenizer: what a worker gets of it."""
 
-    prompt_ids: bytes  # packed; empty: see Admission
-    prompt_tokens: int
-    prompt_param: str  # see Admission
+    token_ids: bytes  # packed; empty where they mean nothing to the model's workers
+    tokens: int  # as counted here
+    param: str  # the field that holds the prompt, as errors name it
     sampling: Sampling
-    pooling: Pooling | None = None
+    pooling: Pooling | None = None  # not None: vectors are wanted instead of text
     stream: bool = False
-    conversation: Conversation | None = None  # see Admission
+    conversation: Conversation | None = None  # where the model has pools that take messages, and these may take it
     limit_param: str | None = None  # the field that limits the output; None: its size is not the caller's choice
 
 
@@ -191,51 +191,42 @@ JOB_OVERHEAD_BYTES: Final = 512  # names, ids, times, and what the stream adds
 class Admission:
     """Everything known of a request at its admission; none of it changes."""
 
-    request_id: str
+    arrival: Arrival
     endpoint: str  # see protocol.job.Origin
     model: str  # canonical name
     principal: Principal  # who asks
-    stream: bool
-    prompt_ids: bytes  # packed; empty where they mean nothing to the model's workers
-    prompt_tokens: int  # as counted here
-    prompt_param: str  # the field that holds the prompt, as errors name it
-    sampling: Sampling
-    received_s: float  # monotonic clock
-    received_unix_ms: int
+    prompt: Prompt
     admitted_s: float  # monotonic clock
-    queue_wait_s: float  # how long it may wait for workers, over all attempts
-    traceparent: str | None = None  # the caller's, as it came
-    trace: Trace | None = None  # None: traces are off
     batch: bool = False  # OpenAI's service tier "flex": served from what interactive requests leave
     weight: float = 1.0  # the tenant's share of the workers, against other tenants'
     do_not_queue: bool = False  # refuse rather than wait
-    deadline_s: float = float("inf")  # monotonic clock; the caller's own: the whole answer is worth nothing later
-    pooling: Pooling | None = None  # not None: vectors are wanted instead of text
-    consent: Consent | None = None  # to keep what is asked and answered
-    body_bytes: int = 0
     tokenizer: str = ""  # that has made the prompt's ids: protocol.job.Revision.tokenizer; empty: any
     hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may go to
-    trusted: bool = False  # its key demands trusted pools
-    conversation: Conversation | None = None  # where the model has pools that take messages, and these may take it
     reservation: Reservation | None = None  # of limits; None: its key and team have none
+    request_id: str = field(init=False)
+    trusted: bool = field(init=False)  # its key demands trusted pools
+    consent: Consent | None = field(init=False)  # to keep what is asked and answered
     queue: str = field(init=False)  # in which its jobs wait
 
-    def __post_init__(self) -> None:  # once: admission control reads it some twenty times
+    def __post_init__(self) -> None:  # once: admission control reads these some twenty times
+        object.__setattr__(self, "request_id", self.arrival.request_id)
+        object.__setattr__(self, "trusted", self.principal.trusted_only)
+        object.__setattr__(self, "consent", consent_of(self.principal))
         object.__setattr__(self, "queue", queue_of(self.model, trusted=self.trusted))
 
     @property
     def job_bytes(self) -> int:
         """Approximate size of its job in bytes, wherever its prompt is stored."""
-        pooling = 0 if self.pooling is None else len(encode(self.pooling))
-        chat = 0 if self.conversation is None else len(self.conversation.packed)
-        return JOB_OVERHEAD_BYTES + len(self.prompt_ids) + chat + len(encode(self.sampling)) + pooling
+        pooling = 0 if self.prompt.pooling is None else len(encode(self.prompt.pooling))
+        chat = 0 if self.prompt.conversation is None else len(self.prompt.conversation.packed)
+        return JOB_OVERHEAD_BYTES + len(self.prompt.token_ids) + chat + len(encode(self.prompt.sampling)) + pooling
 
     @property
     def answers(self) -> int:
         """Number of answers: choices, or inputs."""
-        return self.sampling.n if self.pooling is None else self.pooling.inputs
+        return self.prompt.sampling.n if self.prompt.pooling is None else self.prompt.pooling.inputs
 
     @property
     def tokens_to_score(self) -> int:
         """Number of prompt tokens whose logprobs are requested."""
-        return 0 if self.sampling.prompt_logprobs is None else self.prompt_tokens
+        return 0 if self.prompt.sampling.prompt_logprobs is None else self.prompt.tokens

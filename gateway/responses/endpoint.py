@@ -158,7 +158,7 @@ class Background:
         call = await self._operation.read_again(principal, run.run.body)
         received_unix_ms = run.run.received_unix_ms
         arrival = Arrival(
-            id=answer_id_of(run.key.response_id),
+            request_id=f"req_{answer_id_of(run.key.response_id)}",
             received_s=time.monotonic() - max(0.0, time.time() - received_unix_ms / 1000),
             received_unix_ms=received_unix_ms,
             queue_wait_s=self._core.settings.timeouts.total_s,

@@ -50,7 +50,7 @@ class RequestLog(Observer):
             "pool": record.pool,
             "worker_id": request.accepted.worker_id if request.accepted else None,
         }
-        trace = request.admission.trace
+        trace = request.admission.arrival.trace
         if trace is not None:
             fields["trace_id"] = trace.trace_id
         log.info("request ended", extra={"fields": fields})

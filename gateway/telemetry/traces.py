@@ -57,23 +57,23 @@ class RequestTraces(Observer):
 
     def admitted(self, admission: Admission) -> None:
         """A request will be answered."""
-        if isinstance(admission.trace, RequestTrace):
-            admission.trace.admitted(admission)
+        if isinstance(admission.arrival.trace, RequestTrace):
+            admission.arrival.trace.admitted(admission)
 
     def queued(self, request: OpenRequest, after_s: float) -> None:
         """An attempt goes into the queue, after a pause."""
-        if isinstance(request.admission.trace, RequestTrace):
-            request.admission.trace.queued(request, after_s)
+        if isinstance(request.admission.arrival.trace, RequestTrace):
+            request.admission.arrival.trace.queued(request, after_s)
 
     def accepted(self, request: OpenRequest) -> None:
         """A worker has the current attempt."""
-        if isinstance(request.admission.trace, RequestTrace):
-            request.admission.trace.accepted(request)
+        if isinstance(request.admission.arrival.trace, RequestTrace):
+            request.admission.arrival.trace.accepted(request)
 
     def ended(self, request: OpenRequest, record: RequestRecord) -> None:
         """A request is over, and this is its record."""
-        if isinstance(request.admission.trace, RequestTrace):
-            request.admission.trace.ended(request, record)
+        if isinstance(request.admission.arrival.trace, RequestTrace):
+            request.admission.arrival.trace.ended(request, record)
 
 
 class RequestTrace:
@@ -131,13 +131,13 @@ class RequestTrace:
                 names.OPERATION: names.OPERATIONS.get(admission.endpoint, admission.endpoint),
                 names.PROVIDER: PROVIDER,
                 names.REQUEST_MODEL: model,
-                names.REQUEST_STREAM: admission.stream,
-                names.INPUT_TOKENS: admission.prompt_tokens,
+                names.REQUEST_STREAM: admission.prompt.stream,
+                names.INPUT_TOKENS: admission.prompt.tokens,
             }
         )
-        if admission.pooling is None:
-            self._span.set_attribute(names.REQUEST_MAX_TOKENS, admission.sampling.max_tokens)
-            self._span.set_attribute(names.REQUEST_CHOICES, admission.sampling.n)
+        if admission.prompt.pooling is None:
+            self._span.set_attribute(names.REQUEST_MAX_TOKENS, admission.prompt.sampling.max_tokens)
+            self._span.set_attribute(names.REQUEST_CHOICES, admission.prompt.sampling.n)
 
     def queued(self, request: OpenRequest, after_s: float) -> None:
         """An attempt goes into the queue, after a pause."""
@@ -213,7 +213,7 @@ def _result(request: OpenRequest, record: RequestRecord) -> dict[str, AttributeV
         names.OUTPUT_TOKENS: record.completion_tokens,
         names.CACHED_TOKENS: record.cached_tokens,
     }
-    if request.admission.pooling is None:
+    if request.admission.prompt.pooling is None:
         reasons = [request.choices[index].finish_reason for index in range(len(request.choices))]
         result[names.FINISH_REASONS] = [reason for reason in reasons if reason is not None]
     if record.pool is not None:

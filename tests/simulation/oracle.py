@@ -27,7 +27,7 @@ class Admitted:
 
     def __init__(self, gateway: Gateway, request: "OpenRequest", at_s: float) -> None:
         self.gateway_id = gateway.id
-        self.number = int.from_bytes(request.admission.prompt_ids[:4], "little")
+        self.number = int.from_bytes(request.admission.prompt.token_ids[:4], "little")
         self.request = request
         self.at_s = at_s
         self.is_presumed_dead = False  # its gateway's lease has run out: others may have its place

@@ -34,7 +34,7 @@ from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.records import newest_dead_letters
 from gateway.main import run
-from gateway.request.request import Admission
+from gateway.request.request import Admission, Arrival, Prompt
 from gateway.settings import GatewaySettings, ModelSettings
 from protocol import job as m
 from protocol import subjects
@@ -66,22 +66,13 @@ async def restart(server: NatsServer, bus: Bus) -> None:
 
 def admission(request_id: str) -> Admission:
     now_s = time.monotonic()
-    sampling = m.Sampling(max_tokens=9)
-    prompt = m.pack_token_ids([1])
     return Admission(
-        request_id,
-        "chat.completions",
-        "m",
-        Principal("k", "k", "t", "t", "o"),
-        True,
-        prompt,
-        1,
-        "messages",
-        sampling,
-        now_s,
-        0,
-        now_s,
-        600.0,
+        arrival=Arrival(request_id, received_s=now_s, received_unix_ms=0, queue_wait_s=600.0),
+        endpoint="chat.completions",
+        model="m",
+        principal=Principal("k", "k", "t", "t", "o"),
+        prompt=Prompt(m.pack_token_ids([1]), 1, "messages", m.Sampling(max_tokens=9), stream=True),
+        admitted_s=now_s,
     )
 
 

@@ -1,5 +1,6 @@
 """Admission control that speaks to nobody: tests tell it what workers and streams would."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from pydantic import SecretStr
 from db.accounts.principal import Principal
 from gateway.admission.control import AdmissionControl, Ticket
 from gateway.admission.registry import WorkerRegistry
-from gateway.request.request import Admission
+from gateway.request.request import Admission, Arrival, Prompt
 from gateway.settings import GatewaySettings
 from protocol.job import PROTOCOL_VERSION, Heartbeat, Sampling
 
@@ -37,23 +38,29 @@ def principal(tenant: str = "k", key_name: str = "k") -> Principal:
     return Principal("k", key_name, tenant, tenant, "o")
 
 
-def admission(request_id: str = "req_1", *, tenant: str = "k", key_name: str = "k", **rest: Any) -> Admission:
-    fields: dict[str, Any] = {
-        "endpoint": "completions",
-        "model": "m",
-        "principal": principal(tenant, key_name),
-        "stream": True,
-        "prompt_ids": b"\x01\x00\x00\x00",
-        "prompt_tokens": 1,
-        "prompt_param": "prompt",
+ARRIVAL_FIELDS = {"received_s", "received_unix_ms", "queue_wait_s", "deadline_s"}
+PROMPT_FIELDS = {"stream", "token_ids", "tokens", "param", "sampling", "pooling", "conversation"}
+
+
+def admission(
+    request_id: str = "req_1", *, tenant: str = "k", key_name: str = "k", trusted: bool = False, **rest: Any
+) -> Admission:
+    """Return an admission. ``rest``: fields of it, its arrival or its prompt."""
+    arrival: dict[str, Any] = {"received_s": 0.0, "received_unix_ms": 0, "queue_wait_s": 600.0}
+    prompt: dict[str, Any] = {
+        "token_ids": b"\x01\x00\x00\x00",
+        "tokens": 1,
+        "param": "prompt",
         "sampling": Sampling(max_tokens=100),
-        "received_s": 0.0,
-        "received_unix_ms": 0,
-        "admitted_s": 0.0,
-        "queue_wait_s": 600.0,
-        **rest,
+        "stream": True,
     }
-    return Admission(request_id=request_id, **fields)
+    fields: dict[str, Any] = {"endpoint": "completions", "model": "m", "admitted_s": 0.0}
+    for name, value in rest.items():
+        (arrival if name in ARRIVAL_FIELDS else prompt if name in PROMPT_FIELDS else fields)[name] = value
+    who = principal(tenant, key_name)
+    if trusted:
+        who = replace(who, key_policy=replace(who.key_policy, trusted_only=True))
+    return Admission(arrival=Arrival(request_id, **arrival), prompt=Prompt(**prompt), principal=who, **fields)
 
 
 def ticket_of(entering: Admission) -> Ticket:

@@ -41,23 +41,23 @@ def refused(gate: AdmissionControl, **rest: Any) -> Failure:
 def test_bounds_on_what_waits(limits: dict[str, int], code: ErrorCode) -> None:
     gate = control(limits=limits)
     gate.capacity.on_heartbeat(beat(running=1))
-    tickets = [gate.enter(admission(f"{n}", prompt_tokens=10, tenant=f"t{n}")) for n in range(3)]
-    assert refused(gate, prompt_tokens=10).code is code
+    tickets = [gate.enter(admission(f"{n}", tokens=10, tenant=f"t{n}")) for n in range(3)]
+    assert refused(gate, tokens=10).code is code
     tickets[0].accepted("w")
-    assert gate.refusal(admission("next", prompt_tokens=10)) is None
+    assert gate.refusal(admission("next", tokens=10)) is None
     for ticket in tickets:
         ticket.close()
         ticket.close()
-    assert gate.refusal(admission("next", prompt_tokens=10)) is None
+    assert gate.refusal(admission("next", tokens=10)) is None
 
 
 def test_a_prompt_beyond_the_bound_by_itself_is_let_in_when_none_waits() -> None:
     gate = control(limits={"max_queued_prompt_tokens": 5})
-    gate.enter(admission("first", prompt_tokens=10)).close()
-    ticket = gate.enter(admission("second", prompt_tokens=10))
-    assert refused(gate, prompt_tokens=1).code is ErrorCode.NO_WORKERS
+    gate.enter(admission("first", tokens=10)).close()
+    ticket = gate.enter(admission("second", tokens=10))
+    assert refused(gate, tokens=1).code is ErrorCode.NO_WORKERS
     ticket.close()
-    assert gate.refusal(admission("third", prompt_tokens=10)) is None
+    assert gate.refusal(admission("third", tokens=10)) is None
 
 
 def test_without_workers_requests_wait_within_a_bound() -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 from gateway.dispatch.lifecycle import OpenRequest, RequestState
 from gateway.dispatch.revisions import takers_of
-from gateway.request.request import Admission
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.job import Accepted, Cancel, Failed, Finished, Frame, Heartbeat, Sampling, Tokens
-from tests.unit.gateway.admission.controls import principal, ticket_of
+from tests.unit.gateway.admission.controls import admission, ticket_of
 
 ID = "req_1"
 
@@ -91,25 +90,16 @@ def open_request(
     trusted: bool = False,
     **timeouts: float,
 ) -> tuple[OpenRequest, RecordedActions]:
-    admission = Admission(
-        request_id=ID,
-        endpoint="completions",
-        model="m",
-        principal=principal(),
-        stream=stream,
-        prompt_ids=b"\x01\x00\x00\x00" * 3,
-        prompt_tokens=3,
-        prompt_param="prompt",
+    entering = admission(
+        token_ids=b"\x01\x00\x00\x00" * 3,
+        tokens=3,
         sampling=Sampling(max_tokens=100, n=n, prompt_logprobs=prompt_logprobs),
-        received_s=0.0,
-        received_unix_ms=0,
-        admitted_s=0.0,
-        queue_wait_s=600.0,
+        stream=stream,
         trusted=trusted,
     )
     actions = RecordedActions()
     limits = TimeoutSettings.model_validate(timeouts)
-    return OpenRequest(ticket_of(admission), limits, max_attempts, actions, 0.0), actions
+    return OpenRequest(ticket_of(entering), limits, max_attempts, actions, 0.0), actions
 
 
 def accepted(attempt: int = 1) -> Accepted:

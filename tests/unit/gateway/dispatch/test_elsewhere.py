@@ -177,7 +177,8 @@ def test_a_wait_in_vain_for_busy_servers_ends_with_429(case: str, limit: str) ->
     beats, ended, retry_after_s = IN_VAIN[case]
     request, actions = open_request(total_s=300.0) if limit == "total_s" else open_request()
     if limit == "deadline_s":
-        request.admission = dataclasses.replace(request.admission, deadline_s=300.0)
+        arrival = dataclasses.replace(request.admission.arrival, deadline_s=300.0)
+        request.admission = dataclasses.replace(request.admission, arrival=arrival)
     actions.others = beats
     if ended is not None:
         fail_on(request, "a", ended)

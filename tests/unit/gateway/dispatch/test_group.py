@@ -21,7 +21,7 @@ def open_group(**timeouts: float) -> tuple[AnswerStream[Any], list[OpenRequest],
     limits = TimeoutSettings.model_validate(timeouts)
     requests = [
         OpenRequest(
-            gate.enter(admission(f"req_1-{number}", prompt_param=f"prompt[{number}]", prompt_tokens=number)),
+            gate.enter(admission(f"req_1-{number}", param=f"prompt[{number}]", tokens=number)),
             limits,
             3,
             actions,

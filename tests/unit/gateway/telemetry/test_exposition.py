@@ -263,7 +263,7 @@ async def test_a_requests_phases_make_up_its_whole() -> None:
             "request_prefill_time_seconds": 0.3,
             "request_decode_time_seconds": 0.9,
             "request_inference_time_seconds": 1.2,
-            "request_prompt_tokens": open_request()[0].admission.prompt_tokens,
+            "request_prompt_tokens": open_request()[0].admission.prompt.tokens,
             "request_generation_tokens": 5,
             "request_max_num_generation_tokens": 3,
         }
