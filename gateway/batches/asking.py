@@ -5,7 +5,6 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import aclosing
 from dataclasses import replace
 from enum import Enum
 from typing import Any, Final
@@ -160,8 +159,8 @@ class Asking:
         try:
             with calling_once(gone, stream.cancel):
                 await stream.end()
-                async with aclosing(operation.pieces(stream, arrival)) as pieces:
-                    body = b"".join([piece async for piece in pieces])
+                whole = await operation.whole(stream, arrival)
+                body = whole if isinstance(whole, bytes) else b"".join([piece async for piece in whole])
                 stream.told(200)
                 await stream.ensure_recorded(self._timeouts.row_s)
             status = 200

@@ -6,7 +6,7 @@ authenticate → refuse if full → read the body → validate → count the pro
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic
@@ -145,8 +145,11 @@ class Endpoint(Generic[AnyCall]):
             async with asyncio.timeout(None) as limit:
                 # Until it is read it counts: where that is too much, its reader is given up.
                 stream.mailbox.on_cut = lambda: limit.reschedule(0.0)
-                async with aclosing(self._operation.pieces(stream, arrival)) as pieces:
-                    await exchange.answer_pieces(pieces, stream)
+                whole = await self._operation.whole(stream, arrival)
+                if isinstance(whole, bytes):
+                    await exchange.answer_json(whole, stream)
+                else:
+                    await exchange.answer_pieces(whole, stream)
         except RequestFailed as failure:
             await exchange.answer_error(failure, stream)
         except ClientDisconnected:

@@ -1,6 +1,6 @@
 """Operations that are answered by text: chats, plain completions, and what other APIs make of a chat."""
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -53,15 +53,11 @@ class Generation(Operation[AnyGeneration]):
         wanted = request.admission.consent is not None
         return self._payloads.new_answer(len(request.choices)) if wanted else None
 
-    async def pieces(self, stream: AnswerStream[AnyGeneration], arrival: Arrival) -> AsyncGenerator[bytes, None]:
+    async def whole(self, stream: AnswerStream[AnyGeneration], arrival: Arrival) -> bytes | AsyncIterator[bytes]:
         """Implement ``Operation``."""
         with self.encoder(stream) as encoder:
             whole = await encoder.whole(arrival.id, arrival.created_unix_s, stream.frames(), usage_of(stream))
-            if not whole.logprobs:
-                yield whole.marked
-                return
-            async for piece in whole.pieces():
-                yield piece
+        return whole.pieces() if whole.logprobs else whole.marked
 
 
 def _capture_of(call: GenerationCall[Any], request: OpenRequest, consent: Consent, answer: RecordedAnswer) -> Capture:

@@ -4,7 +4,7 @@ Whoever has no connection uses this, too: the lines of batches, and responses in
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Generic, Protocol, TypeVar
 
 from db.accounts.principal import Principal
@@ -66,5 +66,5 @@ class Operation(ABC, Generic[AnyCall]):
         return await self.core.admit(principal, call, arrival, held=held)
 
     @abstractmethod
-    def pieces(self, stream: AnswerStream[AnyCall], arrival: Arrival) -> AsyncGenerator[bytes, None]:
-        """Iterate over the body of a whole answer, once its stream has ended well."""
+    async def whole(self, stream: AnswerStream[AnyCall], arrival: Arrival) -> bytes | AsyncIterator[bytes]:
+        """Return the body of a whole answer, once its stream has ended well: in pieces, where it may be large."""

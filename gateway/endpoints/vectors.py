@@ -1,6 +1,6 @@
 """Operations that are answered by vectors: embeddings, scores, reranking. One job of many inputs, a vector for each."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -56,10 +56,9 @@ class Vectors(Operation[AnyPooling]):
         admitted.on_close = partial(self._budget.give_back, call.vectors_bytes)
         return admitted
 
-    async def pieces(self, stream: AnswerStream[AnyPooling], arrival: Arrival) -> AsyncGenerator[bytes, None]:
+    async def whole(self, stream: AnswerStream[AnyPooling], arrival: Arrival) -> AsyncIterator[bytes]:
         """Implement ``Operation``."""
         [(call, request)] = stream.parts
         tokens = request.admission.prompt.tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        async for piece in call.pieces(arrival.id, arrival.created_unix_s, stream.vectors(), usage):
-            yield piece
+        return call.pieces(arrival.id, arrival.created_unix_s, stream.vectors(), usage)
