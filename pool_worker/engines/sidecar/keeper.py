@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
@@ -32,7 +33,7 @@ def main() -> int:
             command,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_like_any_other_process,  # noqa: PLW1509  # there are no threads yet
+            preexec_fn=partial(_like_any_other_process, os.getpid()),  # noqa: PLW1509  # there are no threads yet
         )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)  # noqa: T201
@@ -43,12 +44,14 @@ def main() -> int:
     return code if code >= 0 else KILLED - code
 
 
-def _like_any_other_process() -> None:
-    """Undo what we ignore, and die with us should we be killed."""
+def _like_any_other_process(keeper: int) -> None:
+    """Undo what we ignore, and die with us should we be killed. ``keeper``: our process id."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:  # we were killed before that: nobody would end it
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _end_with_the_worker(server: "subprocess.Popen[bytes]", stop_limit_s: float) -> None:

@@ -3,11 +3,14 @@
 import asyncio
 import logging
 import shlex
+import signal
+import subprocess
 import sys
 
 import pytest
 
 from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.sidecar import keeper
 from pool_worker.engines.sidecar.process import LOG_BURST_S, LOG_LINE_BYTES, LOG_LINES_PER_S, LogLines, ServerProcess
 from pool_worker.engines.sidecar.restarts import WINDOW_S, Restarts
 
@@ -93,6 +96,15 @@ async def test_a_keeper_that_does_not_end_is_killed() -> None:
     await process.start()
     await process.stop()
     assert "the server ended with" in str(await process.wait())
+
+
+def test_a_server_whose_keeper_is_gone_before_it_is_tied_to_it_ends() -> None:
+    """The kernel ends it with its keeper only once that is asked for; by then the keeper may have been killed."""
+    nobody = 2**22 + 1  # more than any process id
+    code = f"from {keeper.__name__} import _like_any_other_process as tie; tie({{}}); print('lives')"
+    for whose, outcome in (("__import__('os').getppid()", (0, b"lives\n")), (nobody, (-signal.SIGKILL, b""))):
+        ended = subprocess.run([sys.executable, "-c", code.format(whose)], capture_output=True, check=False)
+        assert (ended.returncode, ended.stdout) == outcome
 
 
 def test_deaths_are_counted_within_a_window() -> None:
