@@ -147,7 +147,7 @@ class Exchange:
         self.start_clock()
         self.id = uuid.uuid4().hex
         self.head = head
-        self.headers, self.path = head.headers, head.path
+        self.headers = head.headers
         self.reply = reply
         self.style = style
         self.sent_status: int | None = None
