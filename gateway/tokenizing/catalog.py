@@ -35,7 +35,7 @@ from protocol import subjects
 from protocol.dialects.dialect import Dialect
 from protocol.errors import BusError, ProtocolError
 from protocol.generation import GENERATION_CONFIG, sampling_defaults
-from protocol.job import NO_TOKENIZER, ModelCard
+from protocol.job import NO_TOKENIZER, ModelCard, encode
 from protocol.nats.bus import Bus
 from protocol.nats.objects import get_object, read_model_card, tokenizer_name, tokenizer_object_name
 
@@ -76,6 +76,7 @@ class ModelCatalog:
         self._unusable: dict[str, str] = {}
         self._missing: dict[str, str] = {}  # what models that are not ready lack
         self._stale = set(models)  # models whose card must be (re)read
+        self._announced: dict[str, bytes] = {}  # the newest card that was heard of, until it is read
         self._wake = asyncio.Event()
         self._pool = EncoderPool()
 
@@ -161,7 +162,10 @@ class ModelCatalog:
 
     async def _on_card(self, message: Msg) -> None:
         key = message.subject.rpartition(".")[2]
-        self._stale.update(model for model in self._models if subjects.escape(model) == key)
+        for model in self._models:
+            if subjects.escape(model) == key:
+                self._announced[model] = message.data
+                self._stale.add(model)
         self._wake.set()
 
     async def _on_reconnected(self) -> None:
@@ -205,7 +209,10 @@ class ModelCatalog:
     async def _load(self, model: str) -> None:
         settings = self._models[model]
         has_card = model not in self._only_by_messages
+        announced = self._announced.pop(model, None)
         card = await read_model_card(self._bus, model) if has_card else None
+        if announced is not None and announced != (encode(card) if card else b""):
+            self._stale.add(model)  # perhaps it is not stored yet, and this is the card before it: read once more
         if model in self._tokens and card == self._cards.get(model):
             return
         context_length = _smaller(settings.context_length, card.context_length if card else None)

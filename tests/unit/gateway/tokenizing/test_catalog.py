@@ -116,6 +116,24 @@ async def test_news_of_a_card_that_is_not_stored_yet(bus: Bus, tmp_path: Path, m
         await until(lambda: not catalog.not_ready())
 
 
+@pytest.mark.parametrize("before", [{}, {"chat_template": "{% if %}"}], ids=["usable", "unusable"])
+async def test_news_of_a_card_whose_predecessor_is_still_read(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, Any]
+) -> None:
+    """The older one was kept, or refused once more, until the next came."""
+    older: list[ModelCard | None] = []
+
+    async def read(bus: Bus, model: str) -> ModelCard | None:
+        return older.pop() if older else await objects.read_model_card(bus, model)
+
+    await publish(bus, **before)
+    async with running(bus, tmp_path, retry_s=0.05) as catalog:
+        older.append(await objects.read_model_card(bus, MODEL))
+        monkeypatch.setattr("gateway.tokenizing.catalog.read_model_card", read)
+        await publish(bus, context_length=128)
+        await until(lambda: catalog.context_length(MODEL) == 128)
+
+
 async def test_a_card_that_comes_while_another_is_judged(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
