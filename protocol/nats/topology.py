@@ -301,26 +301,28 @@ async def _apply_all(bus: Bus, lanes: list[tuple[str, str]], bounds: QueueBounds
 async def _each(
     configs: list[dict[str, Any]], apply_one: Callable[[dict[str, Any]], Awaitable[None]]
 ) -> list[BusError]:
-    """Apply them, ``APPLY_CONCURRENCY`` at a time; returns what was refused. The first silence ends them all."""
-    places = asyncio.Semaphore(APPLY_CONCURRENCY)
-    refusals: list[BusError] = []
+    """Apply them, ``APPLY_CONCURRENCY`` at a time; returns what was refused, in their order.
 
-    async def apply_in_its_place(config: dict[str, Any]) -> None:
+    The first silence ends them all.
+    """
+    places = asyncio.Semaphore(APPLY_CONCURRENCY)
+
+    async def refusal_of(config: dict[str, Any]) -> BusError | None:
         async with places:
             try:
                 await apply_one(config)
             except BusTimeout:
                 raise
             except BusError as error:
-                refusals.append(error)
+                return error
+        return None
 
     try:
         async with asyncio.TaskGroup() as group:
-            for config in configs:
-                group.create_task(apply_in_its_place(config))
+            applied = [group.create_task(refusal_of(config)) for config in configs]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
-    return refusals
+    return [refusal for task in applied if (refusal := task.result()) is not None]
 
 
 async def _apply_stream(bus: Bus, config: dict[str, Any]) -> None:
