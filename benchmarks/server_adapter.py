@@ -38,10 +38,11 @@ from rich.table import Table
 
 from benchmarks.gateway_overhead import machine
 from benchmarks.ports import free_port, wait_until_listening
-from engine.types import GenerationRequest, SamplingParams
+from engine.types import GenerationRequest
 from pool_worker import engines
 from pool_worker.engines.base import TokenEngine
 from pool_worker.settings import ServerEngineSettings
+from protocol.generation import SamplingParams
 from spillway.config import DEMO_MODEL_PATH
 
 START_LIMIT_S: Final = 30.0

@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineCorrupted, EngineError, RequestRejected, UnsupportedModel
-from engine.types import (
-    EngineInfo,
-    EngineLoad,
-    FinishReason,
-    GenerationRequest,
-    ResumePoint,
-    SamplingParams,
-    SequenceOutput,
-)
-from protocol.generation import PromptLogprob, TokenLogprob
+from engine.types import EngineInfo, EngineLoad, FinishReason, GenerationRequest, ResumePoint, SequenceOutput
+from protocol.generation import PromptLogprob, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from engine.engine import LLMEngine

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable
 
 from engine.errors import RequestRejected
-from engine.types import EngineInfo, GenerationRequest, SamplingParams
+from engine.types import EngineInfo, GenerationRequest
+from protocol.generation import SamplingParams
 
 _MAX_CHOICES = 128  # OpenAI's limit for n
 

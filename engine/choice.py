@@ -10,8 +10,8 @@ from engine.scheduler import Sequence
 from engine.text.detokenizer import TokenText
 from engine.text.grammar import Matcher
 from engine.text.output_text import OutputText
-from engine.types import Candidate, FinishReason, GenerationRequest, ResumePoint, SamplingParams, SequenceOutput
-from protocol.generation import PromptLogprob, TokenLogprob
+from engine.types import Candidate, FinishReason, GenerationRequest, ResumePoint, SequenceOutput
+from protocol.generation import PromptLogprob, SamplingParams, TokenLogprob
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
 #

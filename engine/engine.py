@@ -9,7 +9,6 @@ another thread works, but leaves a second set of OpenMP threads behind, which sl
 third.)
 """
 
-import dataclasses
 import logging
 import os
 import time
@@ -17,6 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from itertools import islice
 from typing import Final
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,16 +38,8 @@ from engine.scheduler import Chunk, Scheduler, Sequence
 from engine.serving_model import make_serving_model
 from engine.step_stats import StepStats
 from engine.text.grammar import CompiledGrammar, Compiling, MaskBuilder, Matcher
-from engine.types import (
-    EngineCounters,
-    EngineInfo,
-    EngineLoad,
-    EngineStats,
-    GenerationRequest,
-    Refusal,
-    SamplingParams,
-    SequenceOutput,
-)
+from engine.types import EngineCounters, EngineInfo, EngineLoad, EngineStats, GenerationRequest, Refusal, SequenceOutput
+from protocol.generation import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +178,7 @@ class LLMEngine:
             return
         prompt = [token_id % self.info.vocab_size for token_id in range(prompt_tokens)]
         usual = SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
-        for params in (usual, dataclasses.replace(usual, temperature=1.0, top_p=0.9, logprobs=1)):
+        for params in (usual, msgspec.structs.replace(usual, temperature=1.0, top_p=0.9, logprobs=1)):
             self.add_request(GenerationRequest("warm-up", prompt, params))
             while self.has_unfinished():
                 self.step()

@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 from engine.model_runner import compute_logits
 from engine.sampler import SamplingRow, sample
 from engine.scheduler import Sequence
-from engine.types import SamplingParams
+from protocol.generation import SamplingParams
 
 
 def kv_bytes_beside(

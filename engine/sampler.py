@@ -18,7 +18,7 @@ from engine.device import to_device
 from engine.errors import GrammarTooComplex
 from engine.scheduler import Sequence
 from engine.text.grammar import GrammarError, Matcher
-from engine.types import SamplingParams
+from protocol.generation import SamplingParams
 
 # --- noise ------------------------------------------------------------------------------------------------------------
 #

@@ -8,12 +8,12 @@ from typing import cast, get_args
 from msgspec.structs import replace
 
 from engine.pooling.pooling_types import PoolingInput, PoolingRequest, PoolingTask
-from engine.types import GenerationRequest, GrammarKind, ResumePoint, SamplingParams
+from engine.types import GenerationRequest, GrammarKind, ResumePoint
 from pool_worker.engines.base import Engine
 from pool_worker.engines.chat import ChatPoint, ChatRequest
 from protocol.dialects.dialect import AnswerForm, ContentFinder
 from protocol.errors import ProtocolError
-from protocol.generation import SAMPLING_DEFAULTS, Grammar, Pooling, sampling_defaults
+from protocol.generation import SAMPLING_DEFAULTS, Pooling, SamplingParams, sampling_defaults
 from protocol.job import TAKES_MESSAGES, Job, Markup, Sampling, decode_chat, unpack_token_ids
 
 
@@ -119,40 +119,11 @@ def content_finder(markup: Markup | None) -> Callable[[], ContentFinder] | None:
 
 
 def sampling_params(sampling: Sampling, honoured: Collection[str] = SAMPLING_DEFAULTS) -> SamplingParams:
-    """Translate the wire's sampling parameters, with the model's own defaults of those that are ``honoured``.
+    """Return a job's sampling parameters with the model's own defaults of those that are ``honoured``.
 
     Raises ProtocolError for a grammar of a kind that is not known.
     """
-    if sampling.defaults:
-        usable = sampling_defaults(sampling.defaults)
-        sampling = replace(sampling, **{name: value for name, value in usable.items() if name in honoured})
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=sampling.logit_bias,
-        seed=sampling.seed,
-        n=sampling.n,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        ignore_eos=sampling.ignore_eos,
-        logprobs=sampling.logprobs,
-        skip_special_tokens=sampling.skip_special_tokens,
-        prompt_logprobs=sampling.prompt_logprobs,
-        allowed_token_ids=sampling.allowed_token_ids,
-        bad_words=sampling.bad_words,
-        include_stop_str_in_output=sampling.include_stop_str_in_output,
-        grammar=None if sampling.grammar is None else _known(sampling.grammar),
-    )
-
-
-def _known(grammar: Grammar) -> Grammar:
-    if grammar.kind not in get_args(GrammarKind):
-        raise ProtocolError(f"a grammar of the unknown kind {grammar.kind!r}")
-    return grammar
+    if sampling.grammar is not None and sampling.grammar.kind not in get_args(GrammarKind):
+        raise ProtocolError(f"a grammar of the unknown kind {sampling.grammar.kind!r}")
+    usable = sampling_defaults(sampling.defaults)
+    return replace(sampling, **{name: value for name, value in usable.items() if name in honoured})

@@ -5,12 +5,13 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from engine.types import GenerationRequest, Refusal, SamplingParams, SequenceOutput
+from engine.types import GenerationRequest, Refusal, SequenceOutput
 from pool_worker.breaker import Breaker
 from pool_worker.engines.base import AnyEngine, EngineDiedError
 from pool_worker.engines.chat import ChatRequest
 from pool_worker.engines.server_busy import Busy
 from pool_worker.watch.start import number_tokens
+from protocol.generation import SamplingParams
 from protocol.job import TAKES_MESSAGES, Chat, Turn
 
 NAME: Final = "spillway-probe"

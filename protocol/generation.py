@@ -19,6 +19,37 @@ class Grammar(Struct, frozen=True, omit_defaults=True):
     is_optional: bool = False  # nobody asked for it: an engine that cannot follow it goes without
 
 
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+class SamplingParams(Struct, frozen=True, omit_defaults=True):
+    """Sampling parameters and stop conditions. Names and defaults are those of the OpenAI API and, beyond it, vLLM."""
+
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this; 1 = off
+    top_k: int = 0  # keep the k most probable tokens; 0 = off
+    min_p: float = 0.0  # keep tokens at least this probable relative to the most probable one; 0 = off
+    presence_penalty: float = 0.0  # subtracted once from the logit of every token already produced
+    frequency_penalty: float = 0.0  # subtracted per occurrence among the tokens already produced
+    # Divides (or multiplies, if negative) the logits of tokens in prompt or output; 1 = off.
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}  # token id → added to its logit
+    seed: int | None = None  # same seed, prompt and parameters: same output; None: random
+    n: int = 1  # choices per request
+    stop: tuple[str, ...] = ()  # strings that end a choice where its content has one; not part of its text
+    stop_token_ids: tuple[int, ...] = ()  # token ids that end a choice, beside the model's own
+    max_tokens: int = 16  # output tokens of one choice, the resumed ones included; 0: only the prompt is computed
+    min_tokens: int = 0  # no stop of any kind before so many output tokens
+    ignore_eos: bool = False  # the model's own end-of-text tokens do not end a choice
+    logprobs: int | None = None  # None: none; k: of the chosen token and of the k most probable (k may be 0)
+    prompt_logprobs: int | None = None  # likewise of each prompt token, once per request
+    skip_special_tokens: bool = True  # special tokens leave no text
+    allowed_token_ids: tuple[int, ...] = ()  # no other tokens may be sampled; empty: any
+    bad_words: tuple[str, ...] = ()  # must not be in the output
+    include_stop_str_in_output: bool = False  # what ended a choice is part of its text after all
+    grammar: Grammar | None = None  # every answer follows it; one that is complete ends
+
+
 # --- logprobs ---------------------------------------------------------------------------------------------------------
 #
 # Log-probabilities of an answer's and a prompt's tokens, on their way to a gateway.

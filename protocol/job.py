@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from protocol import wire
 from protocol.errors import ProtocolError
-from protocol.generation import Grammar, Pooling, PoolingCard, PromptLogprob, TokenLogprob
+from protocol.generation import Pooling, PoolingCard, PromptLogprob, SamplingParams, TokenLogprob
 from protocol.subjects import queue_of
 from protocol.wire import Real, Whole
 
@@ -264,35 +264,13 @@ class Markup(Struct, frozen=True, omit_defaults=True):
     begins_in_reasoning: bool = False  # the prompt opens the reasoning
 
 
-class Sampling(Struct, frozen=True, omit_defaults=True):
-    """Sampling parameters. Names and defaults are those of the OpenAI API and, beyond it, of vLLM."""
+class Sampling(SamplingParams, frozen=True, omit_defaults=True, kw_only=True):
+    """The sampling parameters of a job."""
 
-    # Output tokens per choice, the gateway has already filled in the default; 0: only the prompt is read.
-    max_tokens: int
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}
-    seed: int | None = None
-    n: int = 1  # choices
-    stop: tuple[str, ...] = ()  # looked for in what the client sees as content
+    max_tokens: int  # on the wire always: the gateway has already filled in the default
     markup: Markup | None = None  # of answers in which not all text is content; only where there are stop strings
-    stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
-    skip_special_tokens: bool = True
-    grammar: Grammar | None = None
-    prompt_logprobs: int | None = None  # as logprobs, of each prompt token
-    allowed_token_ids: tuple[int, ...] = ()  # empty: any
-    bad_words: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
     # The model's own values of what the caller has left out. A pool that cannot honour one leaves it out, too.
-    defaults: dict[str, float] = {}
+    defaults: dict[str, float] = field(default_factory=dict)
 
 
 class ResumePoint(Struct, frozen=True, omit_defaults=True):

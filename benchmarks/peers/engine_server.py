@@ -23,9 +23,10 @@ import msgspec
 import uvicorn
 
 from benchmarks.scripted_answers import ScriptedAnswers
-from engine.types import GenerationRequest, ResumePoint, SamplingParams, SequenceOutput
+from engine.types import GenerationRequest, ResumePoint, SequenceOutput
 from pool_worker.engines.scripted import ScriptedEngine
 from pool_worker.settings import ScriptedEngineSettings
+from protocol.generation import SamplingParams
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from engine.text.detokenizer import Detokenizer
 from engine.text.stop_strings import stop_strings
-from engine.types import ContentFinder, FinishReason, SamplingParams
+from engine.types import ContentFinder, FinishReason
+from protocol.generation import SamplingParams
 
 
 class OutputText:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from engine.types import SamplingParams, SequenceOutput
+from engine.types import SequenceOutput
+from protocol.generation import SamplingParams
 from protocol.job import Chat, ChatUsage, Part
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 from engine.errors import RequestRejected
 from engine.step_stats import SequenceClock, StepStats
 from engine.text.stop_strings import StopStrings
-from engine.types import EngineCounters, EngineStats, FinishReason, Refusal, SamplingParams, SequenceOutput
+from engine.types import EngineCounters, EngineStats, FinishReason, Refusal, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats import chat_format
@@ -41,6 +41,7 @@ from pool_worker.engines.server_choice import SEED_STRIDE
 from pool_worker.engines.server_connection import AttemptFailed, ServerConnection, Taken
 from pool_worker.engines.server_facts import FactsUnread, FactsWatch, in_use
 from pool_worker.settings import AnyChatSettings
+from protocol.generation import SamplingParams
 from protocol.job import PROTOCOL_VERSION, TAKES_MESSAGES, Chat, ChatUsage, ModelCard, Part
 
 CHARS_PER_TOKEN: Final = 4.0  # of English text, by OpenAI's own rule of thumb

@@ -41,14 +41,13 @@ from engine.types import (
     GenerationRequest,
     Refusal,
     ResumePoint,
-    SamplingParams,
     SequenceOutput,
 )
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.scripted_vectors import ScriptedInput, check_pooling, pooling_card
 from pool_worker.engines.scripted_words import CHAT_TEMPLATE, SPECIAL_TOKENS, Script, build_tokenizer
 from pool_worker.settings import ScriptedEngineSettings
-from protocol.generation import SAMPLING_DEFAULTS
+from protocol.generation import SAMPLING_DEFAULTS, SamplingParams
 from protocol.job import PROTOCOL_VERSION, CountedBy, ModelCard
 from protocol.nats.objects import tokenizer_object_name
 

@@ -4,14 +4,16 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from engine.types import GenerationRequest, SamplingParams, SequenceOutput
+from engine.types import GenerationRequest, SequenceOutput
 from pool_worker.engines.base import Capacity, TokenEngine
 from pool_worker.watch.pace import StartFigures
+from protocol.generation import SamplingParams
 
 PROMPT_TOKENS: Final = 256
 NEW_TOKENS: Final = 33

@@ -8,18 +8,20 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Final, Self
 
 import uvloop
+from msgspec.structs import replace
 
-from engine.types import GenerationRequest, Refusal, SamplingParams, SequenceOutput
+from engine.types import GenerationRequest, Refusal, SequenceOutput
 from pool_worker import engines
 from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatRequest
 from pool_worker.settings import EngineSettings
 from pool_worker.watch.start import number_tokens
+from protocol.generation import SamplingParams
 from protocol.job import TAKES_MESSAGES, Chat, Turn
 from protocol.process import PORT_PLACE
 from spillway.bench.endpoint import PROBE_WORDS, prompt_size, random_words

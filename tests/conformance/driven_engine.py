@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.types import GenerationRequest, Refusal, SamplingParams, SequenceOutput, SequenceTimings
+import msgspec
+
+from engine.types import GenerationRequest, Refusal, SequenceOutput, SequenceTimings
 from pool_worker import engines
 from pool_worker.engines.base import AnyEngine, Capacity, TokenEngine
 from pool_worker.engines.server import ServerEngine
 from pool_worker.settings import EngineSettings
+from protocol.generation import SamplingParams
 from tests.waiting import HANGS_S
 
 MAX_SEQUENCES = 4
@@ -94,7 +97,7 @@ class Driver:
     def submit(self, request: GenerationRequest) -> None:
         """Hand it in; without ``ignore_eos`` for a server that does not know it: replays never end by themselves."""
         if isinstance(self.engine, ServerEngine) and "ignore_eos" not in self.engine.honoured:
-            request = replace(request, sampling=replace(request.sampling, ignore_eos=False))
+            request = replace(request, sampling=msgspec.structs.replace(request.sampling, ignore_eos=False))
         self.engine.submit(request)
 
     async def answer(self, request: GenerationRequest) -> Answer:

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import fields
 from typing import Any, Final
 
 import ray
@@ -18,12 +17,12 @@ from fastapi.responses import StreamingResponse
 from ray import serve
 from transformers import AutoTokenizer
 
-from engine.types import Refusal, SamplingParams, SequenceOutput
-from protocol.generation import Grammar
+from engine.types import Refusal, SequenceOutput
+from protocol.generation import Grammar, SamplingParams
 from tests.conformance.served_engine import ServedEngine
 
 MODEL: Final = "demo"
-OF_SAMPLING: Final = frozenset(one.name for one in fields(SamplingParams)) - {"n", "grammar"}
+OF_SAMPLING: Final = frozenset(SamplingParams.__struct_fields__) - {"n", "grammar"}
 OF_THE_CALL: Final = frozenset({"model", "prompt", "messages", "stream", "stream_options", "response_format"})
 OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024
 

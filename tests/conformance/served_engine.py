@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from itertools import count
 
-from engine.types import GenerationRequest, SamplingParams, SequenceOutput
+from engine.types import GenerationRequest, SequenceOutput
 from pool_worker.engines.local import LocalEngine
 from pool_worker.settings import LocalEngineSettings
+from protocol.generation import SamplingParams
 
 
 class ServedEngine:

@@ -12,7 +12,7 @@ import pytest
 from fastapi import Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
-from engine.types import Refusal, SamplingParams
+from engine.types import Refusal
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
@@ -21,6 +21,7 @@ from pool_worker.engines.chat_formats.openai_profiles import PROFILES
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.engines.server_busy import Busy
 from pool_worker.settings import OpenAIChatSettings
+from protocol.generation import SamplingParams
 from protocol.job import DROPPABLE, THINKING, AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
 from tests.conformance.server_replay import Fault, running

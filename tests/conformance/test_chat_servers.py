@@ -14,12 +14,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from engine.types import SamplingParams
 from pool_worker import engines
 from pool_worker.engines.chat import ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats.base import ChatFormat
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import OpenAIChatSettings
+from protocol.generation import SamplingParams
 from protocol.job import AnswerSchema, Chat, Turn
 from tests.conformance.chat_replay import ChatReplay
 from tests.conformance.matrix import FIELDS

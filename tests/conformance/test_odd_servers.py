@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from engine.types import SamplingParams
 from pool_worker import engines
 from pool_worker.engines.chat import ChatRequest
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.engines.server_connection import BUSY_TRIES
 from pool_worker.settings import OpenAIChatSettings
+from protocol.generation import SamplingParams
 from protocol.job import Chat, Turn
 from tests.conformance.test_chat_engines import Answer, Driver
 from tests.conformance.upstream_rig import UpstreamRig, rigged, script

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from engine.pooling.pooling_types import PoolingInput, PoolingRequest, PoolingTask
-from engine.types import GenerationRequest, SamplingParams
+from engine.types import GenerationRequest
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings
+from protocol.generation import SamplingParams
 from tests.conformance.driven_engine import Driver, driving
 from tests.unit.engine.pooled_models import HIDDEN, MAX_TOKENS, random_inputs, save_embedder, save_scorer
 

@@ -13,11 +13,11 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from pydantic import TypeAdapter
 
-from engine.types import SamplingParams
 from pool_worker import engines
 from pool_worker.engines.chat import ChatPoint, ChatRequest
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import AnyChatSettings
+from protocol.generation import SamplingParams
 from protocol.job import AnswerSchema, Call, Chat, ChatUsage, Tool, Turn
 from tests.conformance.anthropic_replay import AnthropicReplay, VertexAnthropicReplay
 from tests.conformance.aws_replay import AWS_ENVIRONMENT, BedrockReplay, SageMakerReplay

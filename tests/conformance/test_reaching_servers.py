@@ -14,7 +14,6 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import TypeAdapter, ValidationError
 
-from engine.types import SamplingParams
 from pool_worker import engines
 from pool_worker.certificates import authorities
 from pool_worker.engines.base import AnyEngine, EngineDiedError
@@ -22,6 +21,7 @@ from pool_worker.engines.chat import ChatRequest
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.engines.server_client import root_of, secrets_of
 from pool_worker.settings import EngineSettings, OpenAIChatSettings
+from protocol.generation import SamplingParams
 from protocol.job import Chat, Turn
 from tests.certificates import certified, private_bytes
 from tests.conformance.test_chat_engines import Driver

@@ -9,11 +9,12 @@ import pytest
 from fastapi.responses import StreamingResponse
 
 from engine.text.detokenizer import TokenText
-from engine.types import GenerationRequest, ResumePoint, SamplingParams
+from engine.types import GenerationRequest, ResumePoint
 from pool_worker.engines.formats.base import ServerFacts, ServerRequest
 from pool_worker.engines.formats.triton import TritonFormat
 from pool_worker.engines.framing import ServerFailure
 from pool_worker.engines.tokenizer_folder import TokenizerFolder
+from protocol.generation import SamplingParams
 from tests.conformance.driven_engine import Answer, Driver, driving, request
 from tests.conformance.replay_events import sse
 from tests.conformance.server_replay import Replay, running_on_demand

@@ -9,12 +9,12 @@ from typing import Any, Final
 import pytest
 from fastapi.responses import JSONResponse
 
-from engine.types import SamplingParams
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.chat import ChatRequest
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import VertexAnthropicSettings, VertexSettings
+from protocol.generation import SamplingParams
 from protocol.job import Call, Chat, ChatUsage, Tool, Turn
 from tests.conformance.anthropic_replay import VertexAnthropicReplay
 from tests.conformance.server_replay import running

@@ -8,9 +8,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine.types import GenerationRequest, SamplingParams, SequenceOutput
+from engine.types import GenerationRequest, SequenceOutput
 from pool_worker.engines.local import LocalEngine
 from pool_worker.settings import LocalEngineSettings
+from protocol.generation import SamplingParams
 from spillway.config import DEMO_MODEL_PATH
 
 RENAMED = {"random_seed": "seed"}

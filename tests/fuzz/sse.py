@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.text.detokenizer import TokenText
-from engine.types import GenerationRequest, SamplingParams
+from engine.types import GenerationRequest
 from pool_worker.engines.chat_formats import chat_format
 from pool_worker.engines.chat_formats.base import AnswerReader, ChatServerRequest
 from pool_worker.engines.event_decoder import EventDecoder
@@ -27,6 +27,7 @@ from pool_worker.settings import (
     VertexSettings,
 )
 from protocol import job as m
+from protocol.generation import SamplingParams
 from protocol.job import Chat, Deltas, StepFrame, Turn, decode_step
 from protocol.wire import UNDECODABLE
 from spillway.config import DEMO_MODEL_PATH

@@ -118,7 +118,7 @@ class PlayingEngine(ScriptedEngine):
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
         """Accept a request without blocking."""
         if isinstance(request, GenerationRequest) and request.sampling.grammar is not None and not self._fault(request):
-            request = replace(request, sampling=replace(request.sampling, grammar=None))
+            request = replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=None))
         super().submit(request)
 
     def _check(self, request: GenerationRequest | PoolingRequest) -> None:

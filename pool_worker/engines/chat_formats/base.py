@@ -7,17 +7,18 @@ yields the JSON object of each event, also where the wire is no text (AWS' event
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from pydantic import SecretStr
 
 from engine.errors import RequestRejected
-from engine.types import SamplingParams
 from pool_worker.engines.formats.base import MAX_COUNT
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import EndReason
+from protocol.generation import SamplingParams
 from protocol.http_client import httpx
 from protocol.job import DROPPABLE, THINKING, Chat, ChatUsage, Part
 
@@ -135,15 +136,15 @@ def without_unsupported(
     names = [name for name, _ in _not_honoured(chat, params, chat_format) if name in DROPPABLE]
     unset = {name: getattr(_UNSET, name) for name in names if hasattr(_UNSET, name)}
     unsaid = {_OF_CHAT[name]: None for name in names if name in _OF_CHAT}
-    return msgspec.structs.replace(chat, **unsaid), replace(params, **unset), tuple(names)
+    return replace(chat, **unsaid), replace(params, **unset), tuple(names)
 
 
 def _not_honoured(chat: Chat, params: SamplingParams, chat_format: ChatFormat) -> Iterator[tuple[str, str]]:
     """Yield each field asked for that would not be honoured, and why not."""
     known = {*DONE_HERE, *WITHOUT_MEANING, *chat_format.honoured}
-    for one in fields(params):
-        if one.name not in known and getattr(params, one.name) != getattr(_UNSET, one.name):
-            yield one.name, _lacks(one.name)
+    for name in SamplingParams.__struct_fields__:
+        if name not in known and getattr(params, name) != getattr(_UNSET, name):
+            yield name, _lacks(name)
     if "temperature" in known and params.temperature > chat_format.max_temperature:
         yield "temperature", f"this pool's API takes a 'temperature' of at most {chat_format.max_temperature:g}"
     effort, efforts = chat.reasoning_effort, chat_format.efforts

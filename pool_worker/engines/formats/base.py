@@ -6,17 +6,21 @@ limits and the faults are ``pool_worker.engines.server_connection``'s.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol
 
+import msgspec
+
 from engine.errors import RequestRejected
-from engine.types import GenerationRequest, SamplingParams
+from engine.types import GenerationRequest
 from pool_worker.engines.framing import Framing, MalformedEvent
+from protocol.generation import SamplingParams
 
 MAX_COUNT: Final = 2**50  # of tokens, as a server tells it: the sum of a few is a number that messages may have
 MAX_REVISION_CHARS: Final = 64
 MAX_VERSION_CHARS: Final = 12  # enough of a digest
 MAX_TOKEN_ID: Final = 2**32 - 1  # as ``protocol.job.TokenId``
+_UNSET: Final = SamplingParams()
 
 # What is done on this side of the wire, whatever the server can do; the second only where it answers in token ids.
 DONE_HERE: Final = frozenset({"n", "stop", "max_tokens", "include_stop_str_in_output"})
@@ -155,12 +159,9 @@ def done_here(answers_in: Medium) -> frozenset[str]:
 
 def refuse_unknown(params: SamplingParams, known: Iterable[str], grammars: Iterable[str], server: str) -> None:
     """Raise RequestRejected for the first field that would not be honoured: nothing is silently dropped."""
-    for one in fields(params):
-        if one.name in known or one.name == "grammar":
-            continue
-        default = one.default_factory() if callable(one.default_factory) else one.default
-        if getattr(params, one.name) != default:
-            raise RequestRejected(one.name, f"this pool's server ({server}) does not support it")
+    for name in SamplingParams.__struct_fields__:
+        if name not in known and name != "grammar" and getattr(params, name) != getattr(_UNSET, name):
+            raise RequestRejected(name, f"this pool's server ({server}) does not support it")
     if params.grammar is not None and params.grammar.kind not in grammars:
         raise RequestRejected(
             params.grammar.field, f"this pool's server ({server}) cannot follow a {params.grammar.kind}"
@@ -177,7 +178,7 @@ def without_optional_grammar(request: GenerationRequest, grammars: Container[str
         return request
     if grammar.kind in grammars and not any(point.token_ids for point in request.resume):
         return request
-    return replace(request, sampling=replace(request.sampling, grammar=None))
+    return replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=None))
 
 
 def count(value: object) -> int | None:

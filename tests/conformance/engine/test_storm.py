@@ -6,10 +6,10 @@ moments. After every step the books of the engine must agree.
 
 import random
 from collections import defaultdict
-from dataclasses import replace
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from engine import GenerationRequest, SamplingParams

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from engine.errors import RequestRejected
-from engine.types import SamplingParams
 from pool_worker.engines.chat_formats.base import ChatServerRequest
 from pool_worker.engines.chat_formats.conversation import alternate
+from protocol.generation import SamplingParams
 from protocol.job import Call, Chat, Turn
 
 LATER = "<system>\n{}\n</system>"

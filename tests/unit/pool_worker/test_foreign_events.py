@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.text.detokenizer import TokenText
-from engine.types import GenerationRequest, SamplingParams
+from engine.types import GenerationRequest
 from pool_worker.engines.chat_formats import chat_format
 from pool_worker.engines.chat_formats.base import AnswerReader, ChatServerRequest
 from pool_worker.engines.formats import FORMATS
@@ -14,6 +14,7 @@ from pool_worker.engines.framing import MalformedEvent, ServerFailure
 from pool_worker.engines.server_choice import ServerChoice
 from pool_worker.engines.tokenizer_folder import TokenizerFolder
 from pool_worker.settings import AnthropicSettings, OpenAIChatSettings, VertexSettings
+from protocol.generation import SamplingParams
 from protocol.job import Chat, Finished, StepFrame, Turn, decode_step, encode
 from spillway.config import DEMO_MODEL_PATH
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.types import GenerationRequest, ResumePoint, SamplingParams
+from engine.types import GenerationRequest, ResumePoint
 from pool_worker.engines.formats.base import without_optional_grammar
-from protocol.generation import Grammar
+from protocol.generation import Grammar, SamplingParams
 
 BEGUN = (ResumePoint(0, (1, 2), 5),)
 

@@ -8,9 +8,9 @@ import pytest
 from engine.text.detokenizer import TokenText
 from engine.text.output_text import OutputText
 from engine.text.stop_strings import ContentStopStrings
-from engine.types import SamplingParams
 from pool_worker.generation import content_finder
 from protocol.dialects.dialect import AnswerForm, Dialect
+from protocol.generation import SamplingParams
 from protocol.job import Markup
 from tests.unit.engine.tiny_models import byte_level_tokenizer
 from tests.unit.protocol.dialects.format_cases import CASES

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import pytest
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
+from msgspec.structs import replace
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from engine import GenerationRequest, LLMEngine, ResumePoint, SamplingParams
@@ -19,7 +19,6 @@ from protocol.dialects.kimi import KIMI_K2
 from protocol.dialects.sections import SectionFormat
 from protocol.dialects.source import Kind
 from protocol.generation import Grammar
-from protocol.generation import Grammar as WireGrammar
 from tests.unit.engine.tiny_models import EOS_ID, SHAPE, Answer, byte_level_tokenizer, make_engine, make_model, run
 
 pytestmark = pytest.mark.slow
@@ -102,7 +101,7 @@ def id_of(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return token_id
 
 
-def sampling_of(grammar: WireGrammar | None, bias: dict[int, float], **rest: Any) -> SamplingParams:
+def sampling_of(grammar: Grammar | None, bias: dict[int, float], **rest: Any) -> SamplingParams:
     assert grammar is not None
     assert grammar.kind == "lark"
     wanted = Grammar("lark", grammar.source, grammar.field)
@@ -112,7 +111,7 @@ def sampling_of(grammar: WireGrammar | None, bias: dict[int, float], **rest: Any
 
 
 def answers(
-    engine: LLMEngine, grammar: WireGrammar | None, count: int, bias: dict[int, float], **rest: Any
+    engine: LLMEngine, grammar: Grammar | None, count: int, bias: dict[int, float], **rest: Any
 ) -> list[Answer]:
     sampling = sampling_of(grammar, bias, **rest)
     requests = [GenerationRequest(str(seed), PROMPT, replace(sampling, seed=seed)) for seed in range(count)]
@@ -244,7 +243,7 @@ ANALYSIS = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
 LEVEL = '{"level": 7}'
 
 
-def is_answer(tokenizer: PreTrainedTokenizerFast, grammar: WireGrammar | None, text: str) -> bool:
+def is_answer(tokenizer: PreTrainedTokenizerFast, grammar: Grammar | None, text: str) -> bool:
     """Return whether a grammar accepts a text as a whole answer."""
     assert grammar is not None
     llguidance_tokenizer = from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[EOS_ID])
@@ -257,9 +256,9 @@ def is_answer(tokenizer: PreTrainedTokenizerFast, grammar: WireGrammar | None, t
 @pytest.mark.parametrize(
     "content",
     [
-        WireGrammar("json_schema", json.dumps(SHAPE_OF_ANSWER)),
-        WireGrammar("regex", r'\{"level": [0-9]\}'),
-        WireGrammar("lark", 'start: "{\\"level\\": " NUMBER "}"\nNUMBER: /[1-9][0-9]?/'),
+        Grammar("json_schema", json.dumps(SHAPE_OF_ANSWER)),
+        Grammar("regex", r'\{"level": [0-9]\}'),
+        Grammar("lark", 'start: "{\\"level\\": " NUMBER "}"\nNUMBER: /[1-9][0-9]?/'),
     ],
     ids=["schema", "regex", "lark"],
 )
@@ -271,7 +270,7 @@ def is_answer(tokenizer: PreTrainedTokenizerFast, grammar: WireGrammar | None, t
     ],
 )
 def test_an_answer_has_its_form_or_is_a_call(
-    tokenizer: PreTrainedTokenizerFast, content: WireGrammar, parser: str, with_calls: list[str], without: list[str]
+    tokenizer: PreTrainedTokenizerFast, content: Grammar, parser: str, with_calls: list[str], without: list[str]
 ) -> None:
     dialect = dialect_of(parser, "think" if parser == "hermes" else parser, tokenizer)
     for tools, field in (((), "response_format"), (TOOLS, "tools")):
@@ -379,7 +378,7 @@ def test_several_calls_at_once_and_no_more_than_wanted(tokenizer: PreTrainedToke
 
 def test_slashes_and_line_ends_of_a_pattern(tokenizer: PreTrainedTokenizerFast) -> None:
     form = AnswerForm(dialect_of("hermes", "think", tokenizer), ())
-    grammar = form.grammar(must_call=False, content=WireGrammar("regex", "a/b\\/c\n[/]"))
+    grammar = form.grammar(must_call=False, content=Grammar("regex", "a/b\\/c\n[/]"))
     assert is_answer(tokenizer, grammar, "a/b/c\n/")
     assert not is_answer(tokenizer, grammar, "a/b/c//")
 
@@ -387,8 +386,8 @@ def test_slashes_and_line_ends_of_a_pattern(tokenizer: PreTrainedTokenizerFast) 
 def test_calls_that_look_like_answers_are_not_mixed_with_them() -> None:
     form = AnswerForm(dialect_of("llama3_json", "none", None), TOOLS)
     with pytest.raises(ValueError, match="look like JSON"):
-        form.grammar(must_call=False, content=WireGrammar("json_object", ""))
-    assert form.grammar(must_call=True, content=WireGrammar("json_object", "")) is not None
+        form.grammar(must_call=False, content=Grammar("json_object", ""))
+    assert form.grammar(must_call=True, content=Grammar("json_object", "")) is not None
 
 
 def test_resumed_anywhere_a_forced_call_is_the_undisturbed_one(
