@@ -824,7 +824,8 @@ class OpenRequest(RequestState):
                 self._attempt_failed(ErrorCode.WORKER_LOST, reason, now_s)
             elif self.current.is_too_silent(now_s):
                 self.probe(now_s)
-        self._emit_still_waiting(now_s)
+        if not self.is_over:
+            self._emit_still_waiting(now_s)
 
     def _tick_stopping(self, now_s: float) -> None:
         current = self.current

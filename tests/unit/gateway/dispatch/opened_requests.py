@@ -88,6 +88,7 @@ def open_request(
     max_attempts: int = 3,
     prompt_logprobs: int | None = None,
     trusted: bool = False,
+    actions: RecordedActions | None = None,
     **timeouts: float,
 ) -> tuple[OpenRequest, RecordedActions]:
     entering = admission(
@@ -97,7 +98,7 @@ def open_request(
         stream=stream,
         trusted=trusted,
     )
-    actions = RecordedActions()
+    actions = actions or RecordedActions()
     limits = TimeoutSettings.model_validate(timeouts)
     return OpenRequest(ticket_of(entering), limits, max_attempts, actions, 0.0), actions
 
