@@ -11,13 +11,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from sqlalchemy import Index, delete, func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
-from sqlalchemy.orm import Mapped, mapped_column
 
 from db.engine import SQL_ERRORS, changing, describe
-from db.tables import Base
+from db.tables import SetAsideRow
 from protocol.nats.clock import unix_now_ms
 
 MAX_ROWS: Final = 1000  # of a kind; older ones are deleted
@@ -28,19 +27,6 @@ COUNT_LIMIT_S: Final = 0.5
 Kind = Literal["usage record", "intent", "machine time", "payload", "webhook event", "request", "batch", "response"]
 
 log = logging.getLogger(__name__)
-
-
-class SetAsideRow(Base):
-    """An item that failed again in the same way, or cannot be understood, and that nobody tries any more."""
-
-    __tablename__ = "set_aside"
-    __table_args__ = (Index(None, "kind", "at_unix_ms"), Index(None, "at_unix_ms"))
-
-    kind: Mapped[str] = mapped_column(primary_key=True)  # Kind
-    item: Mapped[str] = mapped_column(primary_key=True)  # what its kind calls it: an id, or a place in a stream
-    owner: Mapped[str]  # the tenant or worker that it came from; empty: unknown
-    reason: Mapped[str]
-    at_unix_ms: Mapped[int]
 
 
 class SetAside:

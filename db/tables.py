@@ -399,6 +399,19 @@ class PayloadRow(Base):
     answer: Mapped[bytes | None]  # JSON: {"choices": […]} as they would be without streaming and logprobs
 
 
+class SetAsideRow(Base):
+    """An item that failed again in the same way, or cannot be understood, and that nobody tries any more."""
+
+    __tablename__ = "set_aside"
+    __table_args__ = (Index(None, "kind", "at_unix_ms"), Index(None, "at_unix_ms"))
+
+    kind: Mapped[str] = mapped_column(primary_key=True)  # db.set_aside.Kind
+    item: Mapped[str] = mapped_column(primary_key=True)  # what its kind calls it: an id, or a place in a stream
+    owner: Mapped[str]  # the tenant or worker that it came from; empty: unknown
+    reason: Mapped[str]
+    at_unix_ms: Mapped[int]
+
+
 # --- files and batches ------------------------------------------------------------------------------------------------
 #
 # Tables of files and batches.

@@ -6,9 +6,9 @@ from typing import Any
 from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from db.set_aside import SetAsideRow
+from db.tables import SetAsideRow
 
-Item = dict[str, Any]  # column → value, as in db.set_aside.SetAsideRow
+Item = dict[str, Any]  # column → value, as in db.tables.SetAsideRow
 
 
 async def set_aside_counts(connection: AsyncConnection, since_unix_ms: int, until_unix_ms: int) -> Mapping[str, int]:

@@ -3,7 +3,8 @@
 from sqlalchemy import select
 
 from db.engine import create_engine
-from db.set_aside import Kind, SetAsideRow
+from db.set_aside import Kind
+from db.tables import SetAsideRow
 
 
 async def is_set_aside(database_url: str, kind: Kind, item: str, reason: str) -> bool:

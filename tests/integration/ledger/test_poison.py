@@ -7,8 +7,8 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.set_aside import SetAside, SetAsideRow
-from db.tables import InstanceRow
+from db.set_aside import SetAside
+from db.tables import InstanceRow, SetAsideRow
 from ledger import machine_time as machine_time_module
 from ledger import store, writer
 from ledger.machine_time import MachineTime

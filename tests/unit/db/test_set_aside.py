@@ -8,7 +8,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db import set_aside as module
 from db.engine import create_engine
-from db.set_aside import MAX_CHARS, SetAside, SetAsideRow
+from db.set_aside import MAX_CHARS, SetAside
+from db.tables import SetAsideRow
 
 
 @pytest.fixture
