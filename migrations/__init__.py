@@ -15,6 +15,7 @@ from db.engine import (
     SQL_ERRORS,
     SQLITE_BEGIN,
     DatabaseUnavailable,
+    SchemaMismatch,
     create_engine,
     describe,
     read_schema_version,
@@ -23,13 +24,15 @@ from db.engine import (
 MIGRATION_LIMIT_S: Final = 3600.0  # one statement on a large table
 LOCK_LIMIT_S: Final = 600.0  # how long to wait for another process that is migrating
 ADVISORY_LOCK_ID: Final = 0x5350494C4C574159  # "SPILLWAY"
+BASELINE: Final = "0017"  # the revision that the history begins with: a database of it or a newer one is upgraded
+BRIDGE: Final = "commit ebe65687"  # upgrades any older database to the baseline
 
 
 def upgrade(database_url: str) -> None:
     """Upgrade the database to ``head`` in one transaction; do nothing if it is up to date.
 
     Several processes may call it concurrently: one upgrades, the others wait for its lock. Blocks; must not be called
-    from a coroutine. Raises DatabaseUrlError or DatabaseUnavailable.
+    from a coroutine. Raises DatabaseUrlError, DatabaseUnavailable, or SchemaMismatch where the database is too old.
     """
     try:
         asyncio.run(_upgrade(database_url))
@@ -77,6 +80,12 @@ async def _lock(connection: AsyncConnection) -> None:
 
 
 def _upgrade_on(connection: Connection) -> None:
+    found = read_schema_version(connection)
+    if found is not None and found < BASELINE:
+        raise SchemaMismatch(
+            f"database schema is {found}, this build upgrades from {BASELINE}:"
+            f" run `spillway db upgrade` of {BRIDGE} first"
+        )
     config = _config()
     config.attributes["connection"] = connection
     command.upgrade(config, "head")

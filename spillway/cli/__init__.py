@@ -202,8 +202,7 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
             ),
             "check-rollups": Command(
                 "database:check_rollups_",
-                "Compare rollups with the sums of the requests. Run it with --repair once after an upgrade from "
-                "before 0006.",
+                "Compare rollups with the sums of the requests. --repair rebuilds the days that differ.",
             ),
         },
     ),

@@ -32,7 +32,7 @@ def check_rollups_(
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Compare rollups with the sums of the requests. Run it with --repair once after an upgrade from before 0006."""
+    """Compare rollups with the sums of the requests. --repair rebuilds the days that differ."""
     from ledger.check import check_rollups  # noqa: PLC0415 - imports numpy, which workers do not need
 
     resolved = running_or_config(config, data)

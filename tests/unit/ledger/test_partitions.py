@@ -85,6 +85,24 @@ async def test_retention_drops_days_and_deletes_what_is_in_no_days_partition(eng
         assert named(table, TODAY - 3 * DAY_MS) not in await names(engine)
 
 
+async def test_the_tables_of_before_are_the_partition_of_all_days_until_their_last(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        for table in partitions.TABLES:
+            await connection.execute(text(f"CREATE TABLE {table}_before (LIKE {table} INCLUDING DEFAULTS)"))
+            bounds = f"FROM (MINVALUE) TO ({TODAY + DAY_MS})"
+            await connection.execute(text(f"ALTER TABLE {table} ATTACH PARTITION {table}_before FOR VALUES {bounds}"))
+    await create_partitions(engine, TODAY, 2)
+    for day in (5, TODAY, TODAY + DAY_MS):
+        await store_records(engine, both(day, day))
+    for table in partitions.TABLES:
+        assert await rows_by_partition(engine, table) == {f"{table}_before": 2, named(table, TODAY + DAY_MS): 1}
+    assert not await Retention(engine, 2, clock=lambda: TODAY + 3 * DAY_MS).delete_some()
+    assert set(await names(engine)) == {
+        *(f"{table}_default" for table in partitions.TABLES),
+        *(named(table, TODAY + DAY_MS) for table in partitions.TABLES),
+    }
+
+
 async def test_whoever_reads_keeps_a_partition_from_being_made_but_not_usage_from_being_written(
     engine: AsyncEngine,
 ) -> None:
