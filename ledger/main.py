@@ -2,30 +2,23 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Coroutine
-from typing import Final
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine, wait_for_database
 from db.prices import seed_prices
-from ledger.payloads.writer import PayloadWriter
+from ledger.intake import wait_for_consumer
+from ledger.payloads import writer as payload_writer
 from ledger.settings import LedgerSettings
 from ledger.writer import LedgerWriter
 from protocol import subjects
-from protocol.errors import BusError
 from protocol.nats.access import access_options
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
-from protocol.nats.topology import consumer_exists
-from protocol.process import on_stop_signals, wait_for
-
-CONSUMER_POLL_S: Final = 0.5
+from protocol.process import on_stop_signals
 
 Beside = Callable[[Bus, AsyncEngine, asyncio.Event], Coroutine[None, None, None]]
-
-log = logging.getLogger(__name__)
 
 
 async def run(
@@ -46,28 +39,11 @@ async def run(
         bus = await Bus.connect(list(settings.nats_urls), name="spillway-ledger", options=access)
         stack.push_async_callback(bus.close)
         await wait_for_database(engine, lambda: seed_prices(engine, settings.prices, unix_now_ms()), stopping)
-        await _wait_for_consumer(bus, stopping)
+        await wait_for_consumer(bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, stopping)
         writer = LedgerWriter(bus, engine, settings, stopping)
-        payloads = PayloadWriter(bus, engine, stopping)
         if not stopping.is_set():
             async with asyncio.TaskGroup() as group:
                 group.create_task(writer.run(on_ready), name="ledger writer")
-                group.create_task(payloads.run(), name="payload writer")
+                group.create_task(payload_writer.run(bus, engine, stopping), name="payload writer")
                 if beside is not None:
                     group.create_task(beside(bus, engine, stopping), name="beside the ledger")
-
-
-async def _wait_for_consumer(bus: Bus, stopping: asyncio.Event) -> None:
-    """Wait until a gateway has created the consumer, or until stopping."""
-    waits = 0
-    while not stopping.is_set():
-        try:
-            if await consumer_exists(bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER):
-                return
-            reason = "no gateway has created it yet"
-        except BusError as error:
-            reason = str(error)
-        waits += 1
-        if waits == 1:
-            log.warning("waiting for the consumer %s: %s", subjects.LEDGER_CONSUMER, reason)
-        await wait_for(stopping, CONSUMER_POLL_S)

@@ -30,7 +30,7 @@ from gateway.settings import GatewaySettings
 from gateway.telemetry.metrics import RequestSeries
 from gateway.telemetry.refusals import RefusalLog
 from gateway.tokenizing.model_tokens import ModelTokens
-from ledger import main as ledger_main
+from ledger.intake import wait_for_consumer
 from ledger.settings import LedgerSettings
 from ledger.writer import LedgerWriter
 from pool_worker.drain import Stop
@@ -359,7 +359,7 @@ class Ledger(Part):
         settings = LedgerSettings(nats_urls=(), database_url="", batch_wait_s=BATCH_WAIT_S)
         stopping = self._stopping = asyncio.Event()
         bus = await connect_bus(self.world, process, self.host, "spillway-ledger")
-        await ledger_main._wait_for_consumer(bus, stopping)
+        await wait_for_consumer(bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, stopping)
         await LedgerWriter(bus, sql.engine(), settings, stopping).run()
         await bus.close()
 

@@ -18,10 +18,10 @@ from db.accounts.principal import Policy
 from db.engine import create_engine
 from db.tables import PayloadRow
 from gateway.payloads import Capture, PayloadPublisher
+from ledger.payloads import writer
 from ledger.payloads.errors import PayloadKeyMissing
 from ledger.payloads.sealing import Sealer, parse_keys
 from ledger.payloads.store import Payload, open_row, read_payload
-from ledger.payloads.writer import PayloadWriter
 from ledger.settings import PayloadSettings
 from protocol import subjects
 from protocol.job import PROTOCOL_VERSION
@@ -88,7 +88,7 @@ StartKeeper = Callable[..., Awaitable[Keeper]]
 async def writing(nats_url: str, engine: AsyncEngine) -> AsyncIterator[None]:
     bus = await Bus.connect(nats_url, name="writer")
     stopping = asyncio.Event()
-    task = asyncio.create_task(PayloadWriter(bus, engine, stopping).run())
+    task = asyncio.create_task(writer.run(bus, engine, stopping))
     yield
     stopping.set()
     await task
