@@ -41,6 +41,7 @@ from db.engine import create_engine
 from db.tables import RequestRow, RollupRow
 from gateway.main import run
 from gateway.settings import GatewaySettings, ModelSettings
+from ledger.webhooks.settings import WebhookSettings
 from tests.nats_server import NatsServer
 
 SEED: Final = 5
@@ -107,7 +108,8 @@ async def gateway(database_url: str) -> AsyncIterator[str]:
                 data_dir=Path(name),
                 key_pepper=SecretStr("p" * 64),
             )
-            serving = asyncio.create_task(run(settings, port.set_result, stop, mount=mount(LoginSettings())))
+            console = mount(LoginSettings(), WebhookSettings())
+            serving = asyncio.create_task(run(settings, port.set_result, stop, mount=console))
             serving.add_done_callback(lambda _: port.done() or port.cancel())  # it could not start
             yield f"http://127.0.0.1:{await asyncio.wait_for(port, START_LIMIT_S)}"
             stop.set()

@@ -16,16 +16,20 @@ from console.login.login import Login
 from console.login.routes import add_login_answers, login_router
 from console.settings import LoginSettings
 from gateway.mount import GatewayParts, Mount, Mounted
+from ledger.webhooks.endpoints import Endpoints
+from ledger.webhooks.secrets import SecretBox
+from ledger.webhooks.settings import WebhookSettings
 
 
-def mount(login: LoginSettings) -> Mount:
+def mount(login: LoginSettings, webhooks: WebhookSettings) -> Mount:
     """Return what ``gateway.main.run`` mounts."""
 
     @contextlib.asynccontextmanager
     async def mounted(parts: GatewayParts) -> AsyncIterator[Mounted]:
         async with Reader(parts.settings.database_url) as reader:
             logins = Login(parts.database, login, parts.settings.key_pepper)
-            admin = AdminService(parts, logins)
+            endpoints = Endpoints(parts.database, webhooks, SecretBox(parts.settings.key_pepper))
+            admin = AdminService(parts, logins, endpoints)
             pages = Pages(parts, admin, logins, reader)
             routers = (admin_router(admin), login_router(logins), *dashboard_routers(pages))
             yield Mounted(routers, ADMIN_BODIES, _add_answers)

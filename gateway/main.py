@@ -50,6 +50,7 @@ from gateway.telemetry.refusals import RefusalLog
 from gateway.tokenizing.catalog import ModelCatalog
 from gateway.tokenizing.settings import canonical_names
 from ledger.payloads.sealing import SEALED_BEFORE, Sealer, parse_keys
+from ledger.webhooks.events import publish_batch_ended, publish_response_ended
 from ledger.webhooks.state import StateView
 from protocol import process, subjects
 from protocol.nats.access import access_options
@@ -189,6 +190,7 @@ async def run(
             set_aside=set_aside,
             models=canonical_names(settings.models),
             gateway_id=settings.gateway_id,
+            finished=partial(publish_batch_ended, bus),
         )
         process.calm_garbage_collection()
         hurry = asyncio.Event()
@@ -237,6 +239,7 @@ def _responses(
         most=settings.limits.max_in_flight,
         limit_s=settings.timeouts.total_s,
         set_aside=set_aside.note,
+        finished=partial(publish_response_ended, bus),
     )
     return responses, runs
 

@@ -10,7 +10,6 @@ from db.accounts.principal import why_no_leave
 from db.money import CLIENTS, TokenPrice, nano_usd
 from gateway.tokenizing.settings import ModelTokenSettings
 from ledger.settings import PayloadSettings
-from ledger.webhooks.settings import WebhookSettings
 from protocol.nats.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
 from protocol.process import HttpUrlText, PositiveInt, PositiveSeconds, Settings, TelemetrySettings
 from protocol.subjects import queue_of
@@ -266,7 +265,6 @@ class GatewaySettings(Settings):
     payloads: PayloadSettings = PayloadSettings()
     batches: BatchSettings = BatchSettings()
     responses: ResponseSettings = ResponseSettings()
-    webhooks: WebhookSettings = WebhookSettings()
     max_attempts: PositiveInt = 6
     open_metrics: bool = False  # GET /metrics takes no API key
     share_prefix_cache: bool = False  # among all tenants, who then can find out what others have asked

@@ -212,7 +212,6 @@ class Config(BaseSettings):
             payloads=self.payload_settings(),
             batches=self.batches,
             responses=self.responses,
-            webhooks=self.webhooks,
             telemetry=self.telemetry,
         )
 

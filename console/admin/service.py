@@ -22,7 +22,6 @@ from gateway.http.pages import exchange_of
 from gateway.mount import GatewayParts
 from gateway.tokenizing.settings import canonical_names
 from ledger.webhooks.endpoints import Endpoints
-from ledger.webhooks.secrets import SecretBox
 from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats.clock import unix_now_ms
@@ -35,10 +34,10 @@ _Body = TypeVar("_Body", bound=AdminBody)
 class AdminService:
     """Applies changes to teams and keys for the admin API and the dashboard."""
 
-    def __init__(self, gateway: GatewayParts, login: Login) -> None:
+    def __init__(self, gateway: GatewayParts, login: Login, webhooks: Endpoints) -> None:
         self.settings = gateway.settings
         self.database: AsyncEngine = gateway.database
-        self.webhooks = Endpoints(self.database, self.settings.webhooks, SecretBox(self.settings.key_pepper))
+        self.webhooks = webhooks
         self._gateway = gateway
         self._login = login
         self._models = canonical_names(self.settings.models)

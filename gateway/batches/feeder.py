@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,6 @@ from gateway.batches.index import NoRoomForIndex
 from gateway.batches.run import BatchRun, Feeding, Stop
 from gateway.batches.storage.base import StorageError
 from gateway.batches.store import OVER, Batch, Lost, Status
-from ledger.webhooks.events import EventType, publish_finished
 from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats.bus import Bus
@@ -34,13 +34,9 @@ TOLD_AGAIN_MS: Final = 900_000  # batches that are over since then are told of a
 INDEX_AGE_S: Final = 24 * 3600.0
 LEAVE_LIMIT_S: Final = 10.0  # to commit what is done
 
-_EVENTS: Final[dict[str, EventType]] = {
-    Status.COMPLETED: "batch.completed",
-    Status.FAILED: "batch.failed",
-    Status.EXPIRED: "batch.expired",
-    Status.CANCELLED: "batch.cancelled",
-}
 _AWAY: Final[tuple[type[Exception], ...]] = (*SQL_ERRORS, BusError, StorageError, NoRoomForIndex)
+
+Finished = Callable[[str, str, str, int], Awaitable[None]]  # team, status, id, ended_unix_s; raises BusError
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +54,15 @@ class _Held:
 class Feeder:
     """Run ``run`` as a supervised task."""
 
-    def __init__(self, feeding: Feeding, bus: Bus, gateway_id: str, changed: asyncio.Event) -> None:
-        """``changed``: set when a batch is there, or has changed."""
+    def __init__(
+        self, feeding: Feeding, bus: Bus, gateway_id: str, changed: asyncio.Event, *, finished: Finished
+    ) -> None:
+        """``changed``: set when a batch is there, or has changed.
+
+        ``finished`` is called with each that is over, perhaps again.
+        """
         self._feeding = feeding
+        self._finished = finished
         self._bus = bus
         self._gateway_id = gateway_id
         self._held: dict[str, _Held] = {}
@@ -217,15 +219,14 @@ class Feeder:
         before, tries = self._failures.get(batch_id, (kind, 0))
         self._failures[batch_id] = (kind, tries + 1 if before == kind else 1)
 
-    # --- webhooks -----------------------------------------------------------------------------------------------------
+    # --- telling of ends ----------------------------------------------------------------------------------------------
 
     async def _tell(self, batch: Batch) -> None:
-        event = _EVENTS.get(batch.status)
-        if event is None or batch.over_unix_ms is None:
+        if batch.status not in OVER or batch.over_unix_ms is None:
             return
         log.info("batch %s is %s: %d of %d lines answered", batch.id, batch.status, batch.completed, batch.total)
         try:
-            await publish_finished(self._bus, batch.team_id, event, batch.id, created_unix_s=batch.over_unix_ms // 1000)
+            await self._finished(batch.team_id, batch.status, batch.id, batch.over_unix_ms // 1000)
         except BusError as error:
             log.warning("the end of %s could not be told: %s", batch.id, error)
 

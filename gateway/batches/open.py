@@ -13,7 +13,7 @@ from db.set_aside import SetAside
 from gateway.api.fields import Body
 from gateway.batches.anthropic_routes import message_batch_router
 from gateway.batches.asking import Asking
-from gateway.batches.feeder import Feeder
+from gateway.batches.feeder import Feeder, Finished
 from gateway.batches.files import Files, UploadSlots
 from gateway.batches.openai_routes import NewBatch, batch_router, file_router
 from gateway.batches.parts import BatchServices, Counted, Threads
@@ -64,6 +64,7 @@ def make_feeder(
     set_aside: SetAside,
     models: Mapping[str, str],
     gateway_id: str,
+    finished: Finished,
 ) -> Feeder:
     """Return the feeder. ``models``: the configured model of each name and alias."""
     feeding = Feeding(
@@ -78,7 +79,7 @@ def make_feeder(
         set_aside=set_aside,
         folder=services.folder,
     )
-    return Feeder(feeding, bus, gateway_id, services.changed)
+    return Feeder(feeding, bus, gateway_id, services.changed, finished=finished)
 
 
 # --- routes -----------------------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from gateway.responses.store import (
     patiently,
 )
 from gateway.settings import ResponseSettings
-from ledger.webhooks.events import EventType, publish_finished
 from protocol import subjects, wire
 from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
 from protocol.nats.bus import Bus
@@ -80,17 +79,12 @@ MAX_TRIES: Final = 8  # gateways lost with a response, and failures, after which
 UNREADABLE_REST_S: Final = 60.0  # before a run that cannot be read is read again
 NOBODY: Final = ""
 _AWAY: Final = (BusError, ProtocolError, NotKept)
-_EVENTS: Final[dict[str, EventType]] = {
-    "completed": "response.completed",
-    "failed": "response.failed",
-    "incomplete": "response.incomplete",
-    "cancelled": "response.cancelled",
-}
 _names_decoder = msgspec.msgpack.Decoder(frozenset[str])
 
 
 Making = Callable[[], Awaitable[None]]
 Note = Callable[[Literal["response"], str, str, str], None]  # kind, item, owner, reason
+Finished = Callable[[str, str, str, int], Awaitable[None]]  # team, status, id, ended_unix_s; raises BusError
 Admit = Callable[[BackgroundRun, Principal], Awaitable[Making]]  # raises Refused
 
 
@@ -119,8 +113,12 @@ class BackgroundRuns:
         most: int,
         limit_s: float,
         set_aside: Note,
+        finished: Finished,
     ) -> None:
-        """``most``: made at a time; ``limit_s``: for one in all; ``set_aside``: is told of those that are given up."""
+        """``most``: made at a time; ``limit_s``: for one in all.
+
+        ``set_aside`` is called with those that are given up, ``finished`` with each that has ended, perhaps again.
+        """
         self.admit: Admit | None = None  # set by the endpoint that makes them
         self._bus = bus
         self._store = store
@@ -130,6 +128,7 @@ class BackgroundRuns:
         self._most = most
         self._limit_s = limit_s
         self._set_aside = set_aside
+        self._finished = finished
         self._running: dict[Key, BackgroundRun] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._owners: dict[Key, str] = {}  # of those that others make, as read once
@@ -251,8 +250,7 @@ class BackgroundRuns:
 
         async def finish() -> None:
             await self._store_end(run)
-            event, response_id = _EVENTS[ended.status], run.key.response_id
-            await publish_finished(self._bus, run.run.team_id, event, response_id, created_unix_s=ended_unix_s)
+            await self._finished(run.run.team_id, ended.status, run.key.response_id, ended_unix_s)
             await self._store.forget_run(run.key)
 
         await patiently(finish, FINISH_LIMIT_S)

@@ -1,4 +1,4 @@
-"""The events that webhooks tell of, and the one function that publishes them.
+"""The events that webhooks tell of, and the functions that publish them.
 
 A body is as OpenAI's webhooks have it:
 
@@ -30,6 +30,19 @@ EventType = Literal[
     "team.budget.threshold",
 ]
 EVENT_TYPES: Final[tuple[EventType, ...]] = get_args(EventType)
+# How a response and a batch may end, as their objects' ``status`` has it.
+_RESPONSE_EVENTS: Final[dict[str, EventType]] = {
+    "completed": "response.completed",
+    "failed": "response.failed",
+    "incomplete": "response.incomplete",
+    "cancelled": "response.cancelled",
+}
+_BATCH_EVENTS: Final[dict[str, EventType]] = {
+    "completed": "batch.completed",
+    "failed": "batch.failed",
+    "expired": "batch.expired",
+    "cancelled": "batch.cancelled",
+}
 _ID_BYTES: Final = 16
 
 
@@ -73,9 +86,19 @@ async def publish(bus: Bus, event: Event) -> None:
 async def publish_finished(
     bus: Bus, team_id: str, event_type: EventType, object_id: str, *, created_unix_s: int
 ) -> None:
-    """Tell a team that its response or batch with this id has ended; once this returns, the event is on disk.
+    """Publish that a team's response or batch with this id has ended; once this returns, the event is on disk.
 
-    Raises StreamFull, BusTimeout, other BusErrors: then call again with the same arguments, which tells nothing twice.
+    Raises StreamFull, BusTimeout, other BusErrors: then call again with the same arguments; it is published once.
     """
     identity = event_id(team_id, event_type, object_id)
     await publish(bus, new_event(team_id, event_type, identity, {"id": object_id}, created_unix_s=created_unix_s))
+
+
+async def publish_response_ended(bus: Bus, team_id: str, status: str, response_id: str, ended_unix_s: int) -> None:
+    """Publish that a response has ended with this status. Raises like ``publish_finished``."""
+    await publish_finished(bus, team_id, _RESPONSE_EVENTS[status], response_id, created_unix_s=ended_unix_s)
+
+
+async def publish_batch_ended(bus: Bus, team_id: str, status: str, batch_id: str, ended_unix_s: int) -> None:
+    """Publish that a batch has ended with this status. Raises like ``publish_finished``."""
+    await publish_finished(bus, team_id, _BATCH_EVENTS[status], batch_id, created_unix_s=ended_unix_s)

@@ -34,8 +34,10 @@ from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.records import newest_dead_letters
 from gateway.main import run
+from gateway.mount import Mount
 from gateway.request.request import Admission, Arrival, Prompt
 from gateway.settings import GatewaySettings, ModelSettings
+from ledger.webhooks.settings import WebhookSettings
 from protocol import job as m
 from protocol import subjects
 from protocol.errors import ApiError, BusTimeout
@@ -79,9 +81,9 @@ def admission(request_id: str) -> Admission:
 class GatewayUnderTest:
     """The running gateway and what surrounds it."""
 
-    def __init__(self, settings: GatewaySettings, key: str, bus: Bus, login: LoginSettings | None = None) -> None:
+    def __init__(self, settings: GatewaySettings, key: str, bus: Bus, console: Mount | None = None) -> None:
         self.settings = settings
-        self._login = login or LoginSettings()
+        self._console = console or mount(LoginSettings(), WebhookSettings())
         self.key = key
         self.bus = bus
         self.port = 0
@@ -102,7 +104,7 @@ class GatewayUnderTest:
             self.port = port
             ready.set()
 
-        self.task = asyncio.create_task(run(self.settings, on_ready, self.stop, mount=mount(self._login)))
+        self.task = asyncio.create_task(run(self.settings, on_ready, self.stop, mount=self._console))
         waiting = asyncio.create_task(ready.wait())
         await asyncio.wait({self.task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=HANGS_S)
         waiting.cancel()
@@ -244,7 +246,8 @@ async def start_gateway(nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path
         engine = create_engine(options["database_url"])
         _, key = await create_key(engine, f"test {len(started)}", PEPPER)
         await engine.dispose()
-        gateway = GatewayUnderTest(settings_of(len(started), **options), key, bus, login)
+        console = mount(login, options.pop("webhooks", WebhookSettings()))
+        gateway = GatewayUnderTest(settings_of(len(started), **options), key, bus, console)
         started.append(gateway)
         await begin(gateway, **of_card)
         return gateway

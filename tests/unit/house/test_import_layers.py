@@ -173,6 +173,16 @@ def test_a_feature_is_known_to_none_but_those_who_put_the_gateway_together(featu
     assert importing <= {"gateway.app", "gateway.main"}
 
 
+def test_webhooks_are_known_to_none_but_those_who_put_processes_together() -> None:
+    """Whoever takes them out takes a gateway's two lines, and their settings, commands and pages."""
+    importing = {
+        name
+        for name, others in graph().items()
+        if any(other.startswith("ledger.webhooks") for other in others) and not name.startswith("ledger.webhooks")
+    }
+    assert {name for name in importing if room_of(name) not in {"console", "spillway"}} == {"gateway.main"}
+
+
 def test_httpx_is_imported_in_one_place() -> None:
     pattern = re.compile(r"^\s*(import|from) httpx\b", re.MULTILINE)
     importing = [name for name, path in modules(*ALLOWED).items() if pattern.search(path.read_text())]

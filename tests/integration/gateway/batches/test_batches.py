@@ -1,6 +1,7 @@
 """``/v1/batches`` as OpenAI's client drives it: from a file of lines to files of results."""
 
 import asyncio
+import base64
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from openai.types import Batch
 
 from db.accounts.keys import revoke_key
 from db.engine import create_engine
+from ledger.webhooks.events import decode_event
 from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
@@ -97,6 +99,14 @@ async def test_from_lines_to_results(start_gateway: Start, database_url: str) ->
     assert file.purpose == "batch_output"
     assert file.bytes == len((await client.files.content(file.id)).content)
     assert [found.id async for found in client.batches.list(limit=1)] == [batch.id]
+
+    async def is_told() -> bool:
+        last = {"last_by_subj": subjects.WEBHOOK_EVENT_SUBJECT}
+        told = await gateway.bus.get_message(subjects.WEBHOOKS_STREAM, **last)
+        event = told and decode_event(base64.b64decode(told["data"]))
+        return event is not None and event.type == "batch.completed" and batch.id.encode() in event.body
+
+    await until(is_told)
 
 
 async def test_metrics_of_a_batch_that_runs_and_ends(start_gateway: Start) -> None:
