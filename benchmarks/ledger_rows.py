@@ -35,7 +35,7 @@ from db.engine import create_engine, writing
 from db.money import Price
 from db.prices import PriceBook
 from db.tables import AttemptRow, InstanceRow, RequestRow
-from ledger.check import rebuild
+from ledger.check import check_rollups
 from ledger.queries import cost, distributions, traffic
 from ledger.queries.window import DAY_MS, HOUR_MS, QUARTER_MS, Step, Window
 from ledger.store import insert_rows
@@ -177,9 +177,7 @@ async def load(engine: AsyncEngine, rows: int, days: int) -> float:
     await load_batch(engine, batch)
     async with writing(engine) as connection:
         await connection.execute(insert(InstanceRow), list(machine_time(days)))
-    for day in range(LAST_UNIX_MS - days * DAY_MS, LAST_UNIX_MS, DAY_MS):
-        async with writing(engine) as connection:
-            await rebuild(connection, day)
+    await check_rollups(engine, repair=True)
     async with engine.begin() as connection:
         await connection.execute(text("ANALYZE"))
     return time.perf_counter() - started_s

@@ -58,12 +58,6 @@ async def check_rollups(engine: AsyncEngine, *, repair: bool = False, since_unix
     return checks
 
 
-async def rebuild(connection: AsyncConnection, begin_unix_ms: int) -> None:
-    """Rebuild the rollups of one UTC day from its requests' rows. Call inside ``writing``."""
-    tally, _ = await _recount(connection, begin_unix_ms)
-    await _replace(connection, begin_unix_ms, tally)
-
-
 async def _days(connection: AsyncConnection) -> list[int]:
     oldest = await connection.scalar(select(func.min(RequestRow.received_unix_ms)))
     if oldest is None:
@@ -112,13 +106,8 @@ def _differences(counted: Iterator[tuple[_Key, _Bucket]], stored: dict[_Key, _Bu
 
 
 async def _replace(connection: AsyncConnection, begin_unix_ms: int, tally: RollupDelta) -> None:
-    await drop_rollups(connection, begin_unix_ms, begin_unix_ms + DAY_MS)
-    await apply(connection, tally)
-
-
-async def drop_rollups(connection: AsyncConnection, since_unix_ms: int, until_unix_ms: int) -> None:
-    """Delete the rollups of whole UTC days. Call inside ``writing``."""
     tables: Sequence[type[RollupRow | HistogramRow]] = (RollupRow, HistogramRow)
     for table in tables:
-        within = (table.bucket_unix_ms >= since_unix_ms, table.bucket_unix_ms < until_unix_ms)
-        await connection.execute(delete(table).where(*within))
+        start = table.bucket_unix_ms
+        await connection.execute(delete(table).where(start >= begin_unix_ms, start < begin_unix_ms + DAY_MS))
+    await apply(connection, tally)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ledger.check import check_rollups
 from ledger.retention import kept_since_unix_ms
 from spillway.cli.connections import database
 from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
@@ -33,8 +34,6 @@ def check_rollups_(
     data: DataOption = None,
 ) -> None:
     """Compare rollups with the sums of the requests. --repair rebuilds the days that differ."""
-    from ledger.check import check_rollups  # noqa: PLC0415 - imports numpy, which workers do not need
-
     resolved = running_or_config(config, data)
 
     async def main() -> None:
