@@ -103,8 +103,10 @@ async def test_from_lines_to_results(start_gateway: Start, database_url: str) ->
     async def is_told() -> bool:
         last = {"last_by_subj": subjects.WEBHOOK_EVENT_SUBJECT}
         told = await gateway.bus.get_message(subjects.WEBHOOKS_STREAM, **last)
-        event = told and decode_event(base64.b64decode(told["data"]))
-        return event is not None and event.type == "batch.completed" and batch.id.encode() in event.body
+        if told is None:
+            return False
+        event = decode_event(base64.b64decode(told["data"]))
+        return event.type == "batch.completed" and batch.id.encode() in event.body
 
     await until(is_told)
 
