@@ -1,9 +1,14 @@
 """Shared parts of all commands: options, the resolved configuration, and error messages."""
 
+import functools
+import inspect
 import json
-from collections.abc import Callable, Coroutine
+import os
+import pwd
+from collections.abc import Callable, Coroutine, Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 import uvloop
@@ -126,6 +131,61 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     for error in group.exceptions:
         leaves.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
     return leaves
+
+
+class Options(NamedTuple):
+    """Options that are read together, as one parameter of a command."""
+
+    annotations: Mapping[str, Any]  # by the names that Typer derives theirs from; none is required
+    read: Callable[..., Any]  # takes all of them by name, None where one is not given
+
+
+ResolvedConfig = Annotated[
+    Config,
+    Options({"path": ConfigOption, "data": DataOption}, running_or_config),
+]
+
+
+def command(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a command of a coroutine function. A parameter that is annotated with ``Options`` becomes these options."""
+    signature = inspect.signature(function)
+    read_together: dict[str, Options] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        options = next((one for one in get_args(parameter.annotation) if isinstance(one, Options)), None)
+        if options is None:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+            continue
+        read_together[parameter.name] = options
+        parameters += [
+            inspect.Parameter(name, parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in options.annotations.items()
+        ]
+
+    @functools.wraps(function)
+    def run(**given: Any) -> None:  # noqa: ANN401  # of the types in the signature
+        # Before any is stored: a parameter may have the name of an option.
+        values = {
+            parameter: options.read(**{name: given.pop(name) for name in options.annotations})
+            for parameter, options in read_together.items()
+        }
+        run_async(lambda: function(**given, **values))
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # what Typer reads
+    return run
+
+
+def unix_ms_of(moment: datetime | None) -> int | None:
+    """Return a local time as Unix milliseconds."""
+    return None if moment is None else int(moment.astimezone().timestamp() * 1000)
+
+
+def this_actor() -> str:
+    """Return the user of this command as an actor of the audit log."""
+    try:
+        return f"cli:{pwd.getpwuid(os.getuid()).pw_name}"
+    except KeyError:
+        return f"cli:{os.getuid()}"
 
 
 def write_ready(path: Path | None, facts: dict[str, Any] | None) -> None:

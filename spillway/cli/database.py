@@ -9,46 +9,36 @@ import typer
 from ledger.check import check_rollups
 from ledger.retention import kept_since_unix_ms
 from spillway.cli.connections import database
-from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
+from spillway.cli.context import ResolvedConfig, command, out
 
 
-def upgrade_(config: ConfigOption = None, data: DataOption = None) -> None:
+@command
+async def upgrade_(config: ResolvedConfig) -> None:
     """Upgrade the database to this version's schema. Safe to run again, and concurrently on several machines."""
     from migrations import current, head, upgrade  # noqa: PLC0415 - imports Alembic, which other commands do not need
 
-    resolved = running_or_config(config, data)
-
-    async def main() -> None:
-        before = await asyncio.to_thread(current, resolved.database_url)
-        await asyncio.to_thread(upgrade, resolved.database_url)
-        out.print(f"database schema: {before or 'none'} -> {head()}")
-
     # The default database is a file in the data folder.
-    resolved.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    run_async(main)
+    config.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    before = await asyncio.to_thread(current, config.database_url)
+    await asyncio.to_thread(upgrade, config.database_url)
+    out.print(f"database schema: {before or 'none'} -> {head()}")
 
 
-def check_rollups_(
+@command
+async def check_rollups_(
+    *,
     repair: Annotated[bool, typer.Option("--repair", help="Rebuild the days that differ.")] = False,
-    config: ConfigOption = None,
-    data: DataOption = None,
+    config: ResolvedConfig,
 ) -> None:
     """Compare rollups with the sums of the requests. --repair rebuilds the days that differ."""
-    resolved = running_or_config(config, data)
-
-    async def main() -> None:
-        async with database(resolved) as engine:
-            kept_days = resolved.ledger.retention_days
-            since_unix_ms = kept_since_unix_ms(kept_days) if kept_days else 0
-            days = await check_rollups(engine, repair=repair, since_unix_ms=since_unix_ms)
-        wrong = [day for day in days if day.wrong]
-        for day in wrong:
-            name = datetime.fromtimestamp(day.begin_unix_ms / 1000, UTC).date()
-            out.print(f"{name}: {day.wrong} rollups {'rebuilt' if repair else 'are wrong'}, {day.requests} requests")
-        out.print(
-            f"{sum(day.requests for day in days):,} requests of {len(days)} days checked, {len(wrong)} days differed"
-        )
-        if wrong and not repair:
-            raise typer.Exit(1)
-
-    run_async(main)
+    async with database(config) as engine:
+        kept_days = config.ledger.retention_days
+        since_unix_ms = kept_since_unix_ms(kept_days) if kept_days else 0
+        days = await check_rollups(engine, repair=repair, since_unix_ms=since_unix_ms)
+    wrong = [day for day in days if day.wrong]
+    for day in wrong:
+        name = datetime.fromtimestamp(day.begin_unix_ms / 1000, UTC).date()
+        out.print(f"{name}: {day.wrong} rollups {'rebuilt' if repair else 'are wrong'}, {day.requests} requests")
+    out.print(f"{sum(day.requests for day in days):,} requests of {len(days)} days checked, {len(wrong)} days differed")
+    if wrong and not repair:
+        raise typer.Exit(1)

@@ -16,7 +16,7 @@ from gateway.dispatch.attempt import counted_codes
 from gateway.dispatch.records import newest_dead_letters
 from protocol.usage import DeadLetter
 from spillway.cli.connections import queue_server
-from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
+from spillway.cli.context import ResolvedConfig, command, out
 
 TABLE_WIDTH_CHARS: Final = 140
 
@@ -28,25 +28,21 @@ class Format(StrEnum):
     JSON = "json"
 
 
-def dead_letters(
+@command
+async def dead_letters(
+    *,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number, newest first.")] = 20,
     output: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.TABLE,
-    config: ConfigOption = None,
-    data: DataOption = None,
+    config: ResolvedConfig,
 ) -> None:
     """List requests that failed on every worker that tried them, with each attempt's reason.
 
     Prompts and answers are not stored. A dead letter is kept for 30 days. The queue server must be running. The table
     counts each request's attempts by error code; JSON has every attempt with its worker, reason and tokens.
     """
-    resolved = running_or_config(config, data)
-
-    async def main() -> None:
-        async with queue_server(resolved, "spillway dead-letters") as bus:
-            letters = await newest_dead_letters(bus, limit)
-        _print(letters, output)
-
-    run_async(main)
+    async with queue_server(config, "spillway dead-letters") as bus:
+        letters = await newest_dead_letters(bus, limit)
+    _print(letters, output)
 
 
 def _print(letters: Sequence[DeadLetter], output: Format) -> None:

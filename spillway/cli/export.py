@@ -20,11 +20,12 @@ from ledger.training.rows import ExportFilter
 from ledger.training.rules import MIN_EXAMPLES
 from protocol.nats.clock import unix_now_ms
 from spillway.cli.connections import database
-from spillway.cli.context import ConfigOption, DataOption, err, out, run_async, running_or_config
-from spillway.cli.policy import this_actor
+from spillway.cli.context import ResolvedConfig, command, err, out, this_actor, unix_ms_of
 
 
-def finetune(
+@command
+async def finetune(
+    *,
     folder: Annotated[Path, typer.Option("--out", help="A new folder: nothing is overwritten.")],
     format_: Annotated[str, typer.Option("--format", "-f", help=f"One of: {', '.join(FORMATS)}.")] = "openai",
     model: Annotated[str | None, typer.Option(help="Only answers of this model.")] = None,
@@ -38,37 +39,27 @@ def finetune(
     keep_failovers: Annotated[
         bool, typer.Option("--keep-failovers", help="Include answers that several workers generated in turn.")
     ] = False,
-    config: ConfigOption = None,
-    data: DataOption = None,
+    config: ResolvedConfig,
 ) -> None:
     """Write conversations as JSON lines for fine-tuning: only with consent at the time of the request and now."""
     if format_ not in FORMATS:
         raise typer.BadParameter(f"choose from {', '.join(FORMATS)}", param_hint="--format")
-    resolved = running_or_config(config, data)
-
-    async def main() -> None:
-        sealer = Sealer(parse_keys(resolved.payload_settings().key))
-        async with database(resolved) as engine:
-            export_filter = ExportFilter(
-                until_unix_ms=_unix_ms(until) or unix_now_ms(),
-                since_unix_ms=_unix_ms(since),
-                model=model,
-                team_id=await _find_id(engine, TeamRow, team),
-                key_id=await _find_id(engine, ApiKeyRow, key),
+    sealer = Sealer(parse_keys(config.payload_settings().key))
+    async with database(config) as engine:
+        export_filter = ExportFilter(
+            until_unix_ms=unix_ms_of(until) or unix_now_ms(),
+            since_unix_ms=unix_ms_of(since),
+            model=model,
+            team_id=await _find_id(engine, TeamRow, team),
+            key_id=await _find_id(engine, ApiKeyRow, key),
+        )
+        plan = ExportPlan(export_filter, format_, min_turns, _shares(split), seed, keep_failovers, this_actor())
+        with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=err) as progress:
+            bar = progress.add_task("export")
+            manifest = await Exporter(engine, sealer, plan, _tool_version()).write(
+                folder, lambda done, total: progress.update(bar, completed=done, total=total)
             )
-            plan = ExportPlan(export_filter, format_, min_turns, _shares(split), seed, keep_failovers, this_actor())
-            with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=err) as progress:
-                bar = progress.add_task("export")
-                manifest = await Exporter(engine, sealer, plan, _tool_version()).write(
-                    folder, lambda done, total: progress.update(bar, completed=done, total=total)
-                )
-        _print(manifest, folder)
-
-    run_async(main)
-
-
-def _unix_ms(moment: datetime | None) -> int | None:
-    return None if moment is None else int(moment.astimezone().timestamp() * 1000)
+    _print(manifest, folder)
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -6,26 +6,22 @@ from db.money import NANO_USD
 from gateway.limits.account import AccountStore
 from gateway.limits.report import Recount, recount_budgets
 from spillway.cli.connections import database, queue_server
-from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
+from spillway.cli.context import ResolvedConfig, command, out
 
 
-def recount(config: ConfigOption = None, data: DataOption = None) -> None:
+@command
+async def recount(config: ResolvedConfig) -> None:
     """Compare the spending that budgets count in their current period with the ledger, and correct it.
 
     The reservations of a killed gateway count as spent until then. The queue server must be running, and the ledger
     should have written all usage (`spillway usage`). Spending that gateways report meanwhile is not lost.
     """
-    resolved = running_or_config(config, data)
-
-    async def main() -> None:
-        async with queue_server(resolved, "spillway limits") as bus, database(resolved) as engine:
-            counts = await recount_budgets(engine, AccountStore(bus), time.time())
-        for count in counts:
-            out.print(_text(count), markup=False, soft_wrap=True)
-        if not counts:
-            out.print("no key and no team has a budget")
-
-    run_async(main)
+    async with queue_server(config, "spillway limits") as bus, database(config) as engine:
+        counts = await recount_budgets(engine, AccountStore(bus), time.time())
+    for count in counts:
+        out.print(_text(count), markup=False, soft_wrap=True)
+    if not counts:
+        out.print("no key and no team has a budget")
 
 
 def _text(count: Recount) -> str:

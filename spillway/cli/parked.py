@@ -12,36 +12,32 @@ from ledger.parked import parked_records, replay
 from protocol.usage import ParkedUsage
 from protocol.wire import UNDECODABLE
 from spillway.cli.connections import queue_server
-from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
+from spillway.cli.context import ResolvedConfig, command, out
 
 
-def parked(
+@command
+async def parked(
+    *,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number, oldest first.")] = 20,
     again: Annotated[bool, typer.Option("--replay", help="Send them to the ledger writers again.")] = False,
-    config: ConfigOption = None,
-    data: DataOption = None,
+    config: ResolvedConfig,
 ) -> None:
     """List usage records that were not understood, or that the database has refused.
 
     A record of a newer release waits here for a ledger writer that understands it and replays it automatically. The
     queue server must be running. Records that fail again after --replay are parked again.
     """
-    resolved = running_or_config(config, data)
-
-    async def main() -> None:
-        table = Table("parked (UTC)", "record", "reason", box=SIMPLE_HEAD)
-        async with queue_server(resolved, "spillway parked") as bus:
-            async for sequence, record in parked_records(bus):
-                if again:
-                    await replay(bus, sequence, record)
-                table.add_row(_time(record), _summary(record), record.reason)
-                if table.row_count == limit:
-                    break
-        if table.row_count:
-            out.print(table)
-        out.print(f"{table.row_count or 'no'} records parked" + (", sent to the ledger writers again" if again else ""))
-
-    run_async(main)
+    table = Table("parked (UTC)", "record", "reason", box=SIMPLE_HEAD)
+    async with queue_server(config, "spillway parked") as bus:
+        async for sequence, record in parked_records(bus):
+            if again:
+                await replay(bus, sequence, record)
+            table.add_row(_time(record), _summary(record), record.reason)
+            if table.row_count == limit:
+                break
+    if table.row_count:
+        out.print(table)
+    out.print(f"{table.row_count or 'no'} records parked" + (", sent to the ledger writers again" if again else ""))
 
 
 def _time(record: ParkedUsage) -> str:

@@ -10,33 +10,29 @@ from db.accounts.teams import means
 from ledger.payloads.sealing import Sealer, parse_keys
 from ledger.payloads.store import Erasure, erase, read_payload
 from spillway.cli.connections import database
-from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
-from spillway.cli.policy import this_actor
+from spillway.cli.context import ResolvedConfig, command, out, this_actor
 
 
-def show(
+@command
+async def show(
     request_id: Annotated[str, typer.Argument(help="The request's id, as in its x-request-id header.")],
-    config: ConfigOption = None,
-    data: DataOption = None,
+    *,
+    config: ResolvedConfig,
 ) -> None:
     """Print a request and its answer as JSON, decrypted."""
-    resolved = running_or_config(config, data)
-
-    async def main() -> None:
-        sealer = Sealer(parse_keys(resolved.payload_settings().key))
-        async with database(resolved) as engine:
-            payload = await read_payload(engine, request_id, sealer, this_actor())
-        out.print_json(msgspec.json.encode(payload).decode())
-
-    run_async(main)
+    sealer = Sealer(parse_keys(config.payload_settings().key))
+    async with database(config) as engine:
+        payload = await read_payload(engine, request_id, sealer, this_actor())
+    out.print_json(msgspec.json.encode(payload).decode())
 
 
-def delete(
+@command
+async def delete(
+    *,
     user: Annotated[str | None, typer.Option(help="All of this end user, as in the requests' field `user`.")] = None,
     key: Annotated[str | None, typer.Option(help="All of this API key: its id or name.")] = None,
     request: Annotated[str | None, typer.Option(help="The one of this request.")] = None,
-    config: ConfigOption = None,
-    data: DataOption = None,
+    config: ResolvedConfig,
 ) -> None:
     """Delete payloads permanently. Usage and cost of the requests stay; their content does not.
 
@@ -44,15 +40,10 @@ def delete(
     """
     if [user, key, request].count(None) != 2:
         raise typer.BadParameter("give exactly one of --user, --key and --request")
-    resolved = running_or_config(config, data)
-
-    async def main() -> None:
-        async with database(resolved) as engine:
-            key_id = key
-            for known in await list_keys(engine, include_revoked=True) if key is not None else ():
-                if known.revoked_unix_ms is None and means(key or "", known.key_id, known.name):
-                    key_id = known.key_id
-            deleted = await erase(engine, Erasure(user, key_id, request), this_actor())
-        out.print(f"deleted {deleted} payloads")
-
-    run_async(main)
+    async with database(config) as engine:
+        key_id = key
+        for known in await list_keys(engine, include_revoked=True) if key is not None else ():
+            if known.revoked_unix_ms is None and means(key or "", known.key_id, known.name):
+                key_id = known.key_id
+        deleted = await erase(engine, Erasure(user, key_id, request), this_actor())
+    out.print(f"deleted {deleted} payloads")

@@ -1,194 +1,105 @@
 """``spillway teams`` and ``spillway organisations``: shared limits, and their payers."""
 
-import json
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from console.admin.views import organisation_view, team_view
 from db.accounts import teams
 from db.accounts.principal import policy_of
+from spillway.cli.account_options import NewTeam, TeamChanges, limits_text
 from spillway.cli.connections import database
-from spillway.cli.context import ConfigOption, DataOption, out, run_async, running_or_config
-from spillway.cli.keys import JsonOption, notify_gateways, print_table, show_facts
-from spillway.cli.policy import (
-    BatchOption,
-    BudgetOption,
-    ConcurrentOption,
-    HostedOption,
-    LogPayloadOption,
-    RedactOption,
-    RetentionOption,
-    RpmOption,
-    TpmOption,
-    TrainOption,
-    TrustedOption,
-    WeightOption,
-    limits_text,
-    local_time,
-    policy_changes,
-    this_actor,
-)
+from spillway.cli.context import ResolvedConfig, command, this_actor
+from spillway.cli.keys import notify_gateways
+from spillway.cli.output import JsonOption, local_time, print_object, print_objects
 
 ReferenceArgument = Annotated[str, typer.Argument(help="The team's or organisation's id or name.")]
-OrganisationOption = Annotated[str | None, typer.Option("--organisation", "-o", help="Its organisation's name or id.")]
+
+_TEAM_COLUMNS: Final = {
+    "id": lambda team: team.team_id,
+    "name": lambda team: team.name,
+    "organisation": lambda team: team.organisation_name,
+    "limits": lambda team: limits_text(team.policy),
+    "created": lambda team: local_time(team.created_unix_ms),
+}
+_ORGANISATION_COLUMNS: Final = {
+    "id": lambda organisation: organisation.organisation_id,
+    "name": lambda organisation: organisation.name,
+    "created": lambda organisation: local_time(organisation.created_unix_ms),
+}
 
 
-def create(
+@command
+async def create(
     name: Annotated[str, typer.Argument(help="Unique among the teams.")],
-    organisation: OrganisationOption = None,
-    rpm: RpmOption = None,
-    tpm: TpmOption = None,
-    concurrent: ConcurrentOption = None,
-    budget: BudgetOption = None,
-    weight: WeightOption = None,
-    batch_only: BatchOption = None,
-    log_payload: LogPayloadOption = None,
-    train_ok: TrainOption = None,
-    redact: RedactOption = None,
-    retention_days: RetentionOption = None,
-    allow_hosted: HostedOption = None,
-    trusted_only: TrustedOption = None,
+    *,
+    fields: NewTeam,
     as_json: JsonOption = False,
-    config: ConfigOption = None,
-    data: DataOption = None,
+    config: ResolvedConfig,
 ) -> None:
     """Create a team. Its limits apply to all its keys together; its weight is its share relative to other teams."""
-    resolved = running_or_config(config, data)
-    changes = policy_changes(
-        rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
-        log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
-        allow_hosted=allow_hosted,
-        trusted_only=trusted_only,
-    )  # fmt: skip
-
-    async def main() -> None:
-        owner = organisation or teams.DEFAULT_ORGANISATION_ID
-        async with database(resolved) as engine:
-            team = await teams.create_team(engine, name, this_actor(), owner, policy_of(changes))
-        show_facts(team_view(team), as_json=as_json)
-
-    run_async(main)
+    owner = fields.get("organisation") or teams.DEFAULT_ORGANISATION_ID
+    async with database(config) as engine:
+        team = await teams.create_team(engine, name, this_actor(), owner, policy_of(fields))
+    print_object(team_view(team), as_json=as_json)
 
 
-def update(
-    reference: ReferenceArgument,
-    name: Annotated[str | None, typer.Option(help="A new name.")] = None,
-    organisation: OrganisationOption = None,
-    rpm: RpmOption = None,
-    tpm: TpmOption = None,
-    concurrent: ConcurrentOption = None,
-    budget: BudgetOption = None,
-    weight: WeightOption = None,
-    batch_only: BatchOption = None,
-    log_payload: LogPayloadOption = None,
-    train_ok: TrainOption = None,
-    redact: RedactOption = None,
-    retention_days: RetentionOption = None,
-    allow_hosted: HostedOption = None,
-    trusted_only: TrustedOption = None,
-    as_json: JsonOption = False,
-    config: ConfigOption = None,
-    data: DataOption = None,
+@command
+async def update(
+    reference: ReferenceArgument, *, changes: TeamChanges, as_json: JsonOption = False, config: ResolvedConfig
 ) -> None:
     """Change a team; options not given stay the same. Running gateways apply the change to all its keys immediately."""
-    resolved = running_or_config(config, data)
-    changes = policy_changes(
-        rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
-        log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
-        allow_hosted=allow_hosted,
-        trusted_only=trusted_only,
-    )  # fmt: skip
-    changes |= {field: value for field, value in (("name", name), ("organisation", organisation)) if value is not None}
-
-    async def main() -> None:
-        async with database(resolved) as engine:
-            team = await teams.update_team(engine, reference, changes, this_actor())
-        show_facts(team_view(team), as_json=as_json)
-        await notify_gateways(resolved)
-
-    run_async(main)
+    async with database(config) as engine:
+        team = await teams.update_team(engine, reference, changes, this_actor())
+    print_object(team_view(team), as_json=as_json)
+    await notify_gateways(config)
 
 
-def list_(as_json: JsonOption = False, config: ConfigOption = None, data: DataOption = None) -> None:
+@command
+async def list_(*, as_json: JsonOption = False, config: ResolvedConfig) -> None:
     """List teams."""
-    resolved = running_or_config(config, data)
-
-    async def main() -> None:
-        async with database(resolved) as engine:
-            found = await teams.list_teams(engine)
-        if as_json:
-            out.print_json(json.dumps([team_view(team) for team in found]))
-            return
-        rows = (
-            (t.team_id, t.name, t.organisation_name, limits_text(t.policy), local_time(t.created_unix_ms))
-            for t in found
-        )
-        print_table(("id", "name", "organisation", "limits", "created"), rows)
-
-    run_async(main)
+    async with database(config) as engine:
+        found = await teams.list_teams(engine)
+    print_objects(found, team_view, _TEAM_COLUMNS, as_json=as_json)
 
 
-def show(
-    reference: ReferenceArgument, as_json: JsonOption = False, config: ConfigOption = None, data: DataOption = None
-) -> None:
+@command
+async def show(reference: ReferenceArgument, *, as_json: JsonOption = False, config: ResolvedConfig) -> None:
     """Show the details of a team."""
-    resolved = running_or_config(config, data)
-
-    async def main() -> None:
-        async with database(resolved) as engine, engine.connect() as connection:
-            team = await teams.find_team(connection, reference)
-        show_facts(team_view(team), as_json=as_json)
-
-    run_async(main)
+    async with database(config) as engine, engine.connect() as connection:
+        print_object(team_view(await teams.find_team(connection, reference)), as_json=as_json)
 
 
-def create_organisation(
+@command
+async def create_organisation(
     name: Annotated[str, typer.Argument(help="Unique among the organisations.")],
+    *,
     as_json: JsonOption = False,
-    config: ConfigOption = None,
-    data: DataOption = None,
+    config: ResolvedConfig,
 ) -> None:
     """Create an organisation."""
-    resolved = running_or_config(config, data)
-
-    async def main() -> None:
-        async with database(resolved) as engine:
-            made = await teams.create_organisation(engine, name, this_actor())
-        show_facts(organisation_view(made), as_json=as_json)
-
-    run_async(main)
+    async with database(config) as engine:
+        made = await teams.create_organisation(engine, name, this_actor())
+    print_object(organisation_view(made), as_json=as_json)
 
 
-def rename_organisation(
+@command
+async def rename_organisation(
     reference: ReferenceArgument,
     name: Annotated[str, typer.Argument(help="The new name.")],
+    *,
     as_json: JsonOption = False,
-    config: ConfigOption = None,
-    data: DataOption = None,
+    config: ResolvedConfig,
 ) -> None:
     """Rename an organisation."""
-    resolved = running_or_config(config, data)
-
-    async def main() -> None:
-        async with database(resolved) as engine:
-            renamed = await teams.rename_organisation(engine, reference, name, this_actor())
-        show_facts(organisation_view(renamed), as_json=as_json)
-
-    run_async(main)
+    async with database(config) as engine:
+        renamed = await teams.rename_organisation(engine, reference, name, this_actor())
+    print_object(organisation_view(renamed), as_json=as_json)
 
 
-def list_organisations(as_json: JsonOption = False, config: ConfigOption = None, data: DataOption = None) -> None:
+@command
+async def list_organisations(*, as_json: JsonOption = False, config: ResolvedConfig) -> None:
     """List organisations."""
-    resolved = running_or_config(config, data)
-
-    async def main() -> None:
-        async with database(resolved) as engine:
-            found = await teams.list_organisations(engine)
-        if as_json:
-            out.print_json(json.dumps([organisation_view(organisation) for organisation in found]))
-            return
-        rows = ((o.organisation_id, o.name, local_time(o.created_unix_ms)) for o in found)
-        print_table(("id", "name", "created"), rows)
-
-    run_async(main)
+    async with database(config) as engine:
+        found = await teams.list_organisations(engine)
+    print_objects(found, organisation_view, _ORGANISATION_COLUMNS, as_json=as_json)

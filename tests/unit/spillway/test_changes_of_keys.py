@@ -139,6 +139,13 @@ def test_where_no_system_runs_a_change_says_so(folder: Path, change: str) -> Non
     assert done.stderr == f"{NOTE}nats.urls is not set, and no `spillway up` is running in data{TIME}\n"
 
 
+def test_a_name_is_shown_as_it_is(folder: Path) -> None:
+    spillway("teams", "create", "[red]", "--config", "spillway.toml")
+    for command in (("teams", "list"), ("teams", "show", "[red]")):
+        done = spillway(*command, "--config", "spillway.toml")
+        assert (done.exit_code, "[red]" in done.stdout) == (0, True)
+
+
 def test_another_systems_queue_server_is_not_this_ones(folder: Path) -> None:
     """An up of the same folder with another database: its gateways know none of these keys."""
     start_up(folder, f"nats://127.0.0.1:{free_port()}")

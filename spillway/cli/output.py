@@ -1,0 +1,80 @@
+"""What commands print: tables, objects, secrets and times."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Annotated, Any, Final, TypeVar
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from spillway.cli.context import out
+
+TABLE_WIDTH_CHARS: Final = 140
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, as in the admin API.")]
+View = dict[str, Any]  # an object, as the admin API shows it
+
+_Object = TypeVar("_Object")
+
+
+def print_objects(
+    found: Sequence[_Object],
+    view: Callable[[_Object], View],
+    columns: Mapping[str, Callable[[_Object], object]],
+    *,
+    as_json: bool,
+) -> None:
+    """Print objects as JSON, or as a table with these columns."""
+    if as_json:
+        out.print_json(data=[view(one) for one in found])
+    else:
+        print_table(columns, ([str(cell(one)) for cell in columns.values()] for one in found))
+
+
+def print_object(view: View, *, as_json: bool) -> None:
+    """Print an object as JSON, or its non-empty fields as lines."""
+    if as_json:
+        out.print_json(data=view)
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for field, value in view.items():
+        if value is not None and field != "object":
+            table.add_row(field.removesuffix("_unix_ms"), escape(_fact(field, value)))
+    out.print(table)
+
+
+def print_secret(view: View, secret: str, *, as_json: bool) -> None:
+    """Print the secret of an object that has just been made or rotated; as JSON, the object with it."""
+    if as_json:
+        out.print_json(data=view)
+        return
+    out.print(secret, markup=False, soft_wrap=True)
+    out.print(f"[dim]{view['id']}: save it now, it cannot be shown again[/dim]")
+
+
+def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print a table."""
+    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in rows:
+        table.add_row(*map(escape, row))
+    # A pipe has no width, and wrapping by a narrow terminal is better than truncation by rich.
+    Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False).print(table)
+
+
+def local_time(unix_ms: int | None) -> str:
+    """Format a moment in this machine's time zone; empty if there is none."""
+    return "" if unix_ms is None else f"{datetime.fromtimestamp(unix_ms / 1000).astimezone():%Y-%m-%d %H:%M}"
+
+
+def zoned_time(unix_ms: int | None) -> str:
+    """Format a moment with the name of this machine's time zone; empty if there is none."""
+    return "" if unix_ms is None else f"{local_time(unix_ms)} {datetime.fromtimestamp(unix_ms / 1000).astimezone():%Z}"
+
+
+def _fact(field: str, value: object) -> str:
+    if field.endswith("_unix_ms") and isinstance(value, int):
+        return zoned_time(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
