@@ -5,17 +5,18 @@ asymmetric algorithm, is issued for this client, has not expired, and has the no
 """
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import logging
+import secrets
 import time
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from authlib.common.errors import AuthlibBaseError
-from authlib.common.security import generate_token
-from authlib.integrations.httpx_client import AsyncOAuth2Client
 from joserfc import jwt
 from joserfc.errors import InvalidKeyIdError, JoseError
 from joserfc.jwk import KeySet
@@ -24,6 +25,7 @@ from joserfc.jwt import JWTClaimsRegistry
 from console.settings import OidcSettings
 from db.accounts.errors import OidcError
 from protocol.http_client import httpx
+from protocol.wire import UNDECODABLE
 
 DISCOVERY_PATH: Final = "/.well-known/openid-configuration"
 # Never a symmetric one: anyone who knows the issuer's public key could sign with it.
@@ -34,7 +36,7 @@ MAX_DOCUMENT_BYTES: Final = 1024 * 1024
 KEEP_S: Final = 3600.0  # discovery and keys
 NEW_KEYS_GAP_S: Final = 60.0  # between two requests for an unknown key
 CLOCK_LEEWAY_S: Final = 60
-SECRET_CHARS: Final = 48  # 285 random bits; RFC 7636 requires 43 to 128 characters of a verifier
+SECRET_BYTES: Final = 36  # 48 characters of a URL; RFC 7636 requires 43 to 128 of a verifier
 
 UNREACHABLE: Final = "The issuer cannot be reached: try again later."
 
@@ -54,8 +56,8 @@ class AuthorizationRequest:
 class _Issuer:
     """The issuer's endpoints and keys."""
 
-    authorization_endpoint: str
-    token_endpoint: str
+    authorization_endpoint: httpx.URL
+    token_endpoint: httpx.URL
     keys: KeySet
     read_s: float  # monotonic clock
 
@@ -81,12 +83,19 @@ class OidcLogin:
     async def authorization_request(self, redirect_uri: str) -> tuple[str, AuthorizationRequest]:
         """Return the URL to send the browser to, and the secrets of this login. Raises OidcError."""
         issuer = await self._issuer()
-        asked = AuthorizationRequest(*(generate_token(SECRET_CHARS) for _ in range(3)))
-        async with self._client(redirect_uri) as client:
-            url, _ = client.create_authorization_url(
-                issuer.authorization_endpoint, state=asked.state, code_verifier=asked.verifier, nonce=asked.nonce
-            )
-        return str(url), asked
+        asked = AuthorizationRequest(*(secrets.token_urlsafe(SECRET_BYTES) for _ in range(3)))
+        challenge = base64.urlsafe_b64encode(hashlib.sha256(asked.verifier.encode()).digest()).decode().rstrip("=")
+        query = {
+            "response_type": "code",
+            "client_id": self._settings.client_id,
+            "redirect_uri": redirect_uri,
+            "scope": " ".join(self._settings.scopes),
+            "state": asked.state,
+            "nonce": asked.nonce,
+            "code_challenge": challenge,
+            "code_challenge_method": "S256",
+        }
+        return str(issuer.authorization_endpoint.copy_merge_params(query)), asked
 
     async def user(self, asked: AuthorizationRequest, redirect_uri: str, answer: Mapping[str, str]) -> str:
         """Return the user of an answer in the callback's URL. Raises OidcError if they may not log in."""
@@ -102,11 +111,21 @@ class OidcLogin:
 
     async def _id_token(self, asked: AuthorizationRequest, redirect_uri: str, code: str) -> str:
         issuer = await self._issuer()
+        form = {
+            "grant_type": "authorization_code",
+            "code": code,
+            "redirect_uri": redirect_uri,
+            "code_verifier": asked.verifier,
+        }
+        client_id, secret = self._settings.client_id, self._settings.client_secret
+        if secret is None:  # a public client, which names itself
+            form["client_id"] = client_id
+        auth = None if secret is None else (client_id, secret.get_secret_value())
         try:
-            async with self._client(redirect_uri) as client:
-                token = await client.fetch_token(issuer.token_endpoint, code=code, code_verifier=asked.verifier)
-        except (AuthlibBaseError, httpx.HTTPError, ValueError) as error:
-            log.warning("the OIDC issuer returned no token: %s", error)
+            async with asyncio.timeout(self._request_limit_s), self._client() as client:
+                token = await _object(client.stream("POST", issuer.token_endpoint, data=form, auth=auth))
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as error:
+            log.warning("the OIDC issuer returned no token: %r", error)
             raise OidcError("The issuer did not confirm the login.") from error
         id_token = token.get("id_token")
         if not isinstance(id_token, str):
@@ -153,30 +172,31 @@ class OidcLogin:
                 try:
                     async with asyncio.timeout(self._request_limit_s):
                         self._issuer_document = await self._read_issuer()
-                except (httpx.HTTPError, JoseError, KeyError, TimeoutError, TypeError, ValueError) as error:
+                except (
+                    httpx.HTTPError,
+                    httpx.InvalidURL,
+                    JoseError,
+                    KeyError,
+                    TimeoutError,
+                    TypeError,
+                    ValueError,
+                ) as error:
                     self._failed_s = time.monotonic()
                     log.warning("the OIDC issuer cannot be asked: %r", error)
                     raise OidcError(UNREACHABLE) from error
             return self._issuer_document
 
     async def _read_issuer(self) -> _Issuer:
-        async with httpx.AsyncClient(timeout=self._request_limit_s) as client:
-            about = await _document(client, self._settings.issuer.rstrip("/") + DISCOVERY_PATH)
+        async with self._client() as client:
+            about = await _object(client.stream("GET", self._settings.issuer.rstrip("/") + DISCOVERY_PATH))
             if about["issuer"] != self._settings.issuer:
                 raise ValueError(f"auth.oidc.issuer is {self._settings.issuer}, but it says {about['issuer']}")
-            keys = KeySet.import_key_set(await _document(client, about["jwks_uri"]))
-        return _Issuer(about["authorization_endpoint"], about["token_endpoint"], keys, time.monotonic())
+            keys = KeySet.import_key_set(await _object(client.stream("GET", about["jwks_uri"])))
+        authorization, token = httpx.URL(about["authorization_endpoint"]), httpx.URL(about["token_endpoint"])
+        return _Issuer(authorization, token, keys, time.monotonic())
 
-    def _client(self, redirect_uri: str) -> AsyncOAuth2Client:
-        secret = self._settings.client_secret
-        return AsyncOAuth2Client(
-            self._settings.client_id,
-            None if secret is None else secret.get_secret_value(),
-            scope=" ".join(self._settings.scopes),
-            redirect_uri=redirect_uri,
-            code_challenge_method="S256",
-            timeout=self._request_limit_s,
-        )
+    def _client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(timeout=self._request_limit_s, headers={"accept": "application/json"})
 
 
 def allowed_user(settings: OidcSettings, claims: Mapping[str, Any]) -> str:
@@ -197,12 +217,17 @@ def allowed_user(settings: OidcSettings, claims: Mapping[str, Any]) -> str:
     raise OidcError("You are not allowed to log in here.")
 
 
-async def _document(client: httpx.AsyncClient, url: str) -> Any:  # noqa: ANN401  # JSON
-    async with client.stream("GET", url) as response:
-        response.raise_for_status()
-        body = b""
+async def _object(exchange: AbstractAsyncContextManager[httpx.Response]) -> Any:  # noqa: ANN401  # a dict, of JSON
+    """Return the JSON object of an answer. Raises httpx.HTTPError and ValueError."""
+    body = b""
+    async with exchange as response:
         async for part in response.aiter_bytes():
             body += part
             if len(body) > MAX_DOCUMENT_BYTES:
-                raise ValueError(f"{url} is larger than {MAX_DOCUMENT_BYTES} bytes")
-    return msgspec.json.decode(body)
+                raise ValueError(f"{response.url} is larger than {MAX_DOCUMENT_BYTES} bytes")
+    if not response.is_success:
+        raise ValueError(f"{response.url} answered {response.status_code}: {body[:200]!r}")
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except UNDECODABLE as error:
+        raise ValueError(f"{response.url} answered no JSON object: {error}") from error

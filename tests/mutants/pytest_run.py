@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 LIBRARIES = (
-    *("aiosqlite", "alembic.command", "alembic.context", "asyncpg", "authlib", "fastapi", "httpx", "jinja2", "joserfc"),
+    *("aiosqlite", "alembic.command", "alembic.context", "asyncpg", "fastapi", "httpx", "jinja2", "joserfc"),
     *("msgspec", "nats", "numpy", "openai", "prometheus_client", "psutil", "pydantic", "pydantic_settings"),
     *("rich.console", "sqlalchemy.ext.asyncio", "structlog", "tiktoken", "tokenizers", "typer", "uvicorn", "uvloop"),
 )

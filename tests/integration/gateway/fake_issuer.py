@@ -31,6 +31,7 @@ class FakeIssuer:
 
     def __init__(self) -> None:
         self.url = ""
+        self.is_client_public = False
         self.key = RSAKey.generate_key(KEY_BITS, {"kid": "first"})
         self.published: list[RSAKey | ECKey] = [self.key]
         self.claims: dict[str, Any] = {"sub": "u1", "email": "Alice@Example.com", "email_verified": True}
@@ -66,11 +67,10 @@ class FakeIssuer:
     async def _token(self, request: Request) -> JSONResponse:
         form = {name: values[0] for name, values in parse_qs((await request.body()).decode()).items()}
         asked = self._codes.pop(form.get("code", ""), None)
-        basic = base64.b64encode(f"{CLIENT_ID}:{CLIENT_SECRET}".encode()).decode()
         challenge = base64.urlsafe_b64encode(hashlib.sha256(form.get("code_verifier", "").encode()).digest())
         if (
             asked is None
-            or request.headers.get("authorization") != f"Basic {basic}"
+            or not self._is_client(request.headers.get("authorization"), form.get("client_id"))
             or form["redirect_uri"] != asked["redirect_uri"]
             or challenge.decode().rstrip("=") != asked["code_challenge"]
         ):
@@ -79,6 +79,12 @@ class FakeIssuer:
         usual = {"iss": self.url, "aud": CLIENT_ID, "nonce": asked["nonce"], "iat": now_s, "exp": now_s + 300}
         claims = {name: value for name, value in {**usual, **self.claims}.items() if value is not None}
         return JSONResponse({"access_token": "x", "token_type": "Bearer", "id_token": self.sign(claims)})
+
+    def _is_client(self, authorization: str | None, named: str | None) -> bool:
+        if self.is_client_public:
+            return (authorization, named) == (None, CLIENT_ID)
+        basic = base64.b64encode(f"{CLIENT_ID}:{CLIENT_SECRET}".encode()).decode()
+        return (authorization, named) == (f"Basic {basic}", None)
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator["FakeIssuer"]:

@@ -5,7 +5,8 @@ import base64
 import contextlib
 import hmac
 import json
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -29,6 +30,53 @@ CALLBACK = "http://spillway.example/login/oidc/callback"
 async def issuer() -> AsyncIterator[FakeIssuer]:
     async with FakeIssuer().serve() as issuer:
         yield issuer
+
+
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def server_of(answer: Answer) -> AsyncIterator[str]:
+    """A server whose every connection is answered like this; yields its URL."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            head = await reader.readuntil(b"\r\n\r\n")  # all of it is read: otherwise closing is a reset
+            if length := re.search(rb"content-length: (\d+)", head, re.IGNORECASE):
+                await reader.readexactly(int(length[1]))
+            await answer(writer)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def says(status: str, body: bytes) -> Answer:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+
+    return answer
+
+
+def repeats(part: bytes) -> Answer:
+    """Never ends its answer."""
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n")
+        while True:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    return answer
+
+
+async def hangs_up(_writer: asyncio.StreamWriter) -> None:
+    pass
 
 
 def settings_for(issuer: FakeIssuer) -> OidcSettings:
@@ -146,6 +194,12 @@ async def test_another_answer_or_browser_gets_nowhere(issuer: FakeIssuer) -> Non
         await login.user(asked, CALLBACK, {"state": asked.state, "error": "access_denied"})
 
 
+async def test_a_public_client_names_itself_and_sends_no_secret(issuer: FakeIssuer) -> None:
+    issuer.is_client_public = True
+    login = OidcLogin(settings_for(issuer).model_copy(update={"client_secret": None}))
+    assert await log_in(login, issuer) == "alice@example.com"
+
+
 async def test_new_keys_of_the_issuer_are_found(issuer: FakeIssuer) -> None:
     login = OidcLogin(settings_for(issuer))
     assert await log_in(login, issuer) == "alice@example.com"
@@ -170,27 +224,43 @@ async def test_an_issuer_that_never_ends_its_answer_is_given_up_for_all_at_once(
     """All who wanted to log in waited for their turn to ask it, without a limit of the whole."""
     connections = 0
 
-    async def drip(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def drip(writer: asyncio.StreamWriter) -> None:
         nonlocal connections
         connections += 1
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-        with contextlib.suppress(ConnectionError):
-            while True:
-                writer.write(b" ")
-                await writer.drain()
-                await asyncio.sleep(0.05)
+        await repeats(b" ")(writer)
 
-    server = await asyncio.start_server(drip, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    settings = settings_for(issuer).model_copy(update={"issuer": f"http://127.0.0.1:{port}"})
-    login = OidcLogin(settings, request_limit_s=0.5)
-    async with asyncio.timeout(HANGS_S):
+    async with server_of(drip) as url, asyncio.timeout(HANGS_S):
+        settings = settings_for(issuer).model_copy(update={"issuer": url})
+        login = OidcLogin(settings, request_limit_s=0.5)
         answers = await asyncio.gather(
             *(login.authorization_request(CALLBACK) for _ in range(50)), return_exceptions=True
         )
     assert {str(answer) for answer in answers} == {UNREACHABLE}
     assert connections == 1
-    server.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (hangs_up, "disconnected"),
+        (says("200 OK", b"no JSON"), "no JSON object"),
+        (says("200 OK", b'["x"]'), "no JSON object"),
+        (says("500 Oh", b""), "500"),
+        (says("400 Bad Request", b'{"error": "invalid_client"}'), "invalid_client"),
+        (repeats(b" " * 100_000), "larger than"),
+        (repeats(b" "), "TimeoutError"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+async def test_a_token_endpoint_that_gives_no_token_logs_nobody_in(
+    issuer: FakeIssuer, answer: Answer, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with server_of(answer) as url, asyncio.timeout(HANGS_S):
+        issuer.says_of_itself = {"token_endpoint": url}
+        login = OidcLogin(settings_for(issuer), request_limit_s=1.0)
+        with pytest.raises(OidcError, match="did not confirm"):
+            await log_in(login, issuer)
+    assert reason in caplog.text
 
 
 def test_only_those_are_let_in_who_are_allowed() -> None:
