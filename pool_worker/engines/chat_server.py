@@ -10,20 +10,17 @@ between APIs is in ``chat_formats``; the way to them, with its limits and faults
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from engine.errors import RequestRejected
-from engine.step_stats import SequenceClock, StepStats
+from engine.step_stats import SequenceClock
 from engine.text.stop_strings import StopStrings
-from engine.types import EngineCounters, EngineStats, FinishReason, Refusal, SequenceOutput
-from pool_worker.engines.base import Capacity, EngineDiedError
+from engine.types import FinishReason
+from pool_worker.engines.base import Capacity
 from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats import chat_format
 from pool_worker.engines.chat_formats.base import (
@@ -36,10 +33,10 @@ from pool_worker.engines.chat_formats.base import (
 from pool_worker.engines.facts_reader import FactsReader
 from pool_worker.engines.formats.base import default_revision
 from pool_worker.engines.reported_ends import EndReason
-from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_choice import SEED_STRIDE
-from pool_worker.engines.server_connection import AttemptFailed, ServerConnection, Taken
+from pool_worker.engines.server_connection import ServerConnection, Taken
 from pool_worker.engines.server_facts import FactsUnread, FactsWatch, in_use
+from pool_worker.engines.streaming_engine import StreamingEngine
 from pool_worker.settings import AnyChatSettings
 from protocol.generation import SamplingParams
 from protocol.job import PROTOCOL_VERSION, TAKES_MESSAGES, Chat, ChatUsage, ModelCard, Part
@@ -51,12 +48,13 @@ ANY_NAME: Final = frozenset({"sglang", "tgi"})  # of ChatFormat.server: one mode
 log = logging.getLogger(__name__)
 
 
-class ChatServerEngine:
+class ChatServerEngine(StreamingEngine[ChatRequest, "ChatChoice"]):
     """A server or hosted API that takes messages; see ``base.Engine`` for the life cycle."""
 
     takes: Literal["messages"] = TAKES_MESSAGES
 
     def __init__(self, settings: AnyChatSettings) -> None:
+        super().__init__()
         self.name: str = settings.kind
         self._settings = settings
         self._format = chat_format(settings)
@@ -67,18 +65,9 @@ class ChatServerEngine:
         self._connection = ServerConnection(
             settings, self._lose, self._format.auth(), self._format.meant, api_paths=(path,)
         )
+        self.place = self._connection.place
         self._sequences = settings.max_sequences or DEFAULT_SEQUENCES
         self._places = asyncio.Semaphore(self._sequences)
-        self._tasks: dict[str, dict[ChatChoice, asyncio.Task[None]]] = {}  # by request
-        self._ready: deque[SequenceOutput] = deque()  # what the next step yields
-        self._changed = asyncio.Event()
-        self._watching: asyncio.Task[None] | None = None
-        self._death: EngineDiedError | None = None
-        self._running: set[ChatChoice] = set()
-        self._waiting = 0
-        self._counters = EngineCounters()
-        self._stats = StepStats()
-        self._is_stopped = False
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -92,7 +81,7 @@ class ChatServerEngine:
             await self._watch_facts()
             self._watching = asyncio.create_task(self._connection.watch(health_path), name="server health")
         length = self._settings.max_model_len
-        log.info("%s at %s serves %s", self.name, self._connection.place, self._settings.model)
+        log.info("%s at %s serves %s", self.name, self.place, self._settings.model)
         return Capacity(self._sequences, self._sequences * length, length)
 
     async def _watch_facts(self) -> None:
@@ -107,15 +96,11 @@ class ChatServerEngine:
             log.info("a change of the server will not be noticed: %s", error)
             return
         if model is not None and facts.model != model:
-            log.warning("%s does not serve %s; it serves: %s", self._connection.place, model, facts.model)
+            log.warning("%s does not serve %s; it serves: %s", self.place, model, facts.model)
             return
         before = in_use(facts, self._settings.max_model_len, self._sequences)
         self.facts_watch = FactsWatch(lambda: reader.read(model), before, self._settings.facts_period_s)
         self._connection.facts_watch = self.facts_watch
-
-    def _lose(self, reason: str) -> None:
-        self._death = EngineDiedError(f"{self._connection.place} is lost: {reason}")
-        self._changed.set()
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
         """Return None: it has no tokenizer, so gateways count by their own configuration."""
@@ -131,35 +116,10 @@ class ChatServerEngine:
         )
         return card, b""
 
-    async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
-        """Return what has come from all streams since the last step."""
-        while not self._is_stopped:
-            if self._ready:
-                outputs = list(self._ready)
-                self._ready.clear()
-                yield outputs
-            if self._death is not None:
-                raise self._death
-            await self._changed.wait()
-            self._changed.clear()
+    def _kv_usage(self, live: "Sequence[ChatChoice]") -> float:
+        return len(live) / self._sequences
 
-    def stats(self) -> EngineStats:
-        """Return statistics for the worker's heartbeats."""
-        usage = len(self._running) / self._sequences
-        return self._stats.snapshot(
-            running=len(self._running), waiting=self._waiting, kv_usage=usage, counters=self._counters
-        )
-
-    async def stop(self) -> None:
-        """Stop everything and free its resources."""
-        self._is_stopped = True
-        self._changed.set()
-        tasks = {task for running in self._tasks.values() for task in running.values()}
-        if self._watching is not None:
-            tasks.add(self._watching)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _disconnect(self) -> None:
         await self._connection.close()
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -171,91 +131,31 @@ class ChatServerEngine:
         chat, params, dropped = without_unsupported(request.chat, request.sampling, self._format)
         return replace(request, chat=chat, sampling=params), dropped
 
-    def submit(self, request: ChatRequest) -> None:
-        """Accept a request without blocking."""
-        try:
-            choices = self._choices(request)
-        except RequestRejected as error:
-            self._put(Refusal.of(request.request_id, error))
-            return
-        self._tasks[request.request_id] = tasks = {}
-        for choice in choices:
-            tasks[choice] = task = asyncio.create_task(self._run(choice), name=choice.request_id)
-            task.add_done_callback(lambda _, choice=choice: self._forget(choice))  # type: ignore[misc]  # bound now
-
     def _choices(self, request: ChatRequest) -> "list[ChatChoice]":
-        if request.request_id in self._tasks:
-            raise RequestRejected("request_id", f"{request.request_id!r} is already running")
         refuse_unknown(request.chat, request.sampling, self._format)
         points = {point.index: point for point in request.resume}
         live = [index for index in range(request.sampling.n) if not (index in points and points[index].is_complete)]
         return [ChatChoice(request, points.get(index) or ChatPoint(index, "", 0)) for index in live]
 
-    def cancel(self, request_id: str) -> None:
-        """Cancel a request; unknown ids are ignored."""
-        for choice, task in self._tasks.get(request_id, {}).items():
-            if not choice.has_ended:
-                self._put(choice.broken_off("cancelled"))
-            task.cancel()
-
-    def _put(self, output: SequenceOutput) -> None:
-        self._ready.append(output)
-        self._changed.set()
-
-    def _forget(self, choice: "ChatChoice") -> None:
-        tasks = self._tasks[choice.request_id]
-        del tasks[choice]
-        if not tasks:
-            del self._tasks[choice.request_id]
-
     # --- one choice ---------------------------------------------------------------------------------------------------
 
-    async def _run(self, choice: "ChatChoice") -> None:
-        try:
-            await self._generate(choice)
-        except ServerBusy as error:
-            choice.has_ended = True
-            self._put(Busy.of(choice.request_id, choice.index, error))
-        except AttemptFailed as error:
-            # Once it has said why it ended, nothing is missing but perhaps its usage.
-            self._put(choice.end() if choice.ended_by else choice.broken_off("error", str(error)))
-        except RequestRejected as error:
-            self._put(Refusal.of(choice.request_id, error))
-        except Exception as error:  # whatever one stream does, the others go on
-            log.exception("a stream of %s failed", choice.request_id)
-            self._put(choice.broken_off("error", repr(error)))
+    def _failed(self, choice: "ChatChoice", error: str) -> ChatOutput:
+        # Once it has said why it ended, nothing is missing but perhaps its usage.
+        return choice.finish() if choice.ended_by else choice.end("error", error)
 
     async def _generate(self, choice: "ChatChoice") -> None:
         ask = choice.ask(self._settings.model)
         path, body = self._format.path(ask), self._format.body(ask)
         answer = _Answer(choice, self._format.reader(ask), self._take)
-        self._waiting += 1
-        try:
-            await self._places.acquire()
-        finally:
-            self._waiting -= 1
-        with self._place_of(choice):
+        async with self._turn(choice):
             await self._connection.stream(path, body, self._format.framing, answer)
-        self._put(choice.end())
-
-    @contextlib.contextmanager
-    def _place_of(self, choice: "ChatChoice") -> Iterator[None]:
-        self._running.add(choice)
-        choice.clock.scheduled_s = time.monotonic()
-        self._counters.prompt_tokens += choice.prompt_tokens
-        try:
-            yield
-        finally:
-            self._running.discard(choice)
-            self._places.release()
+        self._put(choice.finish())
 
     def _take(self, choice: "ChatChoice", delta: ChatDelta) -> None:
         output = choice.take(delta)
         if output is None:
             return
-        self._stats.record_tokens([choice.clock], time.monotonic())
-        self._stats.step_tokens.observe(output.tokens)
-        self._counters.generated_tokens += output.tokens
+        self._count(choice, output.tokens)
         output.timings = choice.clock.timings()
         self._put(output)
 
@@ -362,7 +262,7 @@ class ChatChoice:
     def _content(text: str) -> Sequence[Part]:
         return [Part("text", text)] if text else []
 
-    def end(self) -> ChatOutput:
+    def finish(self) -> ChatOutput:
         """End as the server has said, with its counts or, where it gives none, ours."""
         self.has_ended = True
         usage = self.usage or ChatUsage("estimate", self.prompt_tokens, self._reported_tokens)
@@ -371,7 +271,7 @@ class ChatChoice:
         output.cached_tokens, output.timings = usage.cached_tokens, self.clock.timings()
         return output
 
-    def broken_off(self, reason: FinishReason, error: str | None = None) -> ChatOutput:
+    def end(self, reason: FinishReason, error: str | None = None) -> ChatOutput:
         """End without an end."""
         self.has_ended = True
         output = self._output()

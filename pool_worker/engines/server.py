@@ -10,20 +10,16 @@ worker's jobs go elsewhere.
 """
 
 import asyncio
-import contextlib
 import logging
-import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from engine.admission import check_request
 from engine.errors import RequestRejected
 from engine.pooling.pooling_types import PoolingRequest
-from engine.step_stats import StepStats
 from engine.text.detokenizer import TokenText
-from engine.types import EngineCounters, EngineInfo, EngineStats, GenerationRequest, Refusal, SequenceOutput
+from engine.types import EngineInfo, GenerationRequest
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.formats.base import (
     Delta,
@@ -34,10 +30,10 @@ from pool_worker.engines.formats.base import (
     refuse_unknown,
     without_optional_grammar,
 )
-from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_choice import ServerChoice
 from pool_worker.engines.server_connection import AttemptFailed
 from pool_worker.engines.server_facts import FactsWatch, in_use
+from pool_worker.engines.streaming_engine import StreamingEngine
 from pool_worker.engines.text_tokens import TextTokens, UnwritableError
 from pool_worker.engines.token_source import TokenSource
 from pool_worker.engines.tokenizer_folder import TokenizerFolder, TokenizerFolderError
@@ -48,16 +44,18 @@ from protocol.nats.objects import tokenizer_object_name
 log = logging.getLogger(__name__)
 
 
-class ServerEngine:
+class ServerEngine(StreamingEngine[GenerationRequest | PoolingRequest, ServerChoice]):
     """An inference server as an engine; see ``base.Engine`` for the life cycle."""
 
     def __init__(
         self, settings: TokenServerSettings, source_of: Callable[[Callable[[str], None]], TokenSource]
     ) -> None:
         """``source_of`` makes the way to the server; it is given what to call, with the reason, where that is lost."""
+        super().__init__()
         self.name: str = settings.kind
         self._settings = settings
         self._source = source = source_of(self._lose)
+        self.place = source.place
         self._abilities = source.abilities
         self._tokenizer: TokenizerFolder
         self._tokens: TokenText
@@ -69,17 +67,6 @@ class ServerEngine:
         self.counted_by: CountedBy = "engine" if self._abilities.answers_in == "ids" else "estimate"
         self.honoured: frozenset[str]  # fields of SamplingParams that are honoured
         self.facts_watch: FactsWatch | None = None
-        self._places: asyncio.Semaphore
-        self._tasks: dict[str, dict[ServerChoice, asyncio.Task[None]]] = {}  # by request
-        self._ready: deque[SequenceOutput] = deque()  # what the next step yields
-        self._changed = asyncio.Event()
-        self._watching: asyncio.Task[None] | None = None
-        self._death: EngineDiedError | None = None
-        self._running: set[ServerChoice] = set()
-        self._waiting = 0
-        self._counters = EngineCounters()
-        self._stats = StepStats()
-        self._is_stopped = False
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -98,7 +85,7 @@ class ServerEngine:
         self.honoured = done_here(self._abilities.answers_in) | (facts.honoured or self._abilities.honoured)
         lengths = [one for one in (settings.max_model_len, facts.max_model_len) if one is not None]
         if not lengths:
-            raise EngineDiedError(f"engine.max_model_len: required, since {self._source.place} does not tell")
+            raise EngineDiedError(f"engine.max_model_len: required, since {self.place} does not tell")
         length = min(lengths)  # more than the server takes would be refused to callers
         sequences = settings.max_sequences or facts.max_sequences or 64
         kv_tokens = settings.max_kv_tokens or facts.max_kv_tokens or sequences * length
@@ -118,7 +105,7 @@ class ServerEngine:
         log.info(
             "%s at %s serves %s: %d sequences of %d tokens",
             self.name,
-            self._source.place,
+            self.place,
             facts.model,
             sequences,
             length,
@@ -139,10 +126,6 @@ class ServerEngine:
             return self._source.continues
         return self._abilities.answers_in == "ids" or self._abilities.keeps_blanks or text.keeps_blanks()
 
-    def _lose(self, reason: str) -> None:
-        self._death = EngineDiedError(f"{self._source.place} is lost: {reason}")
-        self._changed.set()
-
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
         """Return the card of ``model`` and its tokenizer.json."""
         tokenizer_json = self._tokenizer.backend_tokenizer.to_str().encode()
@@ -160,61 +143,17 @@ class ServerEngine:
         )
         return card, tokenizer_json
 
-    async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
-        """Return what has come from all streams since the last step."""
-        while not self._is_stopped:
-            if self._ready:
-                outputs = list(self._ready)
-                self._ready.clear()
-                yield outputs
-            if self._death is not None:
-                raise self._death
-            await self._changed.wait()
-            self._changed.clear()
+    def _kv_usage(self, live: Sequence[ServerChoice]) -> float:
+        return min(1.0, sum(choice.total_tokens for choice in live) / self._info.kv_tokens)
 
-    def stats(self) -> EngineStats:
-        """Return statistics for the worker's heartbeats."""
-        live = [choice for choice in self._running if choice.text.finish_reason is None]
-        usage = min(1.0, sum(choice.total_tokens for choice in live) / self._info.kv_tokens)
-        return self._stats.snapshot(running=len(live), waiting=self._waiting, kv_usage=usage, counters=self._counters)
-
-    async def stop(self) -> None:
-        """Stop everything and free its resources."""
-        self._is_stopped = True
-        self._changed.set()
-        tasks = {task for running in self._tasks.values() for task in running.values()}
-        if self._watching is not None:
-            tasks.add(self._watching)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _disconnect(self) -> None:
         await self._source.close()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest | PoolingRequest) -> None:
-        """Accept a request without blocking."""
-        try:
-            choices = self._choices(request)
-        except RequestRejected as error:
-            self._put(Refusal.of(request.request_id, error))
-            return
-        self._tasks[request.request_id] = tasks = {}
-        for choice in choices:
-            output = choice.replay()
-            if output is not None:
-                self._put(output)
-            if choice.text.finish_reason is None:
-                tasks[choice] = task = asyncio.create_task(self._run(choice), name=choice.request_id)
-                task.add_done_callback(lambda _, choice=choice: self._forget(choice))  # type: ignore[misc]  # bound now
-        if not tasks:
-            del self._tasks[request.request_id]
-
     def _choices(self, request: GenerationRequest | PoolingRequest) -> list[ServerChoice]:
         if not isinstance(request, GenerationRequest):
             raise RequestRejected("model", "this pool's server makes text and nothing else")
-        if request.request_id in self._tasks:
-            raise RequestRejected("request_id", f"{request.request_id!r} is already running")
         check_request(request, self._info)
         request = without_optional_grammar(request, self._abilities.grammars)
         params = request.sampling
@@ -222,51 +161,19 @@ class ServerEngine:
         if params.grammar is not None and any(point.token_ids for point in request.resume):
             # The server would begin the grammar again in the middle of the answer.
             raise RequestRejected(params.grammar.field, "this pool's server cannot go on with a half-made answer to it")
-        return [ServerChoice(request, index, self._tokens, self._tokenizer.eos_ids) for index in range(params.n)]
-
-    def cancel(self, request_id: str) -> None:
-        """Cancel a request; unknown ids are ignored."""
-        for choice, task in self._tasks.get(request_id, {}).items():
-            if choice.text.finish_reason is None:
-                self._put(choice.end("cancelled"))
-            task.cancel()
-
-    def _put(self, output: SequenceOutput) -> None:
-        self._ready.append(output)
-        self._changed.set()
-
-    def _forget(self, choice: ServerChoice) -> None:
-        tasks = self._tasks[choice.request_id]
-        del tasks[choice]
-        if not tasks:
-            del self._tasks[choice.request_id]
+        choices = [ServerChoice(request, index, self._tokens, self._tokenizer.eos_ids) for index in range(params.n)]
+        for choice in choices:
+            if (output := choice.replay()) is not None:
+                self._put(output)
+        return choices
 
     # --- one choice ---------------------------------------------------------------------------------------------------
-
-    async def _run(self, choice: ServerChoice) -> None:
-        try:
-            await self._generate(choice)
-        except ServerBusy as error:
-            choice.end("error")
-            self._put(Busy.of(choice.request_id, choice.index, error))
-        except AttemptFailed as error:
-            self._put(choice.end("error", str(error)))
-        except RequestRejected as error:
-            self._put(Refusal.of(choice.request_id, error))
-        except Exception as error:  # whatever one stream does, the others go on
-            log.exception("a stream of %s failed", choice.request_id)
-            self._put(choice.end("error", repr(error)))
 
     async def _generate(self, choice: ServerChoice) -> None:
         if choice.params.max_tokens == 0:
             self._put(choice.end("length"))
             return
-        self._waiting += 1
-        try:
-            await self._places.acquire()
-        finally:
-            self._waiting -= 1
-        with self._place_of(choice):
+        async with self._turn(choice):
             await self._source.stream(self._ask(choice), lambda delta: self._take(choice, delta))
 
     def _ask(self, choice: ServerChoice) -> ServerRequest:
@@ -277,24 +184,11 @@ class ServerEngine:
         except UnwritableError as error:
             raise AttemptFailed(str(error)) from error
 
-    @contextlib.contextmanager
-    def _place_of(self, choice: ServerChoice) -> Iterator[None]:
-        self._running.add(choice)
-        choice.clock.scheduled_s = time.monotonic()
-        self._counters.prompt_tokens += choice.prompt_tokens
-        try:
-            yield
-        finally:
-            self._running.discard(choice)
-            self._places.release()
-
     def _take(self, choice: ServerChoice, delta: Delta) -> bool:
         """Take an event; return whether the choice has ended."""
         output = choice.take(delta)
         if output is not None:
             if output.token_ids:
-                self._stats.record_tokens([choice.clock], time.monotonic())
-                self._stats.step_tokens.observe(len(output.token_ids))
-                self._counters.generated_tokens += len(output.token_ids)
+                self._count(choice, len(output.token_ids))
             self._put(output)
-        return choice.text.finish_reason is not None
+        return choice.has_ended

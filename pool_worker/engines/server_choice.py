@@ -45,6 +45,11 @@ class ServerChoice:
         return self.prompt_tokens + self.text.produced_tokens
 
     @property
+    def has_ended(self) -> bool:
+        """True once its end has been reported."""
+        return self.text.finish_reason is not None
+
+    @property
     def is_resumed(self) -> bool:
         """True if another worker has begun it."""
         return bool(self._resumed_ids)
