@@ -46,7 +46,8 @@ from benchmarks.peers.two_servers import (
 )
 from benchmarks.scripted_answers import ScriptedAnswers
 from gateway.batches.store import OVER
-from spillway.children import die_with_parent, stop_process
+from protocol.process import stop_process
+from spillway.children import die_with_parent
 
 PATH: Final = "/v1/chat/completions"
 SHAPE: Final = EngineShape(slots=32, token_ms=50)

@@ -4,26 +4,26 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Final
 
 from pool_worker import engines, notices
 from pool_worker.drain import Stop
 from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError
-from pool_worker.engines.sidecar.restarts import Restarts
 from pool_worker.settings import ServerEngineSettings, WorkerSettings
 from pool_worker.worker import OnReady, Worker
 from protocol import process, subjects
 from protocol.nats.access import WORKERS_API, access_options, worker_role
 from protocol.nats.bus import API, Bus
-from protocol.process import on_stop_signals, wait_for
+from protocol.process import Restarts, on_stop_signals, unless_set, wait_for
 
 if TYPE_CHECKING:
     from pool_worker.traces import AttemptTraces
 
-log = logging.getLogger(__name__)
+RESTART_WINDOW_S: Final = 1800.0  # a large model loads for minutes
+FIRST_RESTART_WAIT_S: Final = 0.1
 
-_Result = TypeVar("_Result")
+log = logging.getLogger(__name__)
 
 
 async def run(settings: WorkerSettings, on_ready: OnReady | None = None) -> None:
@@ -44,7 +44,7 @@ async def _live(settings: WorkerSettings, stop: Stop, on_ready: OnReady | None) 
     engine = settings.engine
     restarts = None
     if isinstance(engine, ServerEngineSettings) and engine.exec is not None:
-        restarts = Restarts(engine.exec_restarts)
+        restarts = Restarts(engine.exec_restarts, RESTART_WINDOW_S, FIRST_RESTART_WAIT_S)
     for life in itertools.count(1):
         # Each life is a worker of its own: what is said of the one that died is not meant for the next.
         own = settings if life == 1 else settings.model_copy(update={"worker_id": f"{settings.worker_id}-{life}"})
@@ -53,7 +53,10 @@ async def _live(settings: WorkerSettings, stop: Stop, on_ready: OnReady | None) 
         except EngineDiedError as death:
             if restarts is None or stop.requested.is_set():
                 raise
-            wait_s = restarts.wait_s_after(death)
+            wait_s = restarts.wait_s()
+            if wait_s is None:
+                times = f"{restarts.most + 1} deaths within {restarts.window_s:g} s"
+                raise EngineDiedError(f"given up after {times}, the last: {death}") from death
             log.error("%s; starting the server again in %.1f s", death, wait_s)  # noqa: TRY400  # no bug of ours
             if not await wait_for(stop.requested, wait_s):
                 continue
@@ -63,10 +66,10 @@ async def _live(settings: WorkerSettings, stop: Stop, on_ready: OnReady | None) 
 async def _live_once(settings: WorkerSettings, stop: Stop, on_ready: OnReady | None) -> None:
     engine = engines.create(settings.engine)
     try:
-        capacity = await _unless_stopped(stop, engine.start())
+        capacity = await unless_set(stop.requested, engine.start())
         if capacity is None:
             return
-        bus = await _unless_stopped(stop, connect(settings))
+        bus = await unless_set(stop.requested, connect(settings))
         if bus is None:
             return
         try:
@@ -111,18 +114,6 @@ async def _traces(settings: WorkerSettings) -> AsyncIterator["AttemptTraces | No
         yield AttemptTraces(tracing, settings)
     finally:
         await tracing.close()
-
-
-async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-    """Do the work; None if the process is asked to stop before it is done."""
-    working = asyncio.create_task(work)
-    stop_requested = asyncio.create_task(stop.requested.wait())
-    await asyncio.wait({working, stop_requested}, return_when=asyncio.FIRST_COMPLETED)
-    stop_requested.cancel()
-    if working.done():
-        return working.result()
-    working.cancel()
-    return None
 
 
 async def _serve(

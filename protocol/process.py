@@ -5,17 +5,24 @@ import contextlib
 import ctypes
 import gc
 import ipaddress
+import logging
 import os
 import random
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 #
@@ -141,6 +148,19 @@ async def wait_for(event: asyncio.Event, limit_s: float) -> bool:
         return event.is_set()
 
 
+async def unless_set(stop: asyncio.Event, work: Awaitable[_Result]) -> _Result | None:
+    """Do the work; None if ``stop`` is set before it is done. Raises what the work raises."""
+    working = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        stopped.cancel()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
 @contextlib.contextmanager
 def calling_once(event: asyncio.Event, callback: Callable[[], object]) -> Iterator[None]:
     """Call back, should the event be set meanwhile."""
@@ -209,19 +229,78 @@ def return_large_memory() -> None:
 
 # --- children ---------------------------------------------------------------------------------------------------------
 #
-# Processes that we start: how they ended, and their environments.
+# Processes that we start: their environments, how they are ended, how they ended, and how often they may.
 #
 # Ours holds the database's password, the pepper and the queue's credentials.
 #
 # ``plain_environment``       a process that reads what a caller or a worker has sent: only what an interpreter needs
 # ``without_own_variables``   an operator's program, which has variables of its own in ours: all but Spillway's
 
+KILLED_LIMIT_S: Final = 5.0  # for a killed process to be gone
+LONGEST_RESTART_WAIT_S: Final = 60.0
 OWN_VARIABLES: Final = "SPILLWAY_"
 # Where programs and libraries lie, and how texts, times and temporary files are dealt with.
 _PLAIN: Final = (
     "PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
     "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX",
 )  # fmt: skip
+
+
+async def stop_process(
+    process: asyncio.subprocess.Process,
+    name: str,
+    limit_s: float,
+    ask: Callable[[], object] | None = None,
+    *,
+    killed_limit_s: float = KILLED_LIMIT_S,
+) -> None:
+    """Ask a process to end, by SIGTERM or as ``ask`` does, and kill it after ``limit_s``.
+
+    asyncio waits for the end of its pipes, too, which another process may hold: for ``killed_limit_s`` at most.
+    """
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        (ask or process.terminate)()
+    if await _has_ended(process, limit_s):
+        return
+    log.warning("%s did not end within %g s: killing it", name, limit_s)
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    if not await _has_ended(process, killed_limit_s):
+        log.warning("%s was killed, and its output is still open after %g s", name, killed_limit_s)
+
+
+async def _has_ended(process: asyncio.subprocess.Process, limit_s: float) -> bool:
+    try:
+        async with asyncio.timeout(limit_s):
+            await process.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+class Restarts:
+    """Counts how often one process has died, so that one that dies again and again is given up."""
+
+    def __init__(
+        self, most: int, window_s: float, first_wait_s: float, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``most``: restarts within ``window_s``. ``first_wait_s``: before the first; doubled for each further one."""
+        self.most = most
+        self.window_s = window_s
+        self._first_wait_s = first_wait_s
+        self._clock_s = clock_s
+        self._deaths_s: deque[float] = deque(maxlen=most)
+
+    def wait_s(self) -> float | None:
+        """Count a death; return how long to wait before the next start. None: it has died too often."""
+        now_s = self._clock_s()
+        recent = sum(now_s - death_s < self.window_s for death_s in self._deaths_s)
+        if recent == self.most:
+            return None
+        self._deaths_s.append(now_s)
+        return min(LONGEST_RESTART_WAIT_S, self._first_wait_s * 2.0**recent)
 
 
 def ending(code: int) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from protocol.errors import ExpectedError
-from protocol.process import ending
+from protocol.process import Restarts, ending, stop_process
 from spillway import IS_WHEEL
 
 READY_LIMIT_S: Final = 120.0  # a worker may have a large model to load
@@ -33,8 +33,6 @@ RESOLVED_CONFIG_NAME: Final = "config.json"
 
 # The user's folder may hold a spillway.py or a json.py, which are none of ours; a checkout may be that folder.
 PYTHON: Final = (sys.executable, "-P") if IS_WHEEL else (sys.executable,)
-
-log = logging.getLogger(__name__)
 
 
 def run_dir_of(data_dir: Path) -> Path:
@@ -196,30 +194,14 @@ class Child:
 
 async def keep_running(child: RestartableChild, announce: Callable[[str], None]) -> None:
     """Restart a child whenever it ends. Raises ChildError once it dies too often."""
-    deaths: deque[float] = deque(maxlen=MAX_RESTARTS_PER_WINDOW)
+    restarts = Restarts(MAX_RESTARTS_PER_WINDOW, RESTART_WINDOW_S, FIRST_RESTART_WAIT_S)
     while True:
         code = await child.wait()
-        now_s = time.monotonic()
-        recent = [death for death in deaths if now_s - death < RESTART_WINDOW_S]
-        if len(recent) == MAX_RESTARTS_PER_WINDOW:
+        wait_s = restarts.wait_s()
+        if wait_s is None:
             raise ChildError(
-                f"{child.name} died {len(recent) + 1} times within {RESTART_WINDOW_S:g} s:\n  {child.last_lines()}"
+                f"{child.name} died {restarts.most + 1} times within {restarts.window_s:g} s:\n  {child.last_lines()}"
             )
-        deaths.append(now_s)
         announce(f"{child.name} ended with {ending(code)}; restarting it (its log: {child.log_path})")
-        await asyncio.sleep(FIRST_RESTART_WAIT_S * 2 ** len(recent))
+        await asyncio.sleep(wait_s)
         await child.start()
-
-
-async def stop_process(process: asyncio.subprocess.Process, name: str, limit_s: float) -> int:
-    """End a process by SIGTERM, or by SIGKILL after ``limit_s``; return its exit code."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(limit_s):
-                await process.wait()
-        except TimeoutError:
-            log.warning("%s did not end within %g s after SIGTERM: killing it", name, limit_s)
-            process.kill()
-    return await process.wait()

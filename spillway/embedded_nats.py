@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Final
 
 from protocol.errors import ExpectedError
-from protocol.process import ending
-from spillway.children import die_with_parent, stop_process
+from protocol.process import ending, stop_process
+from spillway.children import die_with_parent
 from spillway.data_folder import write_private
 
 START_LIMIT_S: Final = 15.0

@@ -28,7 +28,7 @@ from db.accounts.principal import INFERENCE, METRICS
 from db.accounts.token import load_or_create_pepper
 from db.engine import create_engine
 from protocol.errors import ExpectedError
-from protocol.process import in_url, on_stop_signals
+from protocol.process import in_url, on_stop_signals, unless_set
 from spillway.children import Child, RestartableChild, keep_running, resolved_config_path, run_dir_of
 from spillway.config import Config
 from spillway.config_values import revealed
@@ -262,13 +262,13 @@ async def _run_processes(
         running = await prepare()
         for child in others:
             await child.start()
-        ready = asyncio.create_task(all_ready(), name="wait-for-children")
-        if not await _unless_stopped(ready, shutdown.requested):
+        facts = await unless_set(shutdown.requested, all_ready())
+        if facts is None:
             return
-        on_ready(running, ready.result())
+        on_ready(running, facts)
         processes: list[RestartableChild] = [*children, *([nats] if nats else [])]
         kept = asyncio.gather(*(keep_running(process, say) for process in processes))
-        await _unless_stopped(kept, shutdown.requested)
+        await unless_set(shutdown.requested, kept)
     finally:
         if gateway.pid:
             say(f"stopping: running requests have {gateway.stop_limit_s:g} s to end; Ctrl-C again ends them now")
@@ -311,22 +311,6 @@ def _task_of(model: str, config: Config, facts: list[dict[str, Any]]) -> str:
     """Return the task that the model's workers report; "generate" where this machine has no such worker."""
     pools = {name for name, pool in config.pools.items() if model in pool.models}
     return next((str(one["task"]) for one in facts if one.get("pool") in pools), "generate")
-
-
-async def _unless_stopped(work: asyncio.Future[Any], stop: asyncio.Event) -> bool:
-    """Await ``work`` unless ``stop`` is set first; return whether it is done. Raises its exception."""
-    stopped = asyncio.create_task(stop.wait(), name="wait-for-stop")
-    try:
-        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            await work
-            return True
-        return False
-    finally:
-        stopped.cancel()
-        work.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await work if not work.done() else None
 
 
 def _base_url(config: Config) -> str:

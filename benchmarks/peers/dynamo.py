@@ -18,7 +18,8 @@ import numpy as np
 
 from benchmarks.peers import pinned
 from benchmarks.ports import free_port, wait_until_listening
-from spillway.children import die_with_parent, stop_process
+from protocol.process import stop_process
+from spillway.children import die_with_parent
 from spillway.embedded_nats import USER, EmbeddedNats
 
 MODEL: Final = Path(__file__).resolve().parents[2] / "models" / "spillway-demo"  # for its tokenizer and template

@@ -15,7 +15,8 @@ from typing import Final
 
 from benchmarks.peers import pinned
 from benchmarks.ports import free_port, wait_until_listening
-from spillway.children import die_with_parent, stop_process
+from protocol.process import stop_process
+from spillway.children import die_with_parent
 
 BACKEND_PROGRAM: Final = Path(__file__).with_name("fake_backend.py")
 MASTER_KEY: Final = "sk-benchmark"

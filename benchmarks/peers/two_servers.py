@@ -18,7 +18,8 @@ from typing import Any, Final, Protocol
 from benchmarks.peers import litellm
 from benchmarks.ports import free_port, wait_until_listening
 from benchmarks.spillway_under_test import RunningSpillway, running
-from spillway.children import die_with_parent, stop_process
+from protocol.process import stop_process
+from spillway.children import die_with_parent
 
 RESTART_WAIT_S: Final = 1.0
 START_LIMIT_S: Final = 60.0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from pool_worker.engines.base import EngineDiedError
-from protocol.process import PORT_PLACE, ending, without_own_variables
+from protocol.process import PORT_PLACE, ending, stop_process, without_own_variables
 
 KEEPER: Final = Path(__file__).with_name("keeper.py")
 KEEPER_MARGIN_S: Final = 5.0  # past the server's own limit, for the keeper to bury it
@@ -73,14 +73,9 @@ class ServerProcess:
         if keeper is None:
             return
         assert keeper.stdin is not None  # noqa: S101  # asked for above
-        keeper.stdin.close()
-        try:
-            async with asyncio.timeout(self._stop_limit_s + self._keeper_margin_s):
-                await keeper.wait()
-        except TimeoutError:
-            log.warning("the server did not end; its keeper is killed")
-            keeper.kill()  # which kills the server
-            await keeper.wait()
+        margin_s = self._keeper_margin_s
+        limit_s = self._stop_limit_s + margin_s
+        await stop_process(keeper, "the server", limit_s, keeper.stdin.close, killed_limit_s=margin_s)
         if self._copying is not None:
             self._copying.cancel()
             await asyncio.wait({self._copying})

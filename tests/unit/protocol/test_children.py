@@ -1,8 +1,15 @@
-"""How the end of a process is told."""
+"""Processes that we start: how they are ended, how their end is told, and how often they may die."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
 
 import pytest
 
-from protocol.process import ending
+from protocol.process import Restarts, ending, stop_process
+from tests.waiting import HANGS_S
 
 
 @pytest.mark.parametrize(
@@ -11,3 +18,59 @@ from protocol.process import ending
 )
 def test_an_end_is_named_by_its_code_or_its_signal(code: int, said: str) -> None:
     assert ending(code) == said
+
+
+async def start(code: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-S", "-c", code), stdout=asyncio.subprocess.PIPE, env={}
+    )
+
+
+async def first_line(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    return (await process.stdout.readline()).decode().strip()
+
+
+@pytest.mark.parametrize("ignored", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN); "])
+async def test_a_process_ends_by_its_signal_or_is_killed(ignored: str) -> None:
+    process = await start(f"import signal, time; {ignored}print('started', flush=True); time.sleep(600)")
+    assert await first_line(process) == "started"
+    await stop_process(process, "it", 0.1 if ignored else HANGS_S)
+    assert process.returncode == (-signal.SIGKILL if ignored else -signal.SIGTERM)
+    await stop_process(process, "it", HANGS_S)  # again
+
+
+async def test_a_killed_process_whose_output_another_one_holds_is_not_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """asyncio waits for the end of its pipes, too: a worker hung for as long as the other process lived."""
+    process = await start(
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); child = os.fork()\n"
+        "if child: print(child, flush=True)\n"
+        "time.sleep(600)"
+    )
+    child = int(await first_line(process))
+    try:
+        async with asyncio.timeout(HANGS_S):
+            await stop_process(process, "it", 0.1, killed_limit_s=0.1)
+        assert process.returncode == -signal.SIGKILL
+        assert "its output is still open" in caplog.text
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        assert process.stdout is not None
+        await process.stdout.read()  # to its end, which closes the pipe
+
+
+def test_deaths_are_counted_within_a_window() -> None:
+    now_s = 0.0
+    restarts = Restarts(2, 60.0, 0.5, lambda: now_s)
+    assert [restarts.wait_s(), restarts.wait_s(), restarts.wait_s()] == [0.5, 1.0, None]
+    now_s = 60.0
+    assert restarts.wait_s() == 0.5  # from the beginning
+    assert Restarts(0, 60.0, 0.5).wait_s() is None
+
+
+def test_the_wait_before_a_restart_has_a_limit() -> None:
+    restarts = Restarts(20, 1800.0, 0.5, lambda: 0.0)
+    assert max(restarts.wait_s() or 0.0 for _ in range(20)) == 60.0

@@ -12,7 +12,6 @@ import pytest
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.sidecar import keeper
 from pool_worker.engines.sidecar.process import LOG_BURST_S, LOG_LINE_BYTES, LOG_LINES_PER_S, LogLines, ServerProcess
-from pool_worker.engines.sidecar.restarts import WINDOW_S, Restarts
 
 
 async def run(code: str) -> EngineDiedError:
@@ -105,15 +104,3 @@ def test_a_server_whose_keeper_is_gone_before_it_is_tied_to_it_ends() -> None:
     for whose, outcome in (("__import__('os').getppid()", (0, b"lives\n")), (nobody, (-signal.SIGKILL, b""))):
         ended = subprocess.run([sys.executable, "-c", code.format(whose)], capture_output=True, check=False)
         assert (ended.returncode, ended.stdout) == outcome
-
-
-def test_deaths_are_counted_within_a_window() -> None:
-    now_s = 0.0
-    restarts = Restarts(2, lambda: now_s)
-    death = EngineDiedError("CUDA error")
-    first, second = restarts.wait_s_after(death), restarts.wait_s_after(death)
-    assert 0 < first < second + 0.1
-    with pytest.raises(EngineDiedError, match="given up after 3 deaths .* CUDA error"):
-        restarts.wait_s_after(death)
-    now_s = WINDOW_S
-    assert restarts.wait_s_after(death) <= 0.1  # from the beginning
