@@ -2,7 +2,7 @@
 
 import random
 from collections import defaultdict
-from functools import lru_cache
+from functools import cache
 
 import pytest
 from transformers import (
@@ -103,7 +103,7 @@ def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
     return [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.choice([1, 2, 7, 16, 33, 50]))] for _ in range(count)]
 
 
-@lru_cache(maxsize=1)  # the tests of a family run one after the other
+@cache  # two tests ask for it
 def references_of(family: str) -> tuple[PreTrainedModel, list[list[int]], list[list[int]]]:
     """Return a model of this family, prompts, and what `generate` says to each."""
     model = make_model(FAMILIES[family])

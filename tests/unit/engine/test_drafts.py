@@ -80,18 +80,16 @@ def test_ends_in_the_middle_of_a_guess(model: PreTrainedModel) -> None:
 def test_resumed_anywhere(model: PreTrainedModel) -> None:
     whole = run(make_engine(model), request("r"))["r", 0]
     guessing = make_engine(model, draft_tokens=5)
-    for position in range(0, len(whole.token_ids), 7):
-        point = ResumePoint(0, tuple(whole.token_ids[:position]), 0)
-        assert run(guessing, request("r", resume=(point,)))["r", 0].text == whole.text
+    points = [ResumePoint(0, tuple(whole.token_ids[:position]), 0) for position in range(0, len(whole.token_ids), 7)]
+    answers = run(guessing, *(request(str(number), resume=(point,)) for number, point in enumerate(points)))
+    assert [answer.text for answer in answers.values()] == [whole.text] * len(points)
 
 
 def test_in_little_memory_and_with_others(model: PreTrainedModel) -> None:
     source = random.Random(9)
     requests = [request(f"r{number}", REPEATING[number:], max_tokens=source.randrange(90, 150)) for number in range(8)]
     requests.append(request("long", tuple(source.choices(range(20, VOCAB_SIZE), k=120))))
-    expected: Answers = {}
-    for one in requests:
-        expected |= run(make_engine(model, prefix_cache=False), one)
+    expected = run(make_engine(model, prefix_cache=False, max_batched_tokens=200), *requests)
     guessing = make_engine(model, draft_tokens=6, kv_bytes=100 * 2048, lookahead_tokens=4)
     assert_same(run(guessing, *requests), expected)
     assert guessing.counters.preemptions > 0

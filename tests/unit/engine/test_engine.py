@@ -98,17 +98,23 @@ def test_resumed_anywhere_it_is_the_undisturbed_run(engine: LLMEngine, params: d
     params = params | {"stop": (plain.text[-4:-1],)} if "stop" not in params else params
     whole = answer_of(engine, **params)
     assert len(whole.token_ids) > 8
-    for position in range(len(whole.token_ids) + 1):
-        # The client may have anything from no text to all the text that those tokens had made safe to show.
-        for chars in {0, min(position // 2, len(whole.text))}:
-            point = ResumePoint(0, tuple(whole.token_ids[:position]), chars)
-            rest = answer_of(engine, **params, resume=(point,))
-            assert whole.token_ids[:position] + rest.token_ids == whole.token_ids
-            assert whole.text[:chars] + rest.text == whole.text
-            assert (rest.finish_reason, rest.stop_reason) == (whole.finish_reason, whole.stop_reason)
-            for resumed, original in zip(rest.logprobs, whole.logprobs[position:], strict=False):
-                assert resumed.token_id == original.token_id
-                assert resumed.logprob == pytest.approx(original.logprob, abs=1e-3)
+    # The client may have anything from no text to all the text that those tokens had made safe to show.
+    places = [
+        (position, chars)
+        for position in range(len(whole.token_ids) + 1)
+        for chars in {0, min(position // 2, len(whole.text))}
+    ]
+    points = {str(place): ResumePoint(0, tuple(whole.token_ids[: place[0]]), place[1]) for place in places}
+    rests = run(engine, *(request(name, **params, resume=(point,)) for name, point in points.items()))
+    assert len(rests) == len(places)
+    for position, chars in places:
+        rest = rests[str((position, chars)), 0]
+        assert whole.token_ids[:position] + rest.token_ids == whole.token_ids
+        assert whole.text[:chars] + rest.text == whole.text
+        assert (rest.finish_reason, rest.stop_reason) == (whole.finish_reason, whole.stop_reason)
+        for resumed, original in zip(rest.logprobs, whole.logprobs[position:], strict=False):
+            assert resumed.token_id == original.token_id
+            assert resumed.logprob == pytest.approx(original.logprob, abs=1e-3)
 
 
 def test_only_the_named_choice_resumes(engine: LLMEngine) -> None:
