@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from engine import GenerationRequest, SamplingParams
+from engine import GenerationRequest, LLMEngine, SamplingParams
 from engine.choice import NgramDrafts
 from tests.conformance.engine.test_families import FAMILIES
 from tests.unit.engine.invariants import check_engine
@@ -27,13 +27,14 @@ from tests.unit.engine.tiny_models import (
     run,
 )
 
+Expected = dict[tuple[str, int], list[int]]  # tokens by request and choice
+
 REQUESTS: Final = 13
 LONGEST: Final = 40  # tokens of an answer
 BLOCKS: Final = 31  # of 4 tokens: one request needs up to 28
 STORM: Final[dict[str, Any]] = {
     "kv_bytes": BLOCKS * 2048,
     "lookahead_tokens": 0,
-    "draft_tokens": 4,
     "max_batched_tokens": 12,
     "max_sequences": 6,
 }
@@ -52,12 +53,13 @@ def requests_of(source: random.Random) -> list[GenerationRequest]:
     return requests
 
 
-def expected_of(model: PreTrainedModel, request: GenerationRequest) -> dict[tuple[str, int], list[int]]:
+def expected_of(
+    model: PreTrainedModel, plain: LLMEngine, request: GenerationRequest
+) -> dict[tuple[str, int], list[int]]:
     """Return the output of `generate`; for a seeded request, that of an engine that runs one request at a time."""
     if request.sampling.temperature == 0:
         reference = greedy_reference(model, list(request.prompt_ids), request.sampling.max_tokens)
         return {(request.request_id, 0): reference}
-    plain = make_engine(model, prefix_cache=False, max_batched_tokens=200)
     return {name: answer.token_ids for name, answer in run(plain, request).items()}
 
 
@@ -73,9 +75,7 @@ class HalfRightDrafts(NgramDrafts):
         return [*right[:wrong], *(token_id ^ 1 for token_id in right[wrong:])]
 
 
-def guess_half_right(
-    requests: list[GenerationRequest], expected: dict[tuple[str, int], list[int]], source: random.Random
-) -> None:
+def guess_half_right(requests: list[GenerationRequest], expected: Expected, source: random.Random) -> None:
     HalfRightDrafts.source = source
     HalfRightDrafts.continuations = {
         (*one.prompt_ids, *ids[:position]): ids[position:]
@@ -87,16 +87,23 @@ def guess_half_right(
 
 
 @pytest.mark.parametrize(
-    ("family", "seed"), [("llama", 0), ("llama", 1), ("qwen2", 0), ("gemma2", 1), ("gemma3", 0), ("gpt_oss_sinks", 1)]
+    ("family", "seed", "draft_tokens"),
+    [
+        *(("llama", 0, 4), ("llama", 1, 4), ("llama", 2, 0), ("llama", 3, 0)),
+        *(("qwen2", 0, 4), ("gemma2", 1, 4), ("gemma3", 0, 4), ("gpt_oss_sinks", 1, 4)),
+    ],
 )
-def test_in_a_storm_every_answer_is_that_of_generate(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_storm_every_answer_is_that_of_generate(
+    family: str, seed: int, draft_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = random.Random(f"{family} {seed}")
     model = make_model(FAMILIES[family])
     requests = requests_of(source)
-    expected = {name: ids for one in requests for name, ids in expected_of(model, one).items()}
+    plain = make_engine(model, prefix_cache=False, max_batched_tokens=200)
+    expected = {name: ids for one in requests for name, ids in expected_of(model, plain, one).items()}
     guess_half_right(requests, expected, source)
     monkeypatch.setattr("engine.choice.NgramDrafts", HalfRightDrafts)
-    engine = make_engine(model, **STORM)
+    engine = make_engine(model, **STORM, draft_tokens=draft_tokens)
     answers: Answers = defaultdict(Answer)
     coming, cancelled = list(requests), 0
     while coming or engine.has_unfinished():
@@ -113,5 +120,5 @@ def test_in_a_storm_every_answer_is_that_of_generate(family: str, seed: int, mon
         assert answer.finish_reason == "cancelled" or answer.token_ids == expected[name]
     counters = engine.counters
     assert min(counters.preemptions, counters.cached_tokens) > 0, "it was no storm"
-    assert 0 < counters.right_tokens < counters.guessed_tokens
+    assert (0 < counters.right_tokens < counters.guessed_tokens) == (draft_tokens > 0)
     assert engine._block_pool.used_blocks == 0

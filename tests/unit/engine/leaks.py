@@ -61,22 +61,31 @@ def make_engine() -> LLMEngine:
 
 
 def storm(engine: LLMEngine, requests: int, seed: int) -> Iterator[int]:
-    """Run so many requests to their end or until they are cancelled; yield after each step how many have come."""
+    """Run so many requests to their end or until they are cancelled; yield after each step how many have come.
+
+    Raises KeyError for a choice that ends twice, and ValueError for one that does not end.
+    """
     source = random.Random(seed)
     came, running = 0, set[str]()
+    unended = set[tuple[str, int]]()  # choices
     while came < requests or engine.has_unfinished():
         while came < requests and len(running) < AT_ONCE:
             request = random_request(f"r{came}", source, engine.info.vocab_size)
             engine.add_request(request)
             running.add(request.request_id)
+            unended |= {(request.request_id, index) for index in range(request.sampling.n)}
             came += 1
         for name in [name for name in sorted(running) if source.random() < CANCELLED]:
             running.remove(name)
             engine.abort(name)
         for output in engine.step():
-            if output.finish_reason is not None and output.index == 0:
-                running.discard(output.request_id)
+            if output.finish_reason is not None:
+                unended.remove((output.request_id, output.index))
+                if output.index == 0:
+                    running.discard(output.request_id)
         yield came
+    if unended:
+        raise ValueError(f"these have no end: {unended}")
 
 
 def random_request(name: str, source: random.Random, vocab_size: int) -> GenerationRequest:

@@ -1,6 +1,5 @@
 """The engine as its caller sees it: ends, cancellation, seeds, resumption, isolation of failures."""
 
-import random
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -194,34 +193,6 @@ def test_abort_ends_every_choice_once_and_frees_its_blocks(engine: LLMEngine) ->
     assert not engine.has_unfinished()
     assert engine.load() == before
     assert answer_of(engine, prompt=PROMPT).finish_reason == "length", "its name can be used again"
-
-
-def test_nothing_stays_of_requests_that_are_cancelled_at_any_moment(engine: LLMEngine) -> None:
-    """2,000 of them, waiting, in prefill or in decode, of one choice or several, some resumed and some at their end."""
-    dice = random.Random(7)
-    before = engine.load()
-    ends: dict[tuple[str, int], list[str | None]] = defaultdict(list)
-    running: list[str] = []
-    choices = started = 0
-    while started < 2000 or engine.has_unfinished():
-        while started < 2000 and len(running) < 24:
-            n = dice.choice((1, 1, 1, 3))
-            resume = tuple(ResumePoint(index, (20, 21), 0) for index in range(dice.randint(0, n)))
-            prompt = tuple(dice.choices(range(20, 90), k=dice.choice((1, 9, 60))))
-            name = f"r{started}"
-            engine.add_request(request(name, prompt, n=n, max_tokens=dice.randint(3, 24), resume=resume))
-            choices, started = choices + n, started + 1
-            running.append(name)
-        for name in [name for name in running if dice.random() < 0.25]:
-            running.remove(name)
-            engine.abort(name)
-        for output in engine.step():
-            if output.finish_reason is not None:
-                ends[output.request_id, output.index].append(output.finish_reason)
-        running = [name for name in running if (name, 0) not in ends]
-    assert len(ends) == choices
-    assert {tuple(reasons) for reasons in ends.values()} == {("cancelled",), ("length",)}
-    assert engine.load() == before
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone(model: PreTrainedModel) -> None:

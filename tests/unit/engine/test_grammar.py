@@ -136,9 +136,11 @@ BOUNDED = {
 def test_resumed_anywhere_it_is_the_undisturbed_answer(engine: LLMEngine, params: dict[str, Any]) -> None:
     schema = json.dumps(BOUNDED)
     whole = answer_of(engine, "json_schema", schema, **params)
-    for position in range(len(whole.token_ids) + 1):
-        point = ResumePoint(0, tuple(whole.token_ids[:position]), 0)
-        resumed = answer_of(engine, "json_schema", schema, **params, resume=(point,))
+    points = [ResumePoint(0, tuple(whole.token_ids[:position]), 0) for position in range(len(whole.token_ids) + 1)]
+    requests = [request(str(n), "json_schema", schema, **params, resume=(point,)) for n, point in enumerate(points)]
+    answers = run(engine, *requests)
+    for position in range(len(points)):
+        resumed = answers[str(position), 0]
         assert whole.token_ids[:position] + resumed.token_ids == whole.token_ids
         assert (resumed.text, resumed.finish_reason) == (whole.text, whole.finish_reason)
 

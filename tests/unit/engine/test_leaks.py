@@ -9,7 +9,7 @@ from tests.unit.engine.leaks import held, make_engine, storm
 
 def test_nothing_stays_of_a_thousand_requests_that_are_cancelled_at_any_moment() -> None:
     engine = make_engine()
-    objects = 0
+    objects, before = 0, engine.load()
     for step, came in enumerate(storm(engine, 1000, seed=3)):
         if step % 8 == 0:
             check_engine(engine)
@@ -17,6 +17,7 @@ def test_nothing_stays_of_a_thousand_requests_that_are_cancelled_at_any_moment()
             objects = count_objects()
     assert engine.counters.preemptions > 0
     assert not any(held(engine).values())
+    assert engine.load() == before
     assert len(engine._vocabularies[None].grammars._compiled) <= MAX_COMPILED
     assert count_objects() < objects + 800, "one or more for each request"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, PreTrainedModel
 
-from engine import EngineError, GenerationRequest, LLMEngine, RequestRejected, SamplingParams, SequenceOutput
+from engine import EngineError, GenerationRequest, RequestRejected, SamplingParams, SequenceOutput
 from engine.attention.attention import KVPool
 from engine.types import ResumePoint
 from tests.unit.engine.tiny_models import (
@@ -51,10 +51,11 @@ def tokens_of(answers: Answers) -> dict[tuple[str, int], list[int]]:
 
 
 def alone(model: PreTrainedModel, requests: list[GenerationRequest]) -> dict[tuple[str, int], list[int]]:
-    """Return each request's output in a separate engine without a cache."""
+    """Return the output of each request by itself, in an engine without a cache."""
     found: dict[tuple[str, int], list[int]] = {}
+    engine = make_engine(model, prefix_cache=False, max_batched_tokens=200)
     for one in requests:
-        found |= tokens_of(run(make_engine(model, prefix_cache=False), one))
+        found |= tokens_of(run(engine, one))
     return found
 
 
@@ -139,49 +140,6 @@ def test_a_resumed_choice_finds_its_own_tokens(model: PreTrainedModel) -> None:
     assert output.token_ids == [whole[11]]
     assert output.cached_tokens == (len(one.prompt_ids) + 11 - 1) // 4 * 4
     drain(engine)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_storm_in_little_memory_changes_no_answer(model: PreTrainedModel, seed: int) -> None:
-    """Arrivals and cancels while memory holds a fraction of what everybody wants."""
-    source = random.Random(seed)
-    requests = [
-        request(
-            f"r{number}",
-            (*SHARED[: source.choice([0, 20, 60])], *(source.randrange(20, VOCAB_SIZE) for _ in range(9))),
-            max_tokens=source.randrange(5, 60),
-            **source.choice([{}, {"temperature": 1.2, "seed": number}]),
-        )
-        for number in range(16)
-    ]
-    expected = alone(model, requests)
-    engine = make_engine(model, kv_bytes=64 * bytes_per_block(model), lookahead_tokens=4)
-    answers = drain_in_a_storm(engine, requests, source)
-    assert engine.counters.preemptions > 0, "there was room for all"
-    for name, answer in answers.items():
-        assert answer.token_ids == expected[name][: len(answer.token_ids)]
-        assert answer.finish_reason == "cancelled" or answer.token_ids == expected[name]
-    assert engine._block_pool.used_blocks == 0
-
-
-def bytes_per_block(model: PreTrainedModel) -> int:
-    config = model.config
-    return int(2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 4)
-
-
-def drain_in_a_storm(engine: LLMEngine, requests: list[GenerationRequest], source: random.Random) -> Answers:
-    answers: Answers = defaultdict(Answer)
-    coming = list(requests)
-    cancelled = 0
-    while coming or engine.has_unfinished():
-        if coming and source.random() < 0.5:
-            engine.add_request(coming.pop(0))
-        if source.random() < 0.02 and cancelled < 4 and engine._choices:
-            engine.abort(source.choice(list(engine._choices)))
-            cancelled += 1
-        collect(answers, engine.step())
-        engine._block_pool.check()
-    return answers
 
 
 def test_what_is_not_finite_is_found_by_nobody(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

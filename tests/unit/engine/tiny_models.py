@@ -3,6 +3,7 @@
 import copy
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -40,6 +41,13 @@ SHAPE: Final[dict[str, Any]] = {
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a new one, always with the same tokens."""
+    tokenizer = Tokenizer.from_str(_trained_tokenizer())
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@cache
+def _trained_tokenizer() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,7 +58,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(["hello world, hello café, price 5 € and more words here"] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    return tokenizer.to_str()
 
 
 def make_model(config: PreTrainedConfig, seed: int = 1) -> PreTrainedModel:
