@@ -7,6 +7,8 @@ Two fixtures start it, with the same arguments:
   requests or jobs behind. For all that shows in requests and answers.
 - ``start_gateway``: a fresh one, with a queue server and a database of its own. For what outlives a request: kills,
   restarts, budgets, bounds of what may wait, series and logs of the whole gateway.
+
+Neither has the console: ``console={}`` adds it, with its usual settings.
 """
 
 import asyncio
@@ -34,9 +36,10 @@ from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.records import newest_dead_letters
 from gateway.main import run
-from gateway.mount import Mount
+from gateway.mount import GatewayParts, Mount, Mounted
 from gateway.request.request import Admission, Arrival, Prompt
 from gateway.settings import GatewaySettings, ModelSettings
+from gateway.tokenizing.catalog import ModelCatalog
 from ledger.webhooks.settings import WebhookSettings
 from protocol import job as m
 from protocol import subjects
@@ -83,7 +86,8 @@ class GatewayUnderTest:
 
     def __init__(self, settings: GatewaySettings, key: str, bus: Bus, console: Mount | None = None) -> None:
         self.settings = settings
-        self._console = console or mount(LoginSettings(), WebhookSettings())
+        self._console = console
+        self._catalog: ModelCatalog | None = None
         self.key = key
         self.bus = bus
         self.port = 0
@@ -104,13 +108,25 @@ class GatewayUnderTest:
             self.port = port
             ready.set()
 
-        self.task = asyncio.create_task(run(self.settings, on_ready, self.stop, mount=self._console))
+        self.task = asyncio.create_task(run(self.settings, on_ready, self.stop, mount=self._mounted))
         waiting = asyncio.create_task(ready.wait())
         await asyncio.wait({self.task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=HANGS_S)
         waiting.cancel()
         if self.task.done():
             await self.task
         assert ready.is_set()
+
+    @contextlib.asynccontextmanager
+    async def _mounted(self, parts: GatewayParts) -> AsyncIterator[Mounted]:
+        self._catalog = parts.catalog
+        if self._console is None:  # it takes as long to start as all the rest of a gateway
+            yield Mounted((), (), lambda app: None)
+        else:
+            async with self._console(parts) as mounted:
+                yield mounted
+
+    def knows_its_model(self) -> bool:
+        return self._catalog is not None and self._catalog.context_length(MODEL) is not None
 
     async def end(self) -> None:
         self.stop.set()
@@ -213,8 +229,7 @@ async def begin(
     if with_card:
         published = model_card or card()
         await objects.publish_model_card(gateway.bus, published, tokenizer or byte_tokenizer_json())
-        client = gateway.client()
-        await until(lambda: has_context_length(client))
+        await until(gateway.knows_its_model)
 
 
 def settings_of(number: int, *, timeouts: dict[str, float] | None = None, **rest: Any) -> GatewaySettings:
@@ -230,23 +245,45 @@ def settings_of(number: int, *, timeouts: dict[str, float] | None = None, **rest
     )
 
 
+def console_of(options: dict[str, Any]) -> Mount | None:
+    """Take the console's settings out of what a fixture is asked for; without ``console=...`` there is none."""
+    console, webhooks = options.pop("console", None), options.pop("webhooks", None)
+    return None if console is None else mount(LoginSettings.model_validate(console), webhooks or WebhookSettings())
+
+
 CARD_OPTIONS: Final = frozenset({"with_card", "model_card", "tokenizer"})
 RUNNING: Final = ("spillway_requests_in_flight ", "spillway_usage_records_unpublished ")
 
 
+@pytest.fixture(scope="session")
+def first_key(migrated_sqlite: Path) -> str:
+    """The plaintext of a key that the template of all databases has: to make one takes a tenth of a start."""
+
+    async def make() -> str:
+        engine = create_engine(f"sqlite:///{migrated_sqlite}")
+        _, key = await create_key(engine, "test 0", PEPPER)
+        await engine.dispose()
+        return key
+
+    return asyncio.run(make())
+
+
 @pytest.fixture
-async def start_gateway(nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path) -> AsyncIterator[Start]:
+async def start_gateway(
+    first_key: str, nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path
+) -> AsyncIterator[Start]:
     """Starts a gateway with the settings given; ends it, and its workers, after the test."""
     started: list[GatewayUnderTest] = []
 
     async def start(**options: Any) -> GatewayUnderTest:
         of_card = {name: options.pop(name) for name in CARD_OPTIONS & options.keys()}
-        login = LoginSettings.model_validate(options.pop("login", {}))
+        console = console_of(options)
         options = {"nats_urls": (nats_url,), "database_url": sqlite_url, "data_dir": tmp_path / "data", **options}
-        engine = create_engine(options["database_url"])
-        _, key = await create_key(engine, f"test {len(started)}", PEPPER)
-        await engine.dispose()
-        console = mount(login, options.pop("webhooks", WebhookSettings()))
+        key = first_key
+        if started or options["database_url"] != sqlite_url:
+            engine = create_engine(options["database_url"])
+            _, key = await create_key(engine, f"test {len(started)}", PEPPER)
+            await engine.dispose()
         gateway = GatewayUnderTest(settings_of(len(started), **options), key, bus, console)
         started.append(gateway)
         await begin(gateway, **of_card)
@@ -368,6 +405,7 @@ SystemWith = Callable[..., Awaitable[SharedSystem]]
 @contextlib.asynccontextmanager
 async def shared_system(folder: Path, database: Path, **options: Any) -> AsyncIterator[SharedSystem]:
     of_card = {name: options.pop(name) for name in CARD_OPTIONS & options.keys()}
+    console = console_of(options)
     server = NatsServer(folder)
     server.start()
     try:
@@ -375,7 +413,7 @@ async def shared_system(folder: Path, database: Path, **options: Any) -> AsyncIt
         database_url = f"sqlite:///{shutil.copy(database, folder / 'spillway.db')}"
         its_own: dict[str, Any] = {"nats_urls": (server.url,), "database_url": database_url}
         engine = create_engine(database_url)
-        gateway = GatewayUnderTest(settings_of(0, data_dir=folder / "data", **its_own, **options), "", bus)
+        gateway = GatewayUnderTest(settings_of(0, data_dir=folder / "data", **its_own, **options), "", bus, console)
         system = SharedSystem(gateway, engine)
         await system.start(**of_card)
         yield system
@@ -433,11 +471,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "share_gateway" in getattr(item, "fixturenames", ()):
             item.add_marker(IN_THE_MODULES_LOOP, append=False)
-
-
-async def has_context_length(client: openai.AsyncOpenAI) -> bool:
-    model = await client.models.retrieve("short")
-    return model.model_dump()["context_length"] is not None
 
 
 @contextlib.asynccontextmanager

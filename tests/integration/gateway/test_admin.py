@@ -25,7 +25,7 @@ async def gateways(start_gateway: Start, sqlite_url: str) -> tuple[GatewayUnderT
     _, token = await create_key(engine, "admin", PEPPER, Grant(scopes=(ADMIN,)))
     await set_password(engine, PASSWORD, "cli:test", cost=16)
     await engine.dispose()
-    return await start_gateway(with_card=False), await start_gateway(with_card=False), token
+    return await start_gateway(with_card=False, console={}), await start_gateway(with_card=False, console={}), token
 
 
 @pytest.fixture

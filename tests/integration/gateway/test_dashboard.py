@@ -53,7 +53,7 @@ async def engine(sqlite_url: str) -> AsyncIterator[AsyncEngine]:
 
 @pytest.fixture
 async def gateway(start_gateway: Start, engine: AsyncEngine) -> GatewayUnderTest:
-    return await start_gateway()
+    return await start_gateway(console={})
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ async def test_a_key_in_the_wrong_place_is_neither_answered_nor_logged(
     share_gateway: Share, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    gateway = await share_gateway(limits=BOUNDS)
+    gateway = await share_gateway(limits=BOUNDS, console={})
     token, name = new_token(), {"authorization": f"Bearer {gateway.key}"}
     body: dict[str, Any] = {"model": MODEL, "messages": HELLO}
     asked: list[tuple[str, str, dict[str, Any]]] = [

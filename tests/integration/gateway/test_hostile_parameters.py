@@ -54,7 +54,7 @@ async def client(start_gateway: Start, database_url: str) -> AsyncIterator[httpx
     await create_key(engine, "admin", PEPPER, Grant(scopes=(ADMIN,)))
     await set_password(engine, PASSWORD, "cli:test", cost=16)
     await engine.dispose()
-    gateway = await start_gateway(with_card=False, database_url=database_url)
+    gateway = await start_gateway(with_card=False, database_url=database_url, console={})
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         await client.post("/login", data={"name": "admin", "password": PASSWORD})
         yield client

@@ -21,7 +21,7 @@ RIGHT = {"name": "admin", "password": PASSWORD, "next": "/login?of=mine"}
 @pytest_asyncio.fixture(loop_scope="module")
 async def browser(share_gateway: Share) -> AsyncIterator[httpx.AsyncClient]:
     """Somebody at a gateway whose local password is ``PASSWORD``."""
-    gateway = await share_gateway(with_card=False)
+    gateway = await share_gateway(with_card=False, console={})
     await set_password(gateway.engine, PASSWORD, "cli:test", cost=16)
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         yield client
@@ -33,7 +33,7 @@ async def guesser(start_gateway: Start, sqlite_url: str) -> AsyncIterator[httpx.
     engine = create_engine(sqlite_url)
     await set_password(engine, PASSWORD, "cli:test", cost=16)
     await engine.dispose()
-    gateway = await start_gateway(with_card=False)
+    gateway = await start_gateway(with_card=False, console={})
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         yield client
 
@@ -114,13 +114,13 @@ async def test_behind_tls_the_cookie_is_for_tls_only(start_gateway: Start, sqlit
     engine = create_engine(sqlite_url)
     await set_password(engine, PASSWORD, "cli:test", cost=16)
     await engine.dispose()
-    gateway = await start_gateway(with_card=False, login={"public_url": "https://llm.example.com/"})
+    gateway = await start_gateway(with_card=False, console={"public_url": "https://llm.example.com/"})
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         assert "Secure" in cookie_of(await log_in(client)).split("; ")
 
 
 async def test_without_a_password_the_page_says_how_to_make_one(start_gateway: Start) -> None:
-    gateway = await start_gateway(with_card=False)
+    gateway = await start_gateway(with_card=False, console={})
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         page = await client.get("/login")
     assert "spillway admin password" in page.text

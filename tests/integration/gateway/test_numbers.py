@@ -31,7 +31,7 @@ NUMBERS = ("NaN", "-Infinity", "1e400")
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def client(share_gateway: Share) -> AsyncIterator[httpx.AsyncClient]:
-    gateway = await share_gateway()
+    gateway = await share_gateway(console={})
     _, token = await gateway.make_key(scopes=(ADMIN, INFERENCE))
     headers = {"authorization": f"Bearer {token}"}
     async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client:

@@ -92,7 +92,7 @@ async def log_in(login: OidcLogin, issuer: FakeIssuer, **answer: str) -> str:
 
 
 async def test_a_browser_is_sent_there_and_back_and_is_logged_in(start_gateway: Start, issuer: FakeIssuer) -> None:
-    gateway = await start_gateway(with_card=False, login={"oidc": settings_for(issuer)})
+    gateway = await start_gateway(with_card=False, console={"oidc": settings_for(issuer)})
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as browser:
         page = await browser.get("/login", params={"next": "/dashboard/cost"})
         assert 'href="/login/oidc?next=%2Fdashboard%2Fcost"' in page.text

@@ -29,7 +29,7 @@ async def status_with(client: openai.AsyncOpenAI) -> tuple[int, str | None]:
 async def test_without_sql_known_keys_are_served_and_all_else_is_told_to_wait(
     start_gateway: Start, postgres_server: PostgresServer, postgres_url: str
 ) -> None:
-    gateway = await start_gateway(database_url=postgres_url)
+    gateway = await start_gateway(database_url=postgres_url, console={})
     await gateway.add_worker()
     nobody = gateway.client(api_key="sk-sw-nobody")
     assert await status_with(nobody) == (401, "invalid_api_key")

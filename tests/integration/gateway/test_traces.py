@@ -16,7 +16,7 @@ from benchmarks.ports import free_port
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol.nats.bus import Bus
 from protocol.process import TelemetrySettings
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, has_context_length
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import wait_for_consumer
 from tests.integration.pool_worker.worker_process import finish, start_process
 from tests.otlp_collector import Collector, TakenSpan, running_collector
@@ -58,8 +58,7 @@ class Workers:
         process = self.processes[worker_id] = start_process(settings)
         assert process.stdout is not None
         assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
-        client = gateway.client()
-        await until(lambda: has_context_length(client))
+        await until(gateway.knows_its_model)
 
     def kill(self, worker_id: str) -> None:
         os.kill(self.processes[worker_id].pid, signal.SIGKILL)

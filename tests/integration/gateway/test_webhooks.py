@@ -34,7 +34,7 @@ async def token(sqlite_url: str) -> str:
 
 @pytest.fixture
 async def gateway(start_gateway: Start, token: str) -> GatewayUnderTest:
-    return await start_gateway(with_card=False, open_metrics=True, webhooks=settings())
+    return await start_gateway(with_card=False, console={}, open_metrics=True, webhooks=settings())
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ async def token(sqlite_url: str) -> str:
 async def gateway(start_gateway: Start, token: str, nats_url: str) -> AsyncIterator[GatewayUnderTest]:
     """With a worker of the scripted engine for each kind of model."""
     models = {name: ModelSettings() for name in MODELS}
-    gateway = await start_gateway(with_card=False, models=models)
+    gateway = await start_gateway(with_card=False, models=models, console={})
     async with contextlib.AsyncExitStack() as workers:
         for name, task in MODELS.items():
             settings = WorkerSettings(

@@ -237,7 +237,7 @@ async def test_an_answer_to_http_1_0_has_no_chunks_and_ends_with_the_connection(
 
 @pytest.mark.parametrize("path", [b"/livez", b"/v1/models", b"/nowhere", b"/metrics", b"/docs", b"/openapi.json"])
 async def test_so_has_each_other_page(share_gateway: Share, path: bytes) -> None:
-    gateway = await share_gateway()
+    gateway = await share_gateway(console={})
     async with connect(gateway) as client:
         await client.send(b"GET %b HTTP/1.0\r\n\r\n" % path)
         head, _, body = (await client.rest()).partition(b"\r\n\r\n")
@@ -401,7 +401,7 @@ def is_gone(peer: Any) -> bool:
 
 
 async def test_answers_that_nobody_reads_are_not_kept_for_ever(start_gateway: Start) -> None:
-    gateway = await start_gateway(connections={"keep_alive_s": 0.3}, timeouts={"unread_s": 0.2})
+    gateway = await start_gateway(connections={"keep_alive_s": 0.3}, timeouts={"unread_s": 0.2}, console={})
     many = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * MANY
     body = json.dumps({"model": MODEL, "prompt": "x" * 2_000_000}).encode()
     head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {gateway.key}\r\nConnection: close\r\n"

@@ -44,7 +44,7 @@ JSON_BODIES: dict[str, dict[str, Any]] = {
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def running(share_gateway: Share) -> GatewayUnderTest:
-    return await share_gateway(cors_origins=["https://app.example"])
+    return await share_gateway(cors_origins=["https://app.example"], console={})
 
 
 @pytest_asyncio.fixture(loop_scope="module")
