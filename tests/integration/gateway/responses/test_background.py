@@ -257,52 +257,43 @@ async def test_its_own_successor_goes_on(start_gateway: Start) -> None:
     assert (done.status, done.output_text) == ("completed", text_of(6))
 
 
-async def left_behind(start_gateway: Start) -> tuple[GatewayUnderTest, str]:
-    """Return a gateway that has left, and a response that nobody makes now."""
+async def left_behind(start_gateway: Start, *texts: str) -> tuple[GatewayUnderTest, list[str]]:
+    """Return a gateway that has left, and responses that nobody makes now, one for each text."""
     gateway = await start_gateway()
-    made = await gateway.client().responses.create(**BACKGROUND)
+    client = gateway.client()
+    made = [(await client.responses.create(**{**BACKGROUND, "input": text})).id for text in texts]
     await gateway.end()
-    return gateway, made.id
+    return gateway, made
 
 
-async def test_one_that_was_cancelled_meanwhile_is_not_made(start_gateway: Start, bus: Bus) -> None:
-    left, response_id = await left_behind(start_gateway)
+async def test_what_was_cancelled_or_lost_its_key_meanwhile_is_not_made(start_gateway: Start, bus: Bus) -> None:
+    left, [cancelled, failed] = await left_behind(start_gateway, "cancelled", "failed")
+    engine = create_engine(left.settings.database_url)
+    await revoke_key(engine, "test 0")
+    await engine.dispose()
     store = store_of(bus)
-    [key] = await store.running()
-    await store.cancel(key)
+    keys = {key.response_id: key for key in await store.running()}
+    await store.cancel(keys[cancelled])
     gateway = await start_gateway(responses={"take_over_s": 0.1})
     worker = await gateway.add_worker()
-    client = gateway.client(api_key=left.key)
-    assert (await over(client, response_id)).status == "cancelled"
-    assert [event.type for event in await events_of(client, response_id)][-1] == "response.cancelled"
-    assert worker.attempts == []
     await until(lambda: has_no_runs(store))
+    for response_id, status in ((cancelled, "cancelled"), (failed, "failed")):
+        response = await ended(store, keys[response_id])
+        assert response is not None
+        assert response["status"] == status
+        parts = [part.events async for part, _ in store.events(keys[response_id], 0)]
+        assert f"event: response.{status}\n".encode() in parts[-1]
+    assert "no longer accepted" in response["error"]["message"]
+    assert worker.attempts == []
 
 
 async def has_no_runs(store: ResponseStore) -> bool:
     return await store.running() == []
 
 
-async def test_one_whose_key_was_revoked_meanwhile_fails(start_gateway: Start, bus: Bus) -> None:
-    left, _ = await left_behind(start_gateway)
-    engine = create_engine(left.settings.database_url)
-    await revoke_key(engine, "test 0")
-    await engine.dispose()
-    store = store_of(bus)
-    [key] = await store.running()
-    gateway = await start_gateway(responses={"take_over_s": 0.1})
-    worker = await gateway.add_worker()
-    await until(lambda: has_no_runs(store))
-    response = await ended(store, key)
-    assert response is not None
-    assert response["status"] == "failed"
-    assert "no longer accepted" in response["error"]["message"]
-    assert worker.attempts == []
-
-
 async def test_who_was_taken_for_dead_adds_nothing(start_gateway: Start, bus: Bus) -> None:
     """The fence: a gateway that was only frozen adds no event once another one goes on."""
-    await left_behind(start_gateway)
+    await left_behind(start_gateway, "Hi")
     store = store_of(bus)
     [key] = await store.running()
     found = await store.run_of(key)

@@ -49,8 +49,8 @@ async def test_a_stream_is_stored_before_its_last_event(share_gateway: Share) ->
 
 
 @pytest.mark.parametrize("by_default", [True, False])
-async def test_what_is_not_said_follows_the_setting(start_gateway: Start, by_default: bool) -> None:
-    gateway = await start_gateway(responses={"store_by_default": by_default})
+async def test_what_is_not_said_follows_the_setting(share_gateway: Share, by_default: bool) -> None:
+    gateway = await share_gateway(**({"responses": {"store_by_default": True}} if by_default else {}))
     await gateway.add_worker()
     client = gateway.client()
     made = await client.responses.create(model=MODEL, input="Hi")
@@ -93,11 +93,12 @@ async def test_a_conversation_goes_on(share_gateway: Share) -> None:
     assert newest.has_more
 
 
-async def test_others_do_not_see_it(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_others_do_not_see_it(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     await gateway.add_worker()
     made = await gateway.client().responses.create(model=MODEL, input="Hi", store=True)
-    other = (await start_gateway()).client()  # with a key of its own
+    _, other_key = await gateway.make_key()
+    other = gateway.client(api_key=other_key)
     for ask in (other.responses.retrieve, other.responses.delete, other.responses.cancel):
         with pytest.raises(openai.NotFoundError):
             await ask(made.id)
