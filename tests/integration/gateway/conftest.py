@@ -367,6 +367,7 @@ class GatewayOfOneTest(GatewayUnderTest):
     def __init__(self, system: SharedSystem, key: ApiKey, token: str) -> None:
         super().__init__(system.gateway.settings, token, system.gateway.bus)
         self.port = system.gateway.port
+        self.key_id = key.key_id
         self.key_ids = {key.key_id}
         self.engine = system.engine
         self._system = system

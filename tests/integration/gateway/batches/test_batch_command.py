@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
+import pytest_asyncio
 from typer.testing import CliRunner, Result
 
 from spillway.cli import app
@@ -19,9 +19,9 @@ from tests.waiting import HANGS_S
 Command = Callable[..., Coroutine[Any, Any, Result]]
 
 
-@pytest.fixture
-async def gateway(start_gateway: Start) -> GatewayUnderTest:
-    return await start_gateway(batches=QUICK)
+@pytest_asyncio.fixture(loop_scope="module")
+async def gateway(share_gateway: Share) -> GatewayUnderTest:
+    return await share_gateway(batches=QUICK)
 
 
 def command_of(gateway: GatewayUnderTest, key: str | None = None) -> Command:
@@ -72,8 +72,7 @@ async def test_all_that_one_does_with_a_batch(gateway: GatewayUnderTest, tmp_pat
     assert (taken.exit_code, "is there already" in said) == (2, True)
 
 
-async def test_failed_lines_are_an_error_that_says_where_to_look(share_gateway: Share, tmp_path: Path) -> None:
-    gateway = await share_gateway(batches=QUICK)
+async def test_failed_lines_are_an_error_that_says_where_to_look(gateway: GatewayUnderTest, tmp_path: Path) -> None:
     await gateway.add_worker()
     batch = command_of(gateway)
     file = written(tmp_path / "lines.jsonl", line("good"), line("bad", temperature=9))
@@ -102,8 +101,7 @@ async def test_another_model_is_asked(gateway: GatewayUnderTest, tmp_path: Path)
     assert (await client.files.retrieve(made[0].input_file_id)).filename == "lines.jsonl"
 
 
-async def test_a_batch_is_cancelled(share_gateway: Share, tmp_path: Path) -> None:
-    gateway = await share_gateway(batches=QUICK)
+async def test_a_batch_is_cancelled(gateway: GatewayUnderTest, tmp_path: Path) -> None:
     await gateway.add_worker(script=until_cancelled)
     batch = command_of(gateway)
     batch_id = (await batch("submit", written(tmp_path / "lines.jsonl", line("1")))).stdout.strip()
@@ -155,8 +153,7 @@ async def until_in_progress(client: openai.AsyncOpenAI) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_what_is_wrong_is_named(share_gateway: Share, tmp_path: Path) -> None:
-    gateway = await share_gateway(batches=QUICK)
+async def test_what_is_wrong_is_named(gateway: GatewayUnderTest, tmp_path: Path) -> None:
     batch, file = command_of(gateway), written(tmp_path / "lines.jsonl", line("1"))
     (tmp_path / "broken").write_text("\n{\n")
     (tmp_path / "empty").write_text("\n")

@@ -3,18 +3,19 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
+import pytest_asyncio
 from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse
 
 from db.accounts.keys import revoke_key
-from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.batches.test_batches import QUICK
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayOfOneTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
 from tests.waiting import HANGS_S
 
@@ -38,13 +39,13 @@ async def results(client: anthropic.AsyncAnthropic, batch_id: str) -> dict[str, 
     return {line.custom_id: line for line in lines}
 
 
-@pytest.fixture
-async def gateway(start_gateway: Start) -> GatewayUnderTest:
-    return await start_gateway(batches={**QUICK, "max_message_batch_bytes": 100_000})
+@pytest_asyncio.fixture(loop_scope="module")
+async def gateway(share_gateway: Share) -> GatewayOfOneTest:
+    return await share_gateway(batches={**QUICK, "max_message_batch_bytes": 100_000})
 
 
-@pytest.fixture
-async def client(gateway: GatewayUnderTest) -> AsyncIterator[anthropic.AsyncAnthropic]:
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(gateway: GatewayOfOneTest) -> AsyncIterator[anthropic.AsyncAnthropic]:
     async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=gateway.key, max_retries=0) as client:
         yield client
 
@@ -54,8 +55,9 @@ def type_of(error: anthropic.APIStatusError) -> str:
     return str(error.body["error"]["type"])
 
 
-async def test_from_requests_to_results(start_gateway: Start, database_url: str) -> None:
-    gateway = await start_gateway(database_url=database_url, batches=QUICK)
+async def test_from_requests_to_results(start_gateway: Start, postgres_url: str) -> None:
+    """In PostgreSQL; all that follows is in SQLite."""
+    gateway = await start_gateway(database_url=postgres_url, batches=QUICK)
     await gateway.add_worker()
     async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=gateway.key, max_retries=0) as client:
         wrong = [request("no-model", model="nobody"), request("bad", temperature=9)]
@@ -88,7 +90,7 @@ async def test_from_requests_to_results(start_gateway: Start, database_url: str)
     assert len(await gateway.records(2)) == 2
 
 
-async def test_the_client_that_does_not_wait_for_itself(gateway: GatewayUnderTest) -> None:
+async def test_the_client_that_does_not_wait_for_itself(gateway: GatewayOfOneTest) -> None:
     await gateway.add_worker()
 
     def drive() -> tuple[list[str], str]:
@@ -104,8 +106,9 @@ async def test_the_client_that_does_not_wait_for_itself(gateway: GatewayUnderTes
 
 
 async def test_pages_in_both_directions_without_those_of_the_other_surface(
-    gateway: GatewayUnderTest, client: anthropic.AsyncAnthropic
+    gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic
 ) -> None:
+    await gateway.add_worker()
     made = [(await client.messages.batches.create(requests=[request("1")])).id for _ in range(5)]
     newest = made[::-1]
     assert sorted([batch.id async for batch in client.messages.batches.list(limit=2)]) == sorted(made)
@@ -118,7 +121,7 @@ async def test_pages_in_both_directions_without_those_of_the_other_surface(
     assert ([batch.id for batch in page.data], page.has_more) == (listed[4:], False)
     openai = gateway.client()
     assert [batch.id async for batch in openai.batches.list()] == []
-    files = [file.id async for file in openai.files.list()]
+    files = [file.id async for file in openai.files.list(purpose="batch")]
     line = await openai.files.create(file=b"{}\n", purpose="batch")
     endpoint: Any = "/v1/messages"  # which OpenAI does not have
     other = await openai.batches.create(input_file_id=line.id, endpoint=endpoint, completion_window="24h")
@@ -127,7 +130,7 @@ async def test_pages_in_both_directions_without_those_of_the_other_surface(
     assert len(files) == 5
 
 
-async def test_a_cancelled_batch(gateway: GatewayUnderTest, client: anthropic.AsyncAnthropic) -> None:
+async def test_a_cancelled_batch(gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic) -> None:
     async def answer(attempt: Attempt) -> None:
         await (until_cancelled if len(attempt.prompt_ids) > 60 else answer_hello)(attempt)
 
@@ -156,48 +159,44 @@ async def test_a_cancelled_batch(gateway: GatewayUnderTest, client: anthropic.As
     assert [file.id async for file in gateway.client().files.list()] == []
 
 
-async def test_what_expires(gateway: GatewayUnderTest, client: anthropic.AsyncAnthropic) -> None:
+async def test_what_expires(gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic) -> None:
     await gateway.add_worker(script=until_cancelled)
     batch = await client.messages.batches.create(requests=[request(str(number)) for number in range(30)])
-    engine = create_engine(gateway.settings.database_url)
-    async with engine.begin() as connection:
-        await connection.exec_driver_sql("UPDATE batches SET expires_unix_ms = created_unix_ms")
+    async with gateway.engine.begin() as connection:
+        in_time = f"UPDATE batches SET expires_unix_ms = created_unix_ms WHERE id = '{batch.id}'"
+        await connection.exec_driver_sql(in_time)
     done = await ended(client, batch.id)
     assert (done.request_counts.expired, done.request_counts.canceled, done.archived_at) == (30, 0, None)
     assert {line.result.type for line in (await results(client, batch.id)).values()} == {"expired"}
-    async with engine.begin() as connection:
-        await connection.exec_driver_sql("UPDATE batches SET over_unix_ms = 0")
-    await engine.dispose()
+    async with gateway.engine.begin() as connection:
+        await connection.exec_driver_sql(f"UPDATE batches SET over_unix_ms = 0 WHERE id = '{batch.id}'")
     archived = await client.messages.batches.retrieve(batch.id)
     assert (archived.results_url, archived.archived_at is not None) == (None, True)
     with pytest.raises(anthropic.NotFoundError, match="no longer kept"):
         await client.get(f"/v1/messages/batches/{batch.id}/results", cast_to=object)
 
 
-async def test_a_revoked_key_leaves_errors(start_gateway: Start) -> None:
-    gateway = await start_gateway(batches=QUICK)
+async def test_a_revoked_key_leaves_errors(gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic) -> None:
     await gateway.add_worker(script=until_cancelled)
-    async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=gateway.key, max_retries=0) as client:
-        await client.messages.batches.create(requests=[request("1"), request("2")])
-    engine = create_engine(gateway.settings.database_url)
-    await revoke_key(engine, "test 0", "cli:test")
+    batch = await client.messages.batches.create(requests=[request("1"), request("2")])
+    await revoke_key(gateway.engine, gateway.key_id, "cli:test")
     await gateway.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
-    wanted = "SELECT status, failed, given_up, error_file_id FROM batches"
+    wanted = f"SELECT status, failed, given_up, error_file_id FROM batches WHERE id = '{batch.id}'"
     async with asyncio.timeout(HANGS_S):
         while True:
-            async with engine.connect() as connection:
+            async with gateway.engine.connect() as connection:
                 row = (await connection.exec_driver_sql(wanted)).one()
             if row.status == "failed":
                 break
             await asyncio.sleep(0.05)
-    await engine.dispose()
     assert (row.failed, row.given_up) == (2, 0)
     lines = b"".join(path.read_bytes() for path in (gateway.settings.data_dir / "files" / row.error_file_id).glob("*"))
     assert lines.count(b'"key_revoked"') == 2
 
 
-async def test_errors_are_of_the_clients_own_types(gateway: GatewayUnderTest, client: anthropic.AsyncAnthropic) -> None:
+async def test_errors_are_of_the_clients_own_types(gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic) -> None:
     batches = client.messages.batches
+    before = files_of(gateway)
     for requests, named in (
         ([request("1"), request("1")], "requests.1.custom_id"),
         ([request("a/b")], "requests.0.custom_id"),
@@ -229,17 +228,23 @@ async def test_errors_are_of_the_clients_own_types(gateway: GatewayUnderTest, cl
         packed = await http.post("/v1/messages/batches", content=b"x", headers={"content-encoding": "gzip"})
         assert (packed.status_code, packed.json()["type"]) == (415, "error")
         assert packed.headers["request-id"]
-    assert len(list((gateway.settings.data_dir / "files").glob("*/*"))) == 1  # nothing is left of what was refused
+    assert len(files_of(gateway) - before) == 1  # nothing is left of what was refused
+    await batches.cancel(batch.id)
+    await ended(client, batch.id)
 
 
-async def test_results_that_were_deleted_are_not_empty(start_gateway: Start) -> None:
-    gateway = await start_gateway(batches=QUICK)
+def files_of(gateway: GatewayOfOneTest) -> set[Path]:
+    return set((gateway.settings.data_dir / "files").glob("*/*"))
+
+
+async def test_results_that_were_deleted_are_not_empty(
+    gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic
+) -> None:
     await gateway.add_worker()
-    async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=gateway.key, max_retries=0) as client:
-        batch = await ended(client, (await client.messages.batches.create(requests=[request("a")])).id)
-        assert set(await results(client, batch.id)) == {"a"}
-        files = gateway.client().files
-        for file in [file async for file in await files.list(purpose="batch_output")]:
-            await files.delete(file.id)
-        with pytest.raises(anthropic.NotFoundError, match="no longer kept"):
-            await results(client, batch.id)
+    batch = await ended(client, (await client.messages.batches.create(requests=[request("a")])).id)
+    assert set(await results(client, batch.id)) == {"a"}
+    files = gateway.client().files
+    for file in [file async for file in await files.list(purpose="batch_output")]:
+        await files.delete(file.id)
+    with pytest.raises(anthropic.NotFoundError, match="no longer kept"):
+        await results(client, batch.id)
