@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 
 from db.accounts.keys import Grant, create_key
 from db.accounts.principal import Policy
@@ -18,26 +19,24 @@ from gateway.batches.storage.local import UNFINISHED, LocalStorage
 from gateway.batches.store import OVER, Batch, Batches, Status
 from gateway.tokenizing.encoder_pool import EncoderPool
 from protocol import subjects
-from tests.integration.gateway.conftest import PEPPER, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import PEPPER, GatewayUnderTest, Share, Start
 from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S, until
 
 LINES = b'{"custom_id": "1"}\n' * 1000
 
 
-@pytest.fixture
-async def either(start_gateway: Start, database_url: str) -> GatewayUnderTest:
-    """On either database."""
-    return await start_gateway(database_url=database_url, with_card=False)
-
-
-@pytest.fixture
-async def gateway(start_gateway: Start) -> GatewayUnderTest:
+@pytest_asyncio.fixture(loop_scope="module")
+async def gateway(share_gateway: Share) -> GatewayUnderTest:
     batches = {"max_file_bytes": 100_000, "max_tenant_bytes": 150_000, "max_tenant_files": 5, "upload_silence_s": 0.3}
-    return await start_gateway(with_card=False, batches=batches)
+    return await share_gateway(with_card=False, batches=batches)
 
 
-@pytest.fixture
+def files_of(gateway: GatewayUnderTest) -> set[Path]:
+    return set((gateway.settings.data_dir / "files").glob("*/*"))
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def http(gateway: GatewayUnderTest) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"authorization": f"Bearer {gateway.key}"}
     async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client:
@@ -71,8 +70,10 @@ async def team_of(gateway: GatewayUnderTest, name: str) -> Team:
     return team
 
 
-async def test_upload_list_retrieve_content_delete(either: GatewayUnderTest) -> None:
-    client = either.client()
+async def test_upload_list_retrieve_content_delete(start_gateway: Start, postgres_url: str) -> None:
+    """In PostgreSQL; all that follows is in SQLite."""
+    gateway = await start_gateway(database_url=postgres_url, with_card=False)
+    client = gateway.client()
     made = await client.files.create(file=("lines.jsonl", LINES), purpose="batch")
     assert (made.bytes, made.filename, made.purpose, made.status) == (len(LINES), "lines.jsonl", "batch", "processed")
     assert made.expires_at == made.created_at + 30 * 24 * 3600
@@ -89,7 +90,7 @@ async def test_upload_list_retrieve_content_delete(either: GatewayUnderTest) -> 
     for gone in (client.files.retrieve(made.id), client.files.content(made.id), client.files.delete(made.id)):
         with pytest.raises(openai.NotFoundError):
             await gone
-    assert not (either.settings.data_dir / "files" / made.id).exists()
+    assert not (gateway.settings.data_dir / "files" / made.id).exists()
 
 
 async def test_files_belong_to_the_team(gateway: GatewayUnderTest) -> None:
@@ -127,9 +128,10 @@ WRONG_FORMS: list[tuple[dict[str, Any], str | None, str]] = [
 
 
 async def test_a_wrong_form_is_refused_and_leaves_nothing(http: httpx.AsyncClient, gateway: GatewayUnderTest) -> None:
+    before = files_of(gateway)
     for form, param, code in WRONG_FORMS:
         assert error_of(await http.post("/v1/files", **form)) == (400, code, param)
-    assert list((gateway.settings.data_dir / "files").glob("*/*")) == []
+    assert files_of(gateway) == before
 
 
 async def test_bounds_of_a_file_and_of_a_tenant(http: httpx.AsyncClient) -> None:
@@ -179,10 +181,11 @@ async def uploading(gateway: GatewayUnderTest, count: int) -> None:
 
 
 async def test_an_upload_that_stands_still_is_given_up(gateway: GatewayUnderTest) -> None:
+    before = files_of(gateway)
     reader, writer = await begin_upload(gateway, gateway.key)
     assert await status_of(reader) == b"408"
     writer.close()
-    assert list((gateway.settings.data_dir / "files").glob("*/*")) == []
+    assert files_of(gateway) == before
     await uploading(gateway, 0)
 
 
@@ -196,10 +199,10 @@ async def test_an_upload_that_never_ends_is_given_up(start_gateway: Start) -> No
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/messages/batches"])
-async def test_an_upload_that_trickles_is_given_up(start_gateway: Start, path: str) -> None:
+async def test_an_upload_that_trickles_is_given_up(share_gateway: Share, path: str) -> None:
     """A byte every ten seconds held a slot for an hour."""
     pace = {"upload_min_bytes_per_s": 1_000_000, "upload_pace_s": 0.2}
-    gateway = await start_gateway(with_card=False, batches={"upload_silence_s": HANGS_S, **pace})
+    gateway = await share_gateway(with_card=False, batches={"upload_silence_s": HANGS_S, **pace})
     reader, writer = await begin_upload(gateway, gateway.key, path, PART if path == "/v1/files" else b'{"requests": [')
     answering = asyncio.create_task(status_of(reader))
     while not answering.done():
@@ -210,10 +213,11 @@ async def test_an_upload_that_trickles_is_given_up(start_gateway: Start, path: s
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/messages/batches"])
-async def test_one_tenant_leaves_slots_to_others(start_gateway: Start, path: str) -> None:
+async def test_one_tenant_leaves_slots_to_others(share_gateway: Share, path: str) -> None:
     """One key held all 16; everybody else got 503."""
-    gateway = await start_gateway(with_card=False, batches={"max_uploads": 4, "upload_silence_s": HANGS_S})
-    other = await client_of(gateway, "other", (await team_of(gateway, "research")).team_id)
+    gateway = await share_gateway(with_card=False, batches={"max_uploads": 4, "upload_silence_s": HANGS_S})
+    _, key = await gateway.make_key()
+    other = gateway.client(api_key=key)
     part = PART if path == "/v1/files" else b'{"requests": ['
     held = [await begin_upload(gateway, gateway.key, path, part) for _ in range(2)]
     await uploading(gateway, 2)

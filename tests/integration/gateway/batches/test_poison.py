@@ -16,16 +16,17 @@ from gateway.batches.index import IndexFailed, IndexReport, IndexTask, NoRoomFor
 from gateway.batches.storage.local import LocalStorage
 from protocol import subjects
 from tests.integration.gateway.batches.test_batches import QUICK, line, over, submit
-from tests.integration.gateway.conftest import PEPPER, Start
+from tests.integration.gateway.conftest import PEPPER, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello
 from tests.integration.gateway.set_aside import is_set_aside
 from tests.waiting import until
 
 PATIENT = {**QUICK, "retry_s": 0.1}
+SLOW = {**QUICK, "retry_s": 0.5, "grace_s": 0.1}
 
 
-async def test_a_line_that_is_nested_too_deep_fails_its_batch_alone(start_gateway: Start) -> None:
-    gateway = await start_gateway(batches=PATIENT)
+async def test_a_line_that_is_nested_too_deep_fails_its_batch_alone(share_gateway: Share) -> None:
+    gateway = await share_gateway(batches=PATIENT)
     await gateway.add_worker()
     client = gateway.client()
     poisonous = await submit(client, ["[" * 1_500])
@@ -37,7 +38,7 @@ async def test_a_line_that_is_nested_too_deep_fails_its_batch_alone(start_gatewa
 
 
 async def test_a_batch_whose_indexer_dies_each_time_is_given_up(
-    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
+    share_gateway: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, tries = make_index, 0
 
@@ -49,7 +50,7 @@ async def test_a_batch_whose_indexer_dies_each_time_is_given_up(
         return await real(task, content)
 
     monkeypatch.setattr(batch_run, "make_index", dies)
-    gateway = await start_gateway(batches=PATIENT)
+    gateway = await share_gateway(batches=PATIENT)
     await gateway.add_worker()
     client = gateway.client()
     poisonous = await submit(client, ["{}"], endpoint="/v1/completions")
@@ -61,7 +62,7 @@ async def test_a_batch_whose_indexer_dies_each_time_is_given_up(
     await until(lambda: is_set_aside(gateway.settings.database_url, "batch", poisonous.id, "IndexFailed"))
 
 
-async def test_a_full_disk_is_no_fault_of_a_batch(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_is_no_fault_of_a_batch(share_gateway: Share, monkeypatch: pytest.MonkeyPatch) -> None:
     real, tries = make_index, 0
 
     async def has_no_room(task: IndexTask, content: AsyncIterator[bytes]) -> IndexReport:
@@ -72,14 +73,14 @@ async def test_a_full_disk_is_no_fault_of_a_batch(start_gateway: Start, monkeypa
         return await real(task, content)
 
     monkeypatch.setattr(batch_run, "make_index", has_no_room)
-    gateway = await start_gateway(batches=PATIENT)
+    gateway = await share_gateway(batches=PATIENT)
     await gateway.add_worker()
     client = gateway.client()
     assert (await over(client, await submit(client, [line("a")]))).status == "completed"
 
 
 async def test_a_batch_that_cannot_be_indexed_can_be_cancelled(
-    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
+    share_gateway: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = asyncio.Event()
 
@@ -88,7 +89,7 @@ async def test_a_batch_that_cannot_be_indexed_can_be_cancelled(
         raise IndexFailed("again")
 
     monkeypatch.setattr(batch_run, "make_index", fails_when_stopped)
-    gateway = await start_gateway(batches={**PATIENT, "retry_s": 0.5})
+    gateway = await share_gateway(batches=SLOW)
     client = gateway.client()
     batch = await submit(client, [line("a")])
     await began.wait()
@@ -97,7 +98,7 @@ async def test_a_batch_that_cannot_be_indexed_can_be_cancelled(
 
 
 async def test_a_batch_whose_index_is_not_ready_can_be_cancelled(
-    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
+    share_gateway: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An index may take half an hour."""
     began = asyncio.Event()
@@ -108,42 +109,52 @@ async def test_a_batch_whose_index_is_not_ready_can_be_cancelled(
         raise AssertionError("unreachable")
 
     monkeypatch.setattr(batch_run, "make_index", takes_for_ever)
-    client = (await start_gateway(batches={**PATIENT, "grace_s": 0.1})).client()
+    client = (await share_gateway(batches=SLOW)).client()
     batch = await submit(client, [line("a")])
     await began.wait()
     await client.batches.cancel(batch.id)
     assert (await over(client, batch)).status == "cancelled"
 
 
-@pytest.mark.parametrize(("takes", "status"), [(MAX_TAKES - 1, "completed"), (MAX_TAKES, "failed")])
-async def test_a_batch_whose_gateways_die_is_given_up(
-    start_gateway: Start, monkeypatch: pytest.MonkeyPatch, takes: int, status: str
+async def test_what_becomes_of_batches_whose_gateways_die(
+    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are not there to say why: how often it was taken tells it."""
-    began = asyncio.Event()
+    """How often one was taken tells when to give it up: they are not there to say why.
+
+    One without its input was taken for empty. Its key's team had deleted the file as the batch was made, or somebody in
+    the storage.
+    """
+    begun = 0
 
     async def leaves(*_: Any) -> IndexReport:
-        began.set()
+        nonlocal begun
+        begun += 1
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
     with monkeypatch.context() as dying:
         dying.setattr(batch_run, "make_index", leaves)
         left = await start_gateway(batches=PATIENT)
-        batch = await submit(left.client(), [line("a")])
-        await began.wait()
+        last_try, given_up, empty = [await submit(left.client(), [line("a")]) for _ in range(3)]
+        await until(lambda: begun == 3)
         await left.end()
     engine = create_engine(left.settings.database_url)
     async with engine.begin() as connection:
-        await connection.exec_driver_sql(f"UPDATE batches SET epoch = {takes}")
+        for batch, takes in ((last_try, MAX_TAKES - 1), (given_up, MAX_TAKES)):
+            await connection.exec_driver_sql(f"UPDATE batches SET epoch = {takes} WHERE id = '{batch.id}'")
+    await Files(engine, LocalStorage(left.settings.data_dir / "files")).delete(empty.input_file_id)
     await engine.dispose()
     gateway = await start_gateway(batches=PATIENT)
     await gateway.add_worker()
-    ended = await over(gateway.client(api_key=left.key), batch)
-    assert ended.status == status
-    if ended.errors is not None:
-        [error] = ended.errors.data or []
-        assert (error.code, "nobody lived" in str(error.message)) == ("set_aside", True)
+    client = gateway.client(api_key=left.key)
+    assert (await over(client, last_try)).status == "completed"
+    for batch, code in ((given_up, "set_aside"), (empty, "input_file_deleted")):
+        failed = await over(client, batch)
+        assert failed.errors is not None
+        [error] = failed.errors.data or []
+        assert (failed.status, error.code) == ("failed", code)
+        assert ("nobody lived" in str(error.message)) == (batch is given_up)
+    assert (await over(client, await submit(client, [line("a")]))).status == "completed"
 
 
 async def test_nobody_waits_for_a_tenant_with_many_batches(start_gateway: Start) -> None:
@@ -181,21 +192,3 @@ async def test_nobody_waits_for_a_tenant_with_many_batches(start_gateway: Start)
     assert (await over(other, await submit(other, [line("a")]))).status == "completed"
     for batch in many:
         assert (await greedy.batches.retrieve(batch.id)).status in {"validating", "in_progress"}
-
-
-async def test_a_batch_whose_input_was_deleted_says_so(start_gateway: Start) -> None:
-    """It was taken for empty. Its key's team had deleted the file as the batch was made, or somebody in the storage."""
-    left = await start_gateway(batches=PATIENT)
-    batch = await submit(left.client(), [line("a")])
-    await left.end()
-    engine = create_engine(left.settings.database_url)
-    await Files(engine, LocalStorage(left.settings.data_dir / "files")).delete(batch.input_file_id)
-    await engine.dispose()
-    gateway = await start_gateway(batches=PATIENT)
-    await gateway.add_worker()
-    client = gateway.client(api_key=left.key)
-    failed = await over(client, batch)
-    assert failed.status == "failed"
-    assert failed.errors is not None
-    assert [error.code for error in failed.errors.data or []] == ["input_file_deleted"]
-    assert (await over(client, await submit(client, [line("a")]))).status == "completed"
