@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pyarrow.parquet as pq
 import pytest
+import pytest_asyncio
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -34,7 +36,7 @@ from protocol.nats.clock import unix_now_ms
 from protocol.usage import PayloadRecord
 from spillway.config import load_config
 from tests.acceptance.dashboard.generated_ledger import fill_ledger
-from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayOfOneTest, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import until_cancelled
 from tests.nats_server import NatsServer
 from tests.usage_records import request_record
@@ -43,25 +45,39 @@ from tests.waiting import HANGS_S, until
 PASSWORD = "correct horse battery"
 
 
-@pytest.fixture
-async def engine(sqlite_url: str) -> AsyncIterator[AsyncEngine]:
-    engine = create_engine(sqlite_url)
-    await set_password(engine, PASSWORD, "cli:test", cost=16)
-    yield engine
-    await engine.dispose()
+@pytest_asyncio.fixture(loop_scope="module")
+async def gateway(share_gateway: Share) -> GatewayOfOneTest:
+    gateway = await share_gateway(console={})
+    await set_password(gateway.engine, PASSWORD, "cli:test", cost=16)
+    return gateway
 
 
 @pytest.fixture
-async def gateway(start_gateway: Start, engine: AsyncEngine) -> GatewayUnderTest:
-    return await start_gateway(console={})
+def engine(gateway: GatewayOfOneTest) -> AsyncEngine:
+    return gateway.engine
 
 
-@pytest.fixture
-async def browser(gateway: GatewayUnderTest) -> AsyncIterator[httpx.AsyncClient]:
+@pytest_asyncio.fixture(loop_scope="module")
+async def browser(gateway: GatewayOfOneTest) -> AsyncIterator[httpx.AsyncClient]:
+    async with logged_in(gateway) as client:
+        yield client
+
+
+@asynccontextmanager
+async def logged_in(gateway: GatewayUnderTest) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         answer = await client.post("/login", data={"name": "admin", "password": PASSWORD, "next": "/dashboard"})
         assert answer.status_code == 303
         yield client
+
+
+@asynccontextmanager
+async def fresh(start_gateway: Start, database_url: str) -> AsyncIterator[tuple[GatewayUnderTest, AsyncEngine]]:
+    """A gateway with an empty ledger and a queue server of its own."""
+    engine = create_engine(database_url)
+    await set_password(engine, PASSWORD, "cli:test", cost=16)
+    yield await start_gateway(console={}), engine
+    await engine.dispose()
 
 
 async def test_no_page_is_open_without_a_login(gateway: GatewayUnderTest) -> None:
@@ -90,26 +106,27 @@ async def test_no_page_is_open_without_a_login(gateway: GatewayUnderTest) -> Non
 
 
 async def test_every_page_is_whole_with_an_empty_ledger_and_with_a_full_one(
-    browser: httpx.AsyncClient, engine: AsyncEngine
+    start_gateway: Start, sqlite_url: str
 ) -> None:
-    for filled in (False, True):
-        if filled:
-            await fill_ledger(engine, PEPPER, requests=300)
-        for path, name in PAGES:
-            answer = await browser.get(f"/dashboard{path}", params={"range": "30d", "by": "team", "and": "tier"})
-            assert answer.status_code == 200, name
-            assert f'aria-current="page">{name}</a>' in answer.text
-            policy = answer.headers["content-security-policy"]
-            assert "script-src 'self'" in policy
-            assert "unsafe" not in policy
-            assert not re.search(r"<script(?![^>]*(src=|application/json))| style=| on[a-z]+=\"", answer.text), name
-            assert not re.search(r"(?:src|href)=\"(?:https?:)?//", answer.text), name
+    async with fresh(start_gateway, sqlite_url) as (gateway, engine), logged_in(gateway) as browser:
+        for filled in (False, True):
+            if filled:
+                await fill_ledger(engine, PEPPER, requests=300)
+            for path, name in PAGES:
+                answer = await browser.get(f"/dashboard{path}", params={"range": "30d", "by": "team", "and": "tier"})
+                assert answer.status_code == 200, name
+                assert f'aria-current="page">{name}</a>' in answer.text
+                policy = answer.headers["content-security-policy"]
+                assert "script-src 'self'" in policy
+                assert "unsafe" not in policy
+                unsafe = r"<script(?![^>]*(src=|application/json))| style=| on[a-z]+=\""
+                assert not re.search(unsafe, answer.text), name
+                assert not re.search(r"(?:src|href)=\"(?:https?:)?//", answer.text), name
+        await check_hours_of_the_week(browser)
 
 
-async def test_the_hours_of_the_week_come_after_the_page_with_its_choices(
-    browser: httpx.AsyncClient, engine: AsyncEngine
-) -> None:
-    await fill_ledger(engine, PEPPER, requests=300)
+async def check_hours_of_the_week(browser: httpx.AsyncClient) -> None:
+    """They come after the page, with its choices."""
     page = await browser.get("/dashboard/tokens", params={"range": "30d", "heat": "failovers", "outcome": "ok"})
     [path] = re.findall(r'hx-get="(/dashboard/tokens/heat[^"]*)"', page.text)
     assert dict(httpx.URL(unescape(path)).params) == {"range": "30d", "heat": "failovers", "outcome": "ok"}
@@ -119,7 +136,7 @@ async def test_the_hours_of_the_week_come_after_the_page_with_its_choices(
 
 
 async def test_batches_that_run_and_that_are_over(
-    gateway: GatewayUnderTest, browser: httpx.AsyncClient, engine: AsyncEngine
+    gateway: GatewayOfOneTest, browser: httpx.AsyncClient, engine: AsyncEngine
 ) -> None:
     await fill_ledger(engine, PEPPER, requests=30)
     await gateway.add_worker(script=until_cancelled)
@@ -134,8 +151,7 @@ async def test_batches_that_run_and_that_are_over(
         return "0 of 3" in (await browser.get("/dashboard/batches/running")).text
 
     await until(is_fed)
-    key = await find_key(engine, "test 0")
-    page = (await browser.get("/dashboard/batches", params={"range": "7d", "key": key.key_id})).text
+    page = (await browser.get("/dashboard/batches", params={"range": "7d", "key": gateway.key_id})).text
     assert f'id="{batch.id}"' in page
     assert "None that was created in this time, with these filters." in page
     other = (await browser.get("/dashboard/batches", params={"range": "30d", "endpoint": "embeddings"})).text
@@ -206,13 +222,17 @@ async def test_errors_are_pages(browser: httpx.AsyncClient, engine: AsyncEngine)
     assert wrong.status_code == 400
     assert "range: must be one of 6h" in wrong.text
     async with engine.begin() as connection:
-        await connection.exec_driver_sql("DROP TABLE rollups")
+        await connection.exec_driver_sql("ALTER TABLE rollups RENAME TO elsewhere")
     broken = await browser.get("/dashboard")
+    async with engine.begin() as connection:
+        await connection.exec_driver_sql("ALTER TABLE elsewhere RENAME TO rollups")
     assert broken.status_code == 503
     assert "database cannot be used" in broken.text
 
 
-async def test_a_key_is_shown_once_rotated_and_revoked(gateway: GatewayUnderTest, browser: httpx.AsyncClient) -> None:
+async def test_a_key_is_shown_once_rotated_and_revoked(
+    gateway: GatewayUnderTest, browser: httpx.AsyncClient, engine: AsyncEngine
+) -> None:
     form = {
         "name": "web <b>",
         "team": "team_default",
@@ -230,7 +250,8 @@ async def test_a_key_is_shown_once_rotated_and_revoked(gateway: GatewayUnderTest
     assert "$0.00 of $12.50 a month" in listed
     assert "0 of 60 requests a minute" in listed
     await until(lambda: can_list_models(gateway, token))
-    key_id = re.findall(r"/dashboard/keys/(key_\w+)/rotate", listed)[0]
+    key_id = (await find_key(engine, "web <b>")).key_id
+    assert f"/dashboard/keys/{key_id}/rotate" in listed
     rotated = await browser.post(f"/dashboard/keys/{key_id}/rotate")
     new_token = re.findall(r'id="token">([^<]+)<', rotated.text)[0]
     await until(lambda: can_list_models(gateway, new_token))
@@ -254,7 +275,7 @@ async def test_a_key_is_shown_once_rotated_and_revoked(gateway: GatewayUnderTest
 
 
 async def test_a_key_and_its_team_are_changed_field_by_field(browser: httpx.AsyncClient, engine: AsyncEngine) -> None:
-    made = await browser.post("/dashboard/teams", data={"name": "search", "requests_per_minute": "60"})
+    made = await browser.post("/dashboard/teams", data={"name": "finders", "requests_per_minute": "60"})
     team_id = made.headers["location"].partition("changed=")[2]
     end = {"expires": "2199-01-31T12:30", "scope_inference": "on"}
     form = {"name": "app", "team": team_id, "budget_usd": "5", "budget_period": "week", **end}
@@ -274,7 +295,7 @@ async def test_a_key_and_its_team_are_changed_field_by_field(browser: httpx.Asyn
             max_concurrent=3, log_payload=True, allow_hosted=allowed, trusted_only=True
         )
         assert f'value="{typed}"' in (await browser.get(f"/dashboard/keys/{key.key_id}")).text
-    await browser.post(f"/dashboard/teams/{team_id}", data={"name": "search", "tokens_per_minute": "900"})
+    await browser.post(f"/dashboard/teams/{team_id}", data={"name": "finders", "tokens_per_minute": "900"})
     (entry,) = await list_changes(engine, AuditFilter(subject_id=team_id), 1)
     assert (entry.actor, entry.action) == ("user:admin", "team.update")
     assert entry.before == {"requests_per_minute": 60, "tokens_per_minute": None}
@@ -287,9 +308,9 @@ async def test_a_key_and_its_team_are_changed_field_by_field(browser: httpx.Asyn
 async def test_a_refused_change_names_its_field_and_keeps_what_was_typed(
     browser: httpx.AsyncClient, engine: AsyncEngine
 ) -> None:
-    await browser.post("/dashboard/keys", data={"name": "app", "team": "team_default", "scope_inference": "on"})
-    (key,) = [key for key in await list_keys(engine) if key.name == "app"]
-    whole = {"name": "app", "team": "team_default", "scope_inference": "on"}
+    await browser.post("/dashboard/keys", data={"name": "wrong", "team": "team_default", "scope_inference": "on"})
+    (key,) = [key for key in await list_keys(engine) if key.name == "wrong"]
+    whole = {"name": "wrong", "team": "team_default", "scope_inference": "on"}
     for change, field in (
         ({"max_concurrent": "0"}, "max_concurrent"),
         ({"weight": "much"}, "weight"),
@@ -303,7 +324,7 @@ async def test_a_refused_change_names_its_field_and_keeps_what_was_typed(
         assert f'aria-invalid="true" aria-describedby="account-{field}"' in refused, field
         assert f'class="fault" id="account-{field}"' in refused
         assert all(f'value="{value}"' in refused for value in change.values() if field != "team"), field
-    no_scope = await browser.post(f"/dashboard/keys/{key.key_id}", data={"name": "app", "team": "team_default"})
+    no_scope = await browser.post(f"/dashboard/keys/{key.key_id}", data={"name": "wrong", "team": "team_default"})
     assert 'class="fault" id="account-scopes"' in no_scope.text
     assert await find_key(engine, key.key_id) == key
     for path in ("/keys/key_none", "/teams/team_none"):
@@ -312,6 +333,13 @@ async def test_a_refused_change_names_its_field_and_keeps_what_was_typed(
 
 
 async def test_limits_show_what_is_used_now_and_without_the_queue_server_what_was_charged(
+    start_gateway: Start, sqlite_url: str, nats_server: NatsServer
+) -> None:
+    async with fresh(start_gateway, sqlite_url) as (gateway, engine), logged_in(gateway) as browser:
+        await check_limits(gateway, browser, engine, nats_server)
+
+
+async def check_limits(
     gateway: GatewayUnderTest, browser: httpx.AsyncClient, engine: AsyncEngine, nats_server: NatsServer
 ) -> None:
     limits = {"requests_per_minute": "4", "budget_usd": "1", "budget_period": "total"}
@@ -361,10 +389,7 @@ async def can_list_models(gateway: GatewayUnderTest, token: str) -> bool:
         return (await caller.get("/v1/models")).status_code == 200
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-async def test_an_export_holds_the_whole_filtered_set(
-    browser: httpx.AsyncClient, engine: AsyncEngine, kind: str
-) -> None:
+async def test_an_export_holds_the_whole_filtered_set(browser: httpx.AsyncClient, engine: AsyncEngine) -> None:
     received = 1_800_000_000_000
     records = [
         request_record(
@@ -378,22 +403,32 @@ async def test_an_export_holds_the_whole_filtered_set(
     ]
     await store_records(engine, records)
     query = {"since": str(received), "until": str(received + 2400), "model": "a,b"}
+    for kind in ("csv", "jsonl", "parquet"):
+        answer = await exported(browser, query, kind)
+        assert answer.headers["content-disposition"].endswith(f'.{kind}"')
+        rows = rows_of(answer.content, kind)
+        assert [row["request_id"] for row in rows] == [f"r{n:04}" for n in range(2399, -1, -1) if n % 3]
+        assert {row["model"] for row in rows} == {"a,b"}
+        counted = {(int(row["request_id"][1:]) % 2, row["counted_by"]) for row in rows}
+        assert counted == {(0, "engine"), (1, "estimate")}
+
+
+async def exported(browser: httpx.AsyncClient, query: dict[str, str], kind: str) -> httpx.Response:
+    before, new = await downloads(browser), set[str]()
     started = await browser.post("/dashboard/exports", params=query, data={"format": kind})
     assert started.status_code == 303
 
-    async def link() -> bool:
-        return "download>" in (await browser.get("/dashboard/exports/list")).text
+    async def is_made() -> bool:
+        new.update(await downloads(browser) - before)
+        return bool(new)
 
-    await until(link)
-    path = re.findall(
-        r'href="(/dashboard/exports/[^"]+)" download', (await browser.get("/dashboard/exports/list")).text
-    )[0]
-    answer = await browser.get(path)
-    assert answer.headers["content-disposition"].endswith(f'.{kind}"')
-    rows = rows_of(answer.content, kind)
-    assert [row["request_id"] for row in rows] == [f"r{n:04}" for n in range(2399, -1, -1) if n % 3]
-    assert {row["model"] for row in rows} == {"a,b"}
-    assert {(int(row["request_id"][1:]) % 2, row["counted_by"]) for row in rows} == {(0, "engine"), (1, "estimate")}
+    await until(is_made)
+    return await browser.get(new.pop())
+
+
+async def downloads(browser: httpx.AsyncClient) -> set[str]:
+    page = (await browser.get("/dashboard/exports/list")).text
+    return set(re.findall(r'href="(/dashboard/exports/[^"]+)" download>', page))
 
 
 def rows_of(content: bytes, kind: str) -> list[dict[str, Any]]:
