@@ -1,6 +1,7 @@
 """Requests that wait, requests that are refused, and what clients see of it."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import httpx
@@ -8,7 +9,7 @@ import openai
 import pytest
 
 from protocol import subjects
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import ScriptedWorker, until_cancelled
 from tests.integration.gateway.test_errors import HELLO, error_of, send
 from tests.waiting import HANGS_S, until
@@ -129,8 +130,8 @@ async def test_no_comments_where_they_are_switched_off(start_gateway: Start) -> 
     assert lines[-1] == "data: [DONE]"
 
 
-async def test_the_callers_deadline_in_the_queue(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_the_callers_deadline_in_the_queue(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     response = await send(gateway, json=BODY, headers={"x-spillway-deadline-ms": "300"})
     assert error_of(response) == (504, "deadline_exceeded", None)
     assert response.headers["x-should-retry"] == "false"
@@ -144,8 +145,8 @@ async def is_empty(gateway: GatewayUnderTest) -> bool:
     return not await queued_jobs(gateway)
 
 
-async def test_the_callers_deadline_in_mid_stream(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_the_callers_deadline_in_mid_stream(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker(script=until_cancelled)
     headers = {"x-spillway-deadline-ms": "600"}
     stream = await gateway.client().chat.completions.create(**BODY, stream=True, extra_headers=headers)
@@ -156,46 +157,49 @@ async def test_the_callers_deadline_in_mid_stream(start_gateway: Start) -> None:
     await until(worker.attempts[0].cancelled.is_set)
 
 
-async def test_deadlines_that_are_none(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_deadlines_that_are_none(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     for value in ("0", "-5", "1.5", "soon", "", "9" * 13):
         response = await send(gateway, json=BODY, headers={"x-spillway-deadline-ms": value})
         assert error_of(response) == (400, "invalid_value", "x-spillway-deadline-ms")
         assert "at least 1, of 12 digits at most" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_callers_that_will_not_wait(start_gateway: Start, stream: bool) -> None:
+async def test_callers_that_will_not_wait(start_gateway: Start) -> None:
     gateway = await start_gateway()
-    body = {**BODY, "stream": stream, "do_not_queue": True}
-    nobody = await send(gateway, json=body)
-    assert error_of(nobody) == (503, "no_workers", None)
+    bodies = [{**BODY, "stream": stream, "do_not_queue": True} for stream in (False, True)]
+    refusals = [await send(gateway, json=body) for body in bodies]
     worker = await busy_worker(gateway)
-    contended = await send(gateway, json=body)
-    assert error_of(contended) == (429, "no_free_place", None)
-    for refusal in (nobody, contended):
+    refusals += [await send(gateway, json=body) for body in bodies]
+    no_workers, no_place = (503, "no_workers", None), (429, "no_free_place", None)
+    assert [error_of(refusal) for refusal in refusals] == [no_workers, no_workers, no_place, no_place]
+    for refusal in refusals:
         assert refusal.headers["x-should-retry"] == "false"
         assert refusal.headers["retry-after"]
     worker.free_sequences = 1  # so it says, but nobody takes the job
 
-    async def is_admitted() -> bool:
+    async def is_admitted(body: dict[str, Any]) -> bool:
         response = await send(gateway, json=body)
-        assert error_of(response) == (429, "no_free_place", None)
+        assert error_of(response) == no_place
         return "x-spillway-attempts" in response.headers
 
-    await until(is_admitted)
+    for body in bodies:
+        await until(partial(is_admitted, body))
     worker.takes_jobs = True
 
-    async def is_answered() -> bool:  # once the job that was given up is out of the queue, and no longer counted there
+    async def is_answered(
+        body: dict[str, Any],
+    ) -> bool:  # once the jobs that were given up no longer count in the queue
         response = await send(gateway, json=body)
-        assert response.status_code == 200 or error_of(response) == (429, "no_free_place", None)
+        assert response.status_code == 200 or error_of(response) == no_place
         return response.status_code == 200
 
-    await until(is_answered)
+    for body in bodies:
+        await until(partial(is_answered, body))
 
 
-async def test_flex_goes_to_the_low_lane(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_flex_goes_to_the_low_lane(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     client = gateway.client()
     await client.chat.completions.create(**BODY, stream=True, service_tier="flex")
     await client.chat.completions.create(**BODY, stream=True, service_tier="auto")

@@ -241,12 +241,12 @@ async def test_what_failed_is_not_replayed(share_gateway: Share) -> None:
     assert len(await gateway.records(2)) == 2
 
 
-async def test_keys_of_others_are_theirs(start_gateway: Start) -> None:
-    gateway = await start_gateway()
-    other = await start_gateway()  # whose API key another caller has
+async def test_keys_of_others_are_theirs(share_gateway: Share) -> None:
+    gateway = await share_gateway()
+    _, other_key = await gateway.make_key()
     await gateway.add_worker()
     first = await stream(gateway)
-    second = await stream(other, key=other.key)
+    second = await stream(gateway, key=other_key)
     assert (first.standing, second.standing) == (None, None)
     assert first.request_id != second.request_id
 

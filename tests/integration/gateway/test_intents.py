@@ -11,7 +11,7 @@ from protocol import subjects
 from protocol.job import encode
 from protocol.nats.bus import Bus
 from protocol.usage import OpenRequestsQuery, RequestIntent, RequestRecord, decode_still_open
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.waiting import HANGS_S, until
 
@@ -36,9 +36,9 @@ async def open_at(bus: Bus, *request_ids: str) -> dict[str, int]:
     return decode_still_open(reply.data).completion_tokens
 
 
-async def test_a_whole_answer_needs_its_record_alone(start_gateway: Start) -> None:
+async def test_a_whole_answer_needs_its_record_alone(share_gateway: Share) -> None:
     # An intent of each would be one more message with an fsync.
-    gateway = await start_gateway()
+    gateway = await share_gateway()
     await gateway.add_worker()
     answer = await gateway.client().chat.completions.with_raw_response.create(**BODY)
     [record] = [one for one in await gateway.usage() if isinstance(one, RequestRecord)]  # at once: nothing is awaited
@@ -47,8 +47,8 @@ async def test_a_whole_answer_needs_its_record_alone(start_gateway: Start) -> No
     assert not any(isinstance(one, RequestIntent) for one in await gateway.usage())
 
 
-async def test_a_stream_has_one_intent_and_one_record(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_a_stream_has_one_intent_and_one_record(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     await gateway.add_worker()
     async for _ in await gateway.client().chat.completions.create(**BODY, stream=True):
         pass
@@ -114,8 +114,8 @@ def _disk_is_full(_descriptor: int, _content: bytes) -> int:
     raise OSError(28, "No space left on device")
 
 
-async def test_the_ledger_is_told_what_runs(start_gateway: Start) -> None:
-    gateway = await start_gateway()
+async def test_the_ledger_is_told_what_runs(share_gateway: Share) -> None:
+    gateway = await share_gateway()
     worker = await gateway.add_worker(script=until_cancelled)
     asking = asyncio.create_task(gateway.client().chat.completions.create(**BODY))
     await until(lambda: worker.attempts and worker.attempts[0].made_tokens > 3)
