@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from gateway.settings import HostedPoolSettings, TenantSettings
-from protocol.job import Paused
+from protocol.job import ModelCard, Paused
 from tests.integration.gateway.batches.test_batches import QUICK, line, over, results, submit
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.pooling.inputs import EMBEDDER, SCORER, start_with
@@ -57,9 +57,9 @@ async def has_series(gateway: GatewayUnderTest, name: str, label: str) -> bool:
     return any(one.startswith(name) and label in one for one in lines)
 
 
-async def has_job(gateway: GatewayUnderTest) -> bool:
+async def has_jobs(gateway: GatewayUnderTest, count: int) -> bool:
     async with httpx.AsyncClient(base_url=gateway.url) as client:
-        return "\nspillway_requests_in_flight 1" in (await client.get("/metrics")).text
+        return f"\nspillway_requests_in_flight {count}.0\n" in (await client.get("/metrics")).text
 
 
 def check_refusal(path: str, answer: httpx.Response) -> None:
@@ -86,29 +86,29 @@ async def test_each_api_says_when_to_come_back(start_gateway: Start, tier: str) 
                 check_refusal(path, answer)
 
 
-@pytest.mark.parametrize("path", VECTORS)
-async def test_vectors_and_scores_say_when_to_come_back(start_gateway: Start, path: str) -> None:
-    card = EMBEDDER if path == "/v1/embeddings" else SCORER
+@pytest.mark.parametrize("card", [EMBEDDER, SCORER], ids=["embedder", "scorer"])
+async def test_vectors_and_scores_say_when_to_come_back(start_gateway: Start, card: ModelCard) -> None:
     gateway = await start_with(start_gateway, card, open_metrics=True)
     await add_waiting_worker(gateway)
     async with gateway_client(gateway) as client:
-        check_refusal(path, await client.post(path, json={"model": MODEL, **VECTORS[path]}))
+        for path in ("/v1/embeddings",) if card is EMBEDDER else ("/v1/score", "/v1/rerank"):
+            check_refusal(path, await client.post(path, json={"model": MODEL, **VECTORS[path]}))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", BODIES)
-async def test_who_waits_already_is_told_as_well(start_gateway: Start, path: str, *, stream: bool) -> None:
+async def test_who_waits_already_is_told_as_well(start_gateway: Start) -> None:
     """A stream whose head is out gets an event instead of a status."""
     gateway = await start_gateway(open_metrics=True, timeouts={"headers_grace_s": 0.01})
     worker = await gateway.add_worker(place=("api", "openai", "r", "spot"), takes_jobs=False)
+    asked = [(path, stream) for path in BODIES for stream in (False, True)]
     async with gateway_client(gateway) as client, asyncio.TaskGroup() as group:
-        asking = group.create_task(ask(client, path, stream=stream))
-        await until(lambda: has_job(gateway))
+        asking = [group.create_task(ask(client, path, stream=stream)) for path, stream in asked]
+        await until(lambda: has_jobs(gateway, len(asked)))
         worker.paused = LONG
-        status, text = await asking
-    assert status == (200 if stream else 429)
-    assert "ask to wait for 3600 s" in text
-    assert SAYS[path][stream] in text
+        answers = await asyncio.gather(*asking)
+    for (path, stream), (status, text) in zip(asked, answers, strict=True):
+        assert status == (200 if stream else 429), path
+        assert "ask to wait for 3600 s" in text
+        assert SAYS[path][stream] in text
 
 
 async def ask(client: httpx.AsyncClient, path: str, *, stream: bool) -> tuple[int, str]:
