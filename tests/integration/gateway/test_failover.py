@@ -10,7 +10,7 @@ import pytest
 
 from gateway.dispatch import job_queue as lookups_module
 from protocol import subjects
-from protocol.job import Accepted, Cancel, Resend, Tokens, encode, unpack_token_ids
+from protocol.job import Cancel, Resend, encode, unpack_token_ids
 from protocol.nats.bus import Bus
 from protocol.nats.pull import ack
 from protocol.usage import AttemptRecord
@@ -245,23 +245,6 @@ async def test_what_goes_on_for_nobody_is_told_to_stop_again(start_gateway: Star
     await until(worker.attempts[0].cancelled.is_set)
 
 
-async def test_a_worker_that_answers_no_probe_is_given_up(share_gateway: Share) -> None:
-    """Heartbeats alone do not help a request whose worker has forgotten it."""
-    gateway = await share_gateway()
-
-    async def stall_once(attempt: Attempt) -> None:
-        if attempt.job.attempt > 1:
-            await answer_hello(attempt)
-        else:
-            await attempt.accept()
-
-    worker = await gateway.add_worker(script=stall_once)
-    worker.deaf = True
-    assert await stream_text(gateway) == "Hello world"
-    assert len([control for control in worker.controls if isinstance(control, Resend)]) == 3
-    assert isinstance(worker.controls[-1], Cancel)
-
-
 async def test_attempts_are_exhausted(start_gateway: Start, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await start_gateway(max_attempts=3)
 
@@ -296,37 +279,6 @@ async def test_attempts_are_exhausted(start_gateway: Start, caplog: pytest.LogCa
     assert not letter.sampling.logit_bias
     assert letter.withheld_bytes == {"stop": 8, "logit_bias": 13, "grammar": 7001}
     assert len(letter.grammar_sha256) == 64
-
-
-async def test_frames_of_others_are_fenced_out(share_gateway: Share) -> None:
-    """A second worker that runs the same attempt (the memory stream was lost, the job published again) is stopped."""
-    gateway = await share_gateway()
-    told: list[bytes] = []
-
-    async def on_told(message: object) -> None:
-        told.append(message.data)  # type: ignore[attr-defined]
-
-    await gateway.bus.subscribe(subjects.control_subject("impostor"), on_told)
-
-    async def beside_an_impostor(attempt: Attempt) -> None:
-        await attempt.accept()
-        await attempt.tokens("a", (1,))
-        job, worker = attempt.job, attempt.worker
-        worker.worker_id = "impostor"
-        await worker.send(
-            [
-                Accepted(job.request_id, 1, 0, "impostor", "p", "p", "r", 0.0),
-                Tokens(job.request_id, 1, 2, 0, (9,), "IMPOSTOR"),
-            ],
-            job.reply_subject,
-        )
-        worker.worker_id = "w1"
-        await attempt.tokens("b", (2,), finish_reason="stop")
-        await attempt.finish()
-
-    await gateway.add_worker(script=beside_an_impostor)
-    assert await stream_text(gateway) == "ab"
-    await until(lambda: told)
 
 
 async def test_queued_request_survives_the_loss_of_the_queue(start_gateway: Start, nats_server: NatsServer) -> None:
@@ -392,17 +344,3 @@ async def until_queued(gateway: GatewayUnderTest) -> None:
             if info["state"]["messages"]:
                 return
             await asyncio.sleep(0.01)
-
-
-async def test_a_worker_whose_clock_is_wrong_fails_nobody(share_gateway: Share) -> None:
-    gateway = await share_gateway()
-
-    async def late_at_first(attempt: Attempt) -> None:
-        if attempt.job.attempt < 3:
-            await attempt.fail("deadline_exceeded", "the deadline passed in the queue", retryable=False)
-        else:
-            await answer_hello(attempt)
-
-    worker = await gateway.add_worker(script=late_at_first)
-    assert await stream_text(gateway) == "Hello world"
-    assert [attempt.job.avoid for attempt in worker.attempts] == [(), ("w1",), ("w1",)]
