@@ -20,7 +20,7 @@ from protocol.job import EngineStats, Histogram, Timings
 from protocol.nats.bus import Bus
 from protocol.usage import AttemptRecord, RequestRecord
 from spillway import logs
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
 from tests.integration.gateway.test_errors import HELLO, send
 from tests.integration.gateway.test_permissions import key_with, knows
@@ -141,8 +141,8 @@ async def test_cancelled_ones_are_counted_and_what_waits_is_shown(start_gateway:
 
 
 @pytest.mark.parametrize("signs_off", [True, False])
-async def test_a_workers_series_come_and_go_with_it(start_gateway: Start, signs_off: bool) -> None:
-    gateway = await start_gateway(open_metrics=True)
+async def test_a_workers_series_come_and_go_with_it(share_gateway: Share, signs_off: bool) -> None:
+    gateway = await share_gateway(open_metrics=True)
     worker, other = await gateway.add_worker("w1"), await gateway.add_worker("w2")
     worker.stats = other.stats = STATS
 

@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from gateway.settings import HostedPoolSettings, TenantSettings
-from protocol.job import ModelCard, Paused
+from protocol.generation import PoolingCard
+from protocol.job import Paused
 from tests.integration.gateway.batches.test_batches import QUICK, line, over, results, submit
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.pooling.inputs import EMBEDDER, SCORER, start_with
@@ -87,7 +88,7 @@ async def test_each_api_says_when_to_come_back(start_gateway: Start, tier: str) 
 
 
 @pytest.mark.parametrize("card", [EMBEDDER, SCORER], ids=["embedder", "scorer"])
-async def test_vectors_and_scores_say_when_to_come_back(start_gateway: Start, card: ModelCard) -> None:
+async def test_vectors_and_scores_say_when_to_come_back(start_gateway: Start, card: PoolingCard) -> None:
     gateway = await start_with(start_gateway, card, open_metrics=True)
     await add_waiting_worker(gateway)
     async with gateway_client(gateway) as client:
