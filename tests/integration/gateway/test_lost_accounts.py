@@ -108,25 +108,24 @@ async def test_what_a_gateway_remembers_outlives_the_bucket(start: Start, bus: B
 
 @pytest.mark.parametrize("policy", [Policy(max_concurrent=8), Policy(requests_per_minute=8)], ids=["places", "rate"])
 @pytest.mark.parametrize("is_reported", [False, True])
-@pytest.mark.parametrize("again", [0, 1])
 async def test_places_and_rates_are_not_given_twice(
-    start: Start, bus: Bus, policy: Policy, again: int, *, is_reported: bool
+    start: Start, bus: Bus, policy: Policy, *, is_reported: bool
 ) -> None:
     """The first one knows who has what; the second one, to whom a lost account looks like a new one, waits for it."""
     gateways = [await start("g0"), await start("g1")]
     held = await ask_until(gateways[:1], principal(policy), 8)
     if is_reported:  # of a rate, nothing is left to tell or to renew then
         await until(lambda: not gateways[0]._local_accounts["key_1"].slice.is_changed)
-    for _ in range(1 + again):
+    for _ in range(2):
         await lose_accounts(bus)
         for quotas in (*gateways[::-1], *gateways):
             if one := await ask_patiently(quotas, policy, Estimate(1, 1)):
                 held.append(one)
-    assert len(held) == 8
-    found = await AccountStore(bus).load("key_1")
-    if found is not None:  # or else all refuse by what they remember, and nobody had to put it back yet
-        account, _ = found
-        assert sum(lease.held[Kind.CONCURRENT] for lease in account.leases.values()) in {0, 8}
+        assert len(held) == 8
+        found = await AccountStore(bus).load("key_1")
+        if found is not None:  # or else all refuse by what they remember, and nobody had to put it back yet
+            account, _ = found
+            assert sum(lease.held[Kind.CONCURRENT] for lease in account.leases.values()) in {0, 8}
 
 
 async def test_while_the_ledger_cannot_be_asked_a_missing_account_is_closed(
