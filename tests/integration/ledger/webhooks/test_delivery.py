@@ -35,6 +35,9 @@ from tests.waiting import HANGS_S, until
 
 NOW_S = 1_800_000_000
 COMPLETED: EventType = "response.completed"
+# What receivers answer is the same on both; processes and concurrency are hardest on the one with a server.
+ON_SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+ON_POSTGRESQL = pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 
 
 async def publish(bus: Bus, object_id: str = "resp_1", event_type: EventType = COMPLETED, team: str = TEAM) -> None:
@@ -116,6 +119,7 @@ async def test_failures_are_tried_again_and_counted(
     assert (await endpoints_of(engine).find(endpoint.endpoint_id)).failing_since_unix_ms is None
 
 
+@ON_SQLITE
 async def test_retry_after_is_waited_for(engine: AsyncEngine, start_receiver: StartReceiver, running: Run) -> None:
     receiver = await start_receiver()
     receiver.answer = lambda _request: status(429, "retry-after: 7200\r\n")
@@ -178,6 +182,7 @@ async def test_one_lost_event_disables_no_endpoint_that_takes_others(
     assert (await endpoints_of(engine).find(endpoint.endpoint_id)).enabled
 
 
+@ON_SQLITE
 async def test_410_disables_an_endpoint_at_once(
     bus: Bus, engine: AsyncEngine, running: Run, start_receiver: StartReceiver
 ) -> None:
@@ -190,6 +195,7 @@ async def test_410_disables_an_endpoint_at_once(
     assert len(receiver.received) == 1
 
 
+@ON_POSTGRESQL
 async def test_a_slow_receiver_delays_no_other(
     bus: Bus, engine: AsyncEngine, running: Run, start_receiver: StartReceiver
 ) -> None:
@@ -214,6 +220,7 @@ async def test_a_slow_receiver_delays_no_other(
         await until(lambda: _is_idle(engine))
 
 
+@ON_POSTGRESQL
 async def test_retries_outlive_the_process_that_makes_them(
     bus: Bus, engine: AsyncEngine, start_ledger, start_receiver: StartReceiver
 ) -> None:
