@@ -29,10 +29,10 @@ from protocol.nats.bus import Bus
 from protocol.usage import encode_payloads
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Share, Start, card
 from tests.integration.gateway.scripted_worker import Attempt, Script, answer_hello, until_cancelled
-from tests.integration.gateway.tools.calls import ARGUMENTS, NOW, TOOL, TWO_CALLS, says
 from tests.payload_records import payload_record
 from tests.postgres import PostgresServer
 from tests.tool_templates import HERMES_STYLE
+from tests.unit.gateway.api.tools.calls import ARGUMENTS, NOW, TOOL, TWO_CALLS, says
 from tests.waiting import HANGS_S, until
 
 AGREED = Policy(log_payload=True, redact=False)

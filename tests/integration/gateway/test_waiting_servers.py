@@ -12,8 +12,8 @@ from protocol.generation import PoolingCard
 from protocol.job import Paused
 from tests.integration.gateway.batches.test_batches import QUICK, line, over, results, submit
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
-from tests.integration.gateway.pooling.inputs import EMBEDDER, SCORER, start_with
 from tests.integration.gateway.scripted_worker import ScriptedWorker
+from tests.unit.gateway.api.pooling.inputs import EMBEDDER, SCORER, with_card
 from tests.waiting import HANGS_S, until
 
 ASKED = [{"role": "user", "content": "Hi"}]
@@ -89,7 +89,7 @@ async def test_each_api_says_when_to_come_back(start_gateway: Start, tier: str) 
 
 @pytest.mark.parametrize("card", [EMBEDDER, SCORER], ids=["embedder", "scorer"])
 async def test_vectors_and_scores_say_when_to_come_back(start_gateway: Start, card: PoolingCard) -> None:
-    gateway = await start_with(start_gateway, card, open_metrics=True)
+    gateway = await start_gateway(**with_card(card), open_metrics=True)
     await add_waiting_worker(gateway)
     async with gateway_client(gateway) as client:
         for path in ("/v1/embeddings",) if card is EMBEDDER else ("/v1/score", "/v1/rerank"):

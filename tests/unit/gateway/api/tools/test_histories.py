@@ -3,15 +3,12 @@
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.chat_templates import ALTERNATING_WITH_TOOLS, SYSTEM_FIRST
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest
-from tests.integration.gateway.tools.calls import CALL, StartModel, says
 from tests.small_tokenizer import byte_tokenizer
 from tests.tool_templates import HERMES_STYLE
-from tests.waiting import HANGS_S
+from tests.unit.gateway.api.tools.calls import CALL, StartModel, says
 
 PARSER = "hermes"
 LATER = "<system>\nNow be quick.\n</system>"
@@ -60,22 +57,15 @@ RESPONSES: dict[str, Any] = {
 }
 BOTH = "system-as-user, system-joined"
 APIS = {
-    "chat/completions": (CHAT, BOTH),
-    "messages": (MESSAGES, "system-as-user"),
-    "responses": (RESPONSES, BOTH),
-    "messages/count_tokens": (
+    "/v1/chat/completions": (CHAT, BOTH),
+    "/v1/messages": (MESSAGES, "system-as-user"),
+    "/v1/responses": (RESPONSES, BOTH),
+    "/v1/messages/count_tokens": (
         {name: value for name, value in MESSAGES.items() if name != "max_tokens"},
         "system-as-user",
     ),
-    "../tokenize": (CHAT, BOTH),
+    "/tokenize": (CHAT, BOTH),
 }
-
-
-async def post(gateway: GatewayUnderTest, path: str, **body: Any) -> httpx.Response:
-    headers = {"authorization": f"Bearer {gateway.key}"}
-    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client:
-        path = path.removeprefix("../") if path.startswith("../") else f"v1/{path}"
-        return await client.post(f"/{path}", json={"model": MODEL, **body})
 
 
 def prompt_of(worker: Any) -> str:
@@ -90,7 +80,7 @@ async def test_system_messages_stand_anywhere_and_calls_may_be_broken(start_mode
     worker = await gateway.add_worker(script=says("Fine."))
     prompts = []
     for stream in (False, True) if "token" not in path else (False,):
-        answer = await post(gateway, path, **body, **({"stream": True} if stream else {}))
+        answer = await gateway.post(path, **body, **({"stream": True} if stream else {}))
         assert (answer.status_code, answer.headers["x-spillway-adapted"]) == (200, adapted), answer.text
         if "tokenize" in path:
             prompts.append(byte_tokenizer().decode(answer.json()["tokens"], skip_special_tokens=False))
@@ -107,7 +97,7 @@ async def test_system_messages_stand_anywhere_and_calls_may_be_broken(start_mode
 async def test_what_a_template_takes_is_sent_as_it_is(start_model: StartModel) -> None:
     gateway = await start_model(HERMES_STYLE)
     await gateway.add_worker(script=says("Fine."))
-    answer = await post(gateway, "chat/completions", messages=[HI, LATE])
+    answer = await gateway.post("/v1/chat/completions", messages=[HI, LATE])
     assert answer.status_code == 200
     assert "x-spillway-adapted" not in answer.headers
 
@@ -116,7 +106,7 @@ async def test_a_template_that_alternates_strictly_takes_an_agents_turns(start_m
     """Rendered in a process of its own; the ids are another model's."""
     gateway = await start_model(ALTERNATING_WITH_TOOLS)
     worker = await gateway.add_worker(script=says("Fine."))
-    answer = await post(gateway, "chat/completions", **{**CHAT, "messages": [*CHAT["messages"], HI, HI]})
+    answer = await gateway.post("/v1/chat/completions", **{**CHAT, "messages": [*CHAT["messages"], HI, HI]})
     assert answer.status_code == 200, answer.text
     told = answer.headers["x-spillway-adapted"]
     assert told == "call-ids, system-as-user, system-joined, turn-added, turns-merged"
@@ -137,12 +127,12 @@ async def test_arguments_of_any_kind_leave_the_conversation_usable(start_model: 
     used = {"type": "tool_use", "id": "t", "name": "get_weather", "input": arguments}
     blocks = [HI, {"role": "assistant", "content": [used]}, HI]
     for path, body in (
-        ("chat/completions", {"messages": turns}),
-        ("chat/completions", {"messages": legacy}),
-        ("responses", {"input": [HI, *items]}),
-        ("messages", {"max_tokens": 9, "messages": blocks}),
+        ("/v1/chat/completions", {"messages": turns}),
+        ("/v1/chat/completions", {"messages": legacy}),
+        ("/v1/responses", {"input": [HI, *items]}),
+        ("/v1/messages", {"max_tokens": 9, "messages": blocks}),
     ):
-        answer = await post(gateway, path, **body)
+        answer = await gateway.post(path, **body)
         assert answer.status_code == 200, (path, answer.text)
 
 
@@ -150,15 +140,15 @@ async def test_a_call_that_was_cut_off_is_not_said_to_be_one(start_model: StartM
     """A client would run it, and its conversation was refused from then on."""
     gateway = await start_model(HERMES_STYLE)
     await gateway.add_worker(script=says(f"{CALL}\n{CALL.partition('ays')[0]}"))
-    chat = await post(gateway, "chat/completions", messages=[HI], tools=CHAT["tools"])
+    chat = await gateway.post("/v1/chat/completions", messages=[HI], tools=CHAT["tools"])
     [choice] = chat.json()["choices"]
     assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("stop", 2)
-    chat = await post(gateway, "chat/completions", messages=[HI], tools=CHAT["tools"], stream=True)
+    chat = await gateway.post("/v1/chat/completions", messages=[HI], tools=CHAT["tools"], stream=True)
     assert ('"finish_reason":"stop"' in chat.text, '"tool_calls"}' in chat.text) == (True, False)
-    message = await post(gateway, "messages", max_tokens=200, messages=[HI], tools=MESSAGES["tools"])
+    message = await gateway.post("/v1/messages", max_tokens=200, messages=[HI], tools=MESSAGES["tools"])
     assert message.json()["stop_reason"] == "end_turn"
     assert [block["input"] for block in message.json()["content"]][1] == {"arguments": '{"city": "Köln", "d'}
-    message = await post(gateway, "messages", max_tokens=200, messages=[HI], tools=MESSAGES["tools"], stream=True)
+    message = await gateway.post("/v1/messages", max_tokens=200, messages=[HI], tools=MESSAGES["tools"], stream=True)
     assert '"stop_reason":"end_turn"' in message.text
-    response = await post(gateway, "responses", input="Hi", tools=RESPONSES["tools"])
+    response = await gateway.post("/v1/responses", input="Hi", tools=RESPONSES["tools"])
     assert [item["status"] for item in response.json()["output"]] == ["completed", "incomplete"]

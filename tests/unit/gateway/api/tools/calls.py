@@ -1,10 +1,12 @@
 """Scripted workers that call tools, and streams put together."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest
+import openai
+
 from tests.integration.gateway.scripted_worker import Attempt
+from tests.unit.gateway.local_gateway import MODEL, LocalGateway
 
 HELLO: list[Any] = [{"role": "user", "content": "Will it rain?"}]
 ARGUMENTS = '{"city": "Köln", "days": 2}'
@@ -24,7 +26,13 @@ DEEPSEEK = f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL}{DEEPSEEK_CALL}<｜tool�
 DEEPSEEK_V3_CALL = "function<｜tool▁sep｜>{}\n```json\n{}\n```"
 KIMI_CALL = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
 KIMI_CALLS = f"{KIMI_CALL.format('get_weather:3', ARGUMENTS)}{KIMI_CALL.format('now:4', '{}')}"
-StartModel = Callable[..., Awaitable[GatewayUnderTest]]
+StartModel = Callable[..., Awaitable[LocalGateway]]
+
+
+class HasClient(Protocol):
+    """A gateway, wherever it runs."""
+
+    def client(self) -> openai.AsyncOpenAI: ...
 
 
 def says(*texts: str, finish_reason: str = "stop", width: int = 3) -> Callable[[Attempt], Awaitable[None]]:
@@ -41,7 +49,7 @@ def says(*texts: str, finish_reason: str = "stop", width: int = 3) -> Callable[[
     return script
 
 
-async def streamed(gateway: GatewayUnderTest, **fields: Any) -> list[dict[str, Any]]:
+async def streamed(gateway: HasClient, **fields: Any) -> list[dict[str, Any]]:
     """The choices of a streamed answer, put together from its deltas."""
     stream = await gateway.client().chat.completions.create(
         **{"model": MODEL, "messages": HELLO, "tools": [TOOL, NOW], "stream": True, **fields}

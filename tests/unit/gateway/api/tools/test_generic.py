@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 
 from tests.chat_templates import NO_SYSTEM
-from tests.integration.gateway.tools.calls import ARGUMENTS, CALL, StartModel, says, streamed
-from tests.integration.gateway.tools.test_histories import CHAT, FUNCTION, HI, MESSAGES, RESPONSES, post, prompt_of
 from tests.small_tokenizer import byte_tokenizer
+from tests.unit.gateway.api.tools.calls import ARGUMENTS, CALL, StartModel, says, streamed
+from tests.unit.gateway.api.tools.test_histories import CHAT, FUNCTION, HI, MESSAGES, RESPONSES, prompt_of
 
 ADAPTED = "system-as-user, tools-as-text, tools-described"
 APIS = {
-    "chat/completions": CHAT,
-    "messages": {**MESSAGES, "max_tokens": 200},
-    "responses": RESPONSES,
-    "messages/count_tokens": {name: value for name, value in MESSAGES.items() if name != "max_tokens"},
-    "../tokenize": CHAT,
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": {**MESSAGES, "max_tokens": 200},
+    "/v1/responses": RESPONSES,
+    "/v1/messages/count_tokens": {name: value for name, value in MESSAGES.items() if name != "max_tokens"},
+    "/tokenize": CHAT,
 }
 
 
@@ -26,7 +26,7 @@ async def test_every_api_describes_the_tools(start_model: StartModel, path: str)
     gateway = await start_model(NO_SYSTEM)
     worker = await gateway.add_worker(script=says(CALL))
     for stream in (False, True) if "token" not in path else (False,):
-        answer = await post(gateway, path, **APIS[path], **({"stream": True} if stream else {}))
+        answer = await gateway.post(path, **APIS[path], **({"stream": True} if stream else {}))
         assert answer.status_code == 200, answer.text
         assert set(ADAPTED.split(", ")) <= set(answer.headers["x-spillway-adapted"].split(", "))
         if "count" in path:
@@ -59,6 +59,8 @@ async def test_a_call_is_read_and_forced_as_with_any_model(start_model: StartMod
 async def test_a_setting_turns_it_off(start_model: StartModel) -> None:
     gateway = await start_model(NO_SYSTEM, tool_parser="none")
     await gateway.add_worker(script=says("Fine."))
-    refused = await post(gateway, "chat/completions", messages=[HI], tools=[{"type": "function", "function": FUNCTION}])
+    refused = await gateway.post(
+        "/v1/chat/completions", messages=[HI], tools=[{"type": "function", "function": FUNCTION}]
+    )
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
     assert "tool_parser" in refused.json()["error"]["message"]

@@ -1,18 +1,16 @@
-"""A gateway of a pooling model, and scripted workers that answer its inputs."""
+"""Cards of pooling models, and scripts that answer their inputs."""
 
 from itertools import accumulate, pairwise
 from typing import Any
 
-import httpx
 from tokenizers import processors
 
 from protocol.generation import PoolingCard
 from protocol.job import PROTOCOL_VERSION, ModelCard, Vector, unpack_token_ids
 from protocol.nats import objects
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.small_tokenizer import BOS, EOS, byte_tokenizer
-from tests.waiting import HANGS_S
+from tests.unit.gateway.local_gateway import MODEL
 
 CONTEXT = 32
 EMBEDDER = PoolingCard("embed", 3)
@@ -34,11 +32,11 @@ def ids(text: str) -> list[int]:
     return byte_tokenizer().from_str(tokenizer_json().decode()).encode(text).ids
 
 
-async def start_with(start: Start | Share, card: PoolingCard | None, **settings: Any) -> GatewayUnderTest:
-    """A fresh or a shared gateway whose model has this card."""
+def with_card(pooling: PoolingCard | None) -> dict[str, Any]:
+    """Options of a gateway whose model has this card."""
     name = objects.tokenizer_object_name(tokenizer_json())
-    model_card = ModelCard(PROTOCOL_VERSION, MODEL, CONTEXT, name, None, pooling=card)
-    return await start(model_card=model_card, tokenizer=tokenizer_json(), **settings)
+    model_card = ModelCard(PROTOCOL_VERSION, MODEL, CONTEXT, name, None, pooling=pooling)
+    return {"model_card": model_card, "tokenizer": tokenizer_json()}
 
 
 def inputs_of(attempt: Attempt) -> list[list[int]]:
@@ -63,11 +61,15 @@ async def embed(attempt: Attempt) -> None:
     await attempt.finish()
 
 
+async def score_by_second(attempt: Attempt) -> None:
+    """A pair's score is its second text's length by 100."""
+    await attempt.accept()
+    assert attempt.job.pooling is not None
+    firsts = unpack_token_ids(attempt.job.pooling.first_lengths)
+    for index, token_ids in enumerate(inputs_of(attempt)):
+        await attempt.vector(index, [(len(token_ids) - firsts[index] - 1) / 100])
+    await attempt.finish()
+
+
 def only(attempt: Attempt) -> list[int]:
     return sorted(frame.index for frame in attempt.frames if isinstance(frame, Vector))
-
-
-def http(gateway: GatewayUnderTest, **headers: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=gateway.url, headers={"Authorization": f"Bearer {gateway.key}", **headers}, timeout=HANGS_S
-    )

@@ -15,9 +15,11 @@ from pydantic import BaseModel
 from typing_extensions import get_type_hints
 
 from gateway.api import schema, vectors
-from tests.integration.gateway.api_page import page
 from tests.integration.gateway.conftest import GatewayUnderTest, Share, Start
-from tests.integration.gateway.tools.calls import says
+from tests.unit.gateway.api.page import page
+from tests.unit.gateway.api.page.rows import STORED, Told, faults
+from tests.unit.gateway.api.page.surfaces import RESPONSES
+from tests.unit.gateway.api.tools.calls import says
 from tests.waiting import HANGS_S
 
 SDKS = {
@@ -97,6 +99,16 @@ async def test_kept_responses(gateway: GatewayUnderTest) -> None:
     wrong: dict[str, Any] = {"limit": 0, "order": "up"}
     for name, value in wrong.items():
         assert await _refused(items.list(made.id, **{name: value})) == name
+
+
+async def test_rows_of_what_is_stored(gateway: GatewayUnderTest) -> None:
+    """The others are asked of a gateway without a queue server (tests/unit/gateway/api/page)."""
+    await gateway.add_worker(script=says("x"))
+    told, headers = Told(RESPONSES), {"authorization": f"Bearer {gateway.key}"}
+    asked = [known for known in told.known() if known.top in STORED]
+    assert {known.top for known in asked} == STORED
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as http:
+        assert not (found := await faults(http, told, asked)), "\n".join(found)
 
 
 async def test_files(gateway: GatewayUnderTest) -> None:

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-PAGE: Final = Path(__file__).parents[4] / "docs" / "API.md"
+PAGE: Final = Path(__file__).parents[5] / "docs" / "API.md"
 HONOURED: Final = "honoured"
 IGNORED: Final = "ignored"
 REFUSED: Final = "refused"

@@ -1,6 +1,7 @@
 """The parameters that an SDK knows, out of its own types, each with a value as a client would send it."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, NamedTuple, NotRequired, Required, Union, get_args, get_origin
 
@@ -103,12 +104,13 @@ class Walk:
         return {int: 1, float: 0.5, bool: True, str: "x"}.get(kind, {"a": "b"})
 
 
-def _fields(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+@cache  # most of a walk's time
+def _fields(kind: Any, *, with_extras: bool = False) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=with_extras)
 
 
 def _is_required(kind: Any, name: str) -> bool:
-    hint = get_type_hints(kind, include_extras=True)[name]
+    hint = _fields(kind, with_extras=True)[name]
     origin: Any = get_origin(hint)
     while origin is Annotated:
         hint = get_args(hint)[0]

@@ -1,18 +1,24 @@
 """Calls of tools, as the official clients see them, from scripted workers that write them."""
 
-import asyncio
-import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 
 from protocol.job import Markup
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, card
 from tests.integration.gateway.scripted_worker import Attempt
-from tests.integration.gateway.tools.calls import (
+from tests.small_tokenizer import byte_tokenizer
+from tests.tool_templates import (
+    DEEPSEEK_V3_STYLE,
+    DEEPSEEK_V31_STYLE,
+    GLM_STYLE,
+    HERMES_STYLE,
+    KIMI_STYLE,
+    LLAMA_STYLE,
+    THINKING_STYLE,
+)
+from tests.unit.gateway.api.tools.calls import (
     ARGUMENTS,
     CALL,
     DEEPSEEK,
@@ -28,17 +34,7 @@ from tests.integration.gateway.tools.calls import (
     says,
     streamed,
 )
-from tests.small_tokenizer import byte_tokenizer
-from tests.tool_templates import (
-    DEEPSEEK_V3_STYLE,
-    DEEPSEEK_V31_STYLE,
-    GLM_STYLE,
-    HERMES_STYLE,
-    KIMI_STYLE,
-    LLAMA_STYLE,
-    THINKING_STYLE,
-)
-from tests.waiting import HANGS_S
+from tests.unit.gateway.local_gateway import MODEL, LocalGateway, card
 
 
 async def test_calls_whole_and_streamed(start_model: StartModel) -> None:
@@ -273,11 +269,8 @@ async def test_a_template_of_its_own_for_tools(start_model: StartModel) -> None:
     assert "Tools" not in without
 
 
-async def refusal(gateway: GatewayUnderTest, **fields: Any) -> tuple[int, str | None, str]:
-    headers = {"authorization": f"Bearer {gateway.key}"}
-    body = {"model": MODEL, "messages": HELLO, "tools": [TOOL], **fields}
-    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client:
-        answer = await client.post("/v1/chat/completions", json=body)
+async def refusal(gateway: LocalGateway, **fields: Any) -> tuple[int, str | None, str]:
+    answer = await gateway.post("/v1/chat/completions", **{"messages": HELLO, "tools": [TOOL], **fields})
     error = answer.json()["error"]
     return answer.status_code, error["param"], error["message"]
 
@@ -334,36 +327,17 @@ async def test_the_clients_own_helpers(start_model: StartModel) -> None:
     assert call.function.parsed_arguments == Weather(city="Köln", days=2)
     assert worker.attempts[0].job.sampling.grammar is not None  # it is strict
 
-    def sync() -> Any:
-        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.key, max_retries=0) as client:
-            return client.chat.completions.parse(model=MODEL, messages=HELLO, tools=tools)
-
-    [call] = (await asyncio.to_thread(sync)).choices[0].message.tool_calls
+    parsed = await gateway.client().chat.completions.parse(model=MODEL, messages=HELLO, tools=tools)
+    assert parsed.choices[0].message.tool_calls is not None
+    [call] = parsed.choices[0].message.tool_calls
     assert call.function.parsed_arguments == Weather(city="Köln", days=2)
-
-
-async def test_langchain(start_model: StartModel) -> None:
-    from langchain_openai import ChatOpenAI  # takes seconds, of each process that imports this file
-
-    gateway = await start_model(HERMES_STYLE)
-    await gateway.add_worker(script=says(CALL.replace("get_weather", "Weather")))
-    model = ChatOpenAI(model=MODEL, base_url=f"{gateway.url}/v1", api_key=SecretStr(gateway.key)).bind_tools([Weather])
-    message = await model.ainvoke("Will it rain?")
-    assert [(call["name"], call["args"]) for call in message.tool_calls] == [("Weather", json.loads(ARGUMENTS))]
-    whole: Any = None
-    async for part in model.astream("Will it rain?"):
-        whole = part if whole is None else whole + part
-    assert whole is not None
-    assert [(call["name"], call["args"]) for call in whole.tool_calls] == [("Weather", json.loads(ARGUMENTS))]
 
 
 async def test_tokenize_counts_tools_too(start_model: StartModel) -> None:
     gateway = await start_model(HERMES_STYLE)
     worker = await gateway.add_worker(script=says("Hi"))
     answer = await gateway.client().chat.completions.create(model=MODEL, messages=HELLO, tools=[TOOL])
-    headers = {"authorization": f"Bearer {gateway.key}"}
-    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client:
-        counted = await client.post("/tokenize", json={"model": MODEL, "messages": HELLO, "tools": [TOOL]})
+    counted = await gateway.post("/tokenize", messages=HELLO, tools=[TOOL])
     assert counted.json()["tokens"] == worker.attempts[0].prompt_ids
     assert answer.usage is not None
     assert counted.json()["count"] == answer.usage.prompt_tokens

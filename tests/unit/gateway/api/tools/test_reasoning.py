@@ -3,9 +3,10 @@
 from typing import Any
 
 from protocol.generation import TokenLogprob
-from tests.integration.gateway.conftest import MODEL
 from tests.integration.gateway.scripted_worker import Attempt
-from tests.integration.gateway.tools.calls import (
+from tests.small_tokenizer import byte_tokenizer
+from tests.tool_templates import HARMONY_STYLE, KIMI_STYLE, MISTRAL_STYLE, THINKING_STYLE
+from tests.unit.gateway.api.tools.calls import (
     ARGUMENTS,
     CALL,
     HELLO,
@@ -16,8 +17,7 @@ from tests.integration.gateway.tools.calls import (
     says,
     streamed,
 )
-from tests.small_tokenizer import byte_tokenizer
-from tests.tool_templates import HARMONY_STYLE, KIMI_STYLE, MISTRAL_STYLE, THINKING_STYLE
+from tests.unit.gateway.local_gateway import MODEL
 
 
 async def test_reasoning_that_the_template_began(start_model: StartModel) -> None:

@@ -1,0 +1,281 @@
+"""A gateway without sockets, queue server and SQL: its application, core and dispatcher, on a bus of this process.
+
+A request goes all its way here, and the frames of scripted workers go all of theirs, in milliseconds. What a socket, a
+queue server or SQL does shows in ``tests/integration/gateway`` alone, whose shared gateway this one is used like.
+"""
+
+import asyncio
+import base64
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import httpx
+import openai
+from fastapi import FastAPI
+
+from db.accounts.principal import Principal
+from gateway.admission.control import AdmissionControl
+from gateway.admission.registry import WorkerRegistry
+from gateway.app import RESPONSES_PATH, GatewayApp, make_operations
+from gateway.core import Core
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.endpoints.endpoint import Edge, Endpoint, GenerationEndpoint
+from gateway.endpoints.routes import models_router, tokenize_router
+from gateway.endpoints.services import Services
+from gateway.http.body import BodyReader
+from gateway.http.pages import add_error_answers
+from gateway.limits.leases import Quotas
+from gateway.payloads import PayloadPublisher
+from gateway.settings import ModelSettings
+from gateway.telemetry.metrics import RequestSeries
+from gateway.telemetry.refusals import RefusalLog
+from gateway.tokenizing.catalog import ModelCatalog
+from protocol import subjects
+from protocol.job import PROTOCOL_VERSION, ModelCard
+from protocol.nats import objects
+from protocol.nats.outbox import Outbox
+from protocol.nats.pull import Delivery
+from protocol.usage import RequestRecord, decode_usage
+from tests.integration.gateway.scripted_worker import ScriptedWorker
+from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer_json
+from tests.unit.gateway.admission.controls import gateway_settings, principal
+from tests.waiting import HANGS_S, until
+
+MODEL: Final = "test/model-1"
+JOBS: Final = "rq."
+
+
+class Message(NamedTuple):
+    subject: str
+    data: bytes
+    reply: str = ""
+
+
+class LocalBus:
+    """Stores what is published durably, and gives everything to those who have subscribed."""
+
+    connected = True
+    api_prefix = "$JS.API"
+
+    def __init__(self) -> None:
+        self.stored: list[Message] = []
+        self.client = self
+        self.is_closed = False
+        self.clock = self
+        self._handlers: list[tuple[str, Callable[[Any], Any]]] = []
+
+    def now_s(self) -> float:
+        return time.time()
+
+    def new_inbox(self) -> str:
+        return "_INBOX"
+
+    async def subscribe(self, subject: str, handler: Callable[[Any], Any]) -> "LocalBus":
+        self._handlers.append((subject.removesuffix(">"), handler))
+        return self
+
+    def on_reconnect(self, _: Callable[[], Any]) -> None:
+        """It is always connected."""
+
+    async def unsubscribe(self) -> None:
+        """All of it goes with the test."""
+
+    async def publish(self, subject: str, payload: bytes = b"", **_: Any) -> None:
+        for begin, handler in self._handlers:
+            if subject == begin or (begin.endswith(".") and subject.startswith(begin)):
+                handled = handler(Message(subject, payload))
+                if handled is not None:
+                    await handled
+
+    async def publish_durable(self, subject: str, payload: bytes, **_: Any) -> int:
+        self.stored.append(Message(subject, payload))
+        number = len(self.stored)
+        await self.publish(subject, payload)
+        return number
+
+    async def request(self, subject: str, payload: bytes, **_: Any) -> Message:
+        await self.publish_durable(subject, payload)
+        return Message("", b"{}")
+
+    async def api(self, call: str, _: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        assert call.startswith("STREAM.PURGE.")
+        return {}
+
+    async def get_message(
+        self, _: str, *, last_by_subj: str = "", next_by_subj: str = "", seq: int = 1
+    ) -> dict[str, Any] | None:
+        wanted = last_by_subj or next_by_subj
+        found = [number for number, one in enumerate(self.stored, 1) if one.subject == wanted and number >= seq]
+        if not found:
+            return None
+        number = found[-1 if last_by_subj else 0]
+        return {"seq": number, "data": base64.b64encode(self.stored[number - 1].data)}
+
+    async def delete_message(self, *_: Any) -> bool:
+        return True
+
+
+class LocalWorker(ScriptedWorker):
+    """Gets jobs as they are published."""
+
+    async def start(self) -> None:
+        await self.bus.subscribe(subjects.control_subject(self.worker_id), self._on_control)
+        await self.bus.subscribe(f"{JOBS}>", self._on_job)
+
+    async def _on_job(self, message: Any) -> None:
+        await self._on_delivery(Delivery(message.data, message.subject, "ack", 1, 1, 0, 0))
+
+
+class _Keys:
+    """Knows one key."""
+
+    may_be_old = False
+
+    def __init__(self, who: Principal) -> None:
+        self._who = who
+
+    def authenticate(self, token: str) -> Principal | None:
+        return self._who if token == LocalGateway.key else None
+
+    def is_revoked(self, _: str) -> bool:
+        return False
+
+
+class _Prices:
+    def of(self, *_: Any) -> None:
+        return None
+
+
+class LocalGateway:
+    """The gateway, as one test has it."""
+
+    key = "sk-test"
+
+    def __init__(self, bus: LocalBus, app: Any) -> None:
+        self.bus: Any = bus
+        self.workers: list[LocalWorker] = []
+        self._transport = httpx.ASGITransport(app)
+        self._http: Any = self.http()
+
+    async def add_worker(self, **rest: Any) -> LocalWorker:
+        worker = LocalWorker(self.bus, MODEL, "w1", **rest)
+        await worker.start()
+        self.workers.append(worker)
+        return worker
+
+    def http(self, **headers: str) -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {self.key}", **headers}
+        return httpx.AsyncClient(transport=self._transport, base_url="http://gateway", headers=headers, timeout=HANGS_S)
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        """The answer to a body, which asks for the model where it names none."""
+        answer: httpx.Response = await self._http.post(path, json={"model": MODEL, **body})
+        return answer
+
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            api_key=self.key, base_url="http://gateway/v1", max_retries=0, http_client=self._http, timeout=HANGS_S
+        )
+
+    async def records(self, count: int = 1) -> list[RequestRecord]:
+        """The ledger's records of requests, once there are ``count``."""
+        found: list[RequestRecord] = []
+
+        def are_there() -> bool:
+            stored = [one.data for one in self.bus.stored if one.subject == subjects.REQUEST_USAGE_SUBJECT]
+            found[:] = [record for data in stored for record in decode_usage(data) if isinstance(record, RequestRecord)]
+            return len(found) >= count
+
+        await until(are_there)
+        return found
+
+
+def card(**changes: Any) -> ModelCard:
+    fields = {
+        "context_length": 512,
+        "chat_template": CHATML,
+        "special_tokens": {"bos_token": BOS, "eos_token": EOS},
+        "tokenizer_object": objects.tokenizer_object_name(byte_tokenizer_json()),
+        **changes,
+    }
+    return ModelCard(v=PROTOCOL_VERSION, model=MODEL, **fields)
+
+
+@contextlib.asynccontextmanager
+async def local_gateway(
+    data_dir: Path, *, model_card: ModelCard | None = None, tokenizer: bytes = b"", **settings: Any
+) -> AsyncIterator[LocalGateway]:
+    """Start one with these settings, whose model has this card and tokenizer."""
+    local = LocalBus()
+    bus: Any = local
+    await objects.publish_model_card(bus, model_card or card(), tokenizer or byte_tokenizer_json())
+    models = {"models": {MODEL: ModelSettings(aliases=("short",))}, "data_dir": data_dir}
+    told = gateway_settings(MODEL, **{**models, **settings})
+    prices: Any = _Prices()
+    keys: Any = _Keys(principal())
+    nothing: Any = None
+    outboxes = [Outbox(bus, name, 99) for name in (subjects.REQUEST_USAGE_SUBJECT, subjects.INTENT_USAGE_SUBJECT)]
+    registry = WorkerRegistry(bus)
+    admission_control = AdmissionControl(bus, told, registry)
+    series = RequestSeries(prices)
+    dispatcher = Dispatcher(bus, told, registry, outboxes[0], intents=outboxes[1], observers=[series])
+    await bus.subscribe(f"{subjects.frames_subject(told.gateway_id)}.>", dispatcher._on_step)
+    await bus.subscribe(subjects.frames_subject(told.gateway_id), dispatcher._on_step)
+    catalog = ModelCatalog(bus, told.models, data_dir, by_messages=told.by_messages)
+    await catalog.start()
+    quotas = Quotas(bus, told.gateway_id, nothing)
+    core = Core(told, keys, catalog, dispatcher, admission_control, quotas, prices)
+    edge = Edge(told.timeouts, keys, BodyReader(told.limits, told.timeouts.body_s), RefusalLog(series))
+    payloads = PayloadPublisher(bus, told.payloads)
+    operations = make_operations(core, catalog.pool, payloads, nothing)
+    services = Services(
+        told,
+        bus,
+        keys,
+        catalog,
+        core,
+        dispatcher,
+        admission_control,
+        edge.bodies,
+        series,
+        quotas,
+        payloads,
+        nothing,
+        0,
+        (),
+    )
+
+    @cache
+    def slow() -> FastAPI:
+        app = FastAPI()
+        app.include_router(models_router(services))
+        app.include_router(tokenize_router(services))
+        add_error_answers(app)
+        return app
+
+    async def serve_slowly(*asgi: Any) -> None:
+        await slow()(*asgi)  # made where it is needed: that takes longer than all the rest
+
+    further: Any = serve_slowly
+
+    hot: dict[str, Endpoint[Any]] = {
+        **{path: GenerationEndpoint(edge, one) for path, one in operations.generating.items()},
+        **{path: Endpoint(edge, one) for path, one in operations.vectors.items()},
+        RESPONSES_PATH: GenerationEndpoint(edge, operations.responses),
+    }
+    running = [asyncio.create_task(outbox.run()) for outbox in outboxes]
+    gateway = LocalGateway(local, GatewayApp(hot, nothing, further, edge.refusals, told.timeouts))
+    try:
+        yield gateway
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for worker in gateway.workers:
+            await asyncio.gather(*worker._tasks)
+        await gateway._http.aclose()
+        await catalog.close()
