@@ -16,7 +16,7 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.endpoints.endpoint import Endpoint
 from protocol import subjects
 from protocol.nats.bus import Bus
-from tests.integration.gateway.conftest import MODEL, Start
+from tests.integration.gateway.conftest import MODEL, Share, Start
 from tests.waiting import HANGS_S, until
 
 LARGE_CHARS = 300_000
@@ -48,8 +48,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_a_large_body_is_freed_with_its_request(start_gateway: Start, name: str) -> None:
-    gateway = await start_gateway()
+async def test_a_large_body_is_freed_with_its_request(share_gateway: Share, name: str) -> None:
+    gateway = await share_gateway()
     await gateway.add_worker()
     path, body, status = REQUESTS[name]
     headers = {"idempotency_key": "k"} if "Idempotency-Key" in name else {}
