@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -87,6 +88,32 @@ async def test_sync_client_and_completions(share_gateway: Share) -> None:
     assert first.job.sampling.max_tokens == 16  # OpenAI's default for completions
     assert third.job.sampling.max_tokens == 512 - len(third.prompt_ids)
     assert second.job.sampling.max_tokens == 3
+
+
+ENDS = {
+    "/v1/chat/completions": ({"messages": HELLO}, "data: [DONE]"),
+    "/v1/completions": ({"prompt": "Hi"}, "data: [DONE]"),
+    "/v1/messages": ({"messages": HELLO, "max_tokens": 9}, "event: message_stop"),
+    "/v1/responses": ({"input": "Hi"}, "event: response.completed"),
+}
+
+
+@pytest.mark.parametrize("path", ENDS)
+async def test_every_api_whole_and_streamed(share_gateway: Share, path: str) -> None:
+    """Over the wire; what each says is told in tests/unit/gateway/api."""
+    gateway = await share_gateway()
+    worker = await gateway.add_worker()
+    body, end = ENDS[path]
+    headers = {"authorization": f"Bearer {gateway.key}"}
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client:
+        whole, stream = [
+            await client.post(path, json={"model": MODEL, **body, "stream": is_stream}) for is_stream in (False, True)
+        ]
+    assert (whole.status_code, "Hello world" in whole.text) == (200, True), whole.text
+    assert (stream.status_code, "Hello" in stream.text, end in stream.text) == (200, True, True), stream.text
+    ids = {answer.headers["x-request-id"] for answer in (whole, stream)}
+    assert {attempt.job.request_id for attempt in worker.attempts} == ids
+    assert {record.request_id for record in await gateway.records(2)} == ids
 
 
 async def test_models(share_gateway: Share) -> None:

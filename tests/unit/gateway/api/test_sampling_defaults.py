@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import httpx
 import pytest
-from msgspec.structs import replace
 
 from gateway.settings import ModelSettings
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, card
 from tests.integration.gateway.scripted_worker import answer_hello
+from tests.unit.gateway.conftest import Start
+from tests.unit.gateway.local_gateway import MODEL, LocalGateway, card
 
 OWN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -20,17 +19,15 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-async def send(gateway: GatewayUnderTest, path: str, body: dict[str, Any] | None = None) -> Any:
-    headers = {"authorization": f"Bearer {gateway.key}"}
-    async with httpx.AsyncClient(base_url=f"{gateway.url}/v1/", headers=headers) as client:
-        answer = await (client.get(path) if body is None else client.post(path, json={"model": MODEL, **body}))
+async def send(gateway: LocalGateway, path: str, body: dict[str, Any] | None = None) -> Any:
+    answer = await (gateway.http().get(f"/v1/{path}") if body is None else gateway.post(f"/v1/{path}", **body))
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_they_stand_in_for_what_is_left_out(share_gateway: Share, path: str) -> None:
-    gateway = await share_gateway(model_card=replace(card(), sampling=OWN))
+async def test_they_stand_in_for_what_is_left_out(start_local: Start, path: str) -> None:
+    gateway = await start_local(model_card=card(sampling=OWN))
     worker = await gateway.add_worker(script=answer_hello)
     answer = await send(gateway, path, BODIES[path])
     assert worker.attempts[0].job.sampling.defaults == OWN
@@ -44,9 +41,9 @@ async def test_they_stand_in_for_what_is_left_out(share_gateway: Share, path: st
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
-async def test_they_are_shown_unless_ignored(share_gateway: Share, is_ignored: bool) -> None:
+async def test_they_are_shown_unless_ignored(start_local: Start, is_ignored: bool) -> None:
     settings = ModelSettings(aliases=("short",), generation_config="ignore" if is_ignored else "auto")
-    gateway = await share_gateway(model_card=replace(card(), sampling=OWN), models={MODEL: settings})
+    gateway = await start_local(model_card=card(sampling=OWN), models={MODEL: settings})
     worker = await gateway.add_worker(script=answer_hello)
     expected = {} if is_ignored else OWN
     [row] = (await send(gateway, "models"))["data"]

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from gateway.settings import ModelSettings
-from tests.integration.gateway.conftest import MODEL, Share
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.small_tokenizer import byte_tokenizer
+from tests.unit.gateway.conftest import Start
+from tests.unit.gateway.local_gateway import MODEL
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 HARMLESS: dict[str, Any] = {
@@ -31,8 +31,8 @@ async def answers(attempt: Attempt) -> None:
     await attempt.finish()
 
 
-async def test_they_are_answered(share_gateway: Share) -> None:
-    gateway = await share_gateway(models={MODEL: ModelSettings(default_max_tokens=7, aliases=("short",))})
+async def test_they_are_answered(start_local: Start) -> None:
+    gateway = await start_local(models={MODEL: ModelSettings(default_max_tokens=7, aliases=("short",))})
     worker = await gateway.add_worker(script=answers)
     answer = await gateway.client().chat.completions.create(model=MODEL, messages=HELLO, extra_body=HARMLESS)
     assert answer.choices[0].message.content == "ab"
@@ -42,8 +42,8 @@ async def test_they_are_answered(share_gateway: Share) -> None:
     assert worker.attempts[1].job.sampling.max_tokens == 512 - len(worker.attempts[1].prompt_ids)
 
 
-async def test_the_end_that_is_kept(share_gateway: Share) -> None:
-    gateway = await share_gateway()
+async def test_the_end_that_is_kept(start_local: Start) -> None:
+    gateway = await start_local()
     worker = await gateway.add_worker(script=answers)
     for side, kept in (("left", "def"), ("right", "abc"), (None, "def")):
         body: dict[str, Any] = {"truncate_prompt_tokens": 3, "add_special_tokens": False, "truncation_side": side}
@@ -51,8 +51,8 @@ async def test_the_end_that_is_kept(share_gateway: Share) -> None:
         assert byte_tokenizer().decode(worker.attempts[-1].prompt_ids) == kept
 
 
-async def test_usage_in_every_chunk(share_gateway: Share) -> None:
-    gateway = await share_gateway()
+async def test_usage_in_every_chunk(start_local: Start) -> None:
+    gateway = await start_local()
     await gateway.add_worker(script=answers)
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     for extra in ({}, {"return_token_ids": True}):
@@ -73,16 +73,14 @@ async def test_usage_in_every_chunk(share_gateway: Share) -> None:
     assert [chunk.usage is None for chunk in [chunk async for chunk in quiet]][:2] == [True, True]
 
 
-async def test_texts_of_tokens(share_gateway: Share) -> None:
-    gateway = await share_gateway()
-    async with httpx.AsyncClient(base_url=gateway.url, headers={"authorization": f"Bearer {gateway.key}"}) as client:
-        body = {"model": MODEL, "prompt": "a b", "return_token_strs": True}
-        told = (await client.post("/tokenize", json=body)).json()
+async def test_texts_of_tokens(start_local: Start) -> None:
+    gateway = await start_local()
+    told = (await gateway.post("/tokenize", prompt="a b", return_token_strs=True)).json()
     assert told["token_strs"] == ["<s>", "a", "Ġ", "b"]
 
 
-async def test_what_cannot_be_honoured_is_named(share_gateway: Share) -> None:
-    gateway = await share_gateway()
+async def test_what_cannot_be_honoured_is_named(start_local: Start) -> None:
+    gateway = await start_local()
     with pytest.raises(openai.BadRequestError) as refused:
         await gateway.client().chat.completions.create(
             model=MODEL, messages=HELLO, logprobs=True, extra_body={"logprob_token_ids": [5]}
