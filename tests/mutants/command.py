@@ -13,10 +13,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tests.mutants.judge import Baseline, Verdict, copy_tree, judge, run_baseline, run_mutated, tree_digest
+from tests.mutants.judge import Baseline, Verdict, judge, run_baseline, run_mutated
 from tests.mutants.packages import PACKAGES
 from tests.mutants.pytest_run import start_server
 from tests.mutants.sample import Mutant, mutants_of, sample
+from tests.mutants.tree import copy_tree, tree_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = 2

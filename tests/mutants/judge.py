@@ -1,11 +1,6 @@
 """Judge mutants by tests: which tests execute what, and what they say."""
 
 import difflib
-import hashlib
-import itertools
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,13 +11,13 @@ from coverage import CoverageData
 from tests.mutants.packages import Package
 from tests.mutants.pytest_run import Outcome, run_tests
 from tests.mutants.sample import Mutant
+from tests.mutants.tree import changed
 
 BASELINE_LIMIT_S = 3600.0
 START_LIMIT_S = 60.0  # of a run, beside what its tests take
 SLOWER = 10.0  # than under the baseline, before a run is ended
 TEST_TIMEOUT_S = 60.0  # of one test; what waits for what never comes would do so for minutes
 MAX_CHANCES = 3  # how many tests may fail by chance, which is asked by running each of them again
-_MOMENTS = itertools.count(1)
 
 
 class Baseline(msgspec.Struct):
@@ -45,29 +40,6 @@ class Verdict(msgspec.Struct):
     tests: int = 0  # which execute it
     seconds: float = 0.0
     diff: str = ""
-
-
-def tree_digest(root: Path) -> str:
-    """Tell one state of product and tests from another."""
-    digest = hashlib.sha256()
-    for name in _files(root):
-        if name.endswith(".py") and not name.startswith("tests/mutants/"):
-            digest.update(f"{name}\0".encode() + (root / name).read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def copy_tree(root: Path, copy: Path) -> None:
-    """Copy what git knows or would; the virtual environment is used where it is."""
-    (copy / "compiled").mkdir(parents=True)  # what one run has compiled of the engine's C serves the next
-    for name in _files(root):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(root / name, copy / name)
-
-
-def _files(root: Path) -> list[str]:
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
-    return sorted(name for name in listed.split("\0") if name and (root / name).is_file())
 
 
 def run_baseline(context: Any, tree: Path, package: Package) -> tuple[Baseline | None, Outcome]:
@@ -120,17 +92,10 @@ def judge(context: Any, tree: Path, mutant: Mutant, package: Package, baseline: 
         for line in difflib.unified_diff(code.splitlines(), mutated.splitlines(), "a", "b", n=1, lineterm="")
         if not line.startswith(("---", "+++"))
     )
-    of_code = path.stat()
-    path.write_text(mutated)
-    moment = next(_MOMENTS)
-    os.utime(path, (moment, moment))  # bytecode is known by this time in seconds, and the size: never by another's
-    try:
+    with changed(path, mutated):
         _ask(context, tree, unit, baseline, verdict, confirm=False)
         if verdict.outcome == "survived":
             _ask(context, tree, further, baseline, verdict, confirm=True)
-    finally:
-        path.write_text(code)
-        os.utime(path, ns=(of_code.st_atime_ns, of_code.st_mtime_ns))
     return verdict
 
 

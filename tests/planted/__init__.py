@@ -1,0 +1,12 @@
+"""``make planted``: plant a mistake that breaks a promise, one at a time, and see which tests notice.
+
+The mistakes are in ``faults.toml``, sixty of them. Each is planted in a copy of the tree. Tests run in the order that
+finds it soonest, and stop at the first failure:
+
+unit          the package's unit tests, then the others of the gateway, as ``make unit`` runs them
+simulate      ``python -m tests.simulation`` with some seeds; batches and responses are not simulated
+integration   the integration tests near by, as the fault says
+all           the other integration tests of its part of the gateway
+
+A failure counts if the test fails again alone, and passes without the fault.
+"""

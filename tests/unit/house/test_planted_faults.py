@@ -1,0 +1,21 @@
+"""The planted faults (``make planted``) still fit the code."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.planted.faults import Fault, load_faults
+
+ROOT = Path(__file__).resolve().parents[3]
+FAULTS = load_faults()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_can_be_planted_in_its_file(fault: Fault) -> None:
+    ast.parse(fault.planted(ROOT))
+    assert fault.near_tests(ROOT)
+
+
+def test_faults_have_names_of_their_own() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
