@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos flakes fuzz fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm coverage mutants simulate limits lock clean
+.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos flakes fuzz fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm coverage mutants planted simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -149,6 +149,11 @@ mutants: ## Change the code in small ways and see whether a test fails: make mut
 	@scripts/setup.sh test
 	@.venv/bin/uv sync --quiet --frozen --inexact --only-group mutation
 	.venv/bin/python -m tests.mutants --mutants $(MUTANTS) --seed $(SEED) $(if $(BEFORE),--before $(BEFORE)) $(PACKAGES)
+
+NAMES ?=
+planted: ## Plant mistakes that break promises, one at a time, and see which tests notice: make planted [NAMES="refund-twice …"] [BEFORE=results.jsonl]
+	@scripts/setup.sh test
+	.venv/bin/python -m tests.planted $(if $(BEFORE),--before $(BEFORE)) $(NAMES)
 
 COVERED = gateway/dispatch gateway/request gateway/admission gateway/limits ledger engine
 coverage: ## Branch coverage of the code that `make mutants` changes, by the unit and integration tests: make coverage [PYTEST_ARGS=…]

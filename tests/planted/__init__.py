@@ -3,10 +3,11 @@
 The mistakes are in ``faults.toml``, sixty of them. Each is planted in a copy of the tree. Tests run in the order that
 finds it soonest, and stop at the first failure:
 
-unit          the package's unit tests, then the others of the gateway, as ``make unit`` runs them
-simulate      ``python -m tests.simulation`` with some seeds; batches and responses are not simulated
-integration   the integration tests near by, as the fault says
-all           the other integration tests of its part of the gateway
+unit                its package's unit tests, as ``make unit`` runs them
+other-unit          the gateway's other unit tests
+simulate            ``python -m tests.simulation`` with some seeds; batches and responses are not simulated
+integration         the integration tests near by, as the fault says
+other-integration   the other integration tests of its part of the gateway
 
-A failure counts if the test fails again alone, and passes without the fault.
+A failure counts if the test passes without the fault; one of an integration test if it fails again alone, too.
 """

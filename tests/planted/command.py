@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Console
 
-from tests.mutants.pytest_run import TIMED_OUT, Outcome, run_tests, start_server
+from tests.mutants.pytest_run import ENDED, TIMED_OUT, Outcome, run_tests, start_server
 from tests.mutants.tree import changed, copy_tree, tree_digest
 from tests.planted.faults import SIMULATED, Fault, load_faults
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = ("unit", "simulate", "integration", "all")
+STEPS = ("unit", "other-unit", "simulate", "integration", "other-integration")
 NOTHING = "nothing"
 SEEDS = 60
 SEEDS_AT_A_TIME = 20  # after these it is looked whether one has failed
@@ -42,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=sys.modules["tests.planted"].__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("names", nargs="*", metavar="NAME", help="of faults (default: all)")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="of tests (default: all of them)")
     parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help=f"of the simulation (default: {SEEDS})")
     parser.add_argument(
         "--before", type=Path, metavar="FILE", help="results of another commit: fail only for what is noticed no more"
@@ -70,7 +72,9 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace, copies: Path) -> None:
         self.faults: list[Fault] = arguments.faults
+        self.steps: list[str] = [step for step in STEPS if step in arguments.steps]
         self.seeds: int = arguments.seeds
+        self.console = Console(soft_wrap=True)
         self.context = start_server(())
         self.tree, self.sound_tree = copies / "planted", copies / "sound"
         for tree in (self.tree, self.sound_tree):
@@ -82,7 +86,7 @@ class Run:
 
     def main(self) -> None:
         """Take all faults through one step after the other, until each is noticed."""
-        for step in STEPS:
+        for step in self.steps:
             for fault in self.faults:
                 known = [one for one in self.results if one.name == fault.name]
                 if not any(one.test or one.step == step for one in known):
@@ -92,32 +96,34 @@ class Run:
         with self.file.open("ab") as file:
             file.write(msgspec.json.encode(result) + b"\n")
         self.results.append(result)
-        print(f"{result.step:<12} {result.name}: {result.test or NOTHING} {result.said}", flush=True)
+        self.say(f"{result.step:<12} {result.name}: {result.test or NOTHING} {result.said}")
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        self.console.print(line, markup=False, highlight=False)
 
     def _run(self, fault: Fault, step: str) -> Result:
         began_s = time.monotonic()
         with changed(self.tree / fault.file, fault.planted(self.tree)):
             if step == "simulate":
                 test, said = self._simulate() if fault.package in SIMULATED else ("", "")
-            elif step == "unit":
-                test, said = self._ask(["-m", "not servers and not slow"], fault.unit_tests(self.tree))
             else:
-                near, other = fault.near_tests(self.tree), fault.other_tests(self.tree)
-                test, said = self._ask([], near if step == "integration" else other)
+                test, said = self._ask(_tests_of(fault, step, self.tree), is_unit=step.endswith("unit"))
         return Result(fault.name, step, test, said, round(time.monotonic() - began_s, 1))
 
-    def _ask(self, options: list[str], tests: list[str]) -> tuple[str, str]:
-        """Return the first test that fails by the fault, and what it says."""
+    def _ask(self, tests: list[str], *, is_unit: bool) -> tuple[str, str]:
+        """Return the first test that fails, and what it says; one that waits for servers must fail by the fault."""
+        options = ["-m", "not servers and not slow"] if is_unit else []
         for _ in range(MAX_CHANCES if tests else 0):
             outcome = self._pytest(self.tree, [*options, *tests])
-            if outcome.code == TIMED_OUT:
-                return "pytest", "does not end"
+            if outcome.code in {TIMED_OUT, ENDED}:
+                return "pytest", "does not end" if outcome.code == TIMED_OUT else "ended without a word"
             if outcome.not_collected:
                 return next(iter(outcome.not_collected.items()))
             if not outcome.failed:
                 break
             test, said = next(iter(outcome.failed.items()))
-            again = outcome.timed_out or self._pytest(self.tree, [test]).code != 0
+            again = is_unit or outcome.timed_out or self._pytest(self.tree, [test]).code != 0
             if again and self._pytest(self.sound_tree, [test]).code == 0:
                 return test, said
             options = [*options, "--deselect", test]
@@ -135,7 +141,13 @@ class Run:
             environment = {**os.environ, "PYTHONPATH": str(self.tree), "COLUMNS": "1000"}
             try:
                 done = subprocess.run(
-                    command, cwd=self.tree, env=environment, capture_output=True, text=True, timeout=SIMULATION_LIMIT_S
+                    command,
+                    cwd=self.tree,
+                    env=environment,
+                    check=False,
+                    capture_output=True,
+                    text=True,
+                    timeout=SIMULATION_LIMIT_S,
                 )
             except subprocess.TimeoutExpired:
                 return f"seeds from {first}", "do not end"
@@ -153,6 +165,16 @@ class Run:
             step, test = (by.step, by.test.replace("tests/", "", 1)) if by else (f"**{NOTHING}**", "")
             rows.append(f"| {fault.name} | {step} | {test} |")
         return "\n".join(rows)
+
+
+def _tests_of(fault: Fault, step: str, tree: Path) -> list[str]:
+    choose = {
+        "unit": fault.unit_tests,
+        "other-unit": fault.other_unit_tests,
+        "integration": fault.integration_tests,
+        "other-integration": fault.other_integration_tests,
+    }
+    return choose[step](tree)
 
 
 def noticed_by(name: str, results: list[Result]) -> Result | None:
@@ -173,12 +195,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="spillway-planted-") as copies:
         run = Run(arguments, Path(copies))
         run.main()
-    print(run.table())
-    print(f"Results: {run.file}")
+    run.say(run.table())
+    run.say(f"Results: {run.file}")
     unnoticed = [fault.name for fault in run.faults if noticed_by(fault.name, run.results) is None]
     if arguments.before is not None:
         before = read_results(arguments.before)
         unnoticed = [name for name in unnoticed if noticed_by(name, before) is not None]
     for name in unnoticed:
-        print(f"not noticed: {name}")
+        run.say(f"not noticed: {name}")
     return 1 if unnoticed else 0

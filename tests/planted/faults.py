@@ -34,18 +34,26 @@ class Fault(msgspec.Struct, frozen=True):
         return code.replace(self.old, self.new)
 
     def unit_tests(self, root: Path) -> list[str]:
-        """Return the folders of unit tests, its package's first."""
-        folders = {path.parent.name for path in (root / UNIT).glob("*/test_*.py")} - {*BELOW}
-        return [f"{UNIT}/{name}" for name in sorted(folders, key=lambda name: (name != self.package, name))]
+        """Return the folder of its package's unit tests, if there are any."""
+        return [name for name in _unit_folders(root) if name == f"{UNIT}/{self.package}"]
 
-    def near_tests(self, root: Path) -> list[str]:
+    def other_unit_tests(self, root: Path) -> list[str]:
+        """Return the folders of the gateway's other unit tests."""
+        return [name for name in _unit_folders(root) if name != f"{UNIT}/{self.package}"]
+
+    def integration_tests(self, root: Path) -> list[str]:
         """Return the files of integration tests near by."""
         return [name for name in _files(root, "**") if any(word in Path(name).stem for word in self.near)]
 
-    def other_tests(self, root: Path) -> list[str]:
+    def other_integration_tests(self, root: Path) -> list[str]:
         """Return the other integration tests of its part of the gateway."""
         part = self.package if (root / INTEGRATION / self.package).is_dir() else "."
-        return [name for name in _files(root, part) if name not in self.near_tests(root)]
+        return [name for name in _files(root, part) if name not in self.integration_tests(root)]
+
+
+def _unit_folders(root: Path) -> list[str]:
+    folders = {path.parent.name for path in (root / UNIT).glob("*/test_*.py")} - {*BELOW}
+    return [f"{UNIT}/{name}" for name in sorted(folders)]
 
 
 def _files(root: Path, pattern: str) -> list[str]:

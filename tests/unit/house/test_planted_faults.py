@@ -14,7 +14,7 @@ FAULTS = load_faults()
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_can_be_planted_in_its_file(fault: Fault) -> None:
     ast.parse(fault.planted(ROOT))
-    assert fault.near_tests(ROOT)
+    assert fault.integration_tests(ROOT)
 
 
 def test_faults_have_names_of_their_own() -> None:
