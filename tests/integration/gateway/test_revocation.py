@@ -1,6 +1,7 @@
 """A revoked key: what waits ends at once, what runs goes on or ends, as its revocation says."""
 
 import asyncio
+import time
 from typing import Any
 
 import openai
@@ -9,9 +10,15 @@ from pydantic import SecretStr
 
 from db.accounts.keys import create_key, revoke_key
 from db.engine import create_engine
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.lifecycle import State
 from protocol import subjects
-from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
+from protocol.errors import ErrorCode
+from protocol.job import Accepted
+from protocol.nats.bus import Bus
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, admission
 from tests.integration.gateway.scripted_worker import Attempt
+from tests.unit.gateway.admission.controls import ticket_of
 from tests.waiting import HANGS_S
 
 HELLO: Any = [{"role": "user", "content": "Hi"}]
@@ -108,6 +115,19 @@ async def test_what_runs_goes_on_unless_it_is_to_end(start_gateway: Start, stops
     [record] = await gateway.records()
     assert (record.outcome, record.error_code) == (("failed", "key_revoked") if stops_running else ("ok", None))
     assert worker.attempts[0].cancelled.is_set() == stops_running
+
+
+async def test_what_has_begun_goes_on_also_over_a_lost_worker(dispatcher: tuple[Dispatcher, Bus]) -> None:
+    gateway, _ = dispatcher
+    begun, waiting = (gateway.open(ticket_of(admission(name))) for name in ("begun", "waiting"))
+    begun.on_frame("w", Accepted("begun", 1, 0, "w", "pool", "provider", "region", 1.0), time.monotonic())
+    begun.worker_lost(ErrorCode.WORKER_LOST, "it is gone", time.monotonic())
+    gateway.keys_revoked({begun.admission.principal.key_id}, set())
+    assert waiting.failure is not None
+    assert waiting.failure.code is ErrorCode.KEY_REVOKED
+    assert (begun.state, begun.attempt, begun.failure) == (State.QUEUED, 2, None)
+    for request in (begun, waiting):
+        gateway.close(request, None)
 
 
 async def is_refused(client: openai.AsyncOpenAI) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 
-from gateway.batches.index import Index, IndexTask, build, make_index
+from gateway.batches.index import NUMBERS_AT_A_TIME, Index, IndexTask, build, make_index
 from gateway.batches.lines import Done, LineError
 from tests.waiting import until
 
@@ -79,6 +79,23 @@ def test_an_open_index_has_no_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["lines"]
     assert sorted(asyncio.run(_numbers(index))) == list(range(1, 101))
     index.close()
+
+
+def test_every_line_is_fed_once_however_many_there_are(tmp_path: Path) -> None:
+    """They are looked up in pages, in the order of their prompts, which is not that of their numbers."""
+    count = NUMBERS_AT_A_TIME + 100
+    lines = [
+        b'{"custom_id": "%d", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "%d"}}\n'
+        % (number, number % 7)
+        for number in range(count)
+    ]
+    task = msgspec.structs.replace(task_in(tmp_path), max_lines=count)
+    assert build(task, io.BytesIO(b"".join(lines))).errors == []
+    index = Index(Path(task.path))
+    numbers = asyncio.run(_numbers(index))
+    index.close()
+    assert numbers != sorted(numbers)
+    assert sorted(numbers) == list(range(1, count + 1))
 
 
 async def test_no_secret_is_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

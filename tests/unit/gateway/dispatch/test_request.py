@@ -192,6 +192,14 @@ async def test_an_attempt_that_was_moved_counts_as_in_the_header() -> None:
     assert request.attempt == 2
 
 
+async def test_whoever_was_taken_before_goes_first_also_where_it_is_moved() -> None:
+    request, _ = open_request()
+    request.on_frame("w", accepted(), 1.0)
+    lose_worker(request, 1.0)  # before its first token
+    request.move(2, None, 2.0)
+    assert (request.attempt, request.current.is_rescue) == (3, True)
+
+
 async def test_attempts_are_bounded() -> None:
     request, actions = open_request(max_attempts=3)
     request.on_frame("w", accepted(), 1.0)

@@ -43,6 +43,24 @@ async def test_cancelled_while_queued() -> None:
     assert (request.state, request.completion_tokens) == (State.ENDED, 0)
 
 
+async def test_a_job_that_is_stored_only_after_the_cancellation_is_not_wanted() -> None:
+    request, _ = open_request()
+    assert request.stored(1, 7)
+    request.cancel(1.0)
+    assert not request.stored(1, 8)
+
+
+@pytest.mark.parametrize("runs", [False, True])
+async def test_a_cancelled_request_holds_its_place_while_its_worker_runs_it(runs: bool) -> None:
+    request, _ = open_request()
+    if runs:
+        request.on_frame("w", accepted(), 1.0)
+    request.cancel(2.0)
+    assert request.ticket._is_open == runs
+    request.on_tick(2.0 + TimeoutSettings().cancel_s, connected=True)
+    assert not request.ticket._is_open
+
+
 async def test_cancelling_twice_or_after_the_end_changes_nothing() -> None:
     request, actions = open_request()
     for frame in (accepted(), tokens(1, finish_reason="stop"), finished(2)):

@@ -3,12 +3,24 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from db.accounts.principal import Limits
-from gateway.limits.account import CLOCK_SLACK_S, EMPTY, LEASE_S, WINDOW_S, exchange, free_amounts, recounted
-from gateway.limits.local import Slice, Taken
+from gateway.limits.account import (
+    CLOCK_SLACK_S,
+    EMPTY,
+    LEASE_S,
+    WINDOW_S,
+    as_of,
+    exchange,
+    free_amounts,
+    recounted,
+    used_amounts,
+)
+from gateway.limits.local import REFUNDABLE_S, Slice, Taken
 from protocol.gateways import NOTHING, Account, Amounts, Kind
 
 LIMITS = (20, 400, 5, 1000)
@@ -237,6 +249,75 @@ def test_a_gateway_with_a_slow_clock_does_not_begin_the_old_day_again() -> None:
     world.now_s = midnight_s - 0.5
     world.exchange("g2", ())
     assert world.account.spent_nano_usd == 600
+
+
+def test_money_held_the_day_before_is_none_of_the_new_days() -> None:
+    """Its clock is slow, so it reports of the old day."""
+    world = World()
+    world.now_s = midnight_s = NOON_S + 12 * 3600
+    world.exchange("g1", ())
+    world.now_s = midnight_s - 0.5
+    held = world.slices["g2"]
+    report, _ = held.begin_report(TERMS, (), world.now_s, keep_idle=False)
+    report = replace(report, held=(0, 0, 1, 700), idle=(0, 0, 0, 300))
+    account = exchange(world.account, "g2", report, TERMS, number=9, now_s=world.now_s).account
+    assert account.leases["g2"].held == (0, 0, 1, 0)
+    assert free_amounts(account, LIMITS)[Kind.MONEY] == LIMITS[Kind.MONEY]
+
+
+def test_a_lease_is_over_for_others_a_little_later_than_it_says() -> None:
+    world = World()
+    world.ask("g1", (1, 10, 1, 100))
+    end_s = world.account.leases["g1"].expires_unix_ms / 1000
+    assert "g1" in as_of(world.account, TERMS, end_s + CLOCK_SLACK_S).leases
+    assert "g1" not in as_of(world.account, TERMS, end_s + CLOCK_SLACK_S + 0.1).leases
+
+
+def test_whoever_comes_back_has_spent_what_it_says() -> None:
+    world = World()
+    world.ask("g1", (1, 10, 1, 100))
+    world.now_s += LEASE_S + CLOCK_SLACK_S + 0.1
+    world.exchange("g2", ())
+    assert world.account.presumed_nano_usd >= 100
+    frozen = world.slices["g1"]
+    frozen.presumed_dead(keeps_money=True)
+    frozen.settle(world.running.pop()[1], (1, 10, 0, 70), world.now_s)
+    report, _ = frozen.begin_report(TERMS, (), world.now_s, keep_idle=False)
+    account = exchange(world.account, "g1", report, TERMS, number=99, now_s=world.now_s).account
+    assert (account.spent_nano_usd, account.presumed_nano_usd) == (70, 0)
+
+
+@pytest.mark.parametrize("keeps_money", [False, True])
+def test_money_that_a_recount_has_given_back_is_not_used(keeps_money: bool) -> None:
+    held = Slice()
+    held.idle = [2, 30, 1, 400]
+    held.presumed_dead(keeps_money=keeps_money)
+    assert held.idle == [0, 0, 0, 400 if keeps_money else 0]
+
+
+def test_what_was_spent_is_told_again_where_another_was_quicker() -> None:
+    world = World()
+    world.ask("g1", (1, 10, 1, 100))
+    world.end(0, 0.7)
+    world.exchange("g1", (), stored=False)
+    assert world.account.spent_nano_usd == 0
+    world.exchange("g1", ())
+    assert world.account.spent_nano_usd == 70
+
+
+def test_what_comes_back_too_late_to_be_told_is_left_to_the_window() -> None:
+    for late_s, idle in ((REFUNDABLE_S - 1, 30), (REFUNDABLE_S, 0)):
+        held = Slice()
+        held.idle = [1, 40, 1, 0]
+        taken = held.take((1, 40, 1, 0), NOON_S)
+        held.settle(taken, (1, 10, 0, 0), NOON_S + late_s)
+        assert held.idle == [0, idle, 1, 0]
+
+
+def test_a_rate_counts_to_the_end_of_its_window() -> None:
+    account = replace(EMPTY, used=({int(NOON_S): 3}, {int(NOON_S): 90}))
+    assert used_amounts(as_of(account, TERMS, NOON_S + WINDOW_S - 0.1))[:2] == (3, 90)
+    assert used_amounts(as_of(account, TERMS, NOON_S + WINDOW_S))[:2] == (0, 0)
 
 
 def test_rates_are_counted_by_their_seconds() -> None:
