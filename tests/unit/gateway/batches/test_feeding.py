@@ -5,12 +5,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from gateway.batches.asking import Answer
 from gateway.batches.feeder import MAX_TRIES, Feeder
+from gateway.batches.lines import decode_line
 from gateway.batches.room import Room
 from gateway.batches.run import BatchRun, Stop
-from gateway.batches.store import Batch
+from gateway.batches.store import Batch, Counts
+from gateway.errors import RateLimitExceeded, Refused
 from gateway.settings import BatchSettings
+from protocol.nats.clock import unix_now_ms
 from tests.unit.gateway.admission.controls import principal
 
 BATCH = Batch("batch_1", "openai", "t", "team", "k", "key", "/v1/completions", "file-1", "24h", 1, 2, epoch=1)
@@ -48,6 +53,43 @@ async def test_only_failures_of_one_kind_in_a_row_give_a_batch_up(failures: list
     run: Any = Run()
     await feeder._run(run)
     assert run.called == [called]
+
+
+BROKEN, FULL = Refused(), RateLimitExceeded("used", retry_after_s=0)
+
+
+class Asking:
+    """Answers a line with these errors, one after the other, and then with success."""
+
+    def __init__(self, errors: list[Refused]) -> None:
+        self.errors = errors
+        self.asked = 0
+
+    async def ask(self, *_: Any, **__: Any) -> Answer:
+        self.asked += 1
+        error = self.errors.pop(0) if self.errors else None
+        return Answer("req_1", 200, b"{}", Counts(), error)
+
+
+@pytest.mark.parametrize(
+    ("errors", "asked", "is_answered"),
+    [
+        ([BROKEN], 2, True),
+        ([BROKEN, BROKEN, BROKEN], 2, False),
+        ([FULL, FULL, FULL], 4, True),
+        ([FULL, BROKEN, FULL, BROKEN], 4, False),
+    ],
+)
+async def test_a_line_is_tried_so_often_and_waits_for_room(
+    errors: list[Refused], asked: int, is_answered: bool
+) -> None:
+    asking = Asking([*errors])
+    keys = SimpleNamespace(holder_of=lambda _: principal())
+    feeding: Any = SimpleNamespace(keys=keys, settings=BatchSettings(max_line_tries=2), asking=asking)
+    run = BatchRun(feeding, replace(BATCH, expires_unix_ms=unix_now_ms() + 3_600_000))
+    answer = await run._answer(decode_line(LINE))
+    assert answer is not None
+    assert (asking.asked, answer.error is None) == (asked, is_answered)
 
 
 class Keys:

@@ -86,7 +86,7 @@ def test_every_line_is_fed_once_however_many_there_are(tmp_path: Path) -> None:
     count = NUMBERS_AT_A_TIME + 100
     lines = [
         b'{"custom_id": "%d", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "%d"}}\n'
-        % (number, number % 7)
+        % (number, number % 1000)
         for number in range(count)
     ]
     task = msgspec.structs.replace(task_in(tmp_path), max_lines=count)
