@@ -6,6 +6,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from tests.integration.gateway.batches.test_files import client_of, team_of
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.small_tokenizer import byte_tokenizer
@@ -105,6 +106,18 @@ async def test_others_do_not_see_it(share_gateway: Share) -> None:
     with pytest.raises(openai.BadRequestError):
         await other.responses.create(model=MODEL, input="More", previous_response_id=made.id)
     assert (await gateway.client().responses.retrieve(made.id)).id == made.id
+
+
+async def test_they_belong_to_the_team(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    team = await team_of(gateway, "research")
+    one, two = [await client_of(gateway, name, team.team_id) for name in ("one", "two")]
+    made = await one.responses.create(model=MODEL, input="Hi", store=True)
+    assert (await two.responses.retrieve(made.id)).id == made.id
+    await two.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        await one.responses.retrieve(made.id)
 
 
 async def test_a_team_may_not_store_without_end(start_gateway: Start) -> None:
