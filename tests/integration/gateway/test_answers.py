@@ -90,7 +90,7 @@ async def test_sync_client_and_completions(share_gateway: Share) -> None:
     assert second.job.sampling.max_tokens == 3
 
 
-ENDS = {
+ENDS: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/chat/completions": ({"messages": HELLO}, "data: [DONE]"),
     "/v1/completions": ({"prompt": "Hi"}, "data: [DONE]"),
     "/v1/messages": ({"messages": HELLO, "max_tokens": 9}, "event: message_stop"),

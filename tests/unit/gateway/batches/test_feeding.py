@@ -47,7 +47,7 @@ class Run:
 )
 async def test_only_failures_of_one_kind_in_a_row_give_a_batch_up(failures: list[Any], called: str) -> None:
     anything: Any = None
-    feeder = Feeder(anything, anything, "gw", asyncio.Event())
+    feeder = Feeder(anything, anything, "gw", asyncio.Event(), finished=anything)
     for failure in failures:
         feeder._note_failure(BATCH.id, ExceptionGroup("", [failure()]))
     run: Any = Run()
