@@ -146,6 +146,13 @@ async def until_cancelled(attempt: Attempt) -> None:
     await attempt.finish(cancelled=True)
 
 
+async def hold_until_cancelled(attempt: Attempt) -> None:
+    """Nothing until somebody cancels, however late: an answer may not have more tokens than it was asked for."""
+    await attempt.accept()
+    await attempt.cancelled.wait()
+    await attempt.finish(cancelled=True)
+
+
 class ScriptedWorker:
     """Pulls jobs of one model and runs ``script`` for each."""
 

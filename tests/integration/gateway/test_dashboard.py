@@ -37,7 +37,7 @@ from protocol.usage import PayloadRecord
 from spillway.config import load_config
 from tests.acceptance.dashboard.generated_ledger import fill_ledger
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayOfOneTest, GatewayUnderTest, Share, Start
-from tests.integration.gateway.scripted_worker import until_cancelled
+from tests.integration.gateway.scripted_worker import hold_until_cancelled
 from tests.nats_server import NatsServer
 from tests.usage_records import request_record
 from tests.waiting import HANGS_S, until
@@ -139,7 +139,7 @@ async def test_batches_that_run_and_that_are_over(
     gateway: GatewayOfOneTest, browser: httpx.AsyncClient, engine: AsyncEngine
 ) -> None:
     await fill_ledger(engine, PEPPER, requests=30)
-    await gateway.add_worker(script=until_cancelled)
+    await gateway.add_worker(script=hold_until_cancelled)
     client = gateway.client()
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
     lines = [{"custom_id": str(n), "method": "POST", "url": "/v1/chat/completions", "body": asked} for n in range(3)]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from spillway.cli import app
 from tests.integration.gateway.batches.test_batches import QUICK, line
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
-from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
+from tests.integration.gateway.scripted_worker import Attempt, answer_hello, hold_until_cancelled
 from tests.waiting import HANGS_S
 
 Command = Callable[..., Coroutine[Any, Any, Result]]
@@ -102,7 +102,7 @@ async def test_another_model_is_asked(gateway: GatewayUnderTest, tmp_path: Path)
 
 
 async def test_a_batch_is_cancelled(gateway: GatewayUnderTest, tmp_path: Path) -> None:
-    await gateway.add_worker(script=until_cancelled)
+    await gateway.add_worker(script=hold_until_cancelled)
     batch = command_of(gateway)
     batch_id = (await batch("submit", written(tmp_path / "lines.jsonl", line("1")))).stdout.strip()
     early = await batch("download", batch_id, "--output", str(tmp_path / "out"))

@@ -16,7 +16,7 @@ from db.accounts.keys import revoke_key
 from ledger.webhooks.events import decode_event
 from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, GatewayOfOneTest, Share, Start
-from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
+from tests.integration.gateway.scripted_worker import Attempt, answer_hello, hold_until_cancelled
 from tests.unit.gateway.telemetry.series import Scrape
 from tests.waiting import HANGS_S, until
 
@@ -215,7 +215,7 @@ async def test_what_cannot_be_created(client: openai.AsyncOpenAI) -> None:
 
 async def test_a_cancelled_batch_keeps_what_is_done(gateway: GatewayOfOneTest) -> None:
     async def answer(attempt: Attempt) -> None:
-        await (until_cancelled if len(attempt.prompt_ids) > 60 else answer_hello)(attempt)
+        await (hold_until_cancelled if len(attempt.prompt_ids) > 60 else answer_hello)(attempt)
 
     await gateway.add_worker(script=answer)
     client = gateway.client()
@@ -237,7 +237,7 @@ async def test_a_cancelled_batch_keeps_what_is_done(gateway: GatewayOfOneTest) -
 
 
 async def test_what_is_not_done_in_time_is_given_up(gateway: GatewayOfOneTest) -> None:
-    await gateway.add_worker(script=until_cancelled)
+    await gateway.add_worker(script=hold_until_cancelled)
     client = gateway.client()
     batch = await submit(client, [line(str(number)) for number in range(40)])
     async with gateway.engine.begin() as connection:
@@ -251,7 +251,7 @@ async def test_what_is_not_done_in_time_is_given_up(gateway: GatewayOfOneTest) -
 
 
 async def test_a_revoked_key_fails_its_batch(gateway: GatewayOfOneTest) -> None:
-    await gateway.add_worker(script=until_cancelled)
+    await gateway.add_worker(script=hold_until_cancelled)
     client = gateway.client()
     batch = await submit(client, [line("1")])
     await gateway.bus.client.flush()

@@ -16,7 +16,7 @@ from db.accounts.keys import revoke_key
 from protocol import subjects
 from tests.integration.gateway.batches.test_batches import QUICK
 from tests.integration.gateway.conftest import MODEL, GatewayOfOneTest, Share, Start
-from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
+from tests.integration.gateway.scripted_worker import Attempt, answer_hello, hold_until_cancelled
 from tests.waiting import HANGS_S
 
 
@@ -132,7 +132,7 @@ async def test_pages_in_both_directions_without_those_of_the_other_surface(
 
 async def test_a_cancelled_batch(gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic) -> None:
     async def answer(attempt: Attempt) -> None:
-        await (until_cancelled if len(attempt.prompt_ids) > 60 else answer_hello)(attempt)
+        await (hold_until_cancelled if len(attempt.prompt_ids) > 60 else answer_hello)(attempt)
 
     await gateway.add_worker(script=answer)
     requests = [request("quick"), request("slow", "x" * 100)]
@@ -160,7 +160,7 @@ async def test_a_cancelled_batch(gateway: GatewayOfOneTest, client: anthropic.As
 
 
 async def test_what_expires(gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic) -> None:
-    await gateway.add_worker(script=until_cancelled)
+    await gateway.add_worker(script=hold_until_cancelled)
     batch = await client.messages.batches.create(requests=[request(str(number)) for number in range(30)])
     async with gateway.engine.begin() as connection:
         in_time = f"UPDATE batches SET expires_unix_ms = created_unix_ms WHERE id = '{batch.id}'"
@@ -177,7 +177,7 @@ async def test_what_expires(gateway: GatewayOfOneTest, client: anthropic.AsyncAn
 
 
 async def test_a_revoked_key_leaves_errors(gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic) -> None:
-    await gateway.add_worker(script=until_cancelled)
+    await gateway.add_worker(script=hold_until_cancelled)
     batch = await client.messages.batches.create(requests=[request("1"), request("2")])
     await revoke_key(gateway.engine, gateway.key_id, "cli:test")
     await gateway.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")

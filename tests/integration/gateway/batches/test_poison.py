@@ -17,7 +17,7 @@ from gateway.batches.storage.local import LocalStorage
 from protocol import subjects
 from tests.integration.gateway.batches.test_batches import QUICK, line, over, submit
 from tests.integration.gateway.conftest import PEPPER, Share, Start
-from tests.integration.gateway.scripted_worker import Attempt, answer_hello
+from tests.integration.gateway.scripted_worker import Attempt, answer_hello, hold_until_cancelled
 from tests.integration.gateway.set_aside import is_set_aside
 from tests.waiting import until
 
@@ -165,12 +165,7 @@ async def test_nobody_waits_for_a_tenant_with_many_batches(start_gateway: Start)
     await gateway.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
 
     async def answer(attempt: Attempt) -> None:
-        if len(attempt.prompt_ids) <= 60:
-            await answer_hello(attempt)
-            return
-        await attempt.accept()
-        await attempt.cancelled.wait()
-        await attempt.finish(cancelled=True)
+        await (hold_until_cancelled if len(attempt.prompt_ids) > 60 else answer_hello)(attempt)
 
     await gateway.add_worker(script=answer)
     greedy, other = gateway.client(), gateway.client(api_key=key)
