@@ -62,11 +62,11 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
     ),
     "usage": Command("usage:usage", "Show requests, tokens, TTFT, TPOT and queue wait."),
     "dead-letters": Command(
-        "dead_letters:dead_letters",
+        "set_aside:dead_letters",
         "List requests that failed on every worker that tried them, with each attempt's reason.",
     ),
     "parked": Command(
-        "parked:parked",
+        "set_aside:parked",
         "List usage records that were not understood, or that the database has refused.",
     ),
     "plan": Command(

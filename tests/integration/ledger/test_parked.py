@@ -1,16 +1,22 @@
 """Records that a writer cannot take: parked alone, put back by a build that understands them."""
 
+import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from ledger import parked, writer
 from ledger.parked import parked_records, replay
 from protocol import subjects
 from protocol.job import PROTOCOL_VERSION, encode
+from protocol.nats import topology
+from protocol.nats.bus import Bus
 from protocol.usage import ParkedUsage, UnreadUsage, UsageRecord, encode_usage, read_usage
+from spillway.cli import app
 from tests.integration.ledger.conftest import Ledger
 from tests.integration.ledger.test_writer_outages import RunningWriter
 from tests.usage_records import attempt_record, request_record
@@ -152,3 +158,24 @@ async def test_a_worker_records_its_own_attempts_and_nothing_else(ledger: Ledger
     assert await ledger.counts() == (0, 1)
     [record] = await those_parked(ledger)
     assert record.subject == subject
+
+
+def test_the_command_lists_and_replays_them(nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def park_two() -> None:
+        bus = await Bus.connect(nats_url, name="test")
+        await topology.apply(bus, [], topology.QueueBounds())
+        for message in (encode_usage([newer_record("a")]), b"?"):
+            record = ParkedUsage(PROTOCOL_VERSION, message, "[why]", 2000, False, subjects.REQUEST_USAGE_SUBJECT)
+            await bus.publish_durable(subjects.PARKED_USAGE_SUBJECT, encode(record), message_id=message.hex())
+        await bus.close()
+
+    asyncio.run(park_two())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPILLWAY_NATS__URLS", f'["{nats_url}"]')
+    listed = CliRunner().invoke(app, ["parked"])
+    assert listed.exit_code == 0, listed.output
+    for shown in ("1970-01-01 00:00:02", "request a of ", "1 bytes", "[why]", "2 records parked\n"):
+        assert shown in listed.output
+    again = CliRunner().invoke(app, ["parked", "--replay", "-n", "1"])
+    assert "1 records parked, sent to the ledger writers again" in again.output
+    assert "1 records parked\n" in CliRunner().invoke(app, ["parked"]).output

@@ -1,0 +1,97 @@
+"""``spillway dead-letters`` and ``spillway parked``: requests that were given up, and usage records not stored yet."""
+
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from gateway.dispatch.attempt import counted_codes
+from gateway.dispatch.records import newest_dead_letters
+from ledger.parked import parked_records, replay
+from protocol.usage import DeadLetter, ParkedUsage
+from protocol.wire import UNDECODABLE
+from spillway.cli.connections import queue_server
+from spillway.cli.context import ResolvedConfig, command, out
+from spillway.cli.output import print_table
+
+
+class Format(StrEnum):
+    """The output format of dead letters."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+@command
+async def dead_letters(
+    *,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number, newest first.")] = 20,
+    output: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.TABLE,
+    config: ResolvedConfig,
+) -> None:
+    """List requests that failed on every worker that tried them, with each attempt's reason.
+
+    Prompts and answers are not stored. A dead letter is kept for 30 days. The queue server must be running. The table
+    counts each request's attempts by error code; JSON has every attempt with its worker, reason and tokens.
+    """
+    async with queue_server(config, "spillway dead-letters") as bus:
+        letters = await newest_dead_letters(bus, limit)
+    if output is Format.JSON:
+        out.print_json(data=[_facts(letter) for letter in letters])
+    elif letters:
+        columns = ("given up (UTC)", "request", "model", "tenant", "attempts", "reasons")
+        print_table(columns, map(_letter_cells, letters))
+    else:
+        out.print("no dead letters")
+
+
+@command
+async def parked(
+    *,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number, oldest first.")] = 20,
+    again: Annotated[bool, typer.Option("--replay", help="Send them to the ledger writers again.")] = False,
+    config: ResolvedConfig,
+) -> None:
+    """List usage records that were not understood, or that the database has refused.
+
+    A record of a newer release waits here for a ledger writer that understands it and replays it automatically. The
+    queue server must be running. Records that fail again after --replay are parked again.
+    """
+    rows: list[tuple[str, ...]] = []
+    async with queue_server(config, "spillway parked") as bus:
+        async for sequence, record in parked_records(bus):
+            if again:
+                await replay(bus, sequence, record)
+            rows.append((_utc(record.parked_unix_ms), _summary(record), record.reason))
+            if len(rows) == limit:
+                break
+    if rows:
+        print_table(("parked (UTC)", "record", "reason"), rows)
+    out.print(f"{len(rows) or 'no'} records parked" + (", sent to the ledger writers again" if again else ""))
+
+
+def _facts(letter: DeadLetter) -> dict[str, Any]:
+    facts: dict[str, Any] = msgspec.to_builtins(letter)
+    # Defaults are omitted on the wire; scripts expect every field.
+    facts["failures"] = [msgspec.structs.asdict(failure) for failure in letter.failures]
+    return facts
+
+
+def _letter_cells(letter: DeadLetter) -> tuple[str, ...]:
+    attempts, reasons = str(len(letter.failures)), counted_codes(letter.failures)
+    return (_utc(letter.given_up_unix_ms), letter.request_id, letter.model, letter.tenant, attempts, reasons)
+
+
+def _summary(record: ParkedUsage) -> str:
+    """Describe a record without understanding it."""
+    try:
+        fields: Any = msgspec.msgpack.decode(record.message)[0]
+        return f"{fields['type']} {fields['request_id']} of {fields.get('key_id', 'unknown')} (protocol {fields['v']})"
+    except (*UNDECODABLE, LookupError, TypeError):
+        return f"{len(record.message)} bytes"
+
+
+def _utc(unix_ms: int) -> str:
+    return datetime.fromtimestamp(unix_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
