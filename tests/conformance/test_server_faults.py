@@ -1,6 +1,7 @@
 """Faults of servers in the field: each ends as an attempt that another pool continues.
 
-What is wrong with a connection is tried once for each framing, what is wrong with an event at every wire format.
+What is wrong with an answer's status is tried once, what is wrong with a connection once for each framing, and what is
+wrong with an event at every wire format.
 
 The tokens that came before a fault are kept, none is repeated, and whoever else the server answers is not disturbed.
 Only what is wrong with the request itself is a refusal, which nobody tries again.
@@ -78,6 +79,13 @@ async def pair(
 ) -> AsyncIterator[tuple[Driver, Replay]]:
     """A wire format of each framing."""
     async with paired(replay_of(request.param), tokenizer) as pair:
+        yield pair
+
+
+@pytest.fixture
+async def sse(tokenizer: str, replay_of: Callable[[str], Replay]) -> AsyncIterator[tuple[Driver, Replay]]:
+    """One wire format, for answers that are judged by their status, before any framing."""
+    async with paired(replay_of("vllm"), tokenizer) as pair:
         yield pair
 
 
@@ -190,9 +198,9 @@ async def test_a_stream_without_a_token_fails(pair: tuple[Driver, Replay]) -> No
 
 @pytest.mark.parametrize("status", [401, 403, 404, 410, 500, 502])
 async def test_what_is_wrong_with_the_server_or_its_key_is_not_the_clients_mistake(
-    pair: tuple[Driver, Replay], status: int
+    sse: tuple[Driver, Replay], status: int
 ) -> None:
-    driver, replay = pair
+    driver, replay = sse
     replay.faults.append(lambda _: JSONResponse({"error": "x" * 10_000}, status))
     answer = await driver.answer(request())
     assert answer.finish_reason == "error"
@@ -202,8 +210,8 @@ async def test_what_is_wrong_with_the_server_or_its_key_is_not_the_clients_mista
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-async def test_what_is_wrong_with_the_request_is_refused_for_good(pair: tuple[Driver, Replay], status: int) -> None:
-    driver, replay = pair
+async def test_what_is_wrong_with_the_request_is_refused_for_good(sse: tuple[Driver, Replay], status: int) -> None:
+    driver, replay = sse
     replay.faults.append(lambda _: JSONResponse({"error": {"message": "context is too long"}}, status))
     answer = await driver.answer(request())
     assert "context is too long" in (answer.error or "")
@@ -213,16 +221,16 @@ async def test_what_is_wrong_with_the_request_is_refused_for_good(pair: tuple[Dr
 
 @pytest.mark.parametrize(("status", "headers"), [(429, {"retry-after": "0.01"}), (503, {"retry-after": "0.01"})])
 async def test_a_busy_server_is_asked_again_when_it_says(
-    pair: tuple[Driver, Replay], status: int, headers: dict[str, str]
+    sse: tuple[Driver, Replay], status: int, headers: dict[str, str]
 ) -> None:
-    driver, replay = pair
+    driver, replay = sse
     replay.faults += [lambda _: JSONResponse({}, status, headers)] * 2
     assert (await driver.answer(request())).finish_reason == "length"
     assert len(replay.bodies) == 3
 
 
-async def test_retries_have_a_budget_over_all_requests(pair: tuple[Driver, Replay]) -> None:
-    driver, replay = pair
+async def test_retries_have_a_budget_over_all_requests(sse: tuple[Driver, Replay]) -> None:
+    driver, replay = sse
     busy = 60
     replay.faults += [lambda _: JSONResponse({}, 429, {"retry-after": "0.01"})] * 200
     for number in range(busy):
@@ -232,8 +240,8 @@ async def test_retries_have_a_budget_over_all_requests(pair: tuple[Driver, Repla
     assert len(replay.bodies) <= busy * 1.2 + 10 + 1
 
 
-async def test_redirects_are_not_followed(pair: tuple[Driver, Replay]) -> None:
-    driver, replay = pair
+async def test_redirects_are_not_followed(sse: tuple[Driver, Replay]) -> None:
+    driver, replay = sse
     replay.faults.append(lambda _: RedirectResponse("http://169.254.169.254/latest/meta-data"))
     answer = await driver.answer(request())
     assert answer.finish_reason == "error"
