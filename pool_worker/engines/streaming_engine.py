@@ -15,22 +15,15 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from engine.errors import RequestRejected
+from engine.pooling.pooling_types import PoolingRequest
 from engine.step_stats import SequenceClock, StepStats
-from engine.types import EngineCounters, EngineStats, FinishReason, Refusal, SequenceOutput
+from engine.types import EngineCounters, EngineStats, FinishReason, GenerationRequest, Refusal, SequenceOutput
 from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.chat import ChatRequest
 from pool_worker.engines.server_busy import Busy, ServerBusy
 from pool_worker.engines.server_connection import AttemptFailed
 
 log = logging.getLogger(__name__)
-
-
-class Request(Protocol):
-    """What is submitted."""
-
-    @property
-    def request_id(self) -> str:
-        """Its id."""
-        ...
 
 
 class Choice(Protocol):
@@ -51,7 +44,7 @@ class Choice(Protocol):
         ...
 
 
-_Request = TypeVar("_Request", bound=Request)
+_Request = TypeVar("_Request", bound=GenerationRequest | PoolingRequest | ChatRequest)
 _Choice = TypeVar("_Choice", bound=Choice)
 
 
