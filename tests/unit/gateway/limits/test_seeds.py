@@ -1,0 +1,28 @@
+"""What an account begins with that is not there."""
+
+from typing import Any
+
+from gateway.limits.seeds import until_ledger_is_current
+
+
+class Ledger:
+    """A bus with ten records, all of them delivered to a writer, which has written so many at each look."""
+
+    def __init__(self, *written: int) -> None:
+        self.written = [*written]
+        self.wanted: list[bytes] = []
+
+    async def api(self, what: str) -> dict[str, Any]:
+        if what.startswith("STREAM.INFO"):
+            return {"state": {"first_seq": 1, "last_seq": 10}}
+        floor = {"stream_seq": self.written.pop(0)}
+        return {"ack_floor": floor, "delivered": {"stream_seq": 10}, "num_pending": 0, "num_ack_pending": 4}
+
+    async def publish(self, _subject: str, payload: bytes) -> None:
+        self.wanted.append(payload)
+
+
+async def test_what_a_writer_has_taken_is_not_in_the_ledger_yet() -> None:
+    ledger: Any = Ledger(6, 9, 10)
+    await until_ledger_is_current(ledger)
+    assert (ledger.written, ledger.wanted) == ([], [b"10"])
