@@ -21,12 +21,9 @@ from tests.waiting import HANGS_S, until
 BAD = "test/bad"
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 RECURSIVE = "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}"
-DEEP = "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"  # its very reading ended the gateway
 NESTED = (
     "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
 )
-LARGE = "{% set a = 'a' * 1000 %}" + "{% set a = a ~ a %}" * 30
-AT_COMPILATION = "{{ 9 ** (9 ** 9) }}"
 TRAP = "{% if messages[0].content == 'boom' %}" + NESTED + "{% endif %}fine"
 
 
@@ -62,27 +59,20 @@ async def the_good_one_answers(gateway: GatewayUnderTest) -> None:
     assert answer.choices[0].message.content is not None
 
 
-OUT_OF_DEPTH = "RecursionError|time or memory"  # a slow machine may come to the one limit before the other
-OUT_OF_MEMORY = "MemoryError|time or memory"
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"chat_template": DEEP}, OUT_OF_DEPTH),
-        ({"chat_template": RECURSIVE}, OUT_OF_DEPTH),
-        ({"chat_template": NESTED}, "time or memory"),
-        ({"chat_template": LARGE}, OUT_OF_MEMORY),
-        ({"chat_template": AT_COMPILATION}, "time or memory"),
-        ({"chat_template": "{% if %}"}, "is invalid"),
-        ({"chat_template": "x" * 300_000}, "300000 characters"),
+        ({"chat_template": RECURSIVE}, "RecursionError|time or memory"),  # a slow machine may come to the other first
         ({"tool_template": NESTED}, "time or memory"),
         ({"context_length": 10**12}, "context length"),
         ({"data": b"{}"}, "tokenizer"),
     ],
 )
 async def test_its_model_alone_is_not_served(share_gateway: Share, changes: dict[str, Any], reason: str) -> None:
-    """A recursive template ended every gateway, a nested loop held up all chats and the end of the process."""
+    """A recursive template ended every gateway, a nested loop held up all chats and the end of the process.
+
+    Further bad cards: tests/unit/gateway/tokenizing/test_cards.py.
+    """
     gateway = await start(share_gateway, **changes)
     await gateway.add_worker()
 

@@ -40,7 +40,7 @@ from protocol.nats import objects
 from protocol.nats.outbox import Outbox
 from protocol.nats.pull import Delivery
 from protocol.usage import RequestRecord, decode_usage
-from tests.integration.gateway.scripted_worker import ScriptedWorker
+from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker
 from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer_json
 from tests.unit.gateway.admission.controls import gateway_settings, principal
 from tests.waiting import HANGS_S, until
@@ -128,6 +128,13 @@ class LocalWorker(ScriptedWorker):
 
     async def _on_job(self, message: Any) -> None:
         await self._on_delivery(Delivery(message.data, message.subject, "ack", 1, 1, 0, 0))
+
+    async def _run(self, attempt: Attempt) -> None:
+        try:
+            await super()._run(attempt)
+        except BaseException as error:  # or the test would wait for the rest
+            await attempt.fail("engine_error", f"the script failed: {error!r}", retryable=False)
+            raise
 
 
 class _Keys:

@@ -48,7 +48,7 @@ def inputs_of(attempt: Attempt) -> list[list[int]]:
 
 
 def vector_of(token_ids: list[int]) -> tuple[float, float, float]:
-    return (float(len(token_ids)), float(token_ids[1]), 0.5)
+    return (float(len(token_ids)), float(token_ids[:2][-1]), 0.5)
 
 
 async def embed(attempt: Attempt) -> None:
