@@ -29,6 +29,7 @@ from protocol.nats.bus import Bus
 from protocol.usage import encode_payloads
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Share, Start, card
 from tests.integration.gateway.scripted_worker import Attempt, Script, answer_hello, until_cancelled
+from tests.integration.gateway.set_aside import is_set_aside
 from tests.payload_records import payload_record
 from tests.postgres import PostgresServer
 from tests.tool_templates import HERMES_STYLE
@@ -353,12 +354,15 @@ async def test_the_writer_survives_what_nobody_can_store(
         encode_payloads([payload_record("a")]),
         encode_payloads([payload_record("of a newer release", v=PROTOCOL_VERSION + 1)]),
     ]
+    first = await stored_messages(bus) + 1
     for number, message in enumerate(messages):
         await bus.publish_durable(subjects.PAYLOAD_SUBJECT, message, message_id=str(number))
     async with writing(nats_url, engine):
         await until(lambda: has_left(bus, 1))
         async with engine.connect() as connection:
             assert list(await connection.scalars(select(PayloadRow.request_id).order_by("request_id"))) == ["a", "b"]
+        await until(lambda: is_set_aside(database_url, "payload", f"message {first}", "array"))
+        await until(lambda: is_set_aside(database_url, "payload", f"message {first + 1}", "received_unix_ms"))
     await engine.dispose()
 
 
