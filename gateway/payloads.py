@@ -215,11 +215,7 @@ class PayloadPublisher:
         """Publish for ever; cancel it to stop."""
         while True:
             await self._has_waiting.wait()
-            captures = self._next()
-            records = await asyncio.to_thread(self._records, captures)
-            if records:
-                await self._publish_until_stored(records)
-            self._waiting_bytes -= sum(map(self._size, captures))
+            await self._publish_next()  # whose names end with it: here they would keep payloads until the next ones
             if not self._waiting:
                 self._is_empty.set()
 
@@ -230,6 +226,13 @@ class PayloadPublisher:
                 await self._is_empty.wait()
         if not self._is_empty.is_set():
             log.error("some payloads were not stored within %g s and are lost", limit_s)
+
+    async def _publish_next(self) -> None:
+        captures = self._next()
+        records = await asyncio.to_thread(self._records, captures)
+        if records:
+            await self._publish_until_stored(records)
+        self._waiting_bytes -= sum(map(self._size, captures))
 
     def _next(self) -> list[Capture]:
         """Return the payloads of the next message, at least one."""

@@ -246,13 +246,17 @@ class Dispatcher:
             last_s = now_s
             if connected:
                 self._registry.lose_silent(list(self._by_worker), now_s)
-            beats = self._registry.live_beats(now_s) if connected else ()
-            revisions = LiveRevisions(beats, self._settings.only_hosted) if connected else None
-            for request in list(self._open.values()):
-                self._tick(request, now_s, connected=connected, revisions=revisions)
-            if self._overflow is not None and connected:
-                self._overflow.look(list(self._open.values()), now_s, self._background.start)
+            self._tick_all(now_s, connected=connected)
             self._registry.forget_dead(now_s)
+
+    def _tick_all(self, now_s: float, *, connected: bool) -> None:
+        # Its names end with it: of a coroutine that sleeps, they would keep the last request until the next one.
+        beats = self._registry.live_beats(now_s) if connected else ()
+        revisions = LiveRevisions(beats, self._settings.only_hosted) if connected else None
+        for request in list(self._open.values()):
+            self._tick(request, now_s, connected=connected, revisions=revisions)
+        if self._overflow is not None and connected:
+            self._overflow.look(list(self._open.values()), now_s, self._background.start)
 
     def _tick_now(self, request: OpenRequest) -> None:
         self._tick(request, time.monotonic(), connected=self._bus.connected)

@@ -407,16 +407,19 @@ class Outbox:
         """Publish what is spooled, the oldest first, as soon as the queue server stores messages."""
         while True:
             await self._has_spooled.wait()
-            records = await asyncio.to_thread(spool.oldest)
-            for message in _messages(records):
-                for wait_s in backoff_s():
-                    if await self._is_done(message):
-                        break
-                    await asyncio.sleep(wait_s)
-            await asyncio.to_thread(spool.drop_oldest)
-            log.warning("%d records for %s that had been spooled are stored", len(records), self._subject)
+            await self._replay_oldest(spool)
             if not spool.size_bytes:
                 self._has_spooled.clear()
+
+    async def _replay_oldest(self, spool: Spool) -> None:
+        records = await asyncio.to_thread(spool.oldest)
+        for message in _messages(records):
+            for wait_s in backoff_s():
+                if await self._is_done(message):
+                    break
+                await asyncio.sleep(wait_s)
+        await asyncio.to_thread(spool.drop_oldest)
+        log.warning("%d records for %s that had been spooled are stored", len(records), self._subject)
 
     def _note_failure(self, error: BusError, began_s: float) -> None:
         if self._failing_since_s is None:

@@ -3,6 +3,7 @@
 The gateway looks for circles when there are many objects, not when they are large (``protocol.process``).
 """
 
+import asyncio
 import gc
 from collections import Counter
 from typing import Any
@@ -17,6 +18,7 @@ from gateway.endpoints.endpoint import Endpoint
 from protocol import subjects
 from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import MODEL, Share, Start
+from tests.integration.gateway.scripted_worker import Attempt, answer_hello
 from tests.waiting import HANGS_S, until
 
 LARGE_CHARS = 300_000
@@ -89,10 +91,20 @@ def holders_of_large_texts() -> Counter[str]:
 async def test_nothing_of_a_request_waits_for_the_garbage_collector(
     start_gateway: Start, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
+    """Nor for the next request that the dispatcher looks at: the first is answered after a look, the second at once."""
     gateway = await start_gateway()
-    await gateway.add_worker()
+    looked_at = asyncio.Event()
+
     held: list[ref[Any]] = []
-    serve, open_ = Endpoint._serve, Dispatcher.open
+
+    async def answer(attempt: Attempt) -> None:
+        if len(held) <= 4:
+            looked_at.clear()
+            await looked_at.wait()
+        await answer_hello(attempt)
+
+    await gateway.add_worker(script=answer)
+    serve, open_, tick_all = Endpoint._serve, Dispatcher.open, Dispatcher._tick_all
 
     async def noting_serve(self: Any, exchange: Any, *rest: Any) -> None:
         held.extend([ref(exchange), ref(exchange.reply.cycle)])
@@ -103,6 +115,11 @@ async def test_nothing_of_a_request_waits_for_the_garbage_collector(
         held.extend([ref(request), ref(request.mailbox)])
         return request
 
+    def noting_tick_all(self: Any, now_s: float, **rest: Any) -> None:
+        tick_all(self, now_s, **rest)
+        looked_at.set()
+
+    monkeypatch.setattr(Dispatcher, "_tick_all", noting_tick_all)
     monkeypatch.setattr(Endpoint, "_serve", noting_serve)
     monkeypatch.setattr(Dispatcher, "open", noting_open)
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
