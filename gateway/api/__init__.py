@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP surface."""
+"""Every API as pure translation: bodies into calls, frames into events and answers."""

@@ -48,7 +48,7 @@ from protocol.usage import RequestRecord
 # RUNNING ──> STOPPING    its caller left, or a deadline passed: the worker's exact token counts are waited for
 # RUNNING ──> ENDED       finished, failed for good, attempts exhausted
 # STOPPING ──> ENDED      the counts are here, the worker is lost, or the time for them is up
-# ENDED ──> SETTLED       its caller's status is known, too: exactly one record is published, and limits are settled
+# ENDED ──> SETTLED       its caller's status is known, too: exactly one record is published
 
 
 class State(Enum):
