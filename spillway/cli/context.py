@@ -73,25 +73,25 @@ def resolve_config(
         raise fail(str(error)) from error
 
 
-def running_or_config(path: Path | None, data: Path | None) -> Config:
+def running_or_config(config: Path | None, data: Path | None) -> Config:
     """Return a command's configuration, with what an `up` that runs in its data folder has resolved.
 
-    Without ``path`` that is all of it. With one, the file is what counts; of the running system come the queue server
+    Without ``config`` that is all of it. With one, the file is what counts; of the running system come the queue server
     and the pepper, where the file has none.
     """
-    config = resolve_config(path, data)
-    if path is not None and data is None:
-        config = _where_it_runs(config, path)
-    resolved = resolved_config_path(config.data_dir)
+    found = resolve_config(config, data)
+    if config is not None and data is None:
+        found = _where_it_runs(found, config)
+    resolved = resolved_config_path(found.data_dir)
     if not _exists(resolved):
-        return config
+        return found
     running = resolve_config(resolved, data)
-    if path is None:
+    if config is None:
         return running
-    if running.database_url != config.database_url:  # another system, whose keys are none of this one's
-        return config
-    auth = config.auth.model_copy(update={"pepper": config.auth.pepper or running.auth.pepper})
-    return config.model_copy(update={"auth": auth, "nats": config.nats if config.nats.urls else running.nats})
+    if running.database_url != found.database_url:  # another system, whose keys are none of this one's
+        return found
+    auth = found.auth.model_copy(update={"pepper": found.auth.pepper or running.auth.pepper})
+    return found.model_copy(update={"auth": auth, "nats": found.nats if found.nats.urls else running.nats})
 
 
 def _where_it_runs(config: Config, path: Path) -> Config:
@@ -142,7 +142,7 @@ class Options(NamedTuple):
 
 ResolvedConfig = Annotated[
     Config,
-    Options({"path": ConfigOption, "data": DataOption}, running_or_config),
+    Options({"config": ConfigOption, "data": DataOption}, running_or_config),
 ]
 
 

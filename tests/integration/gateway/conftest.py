@@ -256,21 +256,28 @@ RUNNING: Final = ("spillway_requests_in_flight ", "spillway_usage_records_unpubl
 
 
 @pytest.fixture(scope="session")
-def first_key(migrated_sqlite: Path) -> str:
-    """The plaintext of a key that the template of all databases has: to make one takes a tenth of a start."""
+def sqlite_with_key(migrated_sqlite: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A migrated SQLite file to copy, and the key that it has: to make one takes a tenth of a start."""
+    path = Path(shutil.copy(migrated_sqlite, tmp_path_factory.mktemp("sqlite") / "with_key.db"))
 
     async def make() -> str:
-        engine = create_engine(f"sqlite:///{migrated_sqlite}")
+        engine = create_engine(f"sqlite:///{path}")
         _, key = await create_key(engine, "test 0", PEPPER)
         await engine.dispose()
         return key
 
-    return asyncio.run(make())
+    return path, asyncio.run(make())
+
+
+@pytest.fixture
+def sqlite_url(sqlite_with_key: tuple[Path, str], tmp_path: Path) -> str:
+    """A fresh SQLite file with that key."""
+    return f"sqlite:///{shutil.copy(sqlite_with_key[0], tmp_path / 'spillway.db')}"
 
 
 @pytest.fixture
 async def start_gateway(
-    first_key: str, nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path
+    sqlite_with_key: tuple[Path, str], nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path
 ) -> AsyncIterator[Start]:
     """Starts a gateway with the settings given; ends it, and its workers, after the test."""
     started: list[GatewayUnderTest] = []
@@ -279,7 +286,7 @@ async def start_gateway(
         of_card = {name: options.pop(name) for name in CARD_OPTIONS & options.keys()}
         console = console_of(options)
         options = {"nats_urls": (nats_url,), "database_url": sqlite_url, "data_dir": tmp_path / "data", **options}
-        key = first_key
+        key = sqlite_with_key[1]
         if started or options["database_url"] != sqlite_url:
             engine = create_engine(options["database_url"])
             _, key = await create_key(engine, f"test {len(started)}", PEPPER)
