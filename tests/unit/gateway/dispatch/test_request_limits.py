@@ -1,11 +1,13 @@
 """Deadlines, attempts and what a request that has ended is recorded as."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gateway.dispatch import attempt as attempts_module
 from gateway.dispatch.lifecycle import State
+from gateway.dispatch.records import settle_limits
 from gateway.errors import Failure
 from gateway.request.mailbox import LOOSE_EVENTS, Ended, StillWaiting
 from gateway.settings import TimeoutSettings
@@ -48,6 +50,33 @@ async def test_a_job_that_is_stored_only_after_the_cancellation_is_not_wanted() 
     assert request.stored(1, 7)
     request.cancel(1.0)
     assert not request.stored(1, 8)
+
+
+class Account:
+    """A reservation that notes what becomes of it."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def settle(self, *tokens: int) -> None:
+        self.told.append(tokens)
+
+    def refund(self) -> None:
+        self.told.append("refunded")
+
+
+@pytest.mark.parametrize(("runs", "told"), [(False, (0, 0, 0)), (True, (3, 0, 2))])
+async def test_a_request_that_no_worker_took_counts_and_costs_nothing(runs: bool, told: tuple[int, int, int]) -> None:
+    request, _ = open_request()
+    account: Any = Account()
+    request.admission = replace(request.admission, reservation=account)
+    if runs:
+        request.on_frame("w", accepted(), 1.0)
+        request.on_frame("w", tokens(1, ids=(1, 2)), 1.0)
+    request.cancel(2.0)
+    request.on_tick(2.0 + TimeoutSettings().cancel_s, connected=True)
+    settle_limits(request)
+    assert account.told == [told]
 
 
 @pytest.mark.parametrize("runs", [False, True])
