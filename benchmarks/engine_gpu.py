@@ -13,7 +13,8 @@ already running. Every figure is the median over rounds, after one that warms up
 first.
 
 The model is a Llama of 1.2 billion random bfloat16 parameters (the shape of Llama 3.2 1B), made on the card with a
-fixed seed; `--model` takes another from a folder. Needs no network, but a GPU with some 24 GB.
+fixed seed, with a byte-level tokenizer as most models have; `--model` takes another from a folder. Needs no network,
+but a GPU with some 24 GB.
 
     python -m benchmarks.engine_gpu [--model FOLDER] [--rounds 3] [--without-peer]
 """
@@ -39,7 +40,7 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from benchmarks.random_llama import empty_tokenizer
+from benchmarks.random_llama import byte_level_tokenizer
 from engine import EngineConfig, GenerationRequest, LLMEngine, SamplingParams
 
 SEED = 22
@@ -129,7 +130,7 @@ def bytes_per_s(device: str) -> float:
 
 
 def make_engine(model: PreTrainedModel, device: str) -> LLMEngine:
-    tokenizer = empty_tokenizer()
+    tokenizer = byte_level_tokenizer(model.config.get_text_config().vocab_size)
     length = PROMPT_TOKENS + NEW_TOKENS
     config = EngineConfig(
         device=device,

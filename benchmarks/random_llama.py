@@ -1,10 +1,12 @@
 """Llamas with random float32 weights, made on the fly with a fixed seed: what a model has learnt changes no speed."""
 
+from itertools import islice, product
 from pathlib import Path
+from string import ascii_letters
 from typing import Any, Final
 
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SEED: Final = 20
@@ -45,3 +47,13 @@ def save_model(size: str, folder: Path) -> int:
     model.save_pretrained(folder)
     empty_tokenizer().save_pretrained(folder)
     return int(model.num_parameters())
+
+
+def byte_level_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of at most 143,364 tokens, one to three letters each; its text costs what that of real ones costs."""
+    words = ("".join(letters) for length in (1, 2, 3) for letters in product(ascii_letters, repeat=length))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={word: number for number, word in enumerate(islice(words, vocab_size))}, merges=[])
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

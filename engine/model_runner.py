@@ -47,16 +47,17 @@ class ModelRunner:
         scored_rows: list[int] = []
         adapter_rows: dict[str, list[int]] = {}
         for chunk in chunks:
-            first, end = chunk.sequence.computed_tokens, chunk.sequence.computed_tokens + chunk.tokens
+            sequence, draft_tokens = chunk.sequence, chunk.draft_tokens
+            first, end = sequence.computed_tokens, sequence.computed_tokens + chunk.tokens
             first_row = len(tokens)
             scored_rows += [first_row + position - first for position in chunk.unscored]
-            tokens += chunk.sequence.token_ids[first:end]
+            tokens += sequence.token_ids[first:end]
             if chunk.samples:
-                sampled_rows += range(len(tokens) - 1, len(tokens) + chunk.draft_tokens)
-            tokens += chunk.sequence.draft[: chunk.draft_tokens]
-            positions += range(first, end + chunk.draft_tokens)
-            if chunk.sequence.adapter is not None:
-                adapter_rows.setdefault(chunk.sequence.adapter, []).extend(range(first_row, len(tokens)))
+                sampled_rows += range(len(tokens) - 1, len(tokens) + draft_tokens)
+            tokens += sequence.draft[:draft_tokens]
+            positions += range(first, end + draft_tokens)
+            if sequence.adapter is not None:
+                adapter_rows.setdefault(sequence.adapter, []).extend(range(first_row, len(tokens)))
         self._adapter_rows.set(adapter_rows, self._model.device)
         segments = [self._segment(chunk) for chunk in chunks]
         is_decoding = len(sampled_rows) == len(chunks) == len(tokens) and not scored_rows

@@ -160,10 +160,12 @@ class Scheduler:
             tokens = _affordable(sequence, budget, scored_budget)
             number += 1
             if tokens and self._ensure_blocks(sequence, sequence.computed_tokens + tokens):
-                spare = budget - tokens - (len(self.running) - number)  # one token for each sequence comes first
-                is_whole = tokens == sequence.pending_tokens
-                chunks.append(Chunk(sequence, tokens, self._allocate_draft(sequence, spare) if is_whole else 0))
-                budget -= tokens + chunks[-1].draft_tokens
+                draft_tokens = 0
+                if sequence.draft and tokens == sequence.pending_tokens:
+                    spare = budget - tokens - (len(self.running) - number)  # one token for each sequence comes first
+                    draft_tokens = self._allocate_draft(sequence, spare)
+                chunks.append(Chunk(sequence, tokens, draft_tokens))
+                budget -= tokens + draft_tokens
                 scored_budget -= len(chunks[-1].unscored)
         while budget > 0 and preemptions == self.counters.preemptions and (admitted := self._admit_next()):
             if tokens := _affordable(admitted, budget, scored_budget):

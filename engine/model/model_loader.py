@@ -30,11 +30,12 @@ from engine.config import EngineConfig, Quantization
 from engine.cpu.attention_kernel import begin_compiling
 from engine.cpu.native import compiling
 from engine.cpu.panel_kernel import PANELS_SOURCE
+from engine.cpu.row_kernels import ROWS_SOURCE
 from engine.device import choose_device, choose_dtype
 from engine.errors import ConfigError, UnsupportedModel
 from engine.model.linear import check_quantization
 from engine.model.projections import make_fast, watch_siblings
-from engine.model.row_modules import ROWS_SOURCE, speed_up_rows
+from engine.model.row_modules import speed_up_rows
 from engine.model.weights import check_whole, weight_files
 
 _OTHER_ENGINE = "use a pool of another engine (vLLM, or a remote server) for it"

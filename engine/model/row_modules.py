@@ -1,63 +1,70 @@
-"""Norms, gated layers and rotary embeddings on a CPU, in one pass over their rows (rows.c) instead of torch's many.
+"""Norms, gated layers and rotary embeddings in one pass over their rows instead of torch's many.
 
-They are recognised by their output on random rows: a module that does not compute the formula is kept.
+They are recognised by their output on random float32 rows: a module that does not compute the formula is kept.
 """
 
-import ctypes
-from collections.abc import Sequence
-from functools import cache
+import copy
+from importlib.util import find_spec
 from types import FunctionType, MethodType
-from typing import Any, Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from engine.cpu.native import INTEGER, LANES, POINTER, compiled
+from engine.cpu.row_kernels import cpu_row_kernels
 
-ROWS_SOURCE: Final = "rows.c"
 _PROBE_ROWS: Final = 3
+_PROBE_WIDTH: Final = 32
 _SEED: Final = 1
 _TOLERANCE: Final = 1e-5  # of the largest output
-_NORM_ARGUMENTS: Final[Sequence[type[Any]]] = [POINTER, INTEGER, INTEGER, POINTER, ctypes.c_float, POINTER]
-_ROTARY_ARGUMENTS: Final[Sequence[type[Any]]] = [POINTER, *[INTEGER] * 5, *[POINTER] * 3]
-_GATED_ARGUMENTS: Final[Sequence[type[Any]]] = [*(POINTER, INTEGER) * 2, INTEGER, INTEGER, POINTER]
+
+
+class RowKernels(Protocol):
+    """What computes rows on one kind of device. A result has its rows' dtype."""
+
+    @property
+    def multiple(self) -> int:
+        """Widths, and halves of heads, are multiples of it."""
+
+    def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Return rows (…, width) / sqrt(mean(rows²) + epsilon) · weight, float32 [width]."""
+
+    def silu_multiply(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return silu(gate) · up for [R, width] whose rows may be parts of wider ones."""
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate query (1, Hq, T, D) and key (1, Hkv, T, D), whose last stride is 1, by cos and sin (1, T, D)."""
 
 
 class RmsNorm(nn.Module):
     """x / sqrt(mean(x²) + epsilon) · weight."""
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, epsilon: float) -> None:
+    weight: Tensor
+
+    def __init__(self, kernels: RowKernels, weight: Tensor, epsilon: float) -> None:
         """`weight` is float32, [width]."""
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("weight", weight)
         self._epsilon = epsilon
-        self._compute = library.rms_norm
+        self._kernels = kernels
 
     def forward(self, rows: Tensor) -> Tensor:
         """Map (…, width) to the same."""
-        rows = rows.contiguous()
-        output, width = torch.empty_like(rows), rows.shape[-1]
-        self._compute(
-            *(rows.data_ptr(), rows.numel() // width, width, self.weight.data_ptr(), self._epsilon, output.data_ptr())
-        )
-        return output
+        return self._kernels.rms_norm(rows, self.weight, self._epsilon)
 
 
 class GatedLayer(nn.Module):
     """down(silu(gate(x)) · up(x))."""
 
-    def __init__(self, library: ctypes.CDLL, gate: nn.Module, up: nn.Module, down: nn.Module) -> None:
+    def __init__(self, kernels: RowKernels, gate: nn.Module, up: nn.Module, down: nn.Module) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate, up, down  # the names that adapters know them by
-        self._compute = library.silu_multiply
+        self._kernels = kernels
 
     def forward(self, rows: Tensor) -> Tensor:
         """Map (…, in) to (…, out)."""
         gate, up = _as_rows(self.gate_proj(rows)), _as_rows(self.up_proj(rows))
-        count, width = gate.shape
-        output = torch.empty(*rows.shape[:-1], width)
-        self._compute(*(gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), count, width, output.data_ptr()))
-        product: Tensor = self.down_proj(output)
+        product: Tensor = self.down_proj(self._kernels.silu_multiply(gate, up).view(*rows.shape[:-1], -1))
         return product
 
 
@@ -66,23 +73,13 @@ class RotaryEmbedding:
 
     NAME: Final = "apply_rotary_pos_emb"
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._compute = library.rotate
+    def __init__(self, kernels: RowKernels) -> None:
+        self._kernels = kernels
 
     def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate query (1, Hq, T, D) and key (1, Hkv, T, D) by cos and sin (1, T, D)."""
-        cos, sin = cos.contiguous(), sin.contiguous()
-        return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
-
-    def _rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads = heads if heads.stride(3) == 1 else heads.contiguous()
-        _, count, rows, dim = heads.shape
-        output = torch.empty(1, rows, count, dim)
-        self._compute(
-            *(heads.data_ptr(), heads.stride(1), heads.stride(2), count, rows, dim),
-            *(cos.data_ptr(), sin.data_ptr(), output.data_ptr()),
-        )
-        return output.transpose(1, 2)
+        query, key = (heads if heads.stride(3) == 1 else heads.contiguous() for heads in (query, key))
+        return self._kernels.rotate(query, key, cos.contiguous(), sin.contiguous())
 
 
 def _as_rows(projected: Tensor) -> Tensor:
@@ -94,56 +91,76 @@ def _as_rows(projected: Tensor) -> Tensor:
 def speed_up_rows(model: nn.Module) -> None:
     """Replace the recognised modules in place; the model's results stay the same.
 
-    Does nothing where there is no C compiler, or for models that are not float32 on a CPU.
+    Does nothing where there are no kernels: without a C compiler or Triton, for other devices, and for models of
+    several dtypes or of another one than float32 on a CPU.
     """
-    kinds = {(parameter.device.type, parameter.dtype) for parameter in model.parameters()}
-    library = _library() if kinds == {("cpu", torch.float32)} else None
-    if library is None:
+    kinds = {(parameter.device, parameter.dtype) for parameter in model.parameters()}
+    device, dtype = kinds.pop() if len(kinds) == 1 else (None, None)
+    kernels = None if device is None or dtype is None else row_kernels_for(device, dtype)
+    if device is None or kernels is None:
         return
-    rotary = RotaryEmbedding(library)
-    for name, module in list(model.named_modules()):
-        replacement = _rms_norm(library, module) or _gated_layer(library, module)
-        if replacement is not None:
-            model.set_submodule(name, replacement)
-        else:
-            _bind_rotary(rotary, module)
+    with device:
+        for name, module in list(model.named_modules()):
+            replacement = _rms_norm(kernels, module) or _gated_layer(kernels, module)
+            if replacement is not None:
+                model.set_submodule(name, replacement)
+            else:
+                _bind_rotary(kernels, module)
 
 
-def _rms_norm(library: ctypes.CDLL, module: nn.Module) -> RmsNorm | None:
+def row_kernels_for(device: torch.device, dtype: torch.dtype) -> RowKernels | None:
+    """Return the kernels for rows on `device`; None if there are none."""
+    if device.type == "cpu" and dtype is torch.float32:
+        return cpu_row_kernels()
+    if device.type == "cuda" and dtype.is_floating_point and find_spec("triton") is not None:
+        from engine.model.triton_rows import TritonRowKernels  # noqa: PLC0415 - only CUDA builds of torch bring triton
+
+        return TritonRowKernels()
+    return None
+
+
+def _rms_norm(kernels: RowKernels, module: nn.Module) -> RmsNorm | None:
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(epsilon, float):
         return None
-    if len(weight) % LANES:
+    if len(weight) % kernels.multiple:
         return None
-    for scale in (weight, 1 + weight):  # Gemma's weights are around 0
-        norm = RmsNorm(library, scale.detach().contiguous(), epsilon)
-        if _computes_the_same(module, norm, len(weight)):
+    original = copy.deepcopy(module).float()
+    for scale in (weight.detach().float(), 1 + weight.detach().float()):  # Gemma's weights are around 0
+        norm = RmsNorm(kernels, scale.contiguous(), epsilon)
+        if _computes_the_same(original, norm, len(weight)):
             return norm
     return None
 
 
-def _gated_layer(library: ctypes.CDLL, module: nn.Module) -> GatedLayer | None:
+def _gated_layer(kernels: RowKernels, module: nn.Module) -> GatedLayer | None:
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear) and isinstance(down, nn.Linear)):
         return None
-    layer = GatedLayer(library, gate, up, down)
-    if gate.out_features % LANES or not _computes_the_same(module, layer, gate.in_features):
+    if gate.out_features % kernels.multiple:
         return None
-    return layer
+    # With small products in the place of its own, which may be gigabytes.
+    width = _PROBE_WIDTH
+    small = [nn.Linear(width, 2 * width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)]
+    original = copy.deepcopy(module, {id(own): other for own, other in zip((gate, up, down), small, strict=True)})
+    if not _computes_the_same(original, GatedLayer(kernels, *small), width):
+        return None
+    return GatedLayer(kernels, gate, up, down)
 
 
-def _bind_rotary(rotary: RotaryEmbedding, attention: nn.Module) -> None:
-    """Make a layer's forward call `rotary` instead of its module's function, if they compute the same.
+def _bind_rotary(kernels: RowKernels, attention: nn.Module) -> None:
+    """Make a layer's forward call a `RotaryEmbedding` instead of its module's function, if they compute the same.
 
     transformers has no hook for it, and other models of the process keep theirs: the name is rebound for this layer's
     forward only.
     """
+    rotary = RotaryEmbedding(kernels)
     forward, dim = type(attention).forward, getattr(attention, "head_dim", None)
     if not isinstance(forward, FunctionType) or rotary.NAME not in forward.__code__.co_names:
         return
     original = forward.__globals__.get(rotary.NAME)
-    if original is None or not isinstance(dim, int) or dim % (2 * LANES):
+    if original is None or not isinstance(dim, int) or dim % (2 * kernels.multiple):
         return
     query, key = _random(1, _PROBE_ROWS, 4, dim).transpose(1, 2), _random(1, _PROBE_ROWS, 2, dim).transpose(1, 2)
     cos, sin = _random(1, _PROBE_ROWS, dim), _random(1, _PROBE_ROWS, dim) + 1
@@ -169,20 +186,12 @@ def _computes_the_same(module: nn.Module, other: nn.Module, width: int) -> bool:
 
 
 def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(_SEED))
+    """Draw numbers on the CPU, the same for every device, and move them to the current one."""
+    drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def _is_close(computed: Tensor, expected: Tensor) -> bool:
     if computed.shape != expected.shape:
         return False
     return torch.allclose(computed, expected, rtol=0, atol=_TOLERANCE * float(expected.abs().max()))
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    library = compiled(ROWS_SOURCE)
-    if library is not None:
-        library.rms_norm.argtypes, library.rms_norm.restype = _NORM_ARGUMENTS, None
-        library.rotate.argtypes, library.rotate.restype = _ROTARY_ARGUMENTS, None
-        library.silu_multiply.argtypes, library.silu_multiply.restype = _GATED_ARGUMENTS, None
-    return library

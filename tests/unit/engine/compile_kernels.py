@@ -9,6 +9,8 @@ from triton.compiler import ASTSource
 
 from engine.attention import triton_kernels
 from engine.attention.triton_attention import MIN_TILE, tile_keys_of
+from engine.model import triton_row_kernels
+from engine.model.triton_rows import TILE_COLUMNS, TILE_HEADS
 
 SHARED_BYTES = 99 * 1024  # of one block, on every card of compute capability 8.0 and higher
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -39,6 +41,22 @@ def types_of(kernel: Any, dtype: str, *, is_partial: bool) -> dict[str, str]:
     }
 
 
+ROWS: list[tuple[Any, dict[str, object]]] = [
+    (triton_row_kernels.rms_norm, {"width": 5120, "padded_width": 8192}),
+    (triton_row_kernels.silu_multiply, {"width": 14_336, "tile": TILE_COLUMNS}),
+    (
+        triton_row_kernels.rotate,
+        {"query_heads": 40, "key_heads": 8, "half": 64, "padded_half": 64, "tile_heads": TILE_HEADS},
+    ),
+]
+
+
+def types_of_rows(kernel: Any) -> dict[str, str]:
+    names = ("rows", "output", "gate", "up", "query", "key", "cos", "sin", "query_output", "key_output")
+    types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(names, "*bf16")
+    return types | {"weight": "*fp32", "epsilon": "fp32"}
+
+
 def main() -> None:
     warnings.simplefilter("ignore")  # about Triton's own defaults
     for capability, dtype, groups, dim, is_decoding, is_partial, window, has_extras in KINDS:
@@ -65,6 +83,8 @@ def main() -> None:
             merge = triton_kernels.merge_splits
             compile_for(capability, merge, types_of(merge, dtype, is_partial=True), shape)
         compile_for(capability, kernel, types, constants)
+    for kernel, constants in ROWS:
+        compile_for(90, kernel, types_of_rows(kernel), constants)
 
 
 if __name__ == "__main__":
