@@ -119,14 +119,18 @@ def build_app(
     add_error_answers(slow)
     add_openapi(slow, (*mounted.bodies, *BATCH_BODIES))
     mounted.add_answers(slow)
-    responses = operations.responses
-    hot: dict[str, Endpoint[Any]] = {
+    responses = ResponsesEndpoint(edge, operations.responses, Background(operations.responses, runs))
+    app = GatewayApp(hot_endpoints(edge, operations, responses), keyed, slow, edge.refusals, services.settings.timeouts)
+    return _with_cors(app, services.settings.cors_origins) if services.settings.cors_origins else app
+
+
+def hot_endpoints(edge: Edge, operations: Operations, responses: Endpoint[Any]) -> Mapping[str, Endpoint[Any]]:
+    """Return the endpoints that are served without FastAPI, by path; ``responses`` is the one of ``RESPONSES_PATH``."""
+    return {
         **{path: GenerationEndpoint(edge, operation) for path, operation in operations.generating.items()},
         **{path: Endpoint(edge, operation) for path, operation in operations.vectors.items()},
-        RESPONSES_PATH: ResponsesEndpoint(edge, responses, Background(responses, runs)),
+        RESPONSES_PATH: responses,
     }
-    app = GatewayApp(hot, keyed, slow, edge.refusals, services.settings.timeouts)
-    return _with_cors(app, services.settings.cors_origins) if services.settings.cors_origins else app
 
 
 def _with_cors(app: Application, origins: Sequence[str]) -> Application:

@@ -20,10 +20,10 @@ from fastapi import FastAPI
 from db.accounts.principal import Principal
 from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry
-from gateway.app import RESPONSES_PATH, GatewayApp, make_operations
+from gateway.app import GatewayApp, hot_endpoints, make_operations
 from gateway.core import Core
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.endpoints.endpoint import Edge, Endpoint, GenerationEndpoint
+from gateway.endpoints.endpoint import Edge, GenerationEndpoint
 from gateway.endpoints.routes import models_router, tokenize_router
 from gateway.endpoints.services import Services
 from gateway.http.body import BodyReader
@@ -269,11 +269,7 @@ async def local_gateway(
 
     further: Any = serve_slowly
 
-    hot: dict[str, Endpoint[Any]] = {
-        **{path: GenerationEndpoint(edge, one) for path, one in operations.generating.items()},
-        **{path: Endpoint(edge, one) for path, one in operations.vectors.items()},
-        RESPONSES_PATH: GenerationEndpoint(edge, operations.responses),
-    }
+    hot = hot_endpoints(edge, operations, GenerationEndpoint(edge, operations.responses))
     running = [asyncio.create_task(outbox.run()) for outbox in outboxes]
     gateway = LocalGateway(local, GatewayApp(hot, nothing, further, edge.refusals, told.timeouts))
     try:
