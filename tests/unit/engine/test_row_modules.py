@@ -114,12 +114,12 @@ def test_a_rotary_embedding_takes_rows_that_are_parts_of_wider_ones() -> None:
     torch.manual_seed(4)
     attention = attention_of(make_model(LlamaConfig(**SHAPE | {"head_dim": 32})))
     sped_up(attention)
-    wide = torch.randn(1, 700, 6 * 32)
+    wide = torch.randn(1, 70, 6 * 32)
     query, key = (
-        wide[..., :128].view(1, 700, 4, 32).transpose(1, 2),
-        wide[..., 128:].view(1, 700, 2, 32).transpose(1, 2),
+        wide[..., :128].view(1, 70, 4, 32).transpose(1, 2),
+        wide[..., 128:].view(1, 70, 2, 32).transpose(1, 2),
     )
-    cos, sin = torch.randn(2, 1, 700, 32)
+    cos, sin = torch.randn(2, 1, 70, 32)
     ours = attention.forward.__globals__["apply_rotary_pos_emb"]
     for turned, expected in zip(ours(query, key, cos, sin), apply_rotary_pos_emb(query, key, cos, sin), strict=True):
         torch.testing.assert_close(turned, expected)

@@ -18,7 +18,6 @@ pytest.importorskip("triton", reason="has no build for this system")
 from engine import GenerationRequest, SamplingParams
 from engine.attention.paged_attention import PagedKVPool, attend_by_reference
 from engine.attention.triton_attention import attend
-from engine.model.triton_rows import TritonRowKernels
 from tests.unit.engine.paged_cases import CASES, layer_of
 from tests.unit.engine.tiny_models import greedy_reference, llama, make_engine, run
 
@@ -41,7 +40,6 @@ def test_the_kernels_say_what_the_reference_says(name: str) -> None:
 @pytest.mark.usefixtures("paged")
 def test_an_engine_on_the_kernels_says_what_generate_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.engine.make_kv_memory", partial(PagedKVPool, attention=partial(attend, splits=2)))
-    monkeypatch.setattr("engine.model.row_modules.row_kernels_for", lambda *_: TritonRowKernels())
     model = llama()
     prompts = [[20, 21, 22, 23, 24, 25], [30], [40, 41, 42]]
     expected = [greedy_reference(model, prompt, 4) for prompt in prompts]
