@@ -1,15 +1,17 @@
 """File formats of exports: CSV, JSON Lines, Parquet. Columns are those of db.tables.RequestRow."""
 
+import codecs
 import csv
 import importlib
 import importlib.util
+import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 from sqlalchemy import BigInteger, Boolean, Double
+from typing_extensions import Buffer
 
 from db.tables import RequestRow
 from ledger.csv_cells import guarded
@@ -18,20 +20,49 @@ from ledger.queries.log import Row
 COLUMNS: Final = tuple(column.name for column in RequestRow.__table__.columns)
 
 
+class Sink(io.RawIOBase):
+    """A file whose parts are taken away while it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: list[bytes] = []
+        self._written_bytes = 0
+
+    def writable(self) -> bool:
+        """Implement ``RawIOBase``."""
+        return True
+
+    def write(self, data: Buffer, /) -> int:
+        """Append bytes."""
+        part = bytes(data)
+        self._parts.append(part)
+        self._written_bytes += len(part)
+        return len(part)
+
+    def tell(self) -> int:
+        """Return how many bytes were written in all: Parquet's footer says where its parts begin."""
+        return self._written_bytes
+
+    def take(self) -> bytes:
+        """Return what was written since this was called before."""
+        taken = b"".join(self._parts)
+        self._parts.clear()
+        return taken
+
+
 class RowWriter(Protocol):
     """A file that is being written."""
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Append rows. Raises OSError."""
+        """Append rows."""
 
     def close(self) -> None:
-        """Complete the file. Raises OSError."""
+        """Complete the file."""
 
 
 class _CsvWriter:
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8", newline="")
-        self._csv = csv.writer(self._file)
+    def __init__(self, file: Sink) -> None:
+        self._csv = csv.writer(codecs.getwriter("utf-8")(file))
         self._csv.writerow(COLUMNS)
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -39,29 +70,29 @@ class _CsvWriter:
         self._csv.writerows(guarded(row, COLUMNS) for row in rows)
 
     def close(self) -> None:
-        self._file.close()
+        """It is complete."""
 
 
 class _JsonLinesWriter:
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
+    def __init__(self, file: Sink) -> None:
+        self._file = file
 
     def write(self, rows: Sequence[Row]) -> None:
-        self._file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self._file.write("".join([json.dumps(row, ensure_ascii=False) + "\n" for row in rows]).encode())
 
     def close(self) -> None:
-        self._file.close()
+        """It is complete."""
 
 
 class _ParquetWriter:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, file: Sink) -> None:
         # Imported on first use: it is large, and an extra.
         self._arrow: Any = importlib.import_module("pyarrow")
         types = {BigInteger: self._arrow.int64(), Double: self._arrow.float64(), Boolean: self._arrow.bool_()}
         columns = RequestRow.__table__.columns
         fields = [(column.name, types.get(type(column.type), self._arrow.string())) for column in columns]
         self._schema = self._arrow.schema(fields)
-        self._file = importlib.import_module("pyarrow.parquet").ParquetWriter(path, self._schema)
+        self._file = importlib.import_module("pyarrow.parquet").ParquetWriter(file, self._schema)
 
     def write(self, rows: Sequence[Row]) -> None:
         if rows:
@@ -77,7 +108,7 @@ class FileFormat:
 
     title: str
     media_type: str
-    open_writer: Callable[[Path], RowWriter]
+    open_writer: Callable[[Sink], RowWriter]
     needs: str | None = None  # a package of the extra ``export``
 
     @property

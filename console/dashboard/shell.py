@@ -36,7 +36,7 @@ class Pages:
     def __init__(self, gateway: GatewayParts, admin: AdminService, login: Login, reader: Reader) -> None:
         """``reader`` reads the ledger, ``gateway`` has the live numbers."""
         self.live = Live(gateway)
-        self.exports = Exports(reader, gateway.settings.data_dir / "exports")
+        self.exports = Exports(reader)
         self.gateway = gateway
         self.admin = admin
         self._login = login

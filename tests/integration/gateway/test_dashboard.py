@@ -89,8 +89,6 @@ async def test_no_page_is_open_without_a_login(gateway: GatewayUnderTest) -> Non
         "/pools/now",
         "/requests/rows",
         "/requests/r1",
-        "/exports/list",
-        "/exports/x",
     ]
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as stranger:
         for path in [*(path for path, _ in PAGES), *more]:
@@ -404,31 +402,13 @@ async def test_an_export_holds_the_whole_filtered_set(browser: httpx.AsyncClient
     await store_records(engine, records)
     query = {"since": str(received), "until": str(received + 2400), "model": "a,b"}
     for kind in ("csv", "jsonl", "parquet"):
-        answer = await exported(browser, query, kind)
+        answer = await browser.post("/dashboard/exports", params=query, data={"format": kind})
         assert answer.headers["content-disposition"].endswith(f'.{kind}"')
         rows = rows_of(answer.content, kind)
         assert [row["request_id"] for row in rows] == [f"r{n:04}" for n in range(2399, -1, -1) if n % 3]
         assert {row["model"] for row in rows} == {"a,b"}
         counted = {(int(row["request_id"][1:]) % 2, row["counted_by"]) for row in rows}
         assert counted == {(0, "engine"), (1, "estimate")}
-
-
-async def exported(browser: httpx.AsyncClient, query: dict[str, str], kind: str) -> httpx.Response:
-    before, new = await downloads(browser), set[str]()
-    started = await browser.post("/dashboard/exports", params=query, data={"format": kind})
-    assert started.status_code == 303
-
-    async def is_made() -> bool:
-        new.update(await downloads(browser) - before)
-        return bool(new)
-
-    await until(is_made)
-    return await browser.get(new.pop())
-
-
-async def downloads(browser: httpx.AsyncClient) -> set[str]:
-    page = (await browser.get("/dashboard/exports/list")).text
-    return set(re.findall(r'href="(/dashboard/exports/[^"]+)" download>', page))
 
 
 def rows_of(content: bytes, kind: str) -> list[dict[str, Any]]:
