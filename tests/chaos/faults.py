@@ -216,9 +216,14 @@ async def restart(chaos: Chaos) -> None:
 
 @fault
 async def upgrade(chaos: Chaos) -> None:
-    """Restart everything, one after the other, with another commit's code; then with this one's: in any two orders."""
+    """Restart everything, one after the other, with the older release's code; then with this one's: in any two orders.
+
+    The schema comes before this one's code.
+    """
     strike = chaos.strike("upgrade")
-    for environment in (chaos.system.older_code(), {}):
+    for environment in (chaos.system.older_code, {}):
+        if not environment:
+            await chaos.system.upgrade_schema()
         for kind in chaos.rng.sample(sorted(_CHANGES), len(_CHANGES)):
             await _CHANGES[kind](chaos, environment)
     strike.mended_s = time.monotonic()

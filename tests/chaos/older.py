@@ -1,34 +1,35 @@
-"""Another commit's code, to run beside this one's: unpacked where it is asked for, with this one's dependencies."""
+"""The older release of an upgrade: its code, unpacked where it is asked for, with this one's packages and few more."""
 
-import re
+import os
 import subprocess
+import sys
 import tarfile
 from io import BytesIO
 from pathlib import Path
 
-from db.engine import SCHEMA_VERSION
+from migrations import BRIDGE
 
-OLDER_COMMITS = (
-    "6bc8f17",  # the last one before the rooms
-    "f364b7c",  # knows neither intents nor parked payloads, and its schema is older
-)
+OLDER_COMMIT = BRIDGE.removeprefix("commit ")  # no older one's database is upgraded
+ITS_PACKAGES = ("authlib==1.9.9",)  # that this release does without
 ROOT = Path(__file__).parents[2]
+MIGRATE = "import sys; from migrations import upgrade; upgrade(sys.argv[1])"
 
 
-def unpack_older(commit: str, folder: Path) -> dict[str, str]:
-    """The environment in which Python runs an older commit's code, unpacked into ``folder``."""
-    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=False)
+def unpack_older(folder: Path) -> dict[str, str]:
+    """The environment in which Python runs the older release's code, unpacked into ``folder``."""
+    archive = subprocess.run(["git", "archive", OLDER_COMMIT], cwd=ROOT, capture_output=True, check=False)
     assert archive.returncode == 0, f"the older commit is needed: {archive.stderr.decode()}"
     with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")
-    # It insists on the schema that it was written for; later ones take a newer one.
-    [schema] = folder.glob("**/db/schema.py")
-    schema.write_text(
-        re.sub(
-            r'^SCHEMA_VERSION: Final = "\d+"',
-            f'SCHEMA_VERSION: Final = "{SCHEMA_VERSION}"',
-            schema.read_text(),
-            flags=re.MULTILINE,
-        )
-    )
     return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
+
+
+def install_its_packages(folder: Path) -> None:
+    """Put the packages that only the older release has beside its code."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*pip, "--target", str(folder), *ITS_PACKAGES], check=True, stdout=sys.stderr)
+
+
+def create_older_schema(environment: dict[str, str], database_url: str) -> None:
+    """Create the tables of the older release."""
+    subprocess.run([sys.executable, "-c", MIGRATE, database_url], env=os.environ | environment, check=True)

@@ -79,7 +79,7 @@ SCENARIOS = {
     ),
     "cut": Scenario("break or silence a worker's connection", {"cut": 2, "silence": 1}, 40, 0.5, Shape(proxied=True)),
     "slow": Scenario("a worker that is 20 times slower", {"slow": 1}, 10, 0.5),
-    "poison": Scenario("jobs that kill every worker", {"poison": 1}, 10, 1.0),
+    "poison-jobs": Scenario("jobs that kill every worker", {"poison": 1}, 10, 1.0),
     "nats": Scenario("SIGKILL and restart the queue server", {"nats": 1}, 10, 3.0, callers=200),
     "cluster": Scenario("SIGKILL the leader of three", {"cluster": 1}, 5, 5.0, Shape(cluster=True)),
     "ledger": Scenario("SIGKILL the ledger writer", {"ledger": 1}, 10, 1.0),
@@ -112,12 +112,11 @@ SCENARIOS = {
         Shape(gateways=2, gateways_proxied=True),
     ),
     "upgrade": Scenario(
-        "restart everything, in any order, with an older commit's code, and again with this one's",
+        "restart everything, in any order, with an older release's code and database, and again with this one's",
         {"upgrade": 1},
         6,
         1.0,
-        Shape(gateways=2, gateway_timeouts={"leave_s": 5.0, "shutdown_s": 30.0}),
-        surfaces=False,  # the older commit has none
+        Shape(gateways=2, gateway_timeouts={"leave_s": 5.0, "shutdown_s": 30.0}, older=True),
     ),
     "credentials": Scenario(
         "change all credentials at the queue server, which ends all connections",

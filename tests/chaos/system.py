@@ -4,7 +4,6 @@ Queue server and load balancer run with the files that are shipped in ``deploy/`
 """
 
 import asyncio
-import itertools
 import json
 import os
 import signal
@@ -26,7 +25,7 @@ from spillway.children import Child
 from spillway.cli.ledger import LEDGER_NICENESS
 from spillway.config import DEMO_MODEL_PATH, Config, load_config
 from tests.chaos.credentials import SignedQueue
-from tests.chaos.older import OLDER_COMMITS, unpack_older
+from tests.chaos.older import create_older_schema, install_its_packages, unpack_older
 from tests.chaos.proxy import CutProxy
 from tests.chaos.servers import FIRST_SLOT, REVISION, Server, ServerSpec, engine_settings, make_servers
 from tests.chaos.watcher import Watcher
@@ -74,6 +73,7 @@ class Shape:
     batches: dict[str, Any] = field(default_factory=dict)  # [batches]
     standing_by: str | None = None  # the pool that only a fault starts
     worker_life: Callable[[str, str], None] = worker_process  # the whole life of each of our workers
+    older: bool = False  # database, gateways and ledger writer begin with the older release's code
 
 
 class System:
@@ -101,8 +101,7 @@ class System:
         self.ledger: Child
         self.servers: dict[str, Server] = {}  # by pool
         self.worker_processes: dict[int, Child] = {}  # by slot: those that are none of the farm's
-        self._older: dict[str, dict[str, str]] = {}  # environments, by commit
-        self._older_commits = itertools.cycle(OLDER_COMMITS)
+        self.older_code: dict[str, str] = {}  # the environment in which the older release's code runs
         self.farm: WorkerFarm
         self._stack = AsyncExitStack()
 
@@ -119,11 +118,14 @@ class System:
 
     async def _start(self) -> None:
         self.logs.mkdir(parents=True)
+        if self.shape.older:
+            self.older_code = unpack_older(self.folder / "older")
+            install_its_packages(self.folder / "older")
         self.bus = await self._start_queue()
         database_url = await self._start_database()
         if self.shape.gateways_proxied:
             self.gateway_proxies = [await self._start_proxy() for _ in self.gateway_ports]
-        config = self._write_config(database_url)
+        config = self.write_config(database_url)
         self.database = create_engine(config.database_url)
         self._stack.push_async_callback(self.database.dispose)
         pepper = load_or_create_pepper(config.data_dir)
@@ -133,9 +135,9 @@ class System:
         for name, policy in self.shape.limited.items():
             key, self.tenant_keys[name] = await create_key(self.database, name, pepper, Grant(policy=policy))
             self.key_ids[name] = key.key_id
-        self.ledger = await self._start_child("ledger", ["ledger"], 0)
+        self.ledger = await self._start_child("ledger", ["ledger"], 0, self.older_code)
         self.gateways = [
-            await self._start_child(f"gateway-{number}", ["gateway"], number, self._clock_of(number))
+            await self._start_child(f"gateway-{number}", ["gateway"], number, self.older_code | self._clock_of(number))
             for number in range(self.shape.gateways)
         ]
         for child in (*self.gateways, self.ledger):  # a ledger writer waits for what gateways make
@@ -173,7 +175,10 @@ class System:
     async def _start_database(self) -> str:
         if not self.shape.postgres:
             url = f"sqlite:///{self.folder / 'spillway.db'}"
-            await asyncio.to_thread(upgrade, url)
+            if self.shape.older:
+                await asyncio.to_thread(create_older_schema, self.older_code, url)
+            else:
+                await asyncio.to_thread(upgrade, url)
             return url
         server = self.postgres = PostgresServer(niceness=LEDGER_NICENESS)  # as the compose file's shares have it
         self._stack.push_async_callback(asyncio.to_thread, server.remove)
@@ -183,9 +188,13 @@ class System:
         await asyncio.to_thread(upgrade, server.url(TEMPLATE))
         return server.url(TEMPLATE)
 
-    def _write_config(self, database_url: str) -> Config:
-        """One file per gateway: they differ in their port. Returns the first, which the others go by too."""
+    def write_config(self, database_url: str) -> Config:
+        """One file per gateway: they differ in their port. Returns the first, which the others go by too.
+
+        An older release refuses sections that it does not know, so a file has only those that a scenario uses.
+        """
         shape = self.shape
+        sections = {"fleet": shape.fleet, "responses": shape.responses, "batches": shape.batches}
         for number, port in enumerate(self.gateway_ports):
             config = {
                 "data_dir": str(self.folder),
@@ -205,9 +214,7 @@ class System:
                     **{name: {} for name in shape.other_models},
                 },
                 "tenants": {name: {"weight": weight} for name, weight in shape.tenants.items()},
-                "fleet": shape.fleet,
-                "responses": shape.responses,
-                "batches": shape.batches,
+                **{name: keys for name, keys in sections.items() if keys},
                 "pools": {
                     MODEL: {
                         "models": [MODEL],
@@ -271,13 +278,6 @@ class System:
         child = await self._start_child(name, command, 0, environment)
         await child.wait_ready()
         return child
-
-    def older_code(self) -> dict[str, str]:
-        """The environment of another commit's code: of each in turn."""
-        commit = next(self._older_commits)
-        if commit not in self._older:
-            self._older[commit] = unpack_older(commit, self.folder / commit)
-        return self._older[commit]
 
     async def add_worker_process(self, slot: int, environment: dict[str, str]) -> None:
         """Start a worker as it is started outside tests; it stays until it is stopped."""
@@ -404,6 +404,10 @@ class System:
         await asyncio.gather(*map(self.restart, (*self.gateways, self.ledger)))
         await self.wait_until_balanced(balanced_limit_s)
         self.gateway_killed_s = time.monotonic()
+
+    async def upgrade_schema(self) -> None:
+        """Give the database the tables of this release; it has them already where this release has begun."""
+        await asyncio.to_thread(upgrade, self.database.url.render_as_string(hide_password=False))
 
     async def restart(self, child: Child) -> None:
         await child.start()
