@@ -116,7 +116,10 @@ class Background:
     async def begin(
         self, principal: Principal, call: ResponsesCall, arrival: Arrival, admitted: Admitted[ResponsesCall]
     ) -> BackgroundRun:
-        """Store a response that was admitted, and make it. Raises Refused; then it leaves no trace."""
+        """Store a response that was admitted, and make it, unless another gateway does by now.
+
+        Raises Refused; then it leaves no trace.
+        """
         try:
             run = await self._stored(principal, call, arrival)
         except BaseException as error:
@@ -125,10 +128,13 @@ class Background:
                 raise _too_many(f"{error}: delete some.") from error
             if isinstance(error, NotKept):
                 raise InvalidParameter(f"The request cannot be kept: {error}.", param="input") from error
-            if isinstance(error, (BusError, Lost)):
+            if isinstance(error, BusError):
                 raise StorageUnavailable from error
             raise
-        self._runs.make(run, partial(self._make, run, admitted, arrival))
+        if run.is_handed_over:
+            admitted.refund()
+        else:
+            self._runs.make(run, partial(self._make, run, admitted, arrival))
         return run
 
     async def _stored(self, principal: Principal, call: ResponsesCall, arrival: Arrival) -> BackgroundRun:

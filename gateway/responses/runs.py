@@ -164,12 +164,18 @@ class BackgroundRuns:
         return BackgroundRun(self._store, run, self._gateway_id)
 
     async def begin(self, run: BackgroundRun, events: bytes) -> None:
-        """Store a new response with its first events, as ours. Raises BusError and NotKept."""
+        """Store a new response with its first events, as ours. Raises BusError and NotKept; then it is not stored.
+
+        Where another gateway goes on with it by now, since nobody heard of this one, it is handed over.
+        """
         self._running[run.key] = run  # before others can ask
         try:
             run.run_bytes = await patiently(partial(self._store.begin, run.run))
             run.held_bytes = run.run_bytes + HELD_FOR_EVENTS_BYTES
             await patiently(partial(run.begin, events))
+        except Lost:
+            del self._running[run.key]
+            run.stop()
         except BaseException:
             del self._running[run.key]
             with contextlib.suppress(BusError):

@@ -33,12 +33,25 @@ class Store:
         """Remove what is left."""
 
 
+class TakenOver(Store):
+    """A store in which another gateway goes on with each response before its first events are there."""
+
+    async def begin(self, _: Run) -> int:
+        return 0
+
+    async def add_part(self, *_: Any) -> None:
+        """Refuse it."""
+
+    async def delete(self, _: Any) -> None:
+        raise AssertionError("another gateway makes it")
+
+
 class Operation:
     """Admits every call, and notes how it arrived."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
         self.core = SimpleNamespace(settings=gateway_settings(), refuse_if_full=lambda: None)
-        self.store = Store()
+        self.store = store
         self.arrivals: list[Arrival] = []
 
     async def work(self, *_: Any) -> bytes:
@@ -86,7 +99,7 @@ def test_what_ends_a_response_that_was_taken_over(error: Refused, age_s: float, 
 
 
 async def test_its_time_began_with_its_first_gateway() -> None:
-    operation: Any = Operation()
+    operation: Any = Operation(Store())
     runs = runs_of(operation.store)
     await Background(operation, runs)._admit_again(run_since(runs, 100.0), principal())
     [arrival] = operation.arrivals
@@ -94,11 +107,24 @@ async def test_its_time_began_with_its_first_gateway() -> None:
 
 
 async def test_one_that_cannot_be_stored_gives_back_what_it_was_admitted_with() -> None:
-    operation: Any = Operation()
     refunds: list[str] = []
+    with pytest.raises(StorageUnavailable):
+        await begin(Store(), refunds)
+    assert refunds == ["refunded"]
+
+
+async def test_a_gateway_that_was_frozen_before_the_first_events_answers_with_what_another_makes() -> None:
+    """It answered 503, and deleted the response that another gateway had begun to make."""
+    refunds: list[str] = []
+    run = await begin(TakenOver(), refunds)
+    assert run.is_handed_over
+    assert refunds == ["refunded"]
+
+
+async def begin(store: Store, refunds: list[str]) -> Any:
+    """Begin a response."""
+    operation: Any = Operation(store)
     admitted: Any = Admitted([], [], None, on_close=lambda: refunds.append("refunded"))
     call: Any = SimpleNamespace(first_response=lambda *_: (b"", {"id": "resp_1"}), body=b"{}")
     arrival = Arrival("req_1", received_s=0.0, received_unix_ms=0, queue_wait_s=1.0)
-    with pytest.raises(StorageUnavailable):
-        await Background(operation, runs_of(operation.store)).begin(principal(), call, arrival, admitted)
-    assert refunds == ["refunded"]
+    return await Background(operation, runs_of(store)).begin(principal(), call, arrival, admitted)
