@@ -24,7 +24,7 @@ from pool_worker.settings import ServerEngineSettings, Tier
 from spillway.config import DEMO_MODEL_PATH
 from tests.chaos.proxy import CutProxy
 from tests.conformance.real_servers import llamacpp, vllm_server
-from tests.conformance.server_replay import Fault, Replay, running
+from tests.conformance.replay import Fault, Replay, running
 
 REVISION = "chaos"  # of all pools: the weights are the same
 START_LIMIT_S = 300.0  # vLLM imports for long, and longer where others want the cores

@@ -17,8 +17,8 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response, Streamin
 
 from tests.chaos.servers import ReplayServer
 from tests.chaos.strikes import FAULTS, Chaos, Ending, Strike, Wrong
-from tests.conformance.replay_events import vllm_events
-from tests.conformance.server_replay import Fault
+from tests.conformance.replay import Fault
+from tests.conformance.replay_events import events_of
 
 MISBEHAVING, HEALTHY = "misbehaving", "healthy"  # pools
 SILENCE_S: Final = 3.0  # [pools.misbehaving.engine] silence_s; on a busy machine a replay answers late, too
@@ -36,7 +36,7 @@ def _changed(change: Events) -> Fault:
     """Answer as always, but with the events changed."""
 
     def answer(request: Request) -> Response:
-        return _stream_of(change(vllm_events(request._json)))
+        return _stream_of(change(events_of("vllm", request._json)))
 
     return answer
 
@@ -49,7 +49,7 @@ def _paced(pace: Callable[[list[str]], AsyncIterator[str]]) -> Fault:
     """Answer with the events when ``pace`` says so."""
 
     def answer(request: Request) -> Response:
-        return StreamingResponse(pace(vllm_events(request._json)), media_type="text/event-stream")
+        return StreamingResponse(pace(events_of("vllm", request._json)), media_type="text/event-stream")
 
     return answer
 

@@ -6,27 +6,21 @@ imported when the first one comes: that takes seconds, and every process of the 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from fastapi import Request
+from starlette.requests import Request
 
-from tests.conformance.provider_replay import (
-    CACHED_TOKENS,
-    WRITTEN_TOKENS,
-    Asked,
-    ProviderReplay,
-    Script,
-    exhausted,
-)
+from protocol.job import Part
+from tests.conformance.chat_replay import CACHED_TOKENS, WRITTEN_TOKENS, Asked, ChatReplay, Script, turns_of
 
 ENDS: Final = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use", "filter": "refusal"}
 SAMPLED: Final = frozenset({"temperature", "top_p", "top_k"})  # of the version of 2023, which the package has left
 
 
 @dataclass
-class AnthropicReplay(ProviderReplay):
+class AnthropicReplay(ChatReplay):
     paths: ClassVar[tuple[str, ...]] = ("/v1/messages",)
     failure: ClassVar[str] = "Overloaded"
 
@@ -47,10 +41,7 @@ class AnthropicReplay(ProviderReplay):
         assert body["max_tokens"] > 0
         for name in TYPES.keys() & body.keys():
             exhausted(TYPES[name].validate_python(body[name]))
-        messages = [{"role": "system", "content": block["text"]} for block in body.get("system", ())]
-        messages += [{"role": one["role"], "content": said_in(one["content"])} for one in body["messages"]]
-        prefix = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
-        assert prefix == prefix.rstrip(), "final assistant content cannot end with trailing whitespace"
+        messages, prefix = turns_of(body.get("system", ()), body["messages"])
         may_call = body.get("tool_choice", {}).get("type") != "none"
         return Asked(messages, [tool["name"] for tool in body.get("tools", ()) if may_call], body["max_tokens"], prefix)
 
@@ -70,34 +61,22 @@ class AnthropicReplay(ProviderReplay):
         }
         message |= {"stop_reason": None, "stop_sequence": None, "usage": usage}
         events = [event({"type": "message_start", "message": message}), event({"type": "ping"})]
-        index, kind = -1, ""
-        for part in script.parts:
-            if part.kind == "call" or part.kind not in {kind, "arguments"}:
-                events += [event({"type": "content_block_stop", "index": index})] * bool(kind)
-                index, kind = index + 1, part.kind
-                block: dict[str, Any] = {"type": "text", "text": ""}
-                if kind == "reasoning":
-                    block = {"type": "thinking", "thinking": "", "signature": ""}
-                elif kind == "call":
-                    block = {"type": "tool_use", "id": part.call_id, "name": part.text, "input": {}}
-                events.append(event({"type": "content_block_start", "index": index, "content_block": block}))
-            delta: dict[str, Any] = {"type": "text_delta", "text": part.text}
-            if part.kind == "reasoning":
-                delta = {"type": "thinking_delta", "thinking": part.text}
-            elif part.kind in {"call", "arguments"}:
-                delta = {"type": "input_json_delta", "partial_json": part.text if part.kind == "arguments" else ""}
-            events.append(event({"type": "content_block_delta", "index": index, "delta": delta}))
-        events.append(event({"type": "content_block_stop", "index": index}))
-        counts: dict[str, Any] = {"output_tokens": script.completion_tokens}
-        counts["output_tokens_details"] = {"thinking_tokens": script.reasoning_tokens}
+        for index, parts in script.blocks():
+            events.append(event({"type": "content_block_start", "index": index, "content_block": block_of(parts[0])}))
+            events += [event({"type": "content_block_delta", "index": index, "delta": delta_of(one)}) for one in parts]
+            events.append(event({"type": "content_block_stop", "index": index}))
+        counts = {
+            "output_tokens": script.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": script.reasoning_tokens},
+        }
         delta = {"stop_reason": end or ENDS[script.end], "stop_sequence": None}
         events.append(event({"type": "message_delta", "delta": delta, "usage": counts}, is_known=end is None))
         return [*events, event({"type": "message_stop"})]
 
     def failed(self) -> str:
         # https://platform.claude.com/docs/en/build-with-claude/streaming#error-events
-        error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
-        return event(error, is_known=False)
+        error = {"type": "overloaded_error", "message": "Overloaded"}
+        return event({"type": "error", "error": error}, is_known=False)
 
     def garbage(self) -> str:
         return "event: content_block_delta\ndata: {not json\n\n"
@@ -126,8 +105,31 @@ class VertexAnthropicReplay(AnthropicReplay):
         return str(body["anthropic_version"])
 
 
-def said_in(content: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(block["text"] for block in content if block["type"] == "text")
+def block_of(part: Part) -> dict[str, Any]:
+    if part.kind == "call":
+        return {"type": "tool_use", "id": part.call_id, "name": part.text, "input": {}}
+    return (
+        {"type": "thinking", "thinking": "", "signature": ""}
+        if part.kind == "reasoning"
+        else {"type": "text", "text": ""}
+    )
+
+
+def delta_of(part: Part) -> dict[str, str]:
+    if part.kind == "reasoning":
+        return {"type": "thinking_delta", "thinking": part.text}
+    if part.kind == "text":
+        return {"type": "text_delta", "text": part.text}
+    return {"type": "input_json_delta", "partial_json": part.text if part.kind == "arguments" else ""}
+
+
+def exhausted(value: Any) -> Any:
+    """A value whose parts have all been looked at: pydantic validates an ``Iterable`` only while it is iterated."""
+    if isinstance(value, Mapping):
+        return {key: exhausted(one) for key, one in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return [exhausted(one) for one in value]
+    return value
 
 
 def event(told: Mapping[str, Any], *, is_known: bool = True) -> str:

@@ -1,199 +1,205 @@
-"""A server that streams OpenAI's chat format as its reference publishes it, around a model whose answer is a hash.
+"""Replays of APIs that take messages, around a model whose answer is a hash; this one streams OpenAI's chat format.
 
 The schema: https://platform.openai.com/docs/api-reference/chat-streaming; every chunk is validated by the types of
 the ``openai`` package. What differs with others (a prefix that is gone on with, fields of their own) is as their
 documents say, see docs/ENGINES.md. An answer depends on the conversation alone, so that what goes on with its
-beginning equals the undisturbed one. ``faults`` holds what the next requests do instead.
+beginning equals the undisturbed one. One file a format beside this one has what hosted APIs are asked and answer.
 """
 
-import asyncio
 import hashlib
 import json
-from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
 from openai.types.chat import ChatCompletionChunk
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from tests.conformance.replay_events import sse
-from tests.conformance.server_replay import Fault
+from protocol.job import Part
+from tests.conformance.replay import Handlers, Replay
+from tests.conformance.replay_events import DONE, sse
 
 WORDS: Final = ("river", "stone", "lantern", "harbour", "copper", "meadow", "signal", "winter", "bridge", "falcon")
 ANSWER_WORDS: Final = 30
 ANOTHER: Final = "I am another model."
 REASONING: Final = "Let me think about it."
 ARGUMENTS: Final = '{"city":"Paris","days":3}'
-PATHS: Final = (
-    "/v1/chat/completions",
-    "/api/v1/chat/completions",
-    "/openai/v1/chat/completions",
-    "/openai/deployments/{model}/chat/completions",
-    "/chat/completions",
-    "/beta/chat/completions",
-    "/v1beta/openai/chat/completions",
-)
+PROMPT_TOKENS: Final = 11  # of each message
+CACHED_TOKENS: Final = 4
+WRITTEN_TOKENS: Final = 2  # to the prompt cache, where an API tells of it
+DELTAS: Final = {"text": "content", "reasoning": "reasoning_content"}
+ENDS: Final = {"calls": "tool_calls", "filter": "content_filter"}
+ROLES: Final = {"user": "user", "assistant": "assistant", "model": "assistant"}
 
 
-def answer_words(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The words of the answer to a conversation, each with the space before it but the first."""
-    digest = hashlib.sha256(json.dumps([[one["role"], one["content"]] for one in messages]).encode()).digest()
-    words = [WORDS[digest[place % 32] % len(WORDS)] + str(place) for place in range(ANSWER_WORDS)]
-    return [words[0], *[f" {word}" for word in words[1:]]]
+@dataclass(frozen=True)
+class Asked:
+    """A request, whatever its API."""
+
+    messages: list[dict[str, Any]]  # role and text
+    tools: Sequence[str] = ()  # their names
+    limit: int | None = None
+    prefix: str = ""  # what is gone on with
+    wants_usage: bool = True  # in a chunk of its own; else with the last chunk, as Mistral does
+
+
+@dataclass(frozen=True)
+class Script:
+    """An answer, whatever the API."""
+
+    asked: Asked
+    parts: list[Part]
+    end: Literal["stop", "length", "calls", "filter"]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return PROMPT_TOKENS * len(self.asked.messages)
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.parts)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(part.kind == "reasoning" for part in self.parts)
+
+    def blocks(self) -> list[tuple[int, list[Part]]]:
+        """Reasoning, text and each call with its arguments, numbered."""
+        blocks: list[list[Part]] = []
+        for part in self.parts:
+            if not blocks or part.kind not in {blocks[-1][0].kind, "arguments"} or part.kind == "call":
+                blocks.append([])
+            blocks[-1].append(part)
+        return list(enumerate(blocks))
 
 
 def answer_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(answer_words(messages))
+    """The model's answer to a conversation."""
+    digest = hashlib.sha256(json.dumps([[one["role"], one["content"]] for one in messages]).encode()).digest()
+    return " ".join(WORDS[digest[place % 32] % len(WORDS)] + str(place) for place in range(ANSWER_WORDS))
+
+
+def script_of(asked: Asked) -> Script:
+    """Return the model's answer, in parts."""
+    last = asked.messages[-1]["content"] or ""
+    parts: list[Part] = []
+    if "think" in last and not asked.prefix:
+        parts += [Part("reasoning", REASONING[:7]), Part("reasoning", REASONING[7:])]
+    if "refuse" in last:
+        return Script(asked, [*parts, Part("refusal", "I cannot help with that.")], "stop")
+    if asked.tools and "call" in last:
+        for number, name in enumerate(asked.tools):
+            parts.append(Part("call", name, f"call_{number}"))
+            parts += [Part("arguments", piece) for piece in (ARGUMENTS[:9], ARGUMENTS[9:17], ARGUMENTS[17:])]
+        return Script(asked, parts, "calls")
+    whole = answer_text(asked.messages)
+    assert whole.startswith(asked.prefix), "a prefix of another answer"
+    first, *words = whole.removeprefix(asked.prefix).split(" ")
+    parts += [Part("text", word) for word in (first, *(f" {word}" for word in words)) if word]
+    if asked.limit is not None and asked.limit < len(parts):
+        return Script(asked, parts[: asked.limit], "length")
+    return Script(asked, parts, "filter" if "filter" in last else "stop")
 
 
 @dataclass
-class ChatReplay:
-    """One server: its address, what it was asked, and the faults of its next requests."""
-
-    paths: ClassVar[tuple[str, ...]] = PATHS
-    media_type: ClassVar[str] = "text/event-stream"
-    repeats_prefix: bool = False
-    tells_usage: bool = True
-    faults: deque[Fault] = field(default_factory=deque)
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
-    urls: list[str] = field(default_factory=list)
-    is_healthy: bool = True
+class ChatReplay(Replay):
+    paths: ClassVar[tuple[str, ...]] = (
+        "/v1/chat/completions",
+        "/api/v1/chat/completions",
+        "/openai/v1/chat/completions",
+        "/openai/deployments/{model}/chat/completions",
+        "/chat/completions",
+        "/beta/chat/completions",
+        "/v1beta/openai/chat/completions",
+    )
+    failure: ClassVar[str] = "overloaded"  # what ``failed`` says of why
     facts: dict[str, Any] = field(default_factory=dict)  # what it tells of itself, by path
-    is_another: bool = False  # another model, which says ANOTHER to everything
-    check_status: int = 400  # of an empty request
-    token_s: float = 0.0
-    streams: int = 0  # that run
-    first_streams: int = 0  # of these, the ones begun before it was another
-    url: str = ""
+    repeats_prefix: bool = False
 
-    def forget(self) -> None:
-        """Be as new, at the same address."""
-        for told in (self.faults, self.bodies, self.headers, self.urls, self.facts):
-            told.clear()
-        self.is_another = False
-        self.repeats_prefix, self.is_healthy, self.check_status, self.token_s = False, True, 400, 0.0
+    def pages(self) -> Handlers:
+        return dict.fromkeys(("/health", "/readyz", "/v1/models", "/get_model_info", "/info"), self.tell)
 
-    def received(self, request: Request) -> None:
-        """Look at what is not in the body."""
+    def calls(self) -> Handlers:
+        return dict.fromkeys(self.paths, self.generate)
 
-    def app(self) -> FastAPI:
-        app = FastAPI()
-
-        async def health(request: Request) -> Response:
-            return JSONResponse(self.facts.get(request.url.path, {}), 200 if self.is_healthy else 500)
-
-        async def chat(request: Request) -> Response:
-            body = await request.json()
-            if not body:  # a check of credentials
-                return JSONResponse({}, self.check_status)
-            self.bodies.append(body)
-            self.headers.append(dict(request.headers))
-            self.urls.append(str(request.url))
-            self.received(request)
-            if self.faults:
-                return self.faults.popleft()(request)
-            events = self._stream(body, [{"content": ANOTHER}], "stop") if self.is_another else self.events(body)
-            return StreamingResponse(self._paced(events), media_type=self.media_type)
-
-        for path in ("/health", "/readyz", "/v1/models", "/get_model_info", "/info"):
-            app.get(path)(health)
-        for path in self.paths:
-            app.post(path)(chat)
-        return app
-
-    async def _paced(self, events: Sequence[str | bytes]) -> AsyncIterator[str | bytes]:
-        self.streams += 1
-        is_another = self.is_another
-        while is_another and self.first_streams:  # the first one ends before the other listens
-            await asyncio.sleep(0.005)
-        self.first_streams += not is_another
-        try:
-            for event in events:
-                await asyncio.sleep(self.token_s)
-                if self.is_another != is_another:
-                    raise ConnectionResetError("started anew")
-                yield event
-        finally:
-            self.streams -= 1
-            self.first_streams -= not is_another
+    async def tell(self, request: Request) -> Response:
+        return JSONResponse(self.facts.get(request.url.path, {}), 200 if self.is_healthy else 500)
 
     def events(self, body: Mapping[str, Any]) -> Sequence[str | bytes]:
-        """The stream that answers a body."""
-        messages = list(body["messages"])
-        prefix = ""
+        asked = self.asked(body)
+        return self.told(Script(asked, [Part("text", ANOTHER)], "stop") if self.is_another else script_of(asked))
+
+    def asked(self, body: Mapping[str, Any]) -> Asked:
+        """Read a body, which is as the API's own types have it."""
+        messages, prefix = list(body["messages"]), ""
         if messages[-1]["role"] == "assistant":
             assert body.get("continue_final_message") or messages[-1].get("prefix"), "two turns of the assistant"
             prefix = messages.pop()["content"]
-        asked = messages[-1]["content"] or ""
-        deltas: list[dict[str, Any]] = []
-        if "think" in asked and not prefix:
-            deltas += [{"reasoning_content": part} for part in (REASONING[:7], REASONING[7:])]
-        if "refuse" in asked:
-            deltas.append({"refusal": "I cannot help with that."})
-        elif body.get("tools") and "call" in asked:
-            return self._stream(body, [*deltas, *_calls(body["tools"])], "tool_calls")
-        else:
-            whole = answer_words(messages)
-            rest = "".join(whole).removeprefix(prefix)
-            assert len(rest) == sum(map(len, whole)) - len(prefix), "a prefix of another answer"
-            words = [f" {word}" for word in rest.split(" ")]
-            words[0] = words[0][1:]
-            said = [{"content": word} for word in words if word]
-            deltas += [{"content": prefix}] * bool(self.repeats_prefix and prefix) + said
-        limit = body.get("max_completion_tokens") or body.get("max_tokens") or len(deltas)
-        reason = "length" if limit < len(deltas) else "content_filter" if "filter" in asked else "stop"
-        return self._stream(body, deltas[:limit], reason)
-
-    def _stream(self, body: Mapping[str, Any], deltas: Sequence[dict[str, Any]], reason: str) -> list[str]:
+        limit = body.get("max_completion_tokens") or body.get("max_tokens")
         wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        events = [_chunk([_choice({"role": "assistant", "content": ""}, None)], wants_usage=wants_usage)]
-        events += [_chunk([_choice(delta, None)], wants_usage=wants_usage) for delta in deltas]
-        events.append(_chunk([_choice({}, reason)], wants_usage=wants_usage))
+        tools = [tool["function"]["name"] for tool in body.get("tools") or ()]
+        return Asked(messages, tools, limit, prefix, wants_usage)
+
+    def told(self, script: Script, end: str | None = None) -> Sequence[str | bytes]:
+        """The events that tell an answer, which are as the API's own types have them. ``end``: by another reason."""
         usage = {
-            "prompt_tokens": 11 * len(body["messages"]),
-            "completion_tokens": len(deltas),
-            "total_tokens": 11 * len(body["messages"]) + len(deltas),
-            "prompt_tokens_details": {"cached_tokens": 4},
-            "completion_tokens_details": {"reasoning_tokens": sum("reasoning_content" in one for one in deltas)},
+            "prompt_tokens": script.prompt_tokens,
+            "completion_tokens": script.completion_tokens,
+            "total_tokens": script.prompt_tokens + script.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": CACHED_TOKENS},
+            "completion_tokens_details": {"reasoning_tokens": script.reasoning_tokens},
         }
-        if wants_usage and self.tells_usage:
-            events.append(_chunk([], usage=usage))
-        elif self.tells_usage:  # with the last chunk, as Mistral does
-            events[-1] = _chunk([_choice({}, reason)], usage=usage)
-        return [*events, "data: [DONE]\n\n"]
+        apart: dict[str, Any] = {"usage": None} if script.asked.wants_usage else {}  # of each chunk, before the counts
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas += [{"content": script.asked.prefix}] * bool(self.repeats_prefix and script.asked.prefix)
+        index = -1  # of the call
+        for part in script.parts:
+            index += part.kind == "call"
+            if part.kind == "call":
+                function = {"name": part.text, "arguments": ""}
+                deltas.append(
+                    {"tool_calls": [{"index": index, "id": part.call_id, "type": "function", "function": function}]}
+                )
+            elif part.kind == "arguments":
+                deltas.append({"tool_calls": [{"index": index, "function": {"arguments": part.text}}]})
+            else:
+                deltas.append({DELTAS.get(part.kind, part.kind): part.text})
+        events = [
+            chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}], **apart) for delta in deltas
+        ]
+        last = [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": end or ENDS.get(script.end, script.end)}]
+        if script.asked.wants_usage:
+            return [*events, chunk(last, is_known=end is None, **apart), chunk([], usage=usage), DONE]
+        return [*events, chunk(last, is_known=end is None, usage=usage), DONE]
+
+    def failed(self) -> str | bytes:
+        """The event that says that the answer has failed."""
+        return sse({"error": {"message": self.failure}})
+
+    def garbage(self) -> str | bytes:
+        """An event that is none."""
+        return "data: {not json\n\n"
 
 
-def _calls(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A call of each tool, its arguments in three pieces, as the reference shows it."""
-    deltas: list[dict[str, Any]] = []
-    for index, tool in enumerate(tools):
-        function = {"name": tool["function"]["name"], "arguments": ""}
-        deltas.append(_call(index, {"id": f"call_{index}", "type": "function", "function": function}))
-        pieces = (ARGUMENTS[:9], ARGUMENTS[9:17], ARGUMENTS[17:])
-        deltas += [_call(index, {"function": {"arguments": piece}}) for piece in pieces]
-    return deltas
+def chunk(choices: Sequence[Mapping[str, Any]], *, is_known: bool = True, **more: Any) -> str:
+    told = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1_800_000_000, "model": "replay"}
+    whole = {**told, "choices": choices, **more}
+    if is_known:
+        ChatCompletionChunk.model_validate(whole)
+    return sse(whole)
 
 
-def _call(index: int, told: Mapping[str, Any]) -> dict[str, Any]:
-    return {"tool_calls": [{"index": index, **told}]}
+def said_in(content: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(block.get("text", "") for block in content)
 
 
-def _choice(delta: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
-
-
-def _chunk(choices: Sequence[Mapping[str, Any]], *, wants_usage: bool = False, usage: object = None) -> str:
-    chunk: dict[str, Any] = {
-        "id": "chatcmpl-1",
-        "object": "chat.completion.chunk",
-        "created": 1_800_000_000,
-        "model": "replay",
-        "choices": choices,
-    }
-    if wants_usage or usage is not None:
-        chunk["usage"] = usage
-    ChatCompletionChunk.model_validate(chunk)
-    return sse(chunk)
+def turns_of(
+    system: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]], content: str = "content"
+) -> tuple[list[dict[str, Any]], str]:
+    """Return a conversation in blocks of text as messages, and the beginning of the answer."""
+    messages = [{"role": "system", "content": block["text"]} for block in system]
+    messages += [{"role": ROLES[one["role"]], "content": said_in(one[content])} for one in turns]
+    prefix = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+    assert prefix == prefix.rstrip(), "final assistant content cannot end with trailing whitespace"
+    return messages, prefix

@@ -1,7 +1,7 @@
 """Features of Anthropic's Messages API alone: versions, thinking, effort, errors of its own (``anthropic_replay``)."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,21 +13,13 @@ from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import AnthropicSettings
 from protocol.job import Call, Chat, ChatUsage, Part, Tool, Turn
 from tests.conformance.anthropic_replay import AnthropicReplay, event
-from tests.conformance.server_replay import running
+from tests.conformance.replay import ReplayOf
 from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine
-from tests.conformance.test_provider_engines import answering
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[AnthropicReplay]:
-    with running(AnthropicReplay()) as replay:
-        yield replay
 
 
 @pytest.fixture
-def replay(server: AnthropicReplay) -> AnthropicReplay:
-    server.forget()
-    return server
+def replay(replay_of: ReplayOf) -> AnthropicReplay:
+    return replay_of(AnthropicReplay)
 
 
 @asynccontextmanager
@@ -113,7 +105,7 @@ async def test_a_call_without_arguments_has_an_empty_object(replay: AnthropicRep
     def without_arguments(events: Any) -> list[str]:
         return [one for one in events if "partial_json" not in one]
 
-    replay.faults.append(answering(replay, without_arguments))
+    replay.faults.append(replay.instead(without_arguments))
     async with driving(replay) as driver:
         answer = await driver.answer(chat("call", tools=(WEATHER,)))
     assert answer.parts == [Part("call", "weather", "call_0"), Part("arguments", "{}")]
@@ -135,7 +127,7 @@ async def test_counts_that_cannot_be_are_estimated(replay: AnthropicReplay, coun
     def wrong(events: Any) -> list[str]:
         return [*events[:-2], event(json.loads(events[-2].split("data: ")[1]) | {"usage": counts}, is_known=False)]
 
-    replay.faults.append(answering(replay, wrong))
+    replay.faults.append(replay.instead(wrong))
     async with driving(replay) as driver:
         answer = await driver.answer()
     assert answer.usage == ChatUsage("estimate", 7, answer.tokens)
@@ -144,6 +136,6 @@ async def test_counts_that_cannot_be_are_estimated(replay: AnthropicReplay, coun
 @pytest.mark.parametrize("told", [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}])
 async def test_blocks_that_nobody_asked_for_are_no_answer(replay: AnthropicReplay, told: dict[str, Any]) -> None:
     block = event({"type": "content_block_start", "index": 1, "content_block": told})
-    replay.faults.append(answering(replay, lambda events: [*events[:6], block, *events[6:]]))
+    replay.faults.append(replay.instead(lambda events: [*events[:6], block, *events[6:]]))
     async with driving(replay) as driver:
         assert "server_tool_use" in ((await driver.answer()).error or "")

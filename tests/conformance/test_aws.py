@@ -1,7 +1,7 @@
 """Features that only Amazon's APIs have: credentials and keys, regions, errors whose type says what they mean."""
 
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import BedrockSettings, SageMakerSettings
 from protocol.job import Tool
 from tests.conformance.aws_replay import AWS_ENVIRONMENT, REGION, BedrockReplay, SageMakerReplay
-from tests.conformance.server_replay import running
+from tests.conformance.replay import ReplayOf
 from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine
 
 BEDROCK: Final[dict[str, Any]] = {"kind": "bedrock", "model": "anthropic.claude-v1:0", "aws_region": REGION}
@@ -28,22 +28,14 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[BedrockReplay, SageMakerReplay]]:
-    with running(BedrockReplay()) as bedrock, running(SageMakerReplay()) as sagemaker:
-        yield bedrock, sagemaker
+@pytest.fixture
+def bedrock(replay_of: ReplayOf) -> BedrockReplay:
+    return replay_of(BedrockReplay)
 
 
 @pytest.fixture
-def bedrock(servers: tuple[BedrockReplay, SageMakerReplay]) -> BedrockReplay:
-    servers[0].forget()
-    return servers[0]
-
-
-@pytest.fixture
-def sagemaker(servers: tuple[BedrockReplay, SageMakerReplay]) -> SageMakerReplay:
-    servers[1].forget()
-    return servers[1]
+def sagemaker(replay_of: ReplayOf) -> SageMakerReplay:
+    return replay_of(SageMakerReplay)
 
 
 @asynccontextmanager

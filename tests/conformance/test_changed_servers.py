@@ -6,7 +6,7 @@ For each kind that tells what it serves, and each change that it can tell.
 import asyncio
 import contextlib
 import copy
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,12 +24,11 @@ from pool_worker.settings import OpenAIChatSettings
 from tests.conformance import test_chat_engines as chat_engines
 from tests.conformance.chat_replay import ChatReplay
 from tests.conformance.driven_engine import Driver, driving, request
-from tests.conformance.replay_events import EVENTS
-from tests.conformance.server_replay import FACTS, Replay, running, running_on_demand
+from tests.conformance.replay import FACTS, Replay, ReplayOf, running
+from tests.conformance.replay_events import events_of
 from tests.conformance.test_chat_servers import chat
 from tests.conformance.test_engines import server_settings
 from tests.conformance.test_server_faults import paired
-from tests.unit.engine.tiny_models import byte_level_tokenizer
 from tests.waiting import until
 
 OTHER: dict[str, str] = {  # a fact of each kind that another model would change, and its name in the reason
@@ -51,24 +50,11 @@ CONTEXT: dict[str, str] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    byte_level_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def replay_of() -> Iterator[Callable[[str], Replay]]:
-    with running_on_demand() as replay_of:
-        yield replay_of
-
-
 Serve = Callable[[str], contextlib.AbstractAsyncContextManager[tuple[Driver, Replay]]]
 
 
 @pytest.fixture
-def serve(tokenizer: str, replay_of: Callable[[str], Replay]) -> Serve:
+def serve(tokenizer: str, replay_of: ReplayOf) -> Serve:
     return lambda kind: paired(replay_of(kind), tokenizer)
 
 
@@ -121,7 +107,7 @@ async def test_nor_from_one_with_a_shorter_context(kind: str, serve: Serve) -> N
 
 @pytest.mark.parametrize("kind", CONTEXT)
 async def test_a_worker_that_starts_anew_takes_no_more_than_the_shorter_context(
-    kind: str, tokenizer: str, replay_of: Callable[[str], Replay]
+    kind: str, tokenizer: str, replay_of: ReplayOf
 ) -> None:
     replay = replay_of(kind)
     replay.facts = told(kind, CONTEXT[kind], 50)
@@ -183,7 +169,7 @@ async def test_after_a_broken_stream_even_a_busy_server_is_read_before_the_next(
 
 def broken_off(kind: str) -> Callable[[Request], Response]:
     async def events(body: Any) -> AsyncIterator[str]:
-        for event in EVENTS[kind](body)[:5]:
+        for event in events_of(kind, body)[:5]:
             yield event
         raise ConnectionResetError
 
@@ -231,7 +217,7 @@ async def listening(address: Address) -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("kind", OTHER)
 async def test_a_server_that_is_started_anew_as_another_gets_nothing_to_continue(
-    kind: str, tokenizer: str, replay_of: Callable[[str], Replay]
+    kind: str, tokenizer: str, replay_of: ReplayOf
 ) -> None:
     first = replay_of(kind)
     first.token_s = 0.01
@@ -291,12 +277,6 @@ PAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def chat_server() -> Iterator[ChatReplay]:
-    with running(ChatReplay()) as replay:
-        yield replay
-
-
 @contextlib.asynccontextmanager
 async def chatting(replay: ChatReplay, profile: str) -> AsyncIterator[chat_engines.Driver]:
     known = {"kind": "openai_chat", "profile": profile, "url": replay.url, "model": "replay"}
@@ -313,9 +293,9 @@ async def chatting(replay: ChatReplay, profile: str) -> AsyncIterator[chat_engin
 
 
 @pytest.mark.parametrize("profile", PAGES)
-async def test_nothing_is_taken_from_another_model_that_chats(chat_server: ChatReplay, profile: str) -> None:
+async def test_nothing_is_taken_from_another_model_that_chats(replay_of: ReplayOf, profile: str) -> None:
     path, before, now = PAGES[profile]
-    chat_server.forget()
+    chat_server: ChatReplay = replay_of(ChatReplay)
     chat_server.facts[path] = before
     async with chatting(chat_server, profile) as driver:
         assert (await driver.answer(chat(), name="before")).finish_reason == "stop"
@@ -328,9 +308,9 @@ async def test_nothing_is_taken_from_another_model_that_chats(chat_server: ChatR
 
 
 @pytest.mark.parametrize("profile", ["openai", "vllm"])
-async def test_a_server_that_does_not_say_what_it_serves_is_believed(chat_server: ChatReplay, profile: str) -> None:
+async def test_a_server_that_does_not_say_what_it_serves_is_believed(replay_of: ReplayOf, profile: str) -> None:
     """A hosted API is asked by the model's name, and refuses what it does not serve any longer."""
-    chat_server.forget()
+    chat_server: ChatReplay = replay_of(ChatReplay)
     async with chatting(chat_server, profile) as driver:
         assert driver.engine.facts_watch is None
         assert (await driver.answer(chat())).finish_reason == "stop"

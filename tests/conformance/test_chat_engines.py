@@ -3,14 +3,13 @@
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
 
 import pytest
-from fastapi import Request
-from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 
 from engine.types import Refusal
 from pool_worker import engines
@@ -24,7 +23,7 @@ from pool_worker.settings import OpenAIChatSettings
 from protocol.generation import SamplingParams
 from protocol.job import DROPPABLE, THINKING, AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
-from tests.conformance.server_replay import Fault, running
+from tests.conformance.replay import ReplayOf
 from tests.waiting import HANGS_S, HEALTHY_S
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me something."}]
@@ -123,16 +122,9 @@ async def driving_engine(engine: ChatServerEngine) -> AsyncIterator[Driver]:
         await asyncio.gather(running_steps, return_exceptions=True)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ChatReplay]:
-    with running(ChatReplay()) as replay:
-        yield replay
-
-
 @pytest.fixture
-def replay(server: ChatReplay) -> ChatReplay:
-    server.forget()
-    return server
+def replay(replay_of: ReplayOf) -> ChatReplay:
+    return replay_of(ChatReplay)
 
 
 @pytest.fixture(params=PROFILES)
@@ -400,13 +392,6 @@ async def faulty(replay: ChatReplay) -> AsyncIterator[tuple[Driver, ChatReplay]]
         yield driver, replay
 
 
-def streaming(replay: ChatReplay, change: Callable[[list[Any]], list[Any]]) -> Fault:
-    def answer(request: Request) -> Response:
-        return StreamingResponse(iter(change(list(replay.events(request._json)))), media_type="text/event-stream")
-
-    return answer
-
-
 CUTS: dict[str, Callable[[list[str]], list[str]]] = {
     "no end": lambda events: events[:6],
     "cut in an event": lambda events: [*events[:6], events[6][: len(events[6]) // 2]],
@@ -424,7 +409,7 @@ async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(
     faulty: tuple[Driver, ChatReplay], cut: str
 ) -> None:
     driver, replay = faulty
-    replay.faults.append(streaming(replay, CUTS[cut]))
+    replay.faults.append(replay.instead(CUTS[cut]))
     answer = await driver.answer(name="faulty")
     assert answer.finish_reason == "error"
     assert answer.error
@@ -440,7 +425,7 @@ async def test_an_answer_that_has_said_why_it_ended_is_whole_without_what_follow
     faulty: tuple[Driver, ChatReplay], events_lost: int
 ) -> None:
     driver, replay = faulty
-    replay.faults.append(streaming(replay, lambda events: events[:-events_lost]))
+    replay.faults.append(replay.instead(lambda events: events[:-events_lost]))
     answer = await driver.answer()
     assert (answer.finish_reason, answer.text()) == ("stop", answer_text(ASKED))
     assert answer.usage is not None
@@ -455,7 +440,7 @@ async def test_counts_that_cannot_be_are_estimated(faulty: tuple[Driver, ChatRep
         event = f'data: {{"choices": [], {usage}}}\n\n'
         return [*events[:-2], event, events[-1]]
 
-    replay.faults.append(streaming(replay, wrong))
+    replay.faults.append(replay.instead(wrong))
     answer = await driver.answer()
     assert answer.usage == ChatUsage("estimate", 7, answer.tokens)
 

@@ -7,7 +7,7 @@ Unlike ``test_chat_engines`` it knows nothing of what was sent; so it can ask se
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,7 +23,6 @@ from protocol.generation import SamplingParams
 from protocol.job import AnswerSchema, Chat, Turn
 from tests.conformance.chat_replay import ChatReplay
 from tests.conformance.matrix import FIELDS
-from tests.conformance.server_replay import running
 from tests.conformance.test_chat_engines import Answer, Driver
 
 # The settings of a real server (tests/conformance/real_servers.py), as JSON, or nothing.
@@ -41,18 +40,11 @@ def chat(asked: str = "Tell me a story about a river.", **more: Any) -> Chat:
     return Chat((Turn("user", asked),), is_limited=True, **more)
 
 
-@pytest.fixture(scope="module")
-def replay() -> Iterator[ChatReplay]:
-    with running(ChatReplay()) as replay:
-        yield replay
-
-
 @pytest.fixture(params=["real"] if REAL_SERVER else ["replay"])
 def settings(request: pytest.FixtureRequest) -> OpenAIChatSettings:
     if request.param == "real":
         return OpenAIChatSettings(**REAL_SERVER)
-    replay: ChatReplay = request.getfixturevalue("replay")
-    replay.forget()
+    replay: ChatReplay = request.getfixturevalue("replay_of")(ChatReplay)
     return OpenAIChatSettings(kind="openai_chat", profile="vllm", url=replay.url, model="replay")
 
 

@@ -1,7 +1,6 @@
 """The table of docs/ENGINES.md (``matrix``) says what each engine does: a field is sent, or refused."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,25 +8,11 @@ import pytest
 from pool_worker.engines.formats.base import done_here
 from tests.conformance.driven_engine import Driver, driving, request
 from tests.conformance.matrix import FIELDS, GRAMMARS, Column, columns
-from tests.conformance.server_replay import AnyReplay, running_on_demand
+from tests.conformance.replay import AnyReplay, ReplayOf
 from tests.conformance.test_engines import server_settings
 from tests.conformance.vllm_replay import VllmReplay
-from tests.unit.engine.tiny_models import byte_level_tokenizer
 
 ASKED = {**FIELDS, **GRAMMARS}
-
-
-@pytest.fixture(scope="module")
-def replay_of() -> Iterator[Callable[[str], AnyReplay]]:
-    with running_on_demand() as replay_of:
-        yield replay_of
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    byte_level_tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 async def cell(driver: Driver, replay: AnyReplay, column: Column, name: str) -> str:
@@ -52,7 +37,7 @@ async def cell(driver: Driver, replay: AnyReplay, column: Column, name: str) -> 
 
 @pytest.mark.parametrize("column", columns(), ids=lambda column: column.kind)
 async def test_what_is_declared_is_sent_and_all_else_refused_by_name(
-    column: Column, tokenizer: str, replay_of: Callable[[str], AnyReplay]
+    column: Column, tokenizer: str, replay_of: ReplayOf
 ) -> None:
     replay = replay_of(column.kind)
     replay.token_s = 0.0
@@ -66,7 +51,7 @@ SALT_FIELDS = {"vllm": "cache_salt", "vllm_inprocess": "cache_salt", "sglang": "
 
 @pytest.mark.parametrize("column", columns(), ids=lambda column: column.kind)
 async def test_the_tenants_salt_reaches_a_server_that_takes_one(
-    column: Column, tokenizer: str, replay_of: Callable[[str], AnyReplay]
+    column: Column, tokenizer: str, replay_of: ReplayOf
 ) -> None:
     replay = replay_of(column.kind)
     replay.token_s = 0.0

@@ -1,7 +1,7 @@
 """Duties of every engine that a worker can run (pool_worker/engines/base.py)."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from tests.conformance.driven_engine import (
     refuses,
     request,
 )
-from tests.conformance.server_replay import AnyReplay, Replay, running_on_demand
+from tests.conformance.replay import AnyReplay
 from tests.conformance.vllm_replay import VllmReplay
 from tests.unit.engine.tiny_models import byte_level_tokenizer, llama
 from tests.waiting import HANGS_S
@@ -54,12 +54,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 SILENT_ABOUT_LENGTH = frozenset({"sglang", "ollama", "triton"})
-
-
-@pytest.fixture(scope="module")
-def replay_of() -> Iterator[Callable[[str], Replay]]:
-    with running_on_demand() as replay_of:
-        yield replay_of
 
 
 ASKED = (*FORMATS, VllmReplay.kind)  # kinds of engines that ask others for tokens

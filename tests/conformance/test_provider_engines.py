@@ -1,16 +1,15 @@
 """Duties of every hosted API of a format of its own as a pool, and what becomes of its faults."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from fastapi import Request
-from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 from pydantic import TypeAdapter
 
 from pool_worker import engines
@@ -21,9 +20,8 @@ from protocol.generation import SamplingParams
 from protocol.job import AnswerSchema, Call, Chat, ChatUsage, Tool, Turn
 from tests.conformance.anthropic_replay import AnthropicReplay, VertexAnthropicReplay
 from tests.conformance.aws_replay import AWS_ENVIRONMENT, BedrockReplay, SageMakerReplay
-from tests.conformance.chat_replay import ARGUMENTS, REASONING, answer_text
-from tests.conformance.provider_replay import Asked, ProviderReplay, script_of
-from tests.conformance.server_replay import Fault, running
+from tests.conformance.chat_replay import ARGUMENTS, REASONING, Asked, ChatReplay, answer_text, script_of
+from tests.conformance.replay import ReplayOf
 from tests.conformance.test_chat_engines import (
     ASKED,
     WEATHER,
@@ -43,7 +41,7 @@ SCHEMA: Final = '{"type":"object","additionalProperties":false}'
 class Provider:
     """One API, and where its fields stand in a body."""
 
-    replay: type[ProviderReplay]
+    replay: type[ChatReplay]
     settings: Mapping[str, Any]
     limit_at: str  # where the body has the answer's limit
     schema_at: str | None  # and a JSON schema
@@ -95,7 +93,7 @@ def found(body: Any, path: str) -> Any:
 
 
 @asynccontextmanager
-async def driving(provider: Provider, replay: ProviderReplay, **more: Any) -> AsyncIterator[Driver]:
+async def driving(provider: Provider, replay: ChatReplay, **more: Any) -> AsyncIterator[Driver]:
     known = {"url": replay.url, "model": "replay", **provider.settings, **more}
     engine = engines.create(SETTINGS.validate_python(known))
     assert isinstance(engine, ChatServerEngine)
@@ -103,15 +101,9 @@ async def driving(provider: Provider, replay: ProviderReplay, **more: Any) -> As
         yield driver
 
 
-@pytest.fixture(scope="module")
-def replays() -> Iterator[dict[str, ProviderReplay]]:
-    with ExitStack() as stack:
-        yield {name: stack.enter_context(running(provider.replay())) for name, provider in PROVIDERS.items()}
-
-
 @pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, replays: dict[str, ProviderReplay]) -> None:
-    for name, value in {**AWS_ENVIRONMENT, **google_environment(tmp_path, replays["vertex"].url)}.items():
+def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, replay_of: ReplayOf) -> None:
+    for name, value in {**AWS_ENVIRONMENT, **google_environment(tmp_path, replay_of(VertexReplay).url)}.items():
         monkeypatch.setenv(name, value)
 
 
@@ -121,19 +113,17 @@ def provider(request: pytest.FixtureRequest) -> Provider:
 
 
 @pytest.fixture
-def replay(request: pytest.FixtureRequest, provider: Provider, replays: dict[str, ProviderReplay]) -> ProviderReplay:
-    [replay] = [replays[name] for name, one in PROVIDERS.items() if one is provider]
-    replay.forget()
-    return replay
+def replay(provider: Provider, replay_of: ReplayOf) -> ChatReplay:
+    return replay_of(provider.replay)
 
 
 @pytest.fixture
-async def driver(provider: Provider, replay: ProviderReplay) -> AsyncIterator[Driver]:
+async def driver(provider: Provider, replay: ChatReplay) -> AsyncIterator[Driver]:
     async with driving(provider, replay) as driver:
         yield driver
 
 
-async def test_text_and_the_providers_counts(driver: Driver, provider: Provider, replay: ProviderReplay) -> None:
+async def test_text_and_the_providers_counts(driver: Driver, provider: Provider, replay: ChatReplay) -> None:
     answer = await driver.answer()
     assert answer.text() == answer_text(ASKED)
     assert answer.finish_reason == "stop"
@@ -144,15 +134,15 @@ async def test_text_and_the_providers_counts(driver: Driver, provider: Provider,
         assert "authorization" not in replay.headers[0]
 
 
-async def test_stop_strings_are_looked_for_in_the_content(driver: Driver, replay: ProviderReplay) -> None:
+async def test_stop_strings_are_looked_for_in_the_content(driver: Driver, replay: ChatReplay) -> None:
     await check_stop_strings(driver, replay)
 
 
-async def test_what_an_api_lacks_is_refused_or_dropped(provider: Provider, replay: ProviderReplay) -> None:
+async def test_what_an_api_lacks_is_refused_or_dropped(provider: Provider, replay: ChatReplay) -> None:
     await check_unsupported(partial(driving, provider, replay), replay)
 
 
-async def test_a_limit_and_several_choices(driver: Driver, provider: Provider, replay: ProviderReplay) -> None:
+async def test_a_limit_and_several_choices(driver: Driver, provider: Provider, replay: ChatReplay) -> None:
     driver.engine.submit(ChatRequest("two", chat(is_limited=True), SamplingParams(max_tokens=3, n=2), 7))
     await driver.wait(lambda: all(driver.answers["two", index].finish_reason for index in (0, 1)))
     for index in (0, 1):
@@ -179,9 +169,7 @@ async def test_an_answer_that_was_stopped_for_what_it_says(driver: Driver) -> No
     assert (filtered.finish_reason, filtered.is_filtered) == ("stop", True)
 
 
-async def test_what_the_api_lacks_is_refused_by_name(
-    driver: Driver, provider: Provider, replay: ProviderReplay
-) -> None:
+async def test_what_the_api_lacks_is_refused_by_name(driver: Driver, provider: Provider, replay: ChatReplay) -> None:
     asked: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.5,
@@ -226,7 +214,7 @@ async def test_what_the_api_lacks_is_refused_by_name(
     ],
 )
 async def test_conversations_that_the_api_cannot_be_told(
-    driver: Driver, provider: Provider, replay: ProviderReplay, turns: tuple[Turn, ...], param: str
+    driver: Driver, provider: Provider, replay: ChatReplay, turns: tuple[Turn, ...], param: str
 ) -> None:
     if not provider.alternates:
         return
@@ -235,7 +223,7 @@ async def test_conversations_that_the_api_cannot_be_told(
     assert not replay.bodies
 
 
-async def test_what_is_said_already_is_gone_on_with_or_left_to_others(driver: Driver, replay: ProviderReplay) -> None:
+async def test_what_is_said_already_is_gone_on_with_or_left_to_others(driver: Driver, replay: ChatReplay) -> None:
     whole = answer_text(ASKED)
     if not driver.engine.continues:
         await driver.answer(Chat((Turn("user", "a"), Turn("assistant", "b")), continues_last=True))
@@ -248,16 +236,16 @@ async def test_what_is_said_already_is_gone_on_with_or_left_to_others(driver: Dr
         assert replay.asked(replay.bodies[-1]).prefix.rstrip() == said.rstrip()
 
 
-async def test_an_answer_that_does_not_go_on_with_its_beginning_is_none(driver: Driver, replay: ProviderReplay) -> None:
+async def test_an_answer_that_does_not_go_on_with_its_beginning_is_none(driver: Driver, replay: ChatReplay) -> None:
     if not driver.engine.continues:
         return
     whole = answer_text(ASKED)
-    replay.faults.append(answering(replay, lambda events: [*events[:3], *events[9:]]))
+    replay.faults.append(replay.instead(lambda events: [*events[:3], *events[9:]]))
     answer = await driver.answer(resume=(ChatPoint(0, whole[:4] + "  ", 3),))
     assert (answer.finish_reason, answer.text()) == ("error", "")
 
 
-async def test_no_prompt_is_asked_without_its_tools(driver: Driver, provider: Provider, replay: ProviderReplay) -> None:
+async def test_no_prompt_is_asked_without_its_tools(driver: Driver, provider: Provider, replay: ChatReplay) -> None:
     """The last turn forbids tools, and the conversation has calls of them."""
     turns = (
         Turn("user", "weather?"),
@@ -276,15 +264,7 @@ async def test_no_prompt_is_asked_without_its_tools(driver: Driver, provider: Pr
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
-def answering(replay: ProviderReplay, change: Callable[[Sequence[Any]], Sequence[Any]]) -> Fault:
-    def answer(request: Request) -> Response:
-        events = change(replay.events(request._json))
-        return StreamingResponse(iter(events), media_type=replay.media_type)
-
-    return answer
-
-
-CUTS: Final[dict[str, Callable[[ProviderReplay, Sequence[Any]], list[Any]]]] = {
+CUTS: Final[dict[str, Callable[[ChatReplay, Sequence[Any]], list[Any]]]] = {
     "no end": lambda _, events: [*events[:6]],
     "cut in an event": lambda _, events: [*events[:6], events[6][: len(events[6]) // 2]],
     "malformed": lambda replay, events: [*events[:6], replay.garbage(), *events[6:]],
@@ -295,9 +275,9 @@ CUTS: Final[dict[str, Callable[[ProviderReplay, Sequence[Any]], list[Any]]]] = {
 
 @pytest.mark.parametrize("cut", CUTS)
 async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(
-    driver: Driver, replay: ProviderReplay, cut: str
+    driver: Driver, replay: ChatReplay, cut: str
 ) -> None:
-    replay.faults.append(answering(replay, lambda events: CUTS[cut](replay, events)))
+    replay.faults.append(replay.instead(lambda events: CUTS[cut](replay, events)))
     answer = await driver.answer(name="faulty")
     assert answer.finish_reason == "error"
     assert (replay.failure if cut == "an error in the stream" else "") in (answer.error or "")
@@ -308,8 +288,8 @@ async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(
     assert (await driver.answer(name="after")).text() == whole
 
 
-async def test_an_empty_stream_is_no_answer(driver: Driver, replay: ProviderReplay) -> None:
-    replay.faults.append(answering(replay, lambda _: []))
+async def test_an_empty_stream_is_no_answer(driver: Driver, replay: ChatReplay) -> None:
+    replay.faults.append(replay.instead(lambda _: []))
     answer = await driver.answer()
     assert answer.finish_reason == "error"
     assert "no end" in (answer.error or "")
@@ -317,7 +297,7 @@ async def test_an_empty_stream_is_no_answer(driver: Driver, replay: ProviderRepl
 
 @pytest.mark.parametrize("status", [401, 403, 404, 500, 502])
 async def test_what_is_wrong_with_the_api_or_its_key_is_not_the_clients_mistake(
-    driver: Driver, replay: ProviderReplay, status: int
+    driver: Driver, replay: ChatReplay, status: int
 ) -> None:
     """404: the model is gone."""
     replay.faults.append(lambda _: JSONResponse({"message": "x" * 10_000}, status))
@@ -328,7 +308,7 @@ async def test_what_is_wrong_with_the_api_or_its_key_is_not_the_clients_mistake(
     assert not driver.refusals
 
 
-async def test_a_prompt_that_is_too_long_is_the_clients_mistake(driver: Driver, replay: ProviderReplay) -> None:
+async def test_a_prompt_that_is_too_long_is_the_clients_mistake(driver: Driver, replay: ChatReplay) -> None:
     replay.faults.append(lambda _: JSONResponse({"message": "prompt is too long: 210000 tokens > 200000 maximum"}, 400))
     assert "prompt is too long" in ((await driver.answer()).error or "")
     assert driver.refusals["r"].param
@@ -336,12 +316,12 @@ async def test_a_prompt_that_is_too_long_is_the_clients_mistake(driver: Driver, 
 
 
 @pytest.mark.parametrize("status", [429, 503, 529])
-async def test_a_busy_api_is_asked_again_when_it_says(driver: Driver, replay: ProviderReplay, status: int) -> None:
+async def test_a_busy_api_is_asked_again_when_it_says(driver: Driver, replay: ChatReplay, status: int) -> None:
     replay.faults += [lambda _: JSONResponse({}, status, {"retry-after": "0.01"})] * 2
     assert (await driver.answer()).finish_reason == "stop"
     assert len(replay.bodies) == 3
 
 
-async def test_redirects_are_not_followed(driver: Driver, replay: ProviderReplay) -> None:
+async def test_redirects_are_not_followed(driver: Driver, replay: ChatReplay) -> None:
     replay.faults.append(lambda _: RedirectResponse("http://169.254.169.254/latest/meta-data"))
     assert "307" in ((await driver.answer()).error or "")

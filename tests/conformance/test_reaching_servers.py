@@ -25,7 +25,6 @@ from protocol.generation import SamplingParams
 from protocol.job import Chat, Turn
 from tests.certificates import certified, private_bytes
 from tests.conformance.test_chat_engines import Driver
-from tests.unit.engine.tiny_models import byte_level_tokenizer
 
 # A client whose TLS fails leaves its socket to the garbage collector: anyio does not close it.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -97,13 +96,6 @@ def fresh_authorities() -> None:
 def no_sockets_left() -> Iterator[None]:
     yield
     gc.collect()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    byte_level_tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 # --- addresses ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ Only what is wrong with the request itself is a refusal, which nobody tries agai
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,9 @@ from pool_worker.engines.server_connection import SILENCED_STREAMS, ServerConnec
 from pool_worker.settings import ServerEngineSettings
 from protocol.generation import Grammar
 from tests.conformance.driven_engine import MAX_MODEL_LEN, Driver, driving, request
-from tests.conformance.replay_events import EVENTS, vllm_events
-from tests.conformance.server_replay import Fault, Replay, running, running_on_demand
+from tests.conformance.replay import Replay, ReplayOf, running
+from tests.conformance.replay_events import events_of
 from tests.conformance.test_engines import server_settings
-from tests.unit.engine.tiny_models import byte_level_tokenizer
 from tests.waiting import HANGS_S, HEALTHY_S
 
 KIND_OF_FRAMING = {FORMATS[kind].framing: kind for kind in reversed(FORMATS)}
@@ -38,23 +37,10 @@ BODY = {"model": "replay", "prompt": [40, 41], "max_tokens": 20, "temperature": 
 SHORT_S = 1.0  # of silence; a loaded machine pauses for a part of it
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    byte_level_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
 def settings(replay: Replay, tokenizer: str, **more: object) -> ServerEngineSettings:
     known = server_settings(replay, tokenizer, **{"max_model_len": MAX_MODEL_LEN, "ready_s": HANGS_S, **more})
     assert isinstance(known, ServerEngineSettings)
     return known
-
-
-@pytest.fixture(scope="module")
-def replay_of() -> Iterator[Callable[[str], Replay]]:
-    with running_on_demand() as replay_of:
-        yield replay_of
 
 
 @contextlib.asynccontextmanager
@@ -66,7 +52,7 @@ async def paired(replay: Replay, tokenizer: str) -> AsyncIterator[tuple[Driver, 
 
 @pytest.fixture(params=list(FORMATS))
 async def each(
-    request: pytest.FixtureRequest, tokenizer: str, replay_of: Callable[[str], Replay]
+    request: pytest.FixtureRequest, tokenizer: str, replay_of: ReplayOf
 ) -> AsyncIterator[tuple[Driver, Replay]]:
     """Every wire format."""
     async with paired(replay_of(request.param), tokenizer) as pair:
@@ -75,7 +61,7 @@ async def each(
 
 @pytest.fixture(params=list(KIND_OF_FRAMING.values()))
 async def pair(
-    request: pytest.FixtureRequest, tokenizer: str, replay_of: Callable[[str], Replay]
+    request: pytest.FixtureRequest, tokenizer: str, replay_of: ReplayOf
 ) -> AsyncIterator[tuple[Driver, Replay]]:
     """A wire format of each framing."""
     async with paired(replay_of(request.param), tokenizer) as pair:
@@ -83,20 +69,10 @@ async def pair(
 
 
 @pytest.fixture
-async def sse(tokenizer: str, replay_of: Callable[[str], Replay]) -> AsyncIterator[tuple[Driver, Replay]]:
+async def sse(tokenizer: str, replay_of: ReplayOf) -> AsyncIterator[tuple[Driver, Replay]]:
     """One wire format, for answers that are judged by their status, before any framing."""
     async with paired(replay_of("vllm"), tokenizer) as pair:
         yield pair
-
-
-def streaming(change: Callable[[list[str]], list[str]], kind: str) -> Fault:
-    """Answer as always, but with the events changed."""
-
-    def answer(request: Request) -> Response:
-        body = request._json  # read by the route already
-        return StreamingResponse(iter(change(EVENTS[kind](body))), media_type="text/event-stream")
-
-    return answer
 
 
 def broken(events: list[str]) -> str:
@@ -118,10 +94,6 @@ CUTS: dict[str, Callable[[list[str]], list[str]]] = {
 TOLD = {"ids": ("ids", "output_ids", "token_ids", "tokens", "id"), "text": ("text", "response", "text_output")}
 
 
-def without_an_end(events: list[str]) -> list[str]:
-    return events[:5]
-
-
 def nonsense(replay: Replay, events: list[str]) -> list[str]:
     """The sixth event with something else in the place of its tokens or its text."""
     event = re.sub(
@@ -135,7 +107,7 @@ async def keeps_what_came(driver: Driver, replay: Replay, change: Callable[[list
     whole = await driver.answer(request("whole"))
     driver.submit(request("beside", max_tokens=100))
     await driver.wait(lambda: bool(driver.answers["beside", 0].token_ids))
-    replay.faults.append(streaming(change, replay.kind))
+    replay.faults.append(replay.instead(change))
     answer = await driver.answer(request("faulty"))
     assert answer.finish_reason == "error"
     assert answer.error
@@ -158,7 +130,7 @@ async def test_an_event_that_makes_no_sense_fails_the_attempt(each: tuple[Driver
 
 async def test_an_error_in_the_stream_fails_the_attempt(each: tuple[Driver, Replay]) -> None:
     driver, replay = each
-    replay.faults.append(streaming(lambda events: [*events[:5], failed(events)], replay.kind))
+    replay.faults.append(replay.instead(lambda events: [*events[:5], failed(events)]))
     answer = await driver.answer(request())
     assert (answer.finish_reason, len(answer.token_ids)) == ("error", 5)
     assert "CUDA out of memory" in (answer.error or "")
@@ -167,7 +139,7 @@ async def test_an_error_in_the_stream_fails_the_attempt(each: tuple[Driver, Repl
 async def test_a_stream_that_closes_without_an_end_is_cut(each: tuple[Driver, Replay]) -> None:
     """But for Triton, whose answers have no other end: there, a cut is what the connection itself tells."""
     driver, replay = each
-    replay.faults.append(streaming(without_an_end, replay.kind))
+    replay.faults.append(replay.instead(lambda events: events[:5]))
     answer = await driver.answer(request())
     is_end = FORMATS[replay.kind].framing == "server-sent events to the close"
     assert answer.finish_reason == ("stop" if is_end else "error")
@@ -182,7 +154,7 @@ async def test_a_connection_that_breaks_is_a_cut_for_all(each: tuple[Driver, Rep
         raise ConnectionResetError
 
     def answer(request: Request) -> Response:
-        return StreamingResponse(breaking(EVENTS[replay.kind](request._json)))
+        return StreamingResponse(breaking(events_of(replay.kind, request._json)))
 
     replay.faults.append(answer)
     cut = await driver.answer(request())
@@ -249,12 +221,10 @@ async def test_redirects_are_not_followed(sse: tuple[Driver, Replay]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llamacpp", "sglang", "lmdeploy", "trtllm", "tgi"])
-async def test_an_end_for_length_that_comes_too_early_is_no_end(
-    kind: str, tokenizer: str, replay_of: Callable[[str], Replay]
-) -> None:
+async def test_an_end_for_length_that_comes_too_early_is_no_end(kind: str, tokenizer: str, replay_of: ReplayOf) -> None:
     """Return whether the server counts the same tokens; one that answers in text counts its own."""
     async with paired(replay_of(kind), tokenizer) as (driver, replay):
-        replay.faults.append(streaming(lambda events: [*events[:6], _ended(kind, events)], kind))
+        replay.faults.append(replay.instead(lambda events: [*events[:6], _ended(kind, events)]))
         assert (await driver.answer(request())).finish_reason == "error"
 
 
@@ -316,7 +286,7 @@ async def _keep_busy(driver: Driver) -> None:
 
 def _stalled_after(events: int) -> Callable[[Request], StreamingResponse]:
     async def stalled(request: Request) -> AsyncIterator[str]:
-        for event in vllm_events(request._json)[:events]:
+        for event in events_of("vllm", request._json)[:events]:
             yield event
         while True:  # what means nothing keeps no stream alive
             yield ": hello\n\n"

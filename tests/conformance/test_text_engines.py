@@ -1,7 +1,7 @@
 """Mistakes that only servers asked in text can make: cuts within characters, blanks, special tokens."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,10 @@ from pool_worker.engines.framing import ServerFailure
 from pool_worker.engines.tokenizer_folder import TokenizerFolder
 from protocol.generation import SamplingParams
 from tests.conformance.driven_engine import Answer, Driver, driving, request
+from tests.conformance.replay import ReplayOf
 from tests.conformance.replay_events import sse
-from tests.conformance.server_replay import Replay, running_on_demand
 from tests.conformance.test_engines import server_settings
-from tests.unit.engine.tiny_models import byte_level_tokenizer
 from tests.unit.pool_worker.test_text_tokens import sentence_pieces
-
-
-@pytest.fixture(scope="module")
-def replay_of() -> Iterator[Callable[[str], Replay]]:
-    with running_on_demand() as replay_of:
-        yield replay_of
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    byte_level_tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 def ollama_says(*texts: str) -> Callable[[Any], StreamingResponse]:
@@ -54,7 +40,7 @@ async def resumed(driver: Driver, *ids: int, chars: int = 0) -> Answer:
     return await driver.answer(request(ignore_eos=False, resume=(ResumePoint(0, ids, chars),)))
 
 
-async def test_a_character_that_was_cut_is_asked_for_anew(tokenizer: str, replay_of: Callable[[str], Replay]) -> None:
+async def test_a_character_that_was_cut_is_asked_for_anew(tokenizer: str, replay_of: ReplayOf) -> None:
     replay = replay_of("ollama")
     first, second = halves(tokenizer, "ß")
     async with driving(server_settings(replay, tokenizer)) as driver:
@@ -64,9 +50,7 @@ async def test_a_character_that_was_cut_is_asked_for_anew(tokenizer: str, replay
     assert replay.bodies[-1]["prompt"] == "".join(map(chr, range(71, 91))) + chr(60 + 31)  # without the half
 
 
-async def test_another_character_there_is_left_to_other_pools(
-    tokenizer: str, replay_of: Callable[[str], Replay]
-) -> None:
+async def test_another_character_there_is_left_to_other_pools(tokenizer: str, replay_of: ReplayOf) -> None:
     replay = replay_of("ollama")
     async with driving(server_settings(replay, tokenizer)) as driver:
         replay.faults.append(ollama_says("y"))
@@ -75,17 +59,13 @@ async def test_another_character_there_is_left_to_other_pools(
         assert not driver.refusals
 
 
-async def test_a_server_that_answers_in_ids_cannot_finish_a_character(
-    tokenizer: str, replay_of: Callable[[str], Replay]
-) -> None:
+async def test_a_server_that_answers_in_ids_cannot_finish_a_character(tokenizer: str, replay_of: ReplayOf) -> None:
     async with driving(server_settings(replay_of("tgi"), tokenizer)) as driver:
         answer = await resumed(driver, halves(tokenizer, "ß")[0])
     assert "cut in a character" in (answer.error or "")
 
 
-async def test_a_blank_that_may_be_lost_is_left_to_other_pools(
-    tmp_path: Path, replay_of: Callable[[str], Replay]
-) -> None:
+async def test_a_blank_that_may_be_lost_is_left_to_other_pools(tmp_path: Path, replay_of: ReplayOf) -> None:
     """A server that strips its text would glue two words together where it continues."""
     sentence_pieces().save(str(tmp_path / "tokenizer.json"))
     prompt = tuple(TokenizerFolder(tmp_path).encode("hello", add_special_tokens=False))
@@ -100,9 +80,7 @@ async def test_a_blank_that_may_be_lost_is_left_to_other_pools(
             assert (await driver.answer(begun)).finish_reason == reason
 
 
-async def test_words_of_a_prompt_do_not_become_special_tokens(
-    tokenizer: str, replay_of: Callable[[str], Replay]
-) -> None:
+async def test_words_of_a_prompt_do_not_become_special_tokens(tokenizer: str, replay_of: ReplayOf) -> None:
     replay = replay_of("openai_completions")
     spelled = tuple(2 + ord(character) - ord("!") for character in "</s>")
     async with driving(server_settings(replay, tokenizer)) as driver:
@@ -112,9 +90,7 @@ async def test_words_of_a_prompt_do_not_become_special_tokens(
         assert replay.bodies[-1]["prompt"].endswith("</s>")
 
 
-async def test_an_answer_that_was_taken_apart_is_not_trusted(
-    tokenizer: str, replay_of: Callable[[str], Replay]
-) -> None:
+async def test_an_answer_that_was_taken_apart_is_not_trusted(tokenizer: str, replay_of: ReplayOf) -> None:
     """Ollama may cut a model's thinking out of its text; where it was, nobody knows."""
     replay = replay_of("ollama")
     line = json.dumps({"response": "", "thinking": "hm", "done": False}) + "\n"
@@ -123,7 +99,7 @@ async def test_an_answer_that_was_taken_apart_is_not_trusted(
         assert (await driver.answer(request())).finish_reason == "error"
 
 
-async def test_what_a_server_counts_does_not_matter(tokenizer: str, replay_of: Callable[[str], Replay]) -> None:
+async def test_what_a_server_counts_does_not_matter(tokenizer: str, replay_of: ReplayOf) -> None:
     """One event may have many tokens, and usage may be missing or nonsense."""
     replay = replay_of("openai_completions")
     said: list[dict[str, Any]] = [

@@ -1,7 +1,7 @@
 """Features of Vertex AI alone: tokens; Gemini's parts and blocked prompts; Claude's paths (``vertex_replay``)."""
 
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -17,9 +17,8 @@ from pool_worker.settings import VertexAnthropicSettings, VertexSettings
 from protocol.generation import SamplingParams
 from protocol.job import Call, Chat, ChatUsage, Tool, Turn
 from tests.conformance.anthropic_replay import VertexAnthropicReplay
-from tests.conformance.server_replay import running
+from tests.conformance.replay import ReplayOf, running
 from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine
-from tests.conformance.test_provider_engines import answering
 from tests.conformance.vertex_replay import VertexReplay, chunk, google_environment
 
 VERTEX: Final[dict[str, Any]] = {
@@ -30,18 +29,12 @@ VERTEX: Final[dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[VertexReplay]:
-    with running(VertexReplay()) as replay:
-        yield replay
-
-
 @pytest.fixture
-def replay(server: VertexReplay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VertexReplay:
-    server.forget()
-    for name, value in google_environment(tmp_path, server.url).items():
+def replay(replay_of: ReplayOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VertexReplay:
+    replay: VertexReplay = replay_of(VertexReplay)
+    for name, value in google_environment(tmp_path, replay.url).items():
         monkeypatch.setenv(name, value)
-    return server
+    return replay
 
 
 @asynccontextmanager
@@ -147,7 +140,7 @@ async def test_thoughts_are_counted_beside_what_is_said(replay: VertexReplay) ->
 
 async def test_a_prompt_that_is_blocked_is_filtered(replay: VertexReplay) -> None:
     blocked = chunk({"promptFeedback": {"blockReason": "SAFETY"}, "usageMetadata": {"promptTokenCount": 22}})
-    replay.faults.append(answering(replay, lambda _: [blocked]))
+    replay.faults.append(replay.instead(lambda _: [blocked]))
     async with driving(replay) as driver:
         answer = await driver.answer()
     assert (answer.finish_reason, answer.is_filtered) == ("stop", True)

@@ -11,124 +11,84 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final
 
-import msgspec
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
-from msgspec import UNSET, Struct, UnsetType
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from tests.conformance.provider_replay import CACHED_TOKENS, Asked, ProviderReplay, Script
+from protocol.job import Part
+from tests.conformance.chat_replay import CACHED_TOKENS, Asked, ChatReplay, Script, turns_of
+from tests.conformance.replay import Handlers
 from tests.conformance.replay_events import sse
 from tests.waiting import HANGS_S
 
 ENDS: Final = {"stop": "STOP", "calls": "STOP", "length": "MAX_TOKENS", "filter": "SAFETY"}
 
-
-class Message(Struct, rename="camel", forbid_unknown_fields=True):
-    """Base of what stands on those pages."""
-
-
-class FunctionCall(Message):
-    name: str
-    args: dict[str, Any]
-    id: str | UnsetType = UNSET
-
-
-class FunctionResponse(Message):
-    name: str
-    response: dict[str, Any]
-
-
-class Part(Message):
-    text: str | UnsetType = UNSET
-    thought: bool | UnsetType = UNSET
-    thought_signature: str | UnsetType = UNSET
-    function_call: FunctionCall | UnsetType = UNSET
-    function_response: FunctionResponse | UnsetType = UNSET
-
-
-class Content(Message):
-    parts: list[Part]
-    role: Literal["user", "model"] | UnsetType = UNSET
-
-
-class ThinkingConfig(Message):
-    include_thoughts: bool | UnsetType = UNSET
-    thinking_level: Literal["MINIMAL", "LOW", "MEDIUM", "HIGH"] | UnsetType = UNSET
-
-
-class GenerationConfig(Message):
-    temperature: float | UnsetType = UNSET
-    top_p: float | UnsetType = UNSET
-    top_k: float | UnsetType = UNSET
-    max_output_tokens: int | UnsetType = UNSET
-    stop_sequences: list[str] | UnsetType = UNSET
-    presence_penalty: float | UnsetType = UNSET
-    frequency_penalty: float | UnsetType = UNSET
-    seed: int | UnsetType = UNSET
-    response_mime_type: str | UnsetType = UNSET
-    response_json_schema: dict[str, Any] | UnsetType = UNSET
-    thinking_config: ThinkingConfig | UnsetType = UNSET
+# What stands on those pages: fields by name, those with "!" must be there; a list of one shape; one of several words.
+PART: Final = {
+    "text": str,
+    "thought": bool,
+    "thoughtSignature": str,
+    "functionCall": {"name!": str, "args!": dict, "id": str},
+    "functionResponse": {"name!": str, "response!": dict},
+}
+CONTENT: Final = {"parts!": [PART], "role": ("user", "model")}
+REQUEST: Final = {
+    "contents!": [CONTENT],
+    "systemInstruction": CONTENT,
+    "generationConfig": {
+        **dict.fromkeys(("temperature", "topP", "topK", "presencePenalty", "frequencyPenalty"), float),
+        **dict.fromkeys(("maxOutputTokens", "seed"), int),
+        "stopSequences": [str],
+        "responseMimeType": str,
+        "responseJsonSchema": dict,
+        "thinkingConfig": {"includeThoughts": bool, "thinkingLevel": ("MINIMAL", "LOW", "MEDIUM", "HIGH")},
+    },
+    "tools": [{"functionDeclarations!": [{"name!": str, "parametersJsonSchema!": dict, "description": str}]}],
+    "toolConfig": {
+        "functionCallingConfig!": {"mode!": ("AUTO", "ANY", "NONE", "VALIDATED"), "allowedFunctionNames": [str]}
+    },
+}
+RESPONSE: Final = {
+    "candidates": [{"content": CONTENT, "finishReason": ("STOP", "MAX_TOKENS", "SAFETY"), "index": int}],
+    "promptFeedback": {"blockReason!": ("SAFETY", "OTHER", "BLOCKLIST", "PROHIBITED_CONTENT")},
+    "usageMetadata": {
+        "promptTokenCount!": int,
+        **dict.fromkeys(("candidatesTokenCount", "thoughtsTokenCount", "cachedContentTokenCount"), int),
+        "totalTokenCount": int,
+    },
+    "modelVersion": str,
+    "responseId": str,
+}
 
 
-class FunctionDeclaration(Message):
-    name: str
-    parameters_json_schema: dict[str, Any]
-    description: str | UnsetType = UNSET
+def check(value: Any, shape: Any) -> None:
+    """Hold a value against its shape."""
+    if isinstance(shape, dict):
+        shapes = {name.rstrip("!"): one for name, one in shape.items()}
+        assert {name[:-1] for name in shape if name.endswith("!")} <= value.keys() <= shapes.keys(), value
+        for name, one in value.items():
+            check(one, shapes[name])
+    elif isinstance(shape, list):
+        assert isinstance(value, list), value
+        for one in value:
+            check(one, shape[0])
+    elif isinstance(shape, tuple):
+        assert value in shape
+    else:
+        assert type(value) in {float: (int, float)}.get(shape, (shape,)), value
 
 
-class Tool(Message):
-    function_declarations: list[FunctionDeclaration]
-
-
-class FunctionCallingConfig(Message):
-    mode: Literal["AUTO", "ANY", "NONE", "VALIDATED"]
-    allowed_function_names: list[str] | UnsetType = UNSET
-
-
-class ToolConfig(Message):
-    function_calling_config: FunctionCallingConfig
-
-
-class GenerateContentRequest(Message):
-    contents: list[Content]
-    system_instruction: Content | UnsetType = UNSET
-    generation_config: GenerationConfig | UnsetType = UNSET
-    tools: list[Tool] | UnsetType = UNSET
-    tool_config: ToolConfig | UnsetType = UNSET
-
-
-class Candidate(Message):
-    content: Content | UnsetType = UNSET
-    finish_reason: Literal["STOP", "MAX_TOKENS", "SAFETY"] | UnsetType = UNSET
-    index: int | UnsetType = UNSET
-
-
-class PromptFeedback(Message):
-    block_reason: Literal["SAFETY", "OTHER", "BLOCKLIST", "PROHIBITED_CONTENT"]
-
-
-class UsageMetadata(Message):
-    prompt_token_count: int
-    candidates_token_count: int | UnsetType = UNSET
-    thoughts_token_count: int | UnsetType = UNSET
-    total_token_count: int | UnsetType = UNSET
-    cached_content_token_count: int | UnsetType = UNSET
-
-
-class GenerateContentResponse(Message):
-    candidates: list[Candidate] | UnsetType = UNSET
-    prompt_feedback: PromptFeedback | UnsetType = UNSET
-    usage_metadata: UsageMetadata | UnsetType = UNSET
-    model_version: str | UnsetType = UNSET
-    response_id: str | UnsetType = UNSET
+def may_give() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
 
 
 @dataclass
-class VertexReplay(ProviderReplay):
+class VertexReplay(ChatReplay):
     paths: ClassVar[tuple[str, ...]] = (
         "/v1/projects/{project}/locations/{location}/publishers/google/models/{model}:streamGenerateContent",
     )
@@ -136,54 +96,33 @@ class VertexReplay(ProviderReplay):
     tokens: int = 0  # that were given
     token_life_s: int = 3600
     token_status: int = 200
-    may_give_tokens: threading.Event = field(default_factory=threading.Event)
+    may_give_tokens: threading.Event = field(default_factory=may_give)
 
-    def forget(self) -> None:
-        super().forget()
-        self.tokens, self.token_life_s, self.token_status = 0, 3600, 200
-        self.may_give_tokens.set()
+    def calls(self) -> Handlers:
+        return super().calls() | {"/token": self.token}
 
-    def app(self) -> FastAPI:
-        app = super().app()
-        app.post("/token")(self.token)
-        return app
-
-    def token(self) -> Any:
+    def token(self, request: Request) -> Response:
+        del request
         self.tokens += 1
         assert self.may_give_tokens.wait(HANGS_S)
         if self.token_status != 200:
             return JSONResponse({"error": "invalid_grant"}, self.token_status)
-        return {"access_token": f"token-{self.tokens}", "expires_in": self.token_life_s, "token_type": "Bearer"}
+        told = {"access_token": f"token-{self.tokens}", "expires_in": self.token_life_s, "token_type": "Bearer"}
+        return JSONResponse(told)
 
     def received(self, request: Request) -> None:
         assert request.headers["authorization"] == f"Bearer token-{self.tokens}"
         assert request.query_params["alt"] == "sse"
 
     def asked(self, body: Mapping[str, Any]) -> Asked:
-        msgspec.convert(body, GenerateContentRequest)
-        system = body.get("systemInstruction", {}).get("parts", ())
-        messages = [{"role": "system", "content": part["text"]} for part in system]
-        roles = {"user": "user", "model": "assistant"}
-        messages += [{"role": roles[one["role"]], "content": said_in(one["parts"])} for one in body["contents"]]
+        check(body, REQUEST)
+        messages, prefix = turns_of(body.get("systemInstruction", {}).get("parts", ()), body["contents"], "parts")
         tools = [tool["name"] for one in body.get("tools", ()) for tool in one["functionDeclarations"]]
-        return Asked(messages, tools, body["generationConfig"].get("maxOutputTokens"))
+        return Asked(messages, tools, body["generationConfig"].get("maxOutputTokens"), prefix)
 
     def told(self, script: Script, end: str | None = None) -> Sequence[str]:
-        events, arguments = [], ""
-        for number, part in enumerate(script.parts):
-            one: dict[str, Any] = {"text": part.text}
-            if part.kind == "reasoning":
-                one["thought"] = True
-            elif part.kind == "call":
-                call, arguments = part, ""
-                continue
-            elif part.kind == "arguments":  # which come whole
-                arguments += part.text
-                if [next_one.kind for next_one in script.parts[number + 1 : number + 2]] == ["arguments"]:
-                    continue
-                function = {"name": call.text, "args": json.loads(arguments), "id": call.call_id}
-                one = {"functionCall": function, "thoughtSignature": "c2lnbmF0dXJl"}
-            events.append(chunk({"candidates": [{"content": {"role": "model", "parts": [one]}}]}))
+        parts = [one for _, block in script.blocks() for one in parts_of(block)]
+        events = [chunk({"candidates": [{"content": {"role": "model", "parts": [one]}}]}) for one in parts]
         usage = {
             "promptTokenCount": script.prompt_tokens,
             "candidatesTokenCount": script.completion_tokens - script.reasoning_tokens,
@@ -198,18 +137,19 @@ class VertexReplay(ProviderReplay):
         # https://cloud.google.com/apis/design/errors#http_mapping
         return sse({"error": {"code": 429, "message": "Resource exhausted", "status": "RESOURCE_EXHAUSTED"}})
 
-    def garbage(self) -> str:
-        return "data: {not json\n\n"
 
-
-def said_in(parts: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(part.get("text", "") for part in parts)
+def parts_of(block: Sequence[Part]) -> list[dict[str, Any]]:
+    call, *arguments = block
+    if call.kind != "call":
+        return [{"text": part.text, **({"thought": True} if part.kind == "reasoning" else {})} for part in block]
+    function = {"name": call.text, "args": json.loads("".join(one.text for one in arguments)), "id": call.call_id}
+    return [{"functionCall": function, "thoughtSignature": "c2lnbmF0dXJl"}]
 
 
 def chunk(told: Mapping[str, Any], *, is_known: bool = True) -> str:
     whole = {**told, "modelVersion": "replay", "responseId": "r-1"}
     if is_known:
-        msgspec.convert(whole, GenerateContentResponse)
+        check(whole, RESPONSE)
     return sse(whole)
 
 

@@ -16,7 +16,7 @@ from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
-from tests.conformance.replay_events import Wanted, noise_of
+from tests.conformance.replay_events import steps
 
 KV_TOKENS: Final = 4000
 
@@ -92,6 +92,10 @@ class VllmReplay:
     token_s: float = 0.0
     streams: int = 0  # that run
 
+    def forget(self) -> None:
+        """Be as new."""
+        vars(self).update(vars(VllmReplay()) | {"streams": self.streams})
+
     @contextlib.contextmanager
     def installed(self) -> Iterator["VllmReplay"]:
         """Be what ``import vllm`` finds."""
@@ -152,20 +156,15 @@ class AsyncLLM:
     async def _outputs(
         self, ids: list[int], params: SamplingParams, come: int | None
     ) -> AsyncIterator[SimpleNamespace]:
-        noise = noise_of(params.temperature, params.seed)
-        stop_ids = frozenset(params.stop_token_ids or ())
-        tokens = Wanted(ids, params.max_tokens or 0, noise, params.logprobs, stop_ids).tokens()
-        for place, top in enumerate(tokens):
+        stop_ids = params.stop_token_ids or ()
+        made = steps(ids, params.max_tokens or 0, vars(params), params.logprobs, stop_ids)
+        for place, step in enumerate(made):
             if place == come:
                 await asyncio.Event().wait()
             await asyncio.sleep(self._replay.token_s)
             if self.errored:
                 raise EngineDeadError("EngineCore encountered an issue.")
-            ended = "stop" if top[0][0] in stop_ids else "length" if place + 1 == len(tokens) else None
-            likely = {id_: SimpleNamespace(logprob=logprob) for id_, logprob in top}
-            choice = SimpleNamespace(
-                token_ids=[top[0][0]],
-                logprobs=None if params.logprobs is None else [likely],
-                finish_reason=ended,
-            )
+            likely = {id_: SimpleNamespace(logprob=logprob) for id_, logprob in step.top}
+            logprobs = None if params.logprobs is None else [likely]
+            choice = SimpleNamespace(token_ids=[step.id], logprobs=logprobs, finish_reason=step.end)
             yield SimpleNamespace(outputs=[choice], num_cached_tokens=None if place else 0)

@@ -18,7 +18,7 @@ from spillway.bench.pool import PoolTarget
 from spillway.cli import app
 from spillway.config import DEMO_MODEL_PATH
 from tests.conformance.chat_replay import ChatReplay
-from tests.conformance.server_replay import SLOTS, Replay, running
+from tests.conformance.replay import SLOTS, Handlers, Replay, running
 from tests.integration.test_bench_command import ROW_FIELDS, words
 from tests.waiting import HANGS_S
 
@@ -108,11 +108,9 @@ def test_a_servers_own_limits_are_kept_and_told(configured: Callable[..., list[s
 class RememberingReplay(Replay):
     """With the page on which vLLM tells its memory."""
 
-    def app(self) -> Any:
-        app = super().app()
+    def pages(self) -> Handlers:
         page = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="5"} 1.0\n'
-        app.get("/metrics")(lambda: Response(page, media_type="text/plain"))
-        return app
+        return {**super().pages(), "/metrics": lambda _: Response(page, media_type="text/plain")}
 
 
 def test_what_a_servers_memory_holds_is_recommended_and_not_passed(configured: Callable[..., list[str]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from protocol import job as m
 from protocol.nats.bus import Bus
 from spillway.config import DEMO_MODEL_PATH
-from tests.conformance.server_replay import Replay, running
+from tests.conformance.replay import Replay, running
 from tests.integration.pool_worker.playing_gateway import PlayingGateway
 from tests.unit.deploy.description import locked
 from tests.waiting import HANGS_S

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from spillway.config import DEMO_MODEL_PATH
 from tests.acceptance.system import System, clean_environment, run_system
 from tests.acceptance.workers import workers_here
-from tests.conformance.server_replay import Replay, running
+from tests.conformance.replay import Replay, running
 from tests.unit.engine.peft_adapters import write_adapter
 from tests.unit.engine.pooled_models import save_embedder, save_scorer
 from tests.unit.engine.tiny_models import byte_level_tokenizer

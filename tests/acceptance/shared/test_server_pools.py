@@ -8,8 +8,8 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from tests.acceptance.system import System
-from tests.conformance.replay_events import llamacpp_events, vllm_events
-from tests.conformance.server_replay import Replay
+from tests.conformance.replay import Replay
+from tests.conformance.replay_events import events_of
 
 MODEL = "served"
 PROMPT = "hello world, price 5"
@@ -47,7 +47,7 @@ def test_a_cut_stream_goes_on_at_a_server_of_another_make(served: Served) -> Non
     prompt = served.vllm.bodies[-1]["prompt"]
 
     def cut(request: Request) -> Response:
-        return StreamingResponse(iter(vllm_events(request._json)[:CUT_AFTER]), media_type="text/event-stream")
+        return StreamingResponse(iter(events_of("vllm", request._json)[:CUT_AFTER]), media_type="text/event-stream")
 
     served.vllm.faults.append(cut)
     before = len(served.llamacpp.bodies)
@@ -73,8 +73,8 @@ def test_what_the_server_refuses_is_the_clients_own_error(served: Served) -> Non
 def test_both_makes_give_the_same_tokens() -> None:
     """Check what the tests above rest on."""
     shared = {"temperature": 0}
-    vllm = vllm_events({**shared, "prompt": [60, 61], "max_tokens": 3, "stop_token_ids": []})
-    llamacpp = llamacpp_events({**shared, "prompt": [60, 61], "n_predict": 3})
+    vllm = events_of("vllm", {**shared, "prompt": [60, 61], "max_tokens": 3, "stop_token_ids": []})
+    llamacpp = events_of("llamacpp", {**shared, "prompt": [60, 61], "n_predict": 3})
     assert [line.split('"token_ids": ')[1].split("]")[0] for line in vllm[:3]] == [
         line.split('"tokens": ')[1].split("]")[0] for line in llamacpp[:3]
     ]

@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.scripted_answers import ScriptedAnswers
 from pool_worker.engines.scripted_words import CHAT_TEMPLATE, SPECIAL_TOKENS, Script, build_tokenizer
+from tests.conformance.replay import Replay, running
 from tests.conformance.replay_events import sse
-from tests.conformance.server_replay import Replay, running
 
 BEGIN_OF_TURN = SPECIAL_TOKENS[1]
 
@@ -38,7 +38,7 @@ class HostedApi(Replay):
         self._begin_id = begin_id
         self._head = len(ScriptedAnswers().token_ids(f"{BEGIN_OF_TURN}assistant\n"))  # of the answer
 
-    async def answer(self, body: Mapping[str, Any]) -> AsyncIterator[str]:
+    async def answer(self, body: Mapping[str, Any]) -> AsyncIterator[str | bytes]:
         """Implement ``Replay``."""
         prompt, tokens = self.made_for(body)
         sent = 0

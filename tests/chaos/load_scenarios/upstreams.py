@@ -23,7 +23,7 @@ from tests.chaos.load_scenarios.hosted_api import HostedApi, prepare_tokenizer
 from tests.chaos.load_scenarios.hostile import figures
 from tests.chaos.load_scenarios.plan import Stage, expect
 from tests.chaos.system import Shape
-from tests.conformance.server_replay import Fault, running
+from tests.conformance.replay import Fault, running
 from tests.waiting import until
 
 TOKENS: Final = 20

@@ -12,7 +12,7 @@ from gateway.settings import HostedPoolSettings, ModelSettings, TenantSettings
 from pool_worker.drain import Stop
 from pool_worker.settings import OpenAIChatSettings, WorkerSettings
 from tests.conformance.chat_replay import ChatReplay
-from tests.conformance.server_replay import running
+from tests.conformance.replay import running
 from tests.integration.gateway.chat_pools.pools import StartPool
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start, SystemWith
 from tests.integration.pool_worker.playing_gateway import running_worker

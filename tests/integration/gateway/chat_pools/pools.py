@@ -4,12 +4,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
-from fastapi import Request
-from fastapi.responses import Response, StreamingResponse
 
 from protocol.usage import AttemptRecord, RequestRecord
 from tests.conformance.chat_replay import ChatReplay, answer_text
-from tests.conformance.server_replay import Fault
+from tests.conformance.replay import Fault
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest
 from tests.waiting import until
 
@@ -81,11 +79,7 @@ async def rows(gateway: GatewayUnderTest, attempts: int = 1) -> tuple[RequestRec
 
 def cut(replay: ChatReplay, after: int) -> Fault:
     """The server's connection ends in an orderly way after so many events, and the answer has no end."""
-
-    def answer(request: Request) -> Response:
-        return StreamingResponse(iter(replay.events(request._json)[:after]), media_type="text/event-stream")
-
-    return answer
+    return replay.instead(lambda events: events[:after])
 
 
 def is_provider(record: RequestRecord | AttemptRecord, *counts: int) -> bool:

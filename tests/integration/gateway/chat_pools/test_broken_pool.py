@@ -15,7 +15,7 @@ from pool_worker.breaker import FAILURES
 from pool_worker.probe import MAX_TOKENS, QUESTION
 from pool_worker.settings import WorkerSettings
 from tests.conformance.chat_replay import ChatReplay, answer_text
-from tests.conformance.server_replay import Fault, running
+from tests.conformance.replay import Fault, running
 from tests.integration.gateway.chat_pools.conftest import settings_of, worker_settings
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.pool_worker.playing_gateway import running_worker

@@ -10,7 +10,7 @@ import pytest
 
 from pool_worker.settings import WorkerSettings
 from tests.conformance.chat_replay import ChatReplay, answer_text
-from tests.conformance.server_replay import running
+from tests.conformance.replay import running
 from tests.integration.gateway.chat_pools.conftest import settings_of, worker_settings
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.pool_worker.playing_gateway import running_worker
