@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 from fastapi.responses import JSONResponse
 
-from pool_worker import engines
-from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import AnthropicSettings
 from protocol.job import Call, Chat, ChatUsage, Part, Tool, Turn
 from tests.conformance.anthropic_replay import AnthropicReplay, event
 from tests.conformance.replay import ReplayOf
-from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine
+from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_chat
 
 
 @pytest.fixture
@@ -24,10 +22,7 @@ def replay(replay_of: ReplayOf) -> AnthropicReplay:
 
 @asynccontextmanager
 async def driving(replay: AnthropicReplay, **more: Any) -> AsyncIterator[Driver]:
-    settings = AnthropicSettings(kind="anthropic", url=replay.url, model="replay", **more)
-    engine = engines.create(settings)
-    assert isinstance(engine, ChatServerEngine)
-    async with driving_engine(engine) as driver:
+    async with driving_chat(AnthropicSettings(kind="anthropic", url=replay.url, model="replay", **more)) as driver:
         yield driver
 
 

@@ -1,8 +1,6 @@
 """Features that only Amazon's APIs have: credentials and keys, regions, errors whose type says what they mean."""
 
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import pytest
@@ -11,12 +9,11 @@ from pydantic import SecretStr
 
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
-from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import BedrockSettings, SageMakerSettings
 from protocol.job import Tool
 from tests.conformance.aws_replay import AWS_ENVIRONMENT, REGION, BedrockReplay, SageMakerReplay
 from tests.conformance.replay import ReplayOf
-from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine
+from tests.conformance.test_chat_engines import WEATHER, chat, driving_chat
 
 BEDROCK: Final[dict[str, Any]] = {"kind": "bedrock", "model": "anthropic.claude-v1:0", "aws_region": REGION}
 SAGEMAKER: Final[dict[str, Any]] = {"kind": "sagemaker", "model": "m", "endpoint": "my-endpoint", "aws_region": REGION}
@@ -38,17 +35,9 @@ def sagemaker(replay_of: ReplayOf) -> SageMakerReplay:
     return replay_of(SageMakerReplay)
 
 
-@asynccontextmanager
-async def driving(settings: BedrockSettings | SageMakerSettings) -> AsyncIterator[Driver]:
-    engine = engines.create(settings)
-    assert isinstance(engine, ChatServerEngine)
-    async with driving_engine(engine) as driver:
-        yield driver
-
-
 async def test_a_key_goes_as_a_bearer_token_instead_of_a_signature(bedrock: BedrockReplay) -> None:
     """https://docs.aws.amazon.com/bedrock/latest/userguide/api-keys.html."""
-    async with driving(BedrockSettings(**BEDROCK, url=bedrock.url, api_key=SecretStr("k-1"))) as driver:
+    async with driving_chat(BedrockSettings(**BEDROCK, url=bedrock.url, api_key=SecretStr("k-1"))) as driver:
         assert (await driver.answer()).finish_reason == "stop"
     assert bedrock.headers[0]["authorization"] == "Bearer k-1"
 
@@ -57,7 +46,7 @@ async def test_a_request_signed_with_another_secret_is_not_answered(
     bedrock: BedrockReplay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
-    async with driving(BedrockSettings(**BEDROCK, url=bedrock.url)) as driver:
+    async with driving_chat(BedrockSettings(**BEDROCK, url=bedrock.url)) as driver:
         assert "500" in ((await driver.answer()).error or "")
 
 
@@ -83,7 +72,7 @@ def test_the_region_says_the_url_and_a_url_may_be_given() -> None:
 
 
 async def test_effort_and_single_calls(bedrock: BedrockReplay) -> None:
-    async with driving(BedrockSettings(**BEDROCK, url=bedrock.url)) as driver:
+    async with driving_chat(BedrockSettings(**BEDROCK, url=bedrock.url)) as driver:
         await driver.answer(chat(reasoning_effort="high", tools=(WEATHER,), only_tool="weather"))
         await driver.answer(chat(reasoning_effort="none"), name="none")
         await driver.answer(chat(tools=(Tool("time"),), is_single_call=True), name="single")
@@ -110,7 +99,7 @@ async def test_what_a_400_means_says_its_type(bedrock: BedrockReplay, kind: str,
     """https://docs.aws.amazon.com/bedrock/latest/APIReference/CommonErrors.html."""
     headers = {"x-amzn-errortype": kind, "retry-after": "0.01"}
     bedrock.faults.append(lambda _: JSONResponse({"message": message}, 400, headers))
-    async with driving(BedrockSettings(**BEDROCK, url=bedrock.url)) as driver:
+    async with driving_chat(BedrockSettings(**BEDROCK, url=bedrock.url)) as driver:
         answer = await driver.answer()
     assert bool(driver.refusals) == (meant == "refused")
     assert len(bedrock.bodies) == (2 if meant == "busy" else 1)
@@ -126,7 +115,7 @@ async def test_what_the_container_answers_is_what_counts(
     message = f'Received client error ({status}) from primary with message "{"x" * 900}"'
     told = {"ErrorCode": "CLIENT_ERROR_FROM_MODEL", "Message": message, "OriginalStatusCode": status}
     sagemaker.faults.append(lambda _: JSONResponse(told, 424))
-    async with driving(SageMakerSettings(**SAGEMAKER, url=sagemaker.url)) as driver:
+    async with driving_chat(SageMakerSettings(**SAGEMAKER, url=sagemaker.url)) as driver:
         answer = await driver.answer()
         assert answer.finish_reason == "error"
         assert bool(driver.refusals) == is_refused
@@ -139,6 +128,6 @@ async def test_an_endpoint_that_is_gone_is_not_the_clients_mistake(sagemaker: Sa
     headers = {"x-amzn-errortype": "ValidationError"}
     told = {"message": "Endpoint my-endpoint of account 123456789012 not found."}
     sagemaker.faults.append(lambda _: JSONResponse(told, 400, headers))
-    async with driving(SageMakerSettings(**SAGEMAKER, url=sagemaker.url)) as driver:
+    async with driving_chat(SageMakerSettings(**SAGEMAKER, url=sagemaker.url)) as driver:
         assert "404" in ((await driver.answer()).error or "")
     assert not driver.refusals

@@ -15,8 +15,6 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from engine.types import ResumePoint
-from pool_worker import engines
-from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.engines.formats import FORMATS
 from pool_worker.engines.formats.tokenizer_sample import TOKENIZER_PAGES
 from pool_worker.engines.server_facts import FactsWatch
@@ -280,16 +278,8 @@ PAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @contextlib.asynccontextmanager
 async def chatting(replay: ChatReplay, profile: str) -> AsyncIterator[chat_engines.Driver]:
     known = {"kind": "openai_chat", "profile": profile, "url": replay.url, "model": "replay"}
-    engine = engines.create(OpenAIChatSettings.model_validate(known))
-    assert isinstance(engine, ChatServerEngine)
-    await engine.start()
-    driver = chat_engines.Driver(engine)
-    steps = asyncio.create_task(driver.run())
-    try:
+    async with chat_engines.driving_chat(OpenAIChatSettings.model_validate(known)) as driver:
         yield driver
-    finally:
-        await engine.stop()
-        await steps
 
 
 @pytest.mark.parametrize("profile", PAGES)

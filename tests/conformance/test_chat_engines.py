@@ -19,7 +19,7 @@ from pool_worker.engines.chat_formats.openai_chat import OpenAIChatFormat
 from pool_worker.engines.chat_formats.openai_profiles import PROFILES
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.engines.server_busy import Busy
-from pool_worker.settings import OpenAIChatSettings
+from pool_worker.settings import AnyChatSettings, OpenAIChatSettings
 from protocol.generation import SamplingParams
 from protocol.job import DROPPABLE, THINKING, AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
@@ -104,22 +104,22 @@ def settings(replay: ChatReplay, **more: Any) -> OpenAIChatSettings:
 
 @asynccontextmanager
 async def driving(replay: ChatReplay, **more: Any) -> AsyncIterator[Driver]:
-    engine = engines.create(settings(replay, **more))
-    assert isinstance(engine, ChatServerEngine)
-    async with driving_engine(engine) as driver:
+    async with driving_chat(settings(replay, **more)) as driver:
         yield driver
 
 
 @asynccontextmanager
-async def driving_engine(engine: ChatServerEngine) -> AsyncIterator[Driver]:
-    driver = Driver(engine)
+async def driving_chat(settings: AnyChatSettings) -> AsyncIterator[Driver]:
+    engine = engines.create(settings)
+    assert isinstance(engine, ChatServerEngine)
     await engine.start()
-    running_steps = asyncio.create_task(driver.run())
+    driver = Driver(engine)
+    steps = asyncio.create_task(driver.run())
     try:
         yield driver
     finally:
         await engine.stop()
-        await asyncio.gather(running_steps, return_exceptions=True)
+        await steps
 
 
 @pytest.fixture

@@ -8,22 +8,19 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import jsonschema
 import pytest
 
-from pool_worker import engines
 from pool_worker.engines.chat import ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats.base import ChatFormat
-from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import OpenAIChatSettings
 from protocol.generation import SamplingParams
 from protocol.job import AnswerSchema, Chat, Turn
 from tests.conformance.chat_replay import ChatReplay
 from tests.conformance.matrix import FIELDS
-from tests.conformance.test_chat_engines import Answer, Driver
+from tests.conformance.test_chat_engines import Answer, Driver, driving_chat
 
 # The settings of a real server (tests/conformance/real_servers.py), as JSON, or nothing.
 REAL_SERVER: dict[str, Any] = json.loads(os.environ.get("SPILLWAY_TEST_SERVER", "{}"))
@@ -48,23 +45,9 @@ def settings(request: pytest.FixtureRequest) -> OpenAIChatSettings:
     return OpenAIChatSettings(kind="openai_chat", profile="vllm", url=replay.url, model="replay")
 
 
-@asynccontextmanager
-async def driving(settings: OpenAIChatSettings) -> AsyncIterator[Driver]:
-    engine = engines.create(settings)
-    assert isinstance(engine, ChatServerEngine)
-    await engine.start()
-    driver = Driver(engine)
-    steps = asyncio.create_task(driver.run())
-    try:
-        yield driver
-    finally:
-        await engine.stop()
-        await steps
-
-
 @pytest.fixture
 async def driver(settings: OpenAIChatSettings) -> AsyncIterator[Driver]:
-    async with driving(settings) as driver:
+    async with driving_chat(settings) as driver:
         yield driver
 
 
@@ -182,6 +165,6 @@ async def test_a_conversation_that_is_too_long_is_the_clients_mistake(driver: Dr
 
 
 async def test_stopping_ends_with_work_in_progress(settings: OpenAIChatSettings) -> None:
-    async with driving(settings) as driver:
+    async with driving_chat(settings) as driver:
         driver.engine.submit(ChatRequest("r", chat(), SamplingParams(max_tokens=300), 7))
         await driver.wait(lambda: bool(driver.answers["r", 0].parts))

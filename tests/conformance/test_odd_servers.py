@@ -1,6 +1,5 @@
 """What servers that imitate OpenAI's API answer: taken where it is an answer, and a fault with a name where not."""
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -8,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from pool_worker import engines
 from pool_worker.engines.chat import ChatRequest
-from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.engines.server_connection import BUSY_TRIES
 from pool_worker.settings import OpenAIChatSettings
 from protocol.generation import SamplingParams
 from protocol.job import Chat, Turn
-from tests.conformance.test_chat_engines import Answer, Driver
+from tests.conformance.test_chat_engines import Answer, Driver, driving_chat
 from tests.conformance.upstream_rig import UpstreamRig, rigged, script
 
 HEARD = "Hello"
@@ -52,16 +49,8 @@ async def driver(rig: UpstreamRig) -> AsyncIterator[Driver]:
 @contextlib.asynccontextmanager
 async def driving(rig: UpstreamRig, **more: Any) -> AsyncIterator[Driver]:
     known = {"kind": "openai_chat", "profile": "openai", "url": rig.url, "model": "rigged"}
-    engine = engines.create(OpenAIChatSettings(**{**known, **more}))
-    assert isinstance(engine, ChatServerEngine)
-    await engine.start()
-    driver = Driver(engine)
-    steps = asyncio.create_task(driver.run())
-    try:
+    async with driving_chat(OpenAIChatSettings(**{**known, **more})) as driver:
         yield driver
-    finally:
-        await engine.stop()
-        await steps
 
 
 async def ask(driver: Driver, prompt: str) -> Answer:

@@ -12,9 +12,7 @@ import pytest
 from fastapi.responses import JSONResponse, RedirectResponse
 from pydantic import TypeAdapter
 
-from pool_worker import engines
 from pool_worker.engines.chat import ChatPoint, ChatRequest
-from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import AnyChatSettings
 from protocol.generation import SamplingParams
 from protocol.job import AnswerSchema, Call, Chat, ChatUsage, Tool, Turn
@@ -29,7 +27,7 @@ from tests.conformance.test_chat_engines import (
     chat,
     check_stop_strings,
     check_unsupported,
-    driving_engine,
+    driving_chat,
 )
 from tests.conformance.vertex_replay import VertexReplay, google_environment
 
@@ -95,9 +93,7 @@ def found(body: Any, path: str) -> Any:
 @asynccontextmanager
 async def driving(provider: Provider, replay: ChatReplay, **more: Any) -> AsyncIterator[Driver]:
     known = {"url": replay.url, "model": "replay", **provider.settings, **more}
-    engine = engines.create(SETTINGS.validate_python(known))
-    assert isinstance(engine, ChatServerEngine)
-    async with driving_engine(engine) as driver:
+    async with driving_chat(SETTINGS.validate_python(known)) as driver:
         yield driver
 
 

@@ -12,13 +12,12 @@ from fastapi.responses import JSONResponse
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.chat import ChatRequest
-from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import VertexAnthropicSettings, VertexSettings
 from protocol.generation import SamplingParams
 from protocol.job import Call, Chat, ChatUsage, Tool, Turn
 from tests.conformance.anthropic_replay import VertexAnthropicReplay
 from tests.conformance.replay import ReplayOf, running
-from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine
+from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_chat
 from tests.conformance.vertex_replay import VertexReplay, chunk, google_environment
 
 VERTEX: Final[dict[str, Any]] = {
@@ -39,9 +38,7 @@ def replay(replay_of: ReplayOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 @asynccontextmanager
 async def driving(replay: VertexReplay, **more: Any) -> AsyncIterator[Driver]:
-    engine = engines.create(VertexSettings(**VERTEX, url=replay.url, **more))
-    assert isinstance(engine, ChatServerEngine)
-    async with driving_engine(engine) as driver:
+    async with driving_chat(VertexSettings(**VERTEX, url=replay.url, **more)) as driver:
         yield driver
 
 
@@ -162,9 +159,7 @@ async def test_claude_is_asked_for_by_path_and_version(replay: VertexReplay) -> 
             settings = VertexAnthropicSettings(
                 kind="vertex_anthropic", url=claude.url, api_version=version, max_output_tokens=900, **place
             )
-            engine = engines.create(settings)
-            assert isinstance(engine, ChatServerEngine)
-            async with driving_engine(engine) as driver:
+            async with driving_chat(settings) as driver:
                 await driver.answer(name=version)
                 await driver.answer(name="cold", temperature=0.0)
             assert list(driver.refusals) == (["cold"] if version == "2026-10-21" else [])

@@ -81,7 +81,7 @@ class EngineDeadError(VLLMError):
 
 @dataclass
 class VllmReplay:
-    """One installed package: what its engine was asked, and the faults of its next requests."""
+    """One installed package, which is its own engine: what that was asked, and the faults of its next requests."""
 
     kind: str = "vllm_inprocess"
     faults: deque[Callable[[], int]] = field(default_factory=deque)
@@ -99,13 +99,13 @@ class VllmReplay:
     @contextlib.contextmanager
     def installed(self) -> Iterator["VllmReplay"]:
         """Be what ``import vllm`` finds."""
-        errors = {"VLLMError": VLLMError, "VLLMClientError": VLLMClientError}
-        sampling = [SamplingParams, StructuredOutputsParams, RequestOutputKind]
         modules: dict[str, dict[str, Any]] = {
             "vllm.engine.arg_utils": {"AsyncEngineArgs": AsyncEngineArgs},
             "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=self._start)},
-            "vllm.sampling_params": {one.__name__: one for one in sampling},
-            "vllm.exceptions": errors,
+            "vllm.sampling_params": {
+                one.__name__: one for one in (SamplingParams, StructuredOutputsParams, RequestOutputKind)
+            },
+            "vllm.exceptions": {"VLLMError": VLLMError, "VLLMClientError": VLLMClientError},
         }
         for name, content in modules.items():
             sys.modules[name] = module = ModuleType(name)
@@ -116,52 +116,45 @@ class VllmReplay:
             for name in modules:
                 del sys.modules[name]
 
-    def _start(self, arguments: AsyncEngineArgs) -> "AsyncLLM":
+    def _start(self, arguments: AsyncEngineArgs) -> "VllmReplay":
         self.started.append(arguments)
-        return AsyncLLM(self, arguments)
-
-
-class AsyncLLM:
-    def __init__(self, replay: VllmReplay, arguments: AsyncEngineArgs) -> None:
-        self._replay = replay
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(model=arguments.model, max_model_len=arguments.max_model_len or 200),
             scheduler_config=SimpleNamespace(max_num_seqs=arguments.max_num_seqs or 256),
             cache_config=SimpleNamespace(kv_cache_size_tokens=KV_TOKENS),
         )
+        return self
 
     @property
     def errored(self) -> bool:
-        return not self._replay.is_healthy
+        return not self.is_healthy
 
     def shutdown(self) -> None:
-        self._replay.is_healthy = True
+        self.is_healthy = True
 
     async def generate(
         self, prompt: dict[str, Any], sampling_params: SamplingParams, request_id: str
     ) -> AsyncIterator[SimpleNamespace]:
-        replay = self._replay
-        replay.bodies.append(sampling_params)
+        self.bodies.append(sampling_params)
         assert prompt.keys() <= {"prompt_token_ids", "cache_salt"}
-        replay.prompts.append(prompt)
+        self.prompts.append(prompt)
         assert sampling_params.output_kind is RequestOutputKind.DELTA
-        come = replay.faults.popleft()() if replay.faults else None
-        replay.streams += 1
+        come = self.faults.popleft()() if self.faults else None
+        self.streams += 1
         try:
             async for output in self._outputs(prompt["prompt_token_ids"], sampling_params, come):
                 yield output
         finally:
-            replay.streams -= 1
+            self.streams -= 1
 
     async def _outputs(
         self, ids: list[int], params: SamplingParams, come: int | None
     ) -> AsyncIterator[SimpleNamespace]:
-        stop_ids = params.stop_token_ids or ()
-        made = steps(ids, params.max_tokens or 0, vars(params), params.logprobs, stop_ids)
+        made = steps(ids, params.max_tokens or 0, vars(params), params.logprobs, params.stop_token_ids or ())
         for place, step in enumerate(made):
             if place == come:
                 await asyncio.Event().wait()
-            await asyncio.sleep(self._replay.token_s)
+            await asyncio.sleep(self.token_s)
             if self.errored:
                 raise EngineDeadError("EngineCore encountered an issue.")
             likely = {id_: SimpleNamespace(logprob=logprob) for id_, logprob in step.top}
