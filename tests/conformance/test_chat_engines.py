@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.responses import JSONResponse
 
 from engine.types import Refusal
 from pool_worker import engines
@@ -383,7 +383,7 @@ async def test_keys_and_paths_of_azure_and_deepseek(replay: ChatReplay) -> None:
     assert paths == ["/chat/completions", "/beta/chat/completions"]
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------
+# --- faults, beside those of every API (``test_provider_engines``) ---------------------------------------------------
 
 
 @pytest.fixture
@@ -393,13 +393,8 @@ async def faulty(replay: ChatReplay) -> AsyncIterator[tuple[Driver, ChatReplay]]
 
 
 CUTS: dict[str, Callable[[list[str]], list[str]]] = {
-    "no end": lambda events: events[:6],
-    "cut in an event": lambda events: [*events[:6], events[6][: len(events[6]) // 2]],
-    "malformed": lambda events: [*events[:6], "data: {not json\n\n", *events[6:]],
     "a list": lambda events: [*events[:6], "data: [1, 2]\n\n", *events[6:]],
-    "an error in the stream": lambda events: [*events[:6], 'data: {"error": {"message": "overloaded"}}\n\n'],
     "choices that are none": lambda events: [*events[:6], 'data: {"choices": 5}\n\n', *events[6:]],
-    "an end nobody knows": lambda events: [*events[:6], events[-3].replace('"stop"', '"error"')],
     "an endless event": lambda events: [*events[:6], "data: " + "x" * 3_000_000],
 }
 
@@ -445,19 +440,6 @@ async def test_counts_that_cannot_be_are_estimated(faulty: tuple[Driver, ChatRep
     assert answer.usage == ChatUsage("estimate", 7, answer.tokens)
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 500, 502])
-async def test_what_is_wrong_with_the_server_or_its_key_is_not_the_clients_mistake(
-    faulty: tuple[Driver, ChatReplay], status: int
-) -> None:
-    driver, replay = faulty
-    replay.faults.append(lambda _: JSONResponse({"error": "x" * 10_000}, status))
-    answer = await driver.answer()
-    assert answer.finish_reason == "error"
-    assert str(status) in (answer.error or "")
-    assert "k-1" not in (answer.error or "")
-    assert not driver.refusals
-
-
 @pytest.mark.parametrize("status", [400, 413, 422])
 async def test_what_is_wrong_with_the_request_is_refused_for_good(
     faulty: tuple[Driver, ChatReplay], status: int
@@ -467,19 +449,6 @@ async def test_what_is_wrong_with_the_request_is_refused_for_good(
     assert "content is not allowed" in ((await driver.answer()).error or "")
     assert driver.refusals["r"].param
     assert (await driver.answer(name="after")).finish_reason == "stop"
-
-
-async def test_a_busy_api_is_asked_again_when_it_says(faulty: tuple[Driver, ChatReplay]) -> None:
-    driver, replay = faulty
-    replay.faults += [lambda _: JSONResponse({}, 429, {"retry-after": "0.01"})] * 2
-    assert (await driver.answer()).finish_reason == "stop"
-    assert len(replay.bodies) == 3
-
-
-async def test_redirects_are_not_followed(faulty: tuple[Driver, ChatReplay]) -> None:
-    driver, replay = faulty
-    replay.faults.append(lambda _: RedirectResponse("http://169.254.169.254/latest/meta-data"))
-    assert "307" in ((await driver.answer()).error or "")
 
 
 async def test_an_answer_that_does_not_go_on_with_its_beginning_is_none(replay: ChatReplay) -> None:
