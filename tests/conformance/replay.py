@@ -112,6 +112,16 @@ class Replay:
 
         return answer
 
+    def broken_off(self, request: Request) -> Response:
+        """Be a fault: the connection breaks after five events."""
+
+        async def begun() -> AsyncIterator[Any]:
+            for event in self.events(request._json)[:5]:
+                yield event
+            raise ConnectionResetError
+
+        return StreamingResponse(begun())
+
     def app(self) -> Starlette:
         gets = [Route(path, handler) for path, handler in self.pages().items()]
         return Starlette(routes=gets + [Route(*call, methods=["POST"]) for call in self.calls().items()])

@@ -11,8 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse
 
 from engine.types import ResumePoint
 from pool_worker.engines.formats import FORMATS
@@ -23,7 +22,6 @@ from tests.conformance import test_chat_engines as chat_engines
 from tests.conformance.chat_replay import ChatReplay
 from tests.conformance.driven_engine import Driver, driving, request
 from tests.conformance.replay import FACTS, Replay, ReplayOf, running
-from tests.conformance.replay_events import events_of
 from tests.conformance.test_chat_servers import chat
 from tests.conformance.test_engines import server_settings
 from tests.conformance.test_server_faults import paired
@@ -152,7 +150,7 @@ async def test_after_a_broken_stream_even_a_busy_server_is_read_before_the_next(
         replay.token_s = 0.01
         driver.submit(request("beside", max_tokens=150))
         await driver.wait(lambda: driver.answers["beside", 0].token_ids)
-        replay.faults.append(broken_off(kind))
+        replay.faults.append(replay.broken_off)
         cut = await driver.answer(request("cut"))
         assert (cut.finish_reason, len(cut.token_ids)) == ("error", 5)
         replay.facts = 503  # it loads
@@ -163,15 +161,6 @@ async def test_after_a_broken_stream_even_a_busy_server_is_read_before_the_next(
         another = await driver.answer(request("another"))
         assert (another.token_ids, driver.answers["beside", 0].finish_reason) == ([], None)
         assert "the server has changed" in (another.error or "")
-
-
-def broken_off(kind: str) -> Callable[[Request], Response]:
-    async def events(body: Any) -> AsyncIterator[str]:
-        for event in events_of(kind, body)[:5]:
-            yield event
-        raise ConnectionResetError
-
-    return lambda request: StreamingResponse(events(request._json))
 
 
 class Address:

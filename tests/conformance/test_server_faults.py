@@ -147,16 +147,7 @@ async def test_a_stream_that_closes_without_an_end_is_cut(each: tuple[Driver, Re
 
 async def test_a_connection_that_breaks_is_a_cut_for_all(each: tuple[Driver, Replay]) -> None:
     driver, replay = each
-
-    async def breaking(events: list[str]) -> AsyncIterator[str]:
-        for event in events[:5]:
-            yield event
-        raise ConnectionResetError
-
-    def answer(request: Request) -> Response:
-        return StreamingResponse(breaking(events_of(replay.kind, request._json)))
-
-    replay.faults.append(answer)
+    replay.faults.append(replay.broken_off)
     cut = await driver.answer(request())
     assert (cut.finish_reason, len(cut.token_ids)) == ("error", 5)
 

@@ -81,12 +81,6 @@ def check(value: Any, shape: Any) -> None:
         assert type(value) in {float: (int, float)}.get(shape, (shape,)), value
 
 
-def may_give() -> threading.Event:
-    event = threading.Event()
-    event.set()
-    return event
-
-
 @dataclass
 class VertexReplay(ChatReplay):
     paths: ClassVar[tuple[str, ...]] = (
@@ -96,7 +90,10 @@ class VertexReplay(ChatReplay):
     tokens: int = 0  # that were given
     token_life_s: int = 3600
     token_status: int = 200
-    may_give_tokens: threading.Event = field(default_factory=may_give)
+    may_give_tokens: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.may_give_tokens.set()
 
     def calls(self) -> Handlers:
         return super().calls() | {"/token": self.token}

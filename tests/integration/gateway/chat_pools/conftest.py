@@ -25,6 +25,12 @@ def server() -> Iterator[ChatReplay]:
         yield replay
 
 
+@pytest.fixture(scope="module")
+def second_server() -> Iterator[ChatReplay]:
+    with running(ChatReplay()) as replay:
+        yield replay
+
+
 @pytest.fixture
 def replay(server: ChatReplay) -> ChatReplay:
     server.forget()

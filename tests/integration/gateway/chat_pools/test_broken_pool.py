@@ -1,7 +1,7 @@
 """A pool whose server refuses everything at once, beside a healthy one: it must not drain the queue."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from pool_worker.breaker import FAILURES
 from pool_worker.probe import MAX_TOKENS, QUESTION
 from pool_worker.settings import WorkerSettings
 from tests.conformance.chat_replay import ChatReplay, answer_text
-from tests.conformance.replay import Fault, running
+from tests.conformance.replay import Fault
 from tests.integration.gateway.chat_pools.conftest import settings_of, worker_settings
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.pool_worker.playing_gateway import running_worker
@@ -40,12 +40,6 @@ def failing(_: Request) -> Response:
 
 def malformed(_: Request) -> Response:
     return Response(b"data: <html>\n\n", media_type="text/event-stream")
-
-
-@pytest.fixture(scope="module")
-def second_server() -> Iterator[ChatReplay]:
-    with running(ChatReplay()) as replay:
-        yield replay
 
 
 @pytest.fixture

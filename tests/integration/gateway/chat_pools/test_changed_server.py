@@ -1,7 +1,6 @@
 """Two pools, of which one's server is started anew as another model: callers notice nothing."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 
 from pool_worker.settings import WorkerSettings
 from tests.conformance.chat_replay import ChatReplay, answer_text
-from tests.conformance.replay import running
 from tests.integration.gateway.chat_pools.conftest import settings_of, worker_settings
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.pool_worker.playing_gateway import running_worker
@@ -23,12 +21,6 @@ REASON = "the server has changed: weights: /old before, /new now"
 
 def models(root: str, length: int = 4096) -> dict[str, Any]:
     return {"data": [{"id": "replay", "root": root, "max_model_len": length}]}
-
-
-@pytest.fixture(scope="module")
-def second_server() -> Iterator[ChatReplay]:
-    with running(ChatReplay()) as replay:
-        yield replay
 
 
 @pytest.fixture
