@@ -152,9 +152,10 @@ mutants: ## Change the code in small ways and see whether a test fails: make mut
 	.venv/bin/python -m tests.mutants --mutants $(MUTANTS) --seed $(SEED) $(if $(BEFORE),--before $(BEFORE)) $(PACKAGES)
 
 NAMES ?=
-planted: ## Plant mistakes that break promises, one at a time, and see which tests notice: make planted [NAMES="refund-twice …"] [BEFORE=results.jsonl]
+STEPS ?=
+planted: ## Plant mistakes that break promises, one at a time, and see which tests notice: make planted [NAMES="refund-twice …"] [STEPS=named] [BEFORE=results.jsonl]
 	@scripts/setup.sh test
-	.venv/bin/python -m tests.planted $(if $(BEFORE),--before $(BEFORE)) $(NAMES)
+	.venv/bin/python -m tests.planted $(NAMES) $(if $(BEFORE),--before $(BEFORE)) $(if $(STEPS),--steps $(STEPS))
 
 COVERED = gateway/dispatch gateway/request gateway/admission gateway/limits ledger engine
 coverage: ## Branch coverage of the code that `make mutants` changes, by the unit and integration tests: make coverage [PYTEST_ARGS=…]

@@ -3,6 +3,7 @@
 The mistakes are in ``faults.toml``, sixty of them. Each is planted in a copy of the tree. Tests run in the order that
 finds it soonest, and stop at the first failure:
 
+named               the test that ``faults.toml`` names
 unit                its package's unit tests, as ``make unit`` runs them
 other-unit          the gateway's other unit tests
 simulate            ``python -m tests.simulation`` with some seeds; batches and responses are not simulated

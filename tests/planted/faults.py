@@ -20,6 +20,7 @@ class Fault(msgspec.Struct, frozen=True):
     old: str  # occurs once
     new: str
     near: tuple[str, ...]  # words in the names of integration tests
+    test: str  # notices it; without parameters
 
     @property
     def package(self) -> str:

@@ -55,7 +55,7 @@ async def test_only_failures_of_one_kind_in_a_row_give_a_batch_up(failures: list
     assert run.called == [called]
 
 
-BROKEN, FULL = Refused(), RateLimitExceeded("used", retry_after_s=0)
+BROKEN, FULL = Refused(), RateLimitExceeded("used", retry_after_s=1)  # with 0 a line waits the usual five seconds
 
 
 class Asking:
