@@ -104,7 +104,7 @@ class Replay:
         """The events of an undisturbed answer, in their time."""
         return self._paced(self.events(body))
 
-    def instead(self, change: Callable[[list[Any]], Sequence[Any]]) -> Fault:
+    def with_events(self, change: Callable[[list[Any]], Sequence[Any]]) -> Fault:
         """Answer as always, but with the events changed."""
 
         def answer(request: Request) -> Response:  # the body was read before

@@ -100,7 +100,7 @@ async def test_a_call_without_arguments_has_an_empty_object(replay: AnthropicRep
     def without_arguments(events: Any) -> list[str]:
         return [one for one in events if "partial_json" not in one]
 
-    replay.faults.append(replay.instead(without_arguments))
+    replay.faults.append(replay.with_events(without_arguments))
     async with driving(replay) as driver:
         answer = await driver.answer(chat("call", tools=(WEATHER,)))
     assert answer.parts == [Part("call", "weather", "call_0"), Part("arguments", "{}")]
@@ -122,7 +122,7 @@ async def test_counts_that_cannot_be_are_estimated(replay: AnthropicReplay, coun
     def wrong(events: Any) -> list[str]:
         return [*events[:-2], event(json.loads(events[-2].split("data: ")[1]) | {"usage": counts}, is_known=False)]
 
-    replay.faults.append(replay.instead(wrong))
+    replay.faults.append(replay.with_events(wrong))
     async with driving(replay) as driver:
         answer = await driver.answer()
     assert answer.usage == ChatUsage("estimate", 7, answer.tokens)
@@ -131,6 +131,6 @@ async def test_counts_that_cannot_be_are_estimated(replay: AnthropicReplay, coun
 @pytest.mark.parametrize("told", [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}])
 async def test_blocks_that_nobody_asked_for_are_no_answer(replay: AnthropicReplay, told: dict[str, Any]) -> None:
     block = event({"type": "content_block_start", "index": 1, "content_block": told})
-    replay.faults.append(replay.instead(lambda events: [*events[:6], block, *events[6:]]))
+    replay.faults.append(replay.with_events(lambda events: [*events[:6], block, *events[6:]]))
     async with driving(replay) as driver:
         assert "server_tool_use" in ((await driver.answer()).error or "")

@@ -404,7 +404,7 @@ async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(
     faulty: tuple[Driver, ChatReplay], cut: str
 ) -> None:
     driver, replay = faulty
-    replay.faults.append(replay.instead(CUTS[cut]))
+    replay.faults.append(replay.with_events(CUTS[cut]))
     answer = await driver.answer(name="faulty")
     assert answer.finish_reason == "error"
     assert answer.error
@@ -420,7 +420,7 @@ async def test_an_answer_that_has_said_why_it_ended_is_whole_without_what_follow
     faulty: tuple[Driver, ChatReplay], events_lost: int
 ) -> None:
     driver, replay = faulty
-    replay.faults.append(replay.instead(lambda events: events[:-events_lost]))
+    replay.faults.append(replay.with_events(lambda events: events[:-events_lost]))
     answer = await driver.answer()
     assert (answer.finish_reason, answer.text()) == ("stop", answer_text(ASKED))
     assert answer.usage is not None
@@ -435,7 +435,7 @@ async def test_counts_that_cannot_be_are_estimated(faulty: tuple[Driver, ChatRep
         event = f'data: {{"choices": [], {usage}}}\n\n'
         return [*events[:-2], event, events[-1]]
 
-    replay.faults.append(replay.instead(wrong))
+    replay.faults.append(replay.with_events(wrong))
     answer = await driver.answer()
     assert answer.usage == ChatUsage("estimate", 7, answer.tokens)
 

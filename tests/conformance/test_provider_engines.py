@@ -243,7 +243,7 @@ async def test_an_answer_that_does_not_go_on_with_its_beginning_is_none(driver: 
     if not driver.engine.continues:
         return
     whole = answer_text(ASKED)
-    replay.faults.append(replay.instead(lambda events: [*events[:3], *events[9:]]))
+    replay.faults.append(replay.with_events(lambda events: [*events[:3], *events[9:]]))
     answer = await driver.answer(resume=(ChatPoint(0, whole[:4] + "  ", 3),))
     assert (answer.finish_reason, answer.text()) == ("error", "")
 
@@ -280,7 +280,7 @@ CUTS: Final[dict[str, Callable[[ChatReplay, Sequence[Any]], list[Any]]]] = {
 async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(
     driver: Driver, replay: ChatReplay, cut: str
 ) -> None:
-    replay.faults.append(replay.instead(lambda events: CUTS[cut](replay, events)))
+    replay.faults.append(replay.with_events(lambda events: CUTS[cut](replay, events)))
     answer = await driver.answer(name="faulty")
     assert answer.finish_reason == "error"
     assert answer.error
@@ -293,7 +293,7 @@ async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(
 
 
 async def test_an_empty_stream_is_no_answer(driver: Driver, replay: ChatReplay) -> None:
-    replay.faults.append(replay.instead(lambda _: []))
+    replay.faults.append(replay.with_events(lambda _: []))
     answer = await driver.answer()
     assert answer.finish_reason == "error"
     assert "no end" in (answer.error or "")

@@ -107,7 +107,7 @@ async def keeps_what_came(driver: Driver, replay: Replay, change: Callable[[list
     whole = await driver.answer(request("whole"))
     driver.submit(request("beside", max_tokens=100))
     await driver.wait(lambda: bool(driver.answers["beside", 0].token_ids))
-    replay.faults.append(replay.instead(change))
+    replay.faults.append(replay.with_events(change))
     answer = await driver.answer(request("faulty"))
     assert answer.finish_reason == "error"
     assert answer.error
@@ -130,7 +130,7 @@ async def test_an_event_that_makes_no_sense_fails_the_attempt(each: tuple[Driver
 
 async def test_an_error_in_the_stream_fails_the_attempt(each: tuple[Driver, Replay]) -> None:
     driver, replay = each
-    replay.faults.append(replay.instead(lambda events: [*events[:5], failed(events)]))
+    replay.faults.append(replay.with_events(lambda events: [*events[:5], failed(events)]))
     answer = await driver.answer(request())
     assert (answer.finish_reason, len(answer.token_ids)) == ("error", 5)
     assert "CUDA out of memory" in (answer.error or "")
@@ -139,7 +139,7 @@ async def test_an_error_in_the_stream_fails_the_attempt(each: tuple[Driver, Repl
 async def test_a_stream_that_closes_without_an_end_is_cut(each: tuple[Driver, Replay]) -> None:
     """But for Triton, whose answers have no other end: there, a cut is what the connection itself tells."""
     driver, replay = each
-    replay.faults.append(replay.instead(lambda events: events[:5]))
+    replay.faults.append(replay.with_events(lambda events: events[:5]))
     answer = await driver.answer(request())
     is_end = FORMATS[replay.kind].framing == "server-sent events to the close"
     assert answer.finish_reason == ("stop" if is_end else "error")
@@ -215,7 +215,7 @@ async def test_redirects_are_not_followed(sse: tuple[Driver, Replay]) -> None:
 async def test_an_end_for_length_that_comes_too_early_is_no_end(kind: str, tokenizer: str, replay_of: ReplayOf) -> None:
     """Return whether the server counts the same tokens; one that answers in text counts its own."""
     async with paired(replay_of(kind), tokenizer) as (driver, replay):
-        replay.faults.append(replay.instead(lambda events: [*events[:6], _ended(kind, events)]))
+        replay.faults.append(replay.with_events(lambda events: [*events[:6], _ended(kind, events)]))
         assert (await driver.answer(request())).finish_reason == "error"
 
 

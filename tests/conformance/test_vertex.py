@@ -137,7 +137,7 @@ async def test_thoughts_are_counted_beside_what_is_said(replay: VertexReplay) ->
 
 async def test_a_prompt_that_is_blocked_is_filtered(replay: VertexReplay) -> None:
     blocked = chunk({"promptFeedback": {"blockReason": "SAFETY"}, "usageMetadata": {"promptTokenCount": 22}})
-    replay.faults.append(replay.instead(lambda _: [blocked]))
+    replay.faults.append(replay.with_events(lambda _: [blocked]))
     async with driving(replay) as driver:
         answer = await driver.answer()
     assert (answer.finish_reason, answer.is_filtered) == ("stop", True)

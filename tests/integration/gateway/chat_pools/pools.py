@@ -79,7 +79,7 @@ async def rows(gateway: GatewayUnderTest, attempts: int = 1) -> tuple[RequestRec
 
 def cut(replay: ChatReplay, after: int) -> Fault:
     """The server's connection ends in an orderly way after so many events, and the answer has no end."""
-    return replay.instead(lambda events: events[:after])
+    return replay.with_events(lambda events: events[:after])
 
 
 def is_provider(record: RequestRecord | AttemptRecord, *counts: int) -> bool:
