@@ -8,14 +8,16 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sqlalchemy import BigInteger, Boolean, Double
-from typing_extensions import Buffer
 
 from db.tables import RequestRow
 from ledger.csv_cells import guarded
 from ledger.queries.log import Row
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 COLUMNS: Final = tuple(column.name for column in RequestRow.__table__.columns)
 
@@ -32,7 +34,7 @@ class Sink(io.RawIOBase):
         """Implement ``RawIOBase``."""
         return True
 
-    def write(self, data: Buffer, /) -> int:
+    def write(self, data: "ReadableBuffer", /) -> int:
         """Append bytes."""
         part = bytes(data)
         self._parts.append(part)

@@ -1,7 +1,6 @@
 """Exports of all requests that pass a view's filters: written page by page while they are downloaded."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final
@@ -13,6 +12,7 @@ from console.dashboard.reader import Reader
 from console.dashboard.view import View
 from db.engine import SQL_ERRORS, describe
 from gateway.errors import LedgerUnavailable, Overloaded
+from gateway.http.pages import resumed
 from ledger.queries.log import Cursor, Page, request_page
 
 MAX_ROWS: Final = 1_000_000  # of one export
@@ -40,7 +40,7 @@ class Exports:
         if self._running >= MAX_RUNNING:
             raise Overloaded(f"{MAX_RUNNING} exports are running already: wait for one of them.")
         parts = self._parts(view, format_name)
-        return _with_first(await anext(parts), parts)
+        return resumed(await anext(parts), parts)
 
     async def _parts(self, view: View, format_name: str) -> AsyncGenerator[bytes]:
         self._running += 1
@@ -78,10 +78,3 @@ class Exports:
             )
 
         return await self._reader.read(ask)
-
-
-async def _with_first(first: bytes, parts: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
-    async with contextlib.aclosing(parts):
-        yield first
-        async for part in parts:
-            yield part

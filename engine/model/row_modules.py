@@ -95,9 +95,11 @@ def speed_up_rows(model: nn.Module) -> None:
     several dtypes or of another one than float32 on a CPU.
     """
     kinds = {(parameter.device, parameter.dtype) for parameter in model.parameters()}
-    device, dtype = kinds.pop() if len(kinds) == 1 else (None, None)
-    kernels = None if device is None or dtype is None else row_kernels_for(device, dtype)
-    if device is None or kernels is None:
+    if len(kinds) != 1:
+        return
+    ((device, dtype),) = kinds
+    kernels = row_kernels_for(device, dtype)
+    if kernels is None:
         return
     with device:
         for name, module in list(model.named_modules()):

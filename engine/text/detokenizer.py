@@ -171,20 +171,24 @@ class _ComparingDetokenizer:
 
 def _decoder_of(tokenizer: Tokenizer) -> Callable[..., str]:
     """Return the fastest way to decode ids: transformers' own wrapper takes five times as long as what it calls."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        return tokenizer.decode  # type: ignore[no-any-return]
-    return backend.decode  # type: ignore[no-any-return]
+    backend = _decoding_backend(tokenizer)
+    return tokenizer.decode if backend is None else backend.decode  # type: ignore[no-any-return]
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
     """Return the types of the tokenizer's decoding steps, as its file names them; empty if it has no such file."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
+    backend = _decoding_backend(tokenizer)
+    if backend is None:
         return set()
     decoder = json.loads(backend.to_str()).get("decoder") or {}
     steps = decoder.get("decoders", [decoder])
     return {step["type"] for step in steps if "type" in step}
+
+
+def _decoding_backend(tokenizer: Tokenizer) -> Any:  # noqa: ANN401  # a `tokenizers.Tokenizer`
+    """Return what decodes for the tokenizer, if that is all of its decoding."""
+    cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+    return None if cleans_up else getattr(tokenizer, "backend_tokenizer", None)
 
 
 def _byte_level_alphabet() -> dict[int, str]:

@@ -18,14 +18,14 @@ from db.accounts.principal import Principal
 from gateway.api.fields import MAX_BODY_VALUES, check_values
 from gateway.batches.files import FileGone, Order, new_id
 from gateway.batches.lines import MAX_DEPTH, is_deeper
-from gateway.batches.openai_routes import batch_of, refuse_if_too_many, resumed
+from gateway.batches.openai_routes import batch_of, refuse_if_too_many
 from gateway.batches.parts import BatchServices
 from gateway.batches.results import results_of
 from gateway.batches.storage.base import StorageError
 from gateway.batches.store import ANTHROPIC, OVER, Batch, Status
 from gateway.batches.upload import Incoming, add_input, receiving, written
 from gateway.errors import BodyTooLarge, InvalidParameter, MalformedJson, StorageUnavailable, UnknownObject
-from gateway.http.pages import exchange_of, json_answer
+from gateway.http.pages import exchange_of, json_answer, resumed
 from gateway.settings import BatchSettings
 from protocol.nats.clock import unix_now_ms
 from protocol.wire import UNDECODABLE

@@ -1,7 +1,7 @@
 """``/v1/files`` and ``/v1/batches``, as OpenAI has them."""
 
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -18,7 +18,7 @@ from gateway.batches.store import OPENAI, OVER, Batch
 from gateway.batches.upload import BATCH, Incoming, Upload, add_input, receive_upload, receiving, written
 from gateway.errors import InvalidParameter, StorageUnavailable, UnknownObject, too_many
 from gateway.http.body import read_body
-from gateway.http.pages import body_schema, exchange_of, json_answer
+from gateway.http.pages import body_schema, exchange_of, json_answer, resumed
 from protocol.nats.clock import unix_now_ms
 
 # --- file routes ------------------------------------------------------------------------------------------------------
@@ -146,13 +146,6 @@ async def content_answer(services: BatchServices, file: File) -> Response:
         raise StorageUnavailable from error
     headers = {"content-length": str(file.size_bytes), "content-disposition": _disposition(file.filename)}
     return StreamingResponse(resumed(first, pieces), media_type="application/octet-stream", headers=headers)
-
-
-async def resumed(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Iterate over what has been read already, and over what follows."""
-    yield first
-    async for piece in rest:
-        yield piece
 
 
 def _disposition(filename: str) -> str:

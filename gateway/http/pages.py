@@ -1,7 +1,7 @@
 """Complete answers of the routes that FastAPI serves, and every error in OpenAI's envelope."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final, Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -123,3 +123,10 @@ def add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_exception(request: Request, _error: Exception) -> Response:
         return refuse(request, Refused())
+
+
+async def resumed(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Iterate over what has been read already, and over what follows."""
+    yield first
+    async for piece in rest:
+        yield piece
