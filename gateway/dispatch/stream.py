@@ -101,7 +101,7 @@ class AnswerStream(Generic[AnyCall]):
                         raise RequestFailed(self.failure)
                     await wait_until_done(row, ROW_LOOK_S)
                 if not row.done():
-                    log.error("a request is answered although neither queue nor disk is sure to keep its row")
+                    log.error("%s is answered, but neither queue nor disk has stored its record", request.request_id)
 
     # --- how it ends --------------------------------------------------------------------------------------------------
 

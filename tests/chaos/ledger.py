@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from db.tables import RequestRow
+from db.tables import OpenRequestRow, RequestRow
 
 SETTLE_LIMIT_S = 120.0  # the rows of a killed gateway's requests come when nobody has had them for long enough
 
@@ -28,6 +28,12 @@ async def settled_rows(engine: AsyncEngine, request_ids: set[str]) -> list[Ledge
     columns = (RequestRow.request_id, RequestRow.outcome, RequestRow.completion_tokens, RequestRow.attempts)
     async with engine.connect() as connection:
         return [LedgerRow(*row) for row in await connection.execute(select(*columns))]
+
+
+async def still_open(engine: AsyncEngine) -> set[str]:
+    """Return the requests whose intents are in the database, and whose rows are not yet."""
+    async with engine.connect() as connection:
+        return set((await connection.scalars(select(OpenRequestRow.request_id))).all())
 
 
 async def _ids(engine: AsyncEngine) -> set[str]:

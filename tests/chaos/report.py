@@ -271,6 +271,14 @@ def accepted_ids(calls: Sequence[Call]) -> set[str]:
     }
 
 
+def _told_of(calls: Sequence[Call], request_id: str) -> str:
+    """Return what its caller got of a request."""
+    replies = [reply for call in calls for reply in call.replies if reply.request_id == request_id]
+    return "\n".join(
+        f"HTTP {reply.status}, {reply.ending}, {len(reply.pieces)} pieces: {reply.body[:200]!r}" for reply in replies
+    )
+
+
 def cut_replies(calls: Sequence[Call]) -> list[Exchange]:
     """The replies that were cut off, and asked for again."""
     return [reply for call in calls for reply in call.replies[:-1] if reply.ending != "unreachable"]
@@ -289,7 +297,7 @@ def judge_ledger(
     report.attempts_max = max((row.attempts for row in rows.values()), default=0)
     for request_id in accepted - rows.keys():
         report.unrecorded += 1
-        report.offend("no ledger row", request_id)
+        report.offend("no ledger row", request_id, _told_of(calls, request_id))
     nobodys = rows.keys() - accepted
     if len(nobodys) > report.cut:  # a reply that was cut before its head is nobody's to us
         report.double_billed += len(nobodys) - report.cut

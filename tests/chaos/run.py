@@ -13,7 +13,7 @@ from protocol import subjects
 from tests.chaos import faults, server_faults, upstream_faults  # noqa: F401 - they register theirs
 from tests.chaos.agreement import Agreement, ask_each_make, judge_disputed
 from tests.chaos.handovers import judge_handovers
-from tests.chaos.ledger import settled_rows
+from tests.chaos.ledger import settled_rows, still_open
 from tests.chaos.load import Call, Load
 from tests.chaos.mix import Question, questions
 from tests.chaos.report import (
@@ -169,6 +169,8 @@ async def _reckon(
     measure_gaps(report, chaos.strikes, calls, system.watcher)
     found = await settled_rows(system.database, accepted_ids(everything))
     rows = {row.request_id: row for row in found}
+    if accepted_ids(everything) - rows.keys():
+        report.extras["still_open"] = sorted(await still_open(system.database))
     if len(found) != len(rows):  # PostgreSQL's key has the time in it
         report.offend(f"{len(found) - len(rows)} requests have a second row")
     tokens_of: dict[int, int] = {}
