@@ -22,7 +22,7 @@ from db.apart import write_apart
 from db.engine import SQL_ERRORS, DatabaseUnavailable, describe, writing
 from db.set_aside import SetAside
 from db.tables import AttemptRow, OpenRequestRow
-from ledger.intents import delete_open, delete_recorded, ends_its_request
+from ledger.intents import delete_open, delete_recorded
 from ledger.store import is_one_of, received_with, write_requests
 from protocol import subjects
 from protocol.errors import BusError, ErrorCode, NoResponders, ProtocolError
@@ -176,9 +176,9 @@ def _of_attempt(attempt: RowMapping, received_unix_ms: int) -> Mapping[str, Any]
     counts, phases = "prompt_tokens cached_tokens counted_by", "engine_queue_ms prefill_ms decode_ms preemptions"
     copied = f"{counts} pool provider region tier {phases}"
     started_ms = max(0.0, attempt["started_unix_ms"] - received_unix_ms)
-    ended = ends_its_request(attempt["outcome"], attempt["error_code"])
     return {name: attempt[name] for name in copied.split()} | {
-        "outcome": attempt["outcome"] if ended else "failed",
+        # A worker may end an answer whose gateway is dead: the caller's connection was cut all the same.
+        "outcome": "cancelled" if attempt["outcome"] == "cancelled" else "failed",
         "completion_tokens": (attempt["resumed_tokens"] or 0) + attempt["completion_tokens"],
         "attempts": attempt["attempt"],
         "queue_ms": started_ms,

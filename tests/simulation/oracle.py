@@ -139,7 +139,9 @@ class Oracle:
             pass
         elif self.is_answered(caller):
             whole = question.answer_tokens * question.choices
-            if row["outcome"] != "ok" or told != whole:
+            # A gateway that dies with the record of an answer in its memory leaves one that counts as cut.
+            outcome = "failed" if row["error_code"] == ErrorCode.GATEWAY_LOST else "ok"
+            if row["outcome"] != outcome or told != whole:
                 return [f"{where} says {row['outcome']} with {told} tokens of a complete answer of {whole}"]
         elif told < (had := _tokens(caller)):
             return [f"{where} has {told} tokens, fewer than the {had} that the caller had"]

@@ -30,6 +30,7 @@ from benchmarks.http_client import Exchange
 from db.tables import BatchRow, FilePartRow, RequestRow
 from gateway.batches.store import OVER
 from ledger.check import check_rollups
+from protocol.errors import ErrorCode
 from spillway.children import Child
 from tests.chaos.ledger import settled_rows
 from tests.chaos.load import Load
@@ -338,7 +339,8 @@ async def _judge_rows(stage: Stage, striker: Striker, answered: Mapping[str, int
     """One row with the right tokens for each answer; each row beyond those is of a line that ran again."""
     system, report = stage.system, stage.report
     await settled_rows(system.database, answered.keys() | before)
-    columns = (RequestRow.request_id, RequestRow.gateway_id, RequestRow.outcome, RequestRow.completion_tokens)
+    told = (RequestRow.outcome, RequestRow.error_code, RequestRow.completion_tokens)
+    columns = (RequestRow.request_id, RequestRow.gateway_id, *told)
     async with system.database.connect() as connection:
         rows = (await connection.execute(select(*columns))).all()
         epochs = (await connection.execute(select(BatchRow.epoch).where(BatchRow.id == striker.batch_id))).scalar_one()
@@ -348,7 +350,9 @@ async def _judge_rows(stage: Stage, striker: Striker, answered: Mapping[str, int
     beyond: Counter[str] = Counter()
     for row in rows:
         tokens = answered.get(row.request_id)
-        if tokens is not None and (row.outcome, row.completion_tokens) != ("ok", tokens):
+        # The record of an answer may die with its gateway: then it counts as cut.
+        outcome = "failed" if row.error_code == ErrorCode.GATEWAY_LOST else "ok"
+        if tokens is not None and (row.outcome, row.completion_tokens) != (outcome, tokens):
             report.miscounted += 1
             report.offend(f"{row.outcome} with {row.completion_tokens} of {tokens} tokens", row.request_id)
         if tokens is None and row.request_id not in own:

@@ -194,12 +194,13 @@ async def test_the_last_attempt_tells_what_the_gateway_cannot(bus: Bus, engine: 
     }
 
 
-async def test_answers_whose_records_were_still_in_the_gateways_memory(bus: Bus, engine: AsyncEngine) -> None:
-    await write(engine, tried("answered"), tried("left", outcome="cancelled"))
+async def test_an_answer_that_a_dead_gateway_cut_has_failed(bus: Bus, engine: AsyncEngine) -> None:
+    # Its worker ended it without knowing, so the tokens count; its caller never saw the end.
+    await write(engine, tried("cut", completion_tokens=9), tried("left", outcome="cancelled"))
     await look_and_record(bus, engine)
-    assert {name: row["outcome"] for name, row in (await rows(engine)).items()} == {
-        "answered": "ok",
-        "left": "cancelled",
+    assert {name: (row["outcome"], row["completion_tokens"]) for name, row in (await rows(engine)).items()} == {
+        "cut": ("failed", 9),
+        "left": ("cancelled", 5),
     }
 
 
