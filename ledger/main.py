@@ -22,13 +22,14 @@ Beside = Callable[[Bus, AsyncEngine, asyncio.Event], Coroutine[None, None, None]
 
 
 async def run(
-    settings: LedgerSettings, on_ready: Callable[[], None] | None = None, *, beside: Beside | None = None
+    settings: LedgerSettings, on_ready: Callable[[bool], None] | None = None, *, beside: Beside | None = None
 ) -> None:
     """Write usage until SIGTERM or SIGINT, then finish the batch and return.
 
-    ``on_ready`` is called once, when SQL, the consumer and the subscription are ready. Several writers may run at the
-    same time. ``beside`` runs with them, on the same connections, and returns soon after stopping. Raises
-    DatabaseUrlError, SchemaMismatch, and BusError if no queue server answers at first.
+    ``on_ready`` is called with True when SQL, the consumer and the subscription are ready, with False while SQL takes
+    no rows, and with True again. Several writers may run at the same time. ``beside`` runs with them, on the same
+    connections, and returns soon after stopping. Raises DatabaseUrlError, SchemaMismatch, and BusError if no queue
+    server answers at first.
     """
     stopping = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:

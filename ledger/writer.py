@@ -77,20 +77,26 @@ class LedgerWriter:
         self._written_until_unix_ms = (
             0  # by the stream's clock: records stored before are in SQL, or another writer has them
         )
+        self._on_ready: Callable[[bool], None] | None = None
+        self._sql_answers = False
         self._arrived = asyncio.Event()  # set at a full batch, at the end of the stream, and when stopping
         self._consumer = PullConsumer(
             bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, self._on_delivery, on_end=self._arrived.set
         )
 
-    async def run(self, on_ready: Callable[[], None] | None = None) -> None:
-        """Pull, write and acknowledge until ``stopping`` is set; then finish the records held."""
+    async def run(self, on_ready: Callable[[bool], None] | None = None) -> None:
+        """Pull, write and acknowledge until ``stopping`` is set; then finish the records held.
+
+        ``on_ready``: is called with True once SQL takes rows, with False where it no longer does, and so on.
+        """
         await self._consumer.start()
         await self._machine_time.start()
         self._bus.on_reconnect(self._on_reconnected)
         await self._bus.listen(subjects.LEDGER_WANTED, self._on_wanted)
         await self._measure_clock()
-        if on_ready is not None:
-            on_ready()
+        self._on_ready = on_ready
+        self._note_sql(answers=True)
+        log.info("writing usage records to %s", self._engine.url.render_as_string(hide_password=True))
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._wake_when_stopping(), name="ledger wake")
@@ -206,9 +212,17 @@ class LedgerWriter:
     async def _record_abandoned(self) -> None:
         try:
             await self._abandoned.check()
+            self._note_sql(answers=True)
             await self._abandoned.record_overdue(self._written_until_unix_ms)
         except DatabaseUnavailable as error:
+            self._note_sql(answers=False)
             log.warning("cannot record requests of gateways that died, will retry: %s", error)
+
+    def _note_sql(self, *, answers: bool) -> None:
+        """Tell whoever watches this process, where it has changed."""
+        if answers != self._sql_answers and self._on_ready is not None:
+            self._on_ready(answers)
+        self._sql_answers = answers
 
     async def _measure_clock(self) -> None:
         """Measure the stream's clock: by a clock a minute behind it, requests would count as abandoned immediately."""
@@ -290,9 +304,11 @@ class LedgerWriter:
             try:
                 await store_records(self._engine, records)
                 self._written_until_unix_ms = max(self._written_until_unix_ms, stored_unix_ms)
+                self._note_sql(answers=True)
                 break
             except DatabaseUnavailable as error:
                 failures += 1
+                self._note_sql(answers=False)
                 if failures == 1:
                     log.error("cannot write usage, %d records wait: %s", len(records), error)  # noqa: TRY400
                 if await wait_for(self._stopping, wait_s):

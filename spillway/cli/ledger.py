@@ -33,5 +33,8 @@ def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: Rea
     except PepperError as error:
         webhooks = None
         log.error("webhooks are not delivered, as their secrets cannot be opened: %s", error)  # noqa: TRY400
-    ready = partial(write_ready, ready_file, {})
-    run_async(lambda: run(resolved.ledger_settings(), on_ready=ready, beside=webhooks))
+
+    def note(is_ready: bool) -> None:
+        write_ready(ready_file, {} if is_ready else None)
+
+    run_async(lambda: run(resolved.ledger_settings(), on_ready=note, beside=webhooks))

@@ -31,7 +31,8 @@ class RunningWriter:
         self._engine = create_engine(database_url, lock_limit_s=0.1)
         settings = LedgerSettings(nats_urls=(), database_url=database_url, batch_records=50, batch_wait_s=0.05, **pace)
         writer = LedgerWriter(ledger.bus, self._engine, settings, self.stopping)
-        self.task = asyncio.create_task(writer.run())
+        self.told_ready: list[bool] = []
+        self.task = asyncio.create_task(writer.run(self.told_ready.append))
 
     async def die(self) -> None:
         """End without a word to the queue."""
@@ -91,6 +92,7 @@ async def test_nothing_is_lost_while_sql_is_away_and_one_line_says_so(
     await writer.stop()
     assert len(errors(caplog)) == 1
     assert "usage is written again" in caplog.text
+    assert writer.told_ready == [True, False, True]
 
 
 async def test_a_gateway_is_not_taken_for_dead_because_its_records_are_behind_others(

@@ -14,7 +14,7 @@ def write(settings: LedgerSettings, log: Path) -> None:
     """The whole life of a writer's process."""
     forks.begin(log)
     logging.basicConfig(level=logging.WARNING)
-    asyncio.run(run(settings, on_ready=lambda: print("ready", flush=True)))  # noqa: T201 - tests read it
+    asyncio.run(run(settings, on_ready=lambda _: print("ready", flush=True)))  # noqa: T201 - tests read it
 
 
 class WriterProcess:
