@@ -33,7 +33,7 @@ class ProcessSettings(DriverSettings):
 
 
 class Ec2Settings(DriverSettings):
-    """Amazon EC2, by boto3: ``pip install 'spillway[aws]'``."""
+    """Amazon EC2, by boto3: the extra ``aws``."""
 
     kind: Literal["ec2"]
     aws_region: Annotated[str, Field(pattern="^[a-z0-9-]+$")]
@@ -55,7 +55,7 @@ class Ec2Settings(DriverSettings):
 
 
 class KubernetesSettings(DriverSettings):
-    """A Deployment whose replicas are the pool's machines: ``pip install 'spillway[kubernetes]'``."""
+    """A Deployment whose replicas are the pool's machines: the extra ``kubernetes``."""
 
     kind: Literal["kubernetes"]
     namespace: Annotated[str, Field(pattern="^[a-z0-9-]{1,63}$")] = "spillway"

@@ -20,6 +20,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator
 
+from protocol.distribution import install_command
+
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
@@ -112,7 +114,7 @@ class TelemetrySettings(Settings):
     def _needs_the_extra(cls, endpoint: str | None) -> str | None:
         # The top package alone may be there: other libraries bring the API without the SDK.
         if endpoint is not None and not (_is_installed("sdk.trace") and _is_installed("exporter.otlp.proto.http")):
-            raise ValueError("traces need the extra 'otel': pip install 'spillway[otel]'")
+            raise ValueError(f"traces need the extra 'otel': {install_command('otel')}")
         return endpoint
 
 

@@ -14,7 +14,7 @@ case "${1:?usage: worker.sh setup|run}" in
     uv pip install --python "$HOME/vllm" 'vllm==0.32.0'
     # The side-car has an environment of its own, so that neither's packages disturb the other's.
     UV_PROJECT_ENVIRONMENT="$HOME/spillway" uv sync --project "$HOME/lock" --frozen --inexact --python 3.12 --only-group sidecar
-    uv pip install --python "$HOME/spillway" --no-deps "$HOME"/spillway-*.whl
+    uv pip install --python "$HOME/spillway" --no-deps "$HOME"/spillway_gateway-*.whl
     as_root=()
     if [ "$(id -u)" -ne 0 ]; then as_root=(sudo); fi
     "${as_root[@]}" install --directory --owner "$(id -u)" --group "$(id -g)" "$MODEL_FOLDER"

@@ -1,4 +1,4 @@
-"""Amazon EC2, by boto3: ``pip install 'spillway[aws]'``.
+"""Amazon EC2, by boto3: the extra ``aws``.
 
 Requests, error codes: https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_RunInstances.html and
 .../errors-overview.html. The order's id is the launch's ClientToken, so that the same order is one machine; lists are

@@ -1,4 +1,4 @@
-"""A Deployment, scaled through its scale sub-resource: ``pip install 'spillway[kubernetes]'``.
+"""A Deployment, scaled through its scale sub-resource: the extra ``kubernetes``.
 
 Sub-resource, errors: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/deployment-v1/. Which pod
 goes when a ReplicaSet shrinks: https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost

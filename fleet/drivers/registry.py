@@ -1,7 +1,6 @@
 """Which driver a pool's settings name. What an extra brings is imported where it is used."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fleet.drivers.base import Driver
@@ -23,6 +22,7 @@ from fleet.settings import (
     SkyPilotSettings,
     StaticSettings,
 )
+from protocol.distribution import needing
 
 SPOT_TIER = "spot"
 
@@ -48,7 +48,7 @@ def create(  # noqa: PLR0911 - one for each kind
         case ProcessSettings():
             return ProcessDriver(fleet_id, pool, settings.places, log_dir=log_dir, command=worker_command)
         case Ec2Settings():
-            with _extra("aws"):
+            with needing("aws", key="driver.kind", error=FleetError):
                 from fleet.drivers.ec2 import Ec2Driver  # noqa: PLC0415 - brings boto3
             return Ec2Driver(settings, fleet_id, pool, spot=spot)
         case RunPodSettings():
@@ -60,14 +60,6 @@ def create(  # noqa: PLR0911 - one for each kind
         case SaladSettings():
             return ReplicaDriver(SaladApi(settings), common)
         case KubernetesSettings():
-            with _extra("kubernetes"):
+            with needing("kubernetes", key="driver.kind", error=FleetError):
                 from fleet.drivers.kubernetes import KubernetesApi  # noqa: PLC0415 - brings lightkube
             return ReplicaDriver(KubernetesApi(settings), common)
-
-
-@contextlib.contextmanager
-def _extra(name: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise FleetError(f"driver.kind: needs the extra {name!r}: pip install 'spillway[{name}]'") from error

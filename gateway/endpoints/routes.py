@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from importlib import metadata
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -20,8 +19,9 @@ from gateway.http.exchange import ClientExchange, exchange_of
 from gateway.http.pages import body_schema, json_answer
 from gateway.limits.sizes import check_shape
 from gateway.tokenizing.model_tokens import ModelTokens
+from protocol.distribution import version
 
-VERSION: Final = metadata.version("spillway")
+VERSION: Final = version()
 
 log = logging.getLogger(__name__)
 

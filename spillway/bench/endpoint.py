@@ -8,10 +8,10 @@ import asyncio
 import json
 import random
 import time
-from importlib.metadata import version
 from typing import Any, Final
 
 from pool_worker.engines.framing import DONE, MalformedEvent, sse_events
+from protocol.distribution import version
 from protocol.http_client import httpx
 from spillway.bench.measure import Answer, BenchError, Load, LoadRefused, Piece
 
@@ -46,7 +46,7 @@ class EndpointTarget:
             "url": self._base,
             "model": self._model,
             "ends_ignored": bool(self._extra),
-            "spillway": version("spillway"),
+            "spillway": version(),
         }
 
     def _first_model(self) -> str:

@@ -14,6 +14,7 @@ import torch
 from engine import EngineError, GenerationRequest, LLMEngine, RequestRejected, SamplingParams
 from pool_worker.engines.local import load as load_engine
 from pool_worker.settings import LocalEngineSettings
+from protocol import distribution
 from spillway.bench.measure import Answer, BenchError, Load, LoadRefused, Piece
 
 
@@ -74,7 +75,7 @@ class EngineTarget:
             "max_sequences": info.max_sequences,
             "kv_tokens": info.kv_tokens,
             "settings": self._settings.model_dump(exclude={"kind", "path"}),
-            "spillway": version("spillway"),
+            "spillway": distribution.version(),
             "torch": torch.__version__,
             "transformers": version("transformers"),
             "python": platform.python_version(),

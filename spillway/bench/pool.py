@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any, Final, Self
 
 import uvloop
@@ -21,6 +20,7 @@ from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatRequest
 from pool_worker.settings import EngineSettings
 from pool_worker.watch.start import number_tokens
+from protocol.distribution import version
 from protocol.generation import SamplingParams
 from protocol.job import TAKES_MESSAGES, Chat, Turn
 from protocol.process import PORT_PLACE
@@ -249,7 +249,7 @@ class PoolTarget:
             "server_max_kv_tokens": self.capacity.server_max_kv_tokens,
             "ends_ignored": self._params.ignore_eos,
             "seconds": self._limit_s,
-            "spillway": version("spillway"),
+            "spillway": version(),
         }
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pool_worker.settings import LocalEngineSettings
+from protocol.distribution import install_command
 from spillway.bench.measure import BenchError, Load, Row, Skipped, Target, measure
 from spillway.bench.report import as_json, as_table, headline
 from spillway.cli.context import ConfigOption, err, fail, out, resolve_config
@@ -137,7 +138,7 @@ def check_outputs(json_path: str | None, picture: Path | None) -> None:
         if picture.suffix.lower() not in PICTURE_SUFFIXES:
             raise typer.BadParameter(f"{picture} should end in {' or '.join(PICTURE_SUFFIXES)}", param_hint="--picture")
         if importlib.util.find_spec("matplotlib") is None:
-            raise fail("--picture needs matplotlib: pip install 'spillway[bench]'")
+            raise fail(f"--picture needs matplotlib: {install_command('bench')}")
 
 
 def _refuse_with_url(options: dict[str, Any]) -> None:
@@ -176,7 +177,7 @@ def _engine(settings: LocalEngineSettings) -> Target:
     try:
         from spillway.bench.in_process import EngineTarget
     except ModuleNotFoundError as error:
-        raise fail(f"the engine needs {error.name}: pip install 'spillway[worker]'") from error
+        raise fail(f"the engine needs {error.name}: {install_command('worker')}") from error
     with err.status(f"loading {settings.path}"):
         return EngineTarget(settings)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from pool_worker.settings import ConnectionSettings, EngineSettings
+from protocol.distribution import install_command
 from spillway.bench.limits import Memory, recommend
 from spillway.bench.measure import WARM_UP_TOKENS, BenchError, Load, Row, Skipped
 from spillway.bench.report import as_json
@@ -138,7 +139,7 @@ def _measure(
         except BenchError as error:
             raise fail(f"pools.{name}: {error}") from error
         except ModuleNotFoundError as error:
-            raise fail(f"pools.{name}: its engine needs {error.name}: pip install 'spillway[worker]'") from error
+            raise fail(f"pools.{name}: its engine needs {error.name}: {install_command('worker')}") from error
         code = run_loads(target, loads, rounds, outcomes)
         memory = Memory(
             target.capacity.server_max_kv_tokens,

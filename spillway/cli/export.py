@@ -1,7 +1,6 @@
 """``spillway export``: training sets from payloads whose clients agreed to this use."""
 
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ from ledger.training.export import Exporter, ExportPlan
 from ledger.training.formats import FORMATS
 from ledger.training.rows import ExportFilter
 from ledger.training.rules import MIN_EXAMPLES
+from protocol.distribution import version
 from protocol.nats.clock import unix_now_ms
 from spillway.cli.connections import database
 from spillway.cli.context import ResolvedConfig, command, err, out, this_actor, unix_ms_of
@@ -56,7 +56,7 @@ async def finetune(
         plan = ExportPlan(export_filter, format_, min_turns, _shares(split), seed, keep_failovers, this_actor())
         with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=err) as progress:
             bar = progress.add_task("export")
-            manifest = await Exporter(engine, sealer, plan, _tool_version()).write(
+            manifest = await Exporter(engine, sealer, plan, version()).write(
                 folder, lambda done, total: progress.update(bar, completed=done, total=total)
             )
     _print(manifest, folder)
@@ -79,13 +79,6 @@ async def _find_id(engine: AsyncEngine, table: type[TeamRow | ApiKeyRow], refere
     if len(found) != 1:
         raise ExportError(f"{len(found)} have the id or name {reference!r}; give an id")
     return found[0]
-
-
-def _tool_version() -> str:
-    try:
-        return version("spillway")
-    except PackageNotFoundError:  # run from its folder
-        return "unknown"
 
 
 def _print(manifest: dict[str, Any], folder: Path) -> None:

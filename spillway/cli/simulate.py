@@ -11,6 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fleet.plan import Offer, Phase, cost, gpus_of
+from protocol.distribution import install_command
 from spillway.cli.context import err, fail, out
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def simulate(
             least, why_not = study.least_usd(), ""
         except (ImportError, Unsolved) as error:
             least = None
-            why_not = str(error) if isinstance(error, Unsolved) else "that needs `pip install 'spillway[simulate]'`"
+            why_not = str(error) if isinstance(error, Unsolved) else f"that needs `{install_command('simulate')}`"
     table = Table(
         "policy", "USD", "x least", "late", "wait p50", "p95", "p99", "p99.9 (s)", "GPU-hours", "lost", "batch missed",
         box=SIMPLE_HEAD,

@@ -16,6 +16,7 @@ from rich.panel import Panel
 
 from console.login.admins import ADMIN_NAME
 from pool_worker.settings import LocalEngineSettings
+from protocol.distribution import install_command
 from spillway import logs
 from spillway.cli.context import ConfigOption, DataOption, fail, out, resolve_config, run_async
 from spillway.config import DEMO_MODEL_NAME, DEMO_MODEL_PATH, Config, default_config
@@ -78,7 +79,7 @@ def check_local_engines(config: Config) -> None:
         if getattr(pool.engine, "path", None) == str(DEMO_MODEL_PATH) and not DEMO_MODEL_PATH.is_dir():
             raise fail(f"the demo model {DEMO_MODEL_NAME} is not installed here: name another with --model")
         if isinstance(pool.engine, LocalEngineSettings) and pool.workers and find_spec("torch") is None:
-            raise fail(f"pools.{name}: its engine needs torch: pip install 'spillway[worker]'")
+            raise fail(f"pools.{name}: its engine needs torch: {install_command('worker')}")
 
 
 def finding_options(paths: Mapping[str, Path | None]) -> str:

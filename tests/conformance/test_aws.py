@@ -61,7 +61,7 @@ def test_without_credentials_or_the_extra_no_worker_starts(monkeypatch: pytest.M
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "botocore", None)
     for settings in (BedrockSettings(**BEDROCK), SageMakerSettings(**SAGEMAKER)):
-        with pytest.raises(EngineDiedError, match=r"pip install 'spillway\[aws\]'"):
+        with pytest.raises(EngineDiedError, match=r"pip install 'spillway-gateway\[aws\]'"):
             engines.create(settings)
 
 

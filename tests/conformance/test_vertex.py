@@ -93,7 +93,7 @@ def test_without_credentials_or_the_extra_no_worker_starts(monkeypatch: pytest.M
     for name in [name for name in sys.modules if name.startswith(("google.auth", "pool_worker.engines.chat_formats."))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "google.auth", None)
-    with pytest.raises(EngineDiedError, match=r"pip install 'spillway\[gcp\]'"):
+    with pytest.raises(EngineDiedError, match=r"pip install 'spillway-gateway\[gcp\]'"):
         engines.create(VertexSettings(**VERTEX))
 
 

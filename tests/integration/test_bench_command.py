@@ -171,7 +171,7 @@ def test_without_matplotlib_the_extra_is_named_before_anything_is_measured(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     done = bench("--model", "./nowhere", "--picture", tmp_path / "picture.png")
     assert done.exit_code == 1
-    assert "pip install 'spillway[bench]'" in words(done.stderr)
+    assert "pip install 'spillway-gateway[bench]'" in words(done.stderr)
 
 
 def test_ctrl_c_reports_what_was_measured(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

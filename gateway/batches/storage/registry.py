@@ -6,14 +6,15 @@ from typing import Final
 from gateway.batches.storage.base import Storage
 from gateway.batches.storage.local import LocalStorage
 from gateway.settings import BatchSettings
+from protocol.distribution import needing
 
 FOLDER: Final = "files"  # below the data folder
 
 
 def open_storage(settings: BatchSettings, data_dir: Path) -> Storage:
-    """Return the place that is configured. Raises ImportError where it needs what is not installed."""
+    """Return the place that is configured. Raises MissingExtra where it needs what is not installed."""
     if settings.s3 is None:
         return LocalStorage(data_dir / FOLDER)
-    from gateway.batches.storage.s3 import S3Storage  # noqa: PLC0415  # only here: whoever needs no bucket needs no obstore
-
+    with needing("s3", key="batches.s3"):
+        from gateway.batches.storage.s3 import S3Storage  # noqa: PLC0415 - brings obstore
     return S3Storage(settings.s3)

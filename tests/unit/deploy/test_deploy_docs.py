@@ -243,7 +243,7 @@ def test_a_skypilot_task_starts_the_pool_of_its_page(path: Path) -> None:
     assert task["secrets"] == {"SPILLWAY_NATS__URLS": None}
     assert task["envs"]["POOL"] == path.stem
     for source in task["file_mounts"].values():
-        assert source in {"spillway.toml", "dist/spillway-0.1.0-py3-none-any.whl"} or (ROOT / source).is_file()
+        assert source in {"spillway.toml", "dist/spillway_gateway-0.1.0-py3-none-any.whl"} or (ROOT / source).is_file()
     assert (task["setup"], task["run"]) == ("bash ~/worker.sh setup", "bash ~/worker.sh run")
     assert task["envs"]["MODEL_FOLDER"] == "/models/qwen-7b"
     if path.stem in {"aws", "gcp", "azure", "fluidstack", "paperspace"}:

@@ -35,6 +35,16 @@ def test_no_stray_markers() -> None:
     assert [str(path) for path, text in texts.items() if FORBIDDEN.search(text)] == []
 
 
+def test_no_text_installs_another_projects_package() -> None:
+    """On PyPI, ``spillway`` is not ours (``protocol/distribution.py``)."""
+    others = re.compile(r"install\s+(?:-\S+\s+)*['\"]?spillway(?![-\w/.])")
+    assert others.search("pip install 'spillway[worker]'") and not others.search("pip install spillway-gateway")
+    this = Path(__file__).resolve()
+    texts = {".py", ".md", ".sh", ".toml", ".yml", ".yaml", ".Dockerfile", ".html"}
+    told = [path for path in tracked_files() if path.suffix in texts and path != this]
+    assert [str(path) for path in told if others.search(path.read_text())] == []
+
+
 def test_no_drawer_for_everything() -> None:
     drawers = {"utils.py", "helpers.py", "common.py", "misc.py"}
     assert [str(path) for path in source_files() if path.name in drawers] == []

@@ -72,5 +72,5 @@ def test_a_missing_torch_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(typer.Exit):
         check_local_engines(default_config(env={}))
-    assert "pools.local: its engine needs torch: pip install 'spillway[worker]'" in capsys.readouterr().err
+    assert "pools.local: its engine needs torch: pip install 'spillway-gateway[worker]'" in capsys.readouterr().err
     check_local_engines(default_config(env={}, model="scripted"))

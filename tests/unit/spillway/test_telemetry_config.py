@@ -71,7 +71,7 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(telemetry, "find_spec", find_spec)
     load(tmp_path, "[telemetry]\nsample_ratio = 0.5")
-    with pytest.raises(ConfigError, match=r"telemetry\.otlp_endpoint: .*pip install 'spillway\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"telemetry\.otlp_endpoint: .*pip install 'spillway-gateway\[otel\]'"):
         load(tmp_path, '[telemetry]\notlp_endpoint = "http://collector:4318"')
 
 
