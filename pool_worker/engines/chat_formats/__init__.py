@@ -1,6 +1,5 @@
 """Wire formats of servers and hosted APIs that take messages: the registry."""
 
-
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.chat_formats.anthropic import AnthropicFormat
 from pool_worker.engines.chat_formats.base import ChatFormat

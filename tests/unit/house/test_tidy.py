@@ -38,7 +38,8 @@ def test_no_stray_markers() -> None:
 def test_no_text_installs_another_projects_package() -> None:
     """On PyPI, ``spillway`` is not ours (``protocol/distribution.py``)."""
     others = re.compile(r"install\s+(?:-\S+\s+)*['\"]?spillway(?![-\w/.])")
-    assert others.search("pip install 'spillway[worker]'") and not others.search("pip install spillway-gateway")
+    assert others.search("pip install 'spillway[worker]'")
+    assert not others.search("pip install spillway-gateway")
     this = Path(__file__).resolve()
     texts = {".py", ".md", ".sh", ".toml", ".yml", ".yaml", ".Dockerfile", ".html"}
     told = [path for path in tracked_files() if path.suffix in texts and path != this]
