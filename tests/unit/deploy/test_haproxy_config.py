@@ -208,14 +208,25 @@ async def test_the_pages_are_not_where_the_api_is(tmp_path: Path) -> None:
 
 @needs_haproxy
 @pytest.mark.servers
-async def test_a_caller_cannot_say_whom_he_is(tmp_path: Path) -> None:
-    """The client's own header comes first; gateways use the last address that is no trusted proxy's."""
+async def test_only_a_named_proxy_says_whom_a_request_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FRONT_PROXY", "127.0.0.8")
+    claims = "x-forwarded-for: 192.0.2.1\r\nx-forwarded-proto: https"
     async with (
         running_gateway() as gateway,
         running_haproxy(tmp_path, gateway.port) as haproxy,
         asyncio.timeout(HANGS_S),
     ):
         for port in (haproxy.port, haproxy.pages_port):
-            await ask(port, "/name", "x-forwarded-for: 192.0.2.1", address="127.0.0.9")
-            said = re.findall(r"^x-forwarded-for: (.*?)\r$", gateway.last_head, re.MULTILINE | re.IGNORECASE)
-            assert said == ["192.0.2.1", "127.0.0.9"]
+            await ask(port, "/name", claims, address="127.0.0.9")
+            assert forwarded(gateway, "for") == ["127.0.0.9"]
+            assert forwarded(gateway, "proto") == ["http"]
+            await ask(port, "/name", claims, address="127.0.0.8")
+            assert forwarded(gateway, "for") == ["192.0.2.1", "127.0.0.8"]
+            assert forwarded(gateway, "proto") == ["https"]
+
+
+def forwarded(gateway: Gateway, what: str) -> list[str]:
+    """What a gateway is told in ``X-Forwarded-…``."""
+    return re.findall(rf"^x-forwarded-{what}: (.*?)\r$", gateway.last_head, re.MULTILINE | re.IGNORECASE)
