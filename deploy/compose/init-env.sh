@@ -19,4 +19,7 @@ while IFS= read -r line; do
   printf '%s\n' "$line"
 done <env.example >"$draft"
 mv "$draft" "$target"
+# Containers' users read these; a checkout may be readable by its owner alone (umask 077).
+chmod a+r spillway.toml ../haproxy/haproxy.cfg
+chmod -R a+rX ../prometheus ../grafana
 echo "Wrote $target. Keep a copy where backups live: the passwords and API keys depend on it."

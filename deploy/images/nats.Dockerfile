@@ -3,7 +3,8 @@
 # own images never restarts the queue.
 FROM nats:2.15-alpine
 RUN mkdir -p /var/lib/nats && chown 10001:10001 /var/lib/nats && chmod 0700 /var/lib/nats
-COPY deploy/nats/nats-server.conf /etc/nats/nats-server.conf
-COPY deploy/nats/health.sh /usr/local/bin/nats-health
+# With modes of their own: a checkout may be readable by its owner alone (umask 077).
+COPY --chmod=0644 deploy/nats/nats-server.conf /etc/nats/nats-server.conf
+COPY --chmod=0755 deploy/nats/health.sh /usr/local/bin/nats-health
 USER 10001:10001
 # The base image's entrypoint and command stay: nats-server --config /etc/nats/nats-server.conf

@@ -103,7 +103,7 @@ def copied_sources(dockerfile: Path) -> list[str]:
     found = []
     for name, arguments in instructions(dockerfile):
         if name == "COPY" and not arguments.startswith("--from"):
-            found.extend(arguments.split()[:-1])
+            found.extend(source for source in arguments.split()[:-1] if not source.startswith("--"))
     return found
 
 

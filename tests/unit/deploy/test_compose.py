@@ -327,6 +327,15 @@ def test_what_is_waited_for_as_healthy_has_a_check() -> None:
                 assert "test" in services()[name]["healthcheck"]
 
 
+def test_build_arguments_are_ones_that_the_dockerfile_has() -> None:
+    """Docker ignores others: the controller's image was built without its drivers."""
+    built = [service["build"] for service in ALL_SERVICES.values() if "build" in service]
+    for build in built:
+        declared = {text.partition("=")[0] for name, text in instructions(ROOT / build["dockerfile"]) if name == "ARG"}
+        assert set(build.get("args", {})) <= declared, build
+    assert any("args" in build for build in built)
+
+
 @pytest.mark.parametrize("name", SPILLWAY_SERVICES)
 def test_commands_are_ones_that_spillway_knows(name: str) -> None:
     assert str(options_of(services()[name]["command"])["config"]) == CONFIG_TARGET

@@ -55,6 +55,29 @@ def test_copied_files_exist_and_are_in_the_build_context(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", BUILT_FROM_SOURCE, ids=name_of)
+def test_an_image_says_its_version_and_revision_in_its_last_layer(path: Path) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    labels = {name: value for given, text in instructions(path) if given == "LABEL" for name, _, value in parts(text)}
+    assert labels["org.opencontainers.image.version"] == f'"{version}"'
+    assert labels["org.opencontainers.image.revision"] == "$REVISION"
+    after = path.read_text().partition("\nARG REVISION=")[2]
+    assert after
+    assert not re.search(r"^(RUN|COPY)", after, re.MULTILINE)
+
+
+def parts(labels: str) -> list[tuple[str, str, str]]:
+    return [label.partition("=") for label in re.findall(r'\S+="[^"]*"|\S+', labels)]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
+def test_what_an_image_takes_from_the_checkout_can_be_read_by_its_user(path: Path) -> None:
+    """Also from a checkout that was made with umask 077. A wheel's files have modes of their own."""
+    final = path.read_text().rpartition("\nFROM ")[2]
+    copied = [line for line in final.splitlines() if line.startswith("COPY ") and "--from=" not in line]
+    assert [line for line in copied if "--chmod=" not in line and path.name != "vllm.Dockerfile"] == []
+
+
+@pytest.mark.parametrize("path", BUILT_FROM_SOURCE, ids=name_of)
 def test_the_wheel_is_built_from_all_that_it_is_made_of(path: Path) -> None:
     assert "." in copied_sources(path)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
