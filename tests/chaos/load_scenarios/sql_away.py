@@ -7,7 +7,6 @@ away, ``plan.count`` how many requests come a second.
 import asyncio
 import sqlite3
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,6 @@ CATCH_UP_LIMIT_S = 60.0
 SETTLE_LIMIT_S = 10.0  # until the budget's account has heard of the last answer
 # At 200 requests a second for a minute, what a gateway would keep of each request is more than this from 350 bytes on.
 GROWTH_LIMIT_MIB = 4.0
-OPEN_MIB = 0.04  # of a gateway for each request that is open (see benchmarks/LOG.md): more of them pile nothing up
 LATE_MS = 25.0  # beside half as much again as before
 SQLITE_SHAPE = Shape(
     workers=2,
@@ -102,22 +100,6 @@ class Gauge:
     def peak_mib(self, from_s: float, until_s: float) -> float:
         """Of a time that has been sampled."""
         return max(mib for at_s, mib in self.memory_mib if from_s <= at_s < until_s)
-
-    def kept_mib(self, phase: "Phase", everything: Sequence[Asked]) -> float:
-        """Return the most memory of a phase beyond what the open requests took.
-
-        A process returns little of what it once had, so its requests count as open from when most of them were.
-        """
-        begun = [(one.record.due_s, 1) for one in everything]
-        ended = [(one.record.ended_s, -1) for one in everything]
-        changes, is_open, most_open, kept_mib = deque(sorted(begun + ended)), 0, 0, 0.0
-        for at_s, mib in self.memory_mib:
-            while changes and changes[0][0] <= at_s:
-                is_open += changes.popleft()[1]
-                most_open = max(most_open, is_open)
-            if phase.from_s <= at_s < phase.until_s:
-                kept_mib = max(kept_mib, mib - OPEN_MIB * most_open)
-        return kept_mib
 
     async def caught_up_s(self, from_s: float, usual: int, limit_s: float) -> float | None:
         """Return the seconds after a moment until no more messages than usual waited; None: not within the limit."""
@@ -195,8 +177,7 @@ def _judge_backlog(stage: Stage, gauge: Gauge, phases: Sequence[Phase]) -> None:
 def _judge_memory(stage: Stage, gauge: Gauge, phases: Sequence[Phase]) -> None:
     peaks_mib = {phase.name: gauge.peak_mib(phase.from_s, phase.until_s) for phase in phases}
     stage.report.extras |= {f"gateway_mib_{name}": round(mib, 1) for name, mib in peaks_mib.items()}
-    kept_mib = {phase.name: gauge.kept_mib(phase, stage.callers.asked) for phase in phases}
-    grown_mib = max(kept_mib.values()) - kept_mib["before"]
+    grown_mib = max(peaks_mib.values()) - peaks_mib["before"]
     expect(stage.report, "gateway_grown_mib", grown_mib, at_most=GROWTH_LIMIT_MIB * stage.plan.slack)
 
 
