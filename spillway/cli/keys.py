@@ -90,7 +90,7 @@ async def rotate(
     _print_plaintext(key, plaintext, as_json=as_json)
     if not as_json:
         until = zoned_time(key.previous_until_unix_ms)
-        out.print(
+        err.print(
             f"[dim]the old one is valid until {until}[/dim]" if until else "[dim]the old one is invalid now[/dim]"
         )
     await notify_gateways(config)
@@ -183,4 +183,4 @@ def _checked(config: Config, changes: dict[str, Any]) -> dict[str, Any]:
 def _print_plaintext(key: ApiKey, plaintext: str, *, as_json: bool) -> None:
     print_secret(key_view(key, plaintext), plaintext, as_json=as_json)
     if key.expires_unix_ms is not None and not as_json:
-        out.print(f"[dim]valid until {zoned_time(key.expires_unix_ms)}[/dim]", soft_wrap=True)
+        err.print(f"[dim]valid until {zoned_time(key.expires_unix_ms)}[/dim]", soft_wrap=True)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from spillway.cli.context import out
+from spillway.cli.context import err, out
 
 TABLE_WIDTH_CHARS: Final = 140
 
@@ -47,12 +47,12 @@ def print_object(view: View, *, as_json: bool) -> None:
 
 
 def print_secret(view: View, secret: str, *, as_json: bool) -> None:
-    """Print the secret of an object that has just been made or rotated; as JSON, the object with it."""
+    """Print the secret of an object that has just been made or rotated: alone on stdout, or as JSON the object."""
     if as_json:
         out.print_json(data=view)
         return
     out.print(secret, markup=False, soft_wrap=True)
-    out.print(f"[dim]{view['id']}: save it now, it cannot be shown again[/dim]")
+    err.print(f"[dim]{view['id']}: save it now, it cannot be shown again[/dim]")
 
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
