@@ -177,7 +177,7 @@ def _of_attempt(attempt: RowMapping, received_unix_ms: int) -> Mapping[str, Any]
     copied = f"{counts} pool provider region tier {phases}"
     started_ms = max(0.0, attempt["started_unix_ms"] - received_unix_ms)
     return {name: attempt[name] for name in copied.split()} | {
-        # A worker may end an answer whose gateway is dead: the caller's connection was cut all the same.
+        # A worker can finish an answer after its gateway has died. The caller's connection was cut.
         "outcome": "cancelled" if attempt["outcome"] == "cancelled" else "failed",
         "completion_tokens": (attempt["resumed_tokens"] or 0) + attempt["completion_tokens"],
         "attempts": attempt["attempt"],

@@ -19,7 +19,7 @@ while IFS= read -r line; do
   printf '%s\n' "$line"
 done <env.example >"$draft"
 mv "$draft" "$target"
-# Containers' users read these; a checkout may be readable by its owner alone (umask 077).
+# Containers read these as users without rights. Under umask 077 only the checkout's owner could.
 chmod a+r spillway.toml ../haproxy/haproxy.cfg
 chmod -R a+rX ../prometheus ../grafana
 echo "Wrote $target. Keep a copy where backups live: the passwords and API keys depend on it."

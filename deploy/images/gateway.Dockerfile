@@ -53,7 +53,7 @@ HEALTHCHECK --interval=10s --timeout=3s --start-period=20s --retries=3 \
 
 # No tini: the process handles SIGTERM and SIGINT itself, also as process 1, and starts no children that it would have to
 # reap. The exec form keeps a shell from standing between it and the signal.
-# Last: a commit changes no other layer.
+# Last, so that a new commit reuses all other layers.
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version="0.1.0" org.opencontainers.image.revision=$REVISION
 ENTRYPOINT ["spillway"]

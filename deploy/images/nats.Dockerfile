@@ -3,7 +3,7 @@
 # own images never restarts the queue.
 FROM nats:2.15-alpine
 RUN mkdir -p /var/lib/nats && chown 10001:10001 /var/lib/nats && chmod 0700 /var/lib/nats
-# With modes of their own: a checkout may be readable by its owner alone (umask 077).
+# Set the modes: under umask 077 only the checkout's owner can read it.
 COPY --chmod=0644 deploy/nats/nats-server.conf /etc/nats/nats-server.conf
 COPY --chmod=0755 deploy/nats/health.sh /usr/local/bin/nats-health
 USER 10001:10001

@@ -45,7 +45,7 @@ HEALTHCHECK --interval=10s --timeout=3s --start-period=900s --retries=3 CMD ["te
 
 # The process handles SIGTERM (drain, end vLLM, exit) itself, also as process 1. The exec form keeps a
 # shell from standing between it and the signal.
-# Last: a commit changes no other layer.
+# Last, so that a new commit reuses all other layers.
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version="0.1.0" org.opencontainers.image.revision=$REVISION
 ENTRYPOINT ["spillway"]

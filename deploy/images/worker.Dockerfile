@@ -57,7 +57,7 @@ RUN if [ -n "$APT_PACKAGES" ]; then \
     fi
 
 COPY --from=build /opt/venv /opt/venv
-# A checkout may be readable by its owner alone (umask 077).
+# Set the modes: under umask 077 only the checkout's owner can read it.
 COPY --chmod=0755 models/spillway-demo /opt/spillway/models/spillway-demo
 # Models from a hub are kept in the data folder, so that a volume there saves downloading them again.
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/var/lib/spillway/huggingface
@@ -70,7 +70,7 @@ HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 CMD ["te
 
 # No tini: the process handles SIGTERM (drain, then exit) itself, also as process 1, and starts no children that it would
 # have to reap. The exec form keeps a shell from standing between it and the signal.
-# Last: a commit changes no other layer.
+# Last, so that a new commit reuses all other layers.
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version="0.1.0" org.opencontainers.image.revision=$REVISION
 ENTRYPOINT ["spillway"]
