@@ -327,6 +327,19 @@ def test_what_is_waited_for_as_healthy_has_a_check() -> None:
                 assert "test" in services()[name]["healthcheck"]
 
 
+def test_the_rolling_restart_takes_every_service_that_reads_the_configuration_one_after_the_other() -> None:
+    script = (ROOT / "deploy/compose/roll.sh").read_text()
+    looped = re.search(r"^for service in (.+); do$", script, re.MULTILINE)
+    assert looped is not None
+    reading = {
+        name
+        for name, service in services().items()
+        if "spillway" in str(service.get("configs")) and "profiles" not in service and name != "migrate"
+    }
+    assert set(looped[1].split()) == reading
+    assert "--no-deps" not in re.sub(r"^ *#.*$", "", script, flags=re.MULTILINE)
+
+
 def test_build_arguments_are_ones_that_the_dockerfile_has() -> None:
     """Docker ignores others: the controller's image was built without its drivers."""
     built = [service["build"] for service in ALL_SERVICES.values() if "build" in service]
