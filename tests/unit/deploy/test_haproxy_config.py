@@ -27,7 +27,7 @@ def test_servers_are_the_gateways_of_the_compose_file() -> None:
     text = HAPROXY_CONFIG.read_text()
     for name in ("gateway-1", "gateway-2"):
         assert name in services()
-        assert text.count(f"server {name} {name}:8000") == 2  # among those in health, and among all
+        assert text.count(f"server {name} {name}:8000") == 3  # in health, not shutting down, listening
     assert "bind 127.0.0.1:8404" in text
     assert "http://127.0.0.1:8404/ready" in services()["load-balancer"]["healthcheck"]["test"]
 
@@ -182,6 +182,22 @@ async def test_a_degraded_gateway_comes_second_and_a_leaving_one_gets_nothing(tm
         one.status = "leaving"
         await until_answered_by(haproxy, {"two"})
         assert await haproxy.health() == 200
+
+
+@needs_haproxy
+@pytest.mark.servers
+async def test_gateways_that_fail_all_checks_are_asked_as_long_as_they_listen(tmp_path: Path) -> None:
+    """Overloaded gateways answer their checks late. A late answer is better than an error."""
+    async with (
+        running_gateway("one") as one,
+        running_gateway("two") as two,
+        running_haproxy(tmp_path, one.port, two.port) as haproxy,
+        asyncio.timeout(HANGS_S),
+    ):
+        one.status = two.status = "leaving"
+        while await haproxy.health() != 503:
+            await asyncio.sleep(0.01)
+        await until_answered_by(haproxy, {"one", "two"})
 
 
 PAGES = ["/admin/v1/keys", "/dashboard", "/dashboard/live", "/login", "/login/oidc/callback?code=1", "/logout"]
