@@ -1,4 +1,4 @@
-"""deploy/kubernetes/overlays/fleet: its command, with its configuration, scales its Deployment."""
+"""The controller of deploy/helm/spillway: its command, with its configuration, scales its Deployment."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,8 @@ from protocol.nats.bus import Bus
 from protocol.nats.topology import QueueBounds, apply
 from tests.fleet.kubernetes_api import KubernetesApi
 from tests.fleet.rigs import write_kubeconfig
+from tests.unit.deploy.chart import config_text, containers, rendered
 from tests.unit.deploy.description import CONFIG_TARGET, ROOT
-from tests.unit.deploy.kustomization import KUBERNETES, containers, rendered
 from tests.waiting import until
 
 
@@ -37,10 +37,9 @@ def environment(tmp_path: Path, nats_url: str) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def controller(tmp_path: Path, environment: dict[str, str]) -> AsyncIterator[asyncio.subprocess.Process]:
-    manifests = rendered(KUBERNETES / "overlays/fleet")
+    manifests = rendered("fleet")
     [container] = [one for manifest in manifests for one in containers(manifest) if one["name"] == "fleet"]
-    [config] = [manifest["data"] for manifest in manifests if manifest["kind"] == "ConfigMap"]
-    (tmp_path / "spillway.toml").write_text(config["spillway.toml"])
+    (tmp_path / "spillway.toml").write_text(config_text(manifests))
     paths = {CONFIG_TARGET: str(tmp_path / "spillway.toml"), "/tmp/ready": str(tmp_path / "ready")}
     arguments = [paths.get(word, word) for word in container["args"]]
     process = await asyncio.create_subprocess_exec(

@@ -18,7 +18,7 @@ from fleet.machine import Order, labels_of, new_machine_id
 from fleet.settings import KubernetesSettings, SaladSettings
 from tests.fleet import kubernetes_api, salad_api
 from tests.fleet.rigs import FLEET, POOL, driver_of, write_kubeconfig
-from tests.unit.deploy.kustomization import KUBERNETES, rendered
+from tests.unit.deploy.chart import rendered
 
 SHORT_S = 1.0  # of waiting for what never comes
 
@@ -118,7 +118,7 @@ async def test_a_pod_that_is_about_to_go_is_not_kept_by_the_next_launch(
     assert cluster.replicas == 1
 
 
-async def test_the_role_of_the_overlay_allows_what_is_asked_and_nothing_else(
+async def test_the_role_of_the_chart_allows_what_is_asked_and_nothing_else(
     cluster: kubernetes_api.KubernetesApi, deployment: ReplicaDriver
 ) -> None:
     cluster.nodes = 1
@@ -130,7 +130,7 @@ async def test_the_role_of_the_overlay_allows_what_is_asked_and_nothing_else(
         ("list" if call.path == kubernetes_api.PODS else verbs[call.method], resources.get(call.path, "pods"))
         for call in cluster.calls
     }
-    [role] = [one for one in rendered(KUBERNETES / "overlays/fleet") if one["kind"] == "Role"]
+    [role] = [one for one in rendered("fleet") if one["kind"] == "Role"]
     assert asked == {(verb, of) for rule in role["rules"] for of in rule["resources"] for verb in rule["verbs"]}
 
 

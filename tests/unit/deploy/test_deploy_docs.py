@@ -20,8 +20,18 @@ from pool_worker.settings import ServerEngineSettings, WorkerSettings
 from spillway.cli import app
 from spillway.cli.worker import _of_pool, _resolve
 from spillway.config import Config, config_without_file
+from tests.unit.deploy.chart import (
+    CHART,
+    HELM_FOLDER,
+    Manifest,
+    config_text,
+    containers,
+    documents,
+    one,
+    pod_of,
+    rendered,
+)
 from tests.unit.deploy.description import DOCKERFILES, ROOT, options_of, tool
-from tests.unit.deploy.kustomization import KUBERNETES, Manifest, containers, documents, rendered
 
 DOCS = ROOT / "docs/deploy"
 PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "deploy/skypilot/README.md", ROOT / "deploy/salad/README.md"]
@@ -255,7 +265,7 @@ def test_a_skypilot_task_starts_the_pool_of_its_page(path: Path) -> None:
 
 
 def test_the_servers_of_all_ways_are_one_version() -> None:
-    places = [ROOT / "deploy/compose/vllm.yml", *KUBERNETES.rglob("worker.yaml"), ROOT / "deploy/skypilot/worker.sh"]
+    places = [ROOT / "deploy/compose/vllm.yml", *CHART.rglob("*.yaml"), ROOT / "deploy/skypilot/worker.sh"]
     found = {
         v for p in [*places, *DOCKERFILES] for v in re.findall(r"(?:vllm==|vllm-openai:\S*v)([\d.]+)", p.read_text())
     }
@@ -338,28 +348,32 @@ def test_the_pod_of_runpod_starts_the_pool_of_its_page() -> None:
     assert pod["gpuCount"] == 1
 
 
-def test_the_page_of_coreweave_has_the_configuration_of_the_overlay() -> None:
-    assert (
-        blocks(DOCS / "coreweave.md", "toml")[0]
-        in (KUBERNETES / "overlays/remote-pool/spillway.toml").read_text() + "\n"
-    )
+def test_the_page_of_coreweave_has_the_configuration_of_the_example() -> None:
+    said = tomllib.loads(blocks(DOCS / "coreweave.md", "toml")[0])
+    assert said == tomllib.loads(config_text(rendered("remote-pool")))
 
 
-def test_an_overlay_of_ones_own_can_be_rendered(tmp_path: Path) -> None:
+def test_values_of_ones_own_can_be_rendered(tmp_path: Path) -> None:
     [text] = blocks(DOCS / "kubernetes.md", "yaml")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "spillway").symlink_to(ROOT)
-    (tmp_path / "mine/kustomization.yaml").write_text(text)
-    (tmp_path / "mine/spillway.toml").write_text((KUBERNETES / "overlays/vllm/spillway.toml").read_text())
-    manifests = rendered(tmp_path / "mine")
-    images = {c["image"] for m in manifests for c in containers(m) if "demo" not in m["metadata"]["name"]}
+    (tmp_path / "mine.yaml").write_text(text)
+    manifests = rendered("vllm", "--values", str(tmp_path / "mine.yaml"))
+    images = {c["image"] for m in manifests for c in containers(m)}
     assert {image for image in images if "spillway" in image} == {
         "registry.example.com/spillway-gateway:0.1.0",
         "registry.example.com/spillway-sidecar:0.1.0",
     }
-    assert [
-        m["spec"]["replicas"] for m in manifests if m["metadata"]["name"] == "worker-vllm" and "replicas" in m["spec"]
-    ] == [3]
+    assert one(manifests, "Deployment", "spillway-worker-vllm")["spec"]["replicas"] == 3
+
+
+def test_the_page_s_table_has_values_that_exist() -> None:
+    table = (DOCS / "kubernetes.md").read_text().partition("## Values worth knowing\n")[2].partition("\n## ")[0]
+    keys = re.findall(r"^\| `(\S+?)`", table, re.MULTILINE)
+    assert len(keys) > 10
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    for key in keys:
+        node = schema
+        for part in key.split("."):
+            node = schema["$defs"]["pool"] if part == "NAME" else node["properties"][part]
 
 
 def test_the_secrets_of_the_page_are_those_that_are_read(tmp_path: Path) -> None:
@@ -376,9 +390,9 @@ def test_the_secrets_of_the_page_are_those_that_are_read(tmp_path: Path) -> None
             words = call.split("\n")
             literals = [word.removeprefix("--from-literal=") for word in words if word.startswith("--from-literal=")]
             made[words[3]] = {name: value for name, _, value in (literal.partition("=") for literal in literals)}
-    nats = documents(KUBERNETES / "nats/values.yaml")[0]["container"]["env"]
+    nats = documents(HELM_FOLDER / "nats/values.yaml")[0]["container"]["env"]
     assert {name: set(values) for name, values in made.items()} == {
-        "spillway": set(documents(KUBERNETES / "base/secret.example.yaml")[0]["stringData"]),
+        "spillway": set(documents(CHART / "values.yaml")[0]["secret"]["keys"].values()),
         "spillway-nats": {v["valueFrom"]["secretKeyRef"]["key"] for v in nats.values() if isinstance(v, dict)},
     }
     password, cluster = made["spillway-nats"]["password"], made["spillway-nats"]["cluster-password"]
@@ -397,7 +411,8 @@ def test_manifests_in_the_text_are_valid() -> None:
     claim, job = manifests
     [container] = containers(job)
     assert container["command"][0] == "hf"
-    vllm = documents(KUBERNETES / "pools/vllm/worker.yaml")[0]["spec"]["template"]["spec"]
+    vllm = pod_of(one(rendered("vllm"), "Deployment", "spillway-worker-vllm"))
+    assert vllm is not None
     assert {
         "name": "models",
         "persistentVolumeClaim": {"claimName": claim["metadata"]["name"], "readOnly": True},
