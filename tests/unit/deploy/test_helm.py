@@ -210,6 +210,24 @@ def test_each_pod_gets_its_own_credentials_of_the_queue_and_who_vouches_for_it()
     assert found == {GATEWAY: "gateway.creds", LEDGER: "ledger.creds", FLEET: "fleet.creds", VLLM: "pool-vllm.creds"}
 
 
+def test_a_controller_of_machines_elsewhere_has_their_address_of_the_queue_and_their_keys(tmp_path: Path) -> None:
+    text = config_text(rendered("production"))
+    path = tmp_path / "spillway.toml"
+    path.write_text(f'{text}\n[fleet]\nworker_keys = "/etc/spillway-credentials/worker-keys.json"\n')
+    settings = ("fleet.enabled=true", "secret.keys.fleetNatsUrls=fleet-nats-urls")
+    options = [word for setting in settings for word in ("--set", setting)]
+    manifests = rendered("production", *options, "--set-file", f"config={path}")
+    fleet = one(manifests, "Deployment", FLEET)
+    assert secrets_of(containers(fleet)[0])["SPILLWAY_NATS__URLS"] == "fleet-nats-urls"
+    assert secrets_of(containers(one(manifests, "StatefulSet", GATEWAY))[0])["SPILLWAY_NATS__URLS"] == "nats-urls"
+    pod = pod_of(fleet)
+    assert pod is not None
+    [secret] = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "credentials"]
+    assert [item["path"] for item in secret["items"]] == ["fleet.creds", "worker-keys.json"]
+    external = one(manifests, "ExternalSecret", "spillway")["spec"]["data"]
+    assert {entry["secretKey"] for entry in external} == {*SECRET, "fleet-nats-urls"}
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_commands_and_configuration_fit_each_other(example: str, tmp_path: Path) -> None:
     manifests = rendered(example)
@@ -500,6 +518,9 @@ def test_the_queue_is_open_to_us_to_those_outside_who_are_named_and_to_what_watc
     assert open_to("keda")[8222] == [in_namespace("keda")]
     assert open_to("production")[8222] == [in_namespace("monitoring")]
     assert way_out(rendered("remote-pool"), VLLM)[4222] == [in_network("203.0.113.10/32")]
+    assert way_out(rendered("remote-pool", "--set", "networkPolicies.queue.cidrs=null"), VLLM)[4222] == []  # any
+    balancer = rendered("demo", "--set", "networkPolicies.queue.cidrs={203.0.113.10/32}")
+    assert way_out(balancer, GATEWAY)[4222][1:] == [in_network("203.0.113.10/32")]
 
 
 def test_policies_can_be_left_to_others() -> None:

@@ -110,14 +110,15 @@ securityContext:
 {{- define "spillway.env" -}}
 {{- $root := index . 0 -}}
 {{- $keys := index . 1 -}}
-{{- $variables := dict "natsUrls" "SPILLWAY_NATS__URLS" "databaseUrl" "SPILLWAY_DATABASE__URL" "keyPepper" "SPILLWAY_AUTH__PEPPER" -}}
+{{- $secret := $root.Values.secret -}}
+{{- $variables := dict "natsUrls" "SPILLWAY_NATS__URLS" "fleetNatsUrls" "SPILLWAY_NATS__URLS" "databaseUrl" "SPILLWAY_DATABASE__URL" "keyPepper" "SPILLWAY_AUTH__PEPPER" -}}
 env:
   - { name: SPILLWAY_DATA_DIR, value: /var/lib/spillway }
   {{- range $keys }}
   - name: {{ get $variables . }}
-    valueFrom: { secretKeyRef: { name: {{ $root.Values.secret.name }}, key: {{ get $root.Values.secret.keys . }} } }
+    valueFrom: { secretKeyRef: { name: {{ $secret.name }}, key: {{ get $secret.keys . | default $secret.keys.natsUrls }} } }
   {{- end }}
-  {{- if has "natsUrls" $keys }}
+  {{- if or (has "natsUrls" $keys) (has "fleetNatsUrls" $keys) }}
   {{- if $root.Values.nats.credentialsSecret }}
   - { name: SPILLWAY_NATS__CREDENTIALS, value: /etc/spillway-credentials }
   {{- end }}
@@ -142,7 +143,7 @@ env:
 {{- end }}
 {{- end }}
 
-{{- /* Of: root, the name of its file of credentials, sizes of /tmp and of the data folder; no size: it is a claim. */}}
+{{- /* Of: root, the names of its files of credentials, sizes of /tmp and of the data folder; no size: it is a claim. */}}
 {{- define "spillway.volumes" -}}
 {{- $root := index . 0 -}}
 {{- $nats := $root.Values.nats -}}
@@ -153,7 +154,12 @@ env:
 {{- end }}
 {{- if $nats.credentialsSecret }}
 - name: credentials
-  secret: { secretName: {{ $nats.credentialsSecret }}, items: [{ key: {{ index . 1 }}.creds, path: {{ index . 1 }}.creds }] }
+  secret:
+    secretName: {{ $nats.credentialsSecret }}
+    items:
+      {{- range index . 1 }}
+      - { key: {{ . }}, path: {{ . }} }
+      {{- end }}
 {{- end }}
 {{- if $nats.caSecret }}
 - { name: ca, secret: { secretName: {{ $nats.caSecret }}, items: [{ key: ca.crt, path: ca.crt }] } }
