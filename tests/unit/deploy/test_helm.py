@@ -10,12 +10,14 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from fleet.settings import KubernetesSettings
 from gateway.batches.storage.registry import FOLDER
 from gateway.endpoints.routes import health_router
 from pool_worker.settings import ServerEngineSettings
 from protocol import subjects
+from spillway.cli import app
 from spillway.config import Config, load_config
 from tests.shipped import NATS_CONFIG
 from tests.unit.deploy.chart import (
@@ -141,6 +143,9 @@ def test_volumes_and_mounts_are_the_same(manifest: Manifest) -> None:
     mounted = {mount["name"] for container in containers(manifest) for mount in container["volumeMounts"]}
     assert mounted == {*claimed, *(volume["name"] for volume in pod["volumes"])}
     assert all(volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"] if "emptyDir" in volume)
+    for container in containers(manifest):  # a server-side apply, as Helm 4 does it, refuses a name that comes twice
+        names = [variable["name"] for variable in container.get("env", [])]
+        assert len(names) == len(set(names))
 
 
 def test_images_are_those_that_are_built_here() -> None:
@@ -382,6 +387,24 @@ def test_the_migration_runs_before_the_rest_and_needs_the_secret_alone() -> None
     assert int(annotations["helm.sh/hook-weight"]) < int(hooks.get("helm.sh/hook-weight", 0))
     every = [m for example in EXAMPLES for m in rendered(example)]
     assert {m["kind"] for m in every if "helm.sh/hook" in str(m)} == {"Job", "ExternalSecret"}
+
+
+def test_the_migration_s_command_needs_no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [container] = containers(one(rendered("production"), "Job", MIGRATE))
+    arguments = [str(tmp_path / "data") if word == "/var/lib/spillway" else word for word in container["args"]]
+    monkeypatch.chdir(tmp_path)
+    assert set(secrets_of(container)) == {"SPILLWAY_DATABASE__URL"}
+    done = CliRunner().invoke(app, arguments, env={"SPILLWAY_DATABASE__URL": f"sqlite:///{tmp_path}/spillway.db"})
+    assert (done.exit_code, done.stdout.partition(" ->")[0]) == (0, "database schema: none"), done.output
+
+
+def test_a_packaged_chart_is_the_same(tmp_path: Path) -> None:
+    """Rules and boards are links that lead out of the chart."""
+    assert run_helm("package", str(CHART), "--destination", str(tmp_path)).returncode == 0
+    [package] = tmp_path.glob("*.tgz")
+    values = ["--values", str(HELM_FOLDER / "examples/production.yaml")]
+    done = run_helm("template", RELEASE, str(package), "--namespace", "spillway", *values)
+    assert done.stdout == template("production").stdout
 
 
 def test_a_store_of_secrets_fills_the_secret_that_the_pods_read() -> None:
