@@ -841,6 +841,11 @@ def test_every_value_is_in_the_schema_and_has_its_comment() -> None:
         re.findall(r"^#   (vllm|keda):", text, re.MULTILINE)
     )
     assert of_pool == set(schema["$defs"]["pool"]["properties"])
+    lines = text.splitlines()
+    keys = [number for number, line in enumerate(lines) if re.match(r" *[\w./-]+:", line)]
+    assert len(keys) > 90
+    bare = [lines[n] for n in keys if "# " not in lines[n] and "# " not in lines[n - 1] and not lines[n].endswith(":")]
+    assert bare == []
 
 
 def test_the_notes_say_commands_that_exist() -> None:
