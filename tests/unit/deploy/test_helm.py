@@ -37,6 +37,7 @@ from tests.unit.deploy.chart import (
     template,
 )
 from tests.unit.deploy.description import CONFIG_TARGET, DOCKERFILES, ROOT, compose, options_of
+from tests.unit.deploy.test_boards import exposed
 
 STOP_MARGIN_S = 5.0  # between what a process allows itself and its being killed
 OLDEST, NEWEST = (
@@ -732,7 +733,7 @@ def test_the_controller_reaches_queue_database_and_api_server_and_nobody_reaches
 # --- monitoring
 
 
-def test_prometheus_scrapes_the_gateways_as_its_rules_expect() -> None:
+async def test_prometheus_scrapes_the_gateways_as_its_rules_expect() -> None:
     spec = one(rendered("production"), "ServiceMonitor", GATEWAY)["spec"]
     service = one(rendered("production"), "Service", GATEWAY)
     assert spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
@@ -744,6 +745,9 @@ def test_prometheus_scrapes_the_gateways_as_its_rules_expect() -> None:
         "credentials": {"name": "spillway-metrics", "key": "key"},
     }
     [scrape] = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    labels = set().union(*(await exposed()).values())
+    assert labels & {"container", "endpoint", "namespace", "pod", "service"}  # of the operator's targets
+    assert endpoint["honorLabels"] is True
     assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": scrape["job_name"]}]
 
 
@@ -764,6 +768,16 @@ def test_rules_and_boards_are_those_that_are_shipped() -> None:
     files = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
     assert boards == {f"spillway-{path.name}": json.loads(path.read_text()) for path in files}
     assert not CUSTOM_KINDS & {m["kind"] for m in rendered("demo")}
+
+
+def test_custom_resources_are_of_the_versions_that_their_operators_serve() -> None:
+    every = [m for example in EXAMPLES for m in rendered(example) if m["kind"] in CUSTOM_KINDS]
+    assert {manifest["kind"]: manifest["apiVersion"] for manifest in every} == {
+        "ExternalSecret": "external-secrets.io/v1",
+        "PrometheusRule": "monitoring.coreos.com/v1",
+        "ScaledObject": "keda.sh/v1alpha1",
+        "ServiceMonitor": "monitoring.coreos.com/v1",
+    }
 
 
 # --- values
