@@ -630,6 +630,22 @@ def test_all_that_a_pool_says_arrives(tmp_path: Path) -> None:
     kubernetes_validate.validate(workers, NEWEST, strict=True)
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "model", "loaded"),
+    [
+        ("/models/qwen-7b/tokenizer.json", "", "/models/qwen-7b"),
+        ("/models/qwen-7b", "s3://bucket/qwen-7b", "s3://bucket/qwen-7b"),
+    ],
+)
+def test_vllm_loads_the_tokenizer_s_folder_or_what_is_named(
+    tokenizer: str, model: str, loaded: str, tmp_path: Path
+) -> None:
+    (tmp_path / "spillway.toml").write_text(config_text(rendered("keda")).replace("/models/qwen-7b", tokenizer))
+    options = ("--set-file", f"config={tmp_path / 'spillway.toml'}", "--set", f"pools.vllm.vllm.model={model}")
+    [vllm, _] = containers(one(rendered("keda", *options), "Deployment", VLLM))
+    assert vllm["args"][:2] == ["--model", loaded]
+
+
 def test_our_engine_gets_its_gpu_and_cpus_what_they_compile_for() -> None:
     workers = one(rendered("gpu"), "Deployment", f"{RELEASE}-worker-gpu")
     [worker] = containers(workers)
@@ -851,10 +867,14 @@ def test_every_value_is_in_the_schema_and_has_its_comment() -> None:
                 compare(value, described["properties"][key], f"{path}.{key}")
 
     compare(yaml.safe_load(text), schema, "")
+    pool = schema["$defs"]["pool"]["properties"]
+    for part in ("vllm", "keda"):
+        block = text.partition(f"#   {part}: ")[2].partition("\n#   k")[0].partition("\npools:")[0]
+        assert set(re.findall(r"^#     (\w+): ", block, re.MULTILINE)) == set(pool[part]["properties"])
     of_pool = set(re.findall(r"^#   (\w+): ", text, re.MULTILINE)) | set(
         re.findall(r"^#   (vllm|keda):", text, re.MULTILINE)
     )
-    assert of_pool == set(schema["$defs"]["pool"]["properties"])
+    assert of_pool == set(pool)
     lines = text.splitlines()
     keys = [number for number, line in enumerate(lines) if re.match(r" *[\w./-]+:", line)]
     assert len(keys) > 90
