@@ -61,6 +61,7 @@ PODS = [
 ]
 GATEWAY, LEDGER, MIGRATE, FLEET = (f"{RELEASE}-{part}" for part in ("gateway", "ledger", "migrate", "fleet"))
 VLLM = f"{RELEASE}-worker-vllm"
+REMOTE = f"{RELEASE}-worker-coreweave"
 
 
 def is_ours(container: Manifest) -> bool:
@@ -419,12 +420,18 @@ def test_a_store_of_secrets_fills_the_secret_that_the_pods_read() -> None:
     assert [e["secretKey"] for e in one(remote, "ExternalSecret", "spillway")["spec"]["data"]] == ["nats-urls"]
 
 
+def test_both_clouds_have_the_same_pool() -> None:
+    home, remote = (tomllib.loads(config_text(rendered(example))) for example in ("vllm", "remote-pool"))
+    assert remote["pools"] == {"coreweave": home["pools"]["coreweave"]}
+    assert remote["models"] == home["models"]
+
+
 def test_a_cluster_with_gpus_only_has_no_home() -> None:
     kinds = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in rendered("remote-pool")}
     assert kinds == {
         ("ConfigMap", RELEASE),
-        ("Deployment", VLLM),
-        ("PodDisruptionBudget", VLLM),
+        ("Deployment", REMOTE),
+        ("PodDisruptionBudget", REMOTE),
         ("NetworkPolicy", f"{RELEASE}-names-only"),
         ("NetworkPolicy", f"{RELEASE}-to-queue"),
     }
@@ -541,8 +548,8 @@ def test_the_queue_is_open_to_us_to_those_outside_who_are_named_and_to_what_watc
     assert open_to("vllm")[4222][1:] == [in_network("198.51.100.0/24")]
     assert open_to("keda")[8222] == [in_namespace("keda")]
     assert open_to("production")[8222] == [in_namespace("monitoring")]
-    assert way_out(rendered("remote-pool"), VLLM)[4222] == [in_network("203.0.113.10/32")]
-    assert way_out(rendered("remote-pool", "--set", "networkPolicies.queue.cidrs=null"), VLLM)[4222] == []  # any
+    assert way_out(rendered("remote-pool"), REMOTE)[4222] == [in_network("203.0.113.10/32")]
+    assert way_out(rendered("remote-pool", "--set", "networkPolicies.queue.cidrs=null"), REMOTE)[4222] == []  # any
     balancer = rendered("demo", "--set", "networkPolicies.queue.cidrs={203.0.113.10/32}")
     assert way_out(balancer, GATEWAY)[4222][1:] == [in_network("203.0.113.10/32")]
 
@@ -577,13 +584,14 @@ def test_the_ingress_publishes_the_api_and_nothing_else() -> None:
 @pytest.mark.parametrize("example", ON_VLLM)
 def test_the_worker_is_beside_the_server_that_it_is_configured_for(example: str, tmp_path: Path) -> None:
     manifests = rendered(example)
-    pod = pod_of(one(manifests, "Deployment", VLLM))
+    name = "coreweave" if example == "remote-pool" else "vllm"
+    pod = pod_of(one(manifests, "Deployment", f"{RELEASE}-worker-{name}"))
     assert pod is not None
     [vllm], [worker] = pod["initContainers"], pod["containers"]
     assert vllm["restartPolicy"] == "Always"  # a side-car: ended after the worker
     assert vllm["image"] == "vllm/vllm-openai:v0.32.0"
     arguments = dict(zip(vllm["args"][::2], vllm["args"][1::2], strict=True))
-    settings = config_for(manifests, worker, tmp_path).worker_settings("vllm")
+    settings = config_for(manifests, worker, tmp_path).worker_settings(name)
     engine = settings.engine
     assert isinstance(engine, ServerEngineSettings)
     assert engine.url == f"http://{arguments['--host']}:{arguments['--port']}"
