@@ -100,7 +100,7 @@ def instructions(dockerfile: Path) -> list[tuple[str, str]]:
 
 def copied_sources(dockerfile: Path) -> list[str]:
     """Return what a Dockerfile takes from the build context."""
-    found = []
+    found: list[str] = []
     for name, arguments in instructions(dockerfile):
         if name == "COPY" and not arguments.startswith("--from"):
             found.extend(source for source in arguments.split()[:-1] if not source.startswith("--"))
