@@ -16,12 +16,9 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import AsyncIterator
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,9 +36,9 @@ from benchmarks.gateway_overhead import (
     Target,
     machine,
 )
+from benchmarks.older_code import ROOT, unpack
 from benchmarks.overhead_tables import PATH_PROCESSES
 
-ROOT: Final = Path(__file__).parents[1]
 MAX_TRIES_A_PAIR: Final = 4  # of all pairs together, this many times as many are made at most
 START_LIMIT_S: Final = 120.0
 STOP_LIMIT_S: Final = 60.0
@@ -58,13 +55,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def unpack(commit: str, folder: Path) -> None:
-    """Put a commit's files into a folder. Raises CalledProcessError, having said why, if there is no such commit."""
-    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
-        files.extractall(folder, filter="data")
 
 
 @contextlib.asynccontextmanager

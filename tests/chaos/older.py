@@ -3,24 +3,19 @@
 import os
 import subprocess
 import sys
-import tarfile
-from io import BytesIO
 from pathlib import Path
 
+from benchmarks.older_code import unpack
 from migrations import BRIDGE
 
 OLDER_COMMIT = BRIDGE.removeprefix("commit ")  # no older one's database is upgraded
 ITS_PACKAGES = ("authlib==1.9.9",)  # that this release does without
-ROOT = Path(__file__).parents[2]
 MIGRATE = "import sys; from migrations import upgrade; upgrade(sys.argv[1])"
 
 
 def unpack_older(folder: Path) -> dict[str, str]:
     """The environment in which Python runs the older release's code, unpacked into ``folder``."""
-    archive = subprocess.run(["git", "archive", OLDER_COMMIT], cwd=ROOT, capture_output=True, check=False)
-    assert archive.returncode == 0, f"the older commit is needed: {archive.stderr.decode()}"
-    with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
-        files.extractall(folder, filter="data")
+    unpack(OLDER_COMMIT, folder)
     return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
 
 

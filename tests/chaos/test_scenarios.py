@@ -12,7 +12,10 @@ from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.system import System
 from tests.nats_server import NatsServer
 
-READ = "import sys, pathlib; from spillway.config import load_config; load_config(pathlib.Path(sys.argv[1]), env={})"
+READ = (
+    "import sys, pathlib; from importlib.metadata import version; from spillway.config import load_config; "
+    "load_config(pathlib.Path(sys.argv[1]), env={}); print(version('spillway'))"
+)
 
 
 def test_a_name_is_of_one_scenario() -> None:
