@@ -12,7 +12,9 @@ compose() {
 compose up --detach --no-build --wait nats postgres
 compose run --rm migrate
 # No --no-deps: Compose before 2.30 would remember the service as a different one and recreate it at the next plain `up`.
-for service in ledger worker gateway-1 gateway-2; do
+# A worker of another pool is a service of docker-compose.override.yml whose name begins with "worker".
+workers=$(docker compose config --services | grep '^worker')
+for service in ledger $workers gateway-1 gateway-2; do
   compose up --detach --no-build --force-recreate --wait "$service"
 done
 compose up --detach --no-build --wait

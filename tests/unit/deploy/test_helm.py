@@ -841,7 +841,7 @@ def test_a_wrong_value_is_refused_by_its_key(setting: str, key: str) -> None:
         ("[pools.vllm", "[pools.other", "pools.vllm: the configuration has no [pools.vllm]"),
         ('kind = "vllm"', 'kind = "sglang"', "pools.vllm.engine.kind must be vllm"),
         ("http://127.0.0.1:8000", "http://vllm:8000", "pools.vllm.engine.url must be http://127.0.0.1:PORT"),
-        ("leave_s = 10.0", "leave_s = 5.0", "gateway.timeouts.leave_s must be above 6"),
+        ("leave_s = 10.0", "leave_s = 5.0", "gateway.timeouts.leave_s must be above 9"),
         ("spillway-worker-vllm", "worker-vllm", "deployment must be spillway-worker-vllm"),
         ('namespace = "spillway"', 'namespace = "llm"', "pools.vllm.fleet.driver.namespace must be spillway"),
     ],
