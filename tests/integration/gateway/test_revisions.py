@@ -108,8 +108,7 @@ async def test_no_answer_is_of_two_revisions(start_gateway: Start, nats_url: str
         async with asking(gateway, streams, answers):
             await stack.enter_async_context(running_worker(settings_for(nats_url, "new", "new")))
             for stop in stops:  # the first hands back to the second, which soon leaves as well
-                stop.request()
-                stop.request()
+                stop.request(0)
     changed = [one for one in streams if one.error is not None]
     assert {one.error for one in changed} <= {"model_changed"}
     for one in streams:
@@ -131,8 +130,7 @@ async def test_a_stream_finds_its_own_weights_among_others(start_gateway: Start,
             await stack.enter_async_context(running_worker(settings_for(nats_url, "new1", "new")))
             await stack.enter_async_context(running_worker(settings_for(nats_url, "new2", "new")))
             await stack.enter_async_context(running_worker(settings_for(nats_url, "old2", "old")))
-            first.request()
-            first.request()
+            first.request(0)
     assert [one.error for one in streams] == [None] * STREAMS
     assert [one.text for one in streams] == [answer_by("old", one.prompt) for one in streams]
 
@@ -147,6 +145,5 @@ async def test_an_operator_may_call_two_pools_the_same(start_gateway: Start, nat
         async with asking(gateway, [one], []):
             name = "v3" if declared else "v3-float"
             await stack.enter_async_context(running_worker(settings_for(nats_url, "new", name)))
-            first.request()
-            first.request()
+            first.request(0)
     assert one.error == (None if declared else "model_changed")
