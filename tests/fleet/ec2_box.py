@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections import Counter
@@ -208,8 +209,12 @@ class Ec2Box:
 
     def _maybe_lose_the_answer(self) -> None:
         if self.lose_answers > 0:
+            import flask
+
             self.lose_answers -= 1
-            raise ConnectionAbortedError("nobody hears this")  # the server answers 500, which says nothing
+            connection: socket.socket = flask.request.environ["werkzeug.socket"]
+            connection.shutdown(socket.SHUT_RDWR)  # the server would keep it open, and its caller would wait
+            raise ConnectionAbortedError("nobody hears this")
 
     async def _host(self) -> None:
         while True:
