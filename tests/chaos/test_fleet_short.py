@@ -4,11 +4,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.chaos.load_scenarios import LOAD_SCENARIOS
-from tests.chaos.load_scenarios.fleet import FLEET, STEPS_SHAPE
+from tests.chaos.load_scenarios.fleet import FLEET, POOL, STEPS_SHAPE
 from tests.chaos.load_scenarios.plan import LoadPlan, run_load
 
 NO_MATTER_HOW_LATE = 1000.0
-SHAPE = replace(STEPS_SHAPE, fleet={**FLEET, "idle_s": 4.0, "cool_down_s": 4.0})
+SHAPE = replace(
+    STEPS_SHAPE,
+    fleet={**FLEET, "idle_s": 4.0, "cool_down_s": 4.0},
+    worker_settings={
+        **STEPS_SHAPE.worker_settings,
+        "fleet": {**POOL, "max_workers": 3, "driver": {"kind": "process", "places": ["a", "b"]}},
+    },
+)
 
 
 async def test_a_pool_follows_its_load_and_wakes_from_nothing(tmp_path: Path) -> None:
