@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.ports import free_port
 from tests.nats_server import NatsCluster, NatsServer
 from tests.unit.deploy.description import ENVIRONMENT, ROOT, services
+from tests.unit.deploy.nats_chart import Values, as_text, server_config, values_of
 from tests.waiting import HANGS_S
 
 NATS_CONFIG = ROOT / "deploy/nats/nats-server.conf"
@@ -25,6 +26,7 @@ LEAF_CONFIG = ROOT / "deploy/nats/leaf.conf"
 CLUSTER_CONFIG = ROOT / "deploy/nats/cluster.conf"
 NATS_HEALTH = ROOT / "deploy/nats/health.sh"
 HAPROXY_CONFIG = ROOT / "deploy/haproxy/haproxy.cfg"
+PASSWORD = "n" + "4" * 64
 HAPROXY_CONNECTIONS = 20_000  # as shipped, or as many as this machine's limit on open files is good for
 FURTHER_FILES = 100  # that HAProxy has open besides two for each connection
 
@@ -96,6 +98,52 @@ class ShippedLeaf(ShippedNats):
         config = self.folder / LEAF_CONFIG.name
         config.write_text(with_ours(LEAF_CONFIG.read_text(), ours))
         return config
+
+
+class ChartNats(NatsServer):
+    """A server with what NATS' own chart makes of our values."""
+
+    def __init__(self, folder: Path, config: Values, environment: Mapping[str, str]) -> None:
+        """``config``: of ``server_config``, with addresses, ports and certificates of the test's own."""
+        super().__init__(folder)
+        self.environment = {**os.environ, "SERVER_NAME": folder.name, "NATS_PASSWORD": PASSWORD, **environment}
+        self.url = f"nats://spillway:{PASSWORD}@127.0.0.1:{self.port}"
+        self._config = config
+
+    def _write_config(self) -> Path:
+        config = self.folder / "nats.conf"
+        ours = {"host": "127.0.0.1", "port": self.port, "http_port": free_port()}
+        config.write_text(as_text({**self._config, **ours}).replace('"/data"', f'"{self.folder}"'))
+        return config
+
+
+class ChartHome(NatsCluster):
+    """The three servers of a home region, to which leaf nodes connect with TLS."""
+
+    def __init__(self, folder: Path, certificate: Path) -> None:
+        values = values_of("values", "values-public", "values-regions")
+        routes = [free_port() for _ in range(self.SIZE)]
+        urls = ", ".join(f"nats://cluster:{PASSWORD}@127.0.0.1:{port}" for port in routes)
+        environment = {"NATS_CLUSTER_PASSWORD": PASSWORD, "NATS_ROUTES": f"[{urls}]"}
+        files = {"tls": {"cert_file": str(certificate), "key_file": str(certificate)}}
+        self.leaf_ports = [free_port() for _ in range(self.SIZE)]
+        self.servers = []
+        for number, port in enumerate(routes):
+            own = folder / f"n{number}"
+            own.mkdir(parents=True)
+            config = server_config(values)
+            assert config.pop("tls")  # of clients: tests/integration/queue/test_tls.py
+            assert config["leafnodes"]["tls"]
+            config["cluster"] |= {"host": "127.0.0.1", "port": port}
+            config["leafnodes"] |= {"host": "127.0.0.1", "port": self.leaf_ports[number], **files}
+            self.servers.append(ChartNats(own, config, environment))
+
+
+def chart_leaf(folder: Path, home_port: int, authority: Path) -> ChartNats:
+    """The server of another region; ``authority`` vouches for home's certificate."""
+    home = f'"tls://spillway:{PASSWORD}@127.0.0.1:{home_port}"'
+    config = server_config(values_of("values-leaf"))
+    return ChartNats(folder, config, {"NATS_HOME": home, "SSL_CERT_FILE": str(authority)})
 
 
 def check_nats_health(server: NatsServer, monitor_port: int) -> tuple[int, str]:

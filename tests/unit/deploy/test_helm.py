@@ -537,8 +537,8 @@ def test_gateways_reach_what_is_named_and_nothing_else() -> None:
 
 
 def test_the_queue_is_open_to_us_to_those_outside_who_are_named_and_to_what_watches() -> None:
-    def open_to(example: str) -> dict[int, list[Any]]:
-        [policy] = [m["spec"] for m in rendered(example) if m["metadata"]["name"] == f"{RELEASE}-queue"]
+    def open_to(example: str, *options: str) -> dict[int, list[Any]]:
+        [policy] = [m["spec"] for m in rendered(example, *options) if m["metadata"]["name"] == f"{RELEASE}-queue"]
         return {port["port"]: rule["from"] for rule in policy["ingress"] for port in rule["ports"]}
 
     [clients] = open_to("demo")[4222]
@@ -546,6 +546,8 @@ def test_the_queue_is_open_to_us_to_those_outside_who_are_named_and_to_what_watc
     assert all(clients["podSelector"]["matchLabels"].items() <= labels.items() for labels in pods)
     assert sorted(open_to("demo")) == [4222, 6222]
     assert open_to("vllm")[4222][1:] == [in_network("198.51.100.0/24")]
+    leaf = open_to("demo", "--set", "networkPolicies.queue.leafCidrs={198.51.100.0/24}")
+    assert leaf[7422] == [in_network("198.51.100.0/24")]
     assert open_to("keda")[8222] == [in_namespace("keda")]
     assert open_to("production")[8222] == [in_namespace("monitoring")]
     assert way_out(rendered("remote-pool"), REMOTE)[4222] == [in_network("203.0.113.10/32")]

@@ -1,58 +1,41 @@
 """deploy/helm/nats: the values for NATS' own chart, held against nats-server and against the settings of one box."""
 
-import copy
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
-import yaml
+import pytest
 
 from protocol.nats.topology import QueueBounds, streams
-from tests.shipped import CLUSTER_CONFIG, NATS_CONFIG
-from tests.unit.deploy.chart import HELM_FOLDER, documents
+from tests.certificates import certified
+from tests.shipped import CLUSTER_CONFIG, LEAF_CONFIG, NATS_CONFIG
 from tests.unit.deploy.description import ROOT, instructions, tool
-
-VALUES = HELM_FOLDER / "nats/values.yaml"
-
-
-# The chart's own settings, as far as ours meet them (helm/charts/nats/files/config of chart 2.14.2).
-def chart_config(values: dict[str, Any]) -> dict[str, Any]:
-    config = copy.deepcopy(values["config"])
-    cluster, jetstream = config["cluster"], config["jetstream"]
-    assert set(config) == {"cluster", "jetstream", "monitor", "merge"}
-    return {
-        "server_name": "<< $SERVER_NAME >>",
-        "lame_duck_grace_period": "10s",
-        "lame_duck_duration": "30s",
-        "port": 4222,
-        "cluster": {"name": "nats", "port": 6222, "no_advertise": True, **cluster["merge"]},
-        "http_port": 8222,
-        "jetstream": {
-            "max_memory_store": f"<< {jetstream['memoryStore']['maxSize']} >>",
-            "store_dir": "/data",
-            "max_file_store": f"<< {jetstream['fileStore']['maxSize']} >>",
-            **jetstream["merge"],
-        },
-        **config["merge"],
-    }
+from tests.unit.deploy.nats_chart import CERTIFICATES, Values, as_text, server_config, values_of
 
 
-def test_nats_server_accepts_what_the_chart_makes_of_the_values(tmp_path: Path) -> None:
-    values = documents(VALUES)[0]
-    text = yaml.safe_dump(chart_config(values), default_flow_style=True, width=100_000, default_style='"')
-    text = re.sub(r'"<<\s+(.*?)\s+>>"', r"\1", re.sub(r'!!\w+ "(\w+)"', r"\1", text))
-    (tmp_path / "nats.conf").write_text(text.replace('"/data"', f'"{tmp_path}"').strip().strip("{}"))
-    environment = {
-        "SERVER_NAME": "nats-0",
+def environment_of(values: Values) -> dict[str, str]:
+    """What the Secret gives to a server."""
+    known = {
         "NATS_PASSWORD": "n" + "1" * 64,
         "NATS_CLUSTER_PASSWORD": "c" + "2" * 64,
         "NATS_ROUTES": "[nats://cluster:c2@nats-0.nats-headless:6222, nats://cluster:c2@nats-1.nats-headless:6222]",
+        "NATS_HOME": '"tls://spillway:n1@queue.example.com:7422"',
     }
-    assert set(environment) == {"SERVER_NAME", *(set(values["container"]["env"]) - {"GOMEMLIMIT"})}
+    return {name: known[name] for name in set(values["container"]["env"]) - {"GOMEMLIMIT"}}
+
+
+@pytest.mark.parametrize(
+    "names", [["values"], ["values", "values-public"], ["values", "values-public", "values-regions"], ["values-leaf"]]
+)
+def test_nats_server_accepts_what_the_chart_makes_of_the_values(names: list[str], tmp_path: Path) -> None:
+    values = values_of(*names)
+    certified(tmp_path, "127.0.0.1")
+    text = as_text(server_config(values)).replace('"/data"', f'"{tmp_path}"')
+    text = re.sub(rf"{CERTIFICATES}/\w+/tls\.\w+", str(tmp_path / "127.0.0.1.pem"), text)
+    (tmp_path / "nats.conf").write_text(text)
     done = subprocess.run(
         [tool("nats-server"), "-t", "-c", str(tmp_path / "nats.conf")],
-        env=environment,
+        env={"SERVER_NAME": "nats-0", **environment_of(values)},
         capture_output=True,
         text=True,
         check=False,
@@ -60,8 +43,20 @@ def test_nats_server_accepts_what_the_chart_makes_of_the_values(tmp_path: Path) 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_leaf_is_set_up_as_on_one_machine() -> None:
+    config, shipped = values_of("values-leaf")["config"]["merge"], LEAF_CONFIG.read_text()
+    account, home = config["accounts"]["SPILLWAY"], values_of("values")["config"]["merge"]["accounts"]["SPILLWAY"]
+    [(there, on_the_way)] = account["mappings"].items()
+    assert home["mappings"] == {on_the_way: there}
+    assert f'mappings: {{ "{there}": "{on_the_way}" }}' in shipped
+    assert f'mappings: {{ "{on_the_way}": "{there}" }}' in NATS_CONFIG.read_text()
+    assert f'reconnect: "{config["leafnodes"]["reconnect"]}"' in shipped
+    assert "max_payload: 8MB\n" in shipped
+    assert config["max_payload"] == "<< 8MB >>"
+
+
 def test_the_queue_is_set_up_as_on_one_machine() -> None:
-    values = documents(VALUES)[0]
+    values = values_of("values")
     single, config = NATS_CONFIG.read_text(), values["config"]
     assert f"max_memory_store: {config['jetstream']['memoryStore']['maxSize']}\n" in single
     assert f"max_file_store: {config['jetstream']['fileStore']['maxSize']}\n" in single
