@@ -7,7 +7,9 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import asyncpg
 import psutil
@@ -39,9 +41,12 @@ def find_program(name: str) -> str:
 class PostgresServer:
     """One cluster; ``stop`` and ``start`` again to play an outage."""
 
-    def __init__(self, fsync: str = "off", niceness: int = 0) -> None:
+    def __init__(
+        self, fsync: str = "off", niceness: int = 0, further_settings: Mapping[str, str] | None = None
+    ) -> None:
         self._fsync = fsync
         self._niceness = niceness
+        self._further_settings = further_settings or {}
         # Not under pytest's own folder: PostgreSQL refuses to run as root, and its user may not look in there.
         in_memory = fsync == "off" and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= MEMORY_ROOM_BYTES
         self.folder = Path(tempfile.mkdtemp(prefix="spillway-postgres-", dir=MEMORY if in_memory else None))
@@ -57,9 +62,14 @@ class PostgresServer:
     def create(self) -> None:
         command = [find_program("initdb"), "-D", str(self.folder / "data"), "-U", "postgres", "-A", "trust"]
         command += ["-E", "UTF8", "--locale", "C", "--no-sync"]
+        self.run(*command)
+
+    def run(self, *command: str, stdin: IO[bytes] | None = None) -> None:
+        """Run a program as the server's user, in its folder."""
         subprocess.run(
             command,
             check=True,
+            stdin=stdin,
             capture_output=True,
             cwd=self.folder,
             user=self._user,
@@ -76,6 +86,7 @@ class PostgresServer:
             "max_connections": 50,
             "shared_buffers": "32MB",
             "max_wal_size": "64MB",
+            **self._further_settings,
         }
         command = ["nice", "-n", str(self._niceness), find_program("postgres"), "-D", str(self.folder / "data")]
         command += [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]

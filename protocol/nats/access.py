@@ -17,6 +17,7 @@ from pydantic import BaseModel, SecretStr
 
 from protocol import subjects
 from protocol.errors import BusError
+from protocol.nats.backup import COPIED_STREAMS
 from protocol.nats.bus import API
 from protocol.nats.objects import chunks_subject, stream_of
 from protocol.nats.topology import QueueBounds, streams
@@ -28,7 +29,7 @@ from protocol.nats.topology import QueueBounds, streams
 # gateway   streams and consumers, jobs, control of workers, limits, claims; what gateways tell each other
 # ledger    usage, payloads and events of webhooks out of their streams, parked records, questions to gateways
 # fleet     what waits, and who works on it; orders to drain; who leads
-# admin     the commands of an operator: parked records, dead letters, limits, changes of keys
+# admin     the commands of an operator: parked records, dead letters, limits, changes of keys, backups
 # worker    jobs of its pool's models; frames, heartbeats and usage under its own id; its models' cards
 #
 # A worker may be on a stranger's machine. It gets what is needed for the jobs that it is given, with its own id.
@@ -244,6 +245,7 @@ def _admin() -> Permissions:
             *(_api("STREAM.INFO", stream) for stream in (subjects.DEAD_LETTER_STREAM, quotas)),
             *(_api("STREAM.MSG.GET", stream) for stream in (subjects.DEAD_LETTER_STREAM, quotas)),
             *_parked_records(),
+            *_copies(),
             subjects.kv_subject(subjects.QUOTAS_BUCKET, ">"),
             subjects.KEYS_CHANGED_SUBJECT,
         ),
@@ -255,6 +257,15 @@ def _parked_records() -> tuple[str, ...]:
     """To read parked records, replay them on the subjects that they came on, and remove them."""
     calls = ("INFO", "MSG.GET", "MSG.DELETE")
     return (*(_api(f"STREAM.{call}", subjects.PARKED_STREAM) for call in calls), "usage.>")
+
+
+def _copies() -> tuple[str, ...]:
+    """To copy streams, and to restore them where they are not."""
+    calls = ("INFO", "SNAPSHOT", "RESTORE")
+    return (
+        *(_api(f"STREAM.{call}", stream) for call in calls for stream in COPIED_STREAMS),
+        *(f"$JS.SNAPSHOT.{what}.{stream}.>" for what in ("ACK", "RESTORE") for stream in COPIED_STREAMS),
+    )
 
 
 def _object_subjects(bucket: str) -> tuple[str, str]:

@@ -229,6 +229,18 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
             ),
         },
     ),
+    "queue": Group(
+        "Backups of what exists only in the queue.",
+        {
+            "backup": Command(
+                "queue:backup",
+                "Copy stored responses, parked records, webhook events, unwritten usage, payloads and dead letters.",
+            ),
+            "restore": Command(
+                "queue:restore", "Create the streams of a backup in an empty queue server, before any gateway starts."
+            ),
+        },
+    ),
     "fleet": Group(
         "How many workers each pool has, and who starts them.",
         {

@@ -206,6 +206,13 @@ async def test_commands_of_an_operator(installation: Installation, tmp_path: Pat
         f'data_dir = "{tmp_path / "data"}"\n[nats]\nurls = ["{installation.queue.server.url}"]\n'
         f'credentials = "{installation.queue.folder}"\n[database]\nurl = "{installation.database_url}"\n[models.m]\n'
     )
-    for command in (["dead-letters"], ["parked"], ["parked", "--replay"], ["limits", "recount"]):
+    copied = str(installation.queue.folder / "backup")
+    for command in (
+        ["dead-letters"],
+        ["parked"],
+        ["parked", "--replay"],
+        ["limits", "recount"],
+        ["queue", "backup", copied],
+    ):
         done = await asyncio.to_thread(CliRunner().invoke, app, [*command, "--config", str(config)])
         assert done.exit_code == 0, (command, done.output)

@@ -86,6 +86,8 @@ def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
 
 def pod_of(manifest: Manifest) -> Manifest | None:
     """The pod's specification, of whatever makes pods."""
+    if manifest["kind"] == "CronJob":
+        manifest = manifest["spec"]["jobTemplate"] | {"kind": "Job"}
     return manifest["spec"]["template"]["spec"] if manifest["kind"] in {"Deployment", "Job", "StatefulSet"} else None
 
 

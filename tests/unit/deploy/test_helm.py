@@ -1,8 +1,11 @@
 """deploy/helm/spillway: valid manifests, with no more rights than needed, that fit Spillway. No cluster is at hand."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -398,6 +401,43 @@ def test_the_migration_s_command_needs_no_configuration(tmp_path: Path, monkeypa
     assert set(secrets_of(container)) == {"SPILLWAY_DATABASE__URL"}
     done = CliRunner().invoke(app, arguments, env={"SPILLWAY_DATABASE__URL": f"sqlite:///{tmp_path}/spillway.db"})
     assert (done.exit_code, done.stdout.partition(" ->")[0]) == (0, "database schema: none"), done.output
+
+
+def test_a_claim_for_copies_of_the_queue_makes_a_job_of_them(tmp_path: Path) -> None:
+    assert "CronJob" not in {manifest["kind"] for manifest in rendered("production")}
+    options = ("--set", "backup.claim=copies", "--set", "backup.keepHours=24")
+    manifests = rendered("production", *options)
+    job = one(manifests, "CronJob", f"{RELEASE}-backup")
+    before_gateways = rendered("production", *options, "--set", "home=false")
+    assert one(before_gateways, "CronJob", f"{RELEASE}-backup") == job
+    assert not {"Job", "StatefulSet"} & {manifest["kind"] for manifest in before_gateways}
+    for release in (OLDEST, NEWEST):
+        kubernetes_validate.validate(job, release, strict=True)
+    test_pod_has_no_rights_it_does_not_need(job)
+    test_volumes_and_mounts_are_the_same(job)
+    pod = pod_of(job)
+    assert pod is not None
+    [credentials] = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "credentials"]
+    assert [item["path"] for item in credentials["items"]] == ["admin.creds"]
+    [container] = pod["containers"]
+    assert set(secrets_of(container)) == {"SPILLWAY_NATS__URLS"}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    shell, options_of_it, script = container["command"]
+    (tmp_path / "spillway").write_text('#!/bin/sh\necho "$@" && mkdir "$3"\n')
+    (tmp_path / "spillway").chmod(0o755)
+    copies = tmp_path / "copies"
+    for name, age_s in (("old", 25 * 3600), ("new", 23 * 3600)):
+        (copies / name).mkdir(parents=True)
+        os.utime(copies / name, (time.time() - age_s,) * 2)
+    done = subprocess.run(
+        [shell, options_of_it, script.replace(mounts["backups"], str(copies))],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    made = done.stdout.removeprefix("queue backup ").strip()
+    assert {str(path) for path in copies.iterdir()} == {str(copies / "new"), made}
 
 
 def test_a_packaged_chart_is_the_same(tmp_path: Path) -> None:
