@@ -85,6 +85,11 @@ def configured(process: str, *, level: int = logging.INFO) -> Iterator[None]:
         _set(levels_before, fields_before)
 
 
+def is_json() -> bool:
+    """Return whether this process logs JSON lines now."""
+    return any(isinstance(handler.formatter, _JsonLines) for handler in logging.getLogger().handlers)
+
+
 def _set(levels: Mapping[logging.Logger, int], fields: Mapping[str, object]) -> None:
     for logger, level in levels.items():
         logger.setLevel(level)

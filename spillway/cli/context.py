@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import logging
 import os
 import pwd
 from collections.abc import Callable, Coroutine, Mapping
@@ -18,6 +19,7 @@ from rich.console import Console
 from db.accounts.masking import masked
 from db.accounts.token import load_or_create_pepper
 from protocol.errors import ExpectedError
+from spillway import logs
 from spillway.children import resolved_config_path, run_dir_of
 from spillway.config import (
     DEFAULT_CONFIG_NAME,
@@ -28,6 +30,7 @@ from spillway.config import (
     load_config,
 )
 
+log = logging.getLogger(__name__)
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -42,8 +45,11 @@ ReadyFileOption = Annotated[Path | None, typer.Option("--ready-file", hidden=Tru
 
 
 def fail(message: str) -> typer.Exit:
-    """Print an error and return the exception to raise."""
-    err.print(f"error: {masked(message)}", style="red", markup=False, soft_wrap=True)
+    """Print an error, or log it where this process logs JSON, and return the exception to raise."""
+    if logs.is_json():
+        log.error("%s", message)
+    else:
+        err.print(f"error: {masked(message)}", style="red", markup=False, soft_wrap=True)
     return typer.Exit(1)
 
 
@@ -189,13 +195,21 @@ def this_actor() -> str:
 
 
 def write_ready(path: Path | None, facts: dict[str, Any] | None) -> None:
-    """Notify the launcher that this process is ready, by a file that is written atomically; None: not."""
-    if path is not None and facts is None:
-        path.unlink(missing_ok=True)
-    elif path is not None:
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(facts))
-        draft.replace(path)
+    """Notify the launcher that this process is ready, by a file that is written atomically; None: not.
+
+    A disk that is full does not end the process: it is logged.
+    """
+    if path is None:
+        return
+    draft = path.with_suffix(".draft")
+    try:
+        if facts is None:
+            path.unlink(missing_ok=True)
+        else:
+            draft.write_text(json.dumps(facts))
+            draft.replace(path)
+    except OSError as error:
+        log.error("cannot write the ready file %s: %s", path, error.strerror)  # noqa: TRY400
 
 
 def pepper_of(config: Config) -> SecretStr:

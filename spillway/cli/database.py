@@ -1,6 +1,7 @@
 """``spillway db``: preparing and checking the database."""
 
 import asyncio
+import logging
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -8,10 +9,14 @@ import typer
 
 from ledger.check import check_rollups
 from ledger.retention import kept_since_unix_ms
+from spillway import logs
 from spillway.cli.connections import database
 from spillway.cli.context import ResolvedConfig, command, out
 
+log = logging.getLogger(__name__)
 
+
+@logs.configured("migrate")
 @command
 async def upgrade_(config: ResolvedConfig) -> None:
     """Upgrade the database to this version's schema. Safe to run again, and concurrently on several machines."""
@@ -21,7 +26,7 @@ async def upgrade_(config: ResolvedConfig) -> None:
     config.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     before = await asyncio.to_thread(current, config.database_url)
     await asyncio.to_thread(upgrade, config.database_url)
-    out.print(f"database schema: {before or 'none'} -> {head()}")
+    log.info("database schema: %s -> %s", before or "none", head())
 
 
 @command

@@ -1,5 +1,6 @@
 """What a command changes in its process ends with the command."""
 
+import json
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -9,10 +10,12 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
+import migrations
 from db.accounts.token import new_token
 from gateway.batches.upload import receive_upload
 from gateway.errors import InvalidParameter
 from spillway.cli import app
+from spillway.cli.context import write_ready
 from spillway.logs import configured
 
 SWITCHES = ("logThreads", "logProcesses", "logMultiprocessing", "_srcfile")
@@ -38,6 +41,36 @@ def test_nothing_that_a_command_sets_up_outlives_it(command: list[str], tmp_path
     assert done.exit_code == 1
     assert "no such file" in done.stderr
     assert process_state() == before
+
+
+def test_an_error_that_ends_a_process_is_a_line_of_its_log(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["ledger", "--config", str(tmp_path / "nowhere.toml")])
+    line = json.loads(done.stderr)
+    assert (line["process"], line["level"]) == ("ledger", "error")
+    assert "no such file" in line["event"]
+    done = CliRunner().invoke(app, ["usage", "--config", str(tmp_path / "nowhere.toml")])
+    assert done.stderr.startswith("error: ")
+
+
+def test_the_migration_logs_what_it_has_done(tmp_path: Path) -> None:
+    env = {"SPILLWAY_DATABASE__URL": f"sqlite:///{tmp_path}/spillway.db"}
+    done = CliRunner().invoke(app, ["db", "upgrade", "--data", str(tmp_path)], env=env)
+    assert (done.exit_code, done.stdout) == (0, ""), done.output
+    line = json.loads(done.stderr)
+    assert (line["process"], line["event"]) == ("migrate", f"database schema: none -> {migrations.head()}")
+
+
+def test_a_ready_file_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "ready"
+    path.with_suffix(".draft").symlink_to("/dev/full")
+    write_ready(path, {"port": 1})
+    assert "No space left on device" in caplog.text
+    assert not path.exists()
+    path.with_suffix(".draft").unlink()
+    write_ready(path, {"port": 1})
+    assert json.loads(path.read_text()) == {"port": 1}
+    write_ready(path, None)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("on_terminal", [False, True])
