@@ -31,7 +31,7 @@ TORCH_FOLDER: Final = VENV / ".torch"  # scripts/install_torch.py works there
 
 EVERYWHERE: Final = ("--group", "setup", "--group", "torch")
 PROFILES: Final = {
-    "run": (*EVERYWHERE, "--extra", "worker", "--extra", "otel"),
+    "run": (*EVERYWHERE, "--extra", "nats", "--extra", "otel", "--extra", "worker"),
     "unit": (*EVERYWHERE, "--group", "dev", "--all-extras"),
     "test": (*EVERYWHERE, "--group", "dev", "--all-extras"),
 }

