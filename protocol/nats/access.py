@@ -240,17 +240,15 @@ def _fleet() -> Permissions:
 
 def _admin() -> Permissions:
     quotas = f"KV_{subjects.QUOTAS_BUCKET}"
-    return Permissions(
-        publish=(
-            *(_api("STREAM.INFO", stream) for stream in (subjects.DEAD_LETTER_STREAM, quotas)),
-            *(_api("STREAM.MSG.GET", stream) for stream in (subjects.DEAD_LETTER_STREAM, quotas)),
-            *_parked_records(),
-            *_copies(),
-            subjects.kv_subject(subjects.QUOTAS_BUCKET, ">"),
-            subjects.KEYS_CHANGED_SUBJECT,
-        ),
-        subscribe=(f"{inbox_prefix('admin')}.>",),
+    publish = (
+        *(_api("STREAM.INFO", stream) for stream in (subjects.DEAD_LETTER_STREAM, quotas)),
+        *(_api("STREAM.MSG.GET", stream) for stream in (subjects.DEAD_LETTER_STREAM, quotas)),
+        *_parked_records(),
+        *_copies(),
+        subjects.kv_subject(subjects.QUOTAS_BUCKET, ">"),
+        subjects.KEYS_CHANGED_SUBJECT,
     )
+    return Permissions(publish=tuple(dict.fromkeys(publish)), subscribe=(f"{inbox_prefix('admin')}.>",))
 
 
 def _parked_records() -> tuple[str, ...]:
