@@ -60,6 +60,10 @@ class _Answer(Struct, frozen=True):
     error: dict[str, Any] | None = None
 
 
+_meta_decoder = msgspec.json.Decoder(_Meta)
+_answer_decoder = msgspec.json.Decoder(_Answer)
+
+
 async def copy_stream(bus: Bus, stream: str, folder: Path) -> State:
     """Write a stream's snapshot into an empty folder. Raises BackupError, BusError and OSError."""
     reconnects = bus.client.stats["reconnects"]
@@ -119,7 +123,7 @@ async def restore_stream(bus: Bus, folder: Path) -> State:
     """
     stream = folder.name
     try:
-        meta = msgspec.json.decode((folder / META_NAME).read_bytes(), type=_Meta)
+        meta = _meta_decoder.decode((folder / META_NAME).read_bytes())
     except UNDECODABLE as error:
         raise BackupError(f"{folder / META_NAME}: {error}") from error
     answer = await bus.api(f"STREAM.RESTORE.{stream}", {"config": {**meta.config, "num_replicas": 1}})
@@ -135,7 +139,10 @@ async def restore_stream(bus: Bus, folder: Path) -> State:
 
 def _check(stream: str, reply: Msg) -> State | None:
     """Return what the answer to the last part says. Raises BackupError."""
-    answer = msgspec.json.decode(reply.data, type=_Answer) if reply.data else _Answer()
+    try:
+        answer = _answer_decoder.decode(reply.data) if reply.data else _Answer()
+    except UNDECODABLE as error:
+        raise BackupError(f"stream {stream}: the queue server's answer cannot be read: {error}") from error
     if answer.error is not None:
         raise BackupError(f"stream {stream}: {answer.error.get('description', 'the queue server refused it')}")
     return answer.state
