@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos flakes fuzz fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm coverage drill mutants notices planted simulate limits lock clean
+.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos compose flakes fuzz fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm coverage drill mutants notices planted simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -74,6 +74,10 @@ ENGINE ?= scripted
 chaos: ## Break Spillway in mid-stream and compare every answer: make chaos [SCENARIO=kill|…|all] [KILLS=1000] [SEED=1] [ENGINE=scripted|spillway]
 	@scripts/setup.sh test
 	.venv/bin/python -m tests.chaos $(SCENARIO) --seed $(SEED) --engine $(ENGINE) $(if $(KILLS),--faults $(KILLS))
+
+compose: ## docker-compose.yml and the commands of its pages on a real Docker: make compose [FOLDER=one-that-it-can-mount] [COMPOSE_BUILD_ARGS=…]
+	@scripts/setup.sh test
+	.venv/bin/python -m tests.compose $(if $(FOLDER),--folder $(FOLDER))
 
 drill: ## Lose a home, restore it by the runbook, and print what came back, RPO and RTO
 	@scripts/setup.sh test

@@ -215,6 +215,7 @@ class HAProxy:
     def __init__(self, folder: Path, gateway_ports: Sequence[int], check_period: str = "2s") -> None:
         self.port = free_port()
         self.pages_port = free_port()
+        self.tls_port, self.pages_tls_port = free_port(), free_port()  # with TLS_CERTIFICATE in the environment
         self._check_period = check_period
         self._health_port = free_port()
         self._folder = folder
@@ -274,6 +275,8 @@ class HAProxy:
         ours = {
             "bind :8000": f"bind 127.0.0.1:{self.port}",
             "bind :8001": f"bind 127.0.0.1:{self.pages_port}",
+            "bind :8443": f"bind 127.0.0.1:{self.tls_port}",
+            "bind :8444": f"bind 127.0.0.1:{self.pages_tls_port}",
             "bind 127.0.0.1:8404": f"bind 127.0.0.1:{self._health_port}",
             "    parse-resolv-conf\n": "",  # addresses need no name server
             "check inter 2s ": f"check inter {self._check_period} ",

@@ -12,9 +12,11 @@ compose() {
 compose up --detach --no-build --wait nats postgres
 compose run --rm migrate
 # No --no-deps: Compose before 2.30 would remember the service as a different one and recreate it at the next plain `up`.
-# A worker of another pool is a service of docker-compose.override.yml whose name begins with "worker".
-workers=$(docker compose config --services | grep '^worker')
-for service in ledger $workers gateway-1 gateway-2; do
+# More workers and gateways are services of the files in COMPOSE_FILE. Their names begin with "worker" and "gateway".
+services=$(docker compose config --services)
+workers=$(echo "$services" | grep '^worker')
+gateways=$(echo "$services" | grep '^gateway')
+for service in ledger $workers $gateways; do
   compose up --detach --no-build --force-recreate --wait "$service"
 done
 compose up --detach --no-build --wait

@@ -15,6 +15,8 @@ COMPOSE_FILE = ROOT / "docker-compose.yml"
 OVERLAY_FILE = ROOT / "deploy/compose/remote-workers.yml"
 OBSERVABILITY_FILE = ROOT / "deploy/compose/observability.yml"
 VLLM_FILE = ROOT / "deploy/compose/vllm.yml"
+TLS_FILE = ROOT / "deploy/compose/tls.yml"
+HOSTED_FILE = ROOT / "deploy/compose/hosted-api.yml"
 CONFIG_TARGET = "/etc/spillway/spillway.toml"  # in every image
 ROOMS = sorted(
     path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in {"benchmarks", "tests"}

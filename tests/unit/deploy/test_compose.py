@@ -13,16 +13,18 @@ import yaml
 
 from gateway.batches.storage.registry import FOLDER
 from gateway.settings import IdempotencySettings, LimitSettings
-from pool_worker.settings import LocalEngineSettings
+from pool_worker.settings import LocalEngineSettings, OpenAIChatSettings
 from spillway.config import Config, load_config
 from tests.unit.deploy.description import (
     COMPOSE_FILE,
     CONFIG_TARGET,
     DOCKERFILES,
     ENVIRONMENT,
+    HOSTED_FILE,
     OBSERVABILITY_FILE,
     OVERLAY_FILE,
     ROOT,
+    TLS_FILE,
     VLLM_FILE,
     compose,
     filled_in,
@@ -69,6 +71,8 @@ def test_files_follow_the_compose_specification() -> None:
         str(OVERLAY_FILE),
         str(OBSERVABILITY_FILE),
         str(VLLM_FILE),
+        str(TLS_FILE),
+        str(HOSTED_FILE),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -105,7 +109,8 @@ def test_an_overlay_that_publishes_also_joins_a_network_that_can() -> None:
         assert not service.get("ports") or "edge" in service["networks"]
 
 
-ALL_SERVICES = {**services(), **observability()}
+HOSTED = filled_in(yaml.safe_load(HOSTED_FILE.read_text()))["services"]
+ALL_SERVICES = {**services(), **observability(), **HOSTED}
 
 
 @pytest.mark.parametrize("name", ALL_SERVICES)
@@ -285,6 +290,43 @@ def test_machines_of_a_fleet_are_told_the_published_address_of_the_queue() -> No
     assert config.nats.urls == (inside, inside.replace("@nats:", "@127.0.0.1:"))
 
 
+def test_the_hosted_pool_that_is_shipped_can_be_appended(tmp_path: Path) -> None:
+    text = (ROOT / "deploy/compose/spillway.toml").read_text() + (ROOT / "deploy/compose/hosted-api.toml").read_text()
+    (tmp_path / "spillway.toml").write_text(text)
+    worker = HOSTED["worker-hosted"]
+    config = load_config(tmp_path / "spillway.toml", env=worker["environment"])
+    given = options_of(worker["command"])
+    settings = config.worker_settings(given["pool"])
+    assert set(settings.models) < set(config.models)
+    assert isinstance(settings.engine, OpenAIChatSettings)
+    assert settings.engine.api_key is not None
+    assert config.tenants["first"].allow_hosted == (settings.provider,)
+    assert config.pools[given["pool"]].prices.keys() == set(settings.models)
+    assert seconds(worker["stop_grace_period"]) >= settings.drain_s + STOP_MARGIN_S
+    assert worker["image"] == services()["gateway-1"]["image"]
+    assert worker["user"] == services()["gateway-1"]["user"]
+    assert worker["networks"] == ["backend", "outbound"]
+
+
+def test_the_worker_elsewhere_serves_a_model_that_gateways_have() -> None:
+    urls = {"SPILLWAY_NATS__URLS": '["nats://spillway:x@10.8.0.1:4222"]'}
+    config = load_config(ROOT / "deploy/compose/remote-worker.toml", env=urls)
+    ours = config_of("gateway-1")
+    assert set(config.worker_settings("remote").models) == set(config.models) <= set(ours.models)
+    assert "remote" not in ours.pools
+    assert config.data_dir == ours.data_dir
+
+
+def test_tls_is_where_the_load_balancer_looks_for_its_certificate() -> None:
+    balancer = filled_in(yaml.safe_load(TLS_FILE.read_text()))["services"]["load-balancer"]
+    [mounted] = balancer["configs"]
+    assert mounted["target"] == balancer["environment"]["TLS_CERTIFICATE"]
+    text = (ROOT / "deploy/haproxy/haproxy.cfg").read_text()
+    bound = re.findall(r"^    bind :(\d+) ssl crt \"\$\{TLS_CERTIFICATE\}\"", text, re.MULTILINE)
+    assert [port.rpartition(":")[2] for port in balancer["ports"]] == bound
+    assert balancer["ports"][1].startswith("127.0.0.1:")
+
+
 def test_threads_of_the_engine_follow_the_cores_of_the_worker() -> None:
     cores = float(services()["worker"]["deploy"]["resources"]["limits"]["cpus"])
     engine = config_of("worker").pools["demo"].engine
@@ -336,10 +378,12 @@ def test_the_rolling_restart_takes_every_service_that_reads_the_configuration_on
         for name, service in services().items()
         if "spillway" in str(service.get("configs")) and "profiles" not in service and name != "migrate"
     }
-    workers = {name for name in reading if name.startswith("worker")}
-    assert "workers=$(docker compose config --services | grep '^worker')\n" in script
-    assert looped[1].split() == ["ledger", "$workers", "gateway-1", "gateway-2"]
-    assert {*looped[1].split()} - {"$workers"} | workers == reading
+    assert looped[1].split() == ["ledger", "$workers", "$gateways"]
+    listed = "services=$(docker compose config --services)\n"
+    for kind in ("worker", "gateway"):  # also those of overlays and of one's own
+        listed += f"{kind}s=$(echo \"$services\" | grep '^{kind}')\n"
+    assert listed in script
+    assert all(name == "ledger" or name.startswith(("worker", "gateway")) for name in reading | HOSTED.keys())
     assert "--no-deps" not in re.sub(r"^ *#.*$", "", script, flags=re.MULTILINE)
 
 
@@ -375,7 +419,7 @@ def test_secrets_are_made_once_and_readable_by_their_owner_only(tmp_path: Path) 
     assert all(re.fullmatch("[0-9a-f]{64}", values[name]) for name in ENVIRONMENT)
     assert len({values[name] for name in ENVIRONMENT}) == len(ENVIRONMENT)
     wanted = set(re.findall(r"\$\{(\w+)", COMPOSE_FILE.read_text()))
-    wanted |= set(re.findall(r"\$\{(\w+):\?", OBSERVABILITY_FILE.read_text()))
+    wanted |= set(re.findall(r"\$\{(\w+):\?", OBSERVABILITY_FILE.read_text())) | {"COMPOSE_FILE"}
     optional = set(re.findall(r"^# ([A-Z_]+)=", target.read_text(), re.MULTILINE))
     assert wanted - optional == set(values)
 
@@ -389,6 +433,6 @@ def test_secrets_are_made_once_and_readable_by_their_owner_only(tmp_path: Path) 
 def test_secrets_stay_out_of_git_and_of_the_images() -> None:
     git = shutil.which("git")
     assert git is not None
-    for secret in (".env", "metrics-key"):
+    for secret in (".env", "metrics-key", "tls/certificate.pem"):
         assert subprocess.run([git, "check-ignore", "-q", secret], cwd=ROOT, check=False).returncode == 0
     assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"

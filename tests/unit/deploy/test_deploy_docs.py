@@ -44,16 +44,20 @@ NEWEST = "1.37"  # of Kubernetes
 FOREIGN = {
     "aws",
     "az",
+    "cat",
+    "chmod",
     "createdb",
     "curl",
     "docker",
     "dropdb",
     "find",
     "gcloud",
+    "git",
     "helm",
     "hf",
     "jq",
     "kubectl",
+    "mkdir",
     "pg_basebackup",
     "pg_dump",
     "pg_restore",
@@ -72,7 +76,7 @@ def commands(page: Path) -> Iterator[list[str]]:
     """The command lines of a page, as words, without variables in front."""
     for block in blocks(page, "sh"):
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
-            words = shlex.split(line, comments=True)
+            words = shlex.split(re.sub(r"^\w+=\$\((.+)\)", r"\1", line), comments=True)
             while words and re.match(r"\w+=", words[0]):
                 words.pop(0)
             if words and words[0] != "export":

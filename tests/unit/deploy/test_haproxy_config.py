@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+import ssl
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import pytest
 
 from benchmarks.ports import free_port
 from db.accounts.token import new_token
+from tests.certificates import certified
 from tests.shipped import HAPROXY_CONFIG, HAProxy, haproxy_program
 from tests.unit.deploy.description import services
 from tests.waiting import HANGS_S
@@ -95,8 +97,14 @@ async def running_haproxy(folder: Path, *gateway_ports: int) -> AsyncIterator[HA
         await haproxy.stop()
 
 
-async def ask(port: int, path: str, header: str = "accept: */*", address: str = "127.0.0.1") -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+async def ask(
+    port: int,
+    path: str,
+    header: str = "accept: */*",
+    address: str = "127.0.0.1",
+    tls: ssl.SSLContext | None = None,
+) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0), ssl=tls)
     writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n{header}\r\nconnection: close\r\n\r\n".encode())
     answer = await reader.read()
     writer.close()
@@ -241,6 +249,26 @@ async def test_only_a_named_proxy_says_whom_a_request_comes_from(
             await ask(port, "/name", claims, address="127.0.0.8")
             assert forwarded(gateway, "for") == ["192.0.2.1", "127.0.0.8"]
             assert forwarded(gateway, "proto") == ["https"]
+
+
+@needs_haproxy
+@pytest.mark.servers
+async def test_tls_is_there_where_a_certificate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certified(tmp_path, "127.0.0.1")
+    monkeypatch.setenv("TLS_CERTIFICATE", str(tmp_path / "127.0.0.1.pem"))
+    trusting = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+    async with (
+        running_gateway() as gateway,
+        running_haproxy(tmp_path, gateway.port) as haproxy,
+        asyncio.timeout(HANGS_S),
+    ):
+        for port in (haproxy.tls_port, haproxy.pages_tls_port):
+            assert (await ask(port, "/name", "x-forwarded-proto: http", tls=trusting)).endswith(b"one")
+            assert forwarded(gateway, "proto") == ["https"]
+        head, _, _ = (await ask(haproxy.tls_port, "/login", tls=trusting)).partition(b"\r\n\r\n")
+        assert b" 404 " in head.splitlines()[0]
+        await ask(haproxy.port, "/name", "x-forwarded-proto: https")
+        assert forwarded(gateway, "proto") == ["http"]
 
 
 def forwarded(gateway: Gateway, what: str) -> list[str]:

@@ -1,0 +1,87 @@
+"""``make compose``: docker-compose.yml and the commands of its pages, on a real Docker.
+
+The commands are taken from ``docs/deploy/one-box.md`` and ``docs/deploy/compose.md`` as they stand there; ``Rig.ours``
+has what is replaced in them. Everything runs in a copy of the checkout and under a name of its own, and is removed.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from tests.compose import steps
+from tests.compose.docker import BUILD_ARGS_VARIABLE, CommandFailed, NoDocker, docker_versions
+from tests.compose.rig import Rig, Skipped, say
+from tests.unit.deploy.description import ROOT
+
+STEPS: Final[tuple[Callable[[Rig], str], ...]] = (
+    steps.copy_and_build,
+    steps.four_commands_to_a_stream,
+    steps.usage_and_dashboard,
+    steps.a_forged_address_is_not_believed,
+    steps.another_model_under_load,
+    steps.upgrade_under_load,
+    steps.second_provider,
+    steps.more_workers,
+    steps.workers_on_other_machines,
+    steps.tls,
+    steps.third_gateway,
+    steps.engine_benchmark,
+    steps.boards_and_alerts,
+    steps.down,
+)
+
+
+def main() -> int:
+    """Run all steps until one fails. Return 0, 1 for a failure, 2 where there is no Docker."""
+    parser = argparse.ArgumentParser(prog="python -m tests.compose", description=__doc__)
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / "build/compose",
+        help="where the copy and the logs lie; the engine must be able to mount it. Default: build/compose",
+    )
+    parser.epilog = f"{BUILD_ARGS_VARIABLE}: further arguments for `docker build`, for example '--network host'."
+    given = parser.parse_args()
+    try:
+        engine, compose = docker_versions()
+    except NoDocker as missing:
+        sys.stderr.write(f"{missing}\n")
+        return 2
+    say(f"Docker Engine {engine}, Compose {compose}, {os.cpu_count()} cores")
+    rig = Rig(given.folder)
+    begun_s = time.monotonic()
+    is_ok = False
+    try:
+        is_ok = all(ran(rig, number, step) for number, step in enumerate(STEPS, 1))
+    finally:
+        if not is_ok:
+            rig.keep_logs()
+            say(f"Logs: {rig.logs}")
+        rig.remove()
+    say(f"{'all steps passed' if is_ok else 'FAILED'} in {time.monotonic() - begun_s:.0f} s")
+    return 0 if is_ok else 1
+
+
+def ran(rig: Rig, number: int, step: Callable[[Rig], str]) -> bool:
+    """Run one step and say what came of it. Return whether it passed or was skipped."""
+    name = step.__name__.replace("_", " ")
+    say(f"{number:>2}. {name} …")
+    rig.begin(number, step.__name__)
+    begun_s = time.monotonic()
+    try:
+        outcome = step(rig)
+    except Skipped as reason:
+        outcome = f"SKIPPED: {reason}"
+    except (AssertionError, CommandFailed, OSError) as error:
+        say(f"    FAILED after {time.monotonic() - begun_s:.0f} s: {error!r}\n{error}")
+        return False
+    say(f"    {time.monotonic() - begun_s:.0f} s: {outcome}")
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
