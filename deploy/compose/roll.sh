@@ -12,11 +12,12 @@ compose() {
 compose up --detach --no-build --wait nats postgres
 compose run --rm migrate
 # No --no-deps: Compose before 2.30 would remember the service as a different one and recreate it at the next plain `up`.
-# More workers and gateways are services of the files in COMPOSE_FILE. Their names begin with "worker" and "gateway".
-services=$(docker compose config --services)
-workers=$(echo "$services" | grep '^worker')
-gateways=$(echo "$services" | grep '^gateway')
-for service in ledger $workers $gateways; do
-  compose up --detach --no-build --force-recreate --wait "$service"
+# All workers and gateways that run: their names begin with "worker" and "gateway". What is new comes last, because the worker
+# of a new model is healthy only once a gateway knows the model.
+running=$(docker compose ps --services)
+for kind in ledger worker gateway; do
+  for service in $(echo "$running" | grep "^$kind"); do
+    compose up --detach --no-build --force-recreate --wait "$service"
+  done
 done
 compose up --detach --no-build --wait

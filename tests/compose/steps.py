@@ -14,7 +14,7 @@ from tests.certificates import certified
 from tests.compose.docker import build_images, call, copy_checkout, has_image
 from tests.compose.load import REQUESTS_AT_LEAST, Load, Tally
 from tests.compose.pages import COMPOSE, OBSERVABILITY, ONE_BOX
-from tests.compose.rig import LABEL, Rig, Skipped, eventually
+from tests.compose.rig import LABEL, REQUEST_LIMIT_S, Rig, Skipped, eventually
 from tests.unit.deploy.description import OBSERVABILITY_FILE, ROOT, observability
 
 FORGED: Final = "192.0.2.1"
@@ -48,7 +48,7 @@ def usage_and_dashboard(rig: Rig) -> str:
     """The request is in the ledger's table and on the dashboard; the commands of the second page work."""
     rig.page(COMPOSE, "Run the compose installation")
     out = rig.page(ONE_BOX, "Four commands to a stream", 1)
-    rig.password = out.split()[-1]
+    [rig.password] = re.findall(r"^(\S+)\nfor user admin", out, re.MULTILINE)
     eventually(lambda: DEMO in rig.compose("exec", "-T", "gateway-1", "spillway", "usage"), "usage shows the request")
     with logged_in(rig, rig.password) as browser:
         page = eventually(
@@ -63,7 +63,7 @@ def logged_in(rig: Rig, password: str, **headers: str) -> Iterator[httpx.Client]
     """Yield a browser that has given this password."""
     address = f"http://127.0.0.1:{rig.project.pages_port}"
     with httpx.Client(base_url=address, headers={"accept": "text/html", **headers}) as browser:
-        browser.post("/login", data={"name": "admin", "password": password, "next": ""})
+        browser.post("/login", data={"name": "admin", "password": password, "next": ""}, timeout=REQUEST_LIMIT_S)
         yield browser
 
 
