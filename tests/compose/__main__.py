@@ -6,11 +6,16 @@ has what is replaced in them. Everything runs in a copy of the checkout and unde
 
 import argparse
 import os
+import signal
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+
+import httpx
 
 from tests.compose import steps
 from tests.compose.docker import BUILD_ARGS_VARIABLE, CommandFailed, NoDocker, docker_versions
@@ -34,6 +39,8 @@ STEPS: Final[tuple[Callable[[Rig], str], ...]] = (
     steps.down,
 )
 
+PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
+
 
 def main() -> int:
     """Run all steps until one fails. Return 0, 1 for a failure, 2 where there is no Docker."""
@@ -52,35 +59,45 @@ def main() -> int:
         sys.stderr.write(f"{missing}\n")
         return 2
     say(f"Docker Engine {engine}, Compose {compose}, {os.cpu_count()} cores")
+    for interruption in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(interruption, interrupted)
     rig = Rig(given.folder)
     begun_s = time.monotonic()
-    is_ok = False
+    outcomes: list[str] = []
     try:
-        is_ok = all(ran(rig, number, step) for number, step in enumerate(STEPS, 1))
+        for number, step in enumerate(STEPS, 1):
+            outcomes.append(ran(rig, number, step))
+            if outcomes[-1] == FAILED:
+                break
     finally:
+        is_ok = len(outcomes) == len(STEPS) and FAILED not in outcomes
         if not is_ok:
             rig.keep_logs()
             say(f"Logs: {rig.logs}")
         rig.remove()
-    say(f"{'all steps passed' if is_ok else 'FAILED'} in {time.monotonic() - begun_s:.0f} s")
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in Counter(outcomes).items())
+    say(f"{counts} of {len(STEPS)} steps in {time.monotonic() - begun_s:.0f} s")
     return 0 if is_ok else 1
 
 
-def ran(rig: Rig, number: int, step: Callable[[Rig], str]) -> bool:
-    """Run one step and say what came of it. Return whether it passed or was skipped."""
-    name = step.__name__.replace("_", " ")
-    say(f"{number:>2}. {name} …")
+def interrupted(number: int, _frame: object) -> None:
+    """End by way of all ``finally`` blocks, which remove what was started."""
+    sys.exit(128 + number)
+
+
+def ran(rig: Rig, number: int, step: Callable[[Rig], str]) -> str:
+    """Run one step and say what came of it. Return whether it passed, failed or was skipped."""
+    say(f"{number:>2}. {step.__name__.replace('_', ' ')} …")
     rig.begin(number, step.__name__)
     begun_s = time.monotonic()
     try:
-        outcome = step(rig)
+        text, outcome = step(rig), PASSED
     except Skipped as reason:
-        outcome = f"SKIPPED: {reason}"
-    except (AssertionError, CommandFailed, OSError) as error:
-        say(f"    FAILED after {time.monotonic() - begun_s:.0f} s: {error!r}\n{error}")
-        return False
-    say(f"    {time.monotonic() - begun_s:.0f} s: {outcome}")
-    return True
+        text, outcome = f"skipped: {reason}", SKIPPED
+    except (AssertionError, CommandFailed, httpx.HTTPError, OSError, subprocess.TimeoutExpired) as error:
+        text, outcome = f"FAILED: {type(error).__name__}: {error}", FAILED
+    say(f"    {time.monotonic() - begun_s:.0f} s: {text}")
+    return outcome
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any, Final
@@ -154,21 +155,28 @@ class Project:
 
     def run(self, script: str, log: Path, limit_s: float = COMMAND_LIMIT_S) -> str:
         """Run a script of the shell in the folder and return its stdout; its stderr goes into the log."""
-        with log.open("a") as errors:
-            done = subprocess.run(
+        # In a session of its own: if this process is interrupted, it ends all that the script has started.
+        with (
+            log.open("a") as errors,
+            subprocess.Popen(
                 ["bash", "-euo", "pipefail", "-c", script],
                 cwd=self.folder,
                 env={**os.environ, **self.environment},
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                check=False,
-                timeout=limit_s,
-            )
-            errors.write(done.stdout)
-        if done.returncode != 0:
-            raise CommandFailed(f"ended with {done.returncode}, see {log}:\n{script}\n{last_lines(log)}")
-        return done.stdout
+                start_new_session=True,
+            ) as process,
+        ):
+            try:
+                out, _ = process.communicate(timeout=limit_s)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+            errors.write(out)
+        if process.returncode != 0:
+            raise CommandFailed(f"ended with {process.returncode}, see {log}:\n{script}\n{last_lines(log)}")
+        return out
 
     def compose(self, *words: str, log: Path, limit_s: float = COMMAND_LIMIT_S) -> str:
         """Run ``docker compose`` in the folder."""
