@@ -15,9 +15,9 @@ from tests.compose.docker import BUILD_ARGS_VARIABLE, CommandFailed, Project, ca
 from tests.compose.pages import Page
 
 LABEL: Final = "spillway.tests.compose"  # of containers that are no services
-WAIT_LIMIT_S: Final = 120.0
+WAIT_LIMIT_S: Final = 600.0
 POLL_S: Final = 0.5
-REQUEST_LIMIT_S: Final = 120.0
+REQUEST_LIMIT_S: Final = 300.0
 
 
 class Skipped(Exception):
@@ -52,10 +52,10 @@ class Rig:
         return found
 
     def page(self, page: Page, heading: str, block: int = 0, ours: Mapping[str, str] | None = None) -> str:
-        """Run a block of commands of a page; return their stdout. ``KEY`` is kept from block to block."""
-        script = page.script(heading, block, {**self.ours(), **(ours or {})})
-        for line in script.splitlines():
+        """Say and run a block of commands of a page; return their stdout. ``KEY`` is kept from block to block."""
+        for line in page.script(heading, block, {}).splitlines():
             say(f"    + {line}")
+        script = page.script(heading, block, {**self.ours(), **(ours or {})})
         kept = self.logs / "key"
         out = self.project.run(f"KEY='{self.key}'\n{script}\nprintf %s \"$KEY\" >'{kept}'", self.log)
         self.key = kept.read_text()

@@ -232,7 +232,7 @@ def third_gateway(rig: Rig) -> str:
 
     def is_asked() -> bool:
         statuses = {rig.ask(DEMO).status_code for _ in range(MANY)}
-        return statuses == {200} and "/v1/chat/completions" in rig.compose("logs", "gateway-3")
+        return statuses == {200} and '"endpoint":"chat.completions"' in rig.compose("logs", "gateway-3")
 
     eventually(is_asked, "gateway-3 is asked")
     return f"{MANY} requests, some at gateway-3"
