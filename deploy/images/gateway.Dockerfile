@@ -1,10 +1,10 @@
 # One image for the gateway, the ledger writer and `spillway db upgrade`; no torch in it.
 #
-#   docker build -f deploy/images/gateway.Dockerfile -t spillway-gateway:0.1.0 .      (from the repository's root)
+#   docker build -f deploy/images/gateway.Dockerfile -t spillway-gateway:0.2.0 .      (from the repository's root)
 #
 # The fleet controller's, with what its drivers for EC2 and Kubernetes need besides:
 #
-#   docker build -f deploy/images/gateway.Dockerfile -t spillway-fleet:0.1.0 \
+#   docker build -f deploy/images/gateway.Dockerfile -t spillway-fleet:0.2.0 \
 #     --build-arg EXTRAS="--extra otel --extra aws --extra kubernetes" .
 #
 # Base images are pinned by version tag. For builds that are the same bit by bit, append the digest that
@@ -55,6 +55,6 @@ HEALTHCHECK --interval=10s --timeout=3s --start-period=20s --retries=3 \
 # reap. The exec form keeps a shell from standing between it and the signal.
 # Last, so that a new commit reuses all other layers.
 ARG REVISION=unknown
-LABEL org.opencontainers.image.version="0.1.0" org.opencontainers.image.revision=$REVISION
+LABEL org.opencontainers.image.version="0.2.0" org.opencontainers.image.revision=$REVISION
 ENTRYPOINT ["spillway"]
 CMD ["gateway", "--config", "/etc/spillway/spillway.toml"]

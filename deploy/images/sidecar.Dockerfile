@@ -1,13 +1,13 @@
 # A worker without an engine of its own: it stands beside an inference server (a side-car), or asks a hosted API. No torch,
 # no compiler, no model.
 #
-#   docker build -f deploy/images/sidecar.Dockerfile -t spillway-sidecar:0.1.0 .      (from the repository's root)
+#   docker build -f deploy/images/sidecar.Dockerfile -t spillway-sidecar:0.2.0 .      (from the repository's root)
 #
 # Give it the queue, the server's address and the model's tokenizer; docs/engines/ has whole examples:
 #
 #   docker run --detach --restart unless-stopped --stop-timeout 45 --network container:vllm \
 #     --volume /models/llama-8b:/model:ro --env SPILLWAY_NATS_URL=tls://spillway:PASSWORD@queue:4222 \
-#     spillway-sidecar:0.1.0 worker --pool runpod --model llama-8b --tokenizer /model --engine-url http://127.0.0.1:8000
+#     spillway-sidecar:0.2.0 worker --pool runpod --model llama-8b --tokenizer /model --engine-url http://127.0.0.1:8000
 #
 # Base images are pinned by version tag. For builds that are the same bit by bit, append the digest that
 # `docker buildx imagetools inspect python:3.11-slim-bookworm` prints.
@@ -53,6 +53,6 @@ HEALTHCHECK --interval=10s --timeout=3s --start-period=900s --retries=3 CMD ["te
 # form keeps a shell from standing between it and the signal.
 # Last, so that a new commit reuses all other layers.
 ARG REVISION=unknown
-LABEL org.opencontainers.image.version="0.1.0" org.opencontainers.image.revision=$REVISION
+LABEL org.opencontainers.image.version="0.2.0" org.opencontainers.image.revision=$REVISION
 ENTRYPOINT ["spillway"]
 CMD ["worker", "--config", "/etc/spillway/spillway.toml", "--pool", "sidecar", "--ready-file", "/tmp/ready"]

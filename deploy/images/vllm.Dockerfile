@@ -1,6 +1,6 @@
 # vLLM and a side-car that owns its life, in one image: for machines that run one container (RunPod, Salad), and for plain VMs.
 #
-#   docker build -f deploy/images/vllm.Dockerfile -t spillway-vllm:0.1.0 .      (from the repository's root)
+#   docker build -f deploy/images/vllm.Dockerfile -t spillway-vllm:0.2.0 .      (from the repository's root)
 #
 # The pool's `engine.exec` starts vLLM: docs/deploy/ has whole configurations. The side-car has an environment of its own, so that
 # neither's packages disturb the other's: 135 MB beside vLLM's gigabytes.
@@ -47,6 +47,6 @@ HEALTHCHECK --interval=10s --timeout=3s --start-period=900s --retries=3 CMD ["te
 # shell from standing between it and the signal.
 # Last, so that a new commit reuses all other layers.
 ARG REVISION=unknown
-LABEL org.opencontainers.image.version="0.1.0" org.opencontainers.image.revision=$REVISION
+LABEL org.opencontainers.image.version="0.2.0" org.opencontainers.image.revision=$REVISION
 ENTRYPOINT ["spillway"]
 CMD ["worker", "--config", "/etc/spillway/spillway.toml", "--pool", "vllm", "--ready-file", "/tmp/ready"]

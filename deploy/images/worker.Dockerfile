@@ -1,10 +1,10 @@
 # A worker with Spillway's own engine and the demo model.
 #
-#   docker build -f deploy/images/worker.Dockerfile -t spillway-worker:0.1.0 .        (CPU; from the repository's root)
+#   docker build -f deploy/images/worker.Dockerfile -t spillway-worker:0.2.0 .        (CPU; from the repository's root)
 #
 # For NVIDIA GPUs take torch from a CUDA index, together with the CUDA libraries it depends on (several GB):
 #
-#   docker build -f deploy/images/worker.Dockerfile -t spillway-worker:0.1.0-cuda \
+#   docker build -f deploy/images/worker.Dockerfile -t spillway-worker:0.2.0-cuda \
 #     --build-arg TORCH_INDEX_URL=https://download.pytorch.org/whl/cu130 --build-arg TORCH_PIP_OPTIONS= .
 #
 # and run it with `--gpus all`. torch's wheels bring CUDA themselves; the host needs only the driver and NVIDIA's
@@ -72,6 +72,6 @@ HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 CMD ["te
 # have to reap. The exec form keeps a shell from standing between it and the signal.
 # Last, so that a new commit reuses all other layers.
 ARG REVISION=unknown
-LABEL org.opencontainers.image.version="0.1.0" org.opencontainers.image.revision=$REVISION
+LABEL org.opencontainers.image.version="0.2.0" org.opencontainers.image.revision=$REVISION
 ENTRYPOINT ["spillway"]
 CMD ["worker", "--config", "/etc/spillway/spillway.toml", "--pool", "demo", "--ready-file", "/tmp/ready"]

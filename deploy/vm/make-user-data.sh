@@ -2,7 +2,7 @@
 # Print a script that makes a fresh machine a worker: for a cloud's user data (start-up script, custom data), or for ssh.
 #
 #   export SPILLWAY_NATS__URLS='["tls://spillway:PASSWORD@queue.example.com:4222"]'
-#   deploy/vm/make-user-data.sh POOL spillway.toml registry.example.com/spillway-vllm:0.1.0 >user-data.sh
+#   deploy/vm/make-user-data.sh POOL spillway.toml registry.example.com/spillway-vllm:0.2.0 >user-data.sh
 #   ssh ubuntu@HOST sudo sh -s <user-data.sh
 #
 # The machine needs Docker, NVIDIA's driver and container toolkit, and a way out; nothing connects to it. The image is that of

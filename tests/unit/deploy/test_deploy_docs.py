@@ -210,7 +210,7 @@ def test_user_data_makes_the_worker_of_the_page(provider: str, tmp_path: Path) -
     assert said["/etc/spillway/environment"] == f"SPILLWAY_NATS__URLS={URLS}\n"
     run = re.sub(r"\\\n\s*", "", script).splitlines()[-1]
     words = shlex.split(run)
-    image = words.index("registry.example.com/spillway-vllm:0.1.0")
+    image = words.index("registry.example.com/spillway-vllm:0.2.0")
     options = options_of(words[image + 1 :])
     assert options["pool"] == command[1] == provider
     assert str(options["config"]) == "/etc/spillway/spillway.toml"
@@ -260,7 +260,7 @@ def test_a_skypilot_task_starts_the_pool_of_its_page(path: Path) -> None:
     assert task["secrets"] == {"SPILLWAY_NATS__URLS": None}
     assert task["envs"]["POOL"] == path.stem
     for source in task["file_mounts"].values():
-        assert source in {"spillway.toml", "dist/spillway_gateway-0.1.0-py3-none-any.whl"} or (ROOT / source).is_file()
+        assert source in {"spillway.toml", "dist/spillway_gateway-0.2.0-py3-none-any.whl"} or (ROOT / source).is_file()
     assert (task["setup"], task["run"]) == ("bash ~/worker.sh setup", "bash ~/worker.sh run")
     assert task["envs"]["MODEL_FOLDER"] == "/models/qwen-7b"
     if path.stem in {"aws", "gcp", "azure", "fluidstack", "paperspace"}:
@@ -366,8 +366,8 @@ def test_values_of_ones_own_can_be_rendered(tmp_path: Path) -> None:
     manifests = rendered("vllm", "--values", str(tmp_path / "mine.yaml"))
     images = {c["image"] for m in manifests for c in containers(m)}
     assert {image for image in images if "spillway" in image} == {
-        "registry.example.com/spillway-gateway:0.1.0",
-        "registry.example.com/spillway-sidecar:0.1.0",
+        "registry.example.com/spillway-gateway:0.2.0",
+        "registry.example.com/spillway-sidecar:0.2.0",
     }
     assert one(manifests, "Deployment", "spillway-worker-vllm")["spec"]["replicas"] == 3
 

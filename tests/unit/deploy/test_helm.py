@@ -160,18 +160,18 @@ def test_images_are_those_that_are_built_here() -> None:
     }
     assert {image.removeprefix("registry.example.com/") for image in ours} <= built
     assert ours >= {service["image"] for service in compose()["services"].values() if "worker" in service["image"]}
-    assert "spillway-worker:0.1.0-cuda" in ours
+    assert "spillway-worker:0.2.0-cuda" in ours
 
 
 def test_one_value_changes_registry_tag_and_policy_of_all_images() -> None:
-    given = ("image.registry=r.example.com/llm/", "image.tag=0.2.0", "image.pullPolicy=Always", "image.pullSecrets={p}")
+    given = ("image.registry=r.example.com/llm/", "image.tag=0.3.0", "image.pullPolicy=Always", "image.pullSecrets={p}")
     manifests = rendered("fleet", *(word for value in given for word in ("--set", value)))
     pods = [pod for pod in map(pod_of, manifests) if pod]
     assert all(pod["imagePullSecrets"] == [{"name": "p"}] for pod in pods)
     every = [container for manifest in manifests for container in containers(manifest)]
     assert {container["imagePullPolicy"] for container in every} == {"Always"}
     ours = {container["image"] for container in every if is_ours(container)}
-    assert ours == {f"r.example.com/llm/spillway-{name}:0.2.0" for name in ("fleet", "gateway", "sidecar")}
+    assert ours == {f"r.example.com/llm/spillway-{name}:0.3.0" for name in ("fleet", "gateway", "sidecar")}
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

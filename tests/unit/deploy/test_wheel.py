@@ -18,7 +18,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def test_it_puts_one_name_into_site_packages(names: set[str]) -> None:
-    assert {name.split("/")[0] for name in names} == {"spillway", "spillway_gateway-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"spillway", "spillway_gateway-0.2.0.dist-info"}
 
 
 def test_it_holds_every_file_of_the_rooms_and_the_demo_model_and_nothing_else(names: set[str]) -> None:
