@@ -132,7 +132,7 @@ def second_provider(rig: Rig) -> str:
         "hosted-api",
         *("--network", f"{rig.name}_outbound", "--network-alias", "hosted-api"),
         *("--volume", f"{rig.project.folder}/tests/compose/hosted_api.py:/hosted_api.py:ro", "--user", "0"),
-        *("--entrypoint", "python", "spillway-gateway:0.1.0", "/hosted_api.py"),
+        *("--entrypoint", "python", "spillway-gateway:0.2.0", "/hosted_api.py"),
     )
     shipped = rig.project.folder / "deploy/compose/hosted-api.toml"
     text = shipped.read_text()
