@@ -206,6 +206,12 @@ def haproxy_program() -> str:
     return shutil.which("haproxy") or "/usr/sbin/haproxy"
 
 
+def servers_down(log: str) -> set[str]:
+    """The servers to which HAProxy sends nothing by the end of its log, by backend and name."""
+    last = dict(re.findall(r"^Server (\S+) is (UP|DOWN)", log, re.MULTILINE))
+    return {server for server, state in last.items() if state == "DOWN"}
+
+
 class HAProxy:
     """One HAProxy with ``haproxy.cfg`` in front of the gateways at these ports of this machine.
 
@@ -262,8 +268,7 @@ class HAProxy:
 
     def down(self) -> set[str]:
         """The servers to which it sends nothing, by backend and name."""
-        last = dict(re.findall(r"^Server (\S+) is (UP|DOWN)", self.log(), re.MULTILINE))
-        return {server for server, state in last.items() if state == "DOWN"}
+        return servers_down(self.log())
 
     async def stop(self) -> None:
         """End it, and with it all connections that are open. Safe to call twice."""

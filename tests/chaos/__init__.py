@@ -36,4 +36,5 @@ that overlaps the fault.
     watcher.py    who runs which request   oracle.py     answers compared       ledger.py rows counted
     plays.py      tool calls and JSON    played_answers.py, rescues.py  their answers, and what was hit in them
     report.py     figures and verdict      load_scenarios/  spikes, shares, tiers, callers who hang up
+    hosts/        the compose installation, whose containers are lost as hosts are
 """

@@ -14,11 +14,13 @@ import uvloop
 from rich import progress as rich_progress
 from rich.console import Console
 
+from tests.chaos.hosts.scenario import ABOUT, HOSTS_FAULTS, HostsPlan, run_hosts
 from tests.chaos.load_scenarios import LOAD_SCENARIOS
 from tests.chaos.load_scenarios.plan import LoadPlan, run_load
 from tests.chaos.report import Report
 from tests.chaos.run import ChaosError, Plan, Progress, run
 from tests.chaos.scenarios import SCENARIOS, for_engine
+from tests.compose.docker import CommandFailed, NoDocker, docker_versions
 
 EPILOG = """
 examples
@@ -35,11 +37,13 @@ are shown with the processes' own log lines; --keep DIR keeps all logs), 2 if th
 did not even work undisturbed, 130 if it was interrupted: Ctrl-C and SIGTERM end all processes first.
 """
 INTERRUPTED = 130
+HOSTS = "hosts"
 
 
 def parse_arguments() -> argparse.Namespace:
     scenarios = "\n".join(f"  {name:<12} {s.about} ({s.faults} faults)" for name, s in SCENARIOS.items())
     scenarios += "\nloads\n" + "\n".join(f"  {name:<12} {s.about}" for name, s in LOAD_SCENARIOS.items())
+    scenarios += f"\ncontainers\n  {HOSTS:<12} {ABOUT} ({HOSTS_FAULTS} faults)"
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos",
         description=f"Break a real Spillway in mid-stream and compare every answer.\n\nscenarios\n{scenarios}",
@@ -48,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "scenario",
-        choices=[*SCENARIOS, *LOAD_SCENARIOS, "all"],
+        choices=[*SCENARIOS, *LOAD_SCENARIOS, HOSTS, "all"],
         help="what goes wrong; all: one after the other, but those that install real servers",
     )
     parser.add_argument("--seed", type=int, default=1, help="of questions, schedule and victims")
@@ -60,8 +64,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, help="what a market had, for fleet-spot; default: a made-up one")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs, queue and ledger in this new folder")
     arguments = parser.parse_args()
-    if arguments.scenario in LOAD_SCENARIOS and arguments.engine != "scripted":
-        parser.error(f"{arguments.scenario} is a load: it needs an engine whose speed is known, the scripted one")
+    if arguments.scenario in {*LOAD_SCENARIOS, HOSTS} and arguments.engine != "scripted":
+        parser.error(f"{arguments.scenario} needs an engine whose speed is known, the scripted one")
     return arguments
 
 
@@ -79,14 +83,22 @@ def main() -> int:
 def _run_all(arguments: argparse.Namespace, console: Console) -> int:
     ours = [name for name, scenario in SCENARIOS.items() if not scenario.needs_real_servers]
     names = [*ours, *LOAD_SCENARIOS] if arguments.scenario == "all" else [arguments.scenario]
-    return max([_exit_code(name, arguments, console) for name in names])
+    codes = [_exit_code(name, arguments, console) for name in names]
+    if arguments.scenario == "all":
+        try:
+            docker_versions()
+        except NoDocker as reason:
+            console.print(f"{HOSTS}: skipped: {reason}", style="yellow", markup=False)
+        else:
+            codes.append(_exit_code(HOSTS, arguments, console))
+    return max(codes)
 
 
 def _exit_code(name: str, arguments: argparse.Namespace, console: Console) -> int:
-    run_it = _run_load if name in LOAD_SCENARIOS else _run_faults
+    run_it = _run_hosts if name == HOSTS else _run_load if name in LOAD_SCENARIOS else _run_faults
     try:
         return 0 if run_it(name, arguments, console).kept else 1
-    except (ChaosError, AssertionError, TimeoutError) as error:
+    except (ChaosError, NoDocker, CommandFailed, AssertionError, TimeoutError) as error:
         console.print(f"{name}: error: {str(error) or type(error).__name__}", style="red", markup=False)
         return 2
 
@@ -111,6 +123,15 @@ def _run_load(name: str, arguments: argparse.Namespace, console: Console) -> Rep
         report = uvloop.run(run_load(scenario, plan, keep or Path(folder) / "run", progress))
         report.duration_s = time.monotonic() - began_s
     report.extras["engine"] = scenario.shape.engine
+    return _tell(report, console)
+
+
+def _run_hosts(name: str, arguments: argparse.Namespace, console: Console) -> Report:
+    docker_versions()
+    plan = HostsPlan(arguments.seed, arguments.faults or HOSTS_FAULTS)
+    keep = arguments.keep and arguments.keep / name
+    with tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder, _progress_shown(console) as progress:
+        report = uvloop.run(run_hosts(plan, keep or Path(folder) / "run", progress))
     return _tell(report, console)
 
 

@@ -230,15 +230,16 @@ def measure_gaps(report: Report, strikes: Sequence[Strike], calls: Sequence[Call
 
 def _gap_s(strike: Strike, request_id: str, arrivals_s: list[float], watcher: Watcher) -> float | None:
     if strike.worker_id is None:
-        return _longest_pause_s(arrivals_s, strike.at_s, strike.mended_s or strike.at_s)
+        return longest_pause_s(arrivals_s, strike.at_s, strike.mended_s or strike.at_s)
     moved_s = watcher.moved_at_s(request_id, strike.at_s, strike.worker_id)
     if moved_s is None:  # its worker went on with it, or all had been sent
-        return _longest_pause_s(arrivals_s, strike.at_s, strike.mended_s or strike.at_s) if strike.may_stay else None
+        return longest_pause_s(arrivals_s, strike.at_s, strike.mended_s or strike.at_s) if strike.may_stay else None
     after = [arrived_s for arrived_s in arrivals_s if arrived_s >= moved_s]
     return after[0] - strike.at_s if after else None
 
 
-def _longest_pause_s(arrivals_s: list[float], from_s: float, until_s: float) -> float | None:
+def longest_pause_s(arrivals_s: list[float], from_s: float, until_s: float) -> float | None:
+    """Return the longest time between two arrivals that overlaps a fault, or comes soon after it; None without any."""
     pauses = [
         later - earlier
         for earlier, later in itertools.pairwise(arrivals_s)

@@ -4,16 +4,19 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ledger.check import check_rollups
 from protocol import subjects
 from tests.chaos import faults, server_faults, upstream_faults  # noqa: F401 - they register theirs
 from tests.chaos.agreement import Agreement, ask_each_make, judge_disputed
 from tests.chaos.handovers import judge_handovers
-from tests.chaos.ledger import settled_rows, still_open
+from tests.chaos.ledger import LedgerRow, settled_rows, still_open
 from tests.chaos.load import Call, Load
 from tests.chaos.mix import Question, questions
 from tests.chaos.report import (
@@ -30,6 +33,7 @@ from tests.chaos.rescues import judge_rescues
 from tests.chaos.scenarios import Scenario
 from tests.chaos.strikes import FAULTS, Chaos
 from tests.chaos.system import MODEL, System
+from tests.chaos.watcher import Run
 
 IDLE_LIMIT_S = 15.0  # after the last answer, nothing may go on running for nobody
 SHUTTLE_S = 2.0  # load goes on after the last fault
@@ -99,7 +103,7 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
         report.extras["workers_started"] = system.farm.started
         report.extras["in_flight_min"] = min((strike.in_flight for strike in chaos.strikes), default=0)
         report.duration_s = time.monotonic() - began_s
-        add_log_lines(report, system)
+        add_log_lines(report, system.log_lines, system.watcher.runs)
     return report
 
 
@@ -167,10 +171,21 @@ async def _reckon(
         judge_handovers(report, [call for call in everything if call.answer], system.watcher.made)
     judge_endings(report, chaos.endings, oracle)
     measure_gaps(report, chaos.strikes, calls, system.watcher)
-    found = await settled_rows(system.database, accepted_ids(everything))
+    await reckon_ledger(report, system.database, everything, agreement)
+    if poisoned:
+        state = (await system.bus.api(f"STREAM.INFO.{subjects.DEAD_LETTER_STREAM}"))["state"]
+        judge_poisoned(report, poisoned, int(state["messages"]))
+
+
+async def reckon_ledger(
+    report: Report, database: AsyncEngine, everything: list[Call], agreement: Agreement
+) -> dict[str, LedgerRow]:
+    """Compare the ledger with all that was asked; returns its rows by request."""
+    oracle = agreement.settled()
+    found = await settled_rows(database, accepted_ids(everything))
     rows = {row.request_id: row for row in found}
     if accepted_ids(everything) - rows.keys():
-        report.extras["still_open"] = sorted(await still_open(system.database))
+        report.extras["still_open"] = sorted(await still_open(database))
     if len(found) != len(rows):  # PostgreSQL's key has the time in it
         report.offend(f"{len(found) - len(rows)} requests have a second row")
     tokens_of: dict[int, int] = {}
@@ -182,20 +197,20 @@ async def _reckon(
         if usage is not None and (row is None or usage["completion_tokens"] != row.completion_tokens):
             report.offend("an undisturbed answer's usage and its ledger row differ", call.request_id)
     judge_ledger(report, everything, rows, tokens_of)
-    for day in await check_rollups(system.database):
+    for day in await check_rollups(database):
         if day.wrong:
             report.offend(f"{day.wrong} rollups are not what the rows add up to")
-    if poisoned:
-        state = (await system.bus.api(f"STREAM.INFO.{subjects.DEAD_LETTER_STREAM}"))["state"]
-        judge_poisoned(report, poisoned, int(state["messages"]))
+    return rows
 
 
-def add_log_lines(report: Report, system: System) -> None:
+def add_log_lines(
+    report: Report, log_lines: Callable[[str], list[str]], runs: Mapping[str, Sequence[Run]] = MappingProxyType({})
+) -> None:
     """Give the first offences what the processes said about them, while their logs are still there."""
-    if report.offences and (died := "\n".join(system.log_lines('"critical"'))):
+    if report.offences and (died := "\n".join(log_lines('"critical"'))):
         report.offend("processes complained", details=died)
     for number, offence in enumerate(report.offences[:3]):
         if offence.request_id is not None:
-            runs = "\n".join(map(str, system.watcher.runs.get(offence.request_id, ())))
-            lines = "\n".join(system.log_lines(offence.request_id))
-            report.offences[number] = replace(offence, details=f"{offence.details}\n{runs}\n{lines}")
+            seen = "\n".join(map(str, runs.get(offence.request_id, ())))
+            lines = "\n".join(log_lines(offence.request_id))
+            report.offences[number] = replace(offence, details=f"{offence.details}\n{seen}\n{lines}")

@@ -85,7 +85,7 @@ async def run_load(scenario: LoadScenario, plan: LoadPlan, folder: Path, progres
             ticker.cancel()
         await expect_idle(report, system)
         await callers.reckon(report)
-        add_log_lines(report, system)
+        add_log_lines(report, system.log_lines, system.watcher.runs)
     return report
 
 
