@@ -189,7 +189,7 @@ def told(strikes: Sequence[Strike], calls: Sequence[Call]) -> str:
     away_s = max((strike.mended_s or strike.at_s) - strike.at_s for strike in strikes)
     failed, cut = sum(call.answer is None for call in met), len(cut_replies(met))
     return (
-        f"{len(strikes)} times, up to {away_s:.1f} s: {len(met)} requests, {failed} failed, {cut} cut, "
+        f"up to {away_s:.1f} s: {len(met)} requests, {failed} failed, {cut} cut, "
         f"longest silence {max(silences_s, default=0.0):.1f} s"
     )
 
