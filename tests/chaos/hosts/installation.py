@@ -207,7 +207,8 @@ class Installation:
 
     async def keep_logs(self) -> None:
         """Append what the containers have said to a file; some of it may be there already."""
-        command = partial(self._project.compose, "logs", "--no-color", "--timestamps", log=self._containers_log)
+        words = ("--ansi", "never", "logs", "--timestamps")
+        command = partial(self._project.compose, *words, log=self._containers_log)
         await asyncio.to_thread(command)
 
     def log_lines(self, word: str, limit: int = 40) -> list[str]:
