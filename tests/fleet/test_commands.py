@@ -1,6 +1,7 @@
 """What `spillway fleet` says where nothing is controlled, and of what is."""
 
 import asyncio
+import json
 import time
 from pathlib import Path
 
@@ -35,9 +36,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", ["run", "status", "explain"])
+NO_FLEET = "no pool has a [pools.<name>.fleet] section: nothing is controlled here"
+
+
+@pytest.mark.parametrize("command", ["status", "explain"])
 def test_where_no_pool_has_a_fleet_each_command_says_so(command: str) -> None:
-    assert spillway(command) == (1, "error: no pool has a [pools.<name>.fleet] section: nothing is controlled here\n")
+    assert spillway(command) == (1, f"error: {NO_FLEET}\n")
+
+
+def test_where_no_pool_has_a_fleet_the_controller_logs_so_and_ends() -> None:
+    code, said = spillway("run")
+    [line] = map(json.loads, said.splitlines())
+    assert (code, line["level"], line["process"], line["event"]) == (1, "error", "fleet", NO_FLEET)
 
 
 def test_where_a_driver_has_no_key_the_controller_says_what_is_missing(
@@ -49,7 +59,11 @@ def test_where_a_driver_has_no_key_the_controller_says_what_is_missing(
     monkeypatch.delenv("RUNPOD_API_KEY", raising=False)
     code, said = spillway("run")
     assert code == 1
-    assert said.endswith("error: driver.api_key: none is configured, and RUNPOD_API_KEY is not set\n")
+    last = json.loads(said.splitlines()[-1])
+    assert (last["level"], last["event"]) == (
+        "error",
+        "driver.api_key: none is configured, and RUNPOD_API_KEY is not set",
+    )
 
 
 def test_without_a_database_it_says_what_to_run(folder: Path) -> None:
