@@ -159,7 +159,7 @@ class Controller:
             async with self._calls, asyncio.timeout(LIST_LIMIT_S):
                 return await pool.driver.machines()
         except (FleetError, TimeoutError) as error:
-            log.warning("pool %s: its provider does not list machines: %s", pool.name, error or "no answer")
+            log.warning("pool %s: its provider does not list machines: %s", pool.name, str(error) or "no answer")
             return None
 
     async def _reconcile(self, listed: Listed) -> tuple[dict[str, Machine], Unowned]:
@@ -319,7 +319,8 @@ class Controller:
                 )
                 return None
             except (ProviderError, TimeoutError) as error:
-                log.warning("pool %s: whether %s was launched is not known: %s", pool.name, machine.machine_id, error)
+                reason = str(error) or "no answer"
+                log.warning("pool %s: whether %s was launched is not known: %s", pool.name, machine.machine_id, reason)
                 return machine
         launched = replace(
             machine, state=State.LAUNCHED, provider_id=provider_id, launched_unix_ms=unix_now_ms(), reason="launched"
@@ -372,7 +373,9 @@ class Controller:
                 async with asyncio.timeout(END_LIMIT_S):
                     await pool.driver.end(provider_id)
             except (FleetError, TimeoutError) as error:
-                log.warning("pool %s: machine %s is not ended yet: %s", pool.name, provider_id, error or "no answer")
+                log.warning(
+                    "pool %s: machine %s is not ended yet: %s", pool.name, provider_id, str(error) or "no answer"
+                )
 
 
 def _floor(settings: PoolFleetSettings, unix_s: float) -> int:

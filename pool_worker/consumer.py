@@ -551,7 +551,7 @@ class Consumer:
             async with asyncio.timeout(BACKLOG_LIMIT_S):
                 jobs = (await read_backlog(self._bus, self._only_queue)).jobs
         except (BusError, TimeoutError) as error:
-            log.warning("what waits in the queue is unknown: %s", error or "no answer")
+            log.warning("what waits in the queue is unknown: %s", str(error) or "no answer")
             jobs = {subjects.job_subject(lane.lane.queue, lane.lane.name): 1 for lane in stale}
         now_s = time.monotonic()
         for lane in stale:

@@ -36,7 +36,7 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, **request: Any)
     try:
         return await client.request(method, path, **request)
     except httpx.HTTPError as error:
-        raise ProviderError(f"{method} {path}: {error or type(error).__name__}") from error
+        raise ProviderError(f"{method} {path}: {str(error) or type(error).__name__}") from error
 
 
 def decoded(answer: httpx.Response, kind: type[T]) -> T:

@@ -235,7 +235,7 @@ class DeadLetters:
             async with asyncio.timeout(STORE_LIMIT_S):
                 await self._publish_until_stored(letter)
         except (TimeoutError, PayloadTooLarge) as error:
-            log.error("dead letter of %s is lost: %s", letter.request_id, error or "not stored in time")  # noqa: TRY400
+            log.error("dead letter of %s is lost: %s", letter.request_id, str(error) or "not stored in time")  # noqa: TRY400
         finally:
             self._waiting -= 1
 

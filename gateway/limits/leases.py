@@ -161,7 +161,7 @@ class Quotas:
                     if not local.is_idle:
                         await local.exchange(self._account_store, keep_idle=False)
         except (TimeoutError, BusError, ProtocolError, Unseeded) as error:
-            log.warning("limits are not given back; they return when their leases end: %s", error or "too slow")
+            log.warning("limits are not given back; they return when their leases end: %s", str(error) or "too slow")
         finally:
             for task in (*self._exchanging.values(), *self._seeding.values()):
                 task.cancel()
@@ -373,7 +373,7 @@ class Quotas:
                     terms = local.terms.budget_period
                     spent = await self._ledger.spent_nano_usd(local.account_id, local.whose, terms, now_s)
         except (BusError, DatabaseUnavailable, TimeoutError) as error:
-            log.warning("limits of %s are not known yet: %s", local.account_id, error or "the ledger is too slow")
+            log.warning("limits of %s are not known yet: %s", local.account_id, str(error) or "the ledger is too slow")
             return False
         local.seed = Seed(now_s, spent)
         return True

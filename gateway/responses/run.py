@@ -199,7 +199,7 @@ class BackgroundRun:
             while self._pending:
                 await self._store_some()
         except (Lost, BusError, NotKept) as error:
-            log.warning("%s is made elsewhere from now on: %s", self.key.response_id, error or "it was taken over")
+            log.warning("%s is made elsewhere from now on: %s", self.key.response_id, str(error) or "it was taken over")
             self.problem = error if isinstance(error, NotKept) else None
             self.stop()
             return

@@ -203,7 +203,7 @@ class BackgroundRuns:
                 self._unended.discard(run.key)
                 return
         except (Lost, BusError) as error:
-            log.warning("%s is not ended here: %s", run.key.response_id, error or "another gateway goes on")
+            log.warning("%s is not ended here: %s", run.key.response_id, str(error) or "another gateway goes on")
             if run.problem is not None:
                 await self._failed(run, run.problem)
         except (ProtocolError, NotKept) as error:

@@ -158,7 +158,7 @@ class FactsWatch:
                 now = await self._read()
         except (FactsUnread, TimeoutError) as error:
             if not self._is_failing:
-                log.warning("the server does not say what it serves: %s", error or "no answer in time")
+                log.warning("the server does not say what it serves: %s", str(error) or "no answer in time")
             self._is_failing = True
             return
         self._is_failing = False

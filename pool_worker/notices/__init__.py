@@ -67,7 +67,7 @@ async def reallocate(kind: NoticeKind, url: str | None, reason: str) -> None:
         try:
             await source_class(client, lambda: 0).reallocate(reason)
         except (NoticeError, httpx.HTTPError) as error:
-            log.warning("no other machine can be had: %s", error or type(error).__name__)
+            log.warning("no other machine can be had: %s", str(error) or type(error).__name__)
         else:
             log.warning("asked for another machine")
 
@@ -80,7 +80,7 @@ async def _wait_for_notice(source: NoticeSource) -> Notice:
             notice = await source.poll()
         except (NoticeError, httpx.HTTPError) as error:
             if waits is None:
-                log.warning("no notices can be had, trying again: %s", error or type(error).__name__)
+                log.warning("no notices can be had, trying again: %s", str(error) or type(error).__name__)
                 waits = backoff_s()
             await asyncio.sleep(next(waits))
             continue

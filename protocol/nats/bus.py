@@ -359,7 +359,7 @@ class Bus:
                 if not self.client.is_closed:
                     await self.client.close()
         except (TimeoutError, OSError) as error:  # OSError: it was lost already, with something unsent
-            log.warning("the connection to NATS did not end in order and is cut: %s", error or "too slow")
+            log.warning("the connection to NATS did not end in order and is cut: %s", str(error) or "too slow")
             self.client.abort()
 
     async def _flush(self) -> None:

@@ -121,7 +121,7 @@ class PullConsumer:
                 else:
                     await self._subscription.unsubscribe()
             except NatsError as error:
-                log.warning("%s was not drained: %s", self._api_subject, error or type(error).__name__)
+                log.warning("%s was not drained: %s", self._api_subject, str(error) or type(error).__name__)
         self._pulls.clear()
 
     def outstanding(self) -> int:

@@ -83,7 +83,7 @@ class EndpointTarget:
         except httpx.HTTPStatusError as error:
             raise BenchError(f"{self._base}{path}: {_reason(error.response)}") from error
         except (httpx.HTTPError, ValueError) as error:
-            raise BenchError(f"{self._base}{path}: {error or type(error).__name__}") from error
+            raise BenchError(f"{self._base}{path}: {str(error) or type(error).__name__}") from error
         return found if isinstance(found, dict) else {}
 
     def _body(self, prompt: str, new_tokens: int) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class EndpointTarget:
             except TimeoutError:
                 raise BenchError(f"{self._base}: no answer within {REQUEST_LIMIT_S:.0f} s") from None
             except (httpx.HTTPError, MalformedEvent, ValueError) as error:
-                raise BenchError(f"{self._base}: {error or type(error).__name__}") from error
+                raise BenchError(f"{self._base}: {str(error) or type(error).__name__}") from error
 
     async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any], start_s: float) -> Answer:
         body |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -162,7 +162,7 @@ class BatchClient:
             try:
                 answer = once()
             except httpx.TransportError as error:
-                trouble = f"{self.url} does not answer: {error or type(error).__name__}"
+                trouble = f"{self.url} does not answer: {str(error) or type(error).__name__}"
             except OSError as error:
                 raise BatchApiError(f"{error.filename}: {error.strerror}") from error
             else:
