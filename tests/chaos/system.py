@@ -194,7 +194,9 @@ class System:
         An older release refuses sections that it does not know, so a file has only those that a scenario uses.
         """
         shape = self.shape
-        sections = {"fleet": shape.fleet, "responses": shape.responses, "batches": shape.batches}
+        # A controller ends processes with this id that it does not know: runs at the same time must not share one.
+        fleet = {"fleet_id": f"chaos-{self.gateway_ports[0]}", **shape.fleet} if shape.fleet else {}
+        sections = {"fleet": fleet, "responses": shape.responses, "batches": shape.batches}
         for number, port in enumerate(self.gateway_ports):
             config = {
                 "data_dir": str(self.folder),

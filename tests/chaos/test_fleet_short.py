@@ -4,17 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.chaos.load_scenarios import LOAD_SCENARIOS
-from tests.chaos.load_scenarios.fleet import FLEET, POOL, STEPS_SHAPE
+from tests.chaos.load_scenarios.fleet import FLEET, STEPS_SHAPE
 from tests.chaos.load_scenarios.plan import LoadPlan, run_load
 
 NO_MATTER_HOW_LATE = 1000.0
+STEPS = STEPS_SHAPE.worker_settings
 SHAPE = replace(
     STEPS_SHAPE,
     fleet={**FLEET, "idle_s": 4.0, "cool_down_s": 4.0},
-    worker_settings={
-        **STEPS_SHAPE.worker_settings,
-        "fleet": {**POOL, "max_workers": 3, "driver": {"kind": "process", "places": ["a", "b"]}},
-    },
+    worker_settings={**STEPS, "fleet": {**STEPS["fleet"], "max_workers": 3}},
 )
 
 
