@@ -133,6 +133,18 @@ def free_subnet() -> str:
     return random.choice([f"172.31.{number}" for number in SUBNETS if f"172.31.{number}." not in used])
 
 
+def remove_labelled(label: str) -> None:
+    """Remove all containers, networks and volumes with a label."""
+    for kind, listed, removed in (
+        ("container", ["--all"], ["--force"]),
+        ("network", [], []),
+        ("volume", [], ["--force"]),
+    ):
+        names = call("docker", kind, "ls", *listed, "--quiet", "--filter", f"label={label}").split()
+        if names:
+            call("docker", kind, "rm", *removed, *names)
+
+
 class Project:
     """One compose project in a folder with a copy of the checkout. Its ``.env`` and configurations are its own."""
 
@@ -206,16 +218,7 @@ class Project:
 
     def down(self) -> None:
         """Remove all containers, networks and volumes of the project."""
-        labelled = f"label=com.docker.compose.project={self.name}"
-        for kind, removal in (
-            ("container", ["rm", "--force"]),
-            ("network", ["network", "rm"]),
-            ("volume", ["volume", "rm", "--force"]),
-        ):
-            everything = ["--all"] if kind == "container" else []
-            names = call("docker", kind, "ls", *everything, "--quiet", "--filter", labelled).split()
-            if names:
-                call("docker", *removal, *names)
+        remove_labelled(f"com.docker.compose.project={self.name}")
 
 
 def last_lines(log: Path, count: int = 20) -> str:

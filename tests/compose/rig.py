@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import httpx
 
-from tests.compose.docker import BUILD_ARGS_VARIABLE, CommandFailed, Project, call
+from tests.compose.docker import BUILD_ARGS_VARIABLE, CommandFailed, Project, call, remove_labelled
 from tests.compose.pages import Page
 
 LABEL: Final = "spillway.tests.compose"  # of containers that are no services
@@ -94,11 +94,7 @@ class Rig:
 
     def remove_beside(self) -> None:
         """Remove the containers that are no services, and their volumes."""
-        for kind, removal in (("container", ["rm", "--force"]), ("volume", ["volume", "rm", "--force"])):
-            everything = ["--all"] if kind == "container" else []
-            names = call("docker", kind, "ls", *everything, "--quiet", "--filter", f"label={LABEL}={self.name}").split()
-            if names:
-                call("docker", *removal, *names)
+        remove_labelled(f"{LABEL}={self.name}")
 
     def remove(self) -> None:
         """Remove all that was started, and the copy of the checkout."""
