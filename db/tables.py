@@ -412,6 +412,64 @@ class SetAsideRow(Base):
     at_unix_ms: Mapped[int]
 
 
+# --- refusals ---------------------------------------------------------------------------------------------------------
+#
+# Tables of refused requests: how many, and the latest by name.
+
+
+class RefusalRow(Base):
+    """One request that was refused before it was admitted (protocol.refusals.RefusalRecord); the latest of each key."""
+
+    __tablename__ = "refusals"
+    __table_args__ = (Index(None, "key_id", "received_unix_ms"), Index(None, "received_unix_ms"))
+
+    request_id: Mapped[str] = mapped_column(primary_key=True)
+    gateway_id: Mapped[str]
+    received_unix_ms: Mapped[int]
+    endpoint: Mapped[str]
+    code: Mapped[str]
+    status: Mapped[int]
+    method: Mapped[str]
+    path: Mapped[str]
+    client: Mapped[str]
+    message: Mapped[str | None]
+    param: Mapped[str | None]
+    model: Mapped[str | None]  # as the caller named it
+    key_id: Mapped[str]  # "": the request had no key, or none of ours
+    key_name: Mapped[str]
+    team_id: Mapped[str]
+    organisation_id: Mapped[str]
+
+
+class RefusalGroupRow(Base):
+    """One combination of what refusals are counted by; "" is unknown. Few, and never deleted."""
+
+    __tablename__ = "refusal_groups"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # of its values, as SliceRow's
+    code: Mapped[str]
+    status: Mapped[int]
+    endpoint: Mapped[str]
+    key_id: Mapped[str]
+    team_id: Mapped[str]
+    model: Mapped[str]  # its canonical name
+
+
+class RefusalCountRow(Base):
+    """The refusals of one group in one minute, as one process of a gateway has counted them.
+
+    Those of earlier days are merged into quarters of an hour (ledger.refusals).
+    """
+
+    __tablename__ = "refusal_counts"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    bucket_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # its begin
+    run_id: Mapped[str] = mapped_column(primary_key=True)  # of the process; "": merged
+    group_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # RefusalGroupRow.id
+    refusals: Mapped[int]
+
+
 # --- files and batches ------------------------------------------------------------------------------------------------
 #
 # Tables of files and batches.

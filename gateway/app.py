@@ -208,4 +208,4 @@ class GatewayApp:
                 await self._slow({**scope, "method": "GET"} if is_head else scope, receive, send_with_headers)
         finally:
             if exchange.refusal is not None:
-                self._refusals.refused(OTHER_ROUTES, exchange.refusal, **exchange.about)
+                self._refusals.refused(OTHER_ROUTES, exchange.refusal, exchange.about)

@@ -46,6 +46,7 @@ from gateway.responses.store import ReadShares, ResponseStore
 from gateway.settings import LEAVE_S, GatewaySettings
 from gateway.telemetry.log import RecentFailovers, RequestLog
 from gateway.telemetry.metrics import RequestSeries
+from gateway.telemetry.refusal_records import RefusalRecords
 from gateway.telemetry.refusals import RefusalLog
 from gateway.tokenizing.catalog import ModelCatalog
 from gateway.tokenizing.settings import canonical_names
@@ -165,7 +166,7 @@ async def run(
             timeouts=settings.timeouts,
             keys=keys,
             bodies=services.bodies,
-            refusals=RefusalLog(series),
+            refusals=RefusalLog(series, RefusalRecords(outbox.put, settings.gateway_id, catalog.known_name)),
             begin_trace=None if traces is None else traces.begin,
         )
         parts = GatewayParts(settings, bus, keys, database, catalog, dispatcher, admission_control, series, failovers)

@@ -124,7 +124,7 @@ async def apply(connection: AsyncConnection, tally: RollupDelta) -> None:
     if not slices:
         return
     rows = [{"id": number, **dict(zip(DIMENSIONS, values, strict=True))} for number, values in slices.items()]
-    await _upsert(connection, SliceRow, rows)
+    await upsert(connection, SliceRow, rows)
     await _add_sums(connection, buckets)
     await _merge_histograms(connection, buckets)
     if tally.takes_away:
@@ -138,7 +138,7 @@ async def _add_sums(connection: AsyncConnection, buckets: Mapping[_Bucket, Mappi
         for number, (sums, _) in found.items()
     ]
     columns = RollupRow.__table__.columns
-    await _upsert(connection, RollupRow, rows, lambda new: {name: columns[name] + new[name] for name in SUMS})
+    await upsert(connection, RollupRow, rows, lambda new: {name: columns[name] + new[name] for name in SUMS})
 
 
 async def _merge_histograms(connection: AsyncConnection, buckets: Mapping[_Bucket, Mapping[int, Any]]) -> None:
@@ -150,10 +150,10 @@ async def _merge_histograms(connection: AsyncConnection, buckets: Mapping[_Bucke
             for name, more, before in zip(MEASURES, counts, stored.get(number, (None,) * 6), strict=True):
                 row[name] = histogram.extended(before, more)
             rows.append(row)
-    await _upsert(connection, HistogramRow, rows, lambda new: {name: new[name] for name in MEASURES})
+    await upsert(connection, HistogramRow, rows, lambda new: {name: new[name] for name in MEASURES})
 
 
-async def _upsert(
+async def upsert(
     connection: AsyncConnection,
     table: type[Base],
     rows: Sequence[dict[str, Any]],

@@ -18,8 +18,10 @@ from sqlalchemy.orm import InstrumentedAttribute
 from db.engine import SQL_ERRORS, DatabaseUnavailable, describe, is_refusal, writing
 from db.prices import PriceBook, load_prices
 from db.tables import AttemptRow, Base, RequestRow
+from ledger.refusals import write_refusals
 from ledger.rollups import RollupDelta, apply
 from protocol.errors import ErrorCode
+from protocol.refusals import RefusalCount, RefusalRecord
 from protocol.usage import AttemptRecord, RequestRecord, UsageRecord
 
 MAX_TOKENS: Final = 100_000_000  # of one record: ten times the longest context there is, for several choices
@@ -42,12 +44,15 @@ async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> 
     """
     requests = [_request_row(record) for record in records if isinstance(record, RequestRecord)]
     attempts = [_attempt_row(record) for record in records if isinstance(record, AttemptRecord)]
+    refusals = [record for record in records if isinstance(record, RefusalCount | RefusalRecord)]
     try:
         async with writing(engine) as connection:
             if requests:
                 await write_requests(connection, requests, replace_lost=True)
             if attempts:
                 await _write_attempts(connection, attempts)
+            if refusals:
+                await write_refusals(connection, refusals)
     except OverflowError as error:  # sqlite3's own, for integers beyond 64 bits
         raise RecordRefused(describe(error)) from error
     except SQL_ERRORS as error:

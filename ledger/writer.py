@@ -27,7 +27,8 @@ from ledger.intents import Intents
 from ledger.machine_time import MachineTime
 from ledger.parked import Replays, park
 from ledger.partitions import DAYS_AHEAD, create_partitions
-from ledger.retention import Retention
+from ledger.refusals import tidy_refusals
+from ledger.retention import Retention, kept_since_unix_ms
 from ledger.settings import LedgerSettings
 from ledger.store import RecordRefused, store_records
 from protocol import subjects
@@ -259,6 +260,9 @@ class LedgerWriter:
         try:
             if await self._retention.delete_some():
                 self._deleted_s = before_s
+            else:
+                days = self._settings.retention_days
+                await tidy_refusals(self._engine, None if days is None else kept_since_unix_ms(days))
         except DatabaseUnavailable as error:
             log.warning("cannot delete old rows, will retry: %s", error)
 

@@ -1,5 +1,7 @@
 """Messages of gateways and workers to the ledger in the USAGE stream: a record of each request and each attempt.
 
+Those about refused requests are in ``protocol.refusals``.
+
 And an intent of each stream, stored before anything is sent to its client: what the ledger makes the request's row of,
 should its gateway not live to leave the record. The record of a whole answer is itself stored before that.
 """
@@ -14,6 +16,7 @@ from msgspec.structs import replace
 from protocol import wire
 from protocol.errors import NewerVersion, ProtocolError
 from protocol.job import CountedBy, Rescue, Sampling, encode
+from protocol.refusals import RefusalCount, RefusalRecord
 from protocol.wire import Real, Whole
 
 
@@ -116,7 +119,7 @@ class RequestIntent(Struct, frozen=True, tag="intent", omit_defaults=True):
     organisation_id: str | None = None
 
 
-UsageRecord = RequestRecord | AttemptRecord | RequestIntent
+UsageRecord = RequestRecord | AttemptRecord | RequestIntent | RefusalCount | RefusalRecord
 MAX_RECORDS: Final = 1024  # of one message; gateways and workers of every release put 64 into it
 
 _few = Meta(max_length=MAX_RECORDS)

@@ -22,6 +22,7 @@ from gateway.errors import ClientDisconnected, InsufficientQuota, Refused
 from gateway.http.body import LARGE_BODY_BYTES
 from gateway.request.mailbox import ReaderCut
 from gateway.request.request import Arrival, Trace
+from gateway.telemetry.refusal_records import RefusedRequest
 from gateway.telemetry.refusals import RefusalLog
 from protocol.nats.clock import unix_now_ms
 from protocol.process import calling_once
@@ -112,12 +113,11 @@ class Asking:
     ) -> Answer | None:
         """Ask once. None: there is no answer, such as when ``gone`` was set meanwhile."""
         operation, arrival = self._operations[endpoint], self._arrival(endpoint, len(body), limit_s)
+        about = RefusedRequest(path=endpoint, method=METHOD, request_id=arrival.request_id, principal=principal)
         try:
-            admitted = await self._admit(operation, body, as_batch(principal), arrival)
+            admitted = await self._admit(operation, body, as_batch(principal), arrival, about=about)
         except Refused as error:
-            self._refusals.refused(
-                operation.name, error, request_id=arrival.request_id, method=METHOD, path=endpoint, client=""
-            )
+            self._refusals.refused(operation.name, error, about)
             return _refused(operation, arrival, error)
         except Exception:
             log.exception("request %s failed before it was admitted", arrival.request_id)
@@ -138,12 +138,13 @@ class Asking:
         return replace(arrival, trace=self._begin_trace(arrival.request_id, METHOD, endpoint, {}))
 
     async def _admit(
-        self, operation: Operation[Any], body: bytes, principal: Principal, arrival: Arrival
+        self, operation: Operation[Any], body: bytes, principal: Principal, arrival: Arrival, *, about: RefusedRequest
     ) -> Admitted[Any]:
         self._core.refuse_if_full()
         held = await self._core.hold(principal) if len(body) > LARGE_BODY_BYTES else None
         try:
             call = await operation.read(principal, body)
+            about.model = call.request.model
             return await operation.admit(principal, call, arrival, held)
         except BaseException as error:
             if held is not None:

@@ -72,7 +72,7 @@ class Endpoint(Generic[AnyCall]):
             exchange.trace.refused(exchange.sent_status, exchange.refusal)
 
     def _tell_refusal(self, exchange: Exchange) -> None:
-        self._edge.refusals.refused(self._operation.name, exchange.refusal, **exchange.about)
+        self._edge.refusals.refused(self._operation.name, exchange.refusal, exchange.about)
 
     async def answer(self, exchange: Exchange, read_body: ReadBody) -> None:
         """Answer one request, whatever happens: its client, or into a recording."""
@@ -110,6 +110,7 @@ class Endpoint(Generic[AnyCall]):
             body = await read_body(principal)
             exchange.start_clock()  # a slow upload is not ours
             call = await self._operation.read(principal, body)
+            exchange.asked_model = call.request.model
             arrival = arrival_of(exchange, len(body), self._edge.timeouts)
             return await self._admit(exchange, principal, call, arrival, held)
         except BaseException:

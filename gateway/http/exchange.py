@@ -30,6 +30,7 @@ from gateway.http.body import BodyReader
 from gateway.http.cycle import Cycle
 from gateway.request.request import Arrival, Trace
 from gateway.settings import TimeoutSettings
+from gateway.telemetry.refusal_records import RefusedRequest
 from protocol.gateways import Kind
 from protocol.nats.bus import shared_deadlines
 from protocol.nats.clock import unix_now_ms
@@ -155,6 +156,8 @@ class Exchange:
         self.adapted: set[str] = set()  # what was changed so that its model takes it (gateway.tokenizing.turns)
         self.refusal: Refused | None = None  # what was answered instead of admitting a request
         self.trace: Trace | None = None  # None: traces are off
+        self.principal: Principal | None = None  # None: not known yet, or the key is none of ours
+        self.asked_model: str | None = None  # None: its body has not been read
         self._timeouts = timeouts
 
     def start_clock(self) -> None:
@@ -168,10 +171,16 @@ class Exchange:
         return f"req_{self.id}"
 
     @property
-    def about(self) -> Mapping[str, str]:
-        """What the log says of a request that is refused."""
-        path, method = self.head.path, self.head.method
-        return {"request_id": self.request_id, "method": method, "path": path, "client": self.head.client}
+    def about(self) -> RefusedRequest:
+        """What is told of a request that is refused."""
+        return RefusedRequest(
+            path=self.head.path,
+            method=self.head.method,
+            client=self.head.client,
+            request_id=self.request_id,
+            principal=self.principal,
+            model=self.asked_model,
+        )
 
     def note(self, rates: Mapping[Kind, RateStatus], adapted: Iterable[str]) -> None:
         """Note what every answer to an admitted request says."""
@@ -200,6 +209,7 @@ class Exchange:
             raise LedgerUnavailable("This API key is not known here, and new keys cannot be looked up at the moment.")
         if principal is None:
             raise InvalidApiKey("Incorrect API key provided.")
+        self.principal = principal
         if scope not in principal.scopes:
             raise MissingScope(f"This API key does not have the scope '{scope}'.")
         return principal

@@ -29,7 +29,8 @@ from gateway.errors import HeadTooLarge, MalformedHttp, Overloaded, Refused, Req
 from gateway.http.asgi import ABORT_KEY, CYCLE_KEY, HEADERS_KEY
 from gateway.http.cycle import Cycle
 from gateway.settings import ConnectionSettings
-from gateway.telemetry.refusals import HTTP, MAX_PATH_CHARS, RefusalLog
+from gateway.telemetry.refusal_records import RefusedRequest
+from gateway.telemetry.refusals import HTTP, MAX_TEXT_CHARS, RefusalLog
 from protocol.nats.bus import Deadlines
 
 log = logging.getLogger(__name__)
@@ -423,8 +424,8 @@ class Connection(HttpToolsProtocol):
         self._close()
 
     def _log_refusal(self, error: Refused | None, path: bytes) -> None:
-        shown = path.partition(b"?")[0][:MAX_PATH_CHARS].decode("latin-1")
-        self._connections.refusals.refused(HTTP, error, client=self._address, path=shown)
+        shown = path.partition(b"?")[0][:MAX_TEXT_CHARS].decode("latin-1")
+        self._connections.refusals.refused(HTTP, error, RefusedRequest(path=shown, client=self._address))
 
     # --- a client that has closed the sending side --------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Every refused request is counted and leaves a line in the log; in a flood a few a second, and then how many more."""
+"""Every refused request is counted, told to the ledger, and leaves a line in the log; in a flood a few a second."""
 
 import asyncio
 import logging
@@ -10,10 +10,11 @@ from db.accounts.masking import masked
 from gateway.api.errors import form_of
 from gateway.errors import Refused
 from gateway.telemetry.metrics import RequestSeries
+from gateway.telemetry.refusal_records import RefusalRecords, RefusedRequest, Verdict
 
 LINES_A_SECOND: Final = 10  # of each reason
 WINDOW_S: Final = 1.0
-MAX_PATH_CHARS: Final = 200
+MAX_TEXT_CHARS: Final = 200  # of a path, a model or a field in a line
 CLIENT_LEFT: Final = ("client_left", 499)  # before the request was here, or while it was not yet admitted
 HTTP: Final = "http"  # the endpoint of what is refused before it is known whom it is for
 
@@ -30,17 +31,19 @@ class _Reason(Struct):
 class RefusalLog:
     """Tells of requests that were not admitted. Only the event loop touches it."""
 
-    def __init__(self, series: RequestSeries) -> None:
+    def __init__(self, series: RequestSeries, records: RefusalRecords) -> None:
         self._series = series
+        self._records = records
         self._reasons: dict[str, _Reason] = {}
 
-    def refused(self, endpoint: str, error: Refused | None, **fields: str | None) -> None:
+    def refused(self, endpoint: str, error: Refused | None, request: RefusedRequest) -> None:
         """Tell of a request whose answer is a refusal, or without an error one whose caller left before there was one.
 
-        Never logs what was asked.
+        Never tells what was asked.
         """
         code, status = CLIENT_LEFT if error is None else (error.code or form_of(error).type, form_of(error).status)
         self._series.refused(endpoint, status, code if error is None else error.code)
+        self._records.note(Verdict(endpoint, code, status), error, request)
         reason = self._reasons.setdefault(code, _Reason())
         reason.count += 1
         if reason.window is None:
@@ -49,12 +52,23 @@ class RefusalLog:
             reason.unlogged += 1
             return
         reason.lines += 1
-        reported = {"reason": code, "status": status, "count": reason.count, "endpoint": endpoint, **fields}
-        if (path := fields.get("path")) is not None:
-            reported["path"] = masked(path)[:MAX_PATH_CHARS]
-        if error is not None and error.param is not None:
-            reported["param"] = error.param[:MAX_PATH_CHARS]
-        log.info("request refused", extra={"fields": reported})
+        principal = request.principal
+        reported: dict[str, object] = {
+            "reason": code,
+            "status": status,
+            "count": reason.count,
+            "endpoint": endpoint,
+            "request_id": request.request_id or None,
+            "method": request.method or None,
+            "path": masked(request.path)[:MAX_TEXT_CHARS],
+            "client": request.client,
+            "key_name": principal.key_name if principal else None,
+            "team_id": principal.team_id if principal else None,
+            "model": masked(request.model)[:MAX_TEXT_CHARS] if request.model else None,
+            "param": error.param[:MAX_TEXT_CHARS] if error is not None and error.param is not None else None,
+        }
+        known = {name: value for name, value in reported.items() if value is not None}
+        log.info("request refused", extra={"fields": known})
 
     def _next_window(self, code: str) -> None:
         reason = self._reasons[code]
@@ -68,6 +82,7 @@ class RefusalLog:
         reason.lines = reason.unlogged = 0
 
     def flush(self) -> None:
-        """Log what has not been logged yet: the gateway ends."""
+        """Log what has not been logged yet, and publish what has not been published: the gateway ends."""
+        self._records.flush()
         for code, reason in self._reasons.items():
             self._log_rest(code, reason)

@@ -92,6 +92,10 @@ class ModelCatalog:
         """The thread pool for long prompts."""
         return self._pool
 
+    def known_name(self, name: str) -> str | None:
+        """Return the model behind a name or alias; None: there is none."""
+        return self._names.get(name)
+
     def canonical_name(self, name: str, principal: Principal) -> str:
         """Return the model behind a name or alias that ``principal`` may use. Raises ModelNotFound."""
         model = self._names.get(name)

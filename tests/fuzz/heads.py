@@ -12,6 +12,7 @@ from uvicorn.server import ServerState
 from gateway.http.server import Connection, Connections
 from gateway.settings import ConnectionSettings
 from gateway.telemetry.metrics import RequestSeries
+from gateway.telemetry.refusal_records import RefusalRecords
 from gateway.telemetry.refusals import RefusalLog
 from tests.fuzz.driving import cut_bytes
 from tests.fuzz.mutations import Form
@@ -115,7 +116,11 @@ async def _served(payload: bytes, piece_bytes: int) -> tuple[list[tuple[Any, ...
     """Return the requests that have come to the application, and whether the connection ended before the payload."""
     _seen.clear()
     _errors.clear()
-    connections = Connections(_SETTINGS, RefusalLog(RequestSeries()), lambda _: True)
+    connections = Connections(
+        _SETTINGS,
+        RefusalLog(RequestSeries(), RefusalRecords(lambda _id, _record: None, "gateway", lambda name: name)),
+        lambda _: True,
+    )
     transport, state = _Transport(), ServerState()
     connection = Connection(connections, _CONFIG, state, {}, asyncio.get_running_loop())
     connection.connection_made(transport)

@@ -28,6 +28,7 @@ from gateway.main import FLUSH_LIMIT_S, _must_not_end
 from gateway.payloads import PayloadPublisher
 from gateway.settings import GatewaySettings
 from gateway.telemetry.metrics import RequestSeries
+from gateway.telemetry.refusal_records import RefusalRecords
 from gateway.telemetry.refusals import RefusalLog
 from gateway.tokenizing.model_tokens import ModelTokens
 from ledger.intake import wait_for_consumer
@@ -233,7 +234,7 @@ class Gateway(Part):
             timeouts=settings.timeouts,
             keys=keys,
             bodies=BodyReader(settings.limits, settings.timeouts.body_s),
-            refusals=RefusalLog(series),
+            refusals=RefusalLog(series, RefusalRecords(outbox.put, settings.gateway_id, lambda name: name)),
         )
         completions = Generation(core, nothing, PayloadPublisher(bus, settings.payloads), CompletionCall)
         self._watch(dispatcher)

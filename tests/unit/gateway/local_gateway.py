@@ -32,6 +32,7 @@ from gateway.limits.leases import Quotas
 from gateway.payloads import PayloadPublisher
 from gateway.settings import ModelSettings
 from gateway.telemetry.metrics import RequestSeries
+from gateway.telemetry.refusal_records import RefusalRecords
 from gateway.telemetry.refusals import RefusalLog
 from gateway.tokenizing.catalog import ModelCatalog
 from protocol import subjects
@@ -236,7 +237,8 @@ async def local_gateway(
     await catalog.start()
     quotas = Quotas(bus, told.gateway_id, nothing)
     core = Core(told, keys, catalog, dispatcher, admission_control, quotas, prices)
-    edge = Edge(told.timeouts, keys, BodyReader(told.limits, told.timeouts.body_s), RefusalLog(series))
+    refusals = RefusalLog(series, RefusalRecords(outboxes[0].put, told.gateway_id, catalog.known_name))
+    edge = Edge(told.timeouts, keys, BodyReader(told.limits, told.timeouts.body_s), refusals)
     payloads = PayloadPublisher(bus, told.payloads)
     operations = make_operations(core, catalog.pool, payloads, nothing)
     services = Services(
