@@ -434,7 +434,7 @@ class RefusalRow(Base):
     client: Mapped[str]
     message: Mapped[str | None]
     param: Mapped[str | None]
-    model: Mapped[str | None]  # as the caller named it
+    model: Mapped[str | None]  # its canonical name, or of an unknown one what the caller wrote
     key_id: Mapped[str]  # "": the request had no key, or none of ours
     key_name: Mapped[str]
     team_id: Mapped[str]

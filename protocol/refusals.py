@@ -47,7 +47,7 @@ class RefusalRecord(Struct, frozen=True, tag="refusal", omit_defaults=True):
     client: str  # its address
     message: str | None = None  # None: it might repeat what was asked
     param: str | None = None  # the field that it is about
-    model: str | None = None  # as the caller named it
+    model: str | None = None  # its canonical name, or of an unknown one what the caller wrote
     key_id: str = ""  # "": unknown, like each of the following
     key_name: str = ""
     team_id: str = ""

@@ -41,7 +41,7 @@ class NumberRow:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over time. A click on a step opens its requests."""
+    """Lines over time. A click on a step opens what happened in it."""
 
     title: str
     unit: str  # "ms", "USD", or what is counted
@@ -50,6 +50,7 @@ class Chart:
     view: View
     whole: bool = True  # only whole numbers on the axis
     step: Step | None = None  # of ``steps``, where it is not the view's
+    path: str = "/dashboard/requests"  # of the page that a click opens
 
     @property
     def is_empty(self) -> bool:
@@ -65,8 +66,7 @@ class Chart:
             "whole": self.whole,
             "step": self.step or self.view.step,
             "edges": edges,
-            "drill": "/dashboard/requests?"
-            + self.view.query(range=None, since=None, until=None, by=None, **{"and": None}),
+            "drill": f"{self.path}?" + self.view.query(range=None, since=None, until=None, by=None, **{"and": None}),
             "lines": [{name: getattr(line, name) for name in fields} for line in self.lines],
         }
 

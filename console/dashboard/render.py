@@ -34,6 +34,7 @@ PAGES: Final = (  # the navigation: path, name
     ("/pools", "Pools"),
     ("/fleet", "Fleet"),
     ("/requests", "Requests"),
+    ("/refusals", "Refused"),
     ("/batches", "Batches"),
     ("/set-aside", "Set aside"),
     ("/keys", "Keys"),

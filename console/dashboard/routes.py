@@ -15,6 +15,7 @@ from console.dashboard.pages.fleet import fleet
 from console.dashboard.pages.latency import latency
 from console.dashboard.pages.overview import overview
 from console.dashboard.pages.pools import pools
+from console.dashboard.pages.refusals import refusals
 from console.dashboard.pages.requests import request_detail, request_log, request_rows
 from console.dashboard.pages.set_aside import set_aside
 from console.dashboard.pages.tokens import tokens, tokens_heat
@@ -84,6 +85,10 @@ def _add_ledger_pages(router: APIRouter, pages: Pages) -> None:
     @router.get("/cost")
     async def show_cost(request: Request) -> Response:
         return await pages.show(request, "cost.html", cost)
+
+    @router.get("/refusals")
+    async def show_refusals(request: Request, code: str = "", older: str = "") -> Response:
+        return await pages.show(request, "refusals.html", partial(refusals, code=code, older=older))
 
     @router.get("/set-aside")
     async def show_set_aside(request: Request, older: str = "") -> Response:

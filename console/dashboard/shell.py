@@ -52,14 +52,17 @@ class Pages:
         return session
 
     async def show(self, request: Request, template: str, ask: Ask, **more: object) -> Response:
-        """Return a page of the values that ``ask`` reads. Raises UnknownUrl if it returns None, and its errors."""
+        """Return a page of the values that ``ask`` reads, which may name another template.
+
+        Raises UnknownUrl if it returns None, and its errors.
+        """
         view, user = view_of(request), self.user(request).user
 
         async def rendered(connection: AsyncConnection) -> str:
             values = await ask(connection, view)
             if values is None:
                 raise UnknownUrl("There is no object of this name.")
-            return render(template, values.get("view", view), user, {**values, **more})
+            return render(values.get("template", template), values.get("view", view), user, {**values, **more})
 
         return html(await self._reader.read(rendered))
 

@@ -154,7 +154,7 @@ class RefusalRecords:
             client=request.client,
             message=message,
             param=None if error is None or error.param is None else _storable(error.param),
-            model=None if request.model is None else _storable(request.model),
+            model=None if request.model is None else self._model_of(request.model) or _storable(request.model),
             key_id=principal.key_id if principal else "",
             key_name=principal.key_name if principal else "",
             team_id=principal.team_id if principal else "",

@@ -1,5 +1,6 @@
 """Keys and budgets: keys and teams, their limits, and the use of these."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,12 +11,15 @@ from console.dashboard.view import DAY_MS, View
 from db.accounts.keys import ApiKey
 from db.accounts.principal import DEFAULT_TEAM_ID, Limits, limits_of, period_start_s
 from db.accounts.teams import Team
+from gateway.errors import InsufficientQuota
 from gateway.limits.report import LimitUsage, uses
+from ledger.queries.refusals import Grouping, refusal_totals
 from ledger.queries.traffic import Traffic, totals
 from ledger.queries.window import Dimension, Window
 from protocol.gateways import Kind
 
 USED_DAYS: Final = 30
+BLOCKED_MS: Final = 3_600_000  # a budget that has refused requests since then is shown as one that blocks
 MAX_SHOWN: Final = 500  # keys, and teams; the admin API lists all
 
 Usage = Mapping[str, tuple[LimitUsage, ...]]  # by the id of a key or team
@@ -64,6 +68,7 @@ async def account_lines(connection: AsyncConnection, view: View, accounts: Accou
     """Return the values of keys.html and account.html."""
     window = Window(accounts.at_unix_ms - USED_DAYS * DAY_MS, accounts.at_unix_ms, view.zone)
     dimensions: tuple[Dimension, ...] = ("key", "team")
+    lately = Window(accounts.at_unix_ms - BLOCKED_MS, accounts.at_unix_ms, view.zone)
     usage = accounts.usage
     return {
         "page": "Keys",
@@ -74,9 +79,22 @@ async def account_lines(connection: AsyncConnection, view: View, accounts: Accou
             for dimension in dimensions
             for sums in await totals(connection, window, by=(dimension,))
         },
+        "refused": await _refused(connection, window),
+        "blocked": await _refused(connection, lately, code=InsufficientQuota.code),
         "NO_TRAFFIC": Traffic(("",)),
         "used_days": USED_DAYS,
     }
+
+
+async def _refused(connection: AsyncConnection, window: Window, *, code: str | None = None) -> dict[str, int]:
+    """Return how many requests of each key and team were refused, with this code if there is one."""
+    columns: tuple[Grouping, ...] = ("key_id", "team_id")
+    found: dict[str, int] = defaultdict(int)
+    for column in columns:
+        for (account_id, its_code), number in (await refusal_totals(connection, window, by=(column, "code"))).items():
+            if account_id and code in {None, its_code}:
+                found[account_id] += number
+    return dict(found)
 
 
 async def _charged(connection: AsyncConnection, view: View, accounts: Accounts) -> Usage:

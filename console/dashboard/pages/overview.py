@@ -8,8 +8,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from console.dashboard.charts import Chart, Line
 from console.dashboard.latency import MIN_VALUES, TITLES
 from console.dashboard.names import load_names
+from console.dashboard.pages.refusals import refusal_chart
 from console.dashboard.view import View
 from ledger.queries.distributions import percentiles
+from ledger.queries.refusals import refusal_totals
 from ledger.queries.set_aside import set_aside_counts
 from ledger.queries.traffic import Traffic, choices, merge, series, totals
 from ledger.queries.window import Dimension, Window
@@ -35,7 +37,9 @@ async def overview(connection: AsyncConnection, view: View) -> dict[str, Any]:
         "before": before,
         "ttft": ttft,
         "min_values": MIN_VALUES,
-        "charts": await _traffic_charts(connection, view, steps),
+        "refused": sum((await refusal_totals(connection, window, where=where)).values()),
+        "refused_before": sum((await refusal_totals(connection, view.before, where=where)).values()),
+        "charts": [*await _traffic_charts(connection, view, steps), await refusal_chart(connection, view, steps)],
         "later": {"ttft_ms": TITLES["ttft_ms"]},
         "groups": groups,
         "set_aside": sum((await set_aside_counts(connection, view.since_unix_ms, view.until_unix_ms)).values()),

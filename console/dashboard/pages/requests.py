@@ -4,11 +4,13 @@ from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from console.dashboard.formats import NOTHING, moment
 from console.dashboard.names import load_names
 from console.dashboard.view import View
 from console.dashboard.waterfall import facts, waterfall
 from gateway.errors import InvalidParameter
 from ledger.queries.log import Cursor, request_history, request_page
+from ledger.queries.refusals import Refusal, find_refusal
 from ledger.queries.traffic import choices
 
 PAGE_ROWS: Final = 50
@@ -44,18 +46,36 @@ async def request_rows(connection: AsyncConnection, view: View, older: str) -> d
 
 
 async def request_detail(connection: AsyncConnection, view: View, request_id: str) -> dict[str, Any] | None:
-    """Return the values of request.html; None: there is no such request."""
+    """Return the values of request.html, or with a ``refusal`` of refusal.html; None: there is no such request."""
     history = await request_history(connection, request_id)
     if history is None:
-        return None
+        refusal = await find_refusal(connection, request_id)
+        return None if refusal is None else await _refused(connection, view, refusal)
     names = await load_names(connection)
     return {
         "page": "Requests",
+        "template": "request.html",
         "request_id": request_id,
         "request": history.request,
         "facts": facts(history.request, names, view) if history.request else [],
         "waterfall": waterfall(history),
     }
+
+
+async def _refused(connection: AsyncConnection, view: View, refusal: Refusal) -> dict[str, Any]:
+    names = await load_names(connection)
+    facts = {
+        "Received": moment(refusal["received_unix_ms"], view.zone),
+        "Status": str(refusal["status"]),
+        "Key": names.get(refusal["key_id"], refusal["key_name"]) or "none of ours",
+        "Team": names.get(refusal["team_id"], refusal["team_id"]) or NOTHING,
+        "Model": refusal["model"] or NOTHING,
+        "Field": refusal["param"] or NOTHING,
+        "Request": f"{refusal['method']} {refusal['path']}",
+        "From": refusal["client"] or NOTHING,
+        "Gateway": refusal["gateway_id"],
+    }
+    return {"page": "Refused", "template": "refusal.html", "refusal": refusal, "facts": list(facts.items())}
 
 
 def write_cursor(cursor: Cursor) -> str:
