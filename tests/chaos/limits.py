@@ -4,7 +4,8 @@
 
     admitted <= limit, always, and at least 95 % of it is used;
     a gateway is killed with what it holds: what ran there comes back with its lease;
-    callers hang up at any moment: nothing stays reserved.
+    callers hang up at any moment: nothing stays reserved;
+    the ledger has counted each refusal that a caller has got, and no other.
 
 The last line is one JSON object; the exit code is 1 if a promise was broken.
 """
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from protocol import subjects
 from protocol.gateways import NOTHING
 from protocol.job import Accepted, Failed, Finished, decode_step
 from spillway.children import Child
+from tests.chaos.ledger import settled_refusals
 from tests.chaos.system import MODEL, Shape, System
 from tests.waiting import HANGS_S
 
@@ -106,6 +109,7 @@ class Storm:
         self._callers = callers
         self._numbers = itertools.count()
         self._rng = random.Random(f"limits {seed}")
+        self.refused = Counter[str]()  # by key
 
     async def ask(self, key: str, leave: asyncio.Event | None = None, port: int | None = None) -> Exchange:
         number = next(self._numbers)
@@ -117,7 +121,9 @@ class Storm:
             "stream_options": {"include_usage": True},
         }
         request = post_request("/v1/chat/completions", self.system.tenant_keys[key], body)
-        return await exchange(port or self.system.port, request, TIMEOUTS, leave=leave)
+        answer = await exchange(port or self.system.port, request, TIMEOUTS, leave=leave)
+        self.refused[key] += answer.status is not None and answer.status >= HTTPStatus.BAD_REQUEST
+        return answer
 
     async def blow(self, key: str, seconds: float) -> list[Exchange]:
         """All that was answered while so many asked again and again, and at the least until the limit was met."""
@@ -226,6 +232,14 @@ async def _kill_one(storm: Storm, running: Running) -> tuple[float, float]:
     return await freeing - killed_s, back_s
 
 
+async def refusals(storm: Storm, findings: Findings) -> None:
+    """Compare what callers were refused with what the ledger has counted, for keys whose gateways have all lived."""
+    for key in ("requests", "tokens", "budget"):
+        told = storm.refused[key]
+        counted = await settled_refusals(storm.system.database, storm.system.key_ids[key], told)
+        findings.expect(f"refusals_counted_{key}", counted, at_least=max(told, 1), at_most=told)
+
+
 async def _until_forgotten(system: System, latest_s: float) -> float:
     """Return the time when the account has no more leases than gateways remain, or ``latest_s``."""
     account_store, key_id = AccountStore(system.bus), system.key_ids["concurrent"]
@@ -278,6 +292,7 @@ async def run(
         await edges(storm, findings, seconds)
         await concurrency(storm, findings, seconds, kill=kill)
         await cancels(storm, findings, count)
+        await refusals(storm, findings)
         if not system.log_lines("s ahead of the queue server's"):
             findings.offences.append("a gateway's clock is wrong, and its log does not say so")
         findings.offences += system.log_lines('"critical"')

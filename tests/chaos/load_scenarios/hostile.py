@@ -12,6 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import psutil
@@ -21,12 +22,14 @@ from benchmarks.http_client import post_request
 from db.accounts.principal import Policy
 from protocol import subjects
 from protocol.nats.objects import get_object, publish_model_card, read_model_card
+from tests.chaos.ledger import settled_refusals
 from tests.chaos.load_scenarios.callers import Asked, ttfts_ms
 from tests.chaos.load_scenarios.plan import Stage, expect
 from tests.chaos.report import Report, percentile
 from tests.chaos.system import MODEL, Shape, System
 
 INNOCENT, HOSTILE, LIMITED = "innocent", "hostile", "limited"
+COUNTED = "count, limited"  # the attack of LIMITED
 POISONED = "poisoned"  # a model whose card is hostile
 TOKENS = 20
 RATE_PER_S = 10.0
@@ -122,7 +125,7 @@ def _attacks(crowd: Crowd) -> dict[str, Callable[[], Awaitable[None]]]:
         "large answer": raw_request(chat, key, json.dumps(_body(n=16, **logprobs)).encode()),
         "large pattern": raw_request(chat, key, json.dumps(_body(guided_regex="a" * BODY_BYTES)).encode()),
         "count": raw_request("/tokenize", key, json.dumps({"model": MODEL, "prompt": text}).encode()),
-        "count, limited": raw_request("/tokenize", limited, json.dumps({"model": MODEL, "prompt": text}).encode()),
+        COUNTED: raw_request("/tokenize", limited, json.dumps({"model": MODEL, "prompt": text}).encode()),
         "too long": raw_request(chat, key, json.dumps(_body(messages=[{"role": "user", "content": text}])).encode()),
         "countless lists": raw_request(chat, key, b'{"x": [' + b"[]," * (BODY_BYTES // 3) + b"0]}"),
         "long stop strings": raw_request(chat, key, json.dumps(_body(stop=["ab" * 256] * 16, max_tokens=50)).encode()),
@@ -179,11 +182,23 @@ async def hostile(stage: Stage) -> None:
         beside = await callers.offer(RATE_PER_S, plan.seconds, tokens=TOKENS, tenant=INNOCENT)
     report.extras["machine_busy_percent"] = psutil.cpu_percent()
     sampling.cancel()
+    await _compare_refusals(crowd, report)
     report.extras["told"] = dict(sorted(crowd.told.items()))
     report.extras["gateway_mib_before"] = round(before_mib, 1)
     usual_ms = figures(report, "alone", alone)
     expect(report, "latency_ms_p99", figures(report, "beside", beside), at_most=2 * usual_ms * plan.slack)
     expect(report, "gateway_grown_mib", max(peaks_mib) - before_mib, at_most=GROWTH_LIMIT_MIB)
+
+
+async def _compare_refusals(crowd: Crowd, report: Report) -> None:
+    """Compare what the limited caller was refused with what the ledger has counted."""
+    statuses = [(text.rpartition(" ")[2], number) for text, number in crowd.told.items() if text.startswith(COUNTED)]
+    told = sum(number for status, number in statuses if status.isdigit() and int(status) >= HTTPStatus.BAD_REQUEST)
+    counted = await settled_refusals(crowd.system.database, crowd.system.key_ids[LIMITED], told)
+    # The attack was broken off in the end, perhaps just when its last request was refused.
+    expect(report, "refusals_counted", counted, at_most=told + 1)
+    if counted < max(told, 1):
+        report.offend(f"{counted} refusals are counted, of {told} that the limited caller was told")
 
 
 def figures(report: Report, when: str, asked: list[Asked]) -> float:
