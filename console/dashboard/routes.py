@@ -17,6 +17,7 @@ from console.dashboard.pages.overview import overview
 from console.dashboard.pages.pools import pools
 from console.dashboard.pages.refusals import refusals
 from console.dashboard.pages.requests import request_detail, request_log, request_rows
+from console.dashboard.pages.search import find_page
 from console.dashboard.pages.set_aside import set_aside
 from console.dashboard.pages.tokens import tokens, tokens_heat
 from console.dashboard.payload import read_payload_values
@@ -147,6 +148,10 @@ def _pools_now(pages: Pages) -> dict[str, Any]:
 
 
 def _add_others(router: APIRouter, pages: Pages) -> None:
+    @router.get("/search")
+    async def search(request: Request, q: str = "") -> Response:
+        return await pages.find(request, partial(find_page, text=q))
+
     @router.get("/playground")
     async def show_playground(request: Request) -> Response:
         return pages.show_memory(request, "playground.html", {"page": "Playground", "models": pages.live.models()})

@@ -8,7 +8,7 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from console.admin.routes import principal_answer
 from console.admin.service import AdminService
@@ -65,6 +65,16 @@ class Pages:
             return render(values.get("template", template), values.get("view", view), user, {**values, **more})
 
         return html(await self._reader.read(rendered))
+
+    async def find(self, request: Request, ask: Callable[[AsyncConnection, View], Awaitable[str | None]]) -> Response:
+        """Redirect to the URL that ``ask`` returns. Raises UnknownUrl if it returns None, and its errors."""
+        view = view_of(request)
+        found = await self._reader.read(lambda connection: ask(connection, view))
+        if found is None:
+            raise UnknownUrl(
+                "No request, batch, key or team has this id or name. Requests are found by their whole id."
+            )
+        return RedirectResponse(found, 303)
 
     def show_memory(self, request: Request, template: str, values: Mapping[str, Any]) -> Response:
         """Return a page, or a part of one, that needs no ledger."""

@@ -8,13 +8,17 @@ from console.dashboard.formats import NOTHING, moment
 from console.dashboard.names import load_names
 from console.dashboard.view import View
 from console.dashboard.waterfall import facts, waterfall
-from gateway.errors import InvalidParameter
+from gateway.errors import InvalidParameter, UnknownUrl
 from ledger.queries.log import Cursor, request_history, request_page
 from ledger.queries.refusals import Refusal, find_refusal
 from ledger.queries.traffic import choices
 
 PAGE_ROWS: Final = 50
 MAX_CURSOR_CHARS: Final = 200
+NOT_ON_RECORD: Final = (
+    "No request of this id is on record. A request that runs is recorded when it ends, within seconds. Of a flood of"
+    " refused requests only some are kept by their ids: the page Refused counts them all."
+)
 
 
 async def request_log(connection: AsyncConnection, view: View, older: str) -> dict[str, Any]:
@@ -45,12 +49,14 @@ async def request_rows(connection: AsyncConnection, view: View, older: str) -> d
     }
 
 
-async def request_detail(connection: AsyncConnection, view: View, request_id: str) -> dict[str, Any] | None:
-    """Return the values of request.html, or with a ``refusal`` of refusal.html; None: there is no such request."""
+async def request_detail(connection: AsyncConnection, view: View, request_id: str) -> dict[str, Any]:
+    """Return the values of request.html, or of refusal.html. Raises UnknownUrl for an id that is not on record."""
     history = await request_history(connection, request_id)
     if history is None:
         refusal = await find_refusal(connection, request_id)
-        return None if refusal is None else await _refused(connection, view, refusal)
+        if refusal is None:
+            raise UnknownUrl(NOT_ON_RECORD)
+        return await _refused(connection, view, refusal)
     names = await load_names(connection)
     return {
         "page": "Requests",

@@ -215,7 +215,7 @@ async def test_static_files_are_kept_for_ever_under_their_version(browser: httpx
 async def test_errors_are_pages(browser: httpx.AsyncClient, engine: AsyncEngine) -> None:
     missing = await browser.get("/dashboard/requests/none-such")
     assert missing.status_code == 404
-    assert "There is no object of this name." in missing.text
+    assert "No request of this id is on record." in missing.text
     wrong = await browser.get("/dashboard", params={"range": "<b>"})
     assert wrong.status_code == 400
     assert "range: must be one of 6h" in wrong.text

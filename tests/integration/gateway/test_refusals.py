@@ -101,7 +101,8 @@ async def test_every_refusal_is_found_by_id_key_and_team(start_gateway: Start, s
             said = answer.json()["error"]
             assert said.get("code", code) == code
             expected[code, answer.status_code, key_id] += 1
-            page = f"/dashboard/requests/{answer.headers['x-request-id']}"
+            request_id = answer.headers["x-request-id"]
+            page = f"/dashboard/requests/{request_id}"
 
             async def is_there(page: str = page, code: str = code) -> bool:
                 shown = await browser.get(page)
@@ -109,8 +110,19 @@ async def test_every_refusal_is_found_by_id_key_and_team(start_gateway: Start, s
 
             await until(is_there)
             found = await browser.get("/dashboard/refusals", params={"key": key_id, "code": code})
-            assert answer.headers["x-request-id"] in found.text
+            assert request_id in found.text
         await until_counted(engine, expected)
+        for text, target in (
+            (request_id, f"/requests/{request_id}"),
+            ("POOR", f"key={poor.key_id}"),
+            (team.team_id, f"team={team.team_id}"),
+        ):
+            found = await browser.get("/dashboard/search", params={"q": f" {text} "})
+            assert found.status_code == 303
+            assert target in found.headers["location"]
+        assert (await browser.get("/dashboard/search", params={"q": "nobody"})).status_code == 404
+        unknown = await browser.get("/dashboard/requests/req_0")
+        assert (unknown.status_code, "page Refused counts them all" in unknown.text) == (404, True)
         by_team = await browser.get("/dashboard/refusals", params={"team": team.team_id})
         assert "insufficient_quota" in by_team.text
         assert "missing_scope" not in by_team.text
