@@ -15,7 +15,7 @@ from ledger.queries.refusals import refusal_series, refusal_totals, refusals_by_
 from ledger.queries.window import Window
 from ledger.refusals import NAMED_OF_A_KEY
 
-PAGE_ROWS: Final = 100
+PAGE_ROWS: Final = 50
 MAX_GROUPS: Final = 100
 MAX_LINES: Final = 5  # of a chart; the other codes are one more
 

@@ -18,6 +18,7 @@ from db.tables import BatchRow, Decision, FileRow, InstanceRow
 from fleet.books import Books
 from fleet.machine import Machine, State
 from ledger.store import store_records
+from protocol.refusals import MINUTE_MS, RefusalCount, RefusalRecord
 from protocol.usage import UsageRecord
 from tests.usage_records import attempt_record, request_record
 
@@ -46,6 +47,7 @@ async def fill_ledger(engine: AsyncEngine, pepper: SecretStr, requests: int = 40
     records = list(_records(keys, requests, time.time_ns() // 1_000_000))
     for start in range(0, len(records), BATCH):
         await store_records(engine, records[start : start + BATCH])
+    await store_records(engine, list(_refusals(keys, time.time_ns() // 1_000_000)))
     await _store_machines(engine, time.time_ns() // 1_000_000)
     await _store_fleet(engine, time.time_ns() // 1_000_000)
     await _store_batches(engine, keys, time.time_ns() // 1_000_000)
@@ -60,6 +62,26 @@ def _records(keys: list[ApiKey], requests: int, now_unix_ms: int) -> Iterator[Us
         if rng.random() > _busyness(received):
             received -= 7 * 3_600_000
         yield from _one(rng, f"req_{number:06}", received, rng.choice(keys))
+
+
+def _refusals(keys: list[ApiKey], now_unix_ms: int) -> Iterator[UsageRecord]:
+    """A team whose budget is spent since this morning, and some mistakes of callers all day."""
+    rng = random.Random(SEED)
+    codes = {"invalid_value": 400, "model_not_found": 404, "invalid_api_key": 401, "rate_limit_exceeded": 429}
+    for number in range(400):
+        is_spent = number % 2 == 0
+        received = now_unix_ms - int(rng.uniform(0, 5 * HOUR_MS if is_spent else DAY_MS))
+        code = "insufficient_quota" if is_spent else rng.choice(list(codes))
+        key = keys[-1] if is_spent else rng.choice(keys)
+        whose = {"key_id": key.key_id, "team_id": key.team_id} if code != "invalid_api_key" else {}
+        what: dict[str, Any] = {"v": 1, "gateway_id": "gw-1", "endpoint": "chat.completions", "code": code}
+        what |= {"status": codes.get(code, 429), "model": "demo-8b" if code != "model_not_found" else "", **whose}
+        minute = received // MINUTE_MS * MINUTE_MS
+        yield RefusalCount(run_id=f"run-{number}", minute_unix_ms=minute, refusals=rng.randint(1, 40), **what)
+        of_one = {"method": "POST", "path": "/v1/chat/completions", "client": "203.0.113.7", **what}
+        of_one |= {"key_name": key.name} if whose else {}
+        of_one |= {"param": "temperature"} if code == "invalid_value" else {"message": "What the answer has said."}
+        yield RefusalRecord(request_id=f"req_refused{number:03}", received_unix_ms=received, **of_one)
 
 
 def _busyness(unix_ms: int) -> float:
