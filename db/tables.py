@@ -298,7 +298,7 @@ class RollupRow(_Bucket, Base):
     """Sums over the requests of one slice. Written only in the transaction that writes those requests.
 
     Every request counts in one row of each width. Widths of more than 15 minutes exist so that a month is read from
-    few rows; quarters of an hour keep days exact in zones such as UTC+5:45.
+    few rows; quarters of an hour keep days exact in zones such as UTC+5:45. Minutes are kept for some hours.
     """
 
     __tablename__ = "rollups"

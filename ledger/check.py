@@ -15,7 +15,7 @@ from db.engine import SQL_ERRORS, DatabaseUnavailable, describe, writing
 from db.tables import HistogramRow, RequestRow, RollupRow
 from ledger import histogram
 from ledger.histogram import MEASURES
-from ledger.rollups import DIMENSIONS, SUMS, RollupDelta, apply
+from ledger.rollups import DIMENSIONS, SUMS, WIDTHS_S, RollupDelta, apply
 
 DAY_MS: Final = 86_400_000
 BATCH_ROWS: Final = 5_000
@@ -38,6 +38,8 @@ class DayCheck:
 
 async def check_rollups(engine: AsyncEngine, *, repair: bool = False, since_unix_ms: int = 0) -> list[DayCheck]:
     """Compare every UTC day from the oldest request on, and with ``repair`` rebuild those that differ.
+
+    Rows of minutes, which are deleted after some hours, are rebuilt and not compared.
 
     Rollups before ``since_unix_ms``, which outlive their requests (``ledger.retention_days``), are not touched.
     Writers wait while a day is compared. Raises DatabaseUnavailable.
@@ -83,6 +85,8 @@ async def _recount(connection: AsyncConnection, begin_unix_ms: int) -> tuple[Rol
 
 def _counted(tally: RollupDelta) -> Iterator[tuple[_Key, _Bucket]]:
     for (width_s, start), found in tally.buckets().items():
+        if width_s == WIDTHS_S[0]:
+            continue
         for number, (sums, counts) in found.items():
             yield (width_s, start, number), (*sums, *counts)
 
@@ -94,6 +98,7 @@ async def _stored(connection: AsyncConnection, begin_unix_ms: int) -> dict[_Key,
         start = columns.bucket_unix_ms
         statement = select(columns.width_s, start, columns.slice_id, *(columns[name] for name in names))
         statement = statement.where(start >= begin_unix_ms, start < begin_unix_ms + DAY_MS)
+        statement = statement.where(columns.width_s != WIDTHS_S[0])
         parts.append({(row[0], row[1], row[2]): tuple(row[3:]) for row in await connection.execute(statement)})
     sums, counts = parts
     keys = sums.keys() | counts.keys()

@@ -1,7 +1,7 @@
 """Adding requests' rows to rollups and histograms.
 
-Rows are summed in memory first, by slice and quarter of an hour, and from there into hours and days, so a batch costs
-SQL a few statements whatever its size. Only rows that are actually written may be counted, in the transaction that
+Rows are summed in memory first, by slice and minute, and from there into the wider buckets, so a batch costs SQL a few
+statements whatever its size. Only rows that are actually written may be counted, in the transaction that
 writes them (ledger.store).
 """
 
@@ -13,13 +13,15 @@ from typing import Any, Final, TypeVar
 from sqlalchemy import and_, delete, func, literal, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import ARRAY
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from db.engine import SQL_ERRORS, DatabaseUnavailable, describe, writing
 from db.tables import Base, HistogramRow, RollupRow, SliceRow
 from ledger import histogram
 from ledger.histogram import MEASURES, Counts
 
-WIDTHS_S: Final = (900, 3600, 86_400)  # each a multiple of the one before
+WIDTHS_S: Final = (60, 900, 3600, 86_400)  # each a multiple of the one before
+MINUTES_KEPT_MS: Final = 3 * 3_600_000  # rows of a minute are for charts of the last hour
 DIMENSIONS: Final = ("model", "pool", "provider", "region", "tier", "team_id", "key_id", "endpoint", "outcome")
 SUMS: Final = (
     "requests",
@@ -50,7 +52,7 @@ class RollupDelta:
     """The change to the rollups by some requests' rows, added or removed."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[int, Slice], list[int]] = defaultdict(lambda: [0] * len(SUMS))  # by quarter and slice
+        self._sums: dict[tuple[int, Slice], list[int]] = defaultdict(lambda: [0] * len(SUMS))  # by minute and slice
         self._counts: dict[tuple[int, Slice], list[Counts]] = defaultdict(lambda: [{} for _ in MEASURES])
         self.takes_away = False
 
@@ -77,10 +79,10 @@ class RollupDelta:
         """Return each slice's sums and histograms, by width and bucket."""
         ids = {values: number for number, values in self.slices().items()}
         widths: dict[_Bucket, dict[int, tuple[list[int], list[Counts]]]] = defaultdict(dict)
-        for (quarter, values), sums in self._sums.items():
-            counts = self._counts[quarter, values]
+        for (minute, values), sums in self._sums.items():
+            counts = self._counts[minute, values]
             for width_s in WIDTHS_S:
-                bucket = widths[width_s, quarter // (width_s * 1000) * (width_s * 1000)]
+                bucket = widths[width_s, minute // (width_s * 1000) * (width_s * 1000)]
                 into = bucket.setdefault(ids[values], ([0] * len(SUMS), [{} for _ in MEASURES]))
                 into[0][:] = map(int.__add__, into[0], sums)
                 for merged, more in zip(into[1], counts, strict=True):
@@ -192,6 +194,17 @@ async def _stored_histograms(
         for number, *stored in await connection.execute(statement):
             found[number] = tuple(stored)
     return found
+
+
+async def delete_minutes(engine: AsyncEngine, before_unix_ms: int) -> None:
+    """Delete the rows of minutes before a time. Raises DatabaseUnavailable."""
+    try:
+        async with writing(engine) as connection:
+            for table in (RollupRow, HistogramRow):
+                is_old = and_(table.width_s == WIDTHS_S[0], table.bucket_unix_ms < before_unix_ms)
+                await connection.execute(delete(table).where(is_old))
+    except SQL_ERRORS as error:
+        raise DatabaseUnavailable(describe(error)) from error
 
 
 async def _drop_empty(connection: AsyncConnection, buckets: Mapping[_Bucket, Mapping[int, Any]]) -> None:

@@ -29,6 +29,7 @@ from ledger.parked import Replays, park
 from ledger.partitions import DAYS_AHEAD, create_partitions
 from ledger.refusals import tidy_refusals
 from ledger.retention import Retention, kept_since_unix_ms
+from ledger.rollups import MINUTES_KEPT_MS, delete_minutes
 from ledger.settings import LedgerSettings
 from ledger.store import RecordRefused, store_records
 from protocol import subjects
@@ -263,6 +264,7 @@ class LedgerWriter:
             else:
                 days = self._settings.retention_days
                 await tidy_refusals(self._engine, None if days is None else kept_since_unix_ms(days))
+                await delete_minutes(self._engine, unix_now_ms() - MINUTES_KEPT_MS)
         except DatabaseUnavailable as error:
             log.warning("cannot delete old rows, will retry: %s", error)
 

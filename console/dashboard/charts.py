@@ -66,7 +66,8 @@ class Chart:
             "whole": self.whole,
             "step": self.step or self.view.step,
             "edges": edges,
-            "drill": f"{self.path}?" + self.view.query(range=None, since=None, until=None, by=None, **{"and": None}),
+            "drill": f"{self.path}?"
+            + self.view.query(range=None, since=None, until=None, by=None, refresh=None, **{"and": None}),
             "lines": [{name: getattr(line, name) for name in fields} for line in self.lines],
         }
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from starlette.responses import HTMLResponse, Response
 
 from console.dashboard import formats
-from console.dashboard.view import RANGES, View
+from console.dashboard.view import RANGES, REFRESH_S, View
 from ledger.queries.traffic import OTHER
 from ledger.queries.window import DIMENSIONS
 
@@ -41,7 +41,15 @@ PAGES: Final = (  # the navigation: path, name
     ("/playground", "Playground"),
     ("/exports", "Exports"),
 )
-RANGE_NAMES: Final = {"6h": "6 hours", "24h": "24 hours", "7d": "7 days", "30d": "30 days", "90d": "90 days"}
+RANGE_NAMES: Final = {
+    "15m": "15 minutes",
+    "1h": "1 hour",
+    "6h": "6 hours",
+    "24h": "24 hours",
+    "7d": "7 days",
+    "30d": "30 days",
+    "90d": "90 days",
+}
 FILTERS: Final = ("model", "pool", "provider", "team", "key", "outcome")
 
 
@@ -82,6 +90,7 @@ def _environment() -> jinja2.Environment:
         "NOTHING": formats.NOTHING,
         "PAGES": PAGES,
         "RANGES": {name: RANGE_NAMES[name] for name in RANGES},
+        "REFRESH_S": REFRESH_S,
         "FILTERS": FILTERS,
         "DIMENSIONS": DIMENSIONS,
         "static": f"/dashboard/static/{_VERSION}",

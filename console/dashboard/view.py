@@ -11,12 +11,23 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from starlette.requests import Request
 
 from gateway.errors import InvalidParameter
-from ledger.queries.window import DIMENSIONS, Dimension, Filters, Step, Window
+from ledger.queries.window import DIMENSIONS, QUARTER_MS, Dimension, Filters, Step, Window
+from ledger.rollups import MINUTES_KEPT_MS
 from protocol.nats.clock import unix_now_ms
 
+MINUTE_MS: Final = 60_000
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS
-RANGES: Final = {"6h": 6 * HOUR_MS, "24h": DAY_MS, "7d": 7 * DAY_MS, "30d": 30 * DAY_MS, "90d": 90 * DAY_MS}
+RANGES: Final = {
+    "15m": 15 * MINUTE_MS,
+    "1h": HOUR_MS,
+    "6h": 6 * HOUR_MS,
+    "24h": DAY_MS,
+    "7d": 7 * DAY_MS,
+    "30d": 30 * DAY_MS,
+    "90d": 90 * DAY_MS,
+}
+REFRESH_S: Final = (10, 60)
 DEFAULT_RANGE: Final = "24h"
 MAX_SPAN_MS: Final = 400 * DAY_MS
 MAX_VALUE_CHARS: Final = 300
@@ -25,6 +36,7 @@ THEME_COOKIE: Final = "spillway_theme"
 DEFAULT_ZONE: Final = "UTC"
 THEMES: Final = ("light", "dark")
 
+_MINUTES_UP_TO_MS: Final = 2 * HOUR_MS
 _QUARTERS_UP_TO_MS: Final = 2 * DAY_MS  # steps of charts: about 200 points at most, up to two weeks
 _HOURS_UP_TO_MS: Final = 14 * DAY_MS
 _ZONE_NAME: Final = re.compile(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+){0,2}")
@@ -42,16 +54,23 @@ class View:
     until_unix_ms: int
     where: dict[Dimension, str] = field(default_factory=dict)
     by: tuple[Dimension, ...] = ()
+    refresh_s: int = 0  # of REFRESH_S; 0: the page stays as it is
+    read_unix_ms: int = 0  # when this was read
 
     @property
     def window(self) -> Window:
         """Time span as a window of the ledger's queries."""
-        return Window(self.since_unix_ms, self.until_unix_ms, self.zone)
+        return self._window(self.since_unix_ms, self.until_unix_ms)
 
     @property
     def before(self) -> Window:
         """Time span of the same length just before."""
-        return Window(2 * self.since_unix_ms - self.until_unix_ms, self.since_unix_ms, self.zone)
+        return self._window(2 * self.since_unix_ms - self.until_unix_ms, self.since_unix_ms)
+
+    def _window(self, since_unix_ms: int, until_unix_ms: int) -> Window:
+        is_short = until_unix_ms - since_unix_ms <= _MINUTES_UP_TO_MS
+        has_minutes = is_short and since_unix_ms >= self.read_unix_ms - MINUTES_KEPT_MS
+        return Window(since_unix_ms, until_unix_ms, self.zone, MINUTE_MS if has_minutes else QUARTER_MS)
 
     @property
     def filters(self) -> Filters:
@@ -62,6 +81,8 @@ class View:
     def step(self) -> Step:
         """Step of charts over this time span."""
         span_ms = self.until_unix_ms - self.since_unix_ms
+        if self.window.grain_ms == MINUTE_MS:
+            return "minute"
         if span_ms <= _QUARTERS_UP_TO_MS:
             return "quarter"
         return "hour" if span_ms <= _HOURS_UP_TO_MS else "day"
@@ -74,6 +95,7 @@ class View:
         else:
             fields["range"] = self.range
         fields |= dict(zip(("by", "and"), self.by, strict=False))
+        fields["refresh"] = self.refresh_s or None
         if "range" in changes:
             fields |= {"since": None, "until": None}
         if "since" in changes:
@@ -106,7 +128,18 @@ def make_view(params: Mapping[str, str], cookies: Mapping[str, str], now_unix_ms
         until_unix_ms=until_unix_ms,
         where={name: params[name][:MAX_VALUE_CHARS] for name in DIMENSIONS if params.get(name)},
         by=_grouping(params),
+        refresh_s=_refresh_s(params),
+        read_unix_ms=now_unix_ms,
     )
+
+
+def _refresh_s(params: Mapping[str, str]) -> int:
+    text = params.get("refresh") or "0"
+    if text not in {"0", *map(str, REFRESH_S)}:
+        raise InvalidParameter(
+            f"refresh: must be one of 0, {', '.join(map(str, REFRESH_S))} (seconds).", param="refresh"
+        )
+    return int(text)
 
 
 def find_zone(name: str) -> ZoneInfo | None:

@@ -1,8 +1,8 @@
 """Reading rollups: the rows that cover a time span, with their step and group.
 
-A step is covered by as few rows as possible: whole UTC days, else hours, else quarters of an hour. Where a step begins
-or ends within a UTC day, the sums of its larger part are the day's minus those of the smaller part: days in UTC+5:30,
-which begin at 18:30, are read from UTC's days and their hours after 18:30.
+A step is covered by as few rows as possible: whole UTC days, else hours, quarters of an hour, minutes. Where a step
+begins or ends within a UTC day, the sums of its larger part are the day's minus those of the smaller part: days in
+UTC+5:30, which begin at 18:30, are read from UTC's days and their hours after 18:30.
 """
 
 from bisect import bisect_left, bisect_right

@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from ledger.days import midnight_unix_ms
 
+MINUTE_MS: Final = 60_000
 QUARTER_MS: Final = 900_000
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 86_400_000
@@ -24,7 +25,12 @@ DIMENSIONS: Final[tuple[Dimension, ...]] = (
     "endpoint",
     "outcome",
 )
-Step = Literal["quarter", "hour", "day"]
+Step = Literal["minute", "quarter", "hour", "day"]
+_WIDTHS_MS: Final[Mapping[Step, int]] = {
+    "minute": MINUTE_MS,
+    "quarter": QUARTER_MS,
+    "hour": HOUR_MS,
+}  # of a day: varies
 Filters = Mapping[Dimension, Collection[str]]  # allowed values; a dimension that is missing allows all
 NO_FILTERS: Final[Filters] = {}
 
@@ -37,17 +43,24 @@ class TooManySteps(ValueError):
 class Window:
     """A time span, [since, until), as a viewer in ``zone`` sees it.
 
-    Rollups have quarters of an hour: a span that begins or ends inside one is widened to all of it.
+    A span that begins or ends inside a grain is widened to all of it. Rollups have quarters of an hour permanently, and
+    minutes for the last hours (ledger.rollups.MINUTES_KEPT_MS).
     """
 
     since_unix_ms: int
     until_unix_ms: int
     zone: tzinfo = UTC
+    grain_ms: int = QUARTER_MS  # or MINUTE_MS
 
     def __post_init__(self) -> None:
-        """Widen to whole quarters of an hour."""
-        object.__setattr__(self, "since_unix_ms", self.since_unix_ms // QUARTER_MS * QUARTER_MS)
-        object.__setattr__(self, "until_unix_ms", -(-self.until_unix_ms // QUARTER_MS) * QUARTER_MS)
+        """Widen to whole grains."""
+        object.__setattr__(self, "since_unix_ms", self.since_unix_ms // self.grain_ms * self.grain_ms)
+        object.__setattr__(self, "until_unix_ms", -(-self.until_unix_ms // self.grain_ms) * self.grain_ms)
+
+    @property
+    def in_quarters(self) -> "Window":
+        """The same span in quarters of an hour, for figures that have no minutes."""
+        return Window(self.since_unix_ms, self.until_unix_ms, self.zone)
 
     def steps(self, step: Step) -> list["Window"]:
         """Split the window where the viewer's clock begins a new step. Raises TooManySteps.
@@ -60,7 +73,7 @@ class Window:
             if len(cuts) > MAX_STEPS:
                 raise TooManySteps(f"more than {MAX_STEPS} steps; ask for less time or longer steps")
         ends = [*cuts[1:], self.until_unix_ms]
-        return [Window(start, end, self.zone) for start, end in zip(cuts, ends, strict=True)]
+        return [Window(start, end, self.zone, self.grain_ms) for start, end in zip(cuts, ends, strict=True)]
 
     def _cuts(self, step: Step) -> Iterator[int]:
         at = self.since_unix_ms
@@ -73,7 +86,7 @@ class Window:
         if step == "day":
             day: date = local.date()
             return midnight_unix_ms(day + timedelta(days=1), self.zone)
-        width_ms = HOUR_MS if step == "hour" else QUARTER_MS
+        width_ms = _WIDTHS_MS[step]
         # An hour begins by the local clock: at :30 of UTC in UTC+5:30.
         into_ms = (local.minute * 60_000 + local.second * 1000) % width_ms
         return at_unix_ms - into_ms + width_ms

@@ -31,7 +31,7 @@ class CostSum:
 
 async def cost(connection: AsyncConnection, view: View) -> dict[str, Any]:
     """Return the values of cost.html."""
-    pools, models = await costs(connection, view.window, where=view.filters)
+    pools, models = await costs(connection, view.window.in_quarters, where=view.filters)
     return {
         "page": "Cost",
         "choices": await choices(connection, view.window),

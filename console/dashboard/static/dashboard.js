@@ -156,6 +156,16 @@ function startCharts() {
   });
 }
 
+// --- refresh ---
+
+function startRefresh() {
+  const seconds = Number(document.querySelector("[data-refresh]")?.dataset.refresh);
+  if (!seconds) return;
+  // Not under somebody who reads an open part of the page, or types.
+  const isBusy = () => document.hidden || document.querySelector("details[open]") || document.activeElement?.matches("input, select, textarea");
+  setInterval(() => { if (!isBusy()) location.reload(); }, seconds * 1000);
+}
+
 // --- small things ---
 
 function startForms() {
@@ -180,4 +190,5 @@ startZone();
 startTheme();
 startCharts();
 startLive();
+startRefresh();
 startForms();

@@ -20,12 +20,14 @@ from db.engine import create_engine
 from db.money import Price
 from db.prices import add_price
 from db.tables import InstanceRow
+from ledger.check import check_rollups
 from ledger.queries.cost import costs
 from ledger.queries.distributions import distributions, merge, percentile_series, percentiles
 from ledger.queries.reading import rollup_coverage
-from ledger.queries.traffic import OTHER, Traffic, choices, heat_map, series, totals
+from ledger.queries.traffic import OTHER, Series, Traffic, choices, heat_map, series, totals
 from ledger.queries.traffic import merge as all_traffic
-from ledger.queries.window import DAY_MS, HOUR_MS, QUARTER_MS, TooManySteps, Window
+from ledger.queries.window import DAY_MS, HOUR_MS, MINUTE_MS, QUARTER_MS, TooManySteps, Window
+from ledger.rollups import delete_minutes
 from ledger.store import store_records
 from protocol.usage import RequestRecord
 from tests.postgres import TEMPLATE, PostgresServer
@@ -127,6 +129,37 @@ async def test_a_window_inside_hours_counts_what_is_in_it_and_nothing_else(conne
         window = Window(START_UNIX_MS + since * QUARTER_MS, START_UNIX_MS + until * QUARTER_MS)
         expected = sum(window.since_unix_ms <= r.received_unix_ms < window.until_unix_ms for r in RECORDS)
         assert (await totals(connection, window))[0].requests == expected
+
+
+async def test_minutes_are_exact_until_they_are_deleted(filled_url: str) -> None:
+    engine = create_engine(filled_url)
+    windows = [
+        Window(START_UNIX_MS + since * MINUTE_MS, START_UNIX_MS + until * MINUTE_MS, KOLKATA, MINUTE_MS)
+        for since, until in ((7, 67), (7, 3 * 60), (15, 16), (1439, 1441), (2000, 2000 + 15))
+    ]
+    async with engine.connect() as connection:
+        for window in windows:
+            [line] = await series(connection, window, "minute") or [Series((), ())]
+            steps = window.steps("minute")
+            assert [len(steps), steps[0].until_unix_ms - steps[0].since_unix_ms] == [
+                (window.until_unix_ms - window.since_unix_ms) // MINUTE_MS,
+                MINUTE_MS,
+            ]
+            for step, point in zip(steps, line.points, strict=True):
+                inside = [r for r in RECORDS if step.since_unix_ms <= r.received_unix_ms < step.until_unix_ms]
+                assert point.requests == len(inside)
+                [measured] = await percentiles(connection, step, "total_ms")
+                assert measured.n == len(inside)
+            inside = [r for r in RECORDS if window.since_unix_ms <= r.received_unix_ms < window.until_unix_ms]
+            assert (await totals(connection, window))[0].requests == len(inside)
+    await delete_minutes(engine, ALL.until_unix_ms)
+    async with engine.connect() as connection:
+        assert not (await totals(connection, windows[2]))[0].requests
+        assert (await totals(connection, ALL))[0].requests == len(RECORDS)
+        hours = [point.requests for line in await series(connection, ALL, "quarter") for point in line.points]
+        assert sum(hours) == len(RECORDS)
+    assert not any(day.wrong for day in await check_rollups(engine))
+    await engine.dispose()
 
 
 @pytest.mark.parametrize("zone", [UTC, KOLKATA, KATHMANDU, BERLIN, NEW_YORK])

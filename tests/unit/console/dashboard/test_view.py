@@ -2,7 +2,7 @@ from urllib.parse import parse_qsl
 
 import pytest
 
-from console.dashboard.view import DAY_MS, View, make_view
+from console.dashboard.view import DAY_MS, HOUR_MS, View, make_view
 from gateway.errors import InvalidParameter
 
 NOW_MS = 1_800_000_000_000
@@ -26,6 +26,29 @@ def test_a_link_with_changes() -> None:
     assert first.range == "custom"
     assert parse_qsl(first.query(range="24h", model=None)) == [("range", "24h")]
     assert parse_qsl(view(range="7d").query(since=5, until=6)) == [("since", "5"), ("until", "6")]
+
+
+@pytest.mark.parametrize(
+    ("params", "step", "steps"),
+    [
+        ({"range": "15m"}, "minute", 15),
+        ({"range": "1h"}, "minute", 60),
+        ({"range": "6h"}, "quarter", 24),
+        ({"since": str(NOW_MS - 3 * HOUR_MS), "until": str(NOW_MS - HOUR_MS)}, "minute", 120),
+        ({"since": str(NOW_MS - 4 * HOUR_MS), "until": str(NOW_MS - 3 * HOUR_MS)}, "quarter", 4),  # minutes are deleted
+    ],
+)
+def test_short_times_are_in_minutes_as_long_as_there_are_any(params: dict[str, str], step: str, steps: int) -> None:
+    chosen = view(**params)
+    assert (chosen.step, len(chosen.window.steps(chosen.step))) == (step, steps)
+    assert chosen.before.until_unix_ms >= chosen.window.since_unix_ms
+
+
+def test_a_page_is_refreshed_as_its_link_says() -> None:
+    first = view(range="1h", refresh="10")
+    assert first.refresh_s == 10
+    assert parse_qsl(first.query()) == [("range", "1h"), ("refresh", "10")]
+    assert parse_qsl(first.query(refresh=None)) == [("range", "1h")]
 
 
 def test_local_times_are_read_in_the_viewers_zone_across_a_change_of_clocks() -> None:
@@ -56,6 +79,7 @@ def test_the_cookie_of_a_browser_names_the_zone_and_the_colours() -> None:
         ({"since": "1800000000000", "until": "1799999999999"}, "until"),
         ({"since": "1", "until": "1800000000000"}, "until"),
         ({"by": "secret"}, "by"),
+        ({"refresh": "1"}, "refresh"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(params: dict[str, str], named: str) -> None:
