@@ -79,6 +79,19 @@ class QueueNow:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelNow:
+    """A configured model, and the live workers that serve it."""
+
+    name: str
+    aliases: tuple[str, ...]
+    context_length: int | None  # in prompt + output tokens; None: no worker has told
+    engines: tuple[str, ...]
+    pools: tuple[str, ...]
+    workers: int
+    fault: str | None  # why its card cannot be used
+
+
+@dataclass(frozen=True, slots=True)
 class LiveNumbers:
     """One aggregate. Rates are None until there are two of them."""
 
@@ -176,6 +189,22 @@ class Live:
     def models(self) -> list[str]:
         """Return the configured models."""
         return sorted(self._gateway.catalog.models)
+
+    def models_now(self) -> list[ModelNow]:
+        """Return the configured models with their workers, in alphabetical order."""
+        catalog, beats = self._gateway.catalog, self._gateway.dispatcher.live_workers()
+        return [
+            ModelNow(
+                name,
+                catalog.models[name].aliases,
+                catalog.context_length(name),
+                tuple(sorted({beat.engine for beat in beats if name in beat.models})),
+                tuple(sorted({beat.pool for beat in beats if name in beat.models})),
+                sum(name in beat.models for beat in beats),
+                catalog.unusable.get(name),
+            )
+            for name in sorted(catalog.models)
+        ]
 
     def _queue(self, name: str, workers: int) -> QueueNow:
         waiting = self._gateway.admission_control.waiting_by_lane(name)

@@ -14,6 +14,7 @@ from console.dashboard import formats
 from console.dashboard.view import RANGES, REFRESH_S, View
 from ledger.queries.traffic import OTHER
 from ledger.queries.window import DIMENSIONS
+from protocol.distribution import version
 
 _HERE: Final = Path(__file__).parent
 _TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -31,6 +32,7 @@ PAGES: Final = (  # the navigation: path, name
     ("/tokens", "Tokens"),
     ("/latency", "Latency"),
     ("/cost", "Cost"),
+    ("/models", "Models"),
     ("/pools", "Pools"),
     ("/fleet", "Fleet"),
     ("/requests", "Requests"),
@@ -87,6 +89,7 @@ def _environment() -> jinja2.Environment:
     written = {name: getattr(formats, name) for name in ("count", "compact", "duration", "money", "share", "moment")}
     environment.filters |= {**written, "data_block": _data_block}
     environment.globals |= {
+        "VERSION": version(),
         "NOTHING": formats.NOTHING,
         "PAGES": PAGES,
         "RANGES": {name: RANGE_NAMES[name] for name in RANGES},

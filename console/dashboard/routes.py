@@ -13,6 +13,7 @@ from console.dashboard.pages.batches import batch_detail, batches, running_rows
 from console.dashboard.pages.cost import cost
 from console.dashboard.pages.fleet import fleet
 from console.dashboard.pages.latency import latency
+from console.dashboard.pages.models import models
 from console.dashboard.pages.overview import overview
 from console.dashboard.pages.pools import pools
 from console.dashboard.pages.refusals import refusals
@@ -102,8 +103,9 @@ def _add_ledger_pages(router: APIRouter, pages: Pages) -> None:
 
 def _add_request_pages(router: APIRouter, pages: Pages) -> None:
     @router.get("/requests")
-    async def show_requests(request: Request, older: str = "", live: str = "") -> Response:
-        return await pages.show(request, "requests.html", partial(request_log, older=older), is_live=bool(live))
+    async def show_requests(request: Request, older: str = "", live: str = "", order: str = "") -> Response:
+        ask = partial(request_log, older=older, order=order)
+        return await pages.show(request, "requests.html", ask, is_live=bool(live) and not order)
 
     @router.get("/requests/rows")
     async def show_request_rows(request: Request, older: str = "") -> Response:
@@ -136,7 +138,13 @@ def _add_live_pages(router: APIRouter, pages: Pages) -> None:
 
     @router.get("/pools")
     async def show_pools(request: Request) -> Response:
-        return await pages.show(request, "pools.html", pools, failovers=pages.live.failovers(), **_pools_now(pages))
+        now = _pools_now(pages)
+        ask = partial(pools, live={pool.pool for pool in now["pools"]})
+        return await pages.show(request, "pools.html", ask, failovers=pages.live.failovers(), **now)
+
+    @router.get("/models")
+    async def show_models(request: Request) -> Response:
+        return await pages.show(request, "models.html", partial(models, known=pages.live.models_now()))
 
     @router.get("/pools/now")
     async def show_pools_now(request: Request) -> Response:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from console.dashboard import formats
+from console.dashboard.view import View
 from ledger.queries.log import RequestHistory, Row
 
 ROW_PX: Final = 46
@@ -15,6 +16,7 @@ COUNTED_BY: Final[dict[str, str]] = {
     "provider": "the provider",
     "estimate": "estimated",
 }
+LINKED: Final = {"Model": "model", "Key": "key", "Team": "team", "Last pool": "pool"}  # facts that lead to requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +116,13 @@ def _percent(part: float, whole: float) -> float:
     return round(min(100.0, 100 * part / whole), 3)
 
 
-def facts(request: Row, names: dict[str, str], view: Any) -> list[tuple[str, str]]:  # noqa: ANN401  # View
-    """Return the ledger's facts about a request, as labels and texts."""
+def facts(request: Row, names: dict[str, str], view: View) -> list[tuple[str, str, str]]:
+    """Return the ledger's facts about a request, as labels, texts and links ("" for none)."""
     tokens = request["completion_tokens"]
     decode_ms = None if request["ttft_ms"] is None else request["total_ms"] - request["ttft_ms"]
     tpot_ms = decode_ms / (tokens - 1) if decode_ms is not None and tokens > 1 and request["outcome"] == "ok" else None
     team = request["team_id"]
-    return [
+    known = [
         ("Received", formats.moment(request["received_unix_ms"], view.zone)),
         ("Model", request["model"]),
         ("Endpoint", request["endpoint"]),
@@ -147,3 +149,15 @@ def facts(request: Row, names: dict[str, str], view: Any) -> list[tuple[str, str
         ("Charged", formats.money(request["charge_nano_usd"])),
         ("Gateway", request["gateway_id"]),
     ]
+    links = links_of(view, model=request["model"], key=request["key_id"], team=team, pool=request["pool"])
+    return [(label, text, links.get(LINKED.get(label, ""), "")) for label, text in known]
+
+
+def links_of(view: View, **values: str | None) -> dict[str, str]:
+    """Return links to the requests of these values around the same time, by dimension; none for an unknown value."""
+    others = dict.fromkeys(view.where)
+    return {
+        dimension: f"/dashboard/requests?{view.query(**others | {dimension: value, 'by': None, 'and': None})}"
+        for dimension, value in values.items()
+        if value
+    }

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
+from starlette.responses import RedirectResponse
 
 from db.accounts.principal import Principal
 from gateway.api.anthropic_messages import counted_chat, model_row
@@ -31,8 +32,10 @@ def root_router() -> APIRouter:
     router = APIRouter(tags=["about"])
 
     @router.get("/")
-    async def root() -> Response:
-        """List the routes."""
+    async def root(request: Request) -> Response:
+        """List the routes; a browser is redirected to the dashboard."""
+        if "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("/dashboard", 303)
         return json_answer(
             {
                 "name": "Spillway",

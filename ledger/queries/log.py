@@ -3,7 +3,7 @@
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -14,6 +14,9 @@ from ledger.queries.window import NO_FILTERS, Filters
 SLICE_ROWS: Final = 20_000  # searched by one statement
 SEARCH_LIMIT_S: Final = 0.1  # then the requests found so far are the page, and the next one continues from there
 MAX_ATTEMPTS: Final = 200  # of one request
+MAX_COMPARED: Final = 200_000  # requests among which the slowest are looked for
+
+Extreme = Literal["total_ms", "ttft_ms", "queue_ms", "charge_nano_usd", "attempts", "completion_tokens"]
 
 Row = dict[str, Any]  # column → value, as in db.tables
 
@@ -82,6 +85,20 @@ async def request_page(
         after = Cursor(bottom, "")
         if time.monotonic() - started_s > search_limit_s:
             return Page(found, after)
+
+
+async def extreme_requests(
+    connection: AsyncConnection, since_unix_ms: int, until_unix_ms: int, *, where: Filters, by: Extreme, limit: int
+) -> list[Row]:
+    """Return the ``limit`` requests received in [since, until) that have the most of something, the greatest first.
+
+    Of a time with more requests that pass the filters, the newest MAX_COMPARED are compared.
+    """
+    within = and_(*_conditions(where), _received >= since_unix_ms, _received < until_unix_ms)
+    newest = select(*_REQUESTS).where(within).order_by(_received.desc()).limit(MAX_COMPARED).subquery()
+    column = newest.c[by]
+    most = select(newest).where(column.is_not(None)).order_by(column.desc(), newest.c.received_unix_ms.desc())
+    return [dict(row) for row in (await connection.execute(most.limit(limit))).mappings()]
 
 
 async def request_history(connection: AsyncConnection, request_id: str) -> RequestHistory | None:

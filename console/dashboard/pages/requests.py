@@ -1,5 +1,6 @@
 """Requests: a filtered log, page by page or live, and one request with its attempts."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -7,13 +8,22 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from console.dashboard.formats import NOTHING, moment
 from console.dashboard.names import load_names
 from console.dashboard.view import View
-from console.dashboard.waterfall import facts, waterfall
+from console.dashboard.waterfall import LINKED, facts, links_of, waterfall
 from gateway.errors import InvalidParameter, UnknownUrl
-from ledger.queries.log import Cursor, request_history, request_page
+from ledger.queries.log import MAX_COMPARED, Cursor, Extreme, extreme_requests, request_history, request_page
 from ledger.queries.refusals import Refusal, find_refusal
 from ledger.queries.traffic import choices
 
 PAGE_ROWS: Final = 50
+ORDERS: Final[Mapping[str, tuple[str, Extreme | None]]] = {  # by name: title, column
+    "": ("Newest", None),
+    "slowest": ("Slowest", "total_ms"),
+    "first-token": ("Slowest first token", "ttft_ms"),
+    "waited": ("Longest wait", "queue_ms"),
+    "expensive": ("Most expensive", "charge_nano_usd"),
+    "attempts": ("Most attempts", "attempts"),
+    "longest": ("Longest answers", "completion_tokens"),
+}
 MAX_CURSOR_CHARS: Final = 200
 NOT_ON_RECORD: Final = (
     "No request of this id is on record. A request that runs is recorded when it ends, within seconds. Of a flood of"
@@ -21,10 +31,16 @@ NOT_ON_RECORD: Final = (
 )
 
 
-async def request_log(connection: AsyncConnection, view: View, older: str) -> dict[str, Any]:
-    """Return the values of requests.html."""
-    rows = await request_rows(connection, view, older)
+async def request_log(connection: AsyncConnection, view: View, older: str, order: str) -> dict[str, Any]:
+    """Return the values of requests.html. ``order``: of ORDERS. Raises InvalidParameter."""
+    if order not in ORDERS:
+        raise InvalidParameter(f"order: must be one of {', '.join(filter(None, ORDERS))}.", param="order")
+    _, column = ORDERS[order]
+    rows = await request_rows(connection, view, older) if column is None else await _extreme(connection, view, column)
     return rows | {
+        "order": order,
+        "orders": {name: title for name, (title, _) in ORDERS.items()},
+        "compared": MAX_COMPARED,
         "page": "Requests",
         "choices": await choices(connection, view.window),
         "names": await load_names(connection),
@@ -47,6 +63,13 @@ async def request_rows(connection: AsyncConnection, view: View, older: str) -> d
         "searched_to": None if found.next is None else found.next.received_unix_ms,
         "is_first": not older,
     }
+
+
+async def _extreme(connection: AsyncConnection, view: View, column: Extreme) -> dict[str, Any]:
+    found = await extreme_requests(
+        connection, view.since_unix_ms, view.until_unix_ms, where=view.filters, by=column, limit=PAGE_ROWS
+    )
+    return {"rows": found, "older": None, "searched_to": None, "is_first": True}
 
 
 async def request_detail(connection: AsyncConnection, view: View, request_id: str) -> dict[str, Any]:
@@ -81,7 +104,9 @@ async def _refused(connection: AsyncConnection, view: View, refusal: Refusal) ->
         "From": refusal["client"] or NOTHING,
         "Gateway": refusal["gateway_id"],
     }
-    return {"page": "Refused", "template": "refusal.html", "refusal": refusal, "facts": list(facts.items())}
+    links = links_of(view, key=refusal["key_id"], team=refusal["team_id"])
+    shown = [(label, text, links.get(LINKED.get(label, ""), "")) for label, text in facts.items()]
+    return {"page": "Refused", "template": "refusal.html", "refusal": refusal, "facts": shown}
 
 
 def write_cursor(cursor: Cursor) -> str:

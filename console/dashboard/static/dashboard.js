@@ -84,7 +84,12 @@ const times = (isDaily) => (_chart, splits) => {
 
 function lineOf(line, unit) {
   const stroke = colour(`--series-${line.colour}`);
-  const value = (_chart, number) => amount(number, unit);
+  // Nowhere under the pointer: the latest value and the largest.
+  const rest = (values) => {
+    const known = (values ?? []).filter((one) => one !== null && one !== undefined);
+    return known.length ? `${amount(known.at(-1), unit)} (max ${amount(Math.max(...known), unit)})` : "–";
+  };
+  const value = (chart, number, series, index) => (index === null || index === undefined ? rest(chart.data?.[series]) : amount(number, unit));
   const common = { label: line.name, stroke, value, width: 1.75, points: { show: line.gaps, size: 5, fill: stroke }, spanGaps: false };
   if (!line.bars) return { ...common, fill: line.fill ? `${stroke}22` : undefined };
   return { ...common, width: 0, fill: stroke, paths: uPlot.paths.bars({ size: [0.8, 40] }) };
@@ -101,14 +106,14 @@ function draw(figure) {
     height: figure.classList.contains("short") ? 150 : 220,
     padding: [8, 22, 0, 0],
     tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), zone),
-    cursor: { drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
+    cursor: { drag: { x: true, y: false, setScale: false }, points: { size: 6 }, sync: { key: "page", setSeries: false } },
     scales: { x: { time: true, range: [x[0], data.edges.at(-1) / 1000] }, y: { range: (_chart, _low, high) => [0, high > 0 ? high * 1.1 : 1] } },
     axes: [
       { ...axis, values: times(isDaily), space: 64, size: 42 },
       { ...axis, values: (_chart, splits) => splits.map((split) => amount(split, data.unit)), size: 62, incrs: data.whole ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 2e7, 5e7, 1e8, 2e8, 5e8, 1e9] : undefined },
     ],
     series: [
-      { label: "From", value: (_chart, seconds) => (seconds ? `${day.format(new Date(seconds * 1000))}${isDaily ? "" : ` ${clock.format(new Date(seconds * 1000))}`}` : "–") },
+      { label: "From", value: (_chart, seconds, _series, index) => (index === null || index === undefined ? "latest" : seconds ? `${day.format(new Date(seconds * 1000))}${isDaily ? "" : ` ${clock.format(new Date(seconds * 1000))}`}` : "–") },
       ...data.lines.map((line) => lineOf(line, data.unit)),
     ],
     hooks: { setSelect: [(chart) => zoom(chart, data)] },
@@ -122,6 +127,10 @@ function draw(figure) {
     if (Math.abs(event.clientX - pressed) < 4 && index !== null && data.drill) location.href = `${data.drill}&since=${data.edges[index]}&until=${data.edges[index + 1]}`;
   });
   figure.chart = chart;
+  // The legend keeps its room, whatever the pointer is at: nothing below it moves.
+  const legend = place.querySelector(".u-legend");
+  chart.setLegend({ idx: null }, false);
+  legend.style.minHeight = `${Math.ceil(legend.getBoundingClientRect().height)}px`;
 }
 
 function zoom(chart, data) {
@@ -154,6 +163,39 @@ function startCharts() {
       }
     }, 100);
   });
+}
+
+// --- tables ---
+
+const UNITS = { ms: 1, s: 1e3, min: 6e4, h: 3.6e6, K: 1e3, M: 1e6, B: 1e9 };
+
+function sortKey(cell) {
+  const text = cell?.textContent.trim() ?? "";
+  const found = /^[≈$\s]*(-?[\d,]+(?:\.\d+)?(?:e[-+]?\d+)?)\s*(ms|s|min|h|K|M|B)?\b/.exec(text);
+  return cell?.classList.contains("num") ? (found ? Number(found[1].replaceAll(",", "")) * (UNITS[found[2]] ?? 1) : -Infinity) : text.toLowerCase();
+}
+
+function sortBy(header, column) {
+  const body = header.closest("table").tBodies[0];
+  const isDown = header.getAttribute("aria-sort") !== "descending" && (header.classList.contains("num") || header.hasAttribute("aria-sort"));
+  for (const other of header.parentElement.children) other.removeAttribute("aria-sort");
+  header.setAttribute("aria-sort", isDown ? "descending" : "ascending");
+  const keyed = [...body.rows].filter((row) => row.cells.length > column).map((row) => [sortKey(row.cells[column]), row]);
+  keyed.sort(([one], [other]) => (one < other ? -1 : one > other ? 1 : 0) * (isDown ? -1 : 1));
+  body.prepend(...keyed.map(([, row]) => row));
+}
+
+function startTables() {
+  for (const table of document.querySelectorAll("table[data-sort]")) {
+    [...table.tHead.rows[0].cells].forEach((header, column) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.className = "sort";
+      button.append(...header.childNodes);
+      button.addEventListener("click", () => sortBy(header, column));
+      header.append(button);
+    });
+  }
 }
 
 // --- refresh ---
@@ -191,4 +233,5 @@ startTheme();
 startCharts();
 startLive();
 startRefresh();
+startTables();
 startForms();

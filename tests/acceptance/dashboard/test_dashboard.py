@@ -22,9 +22,12 @@ PAGES = (
     "/dashboard/tokens?range=30d",
     "/dashboard/latency?range=30d",
     "/dashboard/cost?range=30d",
+    "/dashboard?range=1h&refresh=60",
+    "/dashboard/models?range=30d",
     "/dashboard/pools",
     "/dashboard/fleet",
     "/dashboard/requests?range=30d",
+    "/dashboard/requests?range=30d&order=slowest",
     "/dashboard/refusals?range=24h",
     "/dashboard/requests/req_refused000",
     "/dashboard/set-aside",
@@ -90,6 +93,37 @@ def test_from_a_chart_to_a_request_to_its_waterfall(visit: Visit) -> None:
     expect(page.locator("svg.waterfall rect").first).to_be_visible()
     assert page.locator("svg.waterfall rect").count() >= 3
     expect(page.locator("dl.facts")).to_contain_text("demo-8b")
+
+
+def test_tables_are_sorted_and_ready_views_lead_to_extremes(visit: Visit) -> None:
+    page = visit.page
+    visit.go("/dashboard/requests?range=7d&order=slowest")
+    totals = page.locator("#rows tr td:nth-child(10)")
+    slowest = totals.first.inner_text()
+    page.get_by_role("button", name="Attempts").click()
+    expect(page.locator("thead th", has_text="Attempts")).to_have_attribute("aria-sort", "descending")
+    attempts = [int(text) for text in page.locator("#rows tr td:nth-child(11)").all_inner_texts()]
+    assert attempts == sorted(attempts, reverse=True)
+    page.get_by_role("button", name="Total").click()
+    assert totals.first.inner_text() == slowest
+    page.get_by_role("button", name="Total").click()
+    assert totals.last.inner_text() == slowest
+    page.get_by_role("link", name="Most attempts").click()
+    expect(page.locator("#rows tr td:nth-child(11)").first).to_have_text("3")
+
+
+def test_the_legend_rests_at_the_latest_and_largest_value_and_moves_nothing(visit: Visit) -> None:
+    page = visit.page
+    visit.go("/dashboard?range=7d")
+    chart = page.locator("[data-chart]", has_text="Requests").first
+    expect(chart.locator(".u-legend")).to_contain_text("max")
+    box, below = chart.locator(".u-over").bounding_box(), page.locator("h2#groups").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 20)
+    expect(chart.locator(".u-legend")).not_to_contain_text("max")
+    other = page.locator("[data-chart]", has_text="Tokens").first  # the pointer is at the same time there
+    expect(other.locator(".u-legend")).not_to_contain_text("max")
+    assert page.locator("h2#groups").bounding_box() == below
 
 
 def test_estimated_counts_are_marked_as_such(visit: Visit) -> None:

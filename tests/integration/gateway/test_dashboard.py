@@ -218,7 +218,7 @@ async def test_errors_are_pages(browser: httpx.AsyncClient, engine: AsyncEngine)
     assert "No request of this id is on record." in missing.text
     wrong = await browser.get("/dashboard", params={"range": "<b>"})
     assert wrong.status_code == 400
-    assert "range: must be one of 6h" in wrong.text
+    assert "range: must be one of 15m, 1h, 6h" in wrong.text
     async with engine.begin() as connection:
         await connection.exec_driver_sql("ALTER TABLE rollups RENAME TO elsewhere")
     broken = await browser.get("/dashboard")
