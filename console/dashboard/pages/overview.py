@@ -10,6 +10,7 @@ from console.dashboard.latency import MIN_VALUES, TITLES
 from console.dashboard.names import load_names
 from console.dashboard.pages.refusals import refusal_chart
 from console.dashboard.view import View
+from db.money import NANO_USD
 from ledger.queries.distributions import percentiles
 from ledger.queries.refusals import refusal_totals
 from ledger.queries.set_aside import set_aside_counts
@@ -18,7 +19,16 @@ from ledger.queries.window import Dimension, Window
 
 MAX_GROUPS: Final = 50
 DEFAULT_GROUPING: Final[tuple[Dimension, ...]] = ("model", "pool")
-CHARTED: Final = ("ok", "failed", "cancelled", "prompt_tokens", "cached_tokens", "completion_tokens", "failovers")
+CHARTED: Final = (
+    "ok",
+    "failed",
+    "cancelled",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "failovers",
+    "charge_nano_usd",
+)
 
 
 async def overview(connection: AsyncConnection, view: View) -> dict[str, Any]:
@@ -71,6 +81,14 @@ async def _traffic_charts(connection: AsyncConnection, view: View, steps: list[W
                 Line("completion", [point.completion_tokens for point in points], 2, fill=True),
             ],
             view,
+        ),
+        Chart(
+            "Charged",
+            "USD",
+            steps,
+            [Line("charged to clients", [point.charge_nano_usd / NANO_USD for point in points], 2, fill=True)],
+            view,
+            whole=False,
         ),
         Chart(
             "Failovers",
