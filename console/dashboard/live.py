@@ -14,7 +14,6 @@ from gateway.mount import GatewayParts
 from gateway.telemetry.log import Failover
 from protocol import subjects
 from protocol.job import Heartbeat
-from protocol.nats.clock import WARN_S
 
 PERIOD_S: Final = 2.0
 OLDEST_BASE_S: Final = 10.0  # the maximum age of the aggregate that rates are computed against
@@ -104,15 +103,6 @@ class LiveNumbers:
     requests_per_s: float | None  # of this gateway
     tokens_per_s: float | None  # output, of all workers
     failovers: int  # of this gateway, in the last RECENT_FAILOVERS_S
-    clock_skew_s: float  # by which this gateway's clock is ahead of the queue server's
-
-    @property
-    def warning(self) -> str | None:
-        """A warning that needs the operator's attention; None: all is well."""
-        if abs(self.clock_skew_s) < WARN_S:
-            return None
-        how = "ahead of" if self.clock_skew_s > 0 else "behind"
-        return f"This gateway's clock is {abs(self.clock_skew_s):.1f} s {how} the queue server's. Is NTP running?"
 
     def as_text(self) -> dict[str, str]:
         """Return the formatted numbers by name."""
@@ -232,6 +222,5 @@ class Live:
             kv_share=kv_share(beats),
             requests_per_s=requests_per_s,
             tokens_per_s=tokens_per_s,
-            clock_skew_s=self._gateway.dispatcher.clock_skew_s,
             failovers=sum(failover.at_unix_ms >= recent_unix_ms for failover in self._gateway.failovers.latest),
         )

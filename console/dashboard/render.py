@@ -29,6 +29,7 @@ IMMUTABLE_HEADERS: Final = {"cache-control": "public, max-age=31536000, immutabl
 
 PAGES: Final = (  # the navigation: path, name
     ("", "Overview"),
+    ("/alerts", "Alerts"),
     ("/tokens", "Tokens"),
     ("/latency", "Latency"),
     ("/cost", "Cost"),

@@ -42,6 +42,7 @@ def dashboard_routers(pages: Pages) -> list[APIRouter]:
         _add_request_pages,
         _add_batch_pages,
         _add_live_pages,
+        _add_alert_pages,
         add_account_pages,
         add_export_pages,
         _add_others,
@@ -149,6 +150,17 @@ def _add_live_pages(router: APIRouter, pages: Pages) -> None:
     @router.get("/pools/now")
     async def show_pools_now(request: Request) -> Response:
         return pages.show_memory(request, "pools_now.html", _pools_now(pages))
+
+
+def _add_alert_pages(router: APIRouter, pages: Pages) -> None:
+    @router.get("/alerts")
+    async def show_alerts(request: Request) -> Response:
+        values = {"page": "Alerts", "alerts": await pages.alerts.now()}
+        return pages.show_memory(request, "alerts.html", values)
+
+    @router.get("/alerts/strip")
+    async def show_alert_strip(request: Request) -> Response:
+        return pages.show_memory(request, "alert_strip.html", {"alerts": await pages.alerts.now()})
 
 
 def _pools_now(pages: Pages) -> dict[str, Any]:

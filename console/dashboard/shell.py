@@ -12,6 +12,7 @@ from starlette.responses import RedirectResponse, Response
 
 from console.admin.routes import principal_answer
 from console.admin.service import AdminService
+from console.dashboard.alerts import Alerts
 from console.dashboard.exports import Exports
 from console.dashboard.live import Live
 from console.dashboard.reader import Reader
@@ -36,6 +37,7 @@ class Pages:
     def __init__(self, gateway: GatewayParts, admin: AdminService, login: Login, reader: Reader) -> None:
         """``reader`` reads the ledger, ``gateway`` has the live numbers."""
         self.live = Live(gateway)
+        self.alerts = Alerts(gateway, reader)
         self.exports = Exports(reader)
         self.gateway = gateway
         self.admin = admin

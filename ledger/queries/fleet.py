@@ -4,13 +4,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import case, func, or_, select
+from sqlalchemy import and_, case, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import aliased
 
 from db.tables import AttemptRow, Decision, DecisionRow, MachineRow, RequestRow
 from ledger.queries.window import Window
 
+ENDING_MS: Final = 15 * 60_000  # a machine that its provider has not ended since then is a leak
+STARTING_MS: Final = 30 * 60_000  # a machine without a worker since then is one, too
+_OVER: Final = ("gone", "lost", "failed")  # of fleet.machine.State
 MAX_MACHINES: Final = 20_000  # of a time span; a chart of more shows the latest ones only
 
 
@@ -51,6 +54,24 @@ async def machines(connection: AsyncConnection, window: Window) -> list[FleetMac
         .limit(MAX_MACHINES)
     )
     return [FleetMachine(*row) for row in await connection.execute(statement)]
+
+
+async def has_machines(connection: AsyncConnection) -> bool:
+    """Return whether the fleet has machines that may cost money."""
+    there = select(MachineRow.machine_id).where(MachineRow.state.not_in(_OVER)).limit(1)
+    return await connection.scalar(there) is not None
+
+
+async def leaked_machines(connection: AsyncConnection, now_unix_ms: int) -> list[tuple[str, str]]:
+    """Return id and pool of machines that cost money and serve nobody: not ended in time, or long without a worker."""
+    columns = MachineRow.__table__.columns
+    times = (columns.drained_unix_ms, columns.serving_unix_ms, columns.launched_unix_ms, columns.wanted_unix_ms)
+    is_leaked = or_(
+        and_(columns.state == "ending", func.coalesce(*times) < now_unix_ms - ENDING_MS),
+        and_(columns.state.in_(["wanted", "launched"]), columns.wanted_unix_ms < now_unix_ms - STARTING_MS),
+    )
+    statement = select(columns.machine_id, columns.pool).where(is_leaked).order_by(columns.wanted_unix_ms)
+    return [(row.machine_id, row.pool) for row in await connection.execute(statement.limit(MAX_MACHINES))]
 
 
 async def decisions(connection: AsyncConnection, window: Window, limit: int) -> list[Decision]:

@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from protocol import subjects
+from protocol.errors import STREAM_NOT_FOUND, ApiError
 from protocol.nats.bus import Bus
 
 SLACK_S: Final = 3.0  # between the end of a lease for its holder and for others
@@ -69,3 +70,17 @@ class Lease:
                 return False
         mine = msgspec.json.encode(LeaseEntry(self._holder, now_s + self._lease_s))
         return await self._bus.compare_and_set(self._subject, mine, sequence, timeout_s=CALL_LIMIT_S) is not None
+
+
+async def lease_holder(bus: Bus, bucket: str, key: str) -> str | None:
+    """Return who holds a lease; None: nobody. Raises BusError."""
+    try:
+        found = await bus.get_message(f"KV_{bucket}", last_by_subj=subjects.kv_subject(bucket, key))
+    except ApiError as error:
+        if error.code == STREAM_NOT_FOUND:
+            return None
+        raise
+    if found is None:
+        return None
+    entry = _decode_entry(base64.b64decode(found["data"]))
+    return entry.holder if entry.holder and entry.until_unix_s + SLACK_S > bus.clock.now_s() else None

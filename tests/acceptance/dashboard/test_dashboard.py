@@ -23,6 +23,7 @@ PAGES = (
     "/dashboard/latency?range=30d",
     "/dashboard/cost?range=30d",
     "/dashboard?range=1h&refresh=60",
+    "/dashboard/alerts",
     "/dashboard/models?range=30d",
     "/dashboard/pools",
     "/dashboard/fleet",

@@ -87,6 +87,8 @@ async def test_no_page_is_open_without_a_login(gateway: GatewayUnderTest) -> Non
         "/batches/batch_1",
         "/tokens/heat",
         "/pools/now",
+        "/alerts/strip",
+        "/search",
         "/requests/rows",
         "/requests/r1",
     ]

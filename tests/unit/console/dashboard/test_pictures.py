@@ -85,6 +85,7 @@ def test_no_name_of_a_model_can_end_the_chart_s_data() -> None:
         "choices": {"model": ["</script><b>"]},
         "chart": chart,
         "failovers": [],
+        "lost": [],
         "pools": [],
         "queues": [],
     }
