@@ -20,7 +20,7 @@ from tests.chaos.load_scenarios.plan import LoadPlan, run_load
 from tests.chaos.report import Report
 from tests.chaos.run import ChaosError, Plan, Progress, run
 from tests.chaos.scenarios import SCENARIOS, for_engine
-from tests.compose.docker import CommandFailed, NoDocker, docker_versions
+from tests.compose.docker import CommandFailed, NoDocker, running_docker
 
 EPILOG = """
 examples
@@ -86,11 +86,10 @@ def _run_all(arguments: argparse.Namespace, console: Console) -> int:
     codes = [_exit_code(name, arguments, console) for name in names]
     if arguments.scenario == "all":
         try:
-            docker_versions()
+            with running_docker():
+                codes.append(_exit_code(HOSTS, arguments, console))
         except NoDocker as reason:
             console.print(f"{HOSTS}: skipped: {reason}", style="yellow", markup=False)
-        else:
-            codes.append(_exit_code(HOSTS, arguments, console))
     return max(codes)
 
 
@@ -127,10 +126,13 @@ def _run_load(name: str, arguments: argparse.Namespace, console: Console) -> Rep
 
 
 def _run_hosts(name: str, arguments: argparse.Namespace, console: Console) -> Report:
-    docker_versions()
     plan = HostsPlan(arguments.seed, arguments.faults or HOSTS_FAULTS)
     keep = arguments.keep and arguments.keep / name
-    with tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder, _progress_shown(console) as progress:
+    with (
+        running_docker(),
+        tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder,
+        _progress_shown(console) as progress,
+    ):
         report = uvloop.run(run_hosts(plan, keep or Path(folder) / "run", progress))
     return _tell(report, console)
 

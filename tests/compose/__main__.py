@@ -18,7 +18,7 @@ from typing import Final
 import httpx
 
 from tests.compose import steps
-from tests.compose.docker import BUILD_ARGS_VARIABLE, CommandFailed, NoDocker, docker_versions
+from tests.compose.docker import BUILD_ARGS_VARIABLE, CommandFailed, NoDocker, running_docker
 from tests.compose.rig import Rig, Skipped, say
 from tests.unit.deploy.description import ROOT
 
@@ -53,15 +53,19 @@ def main() -> int:
     )
     parser.epilog = f"{BUILD_ARGS_VARIABLE}: further arguments for `docker build`, for example '--network host'."
     given = parser.parse_args()
+    for interruption in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(interruption, interrupted)
     try:
-        engine, compose = docker_versions()
+        with running_docker() as (engine, compose):
+            say(f"Docker Engine {engine}, Compose {compose}, {os.cpu_count()} cores")
+            return all_steps(Rig(given.folder))
     except NoDocker as missing:
         sys.stderr.write(f"{missing}\n")
         return 2
-    say(f"Docker Engine {engine}, Compose {compose}, {os.cpu_count()} cores")
-    for interruption in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(interruption, interrupted)
-    rig = Rig(given.folder)
+
+
+def all_steps(rig: Rig) -> int:
+    """Run the steps and remove what they started. Return 0, or 1 for a failure."""
     begun_s = time.monotonic()
     outcomes: list[str] = []
     try:

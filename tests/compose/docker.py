@@ -8,6 +8,8 @@ import shlex
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +26,10 @@ BUILD_ARGS_VARIABLE: Final = "COMPOSE_BUILD_ARGS"
 HAPROXY_FILES: Final = 65_536  # as docker-compose.yml asks for
 FURTHER_FILES: Final = 100  # that HAProxy has open besides two for each connection
 SUBNETS: Final = range(128, 250)  # of 172.31.N.0/24; N = 250 is the compose file's own
+
+STARTER: Final = ROOT / "scripts/start-docker.sh"
+STARTER_FOLDER_VARIABLE: Final = "START_DOCKER_FOLDER"
+STARTER_LIMIT_S: Final = 1800.0  # the first start installs Docker into a folder
 
 HELP: Final = """\
 {reason}
@@ -69,6 +75,37 @@ def docker_versions() -> tuple[str, str]:
         if version_of(version) < at_least:
             raise NoDocker(f"{name} {version} is too old.")
     return engine, compose
+
+
+@contextmanager
+def running_docker(starter: Path = STARTER) -> Iterator[tuple[str, str]]:
+    """Yield the versions of engine and Compose. If no engine answers, start one, and stop it at the end.
+
+    ``START_DOCKER_FOLDER`` says where it lies; default: build/docker. Raises NoDocker if none can be started.
+    """
+    if "DOCKER_HOST" in os.environ or engine_answers():
+        yield docker_versions()
+        return
+    folder = os.environ.get(STARTER_FOLDER_VARIABLE, str(ROOT / "build/docker"))
+    started = subprocess.run(
+        [starter, folder], stdout=2, stderr=subprocess.PIPE, text=True, check=False, timeout=STARTER_LIMIT_S
+    )
+    if started.returncode != 0:
+        raise NoDocker(f"No Docker Engine answers, and scripts/{starter.name} starts none: {started.stderr.strip()}")
+    path = os.environ["PATH"]
+    os.environ["PATH"] = f"{folder}/bin{os.pathsep}{path}"
+    try:
+        yield docker_versions()
+    finally:
+        os.environ["PATH"] = path
+        call(str(starter), "--stop", folder)
+
+
+def engine_answers() -> bool:
+    """Return whether this machine has the program `docker` and an engine that answers it."""
+    if shutil.which("docker") is None:
+        return False
+    return subprocess.run(["docker", "info"], capture_output=True, check=False).returncode == 0
 
 
 def version_of(text: str) -> tuple[int, ...]:
