@@ -112,8 +112,8 @@ start() {
 
 stop() {
   local pid
-  pid=$(cat "$folder/engine/pid" 2>/dev/null) && grep --quiet dockerd "/proc/$pid/comm" 2>/dev/null \
-    || fail "No engine of $folder runs."
+  pid=$(cat "$folder/engine/pid" 2>/dev/null) || fail "No engine of $folder runs."
+  grep --quiet dockerd "/proc/$pid/comm" 2>/dev/null || fail "No engine of $folder runs; process $pid is gone."
   kill "$pid"
   local deadline_s=$((SECONDS + STOP_LIMIT_S))
   while kill -0 "$pid" 2>/dev/null; do
