@@ -35,7 +35,8 @@ STEPS: Final[tuple[Callable[[Rig], str], ...]] = (
     steps.tls,
     steps.third_gateway,
     steps.engine_benchmark,
-    steps.boards_and_alerts,
+    steps.alerts,
+    steps.boards,
     steps.down,
 )
 

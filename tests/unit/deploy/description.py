@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 COMPOSE_FILE = ROOT / "docker-compose.yml"
 OVERLAY_FILE = ROOT / "deploy/compose/remote-workers.yml"
 OBSERVABILITY_FILE = ROOT / "deploy/compose/observability.yml"
+GRAFANA_FILE = ROOT / "deploy/compose/grafana.yml"
 VLLM_FILE = ROOT / "deploy/compose/vllm.yml"
 TLS_FILE = ROOT / "deploy/compose/tls.yml"
 HOSTED_FILE = ROOT / "deploy/compose/hosted-api.yml"
@@ -84,8 +85,11 @@ def services() -> dict[str, Any]:
 
 
 def observability() -> dict[str, Any]:
-    """The services that the overlay for Prometheus and Grafana adds."""
-    return dict(filled_in(yaml.safe_load(OBSERVABILITY_FILE.read_text()))["services"])
+    """The services that the overlays for Prometheus and Grafana add."""
+    files = (OBSERVABILITY_FILE, GRAFANA_FILE)
+    return {
+        name: one for file in files for name, one in filled_in(yaml.safe_load(file.read_text()))["services"].items()
+    }
 
 
 def vllm_overlay() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import yaml
 
 from gateway.dispatch.lifecycle import OpenRequest
 from protocol.job import Paused
-from tests.unit.deploy.description import ROOT, promtool
+from tests.unit.deploy.description import ROOT, observability, promtool
 from tests.unit.gateway.dispatch.opened_requests import accepted, failed, open_request
 from tests.unit.gateway.telemetry.test_exposition import answered_series, beat, scrape, snapshot
 from tests.waiting import HANGS_S
@@ -132,10 +132,9 @@ def test_provisioning_names_the_data_source_and_the_folder_that_compose_mounts()
     (source,) = yaml.safe_load((folder / "datasources/prometheus.yml").read_text())["datasources"]
     assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
     (provider,) = yaml.safe_load((folder / "dashboards/spillway.yml").read_text())["providers"]
-    overlay = yaml.safe_load((ROOT / "deploy/compose/observability.yml").read_text())
-    mounts = {mount.split(":")[1] for mount in overlay["services"]["grafana"]["volumes"]}
+    mounts = {mount.split(":")[1] for mount in observability()["grafana"]["volumes"]}
     assert {provider["options"]["path"], "/etc/grafana/provisioning"} <= mounts
-    assert "prometheus" in overlay["services"]
+    assert "prometheus" in observability()
 
 
 @pytest.mark.servers

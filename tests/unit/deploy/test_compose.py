@@ -20,6 +20,7 @@ from tests.unit.deploy.description import (
     CONFIG_TARGET,
     DOCKERFILES,
     ENVIRONMENT,
+    GRAFANA_FILE,
     HOSTED_FILE,
     OBSERVABILITY_FILE,
     OVERLAY_FILE,
@@ -70,6 +71,7 @@ def test_files_follow_the_compose_specification() -> None:
         str(COMPOSE_FILE),
         str(OVERLAY_FILE),
         str(OBSERVABILITY_FILE),
+        str(GRAFANA_FILE),
         str(VLLM_FILE),
         str(TLS_FILE),
         str(HOSTED_FILE),
@@ -124,6 +126,12 @@ def test_service_has_no_rights_it_does_not_need(name: str) -> None:
     assert service["read_only"] is True
     assert "cap_add" not in service
     assert "privileged" not in service
+
+
+def test_alerts_need_no_board() -> None:
+    """Compose starts nothing if one image of a command cannot be had."""
+    assert list(yaml.safe_load(OBSERVABILITY_FILE.read_text())["services"]) == ["prometheus"]
+    assert "depends_on" not in observability()["prometheus"]
 
 
 def test_what_watches_meets_the_gateways_and_nothing_behind_them() -> None:
@@ -414,7 +422,7 @@ def test_secrets_are_made_once_and_readable_by_their_owner_only(tmp_path: Path) 
     assert all(re.fullmatch("[0-9a-f]{64}", values[name]) for name in ENVIRONMENT)
     assert len({values[name] for name in ENVIRONMENT}) == len(ENVIRONMENT)
     wanted = set(re.findall(r"\$\{(\w+)", COMPOSE_FILE.read_text()))
-    wanted |= set(re.findall(r"\$\{(\w+):\?", OBSERVABILITY_FILE.read_text())) | {"COMPOSE_FILE"}
+    wanted |= set(re.findall(r"\$\{(\w+):\?", GRAFANA_FILE.read_text())) | {"COMPOSE_FILE"}
     optional = set(re.findall(r"^# ([A-Z_]+)=", target.read_text(), re.MULTILINE))
     assert wanted - optional == set(values)
 
