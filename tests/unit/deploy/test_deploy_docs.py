@@ -90,6 +90,18 @@ def spoken(page: Path) -> Iterator[list[str]]:
             yield words
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_variable_is_set_before_it_is_used(page: Path) -> None:
+    """By a command above it, or in a sentence that names it."""
+    text = page.read_text()
+    known = {"PWD", *re.findall(r"`\$(\w+)`", text)}
+    for block in blocks(page, "sh"):
+        for line in block.splitlines():
+            used = set(re.findall(r"\$\{?([A-Za-z_]\w*)", re.sub(r"'[^']*'", "", line)))
+            known |= set(re.findall(r"(?:^|[\s;(])(\w+)=", line)) | set(re.findall(r"\bfor (\w+) in", line))
+            assert used <= known, line
+
+
 def configuration(provider: str) -> dict[str, Any]:
     return tomllib.loads(blocks(DOCS / f"{provider}.md", "toml")[0])
 
@@ -358,6 +370,21 @@ def test_the_pod_of_runpod_starts_the_pool_of_its_page() -> None:
 def test_the_page_of_coreweave_has_the_configuration_of_the_example() -> None:
     said = tomllib.loads(blocks(DOCS / "coreweave.md", "toml")[0])
     assert said == tomllib.loads(config_text(rendered("remote-pool")))
+
+
+def test_a_cluster_gets_the_images_that_were_pushed_before() -> None:
+    pushed: set[str] = set()
+    installed = 0
+    for words in commands(DOCS / "kubernetes.md"):
+        if words[:2] == ["docker", "push"]:
+            pushed.add(words[2])
+        if words[:3] == ["helm", "upgrade", "spillway"]:
+            example = Path(words[words.index("--values") + 1]).stem
+            options = words[words.index("--set") :] if "--set" in words else []
+            images = {container["image"] for m in rendered(example, *options) for container in containers(m)}
+            assert {image for image in images if "spillway-" in image} <= pushed, words
+            installed += 1
+    assert installed == 3
 
 
 def test_values_of_ones_own_can_be_rendered(tmp_path: Path) -> None:
