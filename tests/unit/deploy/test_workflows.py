@@ -64,3 +64,11 @@ def test_a_release_builds_every_image_that_the_compose_file_runs() -> None:
     for row in rows:
         declared = {text.partition("=")[0] for name, text in instructions(files[row["file"]]) if name == "ARG"}
         assert {line.partition("=")[0] for line in row.get("args", "").splitlines()} <= declared, row
+
+
+def test_a_released_image_says_its_source_and_revision() -> None:
+    """Its version is in the Dockerfile."""
+    steps = workflow("release.yml")["jobs"]["images"]["steps"]
+    [build] = [step["with"] for step in steps if step.get("uses", "").startswith("docker/build-push-action@")]
+    assert build["labels"] == "org.opencontainers.image.source=${{ github.server_url }}/${{ github.repository }}"
+    assert "REVISION=${{ github.sha }}" in build["build-args"].splitlines()
