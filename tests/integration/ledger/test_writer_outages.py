@@ -72,6 +72,7 @@ async def test_nothing_is_lost_while_sql_is_away_and_one_line_says_so(
     ledger: Ledger, database_url: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     await ledger.apply_topology(ack_wait_s=0.5)  # the outage outlasts it: redeliveries come on top
+    caplog.set_level(logging.INFO)
     writer = RunningWriter(ledger, database_url)
     await ledger.publish([request_record(f"before{number}") for number in range(75)])
     await until(lambda: ledger.has(75, 0))
@@ -93,6 +94,8 @@ async def test_nothing_is_lost_while_sql_is_away_and_one_line_says_so(
     assert len(errors(caplog)) == 1
     assert "usage is written again" in caplog.text
     assert writer.told_ready == [True, False, True]
+    [target] = [text for text in caplog.messages if text.startswith("writing usage records to ")]
+    assert target.endswith(database_url.partition(":")[2])
 
 
 async def test_a_gateway_is_not_taken_for_dead_because_its_records_are_behind_others(

