@@ -1,6 +1,7 @@
 """Contents of the wheel: one name for site-packages, and all that an installed Spillway reads."""
 
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +13,20 @@ DEMO_MODEL = "models/spillway-demo"
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    with zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("wheel"))) as wheel:
-        return {name for name in wheel.namelist() if not name.endswith("/")}
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as opened:
+        return {name for name in opened.namelist() if not name.endswith("/")}
+
+
+def test_its_metadata_can_be_read_by_the_release_s_twine(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        metadata = opened.read("spillway_gateway-0.2.0.dist-info/METADATA").decode()
+    assert metadata.startswith("Metadata-Version: 2.4\nName: spillway-gateway\n")
 
 
 def test_it_puts_one_name_into_site_packages(names: set[str]) -> None:
