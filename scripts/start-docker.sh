@@ -21,6 +21,7 @@ All that it installs lies in FOLDER (default: build/docker), except debootstrap,
 packages from Debian 13, images, volumes and the engine's log. The engine listens at $SOCKET and can mount every
 folder of this machine except those in /usr. The first start downloads some 200 MB; a later start takes seconds.
 FOLDER/bin has \`docker\` with its plugins compose and buildx: put it first on PATH.
+After a stop, the network interface docker0 and Docker's rules in iptables stay until the machine restarts.
 
 If root may not raise resource limits here (no CAP_SYS_RESOURCE, as in many containers), the engine ignores the ulimits of
 containers.
