@@ -142,7 +142,15 @@ class Installation:
             if is_gateway:
                 self.gateway_killed_s = time.monotonic()
             await self._docker(command, host)
-        return partial(self._docker, "start", host)
+        return partial(self._start, host)
+
+    async def _start(self, host: str) -> None:
+        """Start it at any address: a host that started earlier may have the one under which it came back."""
+        for network, keys in (await self._networks(host)).items():
+            if keys["IPAMConfig"]:
+                await self._docker("network", "disconnect", network, host)
+                await self._connect(network, host, keys)
+        await self._docker("start", host)
 
     async def pause(self, host: str) -> Mend:
         """Stop all its processes where they are."""
@@ -151,16 +159,22 @@ class Installation:
 
     async def cut_off(self, host: str) -> Mend:
         """Take it out of all networks, silently: no connection is closed. It comes back under its addresses."""
-        told = await self._docker("inspect", "--format", "{{json .NetworkSettings.Networks}}", host)
-        networks: dict[str, Any] = json.loads(told)
-        networks = {name: keys for name, keys in networks.items() if not name.endswith(f"_{WATCHED}")}
+        networks = await self._networks(host)
         await asyncio.gather(*(self._docker("network", "disconnect", network, host) for network in networks))
         return partial(self._reconnect, host, networks)
 
     async def _reconnect(self, host: str, networks: Mapping[str, Any]) -> None:
         for network, keys in networks.items():
-            aliases = [f"--alias={alias}" for alias in keys["Aliases"] or ()]
-            await self._docker("network", "connect", f"--ip={keys['IPAddress']}", *aliases, network, host)
+            await self._connect(network, host, keys, f"--ip={keys['IPAddress']}")
+
+    async def _networks(self, host: str) -> dict[str, Any]:
+        """Return network to what Docker says of the host in it, without the one by which tests watch."""
+        told = await self._docker("inspect", "--format", "{{json .NetworkSettings.Networks}}", host)
+        return {name: keys for name, keys in json.loads(told).items() if not name.endswith(f"_{WATCHED}")}
+
+    async def _connect(self, network: str, host: str, keys: Mapping[str, Any], *address: str) -> None:
+        aliases = [f"--alias={alias}" for alias in keys["Aliases"] or ()]
+        await self._docker("network", "connect", *address, *aliases, network, host)
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
