@@ -116,7 +116,7 @@ def build_app(
     slow.include_router(responses_router(services.keys, store, services.settings.timeouts.queued_comment_s))
     for router in (*batch_routers(batches), *mounted.routers):
         slow.include_router(router)
-    add_error_answers(slow)
+    add_error_answers(slow, [*operations.generating, *operations.vectors, RESPONSES_PATH])
     add_openapi(slow, (*mounted.bodies, *BATCH_BODIES))
     mounted.add_answers(slow)
     responses = ResponsesEndpoint(edge, operations.responses, Background(operations.responses, runs))

@@ -118,7 +118,7 @@ class InvalidParameter(BadRequest):
     other_codes = (
         "batch_is_not_over", "batch_is_over", "empty_file", "file_in_use", "invalid_type", "missing_required_parameter",
         "previous_response_not_found", "prompt_too_long", "response_in_progress", "too_large", "too_many_tokens",
-        "too_many_values", "unsupported_parameter", "unsupported_schema_keyword",
+        "too_many_values", "unknown_parameter", "unsupported_parameter", "unsupported_schema_keyword",
     )  # fmt: skip
 
 

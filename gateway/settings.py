@@ -269,6 +269,7 @@ class GatewaySettings(Settings):
     open_metrics: bool = False  # GET /metrics takes no API key
     share_prefix_cache: bool = False  # among all tenants, who then can find out what others have asked
     cors_origins: tuple[Origin, ...] = ()  # of other sites' pages that may call the API from a browser
+    strict_fields: bool = False  # an unknown field that is near a known one is a 400, instead of ignored and named
 
     @property
     def queues(self) -> list[str]:

@@ -79,6 +79,7 @@ class GatewaySection(Settings):
     open_metrics: bool = False
     share_prefix_cache: bool = False
     cors_origins: tuple[Origin, ...] = ()
+    strict_fields: bool = False
     limits: LimitSettings = LimitSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     connections: ConnectionSettings = ConnectionSettings()

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from gateway.api.errors import form_of
 from gateway.api.fields import Body, parse_body, refuse_unsupported
+from gateway.api.misspelt import ignored_names, misspelt_fields
 from gateway.api.openai_items import note_skipped
 from gateway.api.surface import AnswerHead, Usage, field_name, joined, renamed
 from gateway.errors import InvalidParameter, Refused
@@ -357,7 +358,8 @@ class MessagesTranslation:
     def __init__(self, request: MessagesRequest) -> None:
         """Translate a body. Raises InvalidParameter."""
         self._request = request
-        self.adapted: set[str] = set()
+        self.misspelt = misspelt_fields(request)
+        self.adapted = ignored_names(self.misspelt)
         self.chat = _conversation(request, self.adapted) | _sampling(request) | _answer_format(request)
         self._stops = tuple(request.stop_sequences or ())
         self._shows_thinking = request.thinking is None or request.thinking.display != "omitted"

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 from gateway.api.events import DONE, error_event
+from gateway.api.misspelt import refuse_misspelt
 from gateway.api.schema import JobRequest
 from gateway.errors import Refused
 from gateway.request.request import Prompt
@@ -17,11 +18,13 @@ class JobCall(Generic[_Request]):
 
     request: _Request
     adapted: set[str]  # what was changed so that its model takes it (gateway.tokenizing.turns)
+    misspelt: Mapping[str, str]  # unknown fields, each with the known one that it is near
     _defaults: Mapping[str, float] = {}  # the model's own sampling parameters, once its prompt is encoded
 
     def parts(self, settings: GatewaySettings) -> Sequence[Self]:
         """Implement ``Call``: it is one request."""
-        del settings
+        if settings.strict_fields:
+            refuse_misspelt(self.misspelt)
         return [self]
 
     def check(self, prompts: Sequence[Prompt], settings: GatewaySettings) -> None:

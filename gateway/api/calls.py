@@ -28,6 +28,7 @@ from gateway.api.events import (
     with_token_ids,
 )
 from gateway.api.logprobs import DEFAULT_OPTIONS, details_of
+from gateway.api.misspelt import ignored_names, misspelt_fields
 from gateway.api.sampling import (
     answer_form,
     conversation_of,
@@ -183,7 +184,8 @@ class ChatCall(GenerationCall[ChatCompletionRequest]):
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_chat(body)
-        self.adapted: set[str] = set()
+        self.misspelt = misspelt_fields(self.request)
+        self.adapted = ignored_names(self.misspelt)
         self.is_counted_only = False
         self._details = DEFAULT_OPTIONS
         self._form: AnswerForm | None = None  # of answers that engines make, where these are more than text
@@ -294,7 +296,8 @@ class CompletionCall(GenerationCall[CompletionRequest]):
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_completion(body)
-        self.adapted: set[str] = set()
+        self.misspelt = misspelt_fields(self.request)
+        self.adapted = ignored_names(self.misspelt)
         self.prompt_param = "prompt"
         self.first_index = 0  # see AnswerOptions
         self._details = DEFAULT_OPTIONS
@@ -302,9 +305,9 @@ class CompletionCall(GenerationCall[CompletionRequest]):
 
     def parts(self, settings: GatewaySettings) -> Sequence[Self]:
         """Implement ``Call``: a call for each prompt, in their order."""
-        prompts = self.request.prompts
+        whole, prompts = super().parts(settings), self.request.prompts
         if len(prompts) == 1:
-            return [self]
+            return whole
         check_prompts(settings.limits, len(prompts))
         return [self._part(*one) for one in enumerate(prompts)]
 

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from gateway.api.errors import form_of
 from gateway.api.fields import Body, parse_body, refuse_unsupported
+from gateway.api.misspelt import ignored_names, misspelt_fields
 from gateway.api.openai_items import (
     INPUT,
     NAMESPACE_MARK,
@@ -348,7 +349,8 @@ class ResponsesTranslation:
         self.is_stored = self.is_background or (store_by_default if request.store is None else request.store)
         if self.is_background and request.store is False:
             raise InvalidParameter("A response in the background is stored: 'store' must not be false.", param="store")
-        self.adapted: set[str] = set()
+        self.misspelt = misspelt_fields(request)
+        self.adapted = ignored_names(self.misspelt)
         self._tools = ToolList(request.tools or (), self.adapted)
         tools = self._tools.functions
         refuse_included(request.include or ())

@@ -69,6 +69,7 @@ class Translation(Protocol):
     """One validated body."""
 
     adapted: set[str]  # names of what was changed or left out, for the client
+    misspelt: Mapping[str, str]  # unknown fields, each with the known one that it is near
 
     @property
     def chat(self) -> dict[str, Any]:
@@ -162,6 +163,7 @@ class SurfaceCall(ChatCall):
         self._events: EventEncoder | None = None
         chat = {name: value for name, value in self._translation.chat.items() if value is not None}
         super().__init__(encode_json(chat))
+        self.misspelt = self._translation.misspelt
         self.adapted |= self._translation.adapted
 
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:

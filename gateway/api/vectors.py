@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field
 
 from gateway.api.call import JobCall
 from gateway.api.fields import encode_json, parse_body, refuse_unsupported
+from gateway.api.misspelt import ignored_names, misspelt_fields
 from gateway.api.schema import MAX_TOKEN_ID, JobRequest
 from gateway.errors import ContextLengthExceeded, InvalidParameter
 from gateway.request.request import Prompt
@@ -250,7 +251,8 @@ class EmbeddingsCall(PoolingCall[EmbeddingRequest]):
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_embedding(body)
-        self.adapted = set()
+        self.misspelt = misspelt_fields(self.request)
+        self.adapted = ignored_names(self.misspelt)
 
     async def encode(self, tokens: ModelTokens) -> Inputs:
         """Implement ``PoolingCall``."""
@@ -288,8 +290,10 @@ class _ScoringCall(PoolingCall[_Pooling], ABC):
     pair is the cosine of their angle.
     """
 
-    def __init__(self, firsts: list[str], seconds: list[str]) -> None:
-        self.adapted = set()
+    def __init__(self, request: _Pooling, firsts: list[str], seconds: list[str]) -> None:
+        self.request = request
+        self.misspelt = misspelt_fields(request)
+        self.adapted = ignored_names(self.misspelt)
         self._firsts = firsts  # one, or as many as there are seconds
         self._seconds = seconds
         self._is_cosine = False
@@ -333,8 +337,8 @@ class ScoreCall(_ScoringCall[ScoreRequest]):
 
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
-        self.request = parse_score(body)
-        super().__init__(self.request.text_1, self.request.text_2)
+        request = parse_score(body)
+        super().__init__(request, request.text_1, request.text_2)
 
     async def pieces(
         self, answer_id: str, created: int, vectors: Sequence[bytes], usage: dict[str, Any]
@@ -354,8 +358,8 @@ class RerankCall(_ScoringCall[RerankRequest]):
 
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
-        self.request = parse_rerank(body)
-        super().__init__([self.request.query], self.request.documents)
+        request = parse_rerank(body)
+        super().__init__(request, [request.query], request.documents)
 
     async def pieces(
         self, answer_id: str, created: int, vectors: Sequence[bytes], usage: dict[str, Any]

@@ -1,7 +1,7 @@
 """Complete answers of the routes that FastAPI serves, and every error in OpenAI's envelope."""
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any, Final, Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -86,8 +86,19 @@ def _methods_of(app: FastAPI, request: Request) -> list[str]:
     return [scope["method"] for scope in scopes if any(route.matches(scope)[0] is Match.FULL for route in app.routes)]
 
 
-def add_error_answers(app: FastAPI) -> None:
-    """Answer every error in OpenAI's envelope."""
+def _url_hint(app: FastAPI, request: Request, hot: Collection[str]) -> str:
+    """Return what to call instead of an unknown path, where a ``/v1`` or a slash too few or too many explains it."""
+    path = request.url.path.rstrip("/")
+    advice = {path: "", f"/v1{path}": " The base URL of a client must end in /v1.", path.removeprefix("/v1"): ""}
+    for meant, how in advice.items():
+        scope = {**request.scope, "path": meant}
+        if meant in hot or any(route.matches(scope)[0] is not Match.NONE for route in app.routes):
+            return f" Did you mean {meant}?{how}"
+    return ""
+
+
+def add_error_answers(app: FastAPI, hot: Collection[str]) -> None:
+    """Answer every error in OpenAI's envelope. ``hot``: paths that the application serves without FastAPI."""
 
     @app.exception_handler(Refused)
     async def on_api_error(request: Request, error: Refused) -> Response:
@@ -101,7 +112,8 @@ def add_error_answers(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         kind: Refused = Refused(str(error.detail))
         if error.status_code == 404:
-            kind = UnknownUrl(f"Unknown request URL: {request.method} {request.url.path}.")
+            hint = _url_hint(app, request, hot)
+            kind = UnknownUrl(f"Unknown request URL: {request.method} {request.url.path}.{hint}")
         elif error.status_code == 405:
             allow = ", ".join(_methods_of(app, request))
             kind = MethodNotAllowed(f"Not allowed to {request.method} on {request.url.path}.", allow=allow)

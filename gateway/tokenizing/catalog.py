@@ -40,6 +40,7 @@ from protocol.nats.bus import Bus
 from protocol.nats.objects import get_object, read_model_card, tokenizer_name, tokenizer_object_name
 
 RETRY_S: Final = 2.0
+MAX_NAMED_MODELS: Final = 10  # in the error for an unknown one
 FETCH_LIMIT_S: Final = 60.0  # for a configured tokenizer, which tiktoken may have to download
 TEMPLATE_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -100,8 +101,18 @@ class ModelCatalog:
         """Return the model behind a name or alias that ``principal`` may use. Raises ModelNotFound."""
         model = self._names.get(name)
         if model is None or not principal.may_use(model):
-            raise ModelNotFound(f"The model `{name}` does not exist or you do not have access to it.", param="model")
+            raise ModelNotFound(
+                f"The model `{name}` does not exist or you do not have access to it. {self._usable_by(principal)}",
+                param="model",
+            )
         return model
+
+    def _usable_by(self, principal: Principal) -> str:
+        names = [name for name in self._models if principal.may_use(name)]
+        if not names:
+            return "This API key may use no model."
+        more = f" and {len(names) - MAX_NAMED_MODELS} more (GET /v1/models)" if len(names) > MAX_NAMED_MODELS else ""
+        return f"This API key may use: {', '.join(names[:MAX_NAMED_MODELS])}{more}."
 
     def tokens_of(self, model: str) -> ModelTokens:
         """Return a model's tokenizer, template and limits. Raises ModelNotReady."""

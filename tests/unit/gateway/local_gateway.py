@@ -263,7 +263,7 @@ async def local_gateway(
         app = FastAPI()
         app.include_router(models_router(services))
         app.include_router(tokenize_router(services))
-        add_error_answers(app)
+        add_error_answers(app, hot)
         return app
 
     async def serve_slowly(*asgi: Any) -> None:

@@ -10,8 +10,10 @@ from gateway.errors import Failure, ModelNotReady, Refused, RequestFailed
 from gateway.http.body import read_body
 from gateway.http.exchange import ClientExchange
 from gateway.http.pages import add_error_answers
-from gateway.settings import TimeoutSettings
+from gateway.settings import ModelSettings, TimeoutSettings
+from gateway.tokenizing.catalog import MAX_NAMED_MODELS
 from protocol.errors import ErrorCode
+from tests.unit.gateway.conftest import Start
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))
@@ -67,7 +69,7 @@ def test_those_refused_together_do_not_return_together(wait_s: int, earliest_s: 
 async def test_a_caller_who_leaves_in_the_middle_of_a_body_is_no_error_of_ours() -> None:
     """Exceptions without a handler are raised out of the application, and logged with their traceback."""
     app = FastAPI()
-    add_error_answers(app)
+    add_error_answers(app, ())
 
     @app.post("/")
     async def read(request: Request) -> Response:
@@ -89,3 +91,32 @@ def leaving(app: FastAPI) -> ASGIApp:
         await app(scope, receive, send)
 
     return served
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", " Did you mean /v1/chat/completions? The base URL of a client must end in /v1."),
+        ("/models", " Did you mean /v1/models? The base URL of a client must end in /v1."),
+        ("/v1/v1/chat/completions", " Did you mean /v1/chat/completions?"),
+        ("/v1/chat/completions/", " Did you mean /v1/chat/completions?"),
+        ("/v1/tokenize", " Did you mean /tokenize?"),
+        ("/v1/assistants", ""),
+        ("/favicon.ico", ""),
+    ],
+)
+async def test_an_unknown_path_near_a_known_one(start_local: Start, path: str, hint: str) -> None:
+    gateway = await start_local()
+    answer = await gateway.post(path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == f"Unknown request URL: POST {path}.{hint}"
+
+
+async def test_an_unknown_model(start_local: Start) -> None:
+    names = [f"m{number}" for number in range(MAX_NAMED_MODELS + 2)]
+    gateway = await start_local(models={name: ModelSettings() for name in names})
+    answer = await gateway.post("/v1/completions", model="other", prompt="x")
+    assert answer.json()["error"]["message"] == (
+        "The model `other` does not exist or you do not have access to it. This API key may use: "
+        f"{', '.join(names[:MAX_NAMED_MODELS])} and 2 more (GET /v1/models)."
+    )

@@ -62,9 +62,9 @@ ANYBODY = Principal("key_1", "k", DEFAULT_TEAM_ID, "default", "org_default")
 async def test_cards_come_and_change(bus: Bus, tmp_path: Path) -> None:
     async with running(bus, tmp_path) as catalog:
         assert catalog.canonical_name("nick", ANYBODY) == catalog.canonical_name(MODEL, ANYBODY) == MODEL
-        with pytest.raises(ModelNotFound):
+        with pytest.raises(ModelNotFound, match=f"This API key may use: {MODEL}."):
             catalog.canonical_name("model.v1", ANYBODY)
-        with pytest.raises(ModelNotFound):
+        with pytest.raises(ModelNotFound, match="This API key may use no model."):
             catalog.canonical_name(MODEL, replace(ANYBODY, models=frozenset({"another"})))
         with pytest.raises(ModelNotReady):
             catalog.tokens_of(MODEL)
