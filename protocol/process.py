@@ -113,9 +113,14 @@ class TelemetrySettings(Settings):
     @classmethod
     def _needs_the_extra(cls, endpoint: str | None) -> str | None:
         # The top package alone may be there: other libraries bring the API without the SDK.
-        if endpoint is not None and not (_is_installed("sdk.trace") and _is_installed("exporter.otlp.proto.http")):
+        if endpoint is not None and not traces_installed():
             raise ValueError(f"traces need the extra 'otel': {install_command('otel')}")
         return endpoint
+
+
+def traces_installed() -> bool:
+    """Return whether the packages that send traces are installed."""
+    return _is_installed("sdk.trace") and _is_installed("exporter.otlp.proto.http")
 
 
 def _is_installed(module: str) -> bool:

@@ -10,9 +10,9 @@ import secrets
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 from pydantic_settings.exceptions import SettingsError
 from pydantic_settings.sources import JsonConfigSettingsSource
@@ -36,7 +36,7 @@ from gateway.settings import (
 )
 from ledger.settings import LedgerSettings, PayloadSettings
 from ledger.webhooks.settings import WebhookSettings
-from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
+from pool_worker.settings import LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
 from protocol.errors import ExpectedError
 from protocol.process import HostText, PositiveInt, PositiveSeconds, Settings, TelemetrySettings
 from spillway import ROOMS
@@ -53,17 +53,12 @@ from spillway.config_values import (
 )
 from spillway.nats_accounts import of_pool
 from spillway.nats_section import NatsSection, worker_id
+from spillway.otel_variables import is_disabled, telemetry_defaults
 from spillway.pool_section import ModelName, PoolSettings, gateway_view, only_by_messages
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
 DEMO_MODEL_NAME: Final = "spillway-demo"
 DEMO_MODEL_PATH: Final = ROOMS / "models" / DEMO_MODEL_NAME
-
-_ENGINES: Final[dict[str, type[BaseModel]]] = {  # by kind
-    kind: settings
-    for settings in get_args(get_args(EngineSettings)[0])
-    for kind in get_args(settings.model_fields["kind"].annotation)
-}
 
 
 class ConfigError(ExpectedError):
@@ -370,10 +365,10 @@ def _validated(
     try:
         merged = merge(base, spelled_as(base, MappingEnvSource(Config, environment)()))
         _refuse(unexpanded(merged), where, environment)
-        config = Config(**merge(merged, overrides or {}))
+        config = Config(**_with_otel(merge(merged, overrides or {}), environment))
     except ValidationError as error:
         problems = [
-            f"{source_of(keys_of(problem), where, environment)}: {explain(problem, Config, _ENGINES)}"
+            f"{source_of(keys_of(problem), where, environment)}: {explain(problem, Config)}"
             for problem in error.errors()
         ]
         raise ConfigError("\n".join(problems)) from error
@@ -381,6 +376,17 @@ def _validated(
         raise ConfigError(f"environment: {error}") from error
     _refuse(masked_secrets(config), where, environment)
     return config
+
+
+def _with_otel(values: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
+    """Return a configuration with OpenTelemetry's own variables for what it leaves out."""
+    given = values.get("telemetry", {})
+    if not isinstance(given, Mapping):
+        return dict(values)
+    telemetry = {**telemetry_defaults(env), **given}
+    if is_disabled(env):
+        telemetry.pop("otlp_endpoint", None)
+    return {**values, "telemetry": telemetry} if telemetry else dict(values)
 
 
 def _refuse(problems: Iterable[Problem], where: str, env: Mapping[str, str]) -> None:

@@ -2,24 +2,71 @@
 
 from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Any, Final, get_args, get_origin
+from typing import Any, Final, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
 from spillway.config_values import variable_of
 
 _UNIONS: Final = (["engine"], ["fleet", "driver"])  # below a pool
+# What a required key may look like. Those with fixed choices have none: all choices are listed.
+EXAMPLES: Final[Mapping[str, str]] = {
+    "aws_region": '"us-east-1"',
+    "begin": '"08:00"',
+    "bucket": '"my-bucket"',
+    "client_id": '"spillway"',
+    "container_group": '"my-group"',
+    "deployment": '"spillway-worker"',
+    "driver": '{ kind = "static" }',
+    "end": '"18:00"',
+    "endpoint": '"my-endpoint"',
+    "engine": '{ kind = "vllm", url = "http://127.0.0.1:8001", tokenizer = "Qwen/Qwen3-0.6B" }',
+    "gpu_types": '["NVIDIA GeForce RTX 4090"]',
+    "image": '"registry.example.com/spillway-vllm:0.2.0"',
+    "instance_types": '["g5.xlarge"]',
+    "issuer": '"https://login.example.com"',
+    "location": '"us-central1"',
+    "min_workers": "1",
+    "model": '"Qwen/Qwen3-0.6B"',
+    "models": '["my-model"], with a section [models.my-model]',
+    "organization": '"my-organization"',
+    "path": '"Qwen/Qwen3-0.6B"',
+    "project": '"my-project"',
+    "subnets": '{ us-east-1a = "subnet-0123456789abcdef0" }',
+    "task": '"worker.yaml"',
+    "tokenizer": '"Qwen/Qwen3-0.6B"',
+    "url": '"http://127.0.0.1:8001"',
+}
+_PLAIN: Final = {"tuple_type": 'must be a list, such as ["a", "b"]', "dict_type": "must be a table"}
+_NO_MODELS: Final = "is missing. Each model that callers may name has a section, for example: [models.my-model]"
 
 
-def explain(problem: Mapping[str, Any], root: type[BaseModel], engines: Mapping[str, type[BaseModel]]) -> str:
-    """Return the message for a problem in ``root``; ``engines`` are the settings of a pool's engine by kind."""
+def explain(problem: Mapping[str, Any], root: type[BaseModel]) -> str:
+    """Return the message for a problem in ``root``."""
     keys = keys_of(problem)
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if problem["type"] == "extra_forbidden":
-        message = f"unknown key; valid keys: {', '.join(_valid_keys(problem['loc'], root, engines))}"
-    elif problem["type"] == "union_tag_not_found":
-        message = f"'kind' is required: {', '.join(engines)}"
+    message = _message(problem, root, keys)
     return f"{'.'.join(keys)}: {message}" if keys else message
+
+
+def _message(problem: Mapping[str, Any], root: type[BaseModel], keys: Sequence[str]) -> str:
+    location, kind, given = problem["loc"], problem["type"], problem.get("input")
+    if kind == "missing":
+        return _NO_MODELS if keys == ["models"] else f"is missing. {_example(keys[-1], _field_at(root, location))}"
+    if kind == "extra_forbidden":
+        return f"unknown key; valid keys: {', '.join(_model_at(root, location[:-1]).model_fields)}"
+    if kind == "union_tag_not_found":
+        return f"'kind' is required: {', '.join(_by_kind(_field_at(root, location)))}"
+    if kind == "union_tag_invalid":
+        return f"{problem['ctx']['tag']!r} is not a kind. Choose from: {', '.join(_by_kind(_field_at(root, location)))}"
+    if kind == "literal_error":
+        return f"{given!r:.100} is not possible. Choose from: {problem['ctx']['expected'].replace(chr(39), '')}"
+    return _PLAIN.get(kind) or str(problem["msg"]).removeprefix("Value error, ")
+
+
+def _example(name: str, annotation: Any) -> str:  # noqa: ANN401  # any type
+    if get_origin(annotation) is Literal:
+        return f"Choose from: {', '.join(map(str, get_args(annotation)))}"
+    return f"Example: {name} = {EXAMPLES[name]}" if name in EXAMPLES else "Add it"
 
 
 def source_of(keys: Sequence[str], where: str, env: Mapping[str, str]) -> str:
@@ -38,18 +85,29 @@ def keys_of(problem: Mapping[str, Any]) -> list[str]:
     return [part for n, part in enumerate(parts) if n != tag]
 
 
-def _valid_keys(
-    location: Sequence[int | str], root: type[BaseModel], engines: Mapping[str, type[BaseModel]]
-) -> list[str]:
-    """Return the valid keys in place of the last one of ``location``."""
+def _field_at(root: type[BaseModel], location: Sequence[int | str]) -> Any:  # noqa: ANN401  # any type
+    """Return the type of what is at a location."""
+    return _model_at(root, location[:-1]).model_fields[str(location[-1])].annotation
+
+
+def _model_at(root: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel]:
+    """Return the model whose keys are at a location."""
     here: Any = root
-    for part in location[:-1]:
+    for part in location:
         if isinstance(here, UnionType):
-            here = engines[str(part)]
+            here = _by_kind(here)[str(part)]
         elif get_origin(here) is dict:
             here = get_args(here)[1]
+        elif get_origin(here) is tuple:
+            here = get_args(here)[0]
         else:
             here = here.model_fields[str(part)].annotation
             if NoneType in get_args(here):
                 here = get_args(here)[0]
-    return list(here.model_fields)
+    model: type[BaseModel] = here
+    return model
+
+
+def _by_kind(union: UnionType) -> dict[str, type[BaseModel]]:
+    """Return the members of a tagged union by their kinds."""
+    return {kind: one for one in get_args(union) for kind in get_args(one.model_fields["kind"].annotation)}

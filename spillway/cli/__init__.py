@@ -8,7 +8,7 @@ import contextlib
 import gc
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -300,6 +300,18 @@ class LazyGroup(TyperGroup):
 app = typer.Typer(name="spillway", pretty_exceptions_show_locals=False)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from protocol.distribution import version  # noqa: PLC0415  # reads the package's metadata, which takes 20 ms
+
+        typer.echo(f"spillway {version()}")
+        raise typer.Exit
+
+
 @app.callback(cls=LazyGroup, no_args_is_help=True)
-def spillway() -> None:
+def spillway(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """A multi-cloud LLM gateway: one OpenAI-compatible endpoint, a queue, and GPU workers anywhere."""

@@ -1,5 +1,6 @@
 """``spillway config``: checking the configuration file."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -8,15 +9,24 @@ import typer
 from db.url import advice_of
 from spillway.cli.context import ConfigOption, DataOption, fail, out, resolve_config
 from spillway.config import DEFAULT_CONFIG_NAME, Config
+from spillway.otel_variables import why_unusable
 
 
 def check(
+    context: typer.Context,
     path: Annotated[Path | None, typer.Argument(help="The same as --config.")] = None,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
     """Validate a configuration together with the environment; report every invalid key."""
-    if path is not None and config is not None and path != config:
+    source = context.get_parameter_source("config")
+    if (
+        path is not None
+        and config is not None
+        and path != config
+        and source is not None
+        and source.name == "COMMANDLINE"
+    ):
         raise fail(f"two configuration files: {path} and --config {config}; name one")
     named = path or config
     resolved = resolve_config(named, data)
@@ -41,4 +51,6 @@ def _notes(config: Config) -> list[str]:
     ]
     if advice := advice_of(config.database_url):
         notes.append(f"database.url: {advice}")
+    if config.telemetry.otlp_endpoint is None and (reason := why_unusable(os.environ)):
+        notes.append(reason)
     return notes

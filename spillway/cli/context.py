@@ -9,7 +9,7 @@ import pwd
 from collections.abc import Callable, Coroutine, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, Final, NamedTuple, get_args
 
 import typer
 import uvloop
@@ -31,13 +31,17 @@ from spillway.config import (
 )
 
 log = logging.getLogger(__name__)
+CONFIG_VARIABLE: Final = "SPILLWAY_CONFIG"
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
-        "--config", "-c", help=f"Configuration file. Default: ./{DEFAULT_CONFIG_NAME} if it exists, else the demo's."
+        "--config",
+        "-c",
+        envvar=CONFIG_VARIABLE,
+        help=f"Configuration file. Default: ./{DEFAULT_CONFIG_NAME} if it exists, else the demo's.",
     ),
 ]
 DataOption = Annotated[Path | None, typer.Option("--data", "-d", help="Data folder (config key `data_dir`).")]

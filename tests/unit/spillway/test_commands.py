@@ -10,6 +10,7 @@ import pytest
 from typer.core import TyperCommand
 from typer.testing import CliRunner
 
+from protocol.distribution import version
 from spillway.cli import COMMANDS, Command, Group, app
 
 # Runs a command, and prints which of the packages named it has imported.
@@ -102,3 +103,8 @@ def test_no_command_imports_torch_before_it_runs_an_engine() -> None:
     code = f"import sys, {modules}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_version() -> None:
+    shown = CliRunner().invoke(app, ["--version"])
+    assert (shown.exit_code, shown.output) == (0, f"spillway {version()}\n")

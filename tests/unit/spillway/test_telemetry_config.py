@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from protocol import process as telemetry
 from protocol.process import TelemetrySettings
+from spillway.cli import app
 from spillway.config import Config, ConfigError, load_config
+from spillway.otel_variables import why_unusable
 
 ROOT = Path(__file__).resolve().parents[3]
 REST = """
@@ -91,3 +94,49 @@ def test_without_an_endpoint_no_sdk_is_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+OTEL = {
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318",
+    "OTEL_EXPORTER_OTLP_HEADERS": "x-api-key=a%20b, broken,x-team=c",
+    "OTEL_SERVICE_NAME": "acme",
+    "OTEL_RESOURCE_ATTRIBUTES": "service.name=other,deployment.environment=test",
+}
+
+
+def test_opentelemetrys_variables_take_the_place_of_missing_keys(tmp_path: Path) -> None:
+    telemetry = load(tmp_path, "", OTEL).telemetry
+    assert telemetry == TelemetrySettings(
+        otlp_endpoint="http://collector:4318",
+        headers={"x-api-key": "a b", "x-team": "c"},
+        service_name="acme",
+        resource_attributes={"deployment.environment": "test"},
+    )
+    own = load(
+        tmp_path, '[telemetry]\notlp_endpoint = "http://own:1"', {**OTEL, "SPILLWAY_TELEMETRY__SERVICE_NAME": "x"}
+    )
+    assert (own.telemetry.otlp_endpoint, own.telemetry.service_name) == ("http://own:1", "x")
+    assert load(tmp_path, "", {**OTEL, "OTEL_SERVICE_NAME": ""}).telemetry.service_name == "other"
+
+
+@pytest.mark.parametrize("section", ["", '[telemetry]\notlp_endpoint = "http://own:1"'])
+def test_opentelemetry_can_be_disabled(tmp_path: Path, section: str) -> None:
+    assert load(tmp_path, section, {**OTEL, "OTEL_SDK_DISABLED": "true"}).telemetry.otlp_endpoint is None
+    assert load(tmp_path, section, {**OTEL, "OTEL_SDK_DISABLED": "false"}).telemetry.otlp_endpoint is not None
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4317"}, {**OTEL, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}],
+)
+def test_an_endpoint_that_cannot_be_used_is_noted(tmp_path: Path, env: dict[str, str]) -> None:
+    assert load(tmp_path, "", env).telemetry.otlp_endpoint is None
+    checked = CliRunner().invoke(app, ["config", "check", str(tmp_path / "spillway.toml")], env=env)
+    assert checked.exit_code == 0
+    assert "note: OTEL_EXPORTER_OTLP_ENDPOINT is ignored: traces are sent by OTLP over HTTP" in checked.output
+
+
+def test_without_the_extra_opentelemetrys_endpoint_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "find_spec", lambda _: None)
+    assert load(tmp_path, "", OTEL).telemetry.otlp_endpoint is None
+    assert why_unusable(OTEL) == "OTEL_EXPORTER_OTLP_ENDPOINT is ignored: traces need the extra 'otel'"
