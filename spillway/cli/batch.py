@@ -68,6 +68,7 @@ def submit(
         Path | None,
         typer.Option(help="With --wait: where the answers go. What failed goes to NAME.errors.jsonl beside it."),
     ] = None,
+    as_json: JsonOption = False,
     base_url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
 ) -> None:
@@ -80,7 +81,10 @@ def submit(
         file_id = _upload(client, ready, file.name)
         client.patience_s = LONG_PATIENCE_S if wait else PATIENCE_S
         batch = client.create(file_id, endpoint, window)
-        out.print(batch["id"], markup=False)
+        if as_json:
+            out.print_json(json.dumps(batch))
+        else:
+            out.print(batch["id"], markup=False)
         if wait:
             _wait_to_the_end(client, batch, output)
 
@@ -124,11 +128,19 @@ def show(
                 out.print(f"{name:<12} {value}", markup=False, soft_wrap=True)
 
 
-def cancel(batch_id: BatchArgument, base_url: UrlOption = DEFAULT_URL, api_key: KeyOption = None) -> None:
+def cancel(
+    batch_id: BatchArgument,
+    as_json: JsonOption = False,
+    base_url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+) -> None:
     """Cancel a batch. What is done stays, in its files."""
     with _client(base_url, api_key) as client:
         batch = client.cancel(batch_id)
-    out.print(f"{batch['id']} is {batch['status']}", markup=False)
+    if as_json:
+        out.print_json(json.dumps(batch))
+    else:
+        out.print(f"{batch['id']} is {batch['status']}", markup=False)
 
 
 def download(

@@ -8,6 +8,7 @@ import typer
 
 from db.url import advice_of
 from spillway.cli.context import ConfigOption, DataOption, fail, out, resolve_config
+from spillway.cli.output import JsonOption
 from spillway.config import DEFAULT_CONFIG_NAME, Config
 from spillway.otel_variables import why_unusable
 
@@ -15,6 +16,7 @@ from spillway.otel_variables import why_unusable
 def check(
     context: typer.Context,
     path: Annotated[Path | None, typer.Argument(help="The same as --config.")] = None,
+    as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
@@ -30,10 +32,14 @@ def check(
         raise fail(f"two configuration files: {path} and --config {config}; name one")
     named = path or config
     resolved = resolve_config(named, data)
-    out.print(f"ok: {len(resolved.models)} model(s), {len(resolved.pools)} pool(s)")
+    notes = _notes(resolved)
     if named is None and not Path(DEFAULT_CONFIG_NAME).is_file():
-        out.print(f"note: there is no {DEFAULT_CONFIG_NAME} here: this is the demo's configuration", style="yellow")
-    for note in _notes(resolved):
+        notes.insert(0, f"there is no {DEFAULT_CONFIG_NAME} here: this is the demo's configuration")
+    if as_json:
+        out.print_json(data={"models": list(resolved.models), "pools": list(resolved.pools), "notes": notes})
+        return
+    out.print(f"ok: {len(resolved.models)} model(s), {len(resolved.pools)} pool(s)")
+    for note in notes:
         out.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
 
 

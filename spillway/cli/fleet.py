@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from datetime import UTC, datetime
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -13,6 +13,7 @@ from rich.table import Table
 from db.tables import Decision
 from fleet.books import Books
 from fleet.machine import STARTING, Machine, State
+from fleet.settings import PoolFleetSettings
 from spillway import logs
 from spillway.children import PYTHON, resolved_config_path
 from spillway.cli.connections import database
@@ -26,6 +27,7 @@ from spillway.cli.context import (
     running_or_config,
     write_ready,
 )
+from spillway.cli.output import JsonOption
 from spillway.config import Config
 from spillway.fleet_config import controller_settings
 
@@ -66,7 +68,7 @@ def _need_fleet(config: Config) -> None:
         raise fail("no pool has a [pools.<name>.fleet] section: nothing is controlled here")
 
 
-def status(config: ConfigOption = None, data: DataOption = None) -> None:
+def status(as_json: JsonOption = False, config: ConfigOption = None, data: DataOption = None) -> None:
     """Show each pool's size: decided, serving, starting, draining, and what was lost within a day."""
     resolved = running_or_config(config, data)
     _need_fleet(resolved)
@@ -77,7 +79,13 @@ def status(config: ConfigOption = None, data: DataOption = None) -> None:
             machines = await books.machines()
             over = await books.over_since(_now_ms() - DAY_MS)
             latest = _latest(await books.decisions(_now_ms() - 30 * DAY_MS))
-        _print_status(resolved, machines, over, latest)
+        rows = [
+            _status_of(name, pool.fleet, machines, over, latest) for name, pool in resolved.pools.items() if pool.fleet
+        ]
+        if as_json:
+            out.print_json(data=rows)
+        else:
+            _print_status(rows)
 
     run_async(main)
 
@@ -89,27 +97,35 @@ def _latest(decisions: list[Decision]) -> dict[str, Decision]:
     return latest
 
 
-def _print_status(config: Config, machines: list[Machine], over: list[Machine], latest: dict[str, Decision]) -> None:
+def _status_of(
+    name: str, fleet: PoolFleetSettings, machines: list[Machine], over: list[Machine], latest: dict[str, Decision]
+) -> dict[str, Any]:
+    counts = Counter(machine.state for machine in machines if machine.pool == name)
+    ends = Counter(machine.state for machine in over if machine.pool == name)
+    return {
+        "pool": name,
+        "driver": fleet.driver.kind,
+        "min_workers": fleet.min_workers,
+        "max_workers": fleet.max_workers,
+        "decided": latest[name].size if name in latest else None,
+        "serving": counts[State.SERVING],
+        "starting": sum(counts[state] for state in STARTING),
+        "draining": counts[State.DRAINING] + counts[State.ENDING],
+        "ended_24h": ends[State.GONE],
+        "lost_24h": ends[State.LOST],
+        "failed_24h": ends[State.FAILED],
+    }
+
+
+def _print_status(rows: list[dict[str, Any]]) -> None:
     table = Table(
         "pool", "driver", "bounds", "decided", "serving", "starting", "draining", "ended", "lost", "failed",
         box=SIMPLE_HEAD,
     )  # fmt: skip
-    for name, pool in config.pools.items():
-        if pool.fleet is None:
-            continue
-        counts = Counter(machine.state for machine in machines if machine.pool == name)
-        ends = Counter(machine.state for machine in over if machine.pool == name)
-        decided = latest.get(name)
-        table.add_row(
-            name,
-            pool.fleet.driver.kind,
-            f"{pool.fleet.min_workers}-{pool.fleet.max_workers}",
-            "-" if decided is None else str(decided.size),
-            str(counts[State.SERVING]),
-            str(sum(counts[state] for state in STARTING)),
-            str(counts[State.DRAINING] + counts[State.ENDING]),
-            *(str(ends[state]) for state in (State.GONE, State.LOST, State.FAILED)),
-        )
+    for row in rows:
+        pool, driver, least, most, decided, *counts = row.values()
+        decided = "-" if decided is None else decided
+        table.add_row(pool, driver, f"{least}-{most}", *map(str, (decided, *counts)))
     Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False).print(table)
     out.print("[dim]ended, lost and failed: within the last 24 hours[/dim]")
 
@@ -117,6 +133,7 @@ def _print_status(config: Config, machines: list[Machine], over: list[Machine], 
 def explain(
     pool: Annotated[str | None, typer.Argument(help="Only this pool.")] = None,
     hours: Annotated[float, typer.Option(min=0.01, help="How far to look back.")] = 6.0,
+    as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
@@ -149,6 +166,9 @@ def explain(
                 place = f" at {machine.place}" if machine.place else ""
                 text = f"{machine.pool}: machine {machine.machine_id}{place} is {machine.state}: {machine.reason}"
                 lines.append((changed_ms, text))
+        if as_json:
+            out.print_json(data=[{"at_unix_ms": at_ms, "text": text} for at_ms, text in sorted(lines)])
+            return
         for at_ms, text in sorted(lines):
             out.print(f"{datetime.fromtimestamp(at_ms / 1000, UTC):%m-%d %H:%M:%S}  {text}", soft_wrap=True)
         if not lines:

@@ -17,7 +17,15 @@ from protocol.nats.clock import unix_now_ms
 from spillway.cli.account_options import KeyChanges, NewKey, duration_s, limits_text
 from spillway.cli.connections import connect_admin, database
 from spillway.cli.context import ResolvedConfig, command, err, out, pepper_of, this_actor
-from spillway.cli.output import JsonOption, local_time, print_object, print_objects, print_secret, zoned_time
+from spillway.cli.output import (
+    JsonOption,
+    local_time,
+    print_changed,
+    print_object,
+    print_objects,
+    print_secret,
+    zoned_time,
+)
 from spillway.config import Config
 
 NOTIFY_LIMIT_S: Final = 3.0
@@ -70,8 +78,9 @@ async def update(
     """Change an API key; options not given stay the same. Running gateways apply the change immediately."""
     checked = _checked(config, changes)
     async with database(config) as engine:
-        key = await update_key(engine, reference, checked, this_actor())
-    print_object(key_view(key), as_json=as_json)
+        before = await find_key(engine, reference)
+        key = await update_key(engine, before.key_id, checked, this_actor())
+    print_changed(key_view(before), key_view(key), as_json=as_json)
     await notify_gateways(config)
 
 

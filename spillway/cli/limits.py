@@ -2,15 +2,18 @@
 
 import time
 
+import msgspec
+
 from db.money import NANO_USD
 from gateway.limits.account import AccountStore
 from gateway.limits.report import Recount, recount_budgets
 from spillway.cli.connections import database, queue_server
 from spillway.cli.context import ResolvedConfig, command, out
+from spillway.cli.output import JsonOption
 
 
 @command
-async def recount(config: ResolvedConfig) -> None:
+async def recount(*, as_json: JsonOption = False, config: ResolvedConfig) -> None:
     """Compare the spending that budgets count in their current period with the ledger, and correct it.
 
     The reservations of a killed gateway count as spent until then. The queue server must be running, and the ledger
@@ -18,6 +21,9 @@ async def recount(config: ResolvedConfig) -> None:
     """
     async with queue_server(config, "spillway limits") as bus, database(config) as engine:
         counts = await recount_budgets(engine, AccountStore(bus), time.time())
+    if as_json:
+        out.print_json(data=[msgspec.structs.asdict(count) for count in counts])
+        return
     for count in counts:
         out.print(_text(count), markup=False, soft_wrap=True)
     if not counts:

@@ -58,8 +58,11 @@ def credentials(
     try:
         authority = Authority.open(folder or resolved.data_dir / FOLDER_NAME)
         known = {user.file for user in authority.users if user.revoked_unix_s is None}
-        for part in dict.fromkeys([*(part for part in parts if part not in known), *renewed]):
+        missing = dict.fromkeys([*(part for part in parts if part not in known), *renewed])
+        for part in missing:
             out.print(f"made {authority.issue(part)}", markup=False, soft_wrap=True)
+        if not missing:
+            out.print("no credentials were missing")
         for name in parts if retire == ["all"] else retire or []:
             out.print(f"{name}: revoked {authority.revoke(name, keep_newest=True)}", markup=False)
         for name in revoke or []:

@@ -46,6 +46,13 @@ def print_object(view: View, *, as_json: bool) -> None:
     out.print(table)
 
 
+def print_changed(before: View, after: View, *, as_json: bool) -> None:
+    """Print an object after a change, and say so where it is as it was before."""
+    print_object(after, as_json=as_json)
+    if before == after:
+        err.print("note: nothing was changed", style="yellow")
+
+
 def print_secret(view: View, secret: str, *, as_json: bool) -> None:
     """Print the secret of an object that has just been made or rotated: alone on stdout, or as JSON the object."""
     if as_json:

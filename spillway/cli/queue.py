@@ -4,14 +4,15 @@ import shutil
 from pathlib import Path
 from typing import Annotated, Final
 
+import msgspec
 import typer
 
 from protocol.errors import STREAM_NOT_FOUND, ApiError
 from protocol.nats.backup import COPIED_STREAMS, BackupError, State, copies_in, copy_stream, restore_stream
 from protocol.nats.bus import Bus
 from spillway.cli.connections import queue_server
-from spillway.cli.context import ResolvedConfig, command
-from spillway.cli.output import print_table
+from spillway.cli.context import ResolvedConfig, command, out
+from spillway.cli.output import JsonOption, print_table
 
 COLUMNS: Final = ("stream", "messages", "KiB")
 
@@ -20,6 +21,7 @@ COLUMNS: Final = ("stream", "messages", "KiB")
 async def backup(
     *,
     folder: Annotated[Path, typer.Argument(help="Folder to create, such as /backups/2026-11-27T2100.")],
+    as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
     """Copy stored responses, parked records, webhook events, unwritten usage, payloads and dead letters.
@@ -42,13 +44,14 @@ async def backup(
         raise BackupError(f"{error.filename or folder}: {error.strerror}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    _print(states)
+    _print(states, as_json=as_json)
 
 
 @command
 async def restore(
     *,
     folder: Annotated[Path, typer.Argument(help="Folder that `spillway queue backup` has created.")],
+    as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
     """Create the streams of a backup in an empty queue server, before any gateway starts."""
@@ -62,7 +65,7 @@ async def restore(
                 states[copy.name] = await restore_stream(bus, copy)
     except OSError as error:
         raise BackupError(f"{error.filename or folder}: {error.strerror}") from error
-    _print(states)
+    _print(states, as_json=as_json)
 
 
 async def _need_absence(bus: Bus, stream: str) -> None:
@@ -77,5 +80,8 @@ async def _need_absence(bus: Bus, stream: str) -> None:
     )
 
 
-def _print(states: dict[str, State]) -> None:
+def _print(states: dict[str, State], *, as_json: bool) -> None:
+    if as_json:
+        out.print_json(data=[{"stream": name, **msgspec.structs.asdict(state)} for name, state in states.items()])
+        return
     print_table(COLUMNS, [(name, str(state.messages), str(-(-state.bytes // 1024))) for name, state in states.items()])

@@ -1,7 +1,6 @@
 """``spillway dead-letters`` and ``spillway parked``: requests that were given up, and usage records not stored yet."""
 
 from datetime import UTC, datetime
-from enum import StrEnum
 from typing import Annotated, Any
 
 import msgspec
@@ -14,21 +13,14 @@ from protocol.usage import DeadLetter, ParkedUsage
 from protocol.wire import UNDECODABLE
 from spillway.cli.connections import queue_server
 from spillway.cli.context import ResolvedConfig, command, out
-from spillway.cli.output import print_table
-
-
-class Format(StrEnum):
-    """The output format of dead letters."""
-
-    TABLE = "table"
-    JSON = "json"
+from spillway.cli.output import JsonOption, print_table
 
 
 @command
 async def dead_letters(
     *,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number, newest first.")] = 20,
-    output: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.TABLE,
+    as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
     """List requests that failed on every worker that tried them, with each attempt's reason.
@@ -38,7 +30,7 @@ async def dead_letters(
     """
     async with queue_server(config, "spillway dead-letters") as bus:
         letters = await newest_dead_letters(bus, limit)
-    if output is Format.JSON:
+    if as_json:
         out.print_json(data=[_facts(letter) for letter in letters])
     elif letters:
         columns = ("given up (UTC)", "request", "model", "tenant", "attempts", "reasons")
@@ -52,6 +44,7 @@ async def parked(
     *,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number, oldest first.")] = 20,
     again: Annotated[bool, typer.Option("--replay", help="Send them to the ledger writers again.")] = False,
+    as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
     """List usage records that were not understood, or that the database has refused.
@@ -59,17 +52,28 @@ async def parked(
     A record of a newer release waits here for a ledger writer that understands it and replays it automatically. The
     queue server must be running. Records that fail again after --replay are parked again.
     """
-    rows: list[tuple[str, ...]] = []
+    found: list[ParkedUsage] = []
     async with queue_server(config, "spillway parked") as bus:
         async for sequence, record in parked_records(bus):
             if again:
                 await replay(bus, sequence, record)
-            rows.append((_utc(record.parked_unix_ms), _summary(record), record.reason))
-            if len(rows) == limit:
+            found.append(record)
+            if len(found) == limit:
                 break
-    if rows:
+    if as_json:
+        out.print_json(data=[_parked_facts(record, replayed=again) for record in found])
+        return
+    if found:
+        rows = ((_utc(record.parked_unix_ms), _summary(record), record.reason) for record in found)
         print_table(("parked (UTC)", "record", "reason"), rows)
-    out.print(f"{len(rows) or 'no'} records parked" + (", sent to the ledger writers again" if again else ""))
+    out.print(
+        f"{len(found) or 'no'} records parked" + (", sent to the ledger writers again" if again and found else "")
+    )
+
+
+def _parked_facts(record: ParkedUsage, *, replayed: bool) -> dict[str, Any]:
+    summary, reason = _summary(record), record.reason
+    return {"parked_unix_ms": record.parked_unix_ms, "record": summary, "reason": reason, "replayed": replayed}
 
 
 def _facts(letter: DeadLetter) -> dict[str, Any]:

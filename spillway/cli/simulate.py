@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
+import msgspec
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.table import Table
 from fleet.plan import Offer, Phase, cost, gpus_of
 from protocol.distribution import install_command
 from spillway.cli.context import err, fail, out
+from spillway.cli.output import JsonOption
 
 if TYPE_CHECKING:
     from fleet.simulation.study import Equal
@@ -55,6 +57,7 @@ def simulate(
         bool, typer.Option(help="Play them with as much headroom as makes them as dear as ours, too: some minutes.")
     ] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw what happened as a picture (needs matplotlib).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the last line alone.")] = False,
 ) -> None:
     """Play days of traffic and spot losses against the fleet's policy: cost, waits, machines, in a minute or so.
 
@@ -135,7 +138,7 @@ def simulate(
             str(outcome.lost_machines),
             str(outcome.batch_missed),
         )
-    console = Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False)
+    console = Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False, quiet=as_json)
     console.print(table)
     if least is None:
         console.print(f"the least it could have cost is not computed: {why_not}")
@@ -172,6 +175,7 @@ def plan(
         float | None, typer.Option(min=1, help="Prompt and output; for the cost of 1,000 tokens.")
     ] = None,
     days: Annotated[float, typer.Option(min=1, help="Of a month.")] = 30.0,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what a month costs, by way of renting machines. Without options: the example of docs/FLEET.md."""
     try:
@@ -183,6 +187,9 @@ def plan(
         ]
     except ValueError as error:
         raise fail(str(error)) from error
+    if as_json:
+        out.print_json(data=[msgspec.to_builtins(found) for found in costs])
+        return
     for one in phases:
         needed = gpus_of(one, requests_per_gpu)
         out.print(f"{one.hours:g} hours a day with {one.requests_per_s:g} requests/s: {needed} GPUs")

@@ -11,7 +11,7 @@ from spillway.cli.account_options import NewTeam, TeamChanges, limits_text
 from spillway.cli.connections import database
 from spillway.cli.context import ResolvedConfig, command, this_actor
 from spillway.cli.keys import notify_gateways
-from spillway.cli.output import JsonOption, local_time, print_object, print_objects
+from spillway.cli.output import JsonOption, local_time, print_changed, print_object, print_objects
 
 ReferenceArgument = Annotated[str, typer.Argument(help="The team's or organisation's id or name.")]
 
@@ -50,8 +50,10 @@ async def update(
 ) -> None:
     """Change a team; options not given stay the same. Running gateways apply the change to all its keys immediately."""
     async with database(config) as engine:
-        team = await teams.update_team(engine, reference, changes, this_actor())
-    print_object(team_view(team), as_json=as_json)
+        async with engine.connect() as connection:
+            before = await teams.find_team(connection, reference)
+        team = await teams.update_team(engine, before.team_id, changes, this_actor())
+    print_changed(team_view(before), team_view(team), as_json=as_json)
     await notify_gateways(config)
 
 
@@ -93,8 +95,10 @@ async def rename_organisation(
 ) -> None:
     """Rename an organisation."""
     async with database(config) as engine:
-        renamed = await teams.rename_organisation(engine, reference, name, this_actor())
-    print_object(organisation_view(renamed), as_json=as_json)
+        async with engine.connect() as connection:
+            before = await teams.find_organisation(connection, reference)
+        renamed = await teams.rename_organisation(engine, before.organisation_id, name, this_actor())
+    print_changed(organisation_view(before), organisation_view(renamed), as_json=as_json)
 
 
 @command

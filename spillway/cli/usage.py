@@ -42,6 +42,7 @@ def usage(
         str | None, typer.Option(help="Days and times of this zone, such as Asia/Kolkata. Default: this machine's.")
     ] = None,
     output: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.TABLE,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
@@ -63,7 +64,7 @@ def usage(
                 until_unix_ms=_unix_ms(until, zone),
                 zone=zone,
             )
-        _print(rows, groups, output)
+        _print(rows, groups, Format.JSON if as_json else output)
 
     try:
         run_async(main)

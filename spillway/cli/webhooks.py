@@ -15,7 +15,7 @@ from ledger.webhooks.events import EVENT_TYPES
 from ledger.webhooks.secrets import SecretBox
 from spillway.cli.connections import database
 from spillway.cli.context import ResolvedConfig, command, out, pepper_of, this_actor
-from spillway.cli.output import JsonOption, local_time, print_object, print_objects, print_secret
+from spillway.cli.output import JsonOption, local_time, print_changed, print_object, print_objects, print_secret
 from spillway.config import Config
 
 IdArgument = Annotated[str, typer.Argument(help="The endpoint's id.")]
@@ -75,7 +75,9 @@ async def update(
     given: dict[str, Any] = {"url": url, "event_types": event, "enabled": enabled}
     changes = {name: value for name, value in given.items() if value is not None}
     async with _endpoints(config) as (_, endpoints):
-        print_object(endpoint_view(await endpoints.update(endpoint, changes, this_actor())), as_json=as_json)
+        before = await endpoints.find(endpoint)
+        after = await endpoints.update(endpoint, changes, this_actor())
+    print_changed(endpoint_view(before), endpoint_view(after), as_json=as_json)
 
 
 @command

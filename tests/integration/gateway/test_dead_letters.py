@@ -56,7 +56,7 @@ def test_the_command_lists_them(nats_url: str, config_path: Path) -> None:
     assert table.exit_code == 0, table.output
     assert "1970-01-01 00:00:02" in table.output
     assert "job_vanished, engine_error" in table.output
-    printed = CliRunner().invoke(app, ["dead-letters", "--config", str(config_path), "--format", "json", "-n", "1"])
+    printed = CliRunner().invoke(app, ["dead-letters", "--config", str(config_path), "--json", "-n", "1"])
     [found] = json.loads(printed.output)
     assert (found["request_id"], found["tenant"]) == ("req_1", "team")
     assert found["failures"][0]["worker_id"] is None

@@ -1,6 +1,7 @@
 """Records that a writer cannot take: parked alone, put back by a build that understands them."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,8 @@ def test_the_command_lists_and_replays_them(nats_url: str, tmp_path: Path, monke
     assert listed.exit_code == 0, listed.output
     for shown in ("1970-01-01 00:00:02", "request a of ", "1 bytes", "[why]", "2 records parked\n"):
         assert shown in listed.output
+    facts = json.loads(CliRunner().invoke(app, ["parked", "--json"]).output)
+    assert [(one["reason"], one["parked_unix_ms"], one["replayed"]) for one in facts] == [("[why]", 2000, False)] * 2
     again = CliRunner().invoke(app, ["parked", "--replay", "-n", "1"])
     assert "1 records parked, sent to the ledger writers again" in again.output
     assert "1 records parked\n" in CliRunner().invoke(app, ["parked"]).output

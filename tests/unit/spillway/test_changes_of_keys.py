@@ -208,3 +208,34 @@ async def test_only_inboxes_are_answered(folder: Path, nats_url: str) -> None:
             await bus.request(subjects.KEYS_CHANGED_SUBJECT, b"", timeout_s=3.0)  # it has loaded both by now
         assert not order.is_set()
         await bus.close()
+
+
+NOTHING = "note: nothing was changed\n"
+
+
+def test_what_changes_nothing_is_said(folder: Path) -> None:
+    assert spillway("keys", "create", "app", "--rpm", "5").exit_code == 0
+    assert spillway("teams", "create", "search").exit_code == 0
+    assert spillway("organisations", "create", "acme").exit_code == 0
+    for same in (
+        ("keys", "update", "app"),
+        ("keys", "update", "app", "--rpm", "5"),
+        ("teams", "update", "search"),
+        ("organisations", "rename", "acme", "acme"),
+    ):
+        done = spillway(*same)
+        assert (done.exit_code, NOTHING in done.stderr) == (0, True), same
+    for other in (
+        ("keys", "update", "app", "--rpm", "6"),
+        ("teams", "update", "search", "--rpm", "6"),
+        ("organisations", "rename", "acme", "other"),
+    ):
+        done = spillway(*other)
+        assert (done.exit_code, NOTHING in done.stderr) == (0, False), other
+
+
+def test_checks_as_json(folder: Path) -> None:
+    assert json.loads(spillway("db", "check-rollups", "--json").stdout) == []
+    assert json.loads(spillway("usage", "--json").stdout) == []
+    [cheapest, *_] = sorted(json.loads(spillway("plan", "--json").stdout), key=lambda one: one["usd"])
+    assert cheapest["offer"]["name"] == "spot, mixed"

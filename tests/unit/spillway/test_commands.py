@@ -108,3 +108,16 @@ def test_no_command_imports_torch_before_it_runs_an_engine() -> None:
 def test_the_version() -> None:
     shown = CliRunner().invoke(app, ["--version"])
     assert (shown.exit_code, shown.output) == (0, f"spillway {version()}\n")
+
+
+# Servers, and commands whose output is a file, a sentence about what was done, or JSON anyway.
+WITHOUT_JSON = {
+    "up", "gateway", "worker", "ledger", "keys revoke", "batch download",
+    "webhooks test", "webhooks delete", "admin password", "payloads show", "payloads delete", "export finetune",
+    "db upgrade", "nats credentials", "nats machine", "fleet run",
+}  # fmt: skip
+
+
+def test_every_command_that_prints_data_has_json() -> None:
+    has_json = {name: any("--json" in one.opts for one in command.load("").params) for name, command in all_commands()}
+    assert {name for name, has in has_json.items() if not has} == WITHOUT_JSON

@@ -210,7 +210,10 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (('tier = "spot"', 'tier = "cheapest"'), "pools.cheap.tier: 'cheapest' is not possible. Choose from: spot, reserved"),
+        (
+            ('tier = "spot"', 'tier = "cheapest"'),
+            "pools.cheap.tier: 'cheapest' is not possible. Choose from: spot, reserved",
+        ),
         (
             ("[nats]", '[gateway]\ncors_origins = ["https://a.example/"]\n[nats]'),
             "gateway.cors_origins.0: String should match",
