@@ -212,6 +212,7 @@ def _catalog(settings: GatewaySettings, bus: Bus) -> ModelCatalog:
         settings.data_dir,
         by_messages=settings.by_messages,
         only_by_messages=settings.only_by_messages,
+        pools=settings.pools,
     )
 
 

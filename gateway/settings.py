@@ -251,6 +251,7 @@ class GatewaySettings(Settings):
     models: dict[str, ModelSettings]
     tenants: dict[str, TenantSettings] = Field(default={})  # by tenant, or by the name of the API key
     hosted: dict[str, HostedPoolSettings] = Field(default={})  # by pool
+    pools: dict[str, tuple[str, ...]] = Field(default={})  # by model the names of those that serve it
     only_hosted: frozenset[str] = frozenset()  # models that no other pool serves, trusted ones aside
     trusted: frozenset[str] = frozenset()  # models with trusted pools
     only_trusted: frozenset[str] = frozenset()  # models that no other pool serves

@@ -32,7 +32,8 @@ def upgrade(database_url: str) -> None:
     """Upgrade the database to ``head`` in one transaction; do nothing if it is up to date.
 
     Several processes may call it concurrently: one upgrades, the others wait for its lock. Blocks; must not be called
-    from a coroutine. Raises DatabaseUrlError, DatabaseUnavailable, or SchemaMismatch where the database is too old.
+    from a coroutine. Raises DatabaseUrlError, DatabaseUnavailable, or SchemaMismatch for a database that is too old or
+    too new.
     """
     try:
         asyncio.run(_upgrade(database_url))
@@ -85,6 +86,11 @@ def _upgrade_on(connection: Connection) -> None:
         raise SchemaMismatch(
             f"database schema is {found}, this build upgrades from {BASELINE}:"
             f" run `spillway db upgrade` of {BRIDGE} first"
+        )
+    if found is not None and found > head():
+        raise SchemaMismatch(
+            f"database schema is {found}, of a newer release than this one, which knows {head()}: run that release, or"
+            " restore the backup from before the upgrade (docs/UPGRADES.md)"
         )
     config = _config()
     config.attributes["connection"] = connection

@@ -19,7 +19,7 @@ from protocol.errors import ExpectedError
 from protocol.process import Restarts, ending, stop_process
 from spillway import IS_WHEEL
 
-READY_LIMIT_S: Final = 120.0  # a worker may have a large model to load
+READY_LIMIT_S: Final = 120.0  # but of workers: they wait for their engine, and give up by themselves
 READY_POLL_S: Final = 0.02
 LOG_FILE_BYTES: Final = 10 * 1024 * 1024
 LOG_FILES_KEPT: Final = 3
@@ -137,13 +137,20 @@ class Child:
         """Wait until the child has written its ready file; return the content. Raises ChildError."""
         deadline_s = time.monotonic() + READY_LIMIT_S
         while time.monotonic() < deadline_s:
-            if self._ready_path.exists():
-                return dict(json.loads(self._ready_path.read_text()))
-            if self._process is None or self._process.returncode is not None:
-                how = ending(await self.wait())
-                raise ChildError(f"{self.name} ended while starting, with {how}:\n  {self.last_lines()}")
+            facts = await self.facts_if_ready()
+            if facts is not None:
+                return facts
             await asyncio.sleep(READY_POLL_S)
         raise ChildError(f"{self.name} is not ready after {READY_LIMIT_S:g} s; see {self.log_path}")
+
+    async def facts_if_ready(self) -> dict[str, Any] | None:
+        """Return the content of the child's ready file; None: it is still starting. Raises ChildError if it ended."""
+        if self._ready_path.exists():
+            return dict(json.loads(self._ready_path.read_text()))
+        if self._process is None or self._process.returncode is not None:
+            how = ending(await self.wait())
+            raise ChildError(f"{self.name} ended while starting, with {how}:\n  {self.last_lines()}")
+        return None
 
     async def wait(self) -> int:
         """Wait for the end of the process; return the exit code."""
@@ -175,6 +182,10 @@ class Child:
         """Return the last lines of its output."""
         return "\n  ".join(self._last_lines) or "(no output)"
 
+    def last_event(self) -> str:
+        """Return what its last line of output says; empty if it has said nothing."""
+        return event_of(self._last_lines[-1]) if self._last_lines else ""
+
     async def _copy_output(self, stream: asyncio.StreamReader) -> None:
         handler = logging.handlers.RotatingFileHandler(
             self.log_path, maxBytes=LOG_FILE_BYTES, backupCount=LOG_FILES_KEPT, delay=True
@@ -190,6 +201,14 @@ class Child:
                 text = line.decode(errors="replace").rstrip()
                 self._last_lines.append(text)
                 handler.emit(logging.makeLogRecord({"msg": text}))
+
+
+def event_of(line: str) -> str:
+    """Return what a line of a log says, without its time, level and process."""
+    try:
+        return str(json.loads(line)["event"])
+    except (ValueError, TypeError, LookupError):  # the output of a server of its own
+        return line
 
 
 async def keep_running(child: RestartableChild, announce: Callable[[str], None]) -> None:

@@ -316,18 +316,23 @@ def load_config(
     ``overrides`` (from command-line options) take precedence over both, and both over ``defaults``. Raises ConfigError,
     which names each invalid key.
     """
-    source_class = JsonConfigSettingsSource if path.suffix == ".json" else TomlConfigSettingsSource
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
-    try:
-        from_file = source_class(Config, path)()
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    from_file = read_file(path)
     if "key" in from_file.get("payloads", {}):
         raise ConfigError(
             f"{path}: payloads.key: does not belong here; use SPILLWAY_PAYLOADS__KEY or payloads.key_file"
         )
     return _validated(merge(defaults or {}, from_file), str(path), env, overrides)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return what a file says, not validated. Raises ConfigError."""
+    source_class = JsonConfigSettingsSource if path.suffix == ".json" else TomlConfigSettingsSource
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    try:
+        return source_class(Config, path)()
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def config_without_file(

@@ -93,6 +93,10 @@ def gateway_view(pools: Mapping[str, PoolSettings]) -> dict[str, Any]:
             name: HostedPoolSettings(**{field: getattr(pool, field) for field in names})
             for name, pool in hosted.items()
         },
+        "pools": {
+            model: tuple(name for name, pool in pools.items() if model in pool.models)
+            for model in sorted(_models_of(pools.values()))
+        },
         "only_hosted": _models_of(hosted.values()) - others,
         "trusted": trusted,
         "only_trusted": trusted - others - _models_of(hosted.values()),

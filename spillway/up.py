@@ -29,7 +29,7 @@ from db.accounts.token import load_or_create_pepper
 from db.engine import create_engine
 from protocol.errors import ExpectedError
 from protocol.process import in_url, on_stop_signals, unless_set
-from spillway.children import Child, RestartableChild, keep_running, resolved_config_path, run_dir_of
+from spillway.children import READY_POLL_S, Child, ChildError, keep_running, resolved_config_path, run_dir_of
 from spillway.config import Config
 from spillway.config_values import revealed
 from spillway.data_folder import open_data_folder, private_umask, write_private
@@ -39,6 +39,8 @@ FIRST_KEY_NAME: Final = "default"
 STOP_MARGIN_S: Final = 10.0
 FLEET_STOP_MARGIN_S: Final = 20.0
 LEDGER_STOP_LIMIT_S: Final = 20.0
+WAITING_PERIOD_S: Final = 5.0  # between two lines on what a worker waits for
+EARLY_END_S: Final = 120.0  # a worker that ends sooner has not waited for its engine
 CARDS_LIMIT_S: Final = 30.0
 CARDS_POLL_S: Final = 0.05
 _DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the user's
@@ -50,7 +52,7 @@ class UpError(ExpectedError):
 
 @dataclass(frozen=True)
 class Running:
-    """The facts about a running Spillway that the user needs."""
+    """The facts about a Spillway that starts or runs that the user needs."""
 
     base_url: str
     api_key: str
@@ -71,10 +73,16 @@ class _Shutdown:
         (self.forced if self.requested.is_set() else self.requested).set()
 
 
-async def up(config: Config, say: Callable[[str], None], on_running: Callable[[Running], None]) -> None:
+async def up(
+    config: Config,
+    say: Callable[[str], None],
+    on_start: Callable[[Running], None],
+    on_running: Callable[[Running], None],
+) -> None:
     """Run all processes until SIGINT or SIGTERM; a second one ends running requests immediately.
 
-    Raises UpError, ChildError, DataFolderError, EmbeddedNatsError, or a database error.
+    ``on_start``: the address, the key and the password are known, and nothing serves yet. ``on_running``: all of it
+    serves. Raises UpError, ChildError, DataFolderError, EmbeddedNatsError, or a database error.
     """
     shutdown = _Shutdown()
     with private_umask(), on_stop_signals(shutdown.on_signal), _data_dir_lock(config.data_dir, say):
@@ -94,8 +102,8 @@ async def up(config: Config, say: Callable[[str], None], on_running: Callable[[R
                 _others(resolved),
                 shutdown,
                 say,
-                prepare=partial(_prepare, resolved, say),
-                until_counted=partial(_until_counted, _base_url(resolved), _served_here(resolved)),
+                prepare=partial(_prepare, resolved, say, on_start),
+                until_counted=partial(_until_counted, base_url_of(resolved), _served_here(resolved)),
                 on_ready=lambda running, facts: on_running(
                     replace(running, task=_task_of(running.model, resolved, facts))
                 ),
@@ -106,13 +114,18 @@ async def up(config: Config, say: Callable[[str], None], on_running: Callable[[R
                 await nats.stop()
 
 
-async def _prepare(config: Config, say: Callable[[str], None]) -> Running:
-    """Prepare the database, in which a first start also creates a key and a password."""
+async def _prepare(config: Config, say: Callable[[str], None], on_start: Callable[[Running], None]) -> Running:
+    """Prepare the database, in which a first start also creates a key and a password.
+
+    They are shown at once: whatever happens next, the password is stored only as a hash.
+    """
     say("database: applying migrations")
     from migrations import upgrade  # noqa: PLC0415 - imports Alembic, which other commands do not need
 
     await asyncio.to_thread(upgrade, config.database_url)
-    return _running(config, await _first_key(config), await _first_password(config))
+    running = _running(config, await _first_key(config), await _first_password(config))
+    on_start(running)
+    return running
 
 
 @contextlib.contextmanager
@@ -250,25 +263,14 @@ async def _run_processes(
     """Run all until they shall stop. Workers start first, beside ``prepare``: loading a model takes longest."""
     gateway, ledger, *_ = others
     children = [gateway, *workers, *others[2:], ledger]  # in the order of their end
-
-    async def all_ready() -> list[dict[str, Any]]:
-        facts = await asyncio.gather(*(_say_when_ready(child, say) for child in children))
-        await until_counted()
-        return facts
-
     try:
         for child in workers:
             await child.start()
         running = await prepare()
         for child in others:
             await child.start()
-        facts = await unless_set(shutdown.requested, all_ready())
-        if facts is None:
-            return
-        on_ready(running, facts)
-        processes: list[RestartableChild] = [*children, *([nats] if nats else [])]
-        kept = asyncio.gather(*(keep_running(process, say) for process in processes))
-        await unless_set(shutdown.requested, kept)
+        serving = _serve(nats, workers, others, say, on_ready=partial(on_ready, running), until_counted=until_counted)
+        await unless_set(shutdown.requested, serving)
     finally:
         if gateway.pid:
             say(f"stopping: running requests have {gateway.stop_limit_s:g} s to end; Ctrl-C again ends them now")
@@ -277,10 +279,72 @@ async def _run_processes(
             await child.stop(shutdown.forced)
 
 
-async def _say_when_ready(child: Child, say: Callable[[str], None]) -> dict[str, Any]:
-    facts = await child.wait_ready()
+async def _serve(
+    nats: EmbeddedNats | None,
+    workers: list[Child],
+    others: list[Child],
+    say: Callable[[str], None],
+    *,
+    on_ready: Callable[[list[dict[str, Any]]], None],
+    until_counted: Callable[[], Awaitable[None]],
+) -> None:
+    """Keep all processes running; call ``on_ready`` once, with what each has reported when it was ready.
+
+    A worker that waits for its engine keeps none of the others from serving.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        if nats is not None:
+            tasks.create_task(keep_running(nats, say), name="keep nats")
+        starting = [asyncio.get_running_loop().create_future() for _ in (*others, *workers)]
+        for child, ready in zip(others, starting, strict=False):
+            tasks.create_task(_keep(child, child.wait_ready(), ready, say), name=f"keep {child.name}")
+        for child, ready in zip(workers, starting[len(others) :], strict=True):
+            tasks.create_task(_keep(child, worker_ready(child, say), ready, say), name=f"keep {child.name}")
+        facts = await asyncio.gather(*starting)
+        await until_counted()
+        on_ready(facts)
+
+
+async def _keep(
+    child: Child,
+    starting: Awaitable[dict[str, Any]],
+    ready: asyncio.Future[dict[str, Any]],
+    say: Callable[[str], None],
+) -> None:
+    facts = await starting
     say(f"{child.name}: ready")
-    return facts
+    ready.set_result(facts)
+    await keep_running(child, say)
+
+
+async def worker_ready(
+    worker: Child, say: Callable[[str], None], *, period_s: float = WAITING_PERIOD_S, early_s: float = EARLY_END_S
+) -> dict[str, Any]:
+    """Wait until a worker is ready, and say what it waits for; return what it reports.
+
+    One that ends at once is configured wrongly (ChildError). One that has given up its engine is started again.
+    """
+    started_s = said_s = time.monotonic()
+    said = ""
+    while True:
+        try:
+            facts = await worker.facts_if_ready()
+        except ChildError as error:
+            if time.monotonic() - started_s < early_s:
+                raise
+            say(f"{error}\n  starting it again")
+            await worker.start()
+            started_s = time.monotonic()
+            continue
+        if facts is not None:
+            return facts
+        if time.monotonic() - said_s >= period_s:
+            said_s = time.monotonic()
+            event = worker.last_event()
+            if event != said:
+                said = event
+                say(f"{worker.name}: waiting: {event} (its log: {worker.log_path})")
+        await asyncio.sleep(READY_POLL_S)
 
 
 def _served_here(config: Config) -> frozenset[str]:
@@ -313,14 +377,15 @@ def _task_of(model: str, config: Config, facts: list[dict[str, Any]]) -> str:
     return next((str(one["task"]) for one in facts if one.get("pool") in pools), "generate")
 
 
-def _base_url(config: Config) -> str:
+def base_url_of(config: Config) -> str:
+    """Return the address of the configured gateway, for clients on its machine."""
     host = "127.0.0.1" if config.gateway.host in {"0.0.0.0", "::"} else config.gateway.host  # noqa: S104
     return f"http://{in_url(host)}:{config.gateway.port}"
 
 
 def _running(config: Config, api_key: str, admin_password: str) -> Running:
     return Running(
-        base_url=_base_url(config),
+        base_url=base_url_of(config),
         api_key=api_key,
         admin_password=admin_password,
         model=next(iter(config.models)),

@@ -12,6 +12,7 @@ import logging
 import uuid
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from nats.aio.msg import Msg
@@ -58,14 +59,17 @@ class ModelCatalog:
         *,
         by_messages: Collection[str] = (),
         only_by_messages: Collection[str] = (),
+        pools: Mapping[str, Collection[str]] = MappingProxyType({}),
         retry_s: float = RETRY_S,
     ) -> None:
         """Create a catalog, not yet started.
 
+        ``pools``: by model the names of those that serve it, as far as they are configured here.
         ``by_messages``: models with a pool that takes messages; ``only_by_messages``: models that have only such pools;
         ``retry_s``: from one try of a card that cannot be read to the next.
         """
         self._retry_s = retry_s
+        self._pools = pools
         self._by_messages = frozenset(by_messages)
         self._only_by_messages = frozenset(only_by_messages)
         self._bus = bus
@@ -237,9 +241,10 @@ class ModelCatalog:
             keys = [name for name, value in unknown.items() if value is None]
             things = " and ".join(keys).replace("_", " ")
             settings_keys = " and ".join(f"models.{model}.{key}" for key in keys)
+            pools = f" ({', '.join(self._pools[model])})" if self._pools.get(model) else ""
             self._missing[model] = (
-                f"no worker has published its {things}. Start a worker of a pool whose `models` name it, or set "
-                f"{settings_keys}"
+                f"no worker has published its {things}. Start a worker of a pool whose `models` name it{pools}, or set "
+                f"{settings_keys}. `spillway status` says what a starting worker waits for"
             )
             return
         check_context_length(context_length)

@@ -245,10 +245,14 @@ def _admin() -> Permissions:
         *(_api("STREAM.MSG.GET", stream) for stream in (subjects.DEAD_LETTER_STREAM, quotas)),
         *_parked_records(),
         *_copies(),
+        _api("STREAM.INFO", subjects.INTERACTIVE_STREAM),  # this and the next: `spillway status`
+        _api("CONSUMER.INFO", f"{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}"),
         subjects.kv_subject(subjects.QUOTAS_BUCKET, ">"),
         subjects.KEYS_CHANGED_SUBJECT,
     )
-    return Permissions(publish=tuple(dict.fromkeys(publish)), subscribe=(f"{inbox_prefix('admin')}.>",))
+    return Permissions(
+        publish=tuple(dict.fromkeys(publish)), subscribe=(f"{inbox_prefix('admin')}.>", subjects.HEARTBEATS)
+    )
 
 
 def _parked_records() -> tuple[str, ...]:

@@ -51,6 +51,17 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
         "up:up",
         "Run all of Spillway on this machine: NATS, gateway, ledger and workers. Ctrl-C shuts it down in order.",
     ),
+    "init": Command(
+        "init:init", "Write a configuration file from a template: demo, vllm or two-clouds. Overwrites nothing."
+    ),
+    "status": Command(
+        "status:status",
+        "Show what runs: gateway, queue, ledger, models, and the workers of each pool with what they wait for.",
+    ),
+    "models": Command(
+        "models:models",
+        "List the models of the configuration: their names, context, price, pools, and whether they are ready.",
+    ),
     "gateway": Command("gateway:gateway", "Run one gateway: the HTTP endpoint."),
     "worker": Command(
         "worker:worker",
@@ -212,6 +223,9 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
             "check": Command(
                 "config:check",
                 "Validate a configuration together with the environment; report every invalid key.",
+            ),
+            "show": Command(
+                "config:show", "Show every value of the configuration with the place it is from. Secrets are masked."
             ),
         },
     ),

@@ -1,5 +1,6 @@
-"""``spillway config``: checking the configuration file."""
+"""``spillway config``: checking the configuration file, and showing what counts."""
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,8 @@ import typer
 from db.url import advice_of
 from spillway.cli.context import ConfigOption, DataOption, fail, out, resolve_config
 from spillway.cli.output import JsonOption
-from spillway.config import DEFAULT_CONFIG_NAME, Config
+from spillway.config import DEFAULT_CONFIG_NAME, Config, read_file
+from spillway.config_origins import DEFAULT, values_of
 from spillway.otel_variables import why_unusable
 
 
@@ -41,6 +43,33 @@ def check(
     out.print(f"ok: {len(resolved.models)} model(s), {len(resolved.pools)} pool(s)")
     for note in notes:
         out.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
+
+
+def show(
+    changed: Annotated[bool, typer.Option("--changed", help="Leave defaults out.")] = False,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """Show every value of the configuration with the place it is from. Secrets are masked.
+
+    The place is an environment variable, the file, --data, or "default".
+    """
+    resolved = resolve_config(config, data)
+    path = config or Path(DEFAULT_CONFIG_NAME)
+    given = read_file(path) if path.is_file() else {}
+    values = [
+        value._replace(origin="--data") if value.key == "data_dir" and data is not None else value
+        for value in values_of(resolved, given, str(path), os.environ)
+    ]
+    if changed:
+        values = [value for value in values if value.origin != DEFAULT]
+    if as_json:
+        out.print_json(data=[value._asdict() for value in values])
+        return
+    for value in values:
+        text = json.dumps(value.value, ensure_ascii=False)
+        out.print(f"{value.key} = {text}  # {value.origin}", markup=False, soft_wrap=True)
 
 
 def _notes(config: Config) -> list[str]:

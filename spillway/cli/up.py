@@ -54,15 +54,18 @@ def up(
     options = finding_options({"--config": config, "--data": data})
 
     def say(line: str) -> None:
-        out.print(f"[dim]{datetime.now().astimezone():%H:%M:%S}[/dim] {line}")
+        out.print(f"[dim]{datetime.now().astimezone():%H:%M:%S}[/dim] {escape(line)}", soft_wrap=True)
+
+    def on_start(running: Running) -> None:
+        out.print(Panel(banner(running), title="Spillway is starting", expand=False))
 
     def on_running(running: Running) -> None:
-        out.print(Panel(banner(running), title="Spillway is running", expand=False))
+        say(f"Spillway is running: {running.base_url}/v1")
         out.print(next_commands(running, options), soft_wrap=True, markup=False)
         out.print(curl_command(running), soft_wrap=True, markup=False)
         out.print("")
 
-    run_async(lambda: run_up(resolved, say, on_running))
+    run_async(lambda: run_up(resolved, say, on_start, on_running))
 
 
 def serve_model(config: Config, model: str) -> Config:

@@ -49,7 +49,8 @@ class System:
     def _log_path(self) -> Path:
         return self.data_dir.parent / f"{self.data_dir.name}.out"
 
-    def start(self) -> None:
+    def launch(self) -> None:
+        """Start it, and wait for nothing."""
         command = [*self.program, "up", "--port", str(self.port), "--data", str(self.data_dir)]
         log_path = self._log_path
         with log_path.open("w") as log:
@@ -62,12 +63,20 @@ class System:
                 cwd=self.folder,
             )
         self.output = ""
+
+    def start(self) -> None:
+        self.launch()
+        assert self._process is not None
+        log_path = self._log_path
         deadline = time.monotonic() + HANGS_S
         while "Try it from another terminal" not in self.output or "curl" not in self.output:
             assert self._process.poll() is None, f"`spillway up` ended:\n{log_path.read_text()}"
             assert time.monotonic() < deadline, f"not running in time:\n{log_path.read_text()}\n{self.logs()}"
             time.sleep(0.05)
             self.output = log_path.read_text()
+
+    def printed(self) -> str:
+        return self._log_path.read_text()
 
     def send(self, number: signal.Signals) -> None:
         assert self._process is not None

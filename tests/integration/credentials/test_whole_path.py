@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import os
+import re
 import signal
 import zlib
 from collections.abc import AsyncIterator, Callable
@@ -213,6 +214,8 @@ async def test_commands_of_an_operator(installation: Installation, tmp_path: Pat
         ["parked", "--replay"],
         ["limits", "recount"],
         ["queue", "backup", copied],
+        ["status"],
     ):
         done = await asyncio.to_thread(CliRunner().invoke, app, [*command, "--config", str(config)])
         assert done.exit_code == 0, (command, done.output)
+    assert re.search(r"queue    \S+: ok, waiting jobs: none\n", done.output), done.output

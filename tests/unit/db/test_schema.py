@@ -144,6 +144,18 @@ def test_an_older_database_is_refused_untouched_and_learns_what_upgrades_it(
     assert asyncio.run(_ids(url)) == ["r1"]
 
 
+def test_a_database_of_a_newer_release_is_refused_untouched(empty_database_url: str) -> None:
+    url = empty_database_url
+    migrations.upgrade(url)
+    asyncio.run(_execute(url, "UPDATE alembic_version SET version_num = '9999'"))
+    wanted = (
+        f"schema is 9999, of a newer release than this one, which knows {SCHEMA_VERSION}: run that release, or rest"
+    )
+    with pytest.raises(SchemaMismatch, match=wanted):
+        migrations.upgrade(url)
+    assert migrations.current(url) == "9999"
+
+
 async def _migrate(database_url: str, revision: str) -> None:
     def on(connection: Connection) -> None:
         config = Config(Path(migrations.__file__).with_name("alembic.ini"))

@@ -11,7 +11,7 @@ from rich.console import Console
 from spillway.cli.up import banner, check_local_engines, curl_command, finding_options, next_commands
 from spillway.config import ConfigError, default_config
 from spillway.embedded_nats import EmbeddedNatsError, find_server
-from spillway.up import Running, UpError, _base_url, _check_port_is_free
+from spillway.up import Running, UpError, _check_port_is_free, base_url_of
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_the_printed_commands_find_the_running_system(config: Path | None, data:
 def test_the_urls_of_the_banner_can_be_opened(host: str, url: str) -> None:
     """And copied into any shell: zsh takes brackets for a pattern."""
     config = default_config(env={}, model="scripted", overrides={"gateway": {"host": host}})
-    assert _base_url(config) == url
+    assert base_url_of(config) == url
     running = Running(url, "sk-key", "", "demo", Path("d"))
     console = Console(width=200)
     with console.capture() as printed:

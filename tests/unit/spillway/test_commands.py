@@ -112,7 +112,7 @@ def test_the_version() -> None:
 
 # Servers, and commands whose output is a file, a sentence about what was done, or JSON anyway.
 WITHOUT_JSON = {
-    "up", "gateway", "worker", "ledger", "keys revoke", "batch download",
+    "up", "init", "gateway", "worker", "ledger", "keys revoke", "batch download",
     "webhooks test", "webhooks delete", "admin password", "payloads show", "payloads delete", "export finetune",
     "db upgrade", "nats credentials", "nats machine", "fleet run",
 }  # fmt: skip

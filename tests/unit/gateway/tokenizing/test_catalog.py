@@ -87,8 +87,9 @@ async def test_cards_come_and_change(bus: Bus, tmp_path: Path) -> None:
 async def test_a_model_that_is_not_ready_says_what_is_missing(
     bus: Bus, tmp_path: Path, settings: dict[str, Any], missing: str
 ) -> None:
-    async with running(bus, tmp_path, {MODEL: ModelSettings(**settings)}) as catalog:
-        with pytest.raises(ModelNotReady, match=f"no worker has published {missing} a worker of a pool"):
+    async with running(bus, tmp_path, {MODEL: ModelSettings(**settings)}, pools={MODEL: ("gpu", "spot")}) as catalog:
+        wanted = rf"no worker has published {missing} a worker of a pool whose `models` name it \(gpu, spot\), or set "
+        with pytest.raises(ModelNotReady, match=wanted):
             catalog.tokens_of(MODEL)
         name = objects.tokenizer_object_name(byte_tokenizer_json())  # which is not there
         card = ModelCard(PROTOCOL_VERSION, MODEL, 64, name, CHATML)

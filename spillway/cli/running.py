@@ -1,0 +1,70 @@
+"""What runs: the gateway, as its probe says, and workers, as their heartbeats and the logs of ``spillway up`` say."""
+
+import asyncio
+from collections import deque
+from pathlib import Path
+from typing import Any, Final
+
+from nats.aio.msg import Msg
+
+from protocol import subjects
+from protocol.errors import ProtocolError
+from protocol.http_client import httpx
+from protocol.job import Heartbeat, decode_heartbeat
+from protocol.nats.bus import Bus
+from protocol.nats.topology import HEARTBEAT_PERIOD_S
+from spillway.children import LOG_LINE_BYTES, event_of, resolved_config_path, run_dir_of
+from spillway.config import Config
+from spillway.up import base_url_of
+
+ANSWER_LIMIT_S: Final = 5.0  # of the gateway
+LISTENING_S: Final = 3 * HEARTBEAT_PERIOD_S
+
+
+async def gateway_state(config: Config) -> dict[str, Any] | None:
+    """Return what the configured gateway says of itself; None: none answers."""
+    try:
+        async with httpx.AsyncClient(timeout=ANSWER_LIMIT_S, trust_env=False) as client:
+            answer = await client.get(f"{base_url_of(config)}/readyz")
+            state: dict[str, Any] = answer.json()
+    except (httpx.HTTPError, ValueError):
+        return None
+    return state if "models_not_ready" in state else None  # else it is another program
+
+
+async def live_workers(bus: Bus) -> list[Heartbeat]:
+    """Return the last heartbeat of each worker that sends one within ``LISTENING_S``."""
+    beats: dict[str, Heartbeat] = {}
+
+    async def on_beat(message: Msg) -> None:
+        try:
+            beat = decode_heartbeat(message.data)
+        except ProtocolError:  # the end of one, or of a newer release
+            return
+        beats[beat.worker_id] = beat
+
+    await bus.subscribe(subjects.HEARTBEATS, on_beat)
+    await asyncio.sleep(LISTENING_S)
+    return sorted(beats.values(), key=lambda beat: (beat.pool, beat.worker_id))
+
+
+def starting_workers(config: Config) -> dict[str, tuple[str, str]]:
+    """Return the pool, and what is waited for, of each worker of the running ``spillway up`` that is not ready yet."""
+    if not resolved_config_path(config.data_dir).exists():
+        return {}
+    return {
+        name: (pool, _last_event(config.data_dir / "logs" / f"{name}.log"))
+        for pool, settings in config.pools.items()
+        for number in range(1, (settings.workers if settings.fleet is None else 0) + 1)
+        if not (run_dir_of(config.data_dir) / f"{(name := f'worker-{pool}-{number}')}.ready").exists()
+    }
+
+
+def _last_event(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LOG_LINE_BYTES))
+            last = deque(file, maxlen=1)
+    except OSError:
+        return ""
+    return event_of(last[0].decode(errors="replace").rstrip()) if last else ""
