@@ -11,7 +11,6 @@ from console.admin.service import AdminService
 from console.dashboard.reader import Reader
 from console.dashboard.routes import dashboard_routers
 from console.dashboard.shell import Pages
-from console.login.documentation import add_documentation
 from console.login.login import Login
 from console.login.routes import add_login_answers, login_router
 from console.settings import LoginSettings
@@ -40,4 +39,3 @@ def mount(login: LoginSettings, webhooks: WebhookSettings) -> Mount:
 def _add_answers(app: FastAPI) -> None:
     add_login_answers(app)
     add_admin_answers(app)
-    add_documentation(app)

@@ -16,6 +16,7 @@ from gateway.api.vectors import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.batches.open import BATCH_BODIES, batch_routers
 from gateway.batches.parts import BatchServices
 from gateway.core import Core
+from gateway.documentation.routes import documentation_router
 from gateway.endpoints.endpoint import Edge, Endpoint, GenerationEndpoint
 from gateway.endpoints.generate import Generation
 from gateway.endpoints.metrics import metrics_router
@@ -114,7 +115,7 @@ def build_app(
         slow.include_router(make_router(services))
     store = operations.responses.store
     slow.include_router(responses_router(services.keys, store, services.settings.timeouts.queued_comment_s))
-    for router in (*batch_routers(batches), *mounted.routers):
+    for router in (*batch_routers(batches), *mounted.routers, documentation_router()):
         slow.include_router(router)
     add_error_answers(slow, [*operations.generating, *operations.vectors, RESPONSES_PATH])
     add_openapi(slow, (*mounted.bodies, *BATCH_BODIES))

@@ -343,7 +343,7 @@ async def worker_ready(
             event = worker.last_event()
             if event != said:
                 said = event
-                say(f"{worker.name}: waiting: {event} (its log: {worker.log_path})")
+                say(f"{worker.name}: starting: {event} (its log: {worker.log_path})")
         await asyncio.sleep(READY_POLL_S)
 
 

@@ -16,6 +16,7 @@ from gateway.api.openai_responses import ResponsesRequest
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from gateway.api.vectors import EmbeddingRequest, RerankRequest, ScoreRequest
 from gateway.errors import Refused, RequestFailed
+from gateway.http.openapi_admin import ADMIN_CONTENT, ADMIN_SCHEMAS
 
 # --- openapi content --------------------------------------------------------------------------------------------------
 #
@@ -286,6 +287,22 @@ EXAMPLES: Final[dict[str, Sequence[dict[str, Any]]]] = {  # by the schema of the
 # --- openapi ----------------------------------------------------------------------------------------------------------
 
 _REF: Final = "#/components/schemas/{model}"
+TAGS: Final[dict[str, str]] = {  # in the order of the page
+    "generation": "What a model answers: chats, completions, Responses, Messages, vectors and scores.",
+    "models": "The models that the key may use.",
+    "tokenize": "Tokens of a prompt, counted as a generating request counts them.",
+    "responses": "Stored responses, and those in the background.",
+    "batches": "Many requests as one job.",
+    "files": "Files of batches.",
+    "keys": "API keys. These and the next need a key with the scope `admin`.",
+    "teams": "Teams: keys that share limits and a budget.",
+    "organisations": "Owners of teams.",
+    "webhooks": "Endpoints that events are sent to.",
+    "audit": "Changes to all of these.",
+    "about": "The release.",
+    "health": "Probes.",
+    "metrics": "Series for Prometheus.",
+}
 _ERROR: Final = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
 _MESSAGES_ERROR: Final = {"application/json": {"schema": {"$ref": _REF.format(model="MessagesError")}}}
 _MESSAGES: Final = "/v1/messages"  # where errors are Anthropic's
@@ -342,13 +359,14 @@ def _describe(app: FastAPI, further_bodies: Sequence[type[Body]]) -> dict[str, A
     bodies = [(body, "validation") for body in (*BODIES, *further_bodies)]
     _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]  # a literal
     components = schema.setdefault("components", {})
-    components["schemas"] = {**definitions["$defs"], **SCHEMAS}
+    components["schemas"] = {**definitions["$defs"], **SCHEMAS, **ADMIN_SCHEMAS}
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     schema["security"] = [{"key": []}]
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             _set_errors(operation, _errors_of(path))
-    schema["paths"] |= _hot_paths()
+    schema["paths"] = {**_hot_paths(), **schema["paths"]}  # what most readers look for comes first
+    schema["tags"] = [{"name": name, "description": about} for name, about in TAGS.items()]
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
             _set_answers(path, method, operation)
@@ -365,9 +383,10 @@ def _set_examples(operation: dict[str, Any]) -> None:
 
 def _set_answers(path: str, method: str, operation: dict[str, Any]) -> None:
     """Say what is in an answer, and who may ask."""
-    content = CONTENT.get((path, method))
+    content = CONTENT.get((path, method)) or ADMIN_CONTENT.get((path, method))
     if content is not None:
-        operation["responses"]["200"]["content"] = content
+        success = next(status for status in ("200", "201") if status in operation["responses"])
+        operation["responses"][success]["content"] = content
     if path in _OPEN:
         operation["security"] = []
     if path.startswith(_MESSAGES):

@@ -87,7 +87,7 @@ def _of_beat(beat: Heartbeat) -> dict[str, Any]:
 
 def _starting(config: Config) -> list[dict[str, Any]]:
     return [
-        {"pool": pool, "worker": name, "state": f"waiting: {event}", "running": 0, "free": 0, "models": []}
+        {"pool": pool, "worker": name, "state": f"starting: {event}", "running": 0, "free": 0, "models": []}
         for name, (pool, event) in starting_workers(config).items()
     ]
 

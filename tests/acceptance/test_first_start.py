@@ -21,7 +21,7 @@ def test_login_and_endpoint_come_first_and_the_gateway_says_what_is_missing(tmp_
     system = System(tmp_path / "data", ["--config", str(config)])
     system.launch()
     try:
-        system.wait_for_output(f"worker-gpu-1: waiting: http://127.0.0.1:{port} is not ready")
+        system.wait_for_output(f"worker-gpu-1: starting: http://127.0.0.1:{port} is not ready")
         system.wait_for_output("gateway: ready")
         output = system.printed()
         assert re.search(r"Login +admin +\S+ +\(shown only once\)", output)
@@ -36,7 +36,7 @@ def test_login_and_endpoint_come_first_and_the_gateway_says_what_is_missing(tmp_
         assert error["code"] == "model_not_ready"
         assert "Start a worker of a pool whose `models` name it (gpu)" in error["message"]
         status = system.command("status")
-        assert re.search(rf"gpu +worker-gpu-1 +waiting: http://127\.0\.0\.1:{port} is not ready", status), status
+        assert re.search(rf"gpu +worker-gpu-1 +starting: http://127\.0\.0\.1:{port} is not ready", status), status
         assert system.stop() == 0
         system.launch()
         system.wait_for_output("(set earlier)")

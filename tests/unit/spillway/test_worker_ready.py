@@ -45,8 +45,8 @@ async def waited(*looks: dict[str, Any] | str, early_s: float = 0.0) -> tuple[li
 async def test_what_it_waits_for_is_said_once() -> None:
     said, starts = await waited("", "not ready", "not ready", "loading", {"task": "generate"})
     assert said == [
-        "worker-gpu-1: waiting: not ready (its log: gpu.log)",
-        "worker-gpu-1: waiting: loading (its log: gpu.log)",
+        "worker-gpu-1: starting: not ready (its log: gpu.log)",
+        "worker-gpu-1: starting: loading (its log: gpu.log)",
     ]
     assert starts == 0
 

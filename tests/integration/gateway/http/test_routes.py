@@ -14,11 +14,19 @@ import pytest_asyncio
 import zstandard
 
 import gateway
+from console.admin.views import audit_view, delivery_view, endpoint_view, key_view, organisation_view, team_view
+from db.accounts.audit import AuditEntry
+from db.accounts.keys import ApiKey
+from db.accounts.principal import NO_POLICY
+from db.accounts.teams import Organisation, Team
 from gateway.api.errors import FAILURES, form_of_kind
 from gateway.errors import InvalidParameter, Refused, RequestFailed
 from gateway.http import openapi
 from gateway.http.body import FREE_BYTES, MAX_PARTS
 from gateway.http.openapi import SCHEMAS
+from gateway.http.openapi_admin import ADMIN_CONTENT, ADMIN_SCHEMAS
+from ledger.webhooks.deliveries import Delivery
+from ledger.webhooks.endpoints import Endpoint
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share
 from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S
@@ -59,11 +67,15 @@ async def test_somebody_who_knows_only_the_address(http: httpx.AsyncClient) -> N
     for path in ("models", "documentation", "openapi", "health"):
         assert (await http.get(found[path])).status_code == 200
     assert (await http.get("/version")).json() == {"version": found["version"]}
-    page = (await http.get("/docs")).text
-    assert "/v1/chat/completions" in page
-    assert "ChatCompletionRequest" in page
-    assert "<script" not in page
-    assert "https://" not in page
+    page = await http.get("/docs")
+    assert "script-src 'self';" in page.headers["content-security-policy"]
+    files = re.findall(r'(?:src|href)="(docs/[^"]+)"', page.text)
+    assert len(files) == 3
+    for file in files:
+        assert (await http.get(f"/{file}")).headers["cache-control"] == "public, max-age=31536000, immutable"
+        older = re.sub("static/[^/]+", "static/older", file)
+        assert (await http.get(f"/{older}")).headers["cache-control"] == "no-store"
+    assert (await http.get("/docs/static/x/page.html")).status_code == 404
     assert (await http.get("/health")).json() == (await http.get("/readyz")).json()
 
 
@@ -190,7 +202,48 @@ def test_answers_and_bodies_have_names_of_their_own() -> None:
     of_bodies = {
         name for body in openapi.BODIES for name in (body.__name__, *body.model_json_schema().get("$defs", {}))
     }
-    assert of_bodies & SCHEMAS.keys() == set()
+    assert of_bodies & (SCHEMAS.keys() | ADMIN_SCHEMAS.keys()) == set()
+
+
+async def test_routes_are_in_groups_of_which_generation_is_the_first(http: httpx.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    assert next(iter(document["paths"])) == CHAT
+    used = {tag for operations in document["paths"].values() for one in operations.values() for tag in one["tags"]}
+    assert [group["name"] for group in document["tags"]] == list(openapi.TAGS)
+    assert used == set(openapi.TAGS)
+    assert document["tags"][0]["name"] == "generation"
+
+
+async def test_every_answer_of_the_admin_api_has_a_schema(http: httpx.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if path.startswith("/admin/"):
+                success = next(
+                    operation["responses"][code] for code in ("200", "201") if code in operation["responses"]
+                )
+                assert success["content"]["application/json"]["schema"], (method, path)
+    for path, method in ADMIN_CONTENT:
+        assert method in document["paths"][path], (method, path)
+
+
+def test_the_schemas_of_the_admin_api_name_every_field() -> None:
+    organisation, team = Organisation("o", "o", 0), Team("t", "t", "o", "o", 0, NO_POLICY)
+    key = ApiKey("k", "k", "abcd", 0, None, "t", "t", ("inference",), None, None, None, NO_POLICY)
+    entry = AuditEntry("a", 0, "system", "key.create", "k", None, None)
+    endpoint = Endpoint("e", "t", "t", "https://x", (), None, None, None, 0)
+    delivery = Delivery("ev", "e", "x", 0, None, "", 0, None, None, None)
+    views = {
+        "Organisation": organisation_view(organisation),
+        "Team": team_view(team),
+        "Key": key_view(key, "sk"),
+        "AuditEntry": audit_view(entry),
+        "Webhook": endpoint_view(endpoint, "whsec"),
+        "WebhookDelivery": delivery_view(delivery),
+    }
+    for name, view in views.items():
+        assert sorted(ADMIN_SCHEMAS[name]["properties"]) == sorted(view), name
+        assert set(ADMIN_SCHEMAS[name]["required"]) >= view.keys() - {"token", "secret"}
 
 
 async def test_every_status_is_described_with_its_codes(http: httpx.AsyncClient) -> None:
