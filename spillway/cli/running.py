@@ -50,14 +50,15 @@ async def live_workers(bus: Bus) -> list[Heartbeat]:
 
 def starting_workers(config: Config) -> dict[str, tuple[str, str]]:
     """Return the pool, and what is waited for, of each worker of the running ``spillway up`` that is not ready yet."""
+    starting: dict[str, tuple[str, str]] = {}
     if not resolved_config_path(config.data_dir).exists():
-        return {}
-    return {
-        name: (pool, _last_event(config.data_dir / "logs" / f"{name}.log"))
-        for pool, settings in config.pools.items()
-        for number in range(1, (settings.workers if settings.fleet is None else 0) + 1)
-        if not (run_dir_of(config.data_dir) / f"{(name := f'worker-{pool}-{number}')}.ready").exists()
-    }
+        return starting
+    for pool, settings in config.pools.items():
+        for number in range(1, (settings.workers if settings.fleet is None else 0) + 1):
+            name = f"worker-{pool}-{number}"
+            if not (run_dir_of(config.data_dir) / f"{name}.ready").exists():
+                starting[name] = pool, _last_event(config.data_dir / "logs" / f"{name}.log")
+    return starting
 
 
 def _last_event(log: Path) -> str:
