@@ -5,6 +5,9 @@ in between: the next heartbeat makes up for those that a writer missed. Rows kee
 any writer has seen; receiving a heartbeat twice, or in two writers, changes nothing. Times are by the worker's clock.
 A worker's last half second, and any time that no writer received before it was killed, is not counted. Of a heartbeat
 that cannot be written its worker's time is lost until the next one, and nobody else's.
+
+A price counts for the whole quarter of an hour in which it was entered, as that of a hosted API does: the first start
+enters the prices in the middle of a quarter, and its machines cost the same from its beginning.
 """
 
 import logging
@@ -41,6 +44,7 @@ NOTED_AGAIN_S: Final = 60.0  # heartbeats that are dropped, of one worker
 MAX_NOTED: Final = 1000  # workers; a stolen one may use many names
 MIN_COLUMNS: Final = ("up_from_unix_ms", "busy_from_ms")
 MAX_COLUMNS: Final = ("up_until_unix_ms", "busy_until_ms")
+PRICE_COLUMNS: Final = ("nano_usd_per_hour", "on_demand_nano_usd_per_hour")
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +161,7 @@ def _rows(beat: Heartbeat, since: Moment | None, prices: PriceBook) -> Iterator[
     while at < until.unix_ms:
         bucket = at // QUARTER_MS * QUARTER_MS
         end = min(bucket + QUARTER_MS, until.unix_ms)
-        price = prices.at(MACHINE, beat.pool, bucket)
+        price = prices.at(MACHINE, beat.pool, bucket + QUARTER_MS - 1)
         configured = None if price is None else price.machine_nano_usd
         yield {
             "bucket_unix_ms": bucket,
@@ -190,5 +194,6 @@ def _upsert(dialect: str) -> postgresql.Insert | sqlite.Insert:
     merged = {
         **{name: least(columns[name], insert.excluded[name]) for name in MIN_COLUMNS},
         **{name: greatest(columns[name], insert.excluded[name]) for name in MAX_COLUMNS},
+        **{name: insert.excluded[name] for name in PRICE_COLUMNS},
     }
     return insert.on_conflict_do_update(index_elements=["bucket_unix_ms", "worker_id"], set_=merged)

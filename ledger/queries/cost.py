@@ -29,7 +29,9 @@ class PoolCost:
     busy_ms: int  # of this, with at least one job
     machine_nano_usd: int  # instance time x price, idle time included
     token_nano_usd: int  # what a hosted API charges us for tokens, by the price book
-    on_demand_nano_usd: int | None  # what the same instance time would have cost on demand; None: unknown
+    on_demand_nano_usd: int | None  # cost on demand of the time whose on-demand price is known; None: of no time
+    compared_ms: int = 0  # instance time whose on-demand price is known
+    compared_nano_usd: int = 0  # its cost, of machine_nano_usd
 
     @property
     def cost_nano_usd(self) -> int:
@@ -43,8 +45,8 @@ class PoolCost:
 
     @property
     def saving_nano_usd(self) -> int | None:
-        """Saving against on-demand machines; None: their price is unknown."""
-        return None if self.on_demand_nano_usd is None else self.on_demand_nano_usd - self.machine_nano_usd
+        """Saving against on-demand machines in the time whose on-demand price is known; None: of no time."""
+        return None if self.on_demand_nano_usd is None else self.on_demand_nano_usd - self.compared_nano_usd
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,12 @@ async def _pool_costs(
         tokens[group[1:]] += cost
     costs: list[PoolCost] = []
     for pool, provider, region, tier, *time, would_cost in await connection.execute(_machine_time(window, where)):
-        up_ms, busy_ms, cost = map(int, time)  # PostgreSQL sums bigints into decimals
+        up_ms, busy_ms, cost, compared_ms, compared = map(int, time)  # PostgreSQL sums bigints into decimals
         on_demand = None if would_cost is None else int(would_cost)
         charged = tokens.pop((pool, provider, region, tier), 0)
-        costs.append(PoolCost(pool, provider, region, tier, up_ms, busy_ms, cost, charged, on_demand))
+        costs.append(
+            PoolCost(pool, provider, region, tier, up_ms, busy_ms, cost, charged, on_demand, compared_ms, compared)
+        )
     for (pool, provider, region, tier), charged in tokens.items():  # hosted APIs have no machines of ours
         if charged:
             costs.append(PoolCost(pool, provider, region, tier, 0, 0, 0, charged, None))
@@ -134,18 +138,23 @@ async def _pool_costs(
 
 
 def _machine_time(window: Window, where: Filters) -> Select[Any]:
-    """Select pool, provider, region, tier; time up, time busy, cost, cost on demand (NULL where a price is unknown)."""
+    """Select pool, provider, region, tier; time up, time busy, cost; of time with an on-demand price: time, cost, that.
+
+    A row without that price (of a time before it was entered) is left out of the comparison, and nothing else is.
+    """
     columns = InstanceRow.__table__.columns
     pool = [columns[name] for name in _POOL]
     up_ms = columns.up_until_unix_ms - columns.up_from_unix_ms
-    on_demand = func.sum(up_ms * columns.on_demand_nano_usd_per_hour // HOUR_MS)
-    all_known = func.count() == func.count(columns.on_demand_nano_usd_per_hour)
+    cost = up_ms * columns.nano_usd_per_hour // HOUR_MS
+    is_known = columns.on_demand_nano_usd_per_hour.is_not(None)
     statement = select(
         *pool,
         func.sum(up_ms),
         func.sum(columns.busy_until_ms - columns.busy_from_ms),
-        func.sum(up_ms * columns.nano_usd_per_hour // HOUR_MS),
-        case((all_known, on_demand)),
+        func.sum(cost),
+        func.sum(case((is_known, up_ms), else_=0)),
+        func.sum(case((is_known, cost), else_=0)),
+        func.sum(up_ms * columns.on_demand_nano_usd_per_hour // HOUR_MS),
     )
     within = (columns.bucket_unix_ms >= window.since_unix_ms, columns.bucket_unix_ms < window.until_unix_ms)
     allowed = [columns[name].in_(list(values)) for name, values in _of_pools(where).items() if values]

@@ -72,11 +72,27 @@ async def test_two_writers_and_one_that_comes_back_agree(engine: AsyncEngine) ->
     assert await times(engine) == (160 * 60_000, 80 * 60_000)
 
 
+async def prices(engine: AsyncEngine) -> list[tuple[int, int | None]]:
+    return [(row["nano_usd_per_hour"], row["on_demand_nano_usd_per_hour"]) for row in await rows(engine)]
+
+
 async def test_the_price_book_has_the_say_and_heartbeats_where_it_is_silent(engine: AsyncEngine) -> None:
     price = Price(machine_nano_usd=300_000_000, on_demand_nano_usd=900_000_000)
-    await seed_prices(engine, [ConfiguredPrice("", "spot", price)], START_UNIX_MS + 10 * 60_000)
+    await seed_prices(engine, [ConfiguredPrice("", "spot", price)], START_UNIX_MS + 20 * 60_000)
     writer = MachineTime(NO_BUS, engine, SetAside(engine))
     writer.receive(beat(20 * 60_000, 0))
     await writer.flush()
-    priced = [(row["nano_usd_per_hour"], row["on_demand_nano_usd_per_hour"]) for row in await rows(engine)]
-    assert priced == [(500_000_000, None), (300_000_000, 900_000_000)]
+    assert await prices(engine) == [(500_000_000, None), (300_000_000, 900_000_000)]
+
+
+async def test_a_price_counts_for_the_quarter_in_which_it_was_entered(engine: AsyncEngine) -> None:
+    # As at the first start: the price is entered in the middle of a quarter of an hour, and the worker is up before.
+    writer = MachineTime(NO_BUS, engine, SetAside(engine))
+    writer.receive(beat(60_000, 0))
+    await writer.flush()
+    assert await prices(engine) == [(500_000_000, None)]
+    price = Price(machine_nano_usd=300_000_000, on_demand_nano_usd=900_000_000)
+    await seed_prices(engine, [ConfiguredPrice("", "spot", price)], START_UNIX_MS + 120_000)
+    writer.receive(beat(180_000, 0))
+    await writer.flush()
+    assert await prices(engine) == [(300_000_000, 900_000_000)]

@@ -324,6 +324,18 @@ async def test_cost_has_the_idle_time_in_it(connection: AsyncConnection) -> None
     assert models["dear", "small"].cost_nano_usd == 0
 
 
+async def test_time_without_an_on_demand_price_is_left_out_of_the_saving_and_nothing_else(
+    connection: AsyncConnection,
+) -> None:
+    rows = [quarter("spot", "w0", n, 0, 1.0) for n in range(3)]
+    rows[0]["on_demand_nano_usd_per_hour"] = None  # before its price was entered
+    await connection.execute(insert(InstanceRow), rows)
+    [spot] = [cost for cost in (await costs(connection, ALL))[0] if cost.pool == "spot"]
+    assert (spot.up_ms, spot.machine_nano_usd) == (3 * QUARTER_MS, 750_000_000)
+    assert (spot.compared_ms, spot.compared_nano_usd) == (2 * QUARTER_MS, 500_000_000)
+    assert (spot.on_demand_nano_usd, spot.saving_nano_usd) == (2_000_000_000, 1_500_000_000)
+
+
 async def test_no_token_is_paid_twice_where_a_price_changes_within_a_quarter(connection: AsyncConnection) -> None:
     in_dear = [record for record in RECORDS if (record.pool, record.model) == ("dear", "large")]
     changed = in_dear[0].received_unix_ms // QUARTER_MS * QUARTER_MS + 1
