@@ -22,6 +22,20 @@ def nano_usd(usd: float | Decimal | None) -> int | None:
     return None if usd is None else round(usd * NANO_USD)
 
 
+def usd_text(nano: int) -> str:
+    """Return an amount in USD, exact, with two decimals or as many as it has: ``12.50``, ``0.000000001``."""
+    whole, part = divmod(abs(nano), NANO_USD)
+    decimals = f"{part:09}".rstrip("0").ljust(2, "0")
+    return f"{'-' if nano < 0 else ''}{whole}.{decimals}"
+
+
+def charge_text(charge: int, unpriced_tokens: int) -> str:
+    """Return what was charged, exact: ``$0.000123``; tokens without a price are not $0.00 but ``no price``."""
+    if not unpriced_tokens:
+        return f"${usd_text(charge)}"
+    return f"${usd_text(charge)} + no price" if charge else "no price"
+
+
 @dataclass(frozen=True, slots=True)
 class TokenPrice:
     """Nano-USD for a million tokens of each kind; cached tokens are a part of prompt tokens."""

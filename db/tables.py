@@ -198,6 +198,7 @@ class RequestRow(Base):
     counted_by: Mapped[str | None]  # protocol.job.CountedBy; NULL: an engine, before version 0011
     # By the price book as it was when the request arrived (db.prices); NULL: the model has no price there.
     charge_nano_usd: Mapped[int | None]
+    tags: Mapped[str | None]  # JSON object of the caller's own tags, name → value; NULL: none, or before version 0020
 
 
 class AttemptRow(Base):
@@ -267,6 +268,7 @@ class OpenRequestRow(Base):
     completion_tokens: Mapped[int]  # as the gateway last reported
     team_id: Mapped[str | None]
     organisation_id: Mapped[str | None]
+    tags: Mapped[str | None]
 
 
 class SliceRow(Base):
@@ -313,6 +315,8 @@ class RollupRow(_Bucket, Base):
     completion_tokens: Mapped[int]
     charge_nano_usd: Mapped[int]  # of the requests that have a price
     total_ms: Mapped[int]  # sum of the end-to-end latencies, each rounded; by Little's law, concurrency x time
+    # Prompt and completion tokens of the requests that ran and have no price: the charge is not all there is to pay.
+    unpriced_tokens: Mapped[int] = mapped_column(server_default="0")
 
 
 class HistogramRow(_Bucket, Base):
@@ -327,6 +331,33 @@ class HistogramRow(_Bucket, Base):
     total_ms: Mapped[bytes | None]
     prompt_tokens: Mapped[bytes | None]
     completion_tokens: Mapped[bytes | None]
+
+
+class TagSliceRow(Base):
+    """One tag that requests of a key have had. Bounded for each key (ledger.tags), and never deleted."""
+
+    __tablename__ = "tag_slices"
+    __table_args__ = (Index(None, "key_id"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # ledger.rollups.slice_id
+    team_id: Mapped[str]
+    key_id: Mapped[str]
+    name: Mapped[str]
+    value: Mapped[str]
+
+
+class TagRollupRow(_Bucket, Base):
+    """Sums over the requests with one tag, as in ``rollups``. A request counts once for each of its tags."""
+
+    __tablename__ = "tag_rollups"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    requests: Mapped[int]
+    prompt_tokens: Mapped[int]
+    cached_tokens: Mapped[int]
+    completion_tokens: Mapped[int]
+    charge_nano_usd: Mapped[int]
+    unpriced_tokens: Mapped[int]
 
 
 class PriceRow(Base):

@@ -27,11 +27,13 @@ from gateway.limits.refusals import rates_of, refused_by
 from gateway.limits.reservation import Estimate, Reservation
 from gateway.request.mailbox import SharedMailbox
 from gateway.request.request import Admission, AnyCall, Arrival, Call, MadeBefore, Prompt, Trace
+from gateway.request.tags import request_tags
 from gateway.settings import GatewaySettings
 from gateway.tokenizing.catalog import ModelCatalog
 from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.gateways import Kind
 from protocol.job import NO_TOKENIZER
+from protocol.usage import Tags
 
 _A_PLACE: Final = Estimate(0, 0)
 
@@ -107,6 +109,7 @@ class Core:
             leaves = self.admission_control.hosted_leaves(principal)
             hosted = providers_for(self.settings, principal, leaves, model, asked=asked.allow_hosted)
             tokens = self.catalog.tokens_of(model).of_tenant(principal.tenant)
+            tags = request_tags(arrival.tags, asked.metadata)
             price = self.prices.of(model, arrival.received_unix_ms)
             calls = call.parts(self.settings)
             if held is not None and price is not None:  # before a large prompt is counted in vain
@@ -119,7 +122,14 @@ class Core:
             arrivals = _arrivals(arrival, len(prompts))
             admissions = [
                 self._admission(
-                    principal, call, tokens, arrival=each, prompt=prompt, reservation=reservation, hosted=hosted
+                    principal,
+                    call,
+                    tokens,
+                    arrival=each,
+                    prompt=prompt,
+                    reservation=reservation,
+                    hosted=hosted,
+                    tags=tags,
                 )
                 for each, prompt, reservation in zip(arrivals, prompts, reservations, strict=True)
             ]
@@ -153,6 +163,7 @@ class Core:
         prompt: Prompt,
         reservation: Reservation | None,
         hosted: tuple[str, ...],
+        tags: Tags | None,
     ) -> Admission:
         return Admission(
             arrival=arrival,
@@ -167,6 +178,7 @@ class Core:
             tokenizer=tokens.tokenizer if prompt.token_ids or prompt.conversation is None else NO_TOKENIZER,
             hosted=hosted,
             reservation=reservation,
+            tags=tags,
         )
 
     def _enter_all(self, admissions: Sequence[Admission]) -> list[Ticket]:

@@ -16,12 +16,13 @@ from db.tables import HistogramRow, RequestRow, RollupRow
 from ledger import histogram
 from ledger.histogram import MEASURES
 from ledger.rollups import DIMENSIONS, SUMS, WIDTHS_S, RollupDelta, apply
+from ledger.tags import TagDelta, replace_tags, wrong_tags
 
 DAY_MS: Final = 86_400_000
 BATCH_ROWS: Final = 5_000
 MAX_DAYS: Final = 3_700
 _READ: Final = (*DIMENSIONS, *("received_unix_ms", "attempts", "prompt_tokens", "cached_tokens", "completion_tokens"))
-_MEASURED: Final = ("charge_nano_usd", "total_ms", "queue_ms", "ttft_ms")
+_MEASURED: Final = ("charge_nano_usd", "total_ms", "queue_ms", "ttft_ms", "tags")
 
 _Key = tuple[int, int, int]  # width_s, bucket_unix_ms, slice_id
 _Bucket = tuple[Any, ...]  # SUMS and MEASURES
@@ -50,10 +51,12 @@ async def check_rollups(engine: AsyncEngine, *, repair: bool = False, since_unix
             days = await _days(connection)
         for begin_unix_ms in (day for day in days if day >= since_unix_ms):
             async with writing(engine) as connection:
-                tally, requests = await _recount(connection, begin_unix_ms)
+                tally, tags, requests = await _recount(connection, begin_unix_ms)
                 wrong = _differences(_counted(tally), await _stored(connection, begin_unix_ms))
+                wrong += await wrong_tags(connection, begin_unix_ms, begin_unix_ms + DAY_MS, tags)
                 if wrong and repair:
                     await _replace(connection, begin_unix_ms, tally)
+                    await replace_tags(connection, begin_unix_ms, begin_unix_ms + DAY_MS, tags)
             checks.append(DayCheck(begin_unix_ms, requests, wrong))
     except SQL_ERRORS as error:
         raise DatabaseUnavailable(describe(error)) from error
@@ -70,17 +73,19 @@ async def _days(connection: AsyncConnection) -> list[int]:
     return list(range(oldest // DAY_MS * DAY_MS, until, DAY_MS))[-MAX_DAYS:]
 
 
-async def _recount(connection: AsyncConnection, begin_unix_ms: int) -> tuple[RollupDelta, int]:
+async def _recount(connection: AsyncConnection, begin_unix_ms: int) -> tuple[RollupDelta, TagDelta, int]:
     columns = RequestRow.__table__.columns
     received = columns.received_unix_ms
     statement: Select[Any] = select(*(columns[name] for name in (*_READ, *_MEASURED)))
     statement = statement.where(received >= begin_unix_ms, received < begin_unix_ms + DAY_MS)
-    tally, requests = RollupDelta(), 0
+    tally, tags, requests = RollupDelta(), TagDelta(), 0
     streamed = await connection.stream(statement.execution_options(yield_per=BATCH_ROWS))
     async for rows in streamed.mappings().partitions():
-        tally.add([dict(row) for row in rows])
-        requests += len(rows)
-    return tally, requests
+        read = [dict(row) for row in rows]
+        tally.add(read)
+        tags.add(read)
+        requests += len(read)
+    return tally, tags, requests
 
 
 def _counted(tally: RollupDelta) -> Iterator[tuple[_Key, _Bucket]]:

@@ -1,13 +1,21 @@
 """Days as viewers see them: spans of UTC time between two midnights of their time zone."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta, tzinfo
+from typing import Final
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+_MONTH: Final = re.compile(r"(\d{4})-(0[1-9]|1[0-2])", re.ASCII)
 
 
 class UnknownTimeZone(ValueError):
     """No IANA time zone has this name."""
+
+
+class NoMonth(ValueError):
+    """Not a calendar month such as 2026-11."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,20 @@ def midnight_unix_ms(day: date, zone: tzinfo | None) -> int:
     Where clocks are put forward at midnight, so that midnight does not exist, the day begins at that change.
     """
     return int(datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()) * 1000
+
+
+def month_span(year: int, month: int, zone: tzinfo | None) -> Span:
+    """Return a calendar month. A zone of None is the machine's."""
+    following = date(year + month // 12, month % 12 + 1, 1)
+    return Span(None, midnight_unix_ms(date(year, month, 1), zone), midnight_unix_ms(following, zone))
+
+
+def parse_month(text: str, zone: tzinfo | None) -> Span:
+    """Return the calendar month that ``2026-11`` names. Raises NoMonth."""
+    matched = _MONTH.fullmatch(text)
+    if matched is None or not 1970 < int(matched[1]) < 9999:
+        raise NoMonth(f"{text!r} is not a month such as 2026-11")
+    return month_span(int(matched[1]), int(matched[2]), zone)
 
 
 def split_into_days(since_unix_ms: int, until_unix_ms: int, zone: tzinfo | None) -> Iterator[Span]:

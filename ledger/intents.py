@@ -27,7 +27,7 @@ from db.tables import OpenRequestRow, RequestRow
 from ledger.store import insert_rows, is_one_of, known_requests
 from protocol.errors import ErrorCode
 from protocol.nats.pull import Delivery
-from protocol.usage import AttemptRecord, RequestIntent, UsageRecord
+from protocol.usage import AttemptRecord, RequestIntent, UsageRecord, tags_text
 
 MAX_HELD: Final = 100_000  # intents; beyond it the oldest are looked up immediately
 CHUNK_REQUESTS: Final = 1000
@@ -150,10 +150,10 @@ def ends_its_request(outcome: str, error_code: str | None) -> bool:
 
 def _row(record: UsageRecord) -> dict[str, Any] | None:
     if isinstance(record, RequestIntent):
-        return {**_fields(record), "completion_tokens": 0}
+        return {**_fields(record), "completion_tokens": 0, "tags": tags_text(record.tags)}
     if not isinstance(record, AttemptRecord) or not ends_its_request(record.outcome, record.error_code):
         return None
-    row = _fields(record)
+    row = {**_fields(record), "tags": None}  # only its gateway knows them
     return (
         row if all(row[name] is not None for name in _NEEDED) else None
     )  # otherwise it is of a version that lacks some of these fields

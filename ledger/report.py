@@ -1,54 +1,63 @@
-"""Usage summaries: requests, tokens and latencies by model, key and day.
+"""Usage summaries: requests, tokens, money and latencies by team, key, model, tag, day and month.
 
-The database computes everything, one day at a time, and returns one row per group; the memory of this process is
-bounded by the number of groups (``MAX_ROWS``), not of requests. Percentiles are exact: the nearest rank, that is the
-smallest observed value that at least p % of the values do not exceed.
+Counts and money are those of the rollups, as on the pages and in the API. Percentiles are exact, of the requests that
+are still stored: the nearest rank, that is the smallest observed value that at least p % of the values do not exceed.
+The database computes everything and returns one row per group: the memory of this process is bounded by the number of
+groups, not of requests.
 
 Definitions are those of the field (vLLM's and NVIDIA's benchmarks): TTFT from receipt to the first token; TPOT, of
 answered requests with at least two tokens, ``(total - TTFT) / (completion tokens - 1)``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, tzinfo
-from typing import Any, Final, Literal
+from datetime import tzinfo
+from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Float, Select, and_, case, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.engine import SQL_ERRORS, DatabaseUnavailable, describe
-from db.tables import RequestRow
-from ledger.days import Span, split_into_days
+from db.tables import RequestRow, RollupRow
+from ledger.queries.names import load_names
+from ledger.queries.usage import Usage, UsageBy, UsageRefused, usage
+from ledger.queries.window import TooManySteps, Window
+from ledger.rollups import WIDTHS_S
 
-MAX_ROWS: Final = 100_000
 MAX_DAYS: Final = 3_700  # ten years
 
-GroupBy = Literal["model", "key", "day"]
 _Column = ColumnElement[Any]
-_ByGroup = dict[tuple[Any, ...], tuple[float | None, ...]]
+_Group = tuple[Any, ...]
+_ByGroup = Mapping[_Group, tuple[Any, ...]]
 
 
 class ReportTooLarge(ValueError):
-    """The report would have too many rows or days; ask for less time or fewer groups."""
+    """The report would have too many rows or days, or its groups do not go together; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
     """One group. Dimensions not grouped by are None, as are percentiles of no values. Times in milliseconds."""
 
-    day: date | None
+    month: str | None  # "2026-11"
+    day: str | None  # "2026-11-28"
+    team_id: str | None
+    team_name: str | None
     model: str | None
     key_id: str | None
     key_name: str | None  # as it was last used
+    tag: str | None  # "name=value"
     requests: int
-    ok: int
-    failed: int
-    cancelled: int
-    retried: int  # requests that took more than one attempt
+    ok: int | None  # this and the next three: None by tag
+    failed: int | None
+    cancelled: int | None
+    retried: int | None  # requests that took more than one attempt
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    preemptions: int
+    charge_nano_usd: int  # of the tokens that have a price
+    unpriced_tokens: int  # that have none
+    preemptions: int  # this and what follows: of the requests that are still stored, and not by tag
     estimated: int  # requests whose token counts are estimates: their provider reports none
     ttft_p50_ms: float | None
     ttft_p95_ms: float | None
@@ -81,91 +90,94 @@ _MEASURES: Final = (  # TTFT, TPOT, queue wait, prefill
 )
 
 
+_GROUPS: Final[Mapping[UsageBy, _Column]] = {
+    "team": func.coalesce(RequestRow.team_id, ""),
+    "key": RequestRow.key_id.expression,
+    "model": RequestRow.model.expression,
+}
+_NOTHING: Final = (None, 0, 0)  # of the requests of a group that are not stored any more
+
+
 async def usage_report(
     engine: AsyncEngine,
     *,
-    group_by: Sequence[GroupBy] = (),
+    group_by: Sequence[UsageBy] = (),
     since_unix_ms: int | None = None,
     until_unix_ms: int | None = None,
     zone: tzinfo | None = None,
 ) -> list[UsageRow]:
-    """Summarise the requests received in [since, until), both open where None; order by day, model and key name.
+    """Summarise the requests received in [since, until), both open where None; order by time, model and names.
 
-    Days are those of ``zone`` (None: the machine's). Without ``group_by`` there is one row, or none if there were no
-    requests. Raises ReportTooLarge and DatabaseUnavailable.
+    A time within a quarter of an hour is widened to all of it. Days and months are those of ``zone`` (None: the
+    machine's). Without ``group_by`` there is one row, or none if there were no requests. Raises ReportTooLarge and
+    DatabaseUnavailable.
     """
     try:
         async with engine.connect() as connection:
-            received = await _received_between(connection, since_unix_ms, until_unix_ms)
-            if received is None:
+            window = await window_of(connection, since_unix_ms, until_unix_ms, zone)
+            if window is None:
                 return []
-            rows: list[UsageRow] = []
-            for number, span in enumerate(_spans(received, zone, by_day="day" in group_by)):
-                rows += await _summarise(connection, span, _group_columns(group_by))
-                if len(rows) > MAX_ROWS or number >= MAX_DAYS:
-                    raise ReportTooLarge(f"more than {MAX_ROWS} rows or {MAX_DAYS} days: narrow the time or the groups")
-            return rows
+            found = await usage(connection, window, group_by)
+            steps = {(row.since_unix_ms, row.until_unix_ms) for row in found}
+            if len(steps) > MAX_DAYS:
+                raise ReportTooLarge(f"more than {MAX_DAYS} days: narrow the time")
+            columns = [_GROUPS[name] for name in group_by if name in _GROUPS]
+            stored = (
+                {span: await _summarise(connection, span, columns) for span in steps} if "tag" not in group_by else {}
+            )
+            names = await load_names(connection)
+    except (UsageRefused, TooManySteps) as error:
+        raise ReportTooLarge(str(error)) from error
     except SQL_ERRORS as error:
         where = engine.url.render_as_string(hide_password=True)
         raise DatabaseUnavailable(f"cannot report usage from {where}: {describe(error)}") from error
+    rows = [_usage_row(row, names, stored.get((row.since_unix_ms, row.until_unix_ms))) for row in found]
+    rows = [row for row in rows if row.requests]
+    return sorted(rows, key=_order)
 
 
-def _group_columns(group_by: Sequence[GroupBy]) -> list[_Column]:
-    by_name = {"model": RequestRow.model.expression, "key": RequestRow.key_id.expression}
-    return [column for name, column in by_name.items() if name in group_by]
+def _order(row: UsageRow) -> tuple[str, ...]:
+    parts = (row.day or row.month, row.team_name, row.model, row.key_name, row.key_id, row.tag)
+    return tuple(part or "" for part in parts)
 
 
-async def _received_between(connection: AsyncConnection, since: int | None, until: int | None) -> Span | None:
-    """Return the span from the first to the last request in range; None if there is none."""
-    received = RequestRow.received_unix_ms
-    statement = select(func.min(received), func.max(received))
-    if since is not None:
-        statement = statement.where(received >= since)
-    if until is not None:
-        statement = statement.where(received < until)
-    first, last = (await connection.execute(statement)).one()
-    return None if first is None else Span(None, first, last + 1)
+async def window_of(
+    connection: AsyncConnection, since: int | None, until: int | None, zone: tzinfo | None
+) -> Window | None:
+    """Return the time from the first to the last quarter of an hour with requests, within bounds; None: there is none.
+
+    Raises SQL's own errors.
+    """
+    bucket = RollupRow.bucket_unix_ms
+    statement = select(func.min(bucket), func.max(bucket)).where(RollupRow.width_s == WIDTHS_S[0])
+    found: tuple[int | None, int | None] = tuple((await connection.execute(statement)).one())
+    first, last = found
+    if first is None or last is None:
+        return None
+    since = first if since is None else max(first, since)
+    end = last + WIDTHS_S[0] * 1000
+    until = end if until is None else min(end, until)
+    return Window(since, until, zone) if since < until else None
 
 
-def _spans(received: Span, zone: tzinfo | None, *, by_day: bool) -> Iterator[Span]:
-    return split_into_days(received.since_unix_ms, received.until_unix_ms, zone) if by_day else iter([received])
+async def _summarise(connection: AsyncConnection, span: tuple[int, int], groups: list[_Column]) -> list[_ByGroup]:
+    """Return what one time span's stored requests tell beside the sums: a query for counts, and one each measure."""
+    asked = [_counts(span, groups), *(_percentiles(measure, span, groups) for measure in _MEASURES)]
+    answers = [await connection.execute(statement) for statement in asked]
+    return [{tuple(row[: len(groups)]): tuple(row[len(groups) :]) for row in answer} for answer in answers]
 
 
-async def _summarise(connection: AsyncConnection, span: Span, groups: list[_Column]) -> list[UsageRow]:
-    """Return all groups of one span, by one query for the sums and one for each measure's percentiles."""
-    sums = list(await connection.execute(_sums(span, groups)))
-    if not sums:
-        return []
-    percentiles: list[_ByGroup] = []
-    for measure in _MEASURES:
-        found = await connection.execute(_percentiles(measure, span, groups))
-        percentiles.append({tuple(row[: len(groups)]): tuple(row[len(groups) :]) for row in found})
-    rows = [_usage_row(span, groups, tuple(row), percentiles) for row in sums]
-    return sorted(rows, key=lambda row: (row.model or "", row.key_name or "", row.key_id or ""))
-
-
-def _sums(span: Span, groups: list[_Column]) -> Select[Any]:
-    requests = func.count()
-    counts = [
-        requests,
-        *(_count_where(RequestRow.outcome == outcome) for outcome in ("ok", "failed", "cancelled")),
-        _count_where(RequestRow.attempts > 1),
-        func.sum(RequestRow.prompt_tokens),
-        func.sum(RequestRow.cached_tokens),
-        func.sum(RequestRow.completion_tokens),
-        func.sum(func.coalesce(RequestRow.preemptions, 0)),
-        _count_where(RequestRow.counted_by == "estimate"),
-    ]
+def _counts(span: tuple[int, int], groups: list[_Column]) -> Select[Any]:
+    counts = [func.sum(func.coalesce(RequestRow.preemptions, 0)), _count_where(RequestRow.counted_by == "estimate")]
     # A key's name never changes, so its greatest is its only one.
-    statement = select(*groups, func.max(RequestRow.key_name), *counts)
-    return statement.where(_within(span)).group_by(*groups).having(requests > 0)
+    return select(*groups, func.max(RequestRow.key_name), *counts).where(_within(span)).group_by(*groups)
 
 
 def _count_where(condition: _Column) -> _Column:
     return func.sum(case((condition, 1), else_=0))
 
 
-def _percentiles(measure: _Measure, span: Span, groups: list[_Column]) -> Select[Any]:
+def _percentiles(measure: _Measure, span: tuple[int, int], groups: list[_Column]) -> Select[Any]:
     """Select, per group, the values at rank ceil(n * percent / 100) of those that are not NULL."""
     names = [f"group_{number}" for number in range(len(groups))]
     partition = groups or None
@@ -187,25 +199,41 @@ def _percentiles(measure: _Measure, span: Span, groups: list[_Column]) -> Select
     return select(*columns, *at_rank).group_by(*columns)
 
 
-def _within(span: Span) -> _Column:
+def _within(span: tuple[int, int]) -> _Column:
     received = RequestRow.received_unix_ms
-    return and_(received >= span.since_unix_ms, received < span.until_unix_ms)
+    return and_(received >= span[0], received < span[1])
 
 
-def _usage_row(span: Span, groups: list[_Column], row: tuple[Any, ...], percentiles: list[_ByGroup]) -> UsageRow:
-    group, key_name, counts = row[: len(groups)], row[len(groups)], row[len(groups) + 1 :]
-    named = {column.key: value for column, value in zip(groups, group, strict=True)}
-    ttft, tpot, queue, prefill = (
-        found.get(group, (None,) * len(measure.percents)) for found, measure in zip(percentiles, _MEASURES, strict=True)
-    )
+def _usage_row(row: Usage, names: Mapping[str, str], stored: Sequence[_ByGroup] | None) -> UsageRow:
+    sums, is_tagged = row.sums, row.tag is not None
+    counts, *percentiles = stored or [{}, *({} for _ in _MEASURES)]
+    key_name, preemptions, estimated = counts.get(sums.group, _NOTHING)
+    values = [
+        value
+        for found, measure in zip(percentiles, _MEASURES, strict=True)
+        for value in found.get(sums.group, (None,) * len(measure.percents))
+    ]
+    ok, failed, cancelled, retried = (None,) * 4 if is_tagged else (sums.ok, sums.failed, sums.cancelled, sums.retried)
     return UsageRow(
-        span.day,
-        named.get("model"),
-        named.get("key_id"),
-        key_name if "key_id" in named else None,
-        *(int(count) for count in counts),  # PostgreSQL sums bigints into decimals
-        *ttft,
-        *tpot,
-        *queue,
-        *prefill,
+        row.month,
+        row.day,
+        row.team_id,
+        None if row.team_id is None else names.get(row.team_id, row.team_id),
+        row.model,
+        row.key_id,
+        None if row.key_id is None else (key_name or names.get(row.key_id, row.key_id)),
+        row.tag,
+        sums.requests,
+        ok,
+        failed,
+        cancelled,
+        retried,
+        sums.prompt_tokens,
+        sums.cached_tokens,
+        sums.completion_tokens,
+        sums.charge_nano_usd,
+        sums.unpriced_tokens,
+        int(preemptions or 0),  # PostgreSQL sums bigints into decimals
+        int(estimated or 0),
+        *values,
     )

@@ -33,12 +33,14 @@ SUMS: Final = (
     "completion_tokens",
     "charge_nano_usd",
     "total_ms",
+    "unpriced_tokens",
 )
 LOOKUP_CHUNK: Final = 500
 
 Slice = tuple[str, ...]  # one value for each of DIMENSIONS
 Row = Mapping[str, Any]  # column → value, of RequestRow
 _Bucket = tuple[int, int]  # width_s, bucket_unix_ms
+_Id = TypeVar("_Id", int, str)
 _Insert = TypeVar("_Insert", postgresql.Insert, sqlite.Insert)
 
 
@@ -103,7 +105,14 @@ def _values(row: Row) -> tuple[int, ...]:
         row["completion_tokens"],
         row["charge_nano_usd"] or 0,
         round(row["total_ms"]),
+        unpriced_tokens(row),
     )
+
+
+def unpriced_tokens(row: Row) -> int:
+    """Return the tokens of a request that ran and has no price; what no worker accepted costs nothing."""
+    is_free = row["charge_nano_usd"] is not None or not row["pool"]
+    return 0 if is_free else row["prompt_tokens"] + row["completion_tokens"]
 
 
 def _measured(row: Row) -> tuple[float | None, ...]:
@@ -187,7 +196,7 @@ async def _stored_histograms(
 ) -> dict[int, tuple[bytes | None, ...]]:
     columns = HistogramRow.__table__.columns
     found: dict[int, tuple[bytes | None, ...]] = {}
-    for chunk in _chunks(slice_ids):
+    for chunk in chunks(slice_ids):
         statement = select(columns.slice_id, *(columns[name] for name in MEASURES)).where(
             columns.width_s == width_s, columns.bucket_unix_ms == start_unix_ms, columns.slice_id.in_(chunk)
         )
@@ -210,7 +219,7 @@ async def delete_minutes(engine: AsyncEngine, before_unix_ms: int) -> None:
 async def _drop_empty(connection: AsyncConnection, buckets: Mapping[_Bucket, Mapping[int, Any]]) -> None:
     """Delete the buckets of slices that have lost their last request."""
     for (width_s, start), found in buckets.items():
-        for chunk in _chunks(list(found)):
+        for chunk in chunks(list(found)):
             here = and_(RollupRow.width_s == width_s, RollupRow.bucket_unix_ms == start, RollupRow.slice_id.in_(chunk))
             empty = list(await connection.scalars(select(RollupRow.slice_id).where(here, RollupRow.requests == 0)))
             for table in (RollupRow, HistogramRow) if empty else ():
@@ -218,6 +227,7 @@ async def _drop_empty(connection: AsyncConnection, buckets: Mapping[_Bucket, Map
                 await connection.execute(delete(table).where(gone))
 
 
-def _chunks(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    for start in range(0, len(numbers), LOOKUP_CHUNK):
-        yield numbers[start : start + LOOKUP_CHUNK]
+def chunks(ids: Sequence[_Id]) -> Iterator[Sequence[_Id]]:
+    """Split ids into lists that one statement may name."""
+    for start in range(0, len(ids), LOOKUP_CHUNK):
+        yield ids[start : start + LOOKUP_CHUNK]

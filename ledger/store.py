@@ -20,9 +20,10 @@ from db.prices import PriceBook, load_prices
 from db.tables import AttemptRow, Base, RequestRow
 from ledger.refusals import write_refusals
 from ledger.rollups import RollupDelta, apply
+from ledger.tags import TagDelta, apply_tags
 from protocol.errors import ErrorCode
 from protocol.refusals import RefusalCount, RefusalRecord
-from protocol.usage import AttemptRecord, RequestRecord, UsageRecord
+from protocol.usage import AttemptRecord, RequestRecord, UsageRecord, tags_text
 
 MAX_TOKENS: Final = 100_000_000  # of one record: ten times the longest context there is, for several choices
 MAX_MS: Final = 30 * 24 * 3_600_000  # likewise
@@ -74,19 +75,22 @@ async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str
         given.setdefault(row["request_id"], row)
     lost = await known_requests(connection, given)
     replaced = {request_id for request_id, is_lost in lost.items() if is_lost and replace_lost}
-    tally = RollupDelta()
+    tally, tags = RollupDelta(), TagDelta()
     if replaced:
         is_replaced = and_(
             is_one_of(connection, RequestRow.request_id, replaced), received_with(RequestRow, given.values())
         )
-        before = (await connection.execute(select(RequestRow).where(is_replaced))).mappings()
-        tally.add([dict(row) for row in before], sign=-1)
+        before = [dict(row) for row in (await connection.execute(select(RequestRow).where(is_replaced))).mappings()]
+        tally.add(before, sign=-1)
+        tags.add(before, sign=-1)
         await connection.execute(delete(RequestRow).where(is_replaced))
     prices = await load_prices(connection)
     new = [_priced(row, prices) for row in given.values() if row["request_id"] not in lost.keys() - replaced]
     tally.add(new)
+    tags.add(new)
     await insert_rows(connection, RequestRow, new)
     await apply(connection, tally)
+    await apply_tags(connection, tags)
 
 
 async def known_requests(connection: AsyncConnection, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
@@ -153,7 +157,7 @@ def _row(record: UsageRecord) -> Row:
 def _request_row(record: RequestRecord) -> Row:
     """Build the row of a gateway's record, which tells what workers have counted. Raises RecordRefused."""
     _check_plausible(record, f"request {record.request_id}", record.attempts)
-    return _row(record)
+    return {**_row(record), "tags": tags_text(record.tags)}
 
 
 def _attempt_row(record: AttemptRecord) -> Row:

@@ -6,7 +6,7 @@ And an intent of each stream, stored before anything is sent to its client: what
 should its gateway not live to leave the record. The record of a whole answer is itself stored before that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -18,6 +18,23 @@ from protocol.errors import NewerVersion, ProtocolError
 from protocol.job import CountedBy, Rescue, Sampling, encode
 from protocol.refusals import RefusalCount, RefusalRecord
 from protocol.wire import Real, Whole
+
+MAX_TAGS: Final = 16  # of one request; these three are the bounds of OpenAI's `metadata`
+MAX_TAG_NAME_CHARS: Final = 64
+MAX_TAG_VALUE_CHARS: Final = 512
+
+Tags = Annotated[
+    dict[
+        Annotated[str, Meta(max_length=MAX_TAG_NAME_CHARS)],
+        Annotated[str, Meta(max_length=MAX_TAG_VALUE_CHARS)],
+    ],
+    Meta(max_length=MAX_TAGS),
+]
+
+
+def tags_text(tags: Mapping[str, str] | None) -> str | None:
+    """Return tags as SQL keeps them: JSON, the same for the same tags; None where there are none."""
+    return msgspec.json.encode(dict(sorted(tags.items()))).decode() if tags else None
 
 
 class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
@@ -54,6 +71,7 @@ class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
     organisation_id: str | None = None
     tier: str | None = None  # of the last attempt's pool
     counted_by: CountedBy = "engine"  # "provider": as a hosted API says; "estimate": in parts, as none has said
+    tags: Tags | None = None  # the caller's own
 
 
 class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
@@ -117,6 +135,7 @@ class RequestIntent(Struct, frozen=True, tag="intent", omit_defaults=True):
     prompt_tokens: Whole
     team_id: str | None = None
     organisation_id: str | None = None
+    tags: Tags | None = None
 
 
 UsageRecord = RequestRecord | AttemptRecord | RequestIntent | RefusalCount | RefusalRecord

@@ -16,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard import formats
-from console.dashboard.names import load_names
+from ledger.queries.names import load_names
 from console.dashboard.reader import Reader
 from db.engine import describe
 from gateway.errors import InsufficientQuota, LedgerUnavailable

@@ -9,12 +9,12 @@ from starlette.responses import Response, StreamingResponse
 
 from console.dashboard.export_files import FORMATS
 from console.dashboard.exports import MAX_ROWS
-from console.dashboard.names import load_names
 from console.dashboard.render import HEADERS
 from console.dashboard.shell import Pages
 from console.dashboard.view import View, view_of
 from console.login.forms import read_form
 from gateway.errors import InvalidParameter
+from ledger.queries.names import load_names
 from ledger.queries.traffic import choices, totals
 
 

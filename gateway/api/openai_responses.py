@@ -31,6 +31,7 @@ from gateway.api.openai_items import (
     stored_items,
     text_of,
 )
+from gateway.api.schema import Metadata
 from gateway.api.surface import AnswerHead, Usage, field_name, joined, renamed
 from gateway.errors import InvalidParameter, Refused
 from protocol.dialects.calls import is_cut
@@ -325,7 +326,7 @@ class ResponsesRequest(Body):
     text: _Text | None = None
     reasoning: _Reasoning | None = None
     include: list[str] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default", "priority", "flex", "scale", "fast", "ultrafast"] | None = None

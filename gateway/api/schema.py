@@ -41,6 +41,7 @@ from gateway.limits.sizes import (
     check_text,
 )
 from protocol.generation import Grammar
+from protocol.usage import MAX_TAG_VALUE_CHARS, MAX_TAGS
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_BYTES: Final = 8192  # of all together
@@ -153,6 +154,11 @@ class StreamOptions(Body):
 ServiceTier = Literal["auto", "default", "priority", "flex", "scale", "fast", "ultrafast"]
 
 
+Metadata = Annotated[
+    dict[str, Annotated[str, Field(max_length=MAX_TAG_VALUE_CHARS)]], Field(max_length=MAX_TAGS)
+]  # names are checked with the header's
+
+
 class JobRequest(Body):
     """Base of requests that become jobs. ``None`` is everywhere the same as leaving the field out."""
 
@@ -160,6 +166,7 @@ class JobRequest(Body):
     user: str | None = None
     safety_identifier: str | None = None  # what ``user`` is called now
     service_tier: ServiceTier | None = None
+    metadata: Metadata | None = None  # tags, as the header x-spillway-tags
     do_not_queue: bool | None = None
     allow_hosted: bool | None = None  # False: not this one, whatever its key may; True: a 403 where the key may not
 
@@ -202,7 +209,6 @@ class GenerationRequest(JobRequest):
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    metadata: dict[str, Any] | None = None
     store: bool | None = None  # nothing is ever stored for later calls
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -357,7 +363,6 @@ def _check_sizes(request: GenerationRequest) -> None:
     check_text(request.user, "user", MAX_NAME_CHARS)
     check_text(request.safety_identifier, "safety_identifier", MAX_NAME_CHARS)
     check_items(len(request.logit_bias or ()), "logit_bias", MAX_BIASED_TOKENS)
-    check_object(request.metadata, "metadata")
 
 
 def _refuse_contradictions(request: GenerationRequest) -> None:

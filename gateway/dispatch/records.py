@@ -67,6 +67,7 @@ def usage_intent(admission: Admission, gateway_id: str) -> RequestIntent:
         prompt_tokens=admission.prompt.tokens,
         team_id=admission.principal.team_id,
         organisation_id=admission.principal.organisation_id,
+        tags=admission.tags,
     )
 
 
@@ -105,6 +106,7 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
         organisation_id=admission.principal.organisation_id,
         tier=accepted.tier if accepted else None,
         counted_by=request.choices.counted_by,
+        tags=admission.tags,
     )
 
 

@@ -29,12 +29,14 @@ from gateway.http.asgi import (
 from gateway.http.body import BodyReader
 from gateway.http.cycle import Cycle
 from gateway.request.request import Arrival, Trace
+from gateway.request.tags import TAGS_HEADER, header_tags
 from gateway.settings import TimeoutSettings
 from gateway.telemetry.refusal_records import RefusedRequest
 from protocol.gateways import Kind
 from protocol.nats.bus import shared_deadlines
 from protocol.nats.clock import unix_now_ms
 
+_TAGS_HEADER: Final = TAGS_HEADER.encode()
 PART_BYTES: Final = 256 * 1024  # of an answer made piece by piece
 JSON_TYPE: Final = (b"content-type", b"application/json")
 SSE_HEADERS: Final = (
@@ -432,6 +434,7 @@ def arrival_of(exchange: Exchange, body_bytes: int, timeouts: TimeoutSettings) -
         traceparent=exchange.header_text(b"traceparent"),
         trace=exchange.trace,
         body_bytes=body_bytes,
+        tags=header_tags(exchange.header_text(_TAGS_HEADER)),
     )
 
 

@@ -15,7 +15,7 @@ from protocol.generation import Grammar
 
 MAX_GRAMMAR_CHARS: Final = 200_000  # of a schema, pattern or grammar; the engine takes no more either
 MAX_BIASED_TOKENS: Final = 16_384  # named by logit_bias
-MAX_OBJECT_BYTES: Final = 64 * 1024  # of metadata, of chat_template_kwargs, as JSON
+MAX_OBJECT_BYTES: Final = 64 * 1024  # of chat_template_kwargs, as JSON
 MAX_NAME_CHARS: Final = 1024  # of what is one name: user
 MAX_DETOKENIZED_TOKENS: Final = 131_072  # of one request, during which nothing else can run: 10 ms
 

@@ -14,6 +14,7 @@ from gateway.tokenizing.model_tokens import ModelTokens
 from protocol.generation import Pooling
 from protocol.job import Deltas, Sampling, Tokens, encode
 from protocol.subjects import queue_of
+from protocol.usage import Tags
 
 # --- conversation -----------------------------------------------------------------------------------------------------
 #
@@ -106,6 +107,7 @@ class Arrival:
     traceparent: str | None = None  # the caller's, as it came
     trace: Trace | None = None  # None: traces are off
     body_bytes: int = 0
+    tags: Tags | None = None  # of its header
 
     @property
     def id(self) -> str:
@@ -142,6 +144,7 @@ class Body(Protocol):
     model: str
     do_not_queue: bool | None
     allow_hosted: bool | None
+    metadata: dict[str, str] | None
 
     @property
     def is_batch(self) -> bool:
@@ -203,6 +206,7 @@ class Admission:
     tokenizer: str = ""  # that has made the prompt's ids: protocol.job.Revision.tokenizer; empty: any
     hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may go to
     reservation: Reservation | None = None  # of limits; None: its key and team have none
+    tags: Tags | None = None  # its caller's own
     request_id: str = field(init=False)
     trusted: bool = field(init=False)  # its key demands trusted pools
     consent: Consent | None = field(init=False)  # to keep what is asked and answered

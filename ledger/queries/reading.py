@@ -15,7 +15,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Select, and_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from db.tables import HistogramRow, RollupRow, SliceRow
+from db.tables import HistogramRow, RollupRow, SliceRow, TagRollupRow
 from ledger.queries.window import DAY_MS, HOUR_MS, Dimension, Filters, Window
 from ledger.rollups import WIDTHS_S
 
@@ -88,7 +88,9 @@ class RollupCoverage:
     ranges: Mapping[tuple[int, bool], Sequence[Range]]  # by width_s, and whether they lie within the steps
     days: Mapping[int, int]  # UTC days whose own rows are read → the step in which these count
 
-    def conditions(self, table: type[RollupRow | HistogramRow]) -> Iterator[tuple[int, int, ColumnElement[bool]]]:
+    def conditions(
+        self, table: type[RollupRow | HistogramRow | TagRollupRow]
+    ) -> Iterator[tuple[int, int, ColumnElement[bool]]]:
         """Yield, for each statement, the rows' width_s, the begin of the first bucket, and the condition.
 
         Narrow rows come first: rows that a writer adds meanwhile never make a day smaller than its parts.

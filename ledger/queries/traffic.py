@@ -36,6 +36,7 @@ class Traffic:
     completion_tokens: int = 0
     charge_nano_usd: int = 0
     total_ms: int = 0
+    unpriced_tokens: int = 0  # of requests without a price: charge_nano_usd does not have them
 
     @property
     def tokens(self) -> int:
@@ -75,7 +76,7 @@ async def totals(
 
     Without ``by`` there is exactly one group.
     """
-    found = await _read(connection, [window], where, by)
+    found = await totals_by_step(connection, [window], where=where, by=by)
     return [points[0] for points in _ranked(found, 1, by, order, top)]
 
 
@@ -95,7 +96,7 @@ async def series(
     Only the fields in ``names``, and the requests, are read; the others are 0.
     """
     steps = window.steps(step)
-    found = await _read(connection, steps, where, by, names)
+    found = await totals_by_step(connection, steps, where=where, by=by, names=names)
     ranked = _ranked(found, len(steps), by, order, top) if steps else []
     return [Series(points[0].group, tuple(points)) for points in ranked]
 
@@ -129,14 +130,15 @@ async def choices(connection: AsyncConnection, window: Window) -> dict[Dimension
     return {dimension: sorted(values - {""}) for dimension, values in zip(DIMENSIONS, columns, strict=True)}
 
 
-async def _read(
+async def totals_by_step(
     connection: AsyncConnection,
     steps: Sequence[Window],
-    where: Filters,
-    by: Sequence[Dimension],
+    *,
+    where: Filters = NO_FILTERS,
+    by: Sequence[Dimension] = (),
     names: Sequence[str] = _NAMES,
 ) -> dict[Group, dict[int, Traffic]]:
-    """Return group → step number → sums, without empty ones."""
+    """Return group → step number → sums, without empty ones; steps are consecutive, without gaps."""
     asked = ["requests", *(name for name in names if name != "requests")]
     is_sliced = any(name in _OUTCOMES for name in asked)
     values = [_sum(name) for name in asked]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta, tzinfo
 from typing import Final, Literal
 
-from ledger.days import midnight_unix_ms
+from ledger.days import midnight_unix_ms, month_span
 
 MINUTE_MS: Final = 60_000
 QUARTER_MS: Final = 900_000
@@ -25,12 +25,8 @@ DIMENSIONS: Final[tuple[Dimension, ...]] = (
     "endpoint",
     "outcome",
 )
-Step = Literal["minute", "quarter", "hour", "day"]
-_WIDTHS_MS: Final[Mapping[Step, int]] = {
-    "minute": MINUTE_MS,
-    "quarter": QUARTER_MS,
-    "hour": HOUR_MS,
-}  # of a day: varies
+Step = Literal["minute", "quarter", "hour", "day", "month"]
+_WIDTHS_MS: Final[Mapping[Step, int]] = {"minute": MINUTE_MS, "quarter": QUARTER_MS, "hour": HOUR_MS}  # others vary
 Filters = Mapping[Dimension, Collection[str]]  # allowed values; a dimension that is missing allows all
 NO_FILTERS: Final[Filters] = {}
 
@@ -49,7 +45,7 @@ class Window:
 
     since_unix_ms: int
     until_unix_ms: int
-    zone: tzinfo = UTC
+    zone: tzinfo | None = UTC  # None: the machine's
     grain_ms: int = QUARTER_MS  # or MINUTE_MS
 
     def __post_init__(self) -> None:
@@ -65,7 +61,8 @@ class Window:
     def steps(self, step: Step) -> list["Window"]:
         """Split the window where the viewer's clock begins a new step. Raises TooManySteps.
 
-        Days are from midnight to midnight there, of 23 or 25 hours where clocks change.
+        Days are from midnight to midnight there, of 23 or 25 hours where clocks change, and months from the first of
+        one to the first of the next.
         """
         cuts: list[int] = []
         for cut in self._cuts(step):
@@ -83,9 +80,11 @@ class Window:
 
     def _next(self, at_unix_ms: int, step: Step) -> int:
         local = datetime.fromtimestamp(at_unix_ms / 1000, self.zone)
+        day: date = local.date()
         if step == "day":
-            day: date = local.date()
             return midnight_unix_ms(day + timedelta(days=1), self.zone)
+        if step == "month":
+            return month_span(day.year, day.month, self.zone).until_unix_ms
         width_ms = _WIDTHS_MS[step]
         # An hour begins by the local clock: at :30 of UTC in UTC+5:30.
         into_ms = (local.minute * 60_000 + local.second * 1000) % width_ms

@@ -71,7 +71,7 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
         "ledger:ledger",
         "Run one ledger writer: usage records from the queue into SQL, and webhooks. Several may run at the same time.",
     ),
-    "usage": Command("usage:usage", "Show requests, tokens, TTFT, TPOT and queue wait."),
+    "usage": Command("usage:usage", "Show requests, tokens, money, TTFT, TPOT and queue wait."),
     "dead-letters": Command(
         "set_aside:dead_letters",
         "List requests that failed on every worker that tried them, with each attempt's reason.",

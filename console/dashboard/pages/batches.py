@@ -8,7 +8,6 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard import formats
-from console.dashboard.names import load_names
 from console.dashboard.pages.requests import read_cursor, write_cursor
 from console.dashboard.view import View
 from db.prices import PriceBook, load_prices
@@ -23,6 +22,7 @@ from ledger.queries.batches import (
     open_batches,
 )
 from ledger.queries.log import Cursor
+from ledger.queries.names import load_names
 from protocol.nats.clock import unix_now_ms
 
 PAGE_ROWS: Final = 50

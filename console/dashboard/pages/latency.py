@@ -6,10 +6,10 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard.latency import MIN_VALUES, TITLES, shown
-from console.dashboard.names import load_names
 from console.dashboard.pages.overview import DEFAULT_GROUPING
 from console.dashboard.view import View
 from ledger.queries.distributions import distributions, merge
+from ledger.queries.names import load_names
 from ledger.queries.traffic import choices
 
 MAX_GROUPS: Final = 50

@@ -7,11 +7,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard.charts import Chart, Line
 from console.dashboard.latency import MIN_VALUES, TITLES
-from console.dashboard.names import load_names
 from console.dashboard.pages.refusals import refusal_chart
 from console.dashboard.view import View
 from db.money import NANO_USD
 from ledger.queries.distributions import percentiles
+from ledger.queries.names import load_names
 from ledger.queries.refusals import refusal_totals
 from ledger.queries.set_aside import set_aside_counts
 from ledger.queries.traffic import Traffic, choices, merge, series, totals

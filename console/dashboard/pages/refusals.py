@@ -6,7 +6,7 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard.charts import Chart, Line
-from console.dashboard.names import load_names
+from ledger.queries.names import load_names
 from console.dashboard.pages.requests import read_cursor, write_cursor
 from console.dashboard.view import MAX_VALUE_CHARS, View
 from gateway.telemetry.refusal_records import NAMED_A_SECOND, NAMED_A_SECOND_EACH

@@ -6,11 +6,11 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard.formats import NOTHING, moment
-from console.dashboard.names import load_names
 from console.dashboard.view import View
 from console.dashboard.waterfall import LINKED, facts, links_of, waterfall
 from gateway.errors import InvalidParameter, UnknownUrl
 from ledger.queries.log import MAX_COMPARED, Cursor, Extreme, extreme_requests, request_history, request_page
+from ledger.queries.names import load_names
 from ledger.queries.refusals import Refusal, find_refusal
 from ledger.queries.traffic import choices
 

@@ -4,10 +4,10 @@ from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from console.dashboard.names import load_names
 from console.dashboard.pages.requests import read_cursor, write_cursor
 from console.dashboard.view import View
 from ledger.queries.log import Cursor
+from ledger.queries.names import load_names
 from ledger.queries.set_aside import set_aside_counts, set_aside_items
 
 PAGE_ROWS: Final = 100

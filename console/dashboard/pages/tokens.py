@@ -7,13 +7,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard.charts import LINE_COLOURS, Chart, Line, distribution, heat_map
 from console.dashboard.latency import shown
-from console.dashboard.names import load_names
 from console.dashboard.pages.overview import DEFAULT_GROUPING, MAX_GROUPS
 from console.dashboard.view import View
 from gateway.errors import InvalidParameter
 from ledger.histogram import Measure
 from ledger.queries import traffic
 from ledger.queries.distributions import distributions
+from ledger.queries.names import load_names
 from ledger.queries.traffic import Figure
 from ledger.queries.window import Dimension
 

@@ -328,7 +328,7 @@ async def test_a_large_request_takes_what_it_uses_and_no_more(
     await gateway.add_worker()
     refused = await say_hello(gateway, key, messages=[{"role": "user", "content": "a" * LARGE_BODY_BYTES}])
     assert refused.status_code == 400  # too long: gives its place back
-    answer = await say_hello(gateway, key, extra_body={"metadata": {"x": " " * LARGE_BODY_BYTES}})
+    answer = await say_hello(gateway, key, extra_body={"padding": " " * LARGE_BODY_BYTES})
     usage = answer.parse().usage
 
     async def is_settled() -> bool:

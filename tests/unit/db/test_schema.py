@@ -2,23 +2,28 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
+from msgspec.structs import asdict
 from sqlalchemy import Connection, text
 
 import migrations
 from db.engine import SCHEMA_VERSION, DatabaseUnavailable, SchemaMismatch, check_schema, create_engine
 from db.tables import Base
 from ledger.partitions import is_partition
-from ledger.store import store_records
+from ledger.rollups import DIMENSIONS, SUMS, slice_id
 from tests.postgres import PostgresServer
 from tests.usage_records import request_record
 from tests.waiting import HANGS_S
 
+BASELINE_REQUEST = {
+    name: value for name, value in asdict(request_record("r1")).items() if name not in {"v", "tags"}
+}  # its columns at the baseline
 UPGRADE = "import sys, migrations; migrations.upgrade(sys.argv[1])"
 
 
@@ -127,6 +132,23 @@ def test_a_database_of_the_baseline_keeps_its_rows_and_gets_the_revisions_after_
     assert asyncio.run(_ids(url)) == ["r1"]
 
 
+def test_rollups_learn_which_tokens_had_no_price(empty_database_url: str) -> None:
+    url = empty_database_url
+    asyncio.run(_migrate(url, "0018"))
+    asyncio.run(_store(url))
+    group = tuple(BASELINE_REQUEST[name] or "" for name in DIMENSIONS)
+    day = 1_800_000_000_000 // 86_400_000 * 86_400_000
+    names = ", ".join(name for name in SUMS if name != "unpriced_tokens")
+    sums = ", ".join("1" for name in SUMS if name != "unpriced_tokens")
+    quoted = ", ".join(f"'{value}'" for value in group)
+    asyncio.run(_execute(url, f"INSERT INTO slices (id, {', '.join(DIMENSIONS)}) VALUES ({slice_id(group)}, {quoted})"))
+    for width_s, start in ((86_400, day), (86_400, day - 86_400_000)):
+        statement = f"INSERT INTO rollups (width_s, bucket_unix_ms, slice_id, {names})"
+        asyncio.run(_execute(url, f"{statement} VALUES ({width_s}, {start}, {slice_id(group)}, {sums})"))
+    migrations.upgrade(url)
+    assert asyncio.run(_column(url, "SELECT unpriced_tokens FROM rollups ORDER BY bucket_unix_ms")) == [0, 15]
+
+
 @pytest.mark.parametrize("revision", ["0001", "0016"])
 def test_an_older_database_is_refused_untouched_and_learns_what_upgrades_it(
     empty_database_url: str, revision: str
@@ -169,15 +191,23 @@ async def _migrate(database_url: str, revision: str) -> None:
 
 
 async def _store(database_url: str) -> None:
+    """Store a request as a build of the baseline did."""
     engine = create_engine(database_url)
-    await store_records(engine, [request_record("r1")])
+    columns = BASELINE_REQUEST.keys()
+    async with engine.begin() as connection:
+        statement = f"INSERT INTO requests ({', '.join(columns)}) VALUES ({', '.join(f':{name}' for name in columns)})"
+        await connection.execute(text(statement), BASELINE_REQUEST)
     await engine.dispose()
 
 
 async def _ids(database_url: str) -> list[str]:
+    return await _column(database_url, "SELECT request_id FROM requests")
+
+
+async def _column(database_url: str, statement: str) -> list[Any]:
     engine = create_engine(database_url)
     async with engine.connect() as connection:
-        found = list(await connection.scalars(text("SELECT request_id FROM requests")))
+        found = list(await connection.scalars(text(statement)))
     await engine.dispose()
     return found
 

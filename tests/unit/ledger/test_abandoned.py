@@ -110,13 +110,14 @@ class LivingGateway:
 
 async def test_an_intent_tells_what_nobody_else_can(bus: Bus, engine: AsyncEngine) -> None:
     # The machine that held gateway and workers is gone: no attempt was recorded.
-    await write(engine, intent("r", prompt_tokens=12))
+    await write(engine, intent("r", prompt_tokens=12, tags={"team": "search"}))
     await look_and_record(bus, engine)
     [row] = (await rows(engine)).values()
     told = {name: row[name] for name in ORIGIN}
     assert told == ORIGIN
     assert (row["outcome"], row["error_code"], row["http_status"]) == ("failed", "gateway_lost", 0)
     assert (row["prompt_tokens"], row["completion_tokens"], row["attempts"], row["pool"]) == (12, 0, 0, None)
+    assert row["tags"] == '{"team":"search"}'
     assert await open_requests(engine) == 0
 
 
@@ -188,6 +189,7 @@ async def test_the_last_attempt_tells_what_the_gateway_cannot(bus: Bus, engine: 
             "region": "here",
             "tier": "spot",
             "charge_nano_usd": None,
+            "tags": None,
             "counted_by": "engine",
             **timings,
         }

@@ -51,6 +51,7 @@ def any_request(source: random.Random, number: int) -> RequestRecord:
         ttft_ms=source.expovariate(0.01) if accepted else None,
         total_ms=source.expovariate(0.001),
         pool=source.choice(["spot", "dear"]) if accepted else None,
+        tags=source.choice([None, {"team": "search"}, {"team": "ads", "run": str(source.randrange(300))}]),
     )
 
 

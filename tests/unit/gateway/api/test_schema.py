@@ -351,7 +351,6 @@ def test_legacy_functions_are_tools() -> None:
     ("fields", "param"),
     [
         ({"user": "u" * 1025}, "user"),
-        ({"metadata": {"x": "y" * 65_536}}, "metadata"),
         ({"chat_template_kwargs": {"x": "y" * 65_536}}, "chat_template_kwargs"),
         ({"logit_bias": {str(number): 1 for number in range(16_385)}}, "logit_bias"),
     ],

@@ -1,0 +1,147 @@
+"""Adding requests' tags to their rollups: what was spent for each tag of each key.
+
+A caller may give any tags, also a new one with each request, so what is kept of them is bounded for each key: the first
+``MAX_NAMES`` names, and of each name the first ``MAX_VALUES`` values. A value beyond counts as ``OTHER`` of its name, a
+name beyond as ``OTHER`` altogether. Tags of a key are never forgotten: a request that is taken out again is taken out
+where it was added.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+from sqlalchemy import and_, delete, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from db.tables import TagRollupRow, TagSliceRow
+from ledger.rollups import WIDTHS_S, Row, chunks, slice_id, unpriced_tokens, upsert
+
+MAX_NAMES: Final = 32  # of one key
+MAX_VALUES: Final = 100  # of one name of one key
+OTHER: Final = "(other)"
+SUMS: Final = (
+    "requests",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "charge_nano_usd",
+    "unpriced_tokens",
+)
+
+TagSlice = tuple[str, str, str, str]  # team_id, key_id, name, value
+_decoder: Final = msgspec.json.Decoder(dict[str, str])
+
+
+class TagDelta:
+    """The change to the tags' rollups by some requests' rows, added or removed."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, TagSlice], list[int]] = defaultdict(lambda: [0] * len(SUMS))  # by quarter and tag
+        self.takes_away = False
+
+    def add(self, rows: Iterable[Row], sign: int = 1) -> None:
+        """Add rows (1) or remove them (-1)."""
+        self.takes_away = self.takes_away or sign < 0
+        width_ms = WIDTHS_S[0] * 1000
+        for row in rows:
+            for name, value in _decoder.decode(row["tags"]).items() if row["tags"] else ():
+                bucket = row["received_unix_ms"] // width_ms * width_ms
+                sums = self._sums[bucket, (row["team_id"] or "", row["key_id"], name, value)]
+                for number, amount in enumerate(_values(row)):
+                    sums[number] += sign * amount
+
+    def tags(self) -> set[TagSlice]:
+        """Return all tags that it touches."""
+        return {tag for _, tag in self._sums}
+
+    def buckets(self, kept: Mapping[TagSlice, TagSlice]) -> dict[tuple[int, int, int], list[int]]:
+        """Return sums by width, bucket and slice; ``kept``: the tag as which each of them counts."""
+        ids = {tag: slice_id(as_kept) for tag, as_kept in kept.items()}
+        found: dict[tuple[int, int, int], list[int]] = defaultdict(lambda: [0] * len(SUMS))
+        for (quarter, tag), sums in self._sums.items():
+            for width_s in WIDTHS_S:
+                into = found[width_s, quarter // (width_s * 1000) * (width_s * 1000), ids[tag]]
+                into[:] = map(int.__add__, into, sums)
+        return found
+
+
+def _values(row: Row) -> tuple[int, ...]:
+    """Return a row's figures in the order of SUMS."""
+    tokens = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"])
+    return (1, *tokens, row["charge_nano_usd"] or 0, unpriced_tokens(row))
+
+
+async def apply_tags(connection: AsyncConnection, delta: TagDelta) -> None:
+    """Write a change in the caller's transaction, which must keep other writers out (db.engine.writing)."""
+    if not delta.tags():
+        return
+    kept = await kept_tags(connection, delta.tags())
+    columns = ("team_id", "key_id", "name", "value")
+    slices = [{"id": slice_id(tag), **dict(zip(columns, tag, strict=True))} for tag in sorted(set(kept.values()))]
+    await upsert(connection, TagSliceRow, slices)
+    names = ("width_s", "bucket_unix_ms", "slice_id")
+    buckets = sorted(delta.buckets(kept).items())
+    rows = [{**dict(zip(names, key, strict=True)), **dict(zip(SUMS, sums, strict=True))} for key, sums in buckets]
+    stored = TagRollupRow.__table__.columns
+    await upsert(connection, TagRollupRow, rows, lambda new: {name: stored[name] + new[name] for name in SUMS})
+    for width_s, start in {key[:2] for key, _ in buckets} if delta.takes_away else ():
+        here = and_(TagRollupRow.width_s == width_s, TagRollupRow.bucket_unix_ms == start)
+        await connection.execute(delete(TagRollupRow).where(here, TagRollupRow.requests == 0))
+
+
+async def kept_tags(connection: AsyncConnection, tags: Iterable[TagSlice]) -> dict[TagSlice, TagSlice]:
+    """Return the tag as which each of them counts: itself where it is known or there is room for it, else OTHER."""
+    wanted = {slice_id(tag): tag for tag in tags}
+    known: set[int] = set()
+    for chunk in chunks(list(wanted)):
+        known.update(await connection.scalars(select(TagSliceRow.id).where(TagSliceRow.id.in_(chunk))))
+    new = sorted(tag for number, tag in wanted.items() if number not in known)
+    values = await _known_values(connection, {key_id for _, key_id, _, _ in new})
+    kept = {tag: tag for number, tag in wanted.items() if number in known}
+    for tag in new:
+        kept[tag] = _admitted(tag, values[tag[1]])
+    return kept
+
+
+def _admitted(tag: TagSlice, values: Counter[str]) -> TagSlice:
+    """Return the tag, or OTHER where its key has as many as are kept; ``values``: of each name, counted on."""
+    team_id, key_id, name, value = tag
+    if name == OTHER or (name not in values and len(values) >= MAX_NAMES):
+        return team_id, key_id, OTHER, OTHER
+    if value == OTHER or values[name] >= MAX_VALUES:
+        values[name] += 0
+        return team_id, key_id, name, OTHER
+    values[name] += 1
+    return tag
+
+
+async def _known_values(connection: AsyncConnection, key_ids: Iterable[str]) -> dict[str, Counter[str]]:
+    """Return how many values each name of these keys has; OTHER is none of them."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    columns = (TagSliceRow.key_id, TagSliceRow.name, TagSliceRow.value)
+    for chunk in chunks(sorted(key_ids)):
+        statement = select(*columns).where(TagSliceRow.key_id.in_(chunk), TagSliceRow.name != OTHER)
+        for key_id, name, value in await connection.execute(statement):
+            found[key_id][name] += value != OTHER
+    return found
+
+
+async def replace_tags(connection: AsyncConnection, since_unix_ms: int, until_unix_ms: int, delta: TagDelta) -> None:
+    """Replace the rollups of whole UTC days. Call inside ``writing``."""
+    start = TagRollupRow.bucket_unix_ms
+    await connection.execute(delete(TagRollupRow).where(start >= since_unix_ms, start < until_unix_ms))
+    await apply_tags(connection, delta)
+
+
+async def wrong_tags(connection: AsyncConnection, since_unix_ms: int, until_unix_ms: int, delta: TagDelta) -> int:
+    """Count the rows of whole UTC days that are not what ``delta`` has summed up."""
+    columns = TagRollupRow.__table__.columns
+    start = columns.bucket_unix_ms
+    names = ("width_s", "bucket_unix_ms", "slice_id", *SUMS)
+    statement = select(*(columns[name] for name in names)).where(start >= since_unix_ms, start < until_unix_ms)
+    stored: dict[tuple[Any, ...], list[int]] = {
+        tuple(row[:3]): list(row[3:]) for row in await connection.execute(statement)
+    }
+    counted = delta.buckets(await kept_tags(connection, delta.tags()))
+    return sum(stored.pop(key, None) != sums for key, sums in counted.items()) + len(stored)
