@@ -14,6 +14,7 @@ from console.dashboard.shell import Pages
 from console.login.login import Login
 from console.login.routes import add_login_answers, login_router
 from console.settings import LoginSettings
+from console.usage import usage_routers
 from gateway.mount import GatewayParts, Mount, Mounted
 from ledger.webhooks.endpoints import Endpoints
 from ledger.webhooks.secrets import SecretBox
@@ -30,7 +31,8 @@ def mount(login: LoginSettings, webhooks: WebhookSettings) -> Mount:
             endpoints = Endpoints(parts.database, webhooks, SecretBox(parts.settings.key_pepper))
             admin = AdminService(parts, logins, endpoints)
             pages = Pages(parts, admin, logins, reader)
-            routers = (admin_router(admin), login_router(logins), *dashboard_routers(pages))
+            usage = usage_routers(admin, parts.keys, reader)
+            routers = (admin_router(admin), *usage, login_router(logins), *dashboard_routers(pages))
             yield Mounted(routers, ADMIN_BODIES, _add_answers)
 
     return mounted

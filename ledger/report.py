@@ -150,8 +150,7 @@ async def window_of(
     """
     bucket = RollupRow.bucket_unix_ms
     statement = select(func.min(bucket), func.max(bucket)).where(RollupRow.width_s == WIDTHS_S[0])
-    found: tuple[int | None, int | None] = tuple((await connection.execute(statement)).one())
-    first, last = found
+    first, last = (await connection.execute(statement)).one_or_none() or (None, None)
     if first is None or last is None:
         return None
     since = first if since is None else max(first, since)

@@ -11,7 +11,8 @@ from console.admin.webhook_routes import webhooks_router
 from db.accounts import keys, teams
 from db.accounts.audit import AuditFilter, list_changes
 from db.accounts.errors import InvalidField, NameTaken, NotFound, PrincipalError
-from db.accounts.teams import means
+from db.accounts.keys import ApiKey
+from db.accounts.teams import Team, means
 from gateway.errors import InvalidParameter, NameInUse, Refused, UnknownObject
 from gateway.http.pages import body_schema, json_answer, refuse
 
@@ -76,7 +77,7 @@ def _teams(admin: AdminService) -> APIRouter:
         """Create a team."""
         actor = await admin.actor(request)
         body = await admin.body(request, schema.NewTeam)
-        return json_answer(team_view(await admin.create_team(body, actor)), 201)
+        return await _warned(admin, await admin.create_team(body, actor), 201)
 
     @router.get("/{reference}")
     async def retrieve_team(request: Request, reference: str) -> Response:
@@ -90,7 +91,7 @@ def _teams(admin: AdminService) -> APIRouter:
         """Change the given fields; null removes a limit. The change applies to all keys of the team immediately."""
         actor = await admin.actor(request)
         body = await admin.body(request, schema.TeamChanges)
-        return json_answer(team_view(await admin.update_team(reference, body, actor)))
+        return await _warned(admin, await admin.update_team(reference, body, actor))
 
     return router
 
@@ -112,7 +113,7 @@ def _keys(admin: AdminService) -> APIRouter:
         actor = await admin.actor(request)
         body = await admin.body(request, schema.NewKey)
         key, token = await admin.create_key(body, actor)
-        return json_answer(key_view(key, token), 201)
+        return await _warned(admin, key, 201, token)
 
     @router.get("/{reference}")
     async def retrieve_key(request: Request, reference: str) -> Response:
@@ -125,7 +126,7 @@ def _keys(admin: AdminService) -> APIRouter:
         """Change the given fields; null removes a limit."""
         actor = await admin.actor(request)
         body = await admin.body(request, schema.KeyChanges)
-        return json_answer(key_view(await admin.update_key(reference, body, actor)))
+        return await _warned(admin, await admin.update_key(reference, body, actor))
 
     @router.post("/{reference}/rotate", openapi_extra=body_schema("Rotation"))
     async def rotate_key(request: Request, reference: str) -> Response:
@@ -145,6 +146,13 @@ def _keys(admin: AdminService) -> APIRouter:
         return json_answer(key_view(await admin.revoke_key(reference, actor, stops_running=stop_running)))
 
     return router
+
+
+async def _warned(admin: AdminService, account: Team | ApiKey, status: int = 200, token: str | None = None) -> Response:
+    """Answer a creation or a change, with ``warnings`` where there are any."""
+    view = key_view(account, token) if isinstance(account, ApiKey) else team_view(account)
+    warnings = await admin.warnings(account)
+    return json_answer({**view, "warnings": warnings} if warnings else view, status)
 
 
 def _audit(admin: AdminService) -> APIRouter:

@@ -12,10 +12,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from console.admin.schema import AdminBody, KeyChanges, NewKey, NewTeam, TeamChanges
 from console.login.login import Login
 from db.accounts import keys, teams
+from db.accounts.budgets import budget_warnings, unpriced_models
 from db.accounts.checks import checked_grant
 from db.accounts.keys import ApiKey, Grant
 from db.accounts.principal import ADMIN, policy_of
 from db.accounts.teams import Team
+from db.money import CLIENTS
+from db.prices import load_prices
 from gateway.api.fields import parse_body
 from gateway.http.body import read_body
 from gateway.http.pages import exchange_of
@@ -66,6 +69,19 @@ class AdminService:
     async def create_team(self, body: NewTeam, actor: str) -> Team:
         """Create a team."""
         return await teams.create_team(self.database, body.name, actor, body.organisation, policy_of(body.changes()))
+
+    async def warnings(self, account: Team | ApiKey) -> list[str]:
+        """Return what is wrong with a team's or key's budget, in sentences."""
+        return budget_warnings(
+            account.policy, account.models if isinstance(account, ApiKey) else None, await self.unpriced()
+        )
+
+    async def unpriced(self) -> list[str]:
+        """Return the models that clients are charged nothing for. Raises SQL's own errors."""
+        configured = {model for model, payee in self.settings.prices if payee == CLIENTS}
+        async with self.database.connect() as connection:
+            book = await load_prices(connection)
+        return unpriced_models(self.settings.models, configured, book, unix_now_ms())
 
     async def update_team(self, reference: str, body: TeamChanges, actor: str) -> Team:
         """Change a team, for all its keys immediately."""

@@ -95,8 +95,10 @@ class _AccountViews:
             log.warning("cannot show the use of limits, except budgets from the ledger: %s", error)
 
         async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
-            return await account_lines(connection, view, accounts)
+            values = await account_lines(connection, view, accounts)
+            return {**values, "warnings": accounts.warnings(unpriced)}
 
+        unpriced = await self.admin.unpriced()
         return await self.pages.show(request, template, ask, **CHOICES, **more)
 
 

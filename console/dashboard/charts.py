@@ -28,6 +28,7 @@ class Line:
     bars: bool = False
     fill: bool = False
     gaps: bool = False  # single points between gaps are drawn
+    stacked: bool = False  # on those before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Chart:
     def data(self) -> dict[str, Any]:
         """Return the data for dashboard.js."""
         edges = [step.since_unix_ms for step in self.steps] + [self.steps[-1].until_unix_ms]
-        fields = ("name", "values", "colour", "bars", "fill", "gaps")
+        fields = ("name", "values", "colour", "bars", "fill", "gaps", "stacked")
         return {
             "unit": self.unit,
             "whole": self.whole,

@@ -6,6 +6,7 @@ from typing import Final
 from db.money import NANO_USD
 
 NOTHING: Final = "–"
+NO_PRICE: Final = "no price"
 COMPACT_FROM: Final = 10_000
 _SCALES: Final = ((1e9, "B"), (1e6, "M"))
 
@@ -49,6 +50,13 @@ def money(nano_usd: float | None) -> str:
     if usd and abs(usd) < 0.995:
         return f"{'-' if usd < 0 else ''}${_two_significant(abs(usd))}"
     return f"{'-' if usd < 0 else ''}${abs(usd):,.2f}"
+
+
+def charged(nano_usd: int | None, unpriced_tokens: int = 0) -> str:
+    """Format a charge; tokens without a price are not $0.00: ``$1.20``, ``no price``, ``$1.20 + no price``."""
+    if nano_usd is None or (unpriced_tokens and not nano_usd):
+        return NO_PRICE
+    return f"{money(nano_usd)} + {NO_PRICE}" if unpriced_tokens else money(nano_usd)
 
 
 def share(value: float | None) -> str:

@@ -12,6 +12,7 @@ from starlette.responses import HTMLResponse, Response
 
 from console.dashboard import formats
 from console.dashboard.view import RANGES, REFRESH_S, View
+from db.money import usd_text
 from ledger.queries.traffic import OTHER
 from ledger.queries.window import DIMENSIONS
 from protocol.distribution import version
@@ -87,8 +88,10 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    written = {name: getattr(formats, name) for name in ("count", "compact", "duration", "money", "share", "moment")}
-    environment.filters |= {**written, "data_block": _data_block}
+    written = {
+        name: getattr(formats, name) for name in ("count", "compact", "duration", "money", "charged", "share", "moment")
+    }
+    environment.filters |= {**written, "usd_text": usd_text, "data_block": _data_block}
     environment.globals |= {
         "VERSION": version(),
         "NOTHING": formats.NOTHING,

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Final, cast, get_args
 from urllib.parse import urlencode
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -11,6 +11,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from starlette.requests import Request
 
 from gateway.errors import InvalidParameter
+from ledger.days import NoMonth, parse_month
 from ledger.queries.window import DIMENSIONS, QUARTER_MS, Dimension, Filters, Step, Window
 from ledger.rollups import MINUTES_KEPT_MS
 from protocol.nats.clock import unix_now_ms
@@ -49,13 +50,20 @@ class View:
     zone_name: str
     zone: ZoneInfo
     theme: str  # "" follows the system
-    range: str  # of RANGES, or "custom"
+    range: str  # of RANGES, "month" or "custom"
     since_unix_ms: int
     until_unix_ms: int
     where: dict[Dimension, str] = field(default_factory=dict)
     by: tuple[Dimension, ...] = ()
     refresh_s: int = 0  # of REFRESH_S; 0: the page stays as it is
     read_unix_ms: int = 0  # when this was read
+    month: str = ""  # "2026-11", of the range "month"
+
+    @property
+    def months(self) -> tuple[str, str]:
+        """The last two calendar months, the current one first."""
+        today = datetime.fromtimestamp(unix_now_ms() / 1000, self.zone)
+        return f"{today:%Y-%m}", f"{today.replace(day=1) - timedelta(days=1):%Y-%m}"
 
     @property
     def window(self) -> Window:
@@ -92,16 +100,21 @@ class View:
         fields: dict[str, str | int | None] = dict(self.where.items())
         if self.range == "custom":
             fields |= {"since": self.since_unix_ms, "until": self.until_unix_ms}
+        elif self.range == "month":
+            fields["month"] = self.month
         else:
             fields["range"] = self.range
         fields |= dict(zip(("by", "and"), self.by, strict=False))
         fields["refresh"] = self.refresh_s or None
-        if "range" in changes:
-            fields |= {"since": None, "until": None}
-        if "since" in changes:
-            fields["range"] = None
+        for name in ("range", "month", "since"):  # of these, a link has one
+            if name in changes:
+                fields |= {"range": None, "month": None, "since": None, "until": None}
         fields |= changes
         return urlencode({name: value for name, value in fields.items() if value not in {None, ""}})
+
+    def usage_query(self, **fields: str) -> str:
+        """Return the query of /admin/v1/usage for this time."""
+        return urlencode({"from": self.since_unix_ms, "to": self.until_unix_ms, "timezone": self.zone_name, **fields})
 
     def local_input(self, unix_ms: int) -> str:
         """Format a moment for ``<input type="datetime-local">``."""
@@ -119,6 +132,7 @@ def make_view(params: Mapping[str, str], cookies: Mapping[str, str], now_unix_ms
     theme = cookies.get(THEME_COOKIE, "")
     now_unix_ms = now_unix_ms or unix_now_ms()
     chosen, since_unix_ms, until_unix_ms = _span(params, zone, now_unix_ms)
+    month = params.get("month", "") if chosen == "month" else ""
     return View(
         zone_name=zone_name,
         zone=zone,
@@ -130,6 +144,7 @@ def make_view(params: Mapping[str, str], cookies: Mapping[str, str], now_unix_ms
         by=_grouping(params),
         refresh_s=_refresh_s(params),
         read_unix_ms=now_unix_ms,
+        month=month,
     )
 
 
@@ -165,6 +180,12 @@ def _span(params: Mapping[str, str], zone: ZoneInfo, now_unix_ms: int) -> tuple[
         if not since < until <= since + MAX_SPAN_MS:
             raise InvalidParameter("until: must be later than since, by 400 days at most.", param="until")
         return "custom", since, until
+    if params.get("month"):
+        try:
+            month = parse_month(params["month"], zone)
+        except NoMonth as error:
+            raise InvalidParameter(f"month: {error}.", param="month") from error
+        return "month", month.since_unix_ms, month.until_unix_ms
     chosen = params.get("range") or DEFAULT_RANGE
     if chosen not in RANGES:
         raise InvalidParameter(f"range: must be one of {', '.join(RANGES)}.", param="range")

@@ -1,5 +1,6 @@
 """The waterfall of a request's attempts: waiting, prefill and decode of each, with its worker."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -121,7 +122,8 @@ def facts(request: Row, names: dict[str, str], view: View) -> list[tuple[str, st
     tokens = request["completion_tokens"]
     decode_ms = None if request["ttft_ms"] is None else request["total_ms"] - request["ttft_ms"]
     tpot_ms = decode_ms / (tokens - 1) if decode_ms is not None and tokens > 1 and request["outcome"] == "ok" else None
-    team = request["team_id"]
+    team, charge = request["team_id"], request["charge_nano_usd"]
+    tags: dict[str, str] = json.loads(request["tags"] or "{}")
     known = [
         ("Received", formats.moment(request["received_unix_ms"], view.zone)),
         ("Model", request["model"]),
@@ -146,7 +148,8 @@ def facts(request: Row, names: dict[str, str], view: View) -> list[tuple[str, st
             " · ".join(filter(None, (request["pool"], request["provider"], request["region"]))) or formats.NOTHING,
         ),
         ("Preemptions", formats.count(request["preemptions"])),
-        ("Charged", formats.money(request["charge_nano_usd"])),
+        ("Charged", formats.charged(charge) if charge is not None or request["pool"] else formats.NOTHING),
+        ("Tags", ", ".join(f"{name}={value}" for name, value in tags.items()) or formats.NOTHING),
         ("Gateway", request["gateway_id"]),
     ]
     links = links_of(view, model=request["model"], key=request["key_id"], team=team, pool=request["pool"])

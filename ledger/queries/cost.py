@@ -1,7 +1,8 @@
 """Cost of tokens in each pool, idle time included, and savings by spot machines."""
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -69,6 +70,7 @@ class ModelCost:
     cost_nano_usd: int
     idle_nano_usd: int  # of this, for time in which the machines had no job
     charge_nano_usd: int  # what its clients were charged
+    unpriced_tokens: int  # for which they were not, as the model had no price
 
     @property
     def nano_usd_per_1k_tokens(self) -> int | None:
@@ -87,6 +89,22 @@ async def costs(
     hosted = await _token_costs(connection, window, where)
     pools = await _pool_costs(connection, window, where, hosted)
     return pools, await _model_costs(connection, window, where, hosted, pools)
+
+
+async def machine_costs(
+    connection: AsyncConnection, steps: Sequence[Window], *, where: Filters = NO_FILTERS
+) -> list[int]:
+    """Return the cost of machines in each step, in nano-USD; the steps are consecutive, without gaps."""
+    columns, found = InstanceRow.__table__.columns, [0] * len(steps)
+    up_ms = columns.up_until_unix_ms - columns.up_from_unix_ms
+    statement = select(columns.bucket_unix_ms, func.sum(up_ms * columns.nano_usd_per_hour // HOUR_MS)).where(
+        columns.bucket_unix_ms >= steps[0].since_unix_ms, columns.bucket_unix_ms < steps[-1].until_unix_ms
+    )
+    allowed = [columns[name].in_(list(values)) for name, values in _of_pools(where).items() if values]
+    starts = [step.since_unix_ms for step in steps]
+    for bucket, cost in await connection.execute(statement.where(*allowed).group_by(columns.bucket_unix_ms)):
+        found[bisect_right(starts, bucket) - 1] += int(cost)
+    return found
 
 
 async def _model_costs(
@@ -194,6 +212,7 @@ def _share(traffic: Traffic, pool: PoolCost | None, part: float, hosted_nano_usd
         cost_nano_usd=hosted_nano_usd + (round(pool.machine_nano_usd * part) if pool else 0),
         idle_nano_usd=round(_idle(pool) * part) if pool else 0,
         charge_nano_usd=traffic.charge_nano_usd,
+        unpriced_tokens=traffic.unpriced_tokens,
     )
 
 

@@ -1,15 +1,19 @@
 """``spillway keys``: API keys and their permissions."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Final
 
 import typer
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from console.admin.views import key_view
+from db.accounts.budgets import budget_warnings, unpriced_models
 from db.accounts.checks import checked_grant
 from db.accounts.keyring import RELOAD_PERIOD_S
 from db.accounts.keys import ApiKey, Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
 from db.accounts.principal import DEFAULT_TEAM_ID, INFERENCE, policy_of
-from db.accounts.teams import means
+from db.accounts.teams import Team, means
+from db.prices import load_prices
 from gateway.tokenizing.settings import canonical_names
 from protocol import subjects
 from protocol.errors import BusError, BusTimeout, ExpectedError, NoResponders
@@ -67,7 +71,9 @@ async def create(
     )
     async with database(config) as engine:
         key, plaintext = await create_key(engine, name, pepper_of(config), grant, this_actor())
+        warnings = await warnings_of(config, engine, key)
     _print_plaintext(key, plaintext, as_json=as_json)
+    print_warnings(warnings)
     await notify_gateways(config)
 
 
@@ -80,7 +86,9 @@ async def update(
     async with database(config) as engine:
         before = await find_key(engine, reference)
         key = await update_key(engine, before.key_id, checked, this_actor())
+        warnings = await warnings_of(config, engine, key)
     print_changed(key_view(before), key_view(key), as_json=as_json)
+    print_warnings(warnings)
     await notify_gateways(config)
 
 
@@ -143,6 +151,21 @@ async def revoke(
         key = await revoke_key(engine, reference, this_actor(), stops_running=stop_running)
     out.print(f"revoked {key.key_id} ({key.name})", markup=False)
     await notify_gateways(config)
+
+
+async def warnings_of(config: Config, engine: AsyncEngine, account: Team | ApiKey) -> list[str]:
+    """Return what is wrong with a team's or key's budget, in sentences. Raises SQL's own errors."""
+    async with engine.connect() as connection:
+        book = await load_prices(connection)
+    priced = {name for name, model in config.models.items() if model.price is not None}
+    unpriced = unpriced_models(config.models, priced, book, unix_now_ms())
+    return budget_warnings(account.policy, account.models if isinstance(account, ApiKey) else None, unpriced)
+
+
+def print_warnings(warnings: Iterable[str]) -> None:
+    """Print sentences of ``warnings_of`` beside what a command prints."""
+    for text in warnings:
+        err.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
 
 
 async def notify_gateways(config: Config) -> None:

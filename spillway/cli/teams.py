@@ -10,7 +10,7 @@ from db.accounts.principal import policy_of
 from spillway.cli.account_options import NewTeam, TeamChanges, limits_text
 from spillway.cli.connections import database
 from spillway.cli.context import ResolvedConfig, command, this_actor
-from spillway.cli.keys import notify_gateways
+from spillway.cli.keys import notify_gateways, print_warnings, warnings_of
 from spillway.cli.output import JsonOption, local_time, print_changed, print_object, print_objects
 
 ReferenceArgument = Annotated[str, typer.Argument(help="The team's or organisation's id or name.")]
@@ -41,7 +41,9 @@ async def create(
     owner = fields.get("organisation") or teams.DEFAULT_ORGANISATION_ID
     async with database(config) as engine:
         team = await teams.create_team(engine, name, this_actor(), owner, policy_of(fields))
+        warnings = await warnings_of(config, engine, team)
     print_object(team_view(team), as_json=as_json)
+    print_warnings(warnings)
 
 
 @command
@@ -53,7 +55,9 @@ async def update(
         async with engine.connect() as connection:
             before = await teams.find_team(connection, reference)
         team = await teams.update_team(engine, before.team_id, changes, this_actor())
+        warnings = await warnings_of(config, engine, team)
     print_changed(team_view(before), team_view(team), as_json=as_json)
+    print_warnings(warnings)
     await notify_gateways(config)
 
 

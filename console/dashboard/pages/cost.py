@@ -1,13 +1,22 @@
 """Cost: the cost of tokens in each pool with idle time included, and the savings by spot machines."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from console.dashboard.charts import LINE_COLOURS, Chart, Line
+from console.dashboard.pages.overview import MAX_GROUPS
+from console.dashboard.pages.tokens import traffic_name
 from console.dashboard.view import View
-from ledger.queries.cost import ModelCost, PoolCost, costs
-from ledger.queries.traffic import choices
+from db.money import NANO_USD
+from ledger.queries.cost import ModelCost, PoolCost, costs, machine_costs
+from ledger.queries.names import load_names
+from ledger.queries.traffic import Traffic, choices, merge, series, totals
+from ledger.queries.window import Dimension
+
+STACKED: Final = LINE_COLOURS - 2  # groups of the chart; the others are one more, and machines another
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +25,7 @@ class CostSum:
 
     cost: int
     charge: int
+    unpriced_tokens: int
     tokens: int
     up_ms: int
     idle_share: float | None
@@ -31,14 +41,62 @@ class CostSum:
 
 async def cost(connection: AsyncConnection, view: View) -> dict[str, Any]:
     """Return the values of cost.html."""
+    view = replace(view, by=view.by or ("model",))
     pools, models = await costs(connection, view.window.in_quarters, where=view.filters)
+    names = await load_names(connection)
+    groups = await totals(
+        connection, view.window, where=view.filters, by=view.by, order="charge_nano_usd", top=MAX_GROUPS
+    )
     return {
         "page": "Cost",
+        "view": view,
         "choices": await choices(connection, view.window),
+        "names": names,
         "pools": pools,
         "models": models,
         "sum": _sum(pools, models),
+        "chart": await _over_time(connection, view, names),
+        "groups": groups,
+        "charged": merge(groups) if groups else Traffic(()),
+        "machines": _machines(pools, view.by),
     }
+
+
+async def _over_time(connection: AsyncConnection, view: View, names: dict[str, str]) -> Chart:
+    """Return dollars charged over time, stacked, with the cost of machines as a line beside them."""
+    dimension, steps = view.by[0], view.window.steps(view.step)
+    found = await series(
+        connection,
+        view.window,
+        view.step,
+        where=view.filters,
+        by=(dimension,),
+        order="charge_nano_usd",
+        top=STACKED,
+        names=("charge_nano_usd",),
+    )
+    charged = [
+        Line(
+            traffic_name(one.group[0], names),
+            [point.charge_nano_usd / NANO_USD for point in one.points],
+            colour,
+            bars=True,
+            stacked=True,
+        )
+        for colour, one in enumerate(found, 1)
+    ]
+    machines = [cost / NANO_USD for cost in await machine_costs(connection, steps, where=view.filters)]
+    lines = [*charged, Line("cost of machines", machines, LINE_COLOURS)]
+    return Chart(f"Charged by {dimension}, and the cost of machines", "USD", steps, lines, view, whole=False)
+
+
+def _machines(pools: list[PoolCost], by: tuple[Dimension, ...]) -> dict[str, int]:
+    """Return the cost of machines and hosted tokens by the first dimension, where pools have it."""
+    found: dict[str, int] = defaultdict(int)
+    if len(by) == 1 and by[0] in {"pool", "provider", "region", "tier"}:
+        for pool in pools:
+            found[getattr(pool, by[0])] += pool.cost_nano_usd
+    return found
 
 
 def _sum(pools: list[PoolCost], models: list[ModelCost]) -> CostSum:
@@ -48,6 +106,7 @@ def _sum(pools: list[PoolCost], models: list[ModelCost]) -> CostSum:
     return CostSum(
         cost=sum(model.cost_nano_usd for model in models),
         charge=sum(model.charge_nano_usd for model in models),
+        unpriced_tokens=sum(model.unpriced_tokens for model in models),
         tokens=sum(model.prompt_tokens + model.completion_tokens for model in models),
         up_ms=up_ms,
         idle_share=1 - busy_ms / up_ms if up_ms else None,

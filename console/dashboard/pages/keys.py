@@ -8,6 +8,7 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard.view import DAY_MS, View
+from db.accounts.budgets import budget_warnings
 from db.accounts.keys import ApiKey
 from db.accounts.principal import DEFAULT_TEAM_ID, Limits, limits_of, period_start_s
 from db.accounts.teams import Team
@@ -42,6 +43,11 @@ class Accounts:
         policies = [*((team.team_id, team.policy) for team in self.teams), *((key.key_id, key.policy) for key in live)]
         found = ((account_id, limits_of(policy)) for account_id, policy in policies)
         return {account_id: terms for account_id, terms in found if terms is not None}
+
+    def warnings(self, unpriced: Sequence[str]) -> dict[str, list[str]]:
+        """Return what is wrong with budgets, by id; ``unpriced``: the models without a price."""
+        teams = {team.team_id: budget_warnings(team.policy, None, unpriced) for team in self.teams}
+        return teams | {key.key_id: budget_warnings(key.policy, key.models, unpriced) for key in self.keys}
 
     def state_of(self, key: ApiKey) -> str:
         """Return the state of a key: "active", "expired" or "revoked"."""

@@ -82,6 +82,16 @@ const times = (isDaily) => (_chart, splits) => {
   });
 };
 
+// Stacked bars reach from zero to their top, the highest first, so that each covers the lower part of the one before.
+function piled(lines) {
+  let below = lines[0].values.map(() => 0);
+  const stacked = lines.filter((line) => line.stacked).map((line) => {
+    below = below.map((sum, index) => sum + (line.values[index] || 0));
+    return { ...line, own: line.values, values: below };
+  });
+  return [...stacked.reverse(), ...lines.filter((line) => !line.stacked)];
+}
+
 function lineOf(line, unit) {
   const stroke = colour(`--series-${line.colour}`);
   // Nowhere under the pointer: the latest value and the largest.
@@ -89,7 +99,7 @@ function lineOf(line, unit) {
     const known = (values ?? []).filter((one) => one !== null && one !== undefined);
     return known.length ? `${amount(known.at(-1), unit)} (max ${amount(Math.max(...known), unit)})` : "–";
   };
-  const value = (chart, number, series, index) => (index === null || index === undefined ? rest(chart.data?.[series]) : amount(number, unit));
+  const value = (chart, number, series, index) => (index === null || index === undefined ? rest(line.own ?? chart.data?.[series]) : amount(line.own ? line.own[index] : number, unit));
   const common = { label: line.name, stroke, value, width: 1.75, points: { show: line.gaps, size: 5, fill: stroke }, spanGaps: false };
   if (!line.bars) return { ...common, fill: line.fill ? `${stroke}22` : undefined };
   return { ...common, width: 0, fill: stroke, paths: uPlot.paths.bars({ size: [0.8, 40] }) };
@@ -99,6 +109,7 @@ function draw(figure) {
   const place = figure.querySelector(".plot");
   const data = JSON.parse(figure.querySelector("script").textContent);
   const isDaily = data.step === "day";
+  const lines = piled(data.lines);
   const x = data.edges.slice(0, -1).map((edge) => edge / 1000);
   const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
   const options = {
@@ -114,12 +125,12 @@ function draw(figure) {
     ],
     series: [
       { label: "From", value: (_chart, seconds, _series, index) => (index === null || index === undefined ? "latest" : seconds ? `${day.format(new Date(seconds * 1000))}${isDaily ? "" : ` ${clock.format(new Date(seconds * 1000))}`}` : "–") },
-      ...data.lines.map((line) => lineOf(line, data.unit)),
+      ...lines.map((line) => lineOf(line, data.unit)),
     ],
     hooks: { setSelect: [(chart) => zoom(chart, data)] },
   };
   place.replaceChildren();
-  const chart = new uPlot(options, [x, ...data.lines.map((line) => line.values)], place);
+  const chart = new uPlot(options, [x, ...lines.map((line) => line.values)], place);
   let pressed = 0;
   chart.over.addEventListener("mousedown", (event) => (pressed = event.clientX));
   chart.over.addEventListener("click", (event) => {
@@ -138,7 +149,7 @@ function zoom(chart, data) {
   if (width < 8) return;
   const [from, until] = [left, left + width].map((position) => chart.posToIdx(position));
   const url = new URL(location.href);
-  for (const name of ["range", "until"]) url.searchParams.delete(name);
+  for (const name of ["range", "month", "until"]) url.searchParams.delete(name);
   url.searchParams.set("since", data.edges[from]);
   url.searchParams.set("until", data.edges[Math.max(until, from + 1)]);
   location.href = url;

@@ -239,6 +239,39 @@ def test_colours_and_time_zone_are_remembered(visit: Visit) -> None:
     expect(page.locator("#zone-name")).to_have_text("America/New_York")
 
 
+def test_dollars_are_stacked_by_team_beside_the_cost_of_machines(visit: Visit) -> None:
+    page = visit.page
+    visit.go("/dashboard/cost?range=30d&by=team")
+    chart = page.locator("[data-chart]").first
+    expect(chart.locator("canvas")).to_be_visible()
+    tops, own = page.evaluate("""() => {
+        const {data, series} = document.querySelector("[data-chart]").chart;
+        const index = data[1].findIndex((value) => value > 0);
+        const text = (number) => series[number].value(null, data[number][index], number, index);
+        const read = (number) => Number(text(number).replace(/[$,]/g, ""));
+        return [[data[1][index], data[2][index]], [read(1), read(2)]];
+    }""")
+    assert tops[0] == pytest.approx(own[0] + own[1], rel=0.02)  # the upper bar stands on the lower one
+    assert tops[1] == pytest.approx(own[1], rel=0.02)
+    expect(chart).to_contain_text("cost of machines")
+    charges = [
+        int(text or "")
+        for text in page.locator("[aria-labelledby=charged] data").evaluate_all("all => all.map(one => one.value)")
+    ]
+    assert sum(charges[:-1]) == charges[-1] > 0
+    expect(page.locator("[aria-labelledby=charged]")).to_contain_text("+ no price")
+    month = page.locator(".ranges a", has_text=re.compile(r"^\s*\d{4}-\d\d\s*$")).first
+    name = month.inner_text().strip()
+    month.click()
+    page.wait_for_url(f"**/dashboard/cost?month={name}&by=team")
+    expect(page.locator(".ranges a[aria-current]")).to_have_text(name)
+    with page.expect_download() as download:
+        page.click("text=CSV by team, key and model")
+    rows = list(csv.DictReader(Path(download.value.path()).read_text().splitlines()))
+    shown = page.locator("[aria-labelledby=charged] tfoot data").get_attribute("value")
+    assert sum(int(row["charge_nano_usd"]) for row in rows) == int(shown or "")
+
+
 def test_the_playground_streams_and_its_request_appears_in_the_live_tail(visit: Visit, system: System) -> None:
     page = visit.page
     visit.go("/dashboard/playground")

@@ -65,6 +65,7 @@ async def test_a_key_lives_by_the_admin_api(admin: httpx.AsyncClient, status_at_
     assert made.status_code == 201
     key = made.json()
     token = key.pop("token")
+    assert "does not limit requests" in key.pop("warnings")[0]  # this model has no price
     assert key["last_four"] == token[-4:]
     assert key["scopes"] == ["inference", "metrics"]
     assert key["models"] == [MODEL]

@@ -39,13 +39,13 @@ OURS: dict[str, tuple[tuple[type[BaseModel], ...], Mapping[str, Any]]] = {
     ),
 }
 # What REQUEST_FIELDS.md and others tell of all routes.
-EVERYWHERE = {"do_not_queue", "allow_hosted", "safety_identifier"}
+EVERYWHERE = {"do_not_queue", "allow_hosted", "safety_identifier", "metadata"}
 LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "short", "prompt": "Hi"}}\n'
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def gateway(share_gateway: Share) -> GatewayUnderTest:
-    return await share_gateway()
+    return await share_gateway(console={})
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -67,3 +67,17 @@ def test_moments_are_on_the_viewers_clock() -> None:
     just_before_midnight_utc = 1_772_236_799_000  # 2026-02-27 23:59:59
     assert formats.moment(just_before_midnight_utc, ZoneInfo("UTC")) == "2026-02-27 23:59:59"
     assert formats.moment(just_before_midnight_utc, ZoneInfo("Asia/Kolkata")) == "2026-02-28 05:29:59"
+
+
+@pytest.mark.parametrize(
+    ("nano_usd", "unpriced_tokens", "text"),
+    [
+        (0, 0, "$0.00"),
+        (1_200_000_000, 0, "$1.20"),
+        (0, 5, "no price"),
+        (None, 0, "no price"),
+        (1_200_000_000, 5, "$1.20 + no price"),
+    ],
+)
+def test_tokens_without_a_price_are_not_free(nano_usd: int | None, unpriced_tokens: int, text: str) -> None:
+    assert formats.charged(nano_usd, unpriced_tokens) == text

@@ -1,4 +1,6 @@
+from datetime import datetime
 from urllib.parse import parse_qsl
+from zoneinfo import ZoneInfo
 
 import pytest
 
@@ -92,3 +94,22 @@ def test_charts_are_cut_into_a_bearable_number_of_steps() -> None:
     for name in ("6h", "24h", "7d", "30d", "90d"):
         seen = view(range=name)
         assert 20 <= len(seen.window.steps(seen.step)) <= 200
+
+
+def test_a_calendar_month_is_a_range_of_the_viewers_zone() -> None:
+    november = make_view({"month": "2026-11", "by": "team"}, {"spillway_zone": "Europe/Berlin"}, NOW_MS)
+    assert (november.range, november.month) == ("month", "2026-11")
+    begin, end = (
+        int(datetime(2026, month, 1, tzinfo=ZoneInfo("Europe/Berlin")).timestamp()) * 1000 for month in (11, 12)
+    )
+    assert (november.since_unix_ms, november.until_unix_ms, november.step) == (begin, end, "day")
+    assert parse_qsl(november.query()) == [("month", "2026-11"), ("by", "team")]
+    assert parse_qsl(november.query(range="7d", by=None)) == [("range", "7d")]
+    assert parse_qsl(view(range="7d").query(month="2026-11")) == [("month", "2026-11")]
+    assert parse_qsl(november.query(since=5, until=6, by=None)) == [("since", "5"), ("until", "6")]
+
+
+@pytest.mark.parametrize("month", ["2026-13", "2026-1", "11-2026", "0000-01", "9999-12"])
+def test_what_is_no_month_is_refused(month: str) -> None:
+    with pytest.raises(InvalidParameter, match="is not a month such as 2026-11"):
+        view(month=month)
