@@ -239,3 +239,24 @@ def test_checks_as_json(folder: Path) -> None:
     assert json.loads(spillway("usage", "--json").stdout) == []
     [cheapest, *_] = sorted(json.loads(spillway("plan", "--json").stdout), key=lambda one: one["usd"])
     assert cheapest["offer"]["name"] == "spot, mixed"
+
+
+def test_a_budget_on_a_model_without_a_price_is_a_warning(folder: Path) -> None:
+    budget = ("--budget", "5 USD/month")
+    said = "warning: The budget does not limit requests to `m`: no price is set."
+    for arguments in (
+        ("teams", "create", "t"),
+        ("teams", "update", "t"),
+        ("keys", "create", "k"),
+        ("keys", "update", "k"),
+    ):
+        done = spillway(*arguments, *budget)
+        assert done.exit_code == 0, done.stderr
+        assert said in done.stderr, arguments
+        assert "warning" not in done.stdout
+    assert "warning" not in spillway("keys", "update", "k", "--budget", "none").stderr
+    text = (folder / "spillway.toml").read_text()
+    (folder / "spillway.toml").write_text(
+        text.replace("[models.m]\n", "[models.m]\nprice = { prompt = 1, completion = 1 }\n")
+    )
+    assert "warning" not in spillway("keys", "update", "k", *budget).stderr
