@@ -19,6 +19,7 @@ FOCUS_BY: Final[tuple[UsageBy, ...]] = ("team", "key", "model")
 PROVIDER: Final = "Spillway"
 COLUMNS: Final = (
     "BillingAccountId",
+    "BillingAccountName",
     "BilledCost",
     "EffectiveCost",
     "ListCost",
@@ -29,6 +30,7 @@ COLUMNS: Final = (
     "ChargePeriodStart",
     "ChargePeriodEnd",
     "ChargeCategory",
+    "ChargeClass",
     "ChargeDescription",
     "ChargeFrequency",
     "ServiceCategory",
@@ -44,6 +46,7 @@ COLUMNS: Final = (
     "SkuId",
     "ConsumedQuantity",
     "ConsumedUnit",
+    "PricingCategory",
     "PricingQuantity",
     "PricingUnit",
     "Tags",
@@ -67,7 +70,7 @@ def _row(row: Usage, names: Mapping[str, str], billing: Window) -> Mapping[str, 
     sums, cost = row.sums, usd_text(row.sums.charge_nano_usd)
     team, key, model = row.team_id or "", row.key_id or "", row.model or ""
     return {
-        "BillingAccountId": PROVIDER,
+        **dict.fromkeys(("BillingAccountId", "BillingAccountName"), PROVIDER),
         **dict.fromkeys(("BilledCost", "EffectiveCost", "ListCost", "ContractedCost"), cost),
         "BillingCurrency": "USD",
         "BillingPeriodStart": _moment(billing.since_unix_ms),
@@ -75,6 +78,7 @@ def _row(row: Usage, names: Mapping[str, str], billing: Window) -> Mapping[str, 
         "ChargePeriodStart": _moment(row.since_unix_ms),
         "ChargePeriodEnd": _moment(row.until_unix_ms),
         "ChargeCategory": "Usage",
+        "ChargeClass": "",  # no correction of an earlier period
         "ChargeDescription": f"Tokens of {model}",
         "ChargeFrequency": "Usage-Based",
         "ServiceCategory": "AI and Machine Learning",
@@ -88,6 +92,7 @@ def _row(row: Usage, names: Mapping[str, str], billing: Window) -> Mapping[str, 
         "SkuId": model,
         "ConsumedQuantity": sums.tokens,
         "ConsumedUnit": "Tokens",
+        "PricingCategory": "Standard",
         "PricingQuantity": sums.tokens,
         "PricingUnit": "Tokens",
         "Tags": json.dumps({"team": names.get(team, team), "key": names.get(key, key), "model": model}),
