@@ -16,12 +16,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard import formats
-from ledger.queries.names import load_names
 from console.dashboard.reader import Reader
 from db.engine import describe
 from gateway.errors import InsufficientQuota, LedgerUnavailable
 from gateway.mount import GatewayParts
 from ledger.queries.fleet import has_machines, leaked_machines
+from ledger.queries.names import load_names
 from ledger.queries.refusals import refusal_totals
 from ledger.queries.set_aside import set_aside_counts
 from ledger.queries.traffic import totals

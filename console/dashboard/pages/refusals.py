@@ -6,11 +6,11 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard.charts import Chart, Line
-from ledger.queries.names import load_names
 from console.dashboard.pages.requests import read_cursor, write_cursor
 from console.dashboard.view import MAX_VALUE_CHARS, View
 from gateway.telemetry.refusal_records import NAMED_A_SECOND, NAMED_A_SECOND_EACH
 from ledger.queries.log import Cursor
+from ledger.queries.names import load_names
 from ledger.queries.refusals import refusal_series, refusal_totals, refusals_by_name
 from ledger.queries.window import Window
 from ledger.refusals import NAMED_OF_A_KEY
