@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.accounts.keys import ApiKey, Grant, create_key
 from db.accounts.teams import create_team
+from db.engine import writing
 from db.money import CLIENTS, Price
 from db.prices import add_price
 from db.tables import BatchRow, Decision, FileRow, InstanceRow
@@ -46,7 +47,7 @@ async def fill_ledger(engine: AsyncEngine, pepper: SecretStr, requests: int = 40
         made = await create_team(engine, team, "cli:test")
         grant = Grant(team_id=made.team_id)
         keys += [(await create_key(engine, name, pepper, grant, "cli:test"))[0] for name in names]
-    async with engine.begin() as connection:  # the other model has no price
+    async with writing(engine) as connection:  # the other model has no price
         price = Price(prompt_nano_usd=90_000_000_000, completion_nano_usd=250_000_000_000)
         await add_price(connection, MODELS[0], CLIENTS, price, from_unix_ms=0, source="test")
     records = list(_records(keys, requests, time.time_ns() // 1_000_000))

@@ -16,6 +16,7 @@ from zoneinfo import ZoneInfo
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
@@ -59,20 +60,25 @@ async def fill(engine: AsyncEngine) -> list[tuple[ApiKey, str]]:
         await create_team(engine, team, "cli:test")
         keys += [await create_key(engine, f"{team}-{n}", PEPPER, Grant(team)) for n in range(2)]
     async with engine.begin() as connection:
-        for at, price in ((0, Price(150_000_001, 50_000_003, 600_000_007)), (NOVEMBER_MS + 10**9, Price(7, 3, 11))):
+        for at, price in (
+            (0, Price(150_000_001, 50_000_003, 600_000_007)),
+            (NOVEMBER_MS + 10**9, Price(90_000_001, 30_000_001, 400_000_009)),
+        ):
             await add_price(connection, "priced", "", price, from_unix_ms=at, source="test")
     source = random.Random(33)
-    moments = [NOVEMBER_MS - 1, NOVEMBER_MS, DECEMBER_MS - 1, DECEMBER_MS]
-    moments += [source.randrange(FIRST_MS, LAST_MS) for _ in range(REQUESTS - len(moments))]
-    records = [any_request(source, number, at, source.choice(keys)[0]) for number, at in enumerate(moments)]
+    edges = (NOVEMBER_MS - 1, NOVEMBER_MS, DECEMBER_MS - 1, DECEMBER_MS)
+    moments = [source.randrange(FIRST_MS, LAST_MS) for _ in range(REQUESTS - len(edges))]
+    records = [any_request(source, f"r{number}", at, source.choice(keys)[0]) for number, at in enumerate(moments)]
+    on_edges = [any_request(source, f"e{number}", at, keys[0][0]) for number, at in enumerate(edges)]
+    records += [replace(record, model="priced", pool="local") for record in on_edges]
     for start in range(0, REQUESTS, 100):
         await store_records(engine, records[start : start + 100])
     return keys
 
 
-def any_request(source: random.Random, number: int, at: int, key: ApiKey) -> RequestRecord:
+def any_request(source: random.Random, request_id: str, at: int, key: ApiKey) -> RequestRecord:
     return request_record(
-        f"r{number}",
+        request_id,
         received_unix_ms=at,
         model=source.choice(["priced", "priced", "free"]),
         key_id=key.key_id,
