@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from db.tables import TagRollupRow, TagSliceRow
 from ledger.rollups import WIDTHS_S, Row, chunks, slice_id, unpriced_tokens, upsert
 
+TAG_WIDTHS_S: Final = WIDTHS_S[1:]  # no page shows tags by the minute
 MAX_NAMES: Final = 32  # of one key
 MAX_VALUES: Final = 100  # of one name of one key
 OTHER: Final = "(other)"
@@ -43,7 +44,7 @@ class TagDelta:
     def add(self, rows: Iterable[Row], sign: int = 1) -> None:
         """Add rows (1) or remove them (-1)."""
         self.takes_away = self.takes_away or sign < 0
-        width_ms = WIDTHS_S[0] * 1000
+        width_ms = TAG_WIDTHS_S[0] * 1000
         for row in rows:
             for name, value in _decoder.decode(row["tags"]).items() if row["tags"] else ():
                 bucket = row["received_unix_ms"] // width_ms * width_ms
@@ -60,7 +61,7 @@ class TagDelta:
         ids = {tag: slice_id(as_kept) for tag, as_kept in kept.items()}
         found: dict[tuple[int, int, int], list[int]] = defaultdict(lambda: [0] * len(SUMS))
         for (quarter, tag), sums in self._sums.items():
-            for width_s in WIDTHS_S:
+            for width_s in TAG_WIDTHS_S:
                 into = found[width_s, quarter // (width_s * 1000) * (width_s * 1000), ids[tag]]
                 into[:] = map(int.__add__, into, sums)
         return found
