@@ -77,7 +77,7 @@ async def test_a_refusal_names_key_team_and_model(told: Told, caplog: pytest.Log
         "insufficient_quota",
         429,
         "Used up.",
-        "short",
+        "demo",
     )
     assert told.counts() == {(0, "insufficient_quota", "key_a", "demo"): 1}
     [line] = [vars(line)["fields"] for line in caplog.records if line.message == "request refused"]
