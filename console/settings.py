@@ -5,7 +5,41 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr, field_validator, model_validator
 
+from db.accounts.roles import TEAM_ROLES, Role
 from protocol.process import HttpUrlText, PositiveSeconds, Settings, http_url_parts
+
+
+def _checked_emails(emails: tuple[str, ...]) -> tuple[str, ...]:
+    for email in emails:
+        name, at, domain = email.rpartition("@")
+        if not at or not domain or "@" in name or re.search(r"[\s*<>,;]", email):
+            advice = f'; all of a domain: "@{domain.strip("*@<> ")}"' if domain.strip("*@<> ") else ""
+            raise ValueError(f'{email!r} is no address such as "ann@example.com"{advice}')
+    return emails
+
+
+class RoleRule(Settings):
+    """The role of some of an issuer's users. Of several rules that match, the role that may do most counts."""
+
+    role: Role
+    groups: tuple[str, ...] = ()
+    emails: tuple[str, ...] = ()  # addresses; "@example.com" means all of a domain
+    teams: tuple[str, ...] = ()  # names or ids of the teams that a manager or member has this role in
+
+    @field_validator("emails")
+    @classmethod
+    def _addresses_must_be_addresses(cls, emails: tuple[str, ...]) -> tuple[str, ...]:
+        return _checked_emails(emails)
+
+    @model_validator(mode="after")
+    def _must_say_who_and_where(self) -> "RoleRule":
+        if not self.groups and not self.emails:
+            raise ValueError("groups or emails is required: it says who has this role")
+        if self.role in TEAM_ROLES and not self.teams:
+            raise ValueError(f"teams is required: a {self.role} has this role in teams")
+        if self.role not in TEAM_ROLES and self.teams:
+            raise ValueError(f"teams is not for the role {self.role!r}, which holds for the whole installation")
+        return self
 
 
 class OidcSettings(Settings):
@@ -15,9 +49,11 @@ class OidcSettings(Settings):
     client_id: str
     client_secret: SecretStr | None = None  # None: a public client, by PKCE alone
     scopes: tuple[str, ...] = ("openid", "email", "profile")
+    # Without roles: who may log in, all of them with the role admin.
     allowed_emails: tuple[str, ...] = ()  # addresses; "@example.com" allows all of a domain
     allowed_groups: tuple[str, ...] = ()
     groups_claim: str = "groups"  # the claim with a user's groups
+    roles: tuple[RoleRule, ...] = ()  # instead of both lists: who may log in, and with which role
 
     @field_validator("issuer")
     @classmethod
@@ -30,17 +66,14 @@ class OidcSettings(Settings):
     @field_validator("allowed_emails")
     @classmethod
     def _addresses_must_be_addresses(cls, emails: tuple[str, ...]) -> tuple[str, ...]:
-        for email in emails:
-            name, at, domain = email.rpartition("@")
-            if not at or not domain or "@" in name or re.search(r"[\s*<>,;]", email):
-                advice = f'; all of a domain: "@{domain.strip("*@<> ")}"' if domain.strip("*@<> ") else ""
-                raise ValueError(f'{email!r} is no address such as "ann@example.com"{advice}')
-        return emails
+        return _checked_emails(emails)
 
     @model_validator(mode="after")
     def _somebody_must_be_allowed(self) -> "OidcSettings":
-        if not self.allowed_emails and not self.allowed_groups:
-            raise ValueError("allowed_emails or allowed_groups is required: without either, nobody can log in")
+        if self.roles and (self.allowed_emails or self.allowed_groups):
+            raise ValueError("roles say who may log in: move allowed_emails and allowed_groups into them")
+        if not self.roles and not self.allowed_emails and not self.allowed_groups:
+            raise ValueError("allowed_emails, allowed_groups or roles is required: without any, nobody can log in")
         return self
 
 

@@ -13,14 +13,16 @@ from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 from zoneinfo import ZoneInfo
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.admin.service import AdminService
 from console.dashboard.reader import Reader
 from console.dashboard.view import find_zone, parse_moment
+from console.rules import API, person_of
 from db.accounts.keyring import KeyRing
+from db.accounts.roles import NO_TEAM
 from db.money import usd_text
 from gateway.errors import InvalidParameter, Overloaded
 from gateway.http.pages import exchange_of, json_answer
@@ -81,20 +83,20 @@ def usage_routers(admin: AdminService, keys: KeyRing, reader: Reader) -> list[AP
 
 
 def _admin_router(admin: AdminService, reader: Reader) -> APIRouter:
-    router = APIRouter(prefix="/admin/v1/usage", tags=["usage"])
+    router = APIRouter(prefix=f"{API}/usage", tags=["usage"], dependencies=[Depends(admin.admit)])
 
     @router.get("")
     async def retrieve_usage(request: Request, query: Annotated[UsageQuery, Query()]) -> Response:
         """Sum up tokens and money `by` team, key, model, tag, day and month; as JSON, CSV or FOCUS."""
-        await admin.actor(request)
+        teams = person_of(request).team_ids
         by = _groups(query.by or DEFAULT_BY, USAGE_BY)
         if query.format == "focus":
             by = (*FOCUS_BY, *(name for name in by if name in {"day", "month"}))
         window = _window(query)
 
         async def ask(connection: AsyncConnection) -> _Report:
-            names = await load_names(connection)
-            return await _report(connection, window, by, _filters(query, names), names)
+            names = await load_names(connection, teams)
+            return await _report(connection, window, by, _within(_filters(query, names), teams), names)
 
         report = await reader.read(ask)
         if query.format == "json":
@@ -193,6 +195,14 @@ def _filters(query: UsageQuery, names: Mapping[str, str]) -> Filters:
             of_name = [one for one, name in names.items() if name == reference and one.startswith(f"{dimension}_")]
             filters[dimension] = of_name or (reference,)
     return filters
+
+
+def _within(filters: Filters, teams: Sequence[str] | None) -> Filters:
+    """Limit filters to the teams that a person sees; None: to no team."""
+    if teams is None:
+        return filters
+    asked = filters.get("team", teams)
+    return {**filters, "team": [team for team in asked if team in teams] or NO_TEAM}
 
 
 def _view(report: _Report) -> dict[str, Any]:

@@ -102,6 +102,7 @@ class ApiKeyRow(_Policy, Base):
     name: Mapped[str]  # given by the operator; unique among active keys
     token_hmac: Mapped[str] = mapped_column(unique=True)  # hex HMAC-SHA-256 of the key under the pepper
     last_four: Mapped[str]  # the key's last four characters, for people to recognise it
+    created_by: Mapped[str | None]  # an actor as in AuditRow; NULL: of an older release
     created_unix_ms: Mapped[int]  # set when it was created
     revoked_unix_ms: Mapped[int | None]  # set when it was revoked; NULL: active
     stops_running: Mapped[bool | None]  # set with it: running requests are cancelled too, not only waiting ones
@@ -148,6 +149,11 @@ class SessionRow(Base):
     user_name: Mapped[str]  # AdminRow.name, or the address verified by the OIDC issuer
     started_unix_ms: Mapped[int]
     ends_unix_ms: Mapped[int]
+    # NULL in the next four: of an older release, whose sessions have no role and end.
+    role: Mapped[str | None]  # from db.accounts.roles.ROLES
+    teams: Mapped[str | None]  # JSON: team id → role, of team roles
+    address: Mapped[str | None]  # of the browser, as far as trusted proxies tell it
+    browser: Mapped[str | None]  # its User-Agent
 
 
 class RequestRow(Base):

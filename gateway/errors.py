@@ -152,6 +152,12 @@ class MissingScope(Refused):
     code = "missing_scope"
 
 
+class RoleNotAllowed(Refused):
+    """Your role may not do that."""
+
+    code = "role_not_allowed"
+
+
 class HostedNotAllowed(Refused):
     """Prompts of this API key may not go to a hosted API that serves the model."""
 
@@ -208,6 +214,12 @@ class NameInUse(Refused):
     """Another one has this name already."""
 
     code = "name_in_use"
+
+
+class ChangedMeanwhile(Refused):
+    """Somebody else has changed it meanwhile."""
+
+    code = "changed_meanwhile"
 
 
 class IdempotencyKeyReused(Refused):

@@ -1,27 +1,26 @@
-"""``/admin/v1``: for keys with the scope ``admin``, and for users who have logged in."""
+"""``/admin/v1``: for keys with the scope ``admin``, and for users who have logged in, as far as their role goes."""
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 
 from console.admin import schema
 from console.admin.service import AdminService
 from console.admin.views import audit_view, key_view, organisation_view, team_view
 from console.admin.webhook_routes import webhooks_router
-from db.accounts import keys, teams
+from console.rules import API, person_of
+from db.accounts import errors, teams
 from db.accounts.audit import AuditFilter, list_changes
-from db.accounts.errors import InvalidField, NameTaken, NotFound, PrincipalError
+from db.accounts.errors import InvalidField, NameTaken, NotAllowed, NotFound, PrincipalError
 from db.accounts.keys import ApiKey
 from db.accounts.teams import Team, means
-from gateway.errors import InvalidParameter, NameInUse, Refused, UnknownObject
+from gateway.errors import ChangedMeanwhile, InvalidParameter, NameInUse, Refused, RoleNotAllowed, UnknownObject
 from gateway.http.pages import body_schema, json_answer, refuse
-
-PREFIX: Final = "/admin/v1"
 
 
 def admin_router(admin: AdminService) -> APIRouter:
     """Build the router of the admin API."""
-    router = APIRouter(prefix=PREFIX)
+    router = APIRouter(prefix=API, dependencies=[Depends(admin.admit)])
     for part in (_organisations(admin), _teams(admin), _keys(admin), _audit(admin), webhooks_router(admin)):
         router.include_router(part)
     return router
@@ -32,31 +31,29 @@ def _organisations(admin: AdminService) -> APIRouter:
     database = admin.database
 
     @router.get("")
-    async def list_organisations(request: Request) -> Response:
+    async def list_organisations() -> Response:
         """List all organisations, oldest first."""
-        await admin.actor(request)
         return _list([organisation_view(found) for found in await teams.list_organisations(database)])
 
     @router.post("", status_code=201, openapi_extra=body_schema("OrganisationBody"))
     async def create_organisation(request: Request) -> Response:
         """Create an organisation."""
-        actor = await admin.actor(request)
+        who = person_of(request)
         body = await admin.body(request, schema.OrganisationBody)
-        return json_answer(organisation_view(await teams.create_organisation(database, body.name, actor)), 201)
+        return json_answer(organisation_view(await teams.create_organisation(database, body.name, who.actor)), 201)
 
     @router.get("/{reference}")
-    async def retrieve_organisation(request: Request, reference: str) -> Response:
+    async def retrieve_organisation(reference: str) -> Response:
         """Retrieve an organisation by its id or name."""
-        await admin.actor(request)
         async with database.connect() as connection:
             return json_answer(organisation_view(await teams.find_organisation(connection, reference)))
 
     @router.patch("/{reference}", openapi_extra=body_schema("OrganisationBody"))
     async def update_organisation(request: Request, reference: str) -> Response:
         """Rename an organisation."""
-        actor = await admin.actor(request)
+        who = person_of(request)
         body = await admin.body(request, schema.OrganisationBody)
-        renamed = await teams.rename_organisation(database, reference, body.name, actor)
+        renamed = await teams.rename_organisation(database, reference, body.name, who.actor)
         return json_answer(organisation_view(renamed))
 
     return router
@@ -64,76 +61,69 @@ def _organisations(admin: AdminService) -> APIRouter:
 
 def _teams(admin: AdminService) -> APIRouter:
     router = APIRouter(prefix="/teams", tags=["teams"])
-    database = admin.database
 
     @router.get("")
     async def list_teams(request: Request) -> Response:
         """List all teams, oldest first."""
-        await admin.actor(request)
-        return _list([team_view(team) for team in await teams.list_teams(database)])
+        return _list([team_view(team) for team in await admin.list_teams(person_of(request))])
 
     @router.post("", status_code=201, openapi_extra=body_schema("NewTeam"))
     async def create_team(request: Request) -> Response:
         """Create a team."""
-        actor = await admin.actor(request)
+        who = person_of(request)
         body = await admin.body(request, schema.NewTeam)
-        return await _warned(admin, await admin.create_team(body, actor), 201)
+        return await _warned(admin, await admin.create_team(body, who), 201)
 
     @router.get("/{reference}")
     async def retrieve_team(request: Request, reference: str) -> Response:
         """Retrieve a team by its id or name."""
-        await admin.actor(request)
-        async with database.connect() as connection:
-            return json_answer(team_view(await teams.find_team(connection, reference)))
+        return json_answer(team_view(await admin.find_team(reference, person_of(request))))
 
     @router.patch("/{reference}", openapi_extra=body_schema("TeamChanges"))
     async def update_team(request: Request, reference: str) -> Response:
         """Change the given fields; null removes a limit. The change applies to all keys of the team immediately."""
-        actor = await admin.actor(request)
+        who = person_of(request)
         body = await admin.body(request, schema.TeamChanges)
-        return await _warned(admin, await admin.update_team(reference, body, actor))
+        return await _warned(admin, await admin.update_team(reference, body, who))
 
     return router
 
 
 def _keys(admin: AdminService) -> APIRouter:
     router = APIRouter(prefix="/keys", tags=["keys"])
-    database = admin.database
 
     @router.get("")
     async def list_keys(request: Request, team: str | None = None, include_revoked: bool = False) -> Response:
         """List the keys, oldest first; only those of `team`, an id or name, if it is given."""
-        await admin.actor(request)
-        found = await keys.list_keys(database, include_revoked=include_revoked)
+        found = await admin.list_keys(person_of(request), include_revoked=include_revoked)
         return _list([key_view(key) for key in found if team is None or means(team, key.team_id, key.team_name)])
 
     @router.post("", status_code=201, openapi_extra=body_schema("NewKey"))
     async def create_key(request: Request) -> Response:
         """Create a key. Its `token` is returned only in this response."""
-        actor = await admin.actor(request)
+        who = person_of(request)
         body = await admin.body(request, schema.NewKey)
-        key, token = await admin.create_key(body, actor)
+        key, token = await admin.create_key(body, who)
         return await _warned(admin, key, 201, token)
 
     @router.get("/{reference}")
     async def retrieve_key(request: Request, reference: str) -> Response:
         """Retrieve a key by its id, a unique prefix of it, or its name; a revoked key by its id."""
-        await admin.actor(request)
-        return json_answer(key_view(await keys.find_key(database, reference)))
+        return json_answer(key_view(await admin.find_key(reference, person_of(request))))
 
     @router.patch("/{reference}", openapi_extra=body_schema("KeyChanges"))
     async def update_key(request: Request, reference: str) -> Response:
         """Change the given fields; null removes a limit."""
-        actor = await admin.actor(request)
+        who = person_of(request)
         body = await admin.body(request, schema.KeyChanges)
-        return await _warned(admin, await admin.update_key(reference, body, actor))
+        return await _warned(admin, await admin.update_key(reference, body, who))
 
     @router.post("/{reference}/rotate", openapi_extra=body_schema("Rotation"))
     async def rotate_key(request: Request, reference: str) -> Response:
         """Give the key a new `token`; the previous one stays valid for `grace_s` seconds."""
-        actor = await admin.actor(request)
+        who = person_of(request)
         body = await admin.body(request, schema.Rotation)
-        key, token = await admin.rotate_key(reference, body.grace_s, actor)
+        key, token = await admin.rotate_key(reference, body.grace_s, who)
         return json_answer(key_view(key, token))
 
     @router.delete("/{reference}")
@@ -142,8 +132,8 @@ def _keys(admin: AdminService) -> APIRouter:
 
         With `stop_running`, its running requests end, too.
         """
-        actor = await admin.actor(request)
-        return json_answer(key_view(await admin.revoke_key(reference, actor, stops_running=stop_running)))
+        who = person_of(request)
+        return json_answer(key_view(await admin.revoke_key(reference, who, stops_running=stop_running)))
 
     return router
 
@@ -161,8 +151,14 @@ def _audit(admin: AdminService) -> APIRouter:
     @router.get("")
     async def list_audit(request: Request, query: Annotated[schema.AuditQuery, Query()]) -> Response:
         """List changes with their actors, newest first; `after` is the last id of the previous page."""
-        await admin.actor(request)
-        audit_filter = AuditFilter(query.subject, query.actor, query.since_unix_ms, query.until_unix_ms, query.after)
+        audit_filter = AuditFilter(
+            query.subject,
+            query.actor,
+            query.since_unix_ms,
+            query.until_unix_ms,
+            query.after,
+            await admin.audited_subjects(person_of(request)),
+        )
         found = await list_changes(admin.database, audit_filter, query.limit + 1)
         return _list([audit_view(entry) for entry in found[: query.limit]], has_more=len(found) > query.limit)
 
@@ -183,6 +179,10 @@ def principal_answer(error: PrincipalError) -> Refused:
         return InvalidParameter(str(error), param=error.field)
     if isinstance(error, NameTaken):
         return NameInUse(str(error), param="name")
+    if isinstance(error, errors.ChangedMeanwhile):
+        return ChangedMeanwhile(str(error))
+    if isinstance(error, NotAllowed):
+        return RoleNotAllowed(str(error))
     return UnknownObject(str(error)) if isinstance(error, NotFound) else InvalidParameter(str(error))
 
 

@@ -32,7 +32,7 @@ _Body = TypeVar("_Body", bound=PolicyBody)
 
 def team_fields(team: Team) -> dict[str, str]:
     """Return the fields of a team's form."""
-    return {**_policy_fields(team.policy), "name": team.name}
+    return {**_policy_fields(team.policy), "name": team.name, "version": team.version}
 
 
 def key_fields(key: ApiKey, view: View) -> dict[str, str]:
@@ -40,6 +40,7 @@ def key_fields(key: ApiKey, view: View) -> dict[str, str]:
     return {
         **_policy_fields(key.policy),
         "name": key.name,
+        "version": key.version,
         "team": key.team_id,
         "models": " ".join(key.models or ()),
         "expires": "" if key.expires_unix_ms is None else view.local_input(key.expires_unix_ms),

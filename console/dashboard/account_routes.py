@@ -1,7 +1,7 @@
 """The pages of keys and teams: list, create, change, rotate, revoke, by the operations of the admin API."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -12,15 +12,18 @@ from starlette.responses import RedirectResponse, Response
 
 from console.admin.schema import KeyChanges, NewKey, NewTeam, Rotation, TeamChanges
 from console.dashboard.account_forms import NEW_KEY, NEW_TEAM, form_errors, key_fields, parse_form, team_fields
+from console.dashboard.audit_words import in_words
 from console.dashboard.pages.keys import Accounts, account_lines, ranked
+from console.dashboard.playground import calls
 from console.dashboard.shell import Pages
 from console.dashboard.view import View, view_of
 from console.login.forms import read_form
-from db.accounts.audit import AuditFilter, list_changes
-from db.accounts.errors import PrincipalError
-from db.accounts.keys import DEFAULT_GRACE_S, find_key, list_keys
+from console.rules import person_of
+from db.accounts.audit import AuditEntry, AuditFilter, list_changes
+from db.accounts.errors import ChangedMeanwhile, PrincipalError
+from db.accounts.keys import DEFAULT_GRACE_S
 from db.accounts.principal import SCOPES
-from db.accounts.teams import find_team, list_teams
+from db.accounts.roles import Person
 from gateway.api.fields import parse_body
 from gateway.errors import Refused
 from gateway.limits.account import AccountStore
@@ -53,39 +56,49 @@ class _AccountViews:
         self.database = pages.gateway.database
         self._account_store = AccountStore(pages.gateway.bus)
 
-    def actor(self, request: Request) -> str:
-        """Return the user's name in the audit log."""
-        return self.pages.user(request).actor
-
     async def show_list(self, request: Request, **more: object) -> Response:
         """Show all keys and teams; ``invalid_form`` is the form that ``errors``, by field, belong to."""
-        keys, teams = await list_keys(self.database, include_revoked=True), await list_teams(self.database)
+        who = person_of(request)
+        keys, teams = await self.admin.list_keys(who, include_revoked=True), await self.admin.list_teams(who)
         forms = {"new_key": NEW_KEY, "new_team": NEW_TEAM, "invalid_form": "", "errors": {}, "teams": teams}
+        models = self.pages.live.models()
+        forms["calls"] = calls(self.pages.endpoint(request), next(iter(models), "MODEL"))
         values = {"token": None, "changed": "", **forms, **more}
         return await self._show(request, "keys.html", ranked(keys, teams, unix_now_ms()), values)
 
     async def show_team(self, request: Request, reference: str, **more: object) -> Response:
-        """Show a team with its form. Raises UnknownTeam."""
-        async with self.database.connect() as connection:
-            team = await find_team(connection, reference)
+        """Show a team, with its form if this person may change it. Raises UnknownTeam."""
+        who = person_of(request)
+        team = await self.admin.find_team(reference, who)
         accounts = Accounts((), (team,), 0, unix_now_ms())
-        shown = {"form": team_fields(team), "webhooks": await self.admin.webhooks.list(team.team_id)}
+        shown = {"form": team_fields(team), "webhooks": await self.admin.list_webhooks(who, team.team_id)}
         return await self._show_one(request, accounts, team.team_id, {**shown, **more})
 
     async def show_key(self, request: Request, reference: str, **more: object) -> Response:
-        """Show a key with its form. Raises UnknownKey."""
-        key = await find_key(self.database, reference)
+        """Show a key, with its form if this person may change it. Raises UnknownKey."""
+        who = person_of(request)
+        key = await self.admin.find_key(reference, who)
         accounts = Accounts((key,), (), 0, unix_now_ms())
-        shown = {"form": key_fields(key, view_of(request)), "teams": await list_teams(self.database)}
+        shown = {"form": key_fields(key, view_of(request)), "teams": await self.admin.list_teams(who)}
         return await self._show_one(request, accounts, key.key_id, {**shown, **more})
 
     async def _show_one(
         self, request: Request, accounts: Accounts, account_id: str, more: Mapping[str, object]
     ) -> Response:
-        changes = await list_changes(self.database, AuditFilter(subject_id=account_id), SHOWN_CHANGES)
+        found = await self._changes(person_of(request), account_id)
+        names = {one.key_id: one.name for one in accounts.keys} | {one.team_id: one.name for one in accounts.teams}
+        view = view_of(request)
+        changes = None if found is None else [in_words(entry, names, view) for entry in found]
         return await self._show(
             request, "account.html", accounts, {"changes": changes, "webhooks": (), "errors": {}, **more}
         )
+
+    async def _changes(self, who: Person, account_id: str) -> Sequence[AuditEntry] | None:
+        """Return the latest changes of a key or team; None: not for this person."""
+        if not who.may("see_audit"):
+            return None
+        wanted = AuditFilter(subject_id=account_id, subject_ids=await self.admin.audited_subjects(who))
+        return await list_changes(self.database, wanted, SHOWN_CHANGES)
 
     async def _show(self, request: Request, template: str, accounts: Accounts, more: Mapping[str, object]) -> Response:
         now_s = accounts.at_unix_ms / 1000
@@ -109,9 +122,10 @@ def _add_list(router: APIRouter, views: _AccountViews) -> None:
 
     @router.post("/keys")
     async def create_key(request: Request) -> Response:
-        form = await read_form(request)
+        form, person = await read_form(request), person_of(request)
         try:
-            key, token = await views.admin.create_key(parse_form(NewKey, form, view_of(request)), views.actor(request))
+            given = form if person.team_ids is None else NEW_KEY | form  # the form has not all fields
+            key, token = await views.admin.create_key(parse_form(NewKey, given, view_of(request)), person)
         except (PrincipalError, Refused) as error:
             return await views.show_list(request, invalid_form="key", errors=form_errors(error), new_key=form)
         return await views.show_list(request, token=token, token_of=key.name)
@@ -120,7 +134,7 @@ def _add_list(router: APIRouter, views: _AccountViews) -> None:
     async def create_team(request: Request) -> Response:
         form = await read_form(request)
         try:
-            team = await views.admin.create_team(parse_form(NewTeam, form, view_of(request)), views.actor(request))
+            team = await views.admin.create_team(parse_form(NewTeam, form, view_of(request)), person_of(request))
         except (PrincipalError, Refused) as error:
             return await views.show_list(request, invalid_form="team", errors=form_errors(error), new_team=form)
         return _changed(team.team_id)
@@ -134,12 +148,14 @@ def _add_teams(router: APIRouter, views: _AccountViews) -> None:
     @router.post("/teams/{team_id}")
     async def change_team(request: Request, team_id: str) -> Response:
         form, view = await read_form(request), view_of(request)
-        async with views.database.connect() as connection:
-            before = team_fields(await find_team(connection, team_id))
+        who = person_of(request)
+        before = team_fields(await views.admin.find_team(team_id, who))
         try:
-            await views.admin.update_team(team_id, parse_form(TeamChanges, form, view, before), views.actor(request))
+            body = parse_form(TeamChanges, form, view, before)
+            await views.admin.update_team(team_id, body, who, form.get("version"))
         except (PrincipalError, Refused) as error:
-            return await views.show_team(request, team_id, form=form, errors=form_errors(error))
+            shown = await views.show_team(request, team_id, form=form, errors=form_errors(error))
+            return _refused(shown, error)
         return _changed(team_id)
 
 
@@ -150,26 +166,36 @@ def _add_keys(router: APIRouter, views: _AccountViews) -> None:
 
     @router.post("/keys/{key_id}")
     async def change_key(request: Request, key_id: str) -> Response:
-        form, view = await read_form(request), view_of(request)
-        before = key_fields(await find_key(views.database, key_id), view)
+        form, view, who = await read_form(request), view_of(request), person_of(request)
+        before = key_fields(await views.admin.changeable_key(key_id, who), view)
+        if who.team_ids is not None:  # the form has not all fields
+            form = before | form
         try:
-            await views.admin.update_key(key_id, parse_form(KeyChanges, form, view, before), views.actor(request))
+            await views.admin.update_key(key_id, parse_form(KeyChanges, form, view, before), who, form.get("version"))
         except (PrincipalError, Refused) as error:
-            return await views.show_key(request, key_id, form=form, errors=form_errors(error))
+            shown = await views.show_key(request, key_id, form=form, errors=form_errors(error))
+            return _refused(shown, error)
         return _changed(key_id)
 
     @router.post("/keys/{key_id}/rotate")
     async def rotate_key(request: Request, key_id: str) -> Response:
         grace_s = (await read_form(request)).get("grace_s") or DEFAULT_GRACE_S
         body = parse_body(Rotation, f'{{"grace_s": {grace_s}}}'.encode())
-        key, token = await views.admin.rotate_key(key_id, body.grace_s, views.actor(request))
+        key, token = await views.admin.rotate_key(key_id, body.grace_s, person_of(request))
         return await views.show_list(request, token=token, token_of=key.name)
 
     @router.post("/keys/{key_id}/revoke")
     async def revoke_key(request: Request, key_id: str) -> Response:
         stops_running = (await read_form(request)).get("stop_running") == "on"
-        await views.admin.revoke_key(key_id, views.actor(request), stops_running=stops_running)
+        await views.admin.revoke_key(key_id, person_of(request), stops_running=stops_running)
         return _changed(key_id)
+
+
+def _refused(shown: Response, error: PrincipalError | Refused) -> Response:
+    """Return a form that was not saved; with 409 where it would have overwritten another change."""
+    if isinstance(error, ChangedMeanwhile):
+        shown.status_code = 409
+    return shown
 
 
 def _changed(account_id: str) -> Response:

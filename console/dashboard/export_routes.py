@@ -13,6 +13,9 @@ from console.dashboard.render import HEADERS
 from console.dashboard.shell import Pages
 from console.dashboard.view import View, view_of
 from console.login.forms import read_form
+from console.rules import person_of
+from db.accounts.audit import Change, record
+from db.engine import changing
 from gateway.errors import InvalidParameter
 from ledger.queries.names import load_names
 from ledger.queries.traffic import choices, totals
@@ -25,8 +28,8 @@ def add_export_pages(router: APIRouter, pages: Pages) -> None:
     async def show_exports(request: Request) -> Response:
         async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
             (matching,) = await totals(connection, view.window, where=view.filters)
-            names = await load_names(connection)
-            found = await choices(connection, view.window)
+            names = await load_names(connection, view.teams)
+            found = await choices(connection, view.window, where=view.scope)
             return {"page": "Exports", "matching": matching, "choices": found, "names": names}
 
         return await pages.show(request, "exports.html", ask, formats=FORMATS, max_rows=MAX_ROWS)
@@ -44,4 +47,9 @@ def add_export_pages(router: APIRouter, pages: Pages) -> None:
         name = f"spillway-requests-{since}-{until}.{file_format}"
         headers = {**HEADERS, "content-disposition": f'attachment; filename="{name}"'}
         parts = await pages.exports.start(view, file_format)
+        about: dict[str, str] = {"format": file_format, "since": str(since), "until": str(until)} | dict(
+            view.where.items()
+        )
+        async with changing(pages.gateway.database) as connection:
+            await record(connection, Change(person_of(request).actor, "export", "requests", None, about))
         return StreamingResponse(parts, headers=headers, media_type=FORMATS[file_format].media_type)

@@ -12,6 +12,9 @@ from starlette.responses import HTMLResponse, Response
 
 from console.dashboard import formats
 from console.dashboard.view import RANGES, REFRESH_S, View
+from console.login.sessions import Session
+from console.rules import ROUTES
+from db.accounts.roles import Person
 from db.money import usd_text
 from ledger.queries.traffic import OTHER
 from ledger.queries.window import DIMENSIONS
@@ -42,6 +45,8 @@ PAGES: Final = (  # the navigation: path, name
     ("/batches", "Batches"),
     ("/set-aside", "Set aside"),
     ("/keys", "Keys"),
+    ("/webhooks", "Webhooks"),
+    ("/audit", "Audit"),
     ("/playground", "Playground"),
     ("/exports", "Exports"),
 )
@@ -109,9 +114,15 @@ def _environment() -> jinja2.Environment:
 TEMPLATES: Final = _environment()
 
 
-def render(template: str, view: View, user: str, values: Mapping[str, Any]) -> str:
-    """Render a template of ``templates/`` to HTML."""
-    return TEMPLATES.get_template(template).render(values, view=view, user=user)
+def render(template: str, view: View, session: Session | None, values: Mapping[str, Any]) -> str:
+    """Render a template of ``templates/`` to HTML; without a session, with links to all pages."""
+    who = Person("", "viewer") if session is None else session.person
+    shown = tuple(
+        (path, name) for path, name in PAGES if session is None or who.may(ROUTES["GET", f"/dashboard{path}"])
+    )
+    return TEMPLATES.get_template(template).render(
+        values, view=view, session=session, may=who.may, pages=shown, limited=who.team_ids is not None
+    )
 
 
 def html(text: str, status: int = 200) -> Response:

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from console.dashboard.account_routes import add_account_pages
+from console.dashboard.audit_routes import add_audit_pages
 from console.dashboard.export_routes import add_export_pages
 from console.dashboard.latency import latency_chart
 from console.dashboard.pages.batches import batch_detail, batches, running_rows
@@ -22,11 +23,14 @@ from console.dashboard.pages.search import find_page
 from console.dashboard.pages.set_aside import set_aside
 from console.dashboard.pages.tokens import tokens, tokens_heat
 from console.dashboard.payload import read_payload_values
+from console.dashboard.playground import add_playground
 from console.dashboard.render import HEADERS, static_file
+from console.dashboard.session_routes import add_session_pages
 from console.dashboard.shell import PageRoute, Pages
 from console.dashboard.view import ZONE_COOKIE, find_zone
 from console.login.forms import read_form
 from console.login.login import local_page
+from console.rules import person_of
 from gateway.errors import InvalidParameter, UnknownUrl
 
 COOKIE_LIFE_S: Final = 31_536_000
@@ -45,6 +49,9 @@ def dashboard_routers(pages: Pages) -> list[APIRouter]:
         _add_alert_pages,
         add_account_pages,
         add_export_pages,
+        add_audit_pages,
+        add_playground,
+        add_session_pages,
         _add_others,
     ):
         add(closed, pages)
@@ -67,7 +74,7 @@ def _static_router() -> APIRouter:
 def _add_ledger_pages(router: APIRouter, pages: Pages) -> None:
     @router.get("")
     async def show_overview(request: Request) -> Response:
-        return await pages.show(request, "overview.html", overview, live=pages.live.numbers())
+        return await pages.show(request, "overview.html", overview, live=pages.live_numbers(request))
 
     @router.get("/tokens")
     async def show_tokens(request: Request, heat: str = "") -> Response:
@@ -114,7 +121,7 @@ def _add_request_pages(router: APIRouter, pages: Pages) -> None:
 
     @router.get("/requests/{request_id:path}")
     async def show_request(request: Request, request_id: str) -> Response:
-        kept = await read_payload_values(pages, request_id, pages.user(request).actor)
+        kept = await read_payload_values(pages, request_id, person_of(request))
         return await pages.show(request, "request.html", partial(request_detail, request_id=request_id), **kept)
 
 
@@ -171,10 +178,6 @@ def _add_others(router: APIRouter, pages: Pages) -> None:
     @router.get("/search")
     async def search(request: Request, q: str = "") -> Response:
         return await pages.find(request, partial(find_page, text=q))
-
-    @router.get("/playground")
-    async def show_playground(request: Request) -> Response:
-        return pages.show_memory(request, "playground.html", {"page": "Playground", "models": pages.live.models()})
 
     @router.post("/zone")
     async def choose_zone(request: Request) -> Response:

@@ -14,12 +14,13 @@ from console.admin.routes import principal_answer
 from console.admin.service import AdminService
 from console.dashboard.alerts import Alerts
 from console.dashboard.exports import Exports
-from console.dashboard.live import Live
+from console.dashboard.live import Live, LiveNumbers
 from console.dashboard.reader import Reader
 from console.dashboard.render import html, render
 from console.dashboard.view import View, make_view, view_of
 from console.login.login import Login
 from console.login.sessions import Session
+from console.rules import admit, person_of
 from db.accounts.errors import PrincipalError
 from db.engine import describe
 from gateway.api.errors import form_of
@@ -41,24 +42,39 @@ class Pages:
         self.exports = Exports(reader)
         self.gateway = gateway
         self.admin = admin
+        self.sessions = login.sessions
         self._login = login
         self._reader = reader
 
     async def require_login(self, request: Request) -> None:
-        """Store the session of a request in its state. Raises LoginRequired, CrossOriginRequest, SQL's own errors."""
-        request.state.session = await self._login.require(request)
+        """Store the session of a request in its state, if its role may use the route.
+
+        Raises LoginRequired, CrossOriginRequest, NotAllowed, RoleNotAllowed,
+        and SQL's own errors.
+        """
+        session = await self._login.require(request)
+        request.state.session = session  # before it is admitted: the page of a refusal has the user's own navigation
+        admit(request, session.person)
 
     def user(self, request: Request) -> Session:
         """Return the session that ``require_login`` has stored."""
         session: Session = request.state.session
         return session
 
+    def endpoint(self, request: Request) -> str:
+        """Return the address of the API that clients are to use."""
+        return f"{self._login.public_url(request)}/v1"
+
+    def live_numbers(self, request: Request) -> LiveNumbers | None:
+        """Return the live numbers of the installation; None if the user does not see it."""
+        return self.live.numbers() if person_of(request).may("see_installation") else None
+
     async def show(self, request: Request, template: str, ask: Ask, **more: object) -> Response:
         """Return a page of the values that ``ask`` reads, which may name another template.
 
         Raises UnknownUrl if it returns None, and its errors.
         """
-        view, user = view_of(request), self.user(request).user
+        view, user = view_of(request), self.user(request)
 
         async def rendered(connection: AsyncConnection) -> str:
             values = await ask(connection, view)
@@ -80,7 +96,7 @@ class Pages:
 
     def show_memory(self, request: Request, template: str, values: Mapping[str, Any]) -> Response:
         """Return a page, or a part of one, that needs no ledger."""
-        return html(render(template, view_of(request), self.user(request).user, values))
+        return html(render(template, view_of(request), self.user(request), values))
 
 
 class PageRoute(APIRoute):
@@ -110,4 +126,7 @@ class PageRoute(APIRoute):
 
 def _error_page(request: Request, error: Refused) -> Response:
     view = make_view({}, request.cookies)
-    return html(render("error.html", view, "", {"page": "", "message": error.message}), form_of(error).status)
+    return html(
+        render("error.html", view, getattr(request.state, "session", None), {"page": "", "message": error.message}),
+        form_of(error).status,
+    )

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Final, cast, get_args
 from urllib.parse import urlencode
@@ -10,9 +10,10 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from starlette.requests import Request
 
-from gateway.errors import InvalidParameter
+from console.rules import person_of
+from gateway.errors import InvalidParameter, UnknownObject
 from ledger.days import NoMonth, parse_month
-from ledger.queries.window import DIMENSIONS, QUARTER_MS, Dimension, Filters, Step, Window
+from ledger.queries.window import DIMENSIONS, NO_FILTERS, QUARTER_MS, Dimension, Filters, Step, Window
 from ledger.rollups import MINUTES_KEPT_MS
 from protocol.nats.clock import unix_now_ms
 
@@ -59,6 +60,8 @@ class View:
     read_unix_ms: int = 0  # when this was read
     month: str = ""  # "2026-11", of the range "month"
 
+    teams: tuple[str, ...] | None = None  # ids of the teams that the viewer is limited to; None: not limited
+
     @property
     def months(self) -> tuple[str, str]:
         """The last two calendar months, the current one first."""
@@ -83,7 +86,16 @@ class View:
     @property
     def filters(self) -> Filters:
         """Filters of the ledger's queries."""
-        return {dimension: (value,) for dimension, value in self.where.items()}
+        return {**self.scope, **{dimension: (value,) for dimension, value in self.where.items()}}
+
+    @property
+    def scope(self) -> Filters:
+        """Filters of what this viewer may see at all."""
+        return NO_FILTERS if self.teams is None else {"team": self.teams}
+
+    def sees_team(self, team_id: str) -> bool:
+        """Return whether this viewer may see what belongs to a team."""
+        return self.teams is None or team_id in self.teams
 
     @property
     def step(self) -> Step:
@@ -122,8 +134,12 @@ class View:
 
 
 def view_of(request: Request) -> View:
-    """Read a view from a request. Raises InvalidParameter."""
-    return make_view(request.query_params, request.cookies)
+    """Read a view from a request, limited to the person's teams. Raises InvalidParameter and UnknownObject."""
+    view, teams = make_view(request.query_params, request.cookies), person_of(request).team_ids
+    chosen = view.where.get("team")
+    if teams is not None and chosen is not None and chosen not in teams:
+        raise UnknownObject("You are in no team of this id.", param="team")
+    return replace(view, teams=teams)
 
 
 def make_view(params: Mapping[str, str], cookies: Mapping[str, str], now_unix_ms: int | None = None) -> View:

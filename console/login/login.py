@@ -20,11 +20,16 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from console.login.admins import check_password
-from console.login.sessions import Session, SessionStore
+from console.login.oidc import OidcUser
+from console.login.sessions import NewSession, Session, SessionStore
 from console.login.throttle import LoginThrottle
 from console.settings import LoginSettings
-from db.accounts.errors import TooManyLogins, WrongPassword
+from db.accounts.audit import Change, record
+from db.accounts.errors import OidcNotAllowed, TooManyLogins, UnknownTeam, WrongPassword
 from db.accounts.masking import masked
+from db.accounts.roles import TEAM_ROLES, Role
+from db.accounts.teams import find_team
+from db.engine import changing
 from gateway.errors import CrossOriginRequest, LoginRequired
 
 COOKIE: Final = "spillway_session"
@@ -34,6 +39,8 @@ ALGORITHM: Final = "HS256"
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})  # RFC 9110, section 9.2.1
 FIRST_PAGE: Final = "/dashboard"
 MAX_WAITING_PASSWORDS: Final = 8  # each takes memory and 0.1 s of a core
+MAX_AUDITED_CHARS: Final = 100  # of the name of a failed login
+NO_TEAMS: Final[Mapping[str, Role]] = {}
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +52,7 @@ class Login:
         self.settings = settings
         self.key_pepper = key_pepper
         self.database = database
-        self._sessions = SessionStore(database, key_pepper, settings.session_s)
+        self.sessions = SessionStore(database, key_pepper, settings.session_s)
         self._browser_key = _browser_key(key_pepper)
         self._throttle = LoginThrottle()
         self._unknown_browsers, self._known_browsers = _PasswordQueue(), _PasswordQueue()
@@ -53,7 +60,7 @@ class Login:
     async def current(self, request: Request) -> Session | None:
         """Return the session of a request; None if its user has not logged in. Raises SQL's own errors."""
         token = request.cookies.get(COOKIE)
-        return None if token is None else await self._sessions.find(token)
+        return None if token is None else await self.sessions.find(token)
 
     async def require(self, request: Request) -> Session:
         """Return the session of a request. Raises LoginRequired, CrossOriginRequest and SQL's own errors."""
@@ -65,7 +72,7 @@ class Login:
 
     async def check_password(self, request: Request, name: str, password: str) -> None:
         """Check a user's password. Raises WrongPassword, TooManyLogins, and SQL's own errors."""
-        address = request.client.host if request.client else ""
+        address = _address(request)
         browser = self._throttle.begin(name, address, self._known_browser(request, name))
         queue = self._unknown_browsers if browser is None else self._known_browsers
         try:
@@ -73,8 +80,17 @@ class Login:
                 await check_password(self.database, name, password)
         except WrongPassword:
             log.warning("wrong password for %r from %s", name[:100], address)
+            await self.note_failure(request, name)
             raise
         self._throttle.succeeded(name, address, browser)
+
+    async def note_failure(self, request: Request, name: str) -> None:
+        """Record a failed login in the audit log: of passwords, as many in a minute as the throttle lets through."""
+        said = "".join(one for one in name[:MAX_AUDITED_CHARS] if one.isprintable())
+        async with changing(self.database) as connection:
+            await record(
+                connection, Change(f"user:{said}", "login.failed", f"user:{said}", None, {"address": _address(request)})
+            )
 
     def _known_browser(self, request: Request, name: str) -> str | None:
         """Return the id of the browser if this user has logged in by it, according to its signed cookie."""
@@ -85,10 +101,30 @@ class Login:
             return None
         return str(claims["jti"])
 
-    async def start(self, request: Request, user: str, next_page: str) -> Response:
+    async def start_sso(self, request: Request, user: OidcUser, next_page: str) -> Response:
+        """Start the session of an issuer's user.
+
+        Raises OidcNotAllowed if none of their teams exists, and SQL's own errors.
+        """
+        teams: dict[str, Role] = {}
+        async with self.database.connect() as connection:
+            for reference, role in user.teams.items():
+                try:
+                    teams[(await find_team(connection, reference)).team_id] = role
+                except UnknownTeam:
+                    log.warning("auth.oidc.roles names the team %r, which does not exist", reference)
+        if user.role in TEAM_ROLES and not teams:
+            named = ", ".join(user.teams)
+            raise OidcNotAllowed(f"No team of yours exists here yet: {named}. Ask an admin to create it.", user.name)
+        return await self.start(request, user.name, next_page, user.role, teams)
+
+    async def start(
+        self, request: Request, user: str, next_page: str, role: Role, teams: Mapping[str, Role] = NO_TEAMS
+    ) -> Response:
         """Start a session; return the redirect that sets its cookie. Raises SQL's own errors."""
         response = RedirectResponse(local_page(next_page), 303)
-        token = await self._sessions.start(user)
+        browser = request.headers.get("user-agent", "")
+        token = await self.sessions.start(NewSession(user, role, teams, _address(request), browser))
         self.set_cookie(request, response, COOKIE, token, int(self.settings.session_s))
         known = {"sub": user, "jti": secrets.token_hex(8), "exp": int(time.time() + BROWSER_S)}
         signed = jwt.encode({"alg": ALGORITHM}, known, self._browser_key)
@@ -100,7 +136,7 @@ class Login:
         """End the session; return the redirect that clears its cookie. Raises SQL's own errors."""
         token = request.cookies.get(COOKIE)
         if token is not None:
-            await self._sessions.end(token)
+            await self.sessions.end(token)
         response = RedirectResponse("/login", 303)
         self.set_cookie(request, response, COOKIE, "", 0)
         return response
@@ -133,6 +169,10 @@ class _PasswordQueue:
                 yield
         finally:
             self._waiting -= 1
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
 
 
 def _browser_key(pepper: SecretStr) -> OctKey:

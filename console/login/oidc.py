@@ -11,10 +11,10 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from joserfc import jwt
@@ -23,7 +23,8 @@ from joserfc.jwk import KeySet
 from joserfc.jwt import JWTClaimsRegistry
 
 from console.settings import OidcSettings
-from db.accounts.errors import OidcError
+from db.accounts.errors import OidcError, OidcNotAllowed
+from db.accounts.roles import ROLES, TEAM_ROLES, Role
 from protocol.http_client import httpx
 from protocol.wire import UNDECODABLE
 
@@ -97,7 +98,7 @@ class OidcLogin:
         }
         return str(issuer.authorization_endpoint.copy_merge_params(query)), asked
 
-    async def user(self, asked: AuthorizationRequest, redirect_uri: str, answer: Mapping[str, str]) -> str:
+    async def user(self, asked: AuthorizationRequest, redirect_uri: str, answer: Mapping[str, str]) -> "OidcUser":
         """Return the user of an answer in the callback's URL. Raises OidcError if they may not log in."""
         if not hmac.compare_digest(answer.get("state", "").encode(), asked.state.encode()):
             raise OidcError("This answer belongs to another login: try again.")
@@ -199,22 +200,40 @@ class OidcLogin:
         return httpx.AsyncClient(timeout=self._request_limit_s, headers={"accept": "application/json"})
 
 
-def allowed_user(settings: OidcSettings, claims: Mapping[str, Any]) -> str:
-    """Return the user name for these claims. Raises OidcError if the settings do not allow the user.
+class OidcUser(NamedTuple):
+    """A user whom the settings allow to log in."""
+
+    name: str
+    role: Role  # of team roles, the highest
+    teams: dict[str, Role]  # the role in each team, by the team's name or id as the settings have it
+
+
+def allowed_user(settings: OidcSettings, claims: Mapping[str, Any]) -> OidcUser:
+    """Return the user of these claims with their role. Raises OidcError if the settings do not allow the user.
 
     An address counts only if the issuer has verified it: otherwise anyone could claim it.
     """
     is_verified = claims.get("email_verified") in (True, "true")  # some issuers write it as text
     email = str(claims.get("email", "")).lower() if is_verified else ""
-    allowed = {address.lower() for address in settings.allowed_emails}
-    groups = claims.get(settings.groups_claim)
-    mine = groups if isinstance(groups, list) else [groups]
-    if email and (email in allowed or "@" + email.rpartition("@")[2] in allowed):
-        return email
-    if any(group in settings.allowed_groups for group in mine):
-        return email or f"sub:{claims['sub']}"
-    log.warning("auth.oidc allows neither the address nor a group of %s", email or claims["sub"])
-    raise OidcError("You are not allowed to log in here.")
+    name = email or f"sub:{claims['sub']}"
+    found = claims.get(settings.groups_claim)
+    groups = found if isinstance(found, list) else [found]
+    if not settings.roles:
+        if _is_meant(settings.allowed_emails, settings.allowed_groups, email, groups):
+            return OidcUser(name, "admin", {})
+    elif held := [rule for rule in settings.roles if _is_meant(rule.emails, rule.groups, email, groups)]:
+        role = min((rule.role for rule in held), key=ROLES.index)
+        rules = [rule for rule in held if rule.role in TEAM_ROLES] if role in TEAM_ROLES else []
+        lowest_first = sorted(rules, key=lambda rule: -ROLES.index(rule.role))
+        return OidcUser(name, role, {team: rule.role for rule in lowest_first for team in rule.teams})
+    log.warning("auth.oidc allows neither the address nor a group of %s", name)
+    raise OidcNotAllowed("You are not allowed to log in here.", name)
+
+
+def _is_meant(emails: tuple[str, ...], allowed_groups: tuple[str, ...], email: str, groups: Sequence[object]) -> bool:
+    addresses = {address.lower() for address in emails}
+    is_named = bool(email) and (email in addresses or "@" + email.rpartition("@")[2] in addresses)
+    return is_named or any(group in allowed_groups for group in groups)
 
 
 async def _object(exchange: AbstractAsyncContextManager[httpx.Response]) -> Any:  # noqa: ANN401  # a dict, of JSON

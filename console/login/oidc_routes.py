@@ -17,7 +17,7 @@ from starlette.responses import RedirectResponse, Response
 from console.login.login import Login, local_page
 from console.login.oidc import AuthorizationRequest, OidcLogin
 from console.settings import OidcSettings
-from db.accounts.errors import OidcError
+from db.accounts.errors import OidcError, OidcNotAllowed
 
 COOKIE: Final = "spillway_oidc"
 CALLBACK_PATH: Final = "/login/oidc/callback"
@@ -51,10 +51,11 @@ def oidc_router(login: Login, settings: OidcSettings, pepper: SecretStr, form: F
             next_page = kept["next"]
             asked = AuthorizationRequest(kept["state"], kept["nonce"], kept["verifier"])
             user = await issuer.user(asked, login.public_url(request) + CALLBACK_PATH, dict(request.query_params))
+            response = await login.start_sso(request, user, next_page)
         except OidcError as error:
+            if isinstance(error, OidcNotAllowed):
+                await login.note_failure(request, error.user)
             response = await form(next_page, str(error), 401)
-        else:
-            response = await login.start(request, user, next_page)
         login.set_cookie(request, response, COOKIE, "", 0)
         return response
 

@@ -41,7 +41,7 @@ def login_router(login: Login) -> APIRouter:
             await login.check_password(request, name, fields.get("password", ""))
         except LoginError as error:
             return await form(next_page, str(error), 429 if isinstance(error, TooManyLogins) else 401)
-        return await login.start(request, name, next_page)
+        return await login.start(request, name, next_page, "owner")
 
     if login.settings.oidc is not None:
         router.include_router(oidc_router(login, login.settings.oidc, login.key_pepper, form))

@@ -1,5 +1,6 @@
 """The audit log: who changed what, written in the transaction of the change itself."""
 
+import hashlib
 import json
 import secrets
 import time
@@ -10,11 +11,12 @@ from typing import Any, Final
 from sqlalchemy import RowMapping, and_, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from db.accounts.errors import InvalidField
+from db.accounts.errors import ChangedMeanwhile, InvalidField
 from db.tables import AuditRow
 
 RANDOM_BYTES: Final = 4  # of an entry's id
 MAX_PAGE_ROWS: Final = 1000
+VERSION_CHARS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,27 @@ class AuditFilter:
     since_unix_ms: int | None = None
     until_unix_ms: int | None = None  # exclusive
     after_id: str | None = None  # those that come after this one in the list: the next page
+    subject_ids: frozenset[str] | None = None  # of these objects alone
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The fields that differ, as they were and as they are; None if none does."""
     changed = [field for field in after if before[field] != after[field]]
     return ({f: before[f] for f in changed}, {f: after[f] for f in changed}) if changed else None
+
+
+def version_of(settings: Mapping[str, Any]) -> str:
+    """Return what tells one state of an object from another: a form keeps it, so that it overwrites no other change."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:VERSION_CHARS]
+
+
+def check_version(settings: Mapping[str, Any], version: str | None) -> None:
+    """Check that an object is as it was when a form was opened; None: no form. Raises ChangedMeanwhile."""
+    if version is not None and version_of(settings) != version:
+        raise ChangedMeanwhile(
+            "Someone else has changed this since you opened the form. Nothing was saved."
+            " Reload the page, then change it again."
+        )
 
 
 async def record(connection: AsyncConnection, change: Change) -> None:
@@ -82,6 +99,8 @@ async def list_changes(engine: AsyncEngine, wanted: AuditFilter, limit: int) -> 
         for name, value in (("subject_id", wanted.subject_id), ("actor", wanted.actor))
         if value is not None
     ]
+    if wanted.subject_ids is not None:
+        conditions.append(columns.subject_id.in_(sorted(wanted.subject_ids)))
     if wanted.since_unix_ms is not None:
         conditions.append(columns.at_unix_ms >= wanted.since_unix_ms)
     if wanted.until_unix_ms is not None:

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from sqlalchemy import RowMapping, Update, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from db.accounts.audit import Change, difference, record
+from db.accounts.audit import Change, check_version, difference, record, version_of
 from db.accounts.checks import check_policy, check_scopes
 from db.accounts.errors import AmbiguousKey, InvalidField, UnknownKey, UnknownTeam
 from db.accounts.principal import DEFAULT_TEAM_ID, INFERENCE, NO_POLICY, Policy, Principal, policy_of
@@ -80,6 +80,12 @@ class ApiKey:
     expires_unix_ms: int | None
     previous_until_unix_ms: int | None  # until when the token before the last rotation is accepted
     policy: Policy
+    created_by: str | None = None  # an actor of the audit log; None: unknown
+
+    @property
+    def version(self) -> str:
+        """What tells this state of the key from others."""
+        return version_of(_settings(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +128,14 @@ async def create_key(
             expires_unix_ms=grant.expires_unix_ms,
             previous_until_unix_ms=None,
             policy=grant.policy,
+            created_by=actor,
         )
         row = {
             "id": key.key_id,
             "token_hmac": hash_token(token, pepper),
             "last_four": key.last_four,
             "created_unix_ms": key.created_unix_ms,
+            "created_by": actor,
             **_columns(_settings(key)),
         }
         await connection.execute(insert(ApiKeyRow).values(row))
@@ -136,13 +144,17 @@ async def create_key(
     return key, token
 
 
-async def update_key(engine: AsyncEngine, reference: str, changes: Mapping[str, Any], actor: str) -> ApiKey:
+async def update_key(
+    engine: AsyncEngine, reference: str, changes: Mapping[str, Any], actor: str, *, version: str | None = None
+) -> ApiKey:
     """Change an active key: ``name``, ``team``, ``scopes``, ``models``, ``expires_unix_ms``, and fields of Policy.
 
-    Raises InvalidField, NameTaken, UnknownKey, AmbiguousKey, and SQL's own errors.
+    ``version``: that it must still have. Raises ChangedMeanwhile, InvalidField, NameTaken, UnknownKey, AmbiguousKey,
+    and SQL's own errors.
     """
     async with writing(engine, _taken(changes.get("name"))) as connection:
         before = await _find_active(connection, reference)
+        check_version(_settings(before), version)
         name = changes.get("name", before.name)
         if name != before.name:  # an older release may have taken a name that is refused now
             name = checked_name(name)
@@ -313,4 +325,5 @@ def _key(row: RowMapping) -> ApiKey:
         expires_unix_ms=row["expires_unix_ms"],
         previous_until_unix_ms=row["previous_until_unix_ms"],
         policy=policy_of(row),
+        created_by=row["created_by"],
     )

@@ -10,7 +10,7 @@ from sqlalchemy import FromClause, RowMapping, Select, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from db.accounts.audit import Change, difference, record
+from db.accounts.audit import Change, check_version, difference, record, version_of
 from db.accounts.checks import check_policy
 from db.accounts.errors import InvalidField, InvalidName, NameTaken, UnknownOrganisation, UnknownTeam
 from db.accounts.principal import NO_POLICY, POLICY_FIELDS, Policy, policy_of
@@ -92,6 +92,11 @@ class Team:
     created_unix_ms: int
     policy: Policy = NO_POLICY
 
+    @property
+    def version(self) -> str:
+        """What tells this state of the team from others."""
+        return version_of(_settings(self))
+
 
 async def create_organisation(engine: AsyncEngine, name: str, actor: str) -> Organisation:
     """Make an organisation. Raises InvalidField, NameTaken, and SQL's own errors."""
@@ -172,13 +177,17 @@ async def create_team(
     return team
 
 
-async def update_team(engine: AsyncEngine, reference: str, changes: Mapping[str, Any], actor: str) -> Team:
+async def update_team(
+    engine: AsyncEngine, reference: str, changes: Mapping[str, Any], actor: str, *, version: str | None = None
+) -> Team:
     """Change a team, meant by its id or name: ``name``, ``organisation``, and fields of Policy (None: no bound).
 
-    Raises InvalidField, NameTaken, UnknownTeam, and SQL's own errors.
+    ``version``: that it must still have. Raises ChangedMeanwhile, InvalidField, NameTaken, UnknownTeam, and SQL's own
+    errors.
     """
     async with writing(engine, _team_is_named(changes.get("name", ""))) as connection:
         before = await find_team(connection, reference, for_update=True)
+        check_version(_settings(before), version)
         policy = changed_policy(before.policy, changes)
         name = changes.get("name", before.name)
         if name != before.name:  # an older release may have taken a name that is refused now

@@ -294,6 +294,7 @@ TAGS: Final[dict[str, str]] = {  # in the order of the page
     "responses": "Stored responses, and those in the background.",
     "batches": "Many requests as one job.",
     "files": "Files of batches.",
+    "usage": "Who has used what, and what it costs.",
     "keys": "API keys. These and the next need a key with the scope `admin`.",
     "teams": "Teams: keys that share limits and a budget.",
     "organisations": "Owners of teams.",
@@ -333,14 +334,15 @@ OF_JOBS: Final[Sequence[type[Refused]]] = (
     errors.AnswerNotKept, errors.IdempotencyKeyBusy, errors.StorageUnavailable, RequestFailed,
 )  # fmt: skip
 OF_ADMINS: Final[Sequence[type[Refused]]] = (
-    *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.CrossOriginRequest, errors.UnknownObject, errors.NameInUse,
+    *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.CrossOriginRequest, errors.RoleNotAllowed,
+    errors.UnknownObject, errors.NameInUse,
 )  # fmt: skip
 OF_FILES: Final[Sequence[type[Refused]]] = (
     *WITH_KEY, *WITH_BODY, errors.UnknownObject, errors.RateLimitExceeded, errors.StorageUnavailable,
 )  # fmt: skip
 OF_RESPONSES: Final = (*WITH_KEY, errors.UnknownObject, errors.StorageUnavailable)
-# A family of errors; what is at no route.
-NOWHERE: Final[Sequence[type[Refused]]] = (errors.BadRequest, errors.UnknownUrl)
+# A family of errors; what is at no route; what only forms of the pages answer.
+NOWHERE: Final[Sequence[type[Refused]]] = (errors.BadRequest, errors.UnknownUrl, errors.ChangedMeanwhile)
 
 
 def add_openapi(app: FastAPI, further_bodies: Sequence[type[Body]]) -> None:
@@ -441,6 +443,7 @@ def _errors_of(path: str) -> Sequence[type[Refused]]:
         "/detokenize": WITH_LIMITS,
         "/v1/messages/count_tokens": WITH_LIMITS,
         "/metrics": WITH_KEY,
+        "/v1/usage": WITH_KEY,
     }.get(path, EVERYWHERE)
 
 

@@ -38,6 +38,10 @@ _POLICY: Final[dict[str, Schema]] = {
 }
 _NAMED: Final[dict[str, Schema]] = {"id": _TEXT, "name": _TEXT, "created_unix_ms": _TIME}
 
+_USAGE_COUNTS: Final = (
+    "requests", "ok", "failed", "cancelled", "prompt_tokens", "cached_tokens", "completion_tokens", "unpriced_tokens",
+)  # fmt: skip
+
 ADMIN_SCHEMAS: Final[dict[str, Schema]] = {
     "Organisation": _object("organisation", _NAMED),
     "Team": _object("team", {**_NAMED, "organisation_id": _TEXT, "organisation_name": _TEXT, **_POLICY}),
@@ -100,6 +104,29 @@ ADMIN_SCHEMAS: Final[dict[str, Schema]] = {
             "error": _TEXT_OR_NULL,
         },
     ),
+    "UsageReport": _object(
+        "usage",
+        {
+            "since_unix_ms": _TIME,
+            "until_unix_ms": _TIME,
+            "by": _TEXTS,
+            "total": {"$ref": "#/components/schemas/UsageSums"},
+            "data": {
+                "type": "array",
+                "items": {"$ref": "#/components/schemas/UsageSums"},
+                "description": "Sums of each group, with its names: team_id, key_id, model, tag, day or month.",
+            },
+        },
+    ),
+    "UsageSums": {
+        "type": "object",
+        "required": ["requests", "charge_nano_usd", "charge_usd"],
+        "properties": {
+            **{name: {"type": "integer"} for name in _USAGE_COUNTS},
+            "charge_nano_usd": {"type": "integer", "description": "1e-9 USD."},
+            "charge_usd": {"type": "string", "description": "The same in USD, exact."},
+        },
+    },
     "WebhookSent": _object("webhook_test", {"event_id": _TEXT, "endpoint_id": _TEXT}),
 }
 
@@ -127,6 +154,8 @@ ADMIN_CONTENT: Final[dict[tuple[str, str], dict[str, Any]]] = {  # of a success,
     **_routes("/admin/v1/keys", "/admin/v1/keys/{reference}", "Key", has_secret=True),
     **_routes("/admin/v1/webhooks", "/admin/v1/webhooks/{endpoint_id}", "Webhook", has_secret=True),
     ("/admin/v1/audit", "get"): _several("AuditEntry"),
+    ("/admin/v1/usage", "get"): {**_one("UsageReport"), "text/csv": {"schema": _TEXT}},
+    ("/v1/usage", "get"): _one("UsageReport"),
     ("/admin/v1/webhooks/{endpoint_id}/test", "post"): _one("WebhookSent"),
     ("/admin/v1/webhooks/{endpoint_id}/deliveries", "get"): _several("WebhookDelivery"),
 }

@@ -1,7 +1,7 @@
 """Payloads in SQL: written once, read by operators and exports, deleted on expiry or on request."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -52,10 +52,17 @@ async def store_payloads(engine: AsyncEngine, records: Sequence[PayloadRecord]) 
         await connection.execute(insert(PayloadRow).on_conflict_do_nothing(), rows)
 
 
-async def read_payload(engine: AsyncEngine, request_id: str, sealer: Sealer, actor: str) -> Payload:
-    """Read a payload, with an entry in the audit log. Raises UnknownPayload, ``open_row``'s and SQL's own errors."""
+async def read_payload(
+    engine: AsyncEngine, request_id: str, sealer: Sealer, actor: str, *, team_ids: Collection[str] | None = None
+) -> Payload:
+    """Read a payload, of these teams if they are given, with an entry in the audit log.
+
+    Raises UnknownPayload, ``open_row``'s and SQL's own errors.
+    """
     async with engine.connect() as connection:
         of_request = select(PayloadRow.__table__).where(PayloadRow.request_id == request_id, ~has_expired())
+        if team_ids is not None:
+            of_request = of_request.where(PayloadRow.team_id.in_(team_ids))
         found = (await connection.execute(of_request)).mappings().first()
     if found is None:
         raise UnknownPayload(f"no payload of {request_id} is stored: there was no consent, or it has been deleted")

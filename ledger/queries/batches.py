@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from db.tables import BatchRow, FileRow
-from ledger.queries.window import Dimension, Filters
+from ledger.queries.window import NO_FILTERS, Dimension, Filters
 
 BatchLine = dict[str, Any]  # column → value, as in db.tables.BatchRow
 Mark = tuple[int, str]  # where a page ended: created_unix_ms, id
@@ -60,11 +60,11 @@ async def batch_named(connection: AsyncConnection, batch_id: str) -> BatchLine |
 
 
 async def batch_choices(
-    connection: AsyncConnection, since_unix_ms: int, until_unix_ms: int
+    connection: AsyncConnection, since_unix_ms: int, until_unix_ms: int, *, where: Filters = NO_FILTERS
 ) -> dict[Dimension, list[str]]:
     """Return whose batches, and for what, were open or created in [since, until), for the filters to offer."""
     within = or_(BatchRow.over_unix_ms.is_(None), and_(_created >= since_unix_ms, _created < until_unix_ms))
-    rows = (await connection.execute(select(*_KEYS.values()).where(within).distinct())).all()
+    rows = (await connection.execute(select(*_KEYS.values()).where(within, *_conditions(where)).distinct())).all()
     names = {path: name for name, path in ENDPOINTS.items()}
     values: dict[Dimension, set[str]] = {
         dimension: {row[number] for row in rows} for number, dimension in enumerate(_KEYS)

@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, case, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from db.tables import RollupRow, SliceRow
-from ledger.queries.reading import Group, dimension_column, read, rollup_coverage
+from ledger.queries.reading import Group, dimension_column, filtered, read, rollup_coverage
 from ledger.queries.window import DIMENSIONS, NO_FILTERS, Dimension, Filters, Step, Window
 
 OTHER: Final = "(other)"  # the group of all beyond the top N; no model, pool, team or key has this name
@@ -118,12 +118,17 @@ async def heat_map(
     return cells
 
 
-async def choices(connection: AsyncConnection, window: Window) -> dict[Dimension, list[str]]:
-    """Return the values of each dimension in the window, in alphabetical order, for the filters to offer."""
+async def choices(
+    connection: AsyncConnection, window: Window, *, where: Filters = NO_FILTERS
+) -> dict[Dimension, list[str]]:
+    """Return the values of each dimension in the window, in alphabetical order, for the filters to offer.
+
+    ``where``: what the viewer may see at all.
+    """
     cover = rollup_coverage([window], may_subtract=False)
     within = [select(RollupRow.slice_id).where(rows) for _, _, rows in cover.conditions(RollupRow)]
     slices = select(*(dimension_column(dimension) for dimension in DIMENSIONS)).where(
-        SliceRow.id.in_(union_all(*within))
+        SliceRow.id.in_(union_all(*within)), *filtered(where)
     )
     found = zip(*await connection.execute(slices), strict=True) if within else ()
     columns = [set(values) for values in found] or [set()] * len(DIMENSIONS)

@@ -103,7 +103,7 @@ async def batches(connection: AsyncConnection, view: View, older: str) -> dict[s
         **rows,
         **await running_rows(connection, view),
         "page": "Batches",
-        "choices": await batch_choices(connection, view.since_unix_ms, view.until_unix_ms),
+        "choices": await batch_choices(connection, view.since_unix_ms, view.until_unix_ms, where=view.scope),
         "filtered": FILTERED,
     }
 
@@ -111,7 +111,11 @@ async def batches(connection: AsyncConnection, view: View, older: str) -> dict[s
 async def running_rows(connection: AsyncConnection, view: View) -> dict[str, Any]:
     """Return the values of batches_running.html."""
     found = await open_batches(connection, view.filters, MAX_OPEN)
-    return {"running": await _shown(connection, found), "names": await load_names(connection), "MAX_OPEN": MAX_OPEN}
+    return {
+        "running": await _shown(connection, found),
+        "names": await load_names(connection, view.teams),
+        "MAX_OPEN": MAX_OPEN,
+    }
 
 
 async def ended_rows(connection: AsyncConnection, view: View, older: str) -> dict[str, Any]:
@@ -128,10 +132,10 @@ async def ended_rows(connection: AsyncConnection, view: View, older: str) -> dic
 async def batch_detail(connection: AsyncConnection, view: View, batch_id: str) -> dict[str, Any] | None:
     """Return the values of batch.html; None: there is no such batch."""
     row = await batch_named(connection, batch_id)
-    if row is None:
+    if row is None or not view.sees_team(row["team_id"]):
         return None
     (batch,) = await _shown(connection, [row])
-    names, files = await load_names(connection), await _files(connection, row)
+    names, files = await load_names(connection, view.teams), await _files(connection, row)
     return {
         "page": "Batches",
         "batch": batch,

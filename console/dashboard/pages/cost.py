@@ -43,14 +43,14 @@ async def cost(connection: AsyncConnection, view: View) -> dict[str, Any]:
     """Return the values of cost.html."""
     view = replace(view, by=view.by or ("model",))
     pools, models = await costs(connection, view.window.in_quarters, where=view.filters)
-    names = await load_names(connection)
+    names = await load_names(connection, view.teams)
     groups = await totals(
         connection, view.window, where=view.filters, by=view.by, order="charge_nano_usd", top=MAX_GROUPS
     )
     return {
         "page": "Cost",
         "view": view,
-        "choices": await choices(connection, view.window),
+        "choices": await choices(connection, view.window, where=view.scope),
         "names": names,
         "pools": pools,
         "models": models,

@@ -16,7 +16,7 @@ from gateway.errors import InsufficientQuota
 from gateway.limits.report import LimitUsage, uses
 from ledger.queries.refusals import Grouping, refusal_totals
 from ledger.queries.traffic import Traffic, totals
-from ledger.queries.window import Dimension, Window
+from ledger.queries.window import Dimension, Filters, Window
 from protocol.gateways import Kind
 
 USED_DAYS: Final = 30
@@ -83,21 +83,24 @@ async def account_lines(connection: AsyncConnection, view: View, accounts: Accou
         "traffic": {
             sums.group[0]: sums
             for dimension in dimensions
-            for sums in await totals(connection, window, by=(dimension,))
+            for sums in await totals(connection, window, where=view.scope, by=(dimension,))
         },
-        "refused": await _refused(connection, window),
-        "blocked": await _refused(connection, lately, code=InsufficientQuota.code),
+        "refused": await _refused(connection, window, view.scope),
+        "blocked": await _refused(connection, lately, view.scope, code=InsufficientQuota.code),
         "NO_TRAFFIC": Traffic(("",)),
         "used_days": USED_DAYS,
     }
 
 
-async def _refused(connection: AsyncConnection, window: Window, *, code: str | None = None) -> dict[str, int]:
+async def _refused(
+    connection: AsyncConnection, window: Window, where: Filters, *, code: str | None = None
+) -> dict[str, int]:
     """Return how many requests of each key and team were refused, with this code if there is one."""
     columns: tuple[Grouping, ...] = ("key_id", "team_id")
     found: dict[str, int] = defaultdict(int)
     for column in columns:
-        for (account_id, its_code), number in (await refusal_totals(connection, window, by=(column, "code"))).items():
+        totals_of = await refusal_totals(connection, window, where=where, by=(column, "code"))
+        for (account_id, its_code), number in totals_of.items():
             if account_id and code in {None, its_code}:
                 found[account_id] += number
     return dict(found)

@@ -28,8 +28,8 @@ async def latency(connection: AsyncConnection, view: View) -> dict[str, Any]:
     return {
         "page": "Latency",
         "view": view,
-        "choices": await choices(connection, view.window),
-        "names": await load_names(connection),
+        "choices": await choices(connection, view.window, where=view.scope),
+        "names": await load_names(connection, view.teams),
         "whole": whole,
         "later": TITLES,
         "by_group": by_group,

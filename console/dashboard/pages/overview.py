@@ -41,8 +41,8 @@ async def overview(connection: AsyncConnection, view: View) -> dict[str, Any]:
     return {
         "page": "Overview",
         "view": view,
-        "choices": await choices(connection, window),
-        "names": await load_names(connection),
+        "choices": await choices(connection, window, where=view.scope),
+        "names": await load_names(connection, view.teams),
         "now": merge(groups),
         "before": before,
         "ttft": ttft,
@@ -52,7 +52,9 @@ async def overview(connection: AsyncConnection, view: View) -> dict[str, Any]:
         "charts": [*await _traffic_charts(connection, view, steps), await refusal_chart(connection, view, steps)],
         "later": {"ttft_ms": TITLES["ttft_ms"]},
         "groups": groups,
-        "set_aside": sum((await set_aside_counts(connection, view.since_unix_ms, view.until_unix_ms)).values()),
+        "set_aside": 0
+        if view.teams is not None
+        else sum((await set_aside_counts(connection, view.since_unix_ms, view.until_unix_ms)).values()),
     }
 
 

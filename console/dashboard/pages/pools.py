@@ -21,6 +21,6 @@ async def pools(connection: AsyncConnection, view: View, live: Collection[str]) 
     return {
         "page": "Pools",
         "lost": [one for one in await pools_seen(connection, view.read_unix_ms - LOST_MS) if one.pool not in live],
-        "choices": await choices(connection, view.window),
+        "choices": await choices(connection, view.window, where=view.scope),
         "chart": Chart("Failovers", "attempts", steps, [Line("failovers", failovers, 4, bars=True)], view),
     }

@@ -34,8 +34,8 @@ async def refusals(connection: AsyncConnection, view: View, code: str, older: st
         of_codes[group_code] = of_codes.get(group_code, 0) + number
     return {
         "page": "Refused",
-        "names": await load_names(connection),
-        "choices": await _choices(connection, window),
+        "names": await load_names(connection, view.teams),
+        "choices": await _choices(connection, view),
         "codes": sorted(of_codes.items(), key=lambda item: (-item[1], item[0])),
         "code": code,
         "total": sum(of_codes.values()),
@@ -61,8 +61,8 @@ async def refusal_chart(connection: AsyncConnection, view: View, steps: list[Win
     return Chart("Refused", "requests", steps, lines, view, path="/dashboard/refusals")
 
 
-async def _choices(connection: AsyncConnection, window: Window) -> dict[str, list[str]]:
-    asked = partial(refusal_totals, connection, window)
+async def _choices(connection: AsyncConnection, view: View) -> dict[str, list[str]]:
+    asked = partial(refusal_totals, connection, view.window, where=view.scope)
     return {
         "model": sorted(name for (name,) in await asked(by=("model",)) if name),
         "team": sorted(name for (name,) in await asked(by=("team_id",)) if name),

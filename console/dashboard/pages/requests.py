@@ -9,7 +9,15 @@ from console.dashboard.formats import NOTHING, moment
 from console.dashboard.view import View
 from console.dashboard.waterfall import LINKED, facts, links_of, waterfall
 from gateway.errors import InvalidParameter, UnknownUrl
-from ledger.queries.log import MAX_COMPARED, Cursor, Extreme, extreme_requests, request_history, request_page
+from ledger.queries.log import (
+    MAX_COMPARED,
+    Cursor,
+    Extreme,
+    RequestHistory,
+    extreme_requests,
+    request_history,
+    request_page,
+)
 from ledger.queries.names import load_names
 from ledger.queries.refusals import Refusal, find_refusal
 from ledger.queries.traffic import choices
@@ -42,8 +50,8 @@ async def request_log(connection: AsyncConnection, view: View, older: str, order
         "orders": {name: title for name, (title, _) in ORDERS.items()},
         "compared": MAX_COMPARED,
         "page": "Requests",
-        "choices": await choices(connection, view.window),
-        "names": await load_names(connection),
+        "choices": await choices(connection, view.window, where=view.scope),
+        "names": await load_names(connection, view.teams),
     }
 
 
@@ -77,10 +85,12 @@ async def request_detail(connection: AsyncConnection, view: View, request_id: st
     history = await request_history(connection, request_id)
     if history is None:
         refusal = await find_refusal(connection, request_id)
-        if refusal is None:
+        if refusal is None or not view.sees_team(refusal["team_id"]):
             raise UnknownUrl(NOT_ON_RECORD)
         return await _refused(connection, view, refusal)
-    names = await load_names(connection)
+    if not view.sees_team(_team_of(history)):
+        raise UnknownUrl(NOT_ON_RECORD)
+    names = await load_names(connection, view.teams)
     return {
         "page": "Requests",
         "template": "request.html",
@@ -91,8 +101,13 @@ async def request_detail(connection: AsyncConnection, view: View, request_id: st
     }
 
 
+def _team_of(history: RequestHistory) -> str:
+    row = history.request or history.attempts[0]
+    return str(row["team_id"])
+
+
 async def _refused(connection: AsyncConnection, view: View, refusal: Refusal) -> dict[str, Any]:
-    names = await load_names(connection)
+    names = await load_names(connection, view.teams)
     facts = {
         "Received": moment(refusal["received_unix_ms"], view.zone),
         "Status": str(refusal["status"]),

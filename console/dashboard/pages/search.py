@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 from urllib.parse import quote
 
-from sqlalchemy import func, or_, select
+from sqlalchemy import func, or_, select, true
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard.view import MAX_VALUE_CHARS, View
@@ -22,9 +22,10 @@ async def find_page(connection: AsyncConnection, view: View, text: str) -> str |
     for prefix, page in PAGES_OF_PREFIXES.items():
         if text.startswith(prefix):
             return f"{page}{quote(text, safe='')}"
-    for dimension, row in (("key", ApiKeyRow), ("team", TeamRow)):
+    for dimension, row, team_id in (("key", ApiKeyRow, ApiKeyRow.team_id), ("team", TeamRow, TeamRow.id)):
         named = or_(row.id == text, func.lower(row.name) == text.lower())
-        found = await connection.scalar(select(row.id).where(named).order_by(row.created_unix_ms.desc()).limit(1))
+        seen = true() if view.teams is None else team_id.in_(view.teams)
+        found = await connection.scalar(select(row.id).where(named, seen).order_by(row.created_unix_ms.desc()).limit(1))
         if found is not None:
             others = dict.fromkeys(view.where)
             return f"/dashboard/requests?{view.query(**others | {dimension: found, 'by': None, 'and': None})}"

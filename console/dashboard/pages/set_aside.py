@@ -25,7 +25,7 @@ async def set_aside(connection: AsyncConnection, view: View, older: str) -> dict
         "page": "Set aside",
         "counts": await set_aside_counts(connection, *window),
         "items": items,
-        "names": await load_names(connection),
+        "names": await load_names(connection, view.teams),
         "pages_of_kinds": PAGES_OF_KINDS,
         "older": write_cursor(Cursor(items[-1]["at_unix_ms"], items[-1]["item"])) if is_full else None,
         "is_first": not older,

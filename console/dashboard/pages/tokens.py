@@ -43,8 +43,8 @@ async def tokens(connection: AsyncConnection, view: View, heat: str) -> dict[str
     return {
         "page": "Tokens",
         "view": view,
-        "choices": await traffic.choices(connection, window),
-        "names": await load_names(connection),
+        "choices": await traffic.choices(connection, window, where=view.scope),
+        "names": await load_names(connection, view.teams),
         "now": traffic.merge(groups),
         "before": before,
         "lengths": lengths,
@@ -70,7 +70,7 @@ def _figure(name: str) -> Figure:
 
 
 async def _over_time(connection: AsyncConnection, view: View, dimension: Dimension) -> Chart:
-    names = await load_names(connection)
+    names = await load_names(connection, view.teams)
     found = await traffic.series(
         connection,
         view.window,

@@ -7,8 +7,8 @@
   let messages = [];
   let running = null;
 
-  at("key").value = sessionStorage.getItem("spillway_key") || "";
-  at("key").addEventListener("change", () => sessionStorage.setItem("spillway_key", at("key").value.trim()));
+  let held = null; // the key of a team, in this page's memory only
+
   at("stop").addEventListener("click", () => running?.abort());
   at("clear").addEventListener("click", () => {
     running?.abort();
@@ -27,6 +27,53 @@
     if (!running) send(at("message").value);
   });
 
+  at("playground").addEventListener("input", showCode);
+  at("code").addEventListener("toggle", showCode);
+
+  // The request that the message in the box would make, in curl and in Python.
+  function showCode() {
+    if (!at("code").open) return;
+    const { stream, stream_options, ...body } = request(at("message").value || "Hello");
+    const endpoint = at("code").dataset.endpoint;
+    const quoted = `'${JSON.stringify(body).replaceAll("'", "'\\''")}'`;
+    at("as-curl").textContent = [
+      `curl ${endpoint}/chat/completions \\`,
+      '  -H "Authorization: Bearer $SPILLWAY_API_KEY" \\',
+      '  -H "Content-Type: application/json" \\',
+      `  -d ${quoted}`,
+    ].join("\n");
+    at("as-python").textContent = [
+      "import os",
+      "from openai import OpenAI",
+      "",
+      `client = OpenAI(base_url=${JSON.stringify(endpoint)}, api_key=os.environ["SPILLWAY_API_KEY"])`,
+      "answer = client.chat.completions.create(",
+      ...Object.entries(body).map(([name, value]) => `    ${name}=${JSON.stringify(value)},`),
+      ")",
+      "print(answer.choices[0].message.content)",
+    ].join("\n");
+  }
+
+  async function token() {
+    const team = at("team").value;
+    if (held?.team !== team) {
+      const response = await fetch("/dashboard/playground/key", { method: "POST", body: new URLSearchParams({ team }) });
+      const answer = await response.json();
+      if (!response.ok) throw new Error(answer.error?.message || `HTTP ${response.status}`);
+      held = { team, token: answer.token };
+    }
+    return held.token;
+  }
+
+  async function ask() {
+    return fetch("/v1/chat/completions", {
+      method: "POST",
+      headers: { "content-type": "application/json", authorization: `Bearer ${await token()}` },
+      body: JSON.stringify(request()),
+      signal: running.signal,
+    });
+  }
+
   function show(role, text) {
     const item = document.createElement("li");
     item.className = role;
@@ -38,11 +85,11 @@
     return { item, body };
   }
 
-  function request() {
+  function request(next) {
     const system = at("system").value.trim();
     const body = {
       model: at("model").value,
-      messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
+      messages: [...(system ? [{ role: "system", content: system }] : []), ...messages, ...(next ? [{ role: "user", content: next }] : [])],
       stream: true,
       stream_options: { include_usage: true },
     };
@@ -75,12 +122,11 @@
   }
 
   async function stream(place, seen) {
-    const response = await fetch("/v1/chat/completions", {
-      method: "POST",
-      headers: { "content-type": "application/json", authorization: `Bearer ${at("key").value.trim()}` },
-      body: JSON.stringify(request()),
-      signal: running.signal,
-    });
+    let response = await ask();
+    if (response.status === 401) {
+      held = null; // it was rotated in other tabs, or has expired
+      response = await ask();
+    }
     seen.id = response.headers.get("x-request-id");
     if (!response.ok) throw new Error((await response.json()).error?.message || `HTTP ${response.status}`);
     let rest = "";

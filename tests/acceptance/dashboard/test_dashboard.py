@@ -37,6 +37,9 @@ PAGES = (
     "/dashboard/keys",
     "/dashboard/teams/team_default",
     "/dashboard/playground",
+    "/dashboard/audit",
+    "/dashboard/webhooks",
+    "/dashboard/sessions",
     "/dashboard/exports",
 )
 
@@ -278,8 +281,12 @@ def test_dollars_are_stacked_by_team_beside_the_cost_of_machines(visit: Visit) -
 def test_the_playground_streams_and_its_request_appears_in_the_live_tail(visit: Visit, system: System) -> None:
     page = visit.page
     visit.go("/dashboard/playground")
-    page.fill("#key", system.api_key)
-    page.fill("#message", "[[tokens=20]] Hello?")
+    page.fill("#message", "[[tokens=20]] It's me?")
+    page.click("text=Show the request as code")
+    expect(page.locator("#as-curl")).to_contain_text("It'\\''s me?")
+    expect(page.locator("#as-curl")).to_contain_text(f"curl {system.base_url}/v1/chat/completions")
+    expect(page.locator("#as-python")).to_contain_text("messages=[{")
+    page.focus("#message")
     page.keyboard.press("Enter")
     figures = page.locator("li.assistant .figures")
     expect(figures).to_contain_text("20 tokens ·")

@@ -165,7 +165,7 @@ async def test_it_opens_to_an_admin_key_or_a_login_only(
         made = await client.post("/admin/v1/teams", json={"name": "a"})
         assert made.status_code == 201
         entries = (await client.get("/admin/v1/audit", params={"actor": "user:admin"})).json()["data"]
-        assert [entry["subject_id"] for entry in entries] == [made.json()["id"]]
+        assert [entry["subject_id"] for entry in entries] == [made.json()["id"], "user:admin"]  # and the login
         elsewhere = {"origin": "https://evil.example"}
         refused = await client.post("/admin/v1/teams", json={"name": "b"}, headers=elsewhere)
         assert error_of(refused) == (403, "foreign_origin", None)

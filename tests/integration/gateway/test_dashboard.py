@@ -302,7 +302,7 @@ async def test_a_key_and_its_team_are_changed_field_by_field(browser: httpx.Asyn
     assert entry.after == {"requests_per_minute": None, "tokens_per_minute": 900}
     shown = (await browser.get(f"/dashboard/teams/{team_id}")).text
     assert "0 of 900 tokens a minute" in shown
-    assert "tokens_per_minute: 900" in shown
+    assert "tokens a minute: 900" in shown
 
 
 async def test_a_refused_change_names_its_field_and_keeps_what_was_typed(

@@ -18,7 +18,10 @@ from pydantic import ValidationError
 
 from console.login.oidc import UNREACHABLE, OidcLogin, allowed_user
 from console.settings import OidcSettings
-from db.accounts.errors import OidcError
+from db.accounts.audit import AuditFilter, list_changes
+from db.accounts.errors import OidcError, OidcNotAllowed
+from db.accounts.teams import create_team
+from db.engine import create_engine
 from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.fake_issuer import CLIENT_ID, CLIENT_SECRET, KEY_BITS, FakeIssuer
 from tests.waiting import HANGS_S, until
@@ -88,7 +91,7 @@ def settings_for(issuer: FakeIssuer) -> OidcSettings:
 
 async def log_in(login: OidcLogin, issuer: FakeIssuer, **answer: str) -> str:
     url, asked = await login.authorization_request(CALLBACK)
-    return await login.user(asked, CALLBACK, issuer.approve(url, **answer))
+    return (await login.user(asked, CALLBACK, issuer.approve(url, **answer))).name
 
 
 async def test_a_browser_is_sent_there_and_back_and_is_logged_in(start_gateway: Start, issuer: FakeIssuer) -> None:
@@ -114,6 +117,42 @@ async def test_a_browser_is_sent_there_and_back_and_is_logged_in(start_gateway: 
         stranger = await browser.get("/login/oidc/callback", params=issuer.approve(sent.headers["location"]))
         assert stranger.status_code == 401
         assert "belongs to another login" in stranger.text
+
+
+async def test_groups_of_the_issuer_are_roles_in_teams(
+    start_gateway: Start, sqlite_url: str, issuer: FakeIssuer
+) -> None:
+    engine = create_engine(sqlite_url)
+    search = (await create_team(engine, "search", "cli:test")).team_id
+    await create_team(engine, "support", "cli:test")
+    rules = [
+        {"role": "member", "groups": ["search-dev"], "teams": ["search", "not made yet"]},
+        {"role": "viewer", "groups": ["finance"]},
+        {"role": "manager", "groups": ["lost"], "teams": ["not made yet"]},
+    ]
+    settings = settings_for(issuer).model_dump() | {"allowed_emails": (), "allowed_groups": (), "roles": rules}
+    gateway = await start_gateway(with_card=False, console={"oidc": settings})
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as browser:
+
+        async def log_in_as(*groups: str) -> httpx.Response:
+            issuer.claims["groups"] = list(groups)
+            sent = await browser.get("/login/oidc")
+            return await browser.get("/login/oidc/callback", params=issuer.approve(sent.headers["location"]))
+
+        assert (await log_in_as("search-dev")).status_code == 303
+        assert [team["id"] for team in (await browser.get("/admin/v1/teams")).json()["data"]] == [search]
+        assert (await browser.get("/dashboard/fleet")).status_code == 403
+        assert (await log_in_as("finance")).status_code == 303
+        assert len((await browser.get("/admin/v1/teams")).json()["data"]) == 3
+        for groups, said in (
+            (["lost"], "No team of yours exists here yet: not made yet"),
+            (["x"], "not allowed to log"),
+        ):
+            refused = await log_in_as(*groups)
+            assert (refused.status_code, said in refused.text) == (401, True)
+    failed = await list_changes(engine, AuditFilter(actor="user:alice@example.com"), 10)
+    assert [entry.action for entry in failed if entry.action != "login"] == ["login.failed"] * 2
+    await engine.dispose()
 
 
 def by_hand(header: dict[str, str], claims: dict[str, Any], secret: bytes | None) -> str:
@@ -273,7 +312,7 @@ async def test_a_token_endpoint_that_gives_no_token_logs_nobody_in(
 def test_only_those_are_let_in_who_are_allowed() -> None:
     def of(claims: dict[str, Any], **allowed: Any) -> str:
         settings = OidcSettings(issuer="https://id.example", client_id="c", **allowed)
-        return allowed_user(settings, {"sub": "u1", **claims})
+        return allowed_user(settings, {"sub": "u1", **claims}).name
 
     alice = {"email": "Alice@Example.com", "email_verified": True}
     assert of(alice, allowed_emails=("alice@example.com",)) == "alice@example.com"
@@ -290,6 +329,49 @@ def test_only_those_are_let_in_who_are_allowed() -> None:
     ):
         with pytest.raises(OidcError, match="not allowed to log in"):
             of(claims, **allowed)
+
+
+def test_the_role_that_may_do_most_counts() -> None:
+    rules = [
+        {"role": "viewer", "emails": ["@example.com"]},
+        {"role": "member", "groups": ["dev"], "teams": ["a", "b"]},
+        {"role": "manager", "groups": ["lead"], "teams": ["b"]},
+        {"role": "owner", "emails": ["root@example.com"]},
+    ]
+    settings = OidcSettings.model_validate({"issuer": "https://id.example", "client_id": "c", "roles": rules})
+
+    def of(email: str, *groups: str) -> tuple[str, dict[str, str]]:
+        claims = {"sub": "u1", "email": email, "email_verified": True, "groups": list(groups)}
+        user = allowed_user(settings, claims)
+        return user.role, dict(user.teams)
+
+    assert of("ann@example.com") == ("viewer", {})
+    assert of("ann@example.com", "dev") == ("member", {"a": "member", "b": "member"})
+    assert of("ann@example.com", "dev", "lead") == ("manager", {"a": "member", "b": "manager"})
+    assert of("root@example.com", "dev") == ("owner", {})
+    with pytest.raises(OidcNotAllowed):
+        of("ann@elsewhere.example")
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({"role": "admin"}, "groups or emails is required"),
+        ({"role": "member", "groups": ["g"]}, "teams is required"),
+        ({"role": "viewer", "groups": ["g"], "teams": ["a"]}, "holds for the whole installation"),
+        ({"role": "chief", "groups": ["g"]}, "owner"),
+        ({"role": "admin", "emails": ["ann"]}, "is no address"),
+    ],
+)
+def test_a_rule_says_who_has_the_role_and_where(rule: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        OidcSettings.model_validate({"issuer": "https://id.example", "client_id": "c", "roles": [rule]})
+
+
+def test_rules_and_lists_are_not_mixed() -> None:
+    both = {"allowed_groups": ["g"], "roles": [{"role": "admin", "groups": ["g"]}]}
+    with pytest.raises(ValidationError, match="roles say who may log in"):
+        OidcSettings.model_validate({"issuer": "https://id.example", "client_id": "c", **both})
 
 
 @pytest.mark.parametrize(

@@ -89,14 +89,14 @@ def test_no_name_of_a_model_can_end_the_chart_s_data() -> None:
         "pools": [],
         "queues": [],
     }
-    page = render("pools.html", view, "admin", values)
+    page = render("pools.html", view, None, values)
     assert "</script><b>" not in page
     assert "\\u003c/script>\\u003cb>" in page
 
 
 def test_the_time_zone_s_name_is_written_where_scripts_read_it() -> None:
     view = make_view({}, {"spillway_zone": "Asia/Kolkata"}, START_MS)
-    page = render("error.html", view, "", {"page": "", "message": "It is away."})
+    page = render("error.html", view, None, {"page": "", "message": "It is away."})
     assert view.zone == ZoneInfo("Asia/Kolkata")
     assert 'data-zone="Asia/Kolkata"' in page
     assert "It is away." in page

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from console.login.admins import ADMIN_NAME, check_password, has_admin, set_password
 from console.login.passwords import DUMMY_HASH, hash_password, is_password, new_password
-from console.login.sessions import SessionStore
+from console.login.sessions import NewSession, SessionStore
 from db.accounts.audit import AuditFilter, list_changes
 from db.accounts.errors import BadPassword, WrongPassword
 from db.engine import create_engine
@@ -55,7 +55,10 @@ async def test_a_password_is_checked_and_changing_it_is_written_down_and_ends_it
         with pytest.raises(WrongPassword):
             await check_password(engine, name, password)
     sessions = SessionStore(engine, PEPPER, 60)
-    mine, others = await sessions.start(ADMIN_NAME), await sessions.start("a@b.example")
+    mine, others = (
+        await sessions.start(NewSession(ADMIN_NAME, "owner")),
+        await sessions.start(NewSession("a@b.example", "owner")),
+    )
     await set_password(engine, PASSWORD + "2", "cli:me", cost=16)
     assert await sessions.find(mine) is None
     assert await sessions.find(others) is not None
@@ -69,7 +72,7 @@ async def test_a_password_is_checked_and_changing_it_is_written_down_and_ends_it
 
 async def test_a_session_ends_by_itself_or_when_told_and_leaves_no_token(engine: AsyncEngine) -> None:
     sessions = SessionStore(engine, PEPPER, 60)
-    token, other = await sessions.start("a"), await sessions.start("b")
+    token, other = await sessions.start(NewSession("a", "owner")), await sessions.start(NewSession("b", "owner"))
     found = await sessions.find(token)
     assert found is not None
     assert (found.user, found.actor) == ("a", "user:a")
@@ -83,6 +86,6 @@ async def test_a_session_ends_by_itself_or_when_told_and_leaves_no_token(engine:
     async with engine.begin() as connection:
         await connection.execute(update(SessionRow).values(ends_unix_ms=time.time_ns() // 1_000_000))
     assert await sessions.find(other) is None
-    await sessions.start("c")
+    await sessions.start(NewSession("c", "owner"))
     async with engine.connect() as connection:
         assert (await connection.execute(text("SELECT user_name FROM sessions"))).scalars().all() == ["c"]

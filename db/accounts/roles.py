@@ -1,0 +1,146 @@
+"""Roles: who may do what, and in which teams. The pages and the admin API both ask here.
+
+role      is for                        sees and changes
+owner     the local login               everything
+admin     operators, admin API keys     everything, except other users' sessions
+manager   who answers for a team        their teams: usage, all keys, webhooks, changes, stored payloads
+member    developers of a team          their teams: usage, keys; changes the keys that they have created
+viewer    who only looks                the whole installation, and changes nothing
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
+
+from db.accounts.errors import InvalidField, NotAllowed
+from db.accounts.principal import INFERENCE, POLICY_FIELDS, Policy
+
+Role = Literal["owner", "admin", "manager", "member", "viewer"]
+Action = Literal[
+    "use_pages",  # time zone, own sessions
+    "see_usage",  # usage, requests, refusals, batches, keys and teams with their limits
+    "see_installation",  # machines, pools, costs of machines, items set aside, organisations
+    "export",
+    "read_payloads",  # stored prompts and answers
+    "make_keys",
+    "change_keys",  # change, rotate, revoke
+    "manage_teams",  # teams and organisations, with their limits
+    "manage_webhooks",
+    "see_audit",
+    "use_playground",
+    "end_sessions",  # of others: "own" are one's own
+]
+Reach = Literal["all", "team", "own", "none"]  # everything; what is of their teams; of that, what they have created
+
+ROLES: Final[tuple[Role, ...]] = get_args(Role)  # those that may do more come first
+ACTIONS: Final[tuple[Action, ...]] = get_args(Action)
+TEAM_ROLES: Final[tuple[Role, ...]] = ("manager", "member")  # held in teams, not in the installation
+
+_Row = tuple[Reach, Reach, Reach, Reach, Reach]
+_TABLE: Final[Mapping[Action, _Row]] = {
+    #                     owner   admin   manager  member  viewer
+    "use_pages": ("all", "all", "all", "all", "all"),
+    "see_usage": ("all", "all", "team", "team", "all"),
+    "see_installation": ("all", "all", "none", "none", "all"),
+    "export": ("all", "all", "team", "team", "all"),
+    "read_payloads": ("all", "all", "team", "none", "none"),
+    "make_keys": ("all", "all", "team", "team", "none"),
+    "change_keys": ("all", "all", "team", "own", "none"),
+    "manage_teams": ("all", "all", "none", "none", "none"),
+    "manage_webhooks": ("all", "all", "team", "none", "none"),
+    "see_audit": ("all", "all", "team", "none", "all"),
+    "use_playground": ("all", "all", "team", "team", "none"),
+    "end_sessions": ("all", "own", "own", "own", "own"),
+}
+NO_TEAM: Final = ("team_none",)  # an empty filter would match all
+_WORDS: Final[Mapping[Action, str]] = {
+    "use_pages": "use the pages",
+    "see_usage": "see usage",
+    "see_installation": "see machines, pools and their costs",
+    "export": "export requests",
+    "read_payloads": "read stored prompts and answers",
+    "make_keys": "create keys",
+    "change_keys": "change, rotate or revoke this key",
+    "manage_teams": "create or change teams and organisations",
+    "manage_webhooks": "manage webhooks",
+    "see_audit": "read the audit log",
+    "use_playground": "use the playground",
+    "end_sessions": "end other users' sessions",
+}
+
+
+def reach_of(role: Role, action: Action) -> Reach:
+    """Return how far a role may go with an action."""
+    return _TABLE[action][ROLES.index(role)]
+
+
+@dataclass(frozen=True, slots=True)
+class Person:
+    """Who uses the pages or the admin API: the user of a session, or a key with the scope ``admin``."""
+
+    actor: str  # the name in the audit log
+    role: Role  # of team roles, the highest
+    teams: Mapping[str, Role] = field(default_factory=dict)  # the role in each team, by the team's id, if it is one
+
+    @property
+    def team_ids(self) -> tuple[str, ...] | None:
+        """The teams that this person is limited to; None: not limited to teams."""
+        return (tuple(self.teams) or NO_TEAM) if self.role in TEAM_ROLES else None
+
+    def teams_for(self, action: Action) -> tuple[str, ...] | None:
+        """Return the teams in which this person may do something with all objects; None: everywhere it is allowed."""
+        limits = self.team_ids
+        return None if limits is None else tuple(one for one in self.teams if self.may(action, one)) or NO_TEAM
+
+    def may(self, action: Action, team_id: str | None = None, made_by: str | None = None) -> bool:
+        """Return whether an action is allowed: on an object of this team, made by this actor, if they are given."""
+        if team_id is None or self.team_ids is None:
+            held = {self.role, *(self.teams.values() if self.team_ids is not None else ())}
+            return any(reach_of(role, action) != "none" for role in held)
+        reach = reach_of(self.teams[team_id], action) if team_id in self.teams else "none"
+        return reach in {"all", "team"} or (reach == "own" and made_by == self.actor)
+
+    def require(self, action: Action, team_id: str | None = None, made_by: str | None = None) -> None:
+        """Raise NotAllowed if an action is not allowed."""
+        if not self.may(action, team_id, made_by):
+            role = self.role if team_id is None else self.teams.get(team_id, self.role)
+            raise NotAllowed(f"Your role, {role}, may not {_WORDS[action]}.")
+
+    def sees_team(self, team_id: str) -> bool:
+        """Return whether a team exists for this person."""
+        return self.may("see_usage", team_id)
+
+
+def may_everything(actor: str) -> Person:
+    """Return the person that a key with the scope ``admin`` stands for."""
+    return Person(actor, "admin")
+
+
+# --- what a team may decide for its keys ------------------------------------------------------------------------------
+#
+# A key's other settings override its team's, such as its weight and its consents: an admin decides on them.
+
+TEAM_KEY_LIMITS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "budget_nano_usd")
+TEAM_KEY_FIELDS: Final = frozenset({*TEAM_KEY_LIMITS, "budget_period"})
+TEAM_KEY_SCOPES: Final = frozenset({INFERENCE})
+_FIELD_NAMES: Final = {"budget_nano_usd": "budget_usd"}
+
+
+def check_team_scopes(scopes: Iterable[str]) -> None:
+    """Refuse a scope that reaches beyond a team. Raises InvalidField."""
+    for scope in scopes:
+        if scope not in TEAM_KEY_SCOPES:
+            raise InvalidField("scopes", f"only an admin may create, change or rotate keys with the scope {scope!r}")
+
+
+def check_team_key(before: Policy, after: Policy, team: Policy) -> None:
+    """Refuse a change of a key's policy that its team may not decide on. Raises InvalidField."""
+    for name in POLICY_FIELDS:
+        wanted, most = getattr(after, name), getattr(team, name)
+        if wanted == getattr(before, name):
+            continue
+        if name not in TEAM_KEY_FIELDS:
+            raise InvalidField(name, "only an admin may change this")
+        is_comparable = name != "budget_nano_usd" or after.budget_period == team.budget_period
+        if name in TEAM_KEY_LIMITS and None not in {wanted, most} and is_comparable and wanted > most:
+            raise InvalidField(_FIELD_NAMES.get(name, name), "is more than the limit of the team")
