@@ -1,6 +1,7 @@
 """The `spillway` commands of docs/deploy/, run as they stand there, against a running system."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,8 @@ def test_there_are_such_commands() -> None:
 
 
 @pytest.mark.parametrize("words", RUN, ids=" ".join)
-def test_a_command_of_the_pages_does_what_it_says(system: System, words: tuple[str, ...]) -> None:
+def test_a_command_of_the_pages_does_what_it_says(system: System, words: tuple[str, ...], tmp_path: Path) -> None:
+    words = tuple(str(tmp_path / "copy") if word == "FOLDER" else word for word in words)
     if "NAME" in words:
         name = re.sub(r"\W+", "-", " ".join(words))
         system.command("keys", "create", name)
