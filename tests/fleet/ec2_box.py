@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -66,6 +67,19 @@ class Instance:
         if self.network is not None:
             self.network.close()
         self.metadata.stop()
+
+
+def _take_one_at_a_time(server: "ThreadedMotoServer") -> None:
+    """Let a moto server's threads wait for each other: its state bears one request at a time."""
+    inner = server._server
+    assert inner is not None
+    app, lock = inner.app, threading.Lock()
+
+    def locked(environ: Any, start_response: Any) -> Any:
+        with lock:
+            return app(environ, start_response)
+
+    inner.app = locked
 
 
 @dataclass
@@ -153,6 +167,7 @@ class Ec2Box:
         self._backend.reset()
         self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
         self._server.start()
+        _take_one_at_a_time(self._server)
         self.url = "http://{}:{}".format(*self._server.get_host_and_port())
         self.folder.mkdir(parents=True, exist_ok=True)
         with (
