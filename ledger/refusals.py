@@ -4,7 +4,6 @@ A gateway publishes how many it has refused so far in a minute, so the larger of
 process is the later one, and a message that comes twice changes nothing.
 """
 
-import hashlib
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.engine import SQL_ERRORS, DatabaseUnavailable, describe, writing
 from db.tables import RefusalCountRow, RefusalGroupRow, RefusalRow
-from ledger.rollups import upsert
+from ledger.rollups import slice_id, upsert
 from protocol.nats.clock import unix_now_ms
 from protocol.refusals import RefusalCount, RefusalRecord
 
@@ -54,8 +53,7 @@ def _later(new: Any) -> Row:  # noqa: ANN401  # the columns of an insertion, as 
 
 def _group(record: RefusalCount) -> Row:
     values = {name: getattr(record, name) for name in ("code", "status", "endpoint", "key_id", "team_id", "model")}
-    digest = hashlib.blake2b("\0".join(map(str, values.values())).encode(), digest_size=8).digest()
-    return {"id": int.from_bytes(digest) >> 1, **values}
+    return {"id": slice_id(tuple(map(str, values.values()))), **values}
 
 
 def _without_version(record: RefusalRecord) -> Row:
