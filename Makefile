@@ -25,7 +25,7 @@ unit: ## Run the tests that need no server, no apt, no browser and no minutes (u
 test: check ## Run the checks and all tests (10 to 15 minutes on two cores)
 	.venv/bin/python -m pytest -p tests.flakes.confirm -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-gpu: ## Run the tests that need an NVIDIA GPU, on one (docs/GPU.md)
+test-gpu: ## Run the tests that need an NVIDIA GPU, on one (docs/how-to/gpu.md)
 	@scripts/setup.sh test
 	TRITON_INTERPRET=0 CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES-0} .venv/bin/python -m pytest -n 0 -m gpu tests/unit/engine $(PYTEST_ARGS)
 

@@ -193,7 +193,8 @@ async def check_schema(engine: AsyncEngine) -> None:
             found = await connection.run_sync(read_schema_version)
     except SQL_ERRORS as error:
         raise DatabaseUnavailable(f"database {engine.url!r} is unreachable: {describe(error)}") from error
-    if found is not None and found > SCHEMA_VERSION:  # migrations keep what the release before needs: docs/UPGRADES.md
+    # Migrations keep what the previous release needs: docs/how-to/upgrades.md.
+    if found is not None and found > SCHEMA_VERSION:
         log.warning("database schema is %s, of a newer release than this build's %s", found, SCHEMA_VERSION)
     elif found != SCHEMA_VERSION:
         raise SchemaMismatch(

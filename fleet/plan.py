@@ -3,7 +3,7 @@
     machines = ceil(GPUs / GPUs of a machine),  GPUs = ceil(requests per second / requests per second of one GPU)
     cost     = machines x hours a day x price of a machine x days
 
-``cost_per_1k_tokens``: 1000 / (tokens per second) x price, as in docs/FLEET.md.
+``cost_per_1k_tokens``: 1000 / (tokens per second) x price, as in docs/explanation/fleet.md.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Payloads: what was asked and answered, kept only where the key's or the team's consent says so; docs/PAYLOADS.md.
+"""Payloads: prompts and answers, stored only by consent of the key or team; docs/how-to/payloads.md.
 
 endpoint ──Capture──> PayloadPublisher (assemble → redact → compress → seal, in a thread) ──PAYLOADS stream──>
 ledger.payloads.writer ──> table ``payloads`` ──> ``spillway payloads``, ``spillway export finetune``

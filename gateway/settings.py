@@ -212,7 +212,7 @@ class TenantSettings(Settings):
 
 
 class HostedPoolSettings(Settings):
-    """The gateway's settings of a pool of tier "hosted" (docs/HOSTED.md)."""
+    """The gateway's settings of a pool of tier "hosted" (docs/how-to/hosted.md)."""
 
     provider: str
     models: tuple[str, ...]

@@ -90,7 +90,7 @@ def _upgrade_on(connection: Connection) -> None:
     if found is not None and found > head():
         raise SchemaMismatch(
             f"database schema is {found}, of a newer release than this one, which knows {head()}: run that release, or"
-            " restore the backup from before the upgrade (docs/UPGRADES.md)"
+            " restore the backup from before the upgrade (docs/how-to/upgrades.md)"
         )
     config = _config()
     config.attributes["connection"] = connection

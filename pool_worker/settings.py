@@ -161,7 +161,7 @@ class ConnectionSettings(Settings):
 
 
 class ServerEngineSettings(ConnectionSettings):
-    """An inference server that is asked in token ids, or in text, by its URL (docs/ENGINES.md)."""
+    """An inference server that is asked in token ids, or in text, by its URL (docs/reference/engines.md)."""
 
     kind: Literal[
         "auto", "vllm", "llamacpp", "sglang", "lmdeploy", "trtllm", "tgi", "ollama", "triton", "openai_completions"
@@ -201,7 +201,7 @@ class ServerEngineSettings(ConnectionSettings):
 
 
 class VllmInProcessSettings(Settings):
-    """vLLM's engine without its server: AsyncLLM in the worker's own process (docs/ENGINES.md)."""
+    """vLLM's engine without its server: AsyncLLM in the worker's own process (docs/reference/engines.md)."""
 
     kind: Literal["vllm_inprocess"]
     model: str  # a model's folder, or its name on the Hugging Face hub
@@ -219,7 +219,7 @@ TokenServerSettings = ServerEngineSettings | VllmInProcessSettings  # those whos
 
 
 class ChatEngineSettings(ConnectionSettings):
-    """A server or a hosted API that takes messages and gives no token ids (docs/ENGINES.md)."""
+    """A server or a hosted API that takes messages and gives no token ids (docs/reference/engines.md)."""
 
     model: str  # as the server calls it
     # As ServerEngineSettings.revision; a begun answer continues by an assistant's message, where the server takes one.
@@ -360,7 +360,7 @@ class GateSettings(Settings):
 
 
 class WatchSettings(Settings):
-    """Conditions on which a node is too slow to stay, always at comparable load (docs/ENGINES.md)."""
+    """Conditions on which a node is too slow to stay, always at comparable load (docs/reference/engines.md)."""
 
     max_tpot_ms: PositiveMilliseconds | None = None  # of one request alone, as are the next
     max_ttft_ms: PositiveMilliseconds | None = None  # of a prompt of 256 tokens

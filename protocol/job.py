@@ -4,7 +4,7 @@ Encoded as msgpack by msgspec. Frames are arrays (they are many and small); ever
 values are left out. A reader ignores fields it does not know, so fields may be appended without a new version, and so
 may kinds of frames: one of an unknown kind is passed over. A change of meaning raises ``PROTOCOL_VERSION``, and is read
 by the release before the one that writes it. What comes all the same is left to others (a job), parked (a usage
-record) or dropped, and never taken for something else: docs/UPGRADES.md.
+record) or dropped, and never taken for something else: docs/how-to/upgrades.md.
 
     gateway ──Job──────────────────────────────> worker      JetStream, ``subjects.job_subject``
     gateway ──Cancel | Resend | Ping───────────> worker      core NATS, ``subjects.control_subject``

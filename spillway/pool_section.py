@@ -40,14 +40,15 @@ class PoolSettings(Settings):
     on_demand_usd_per_hour: Annotated[float, Field(ge=0)] | None = None  # its cost if it were not spot or reserved
     models: Annotated[tuple[str, ...], Field(min_length=1)]
     prices: dict[str, PriceSettings] = Field(default_factory=dict)  # what a hosted API charges us, by model
-    usd_per_day: Annotated[float, Field(gt=0, le=1_000_000)] | None = None  # caps of a hosted pool: docs/HOSTED.md
+    # Caps of a hosted pool: docs/how-to/hosted.md.
+    usd_per_day: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     usd_per_month: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     workers: Annotated[int, Field(ge=0, le=64)] = 1  # that `spillway up` starts on this machine
     drain_s: Seconds = 25.0
     notice: NoticeKind = "none"
     notice_url: HttpUrlText | None = None
     batch_reserve: Share = 0.1
-    trusted: bool = False  # it serves the keys that demand trusted pools, and no others: docs/SECURITY.md
+    trusted: bool = False  # it serves the keys that demand trusted pools, and no others: docs/explanation/security.md
     gate: GateSettings | None = None
     watch: WatchSettings | None = None
     fleet: PoolFleetSettings | None = None  # None: somebody else decides how many workers there are

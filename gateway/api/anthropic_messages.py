@@ -249,7 +249,7 @@ def _object(arguments: str) -> object:
 
 # --- anthropic messages -----------------------------------------------------------------------------------------------
 
-# Known fields that cannot be honoured, and the values that mean what happens anyway. docs/API.md lists all fields.
+# Known fields without support, and the values that change nothing. docs/reference/api.md lists all fields.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "container": (),
     "mcp_servers": ([],),

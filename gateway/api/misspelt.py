@@ -1,6 +1,6 @@
 """Fields of a body that look like a known one: probably a typing mistake, whose effect the caller would miss.
 
-Any other field that no API knows is ignored (docs/API.md).
+Any other field that no API knows is ignored (docs/reference/api.md).
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Hosted pools: whether one can take a request now, and what it may cost. docs/HOSTED.md, docs/adr/0011."""
+"""Hosted pools: whether one can take a request now, and what it may cost. docs/how-to/hosted.md, docs/adr/0011."""
 
 import math
 import time

@@ -11,5 +11,5 @@
     prices.py       what tokens cost now; caps of what a hosted pool may cost us
     sizes.py        how large one request may be
 
-docs/LIMITS.md says what is promised, docs/adr/0007 why it is made like this.
+docs/reference/limits.md says what is promised, docs/adr/0007 why it is made like this.
 """

@@ -1,4 +1,4 @@
 """Queries for dashboards and reports: pure functions over a connection, which read rollups, never raw rows.
 
-Only ``log`` reads raw rows, by their indexes. See docs/LEDGER.md for the meaning of every figure.
+Only ``log`` reads raw rows, by their indexes. See docs/explanation/ledger.md for the meaning of every figure.
 """

@@ -82,7 +82,7 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
     ),
     "plan": Command(
         "simulate:plan",
-        "Say what a month costs, by way of renting machines. Without options: the example of docs/FLEET.md.",
+        "Estimate a month's cost for each way to rent machines (default: the example of our docs).",
     ),
     "audit": Command("admin:audit", "Show changes to organisations, teams and keys with their actors, newest first."),
     "limits": Group(
@@ -270,7 +270,7 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
             ),
             "plan": Command(
                 "simulate:plan",
-                "Say what a month costs, by way of renting machines. Without options: the example of docs/FLEET.md.",
+                "Estimate a month's cost for each way to rent machines (default: the example of our docs).",
             ),
             "simulate": Command(
                 "simulate:simulate",

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fleet.simulation.study import Equal
 
 TABLE_WIDTH_CHARS: Final = 150
-# The example of docs/FLEET.md: ten requests a second in twelve busy hours, seven in the others, half a request a second
-# and GPU; machines of eight GPUs at a managed endpoint and on demand, single GPUs on a mix of spot markets.
+# The example of docs/explanation/fleet.md: ten requests a second in twelve busy hours, seven in the others, half a
+# request a second and GPU; machines of eight GPUs at a managed endpoint and on demand, single GPUs on spot markets.
 EXAMPLE_PHASES: Final = (Phase(12, 10, 20), Phase(12, 7, 15))
 EXAMPLE_REQUESTS_PER_GPU_S: Final = 0.5
 EXAMPLE_OFFERS: Final = (
@@ -177,7 +177,7 @@ def plan(
     days: Annotated[float, typer.Option(min=1, help="Of a month.")] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a month costs, by way of renting machines. Without options: the example of docs/FLEET.md."""
+    """Say what a month costs, by way of renting machines. Without options: the example of docs/explanation/fleet.md."""
     try:
         phases = EXAMPLE_PHASES if not phase else tuple(_phase(text) for text in phase)
         offers = EXAMPLE_OFFERS if not offer else tuple(_offer(text) for text in offer)

@@ -52,4 +52,4 @@ def dedented(text: str) -> str:
 
 ONE_BOX = Page(ROOT / "docs/deploy/one-box.md")
 COMPOSE = Page(ROOT / "docs/deploy/compose.md")
-OBSERVABILITY = Page(ROOT / "docs/OBSERVABILITY.md")
+OBSERVABILITY = Page(ROOT / "docs/how-to/observability.md")

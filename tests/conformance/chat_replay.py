@@ -2,7 +2,7 @@
 
 The schema: https://platform.openai.com/docs/api-reference/chat-streaming; every chunk is validated by the types of
 the ``openai`` package. What differs with others (a prefix that is gone on with, fields of their own) is as their
-documents say, see docs/ENGINES.md. An answer depends on the conversation alone, so that what goes on with its
+documents say, see docs/reference/engines.md. An answer depends on the conversation alone, so that what goes on with its
 beginning equals the undisturbed one. One file a format beside this one has what hosted APIs are asked and answer.
 """
 

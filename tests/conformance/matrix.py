@@ -1,4 +1,4 @@
-"""The tables of docs/ENGINES.md: which kind of server honours what, from what the wire formats declare.
+"""The tables of docs/reference/engines.md: which kind of server honours what, from what the wire formats declare.
 
     python -m tests.conformance.matrix
 
@@ -19,7 +19,7 @@ from pool_worker.engines.formats.base import Abilities, Medium, done_here
 from pool_worker.engines.vllm_inprocess import VllmInProcess
 from protocol.generation import Grammar
 
-DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "ENGINES.md"
+DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "reference" / "engines.md"
 BEGIN: Final = "<!-- matrix: python -m tests.conformance.matrix -->\n"
 END: Final = "<!-- end of the matrix -->\n"
 PROFILES_BEGIN: Final = "<!-- profiles: python -m tests.conformance.matrix -->\n"

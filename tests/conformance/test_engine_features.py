@@ -1,4 +1,4 @@
-"""The table of docs/ENGINES.md (``matrix``) says what each engine does: a field is sent, or refused."""
+"""The table of docs/reference/engines.md (``matrix``) says what each engine does: a field is sent, or refused."""
 
 import dataclasses
 from typing import Any

@@ -58,7 +58,7 @@ class Oracle:
         self._check_rate(request.admission.principal.key_id, one)
 
     def look_at_leases(self) -> None:
-        """Note whose leases have run out: what runs there is not counted as concurrent any more (docs/LIMITS.md)."""
+        """Note whose leases have run out: their requests no longer count as concurrent (docs/reference/limits.md)."""
         for gateway in self.gateways:
             if gateway.quotas is None:
                 continue

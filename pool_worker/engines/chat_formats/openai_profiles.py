@@ -1,7 +1,7 @@
 """Differences between servers with OpenAI's chat format: one record each, by their own documentation.
 
 Fields that an API lacks are refused by name; nothing is dropped. Where a document does not say that an assistant's
-message is gone on with, it is not. The documents are listed in docs/ENGINES.md.
+message is gone on with, it is not. The documents are listed in docs/reference/engines.md.
 """
 
 from collections.abc import Mapping

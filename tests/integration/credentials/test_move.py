@@ -1,4 +1,4 @@
-"""From one user with a password to credentials: connections know both, streams come along (docs/SECURITY.md)."""
+"""Move from one user with a password to credentials; streams come along (docs/explanation/security.md)."""
 
 from pathlib import Path
 

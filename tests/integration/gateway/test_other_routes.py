@@ -1,4 +1,4 @@
-"""The other sections of docs/API.md: files, batches and models as the SDKs know them, and routes that no SDK has."""
+"""The other sections of docs/reference/api.md: files, batches, models, and routes that no SDK has."""
 
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, get_args
@@ -38,7 +38,7 @@ OURS: dict[str, tuple[tuple[type[BaseModel], ...], Mapping[str, Any]]] = {
         vectors.UNSUPPORTED_IN_RERANK,
     ),
 }
-# What REQUEST_FIELDS.md and others tell of all routes.
+# What docs/reference/request-fields.md and others tell of all routes.
 EVERYWHERE = {"do_not_queue", "allow_hosted", "safety_identifier", "metadata"}
 LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "short", "prompt": "Hi"}}\n'
 

@@ -1,4 +1,4 @@
-"""The tables of docs/ENGINES.md are what the wire formats declare."""
+"""The tables of docs/reference/engines.md are what the wire formats declare."""
 
 from tests.conformance.matrix import DOCUMENT, PROFILES_BEGIN, PROFILES_END, columns, profiles_table, split, table
 

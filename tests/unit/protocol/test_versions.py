@@ -1,7 +1,7 @@
 """Messages of the next release, read by this one: whoever sends what to whom, and in whichever order they are upgraded.
 
 The next release appends fields, knows further kinds, and may raise the version where a meaning has changed. What this
-release must do with each is in docs/UPGRADES.md; how each process does it is tested beside that process.
+release must do with each is in docs/how-to/upgrades.md; how each process does it is tested beside that process.
 """
 
 from collections.abc import Callable

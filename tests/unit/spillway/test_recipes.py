@@ -1,4 +1,4 @@
-"""Every configuration of docs/ENGINES.md and docs/engines/ is read with the real settings."""
+"""Every configuration of docs/reference/engines.md and docs/engines/ is read with the real settings."""
 
 import re
 import tomllib
@@ -11,7 +11,7 @@ import pytest
 from spillway.config import ConfigError, config_without_file
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-FILES = [DOCS / "ENGINES.md", *sorted((DOCS / "engines").glob("*.md"))]
+FILES = [DOCS / "reference" / "engines.md", *sorted((DOCS / "engines").glob("*.md"))]
 RECIPES = [path for path in FILES[1:] if path.name != "README.md"]
 BLOCK = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OTHERS_BLOCKS = re.compile(r"^```(\w*)$", re.MULTILINE)

@@ -53,7 +53,7 @@ def test_they_refuse_others() -> None:
 
 
 def test_the_examples_in_the_docs_run(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).resolve().parents[4] / "docs" / "WEBHOOKS.md").read_text()
+    text = (Path(__file__).resolve().parents[4] / "docs" / "how-to" / "webhooks.md").read_text()
     secret = new_secret()
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for example in examples:

@@ -1,4 +1,4 @@
-"""What docs/API.md says of each parameter: its tables, read.
+"""What docs/reference/api.md says of each parameter: its tables, read.
 
 A section begins with ``## POST /v1/…``. A table whose first column is "parameter" tells what becomes of each; one whose
 first column is "inside" tells the same of fields and values within them:
@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-PAGE: Final = Path(__file__).parents[5] / "docs" / "API.md"
+PAGE: Final = Path(__file__).parents[5] / "docs" / "reference" / "api.md"
 HONOURED: Final = "honoured"
 IGNORED: Final = "ignored"
 REFUSED: Final = "refused"
@@ -59,7 +59,7 @@ def _section(text: str) -> Section:
 
 def _add(section: Section, rows: Section) -> None:
     twice = rows.keys() & section.keys()
-    assert not twice, f"docs/API.md tells twice of {twice}"
+    assert not twice, f"docs/reference/api.md tells twice of {twice}"
     assert set(rows.values()) <= {HONOURED, IGNORED, REFUSED}, rows
     section |= rows
 

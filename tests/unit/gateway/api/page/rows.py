@@ -1,4 +1,4 @@
-"""What docs/API.md says of the parameters that an SDK knows, and whether a gateway does so."""
+"""What docs/reference/api.md says of the parameters that an SDK knows, and whether a gateway does so."""
 
 import re
 from collections.abc import Iterable

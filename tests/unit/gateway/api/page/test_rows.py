@@ -1,4 +1,4 @@
-"""docs/API.md says what becomes of every parameter that the SDKs know: each of its rows is true of a gateway.
+"""docs/reference/api.md says what becomes of every parameter that the SDKs know: each of its rows is true of a gateway.
 
 Where this fails after an upgrade of an SDK, it names what the SDK knows now and the page does not.
 """
