@@ -14,11 +14,17 @@ from protocol.errors import ErrorCode
 from tests.unit.gateway.dispatch.opened_requests import accepted, finished, open_request, tokens
 
 ROOT = Path(__file__).resolve().parents[4]
-DRAWN = re.compile(r"^# ([A-Z]+) ──> ([A-Z]+) +\S", re.MULTILINE)
+IN_THE_FILE = re.compile(r"^# ([A-Z]+) ──> ([A-Z]+) +\S", re.MULTILINE)
+IN_ARCHITECTURE = re.compile(r"^    ([A-Z]+) --> ([A-Z]+):", re.MULTILINE)
 
 
-def test_the_drawing_is_true() -> None:
-    drawn = DRAWN.findall(Path(lifecycle.__file__).read_text())
+@pytest.mark.parametrize(
+    ("path", "arrow"),
+    [(Path(lifecycle.__file__), IN_THE_FILE), (ROOT / "docs/ARCHITECTURE.md", IN_ARCHITECTURE)],
+    ids=["lifecycle.py", "ARCHITECTURE.md"],
+)
+def test_the_drawing_is_true(path: Path, arrow: re.Pattern[str]) -> None:
+    drawn = arrow.findall(path.read_text())
     assert len(drawn) == len(set(drawn))
     assert set(drawn) == {(old.name, new.name) for old, following in TRANSITIONS.items() for new in following}
     assert set(TRANSITIONS) == set(State)
