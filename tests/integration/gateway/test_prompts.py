@@ -1,6 +1,7 @@
 """Several prompts in one completion: one answer, and otherwise requests like all others."""
 
 import asyncio
+import functools
 from collections import defaultdict
 from typing import Any
 
@@ -270,8 +271,8 @@ async def test_leaving_cancels_all(share_gateway: Share, stream: bool) -> None:
         assert record.completion_tokens == attempt.made_tokens
 
 
-async def one_fails(attempt: Attempt) -> None:
-    """The second prompt does, once the others have begun; the others go on for ever."""
+async def one_fails(attempt: Attempt, begun: asyncio.Event | None = None) -> None:
+    """The second prompt does, once the others have begun (and their caller has ``begun`` to read); these never end."""
     if attempt.prompt_ids != IDS[1]:
         await until_cancelled(attempt)
         return
@@ -280,6 +281,8 @@ async def one_fails(attempt: Attempt) -> None:
     others = [one for one in attempt.worker.attempts if one is not attempt]
     await until(lambda: len(others) == 2 or len(attempt.worker.attempts) == 3)
     await until(lambda: all(one.made_tokens for one in attempt.worker.attempts))
+    if begun:
+        await begun.wait()
     await attempt.fail("engine_error", "it broke", retryable=False)
 
 
@@ -301,9 +304,13 @@ async def test_one_that_fails_ends_all(share_gateway: Share) -> None:
 
 async def test_one_that_fails_in_mid_stream_is_the_last_event(share_gateway: Share) -> None:
     gateway = await share_gateway()
-    await gateway.add_worker(script=one_fails)
+    begun = asyncio.Event()
+    await gateway.add_worker(script=functools.partial(one_fails, begun=begun))
+    stream = await gateway.client().completions.create(model=MODEL, prompt=IDS, max_tokens=400, stream=True)
+    await anext(stream)
+    begun.set()
     with pytest.raises(openai.APIError) as caught:
-        async for _ in await gateway.client().completions.create(model=MODEL, prompt=IDS, max_tokens=400, stream=True):
+        async for _ in stream:
             pass
     assert (caught.value.code, caught.value.param) == ("engine_error", "prompt[1]")
     records = await gateway.records(3)
