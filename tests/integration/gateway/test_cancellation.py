@@ -21,8 +21,17 @@ async def leave_early(gateway: GatewayUnderTest, *, stream: bool, leave: asyncio
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         body = {"model": MODEL, "messages": HELLO, "stream": stream}
         headers = {"authorization": f"Bearer {gateway.key}"}
-        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=headers))
+        has_head = asyncio.Event()
+
+        async def ask() -> None:
+            async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
+                has_head.set()
+                await response.aread()
+
+        asking = asyncio.create_task(ask())
         await leave.wait()
+        if stream:
+            await has_head.wait()
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking

@@ -179,7 +179,9 @@ async def test_error_after_the_first_byte_breaks_the_stream_off(share_gateway: S
     events = [line for line in lines if line]
     assert '"code":"engine_error"' in events[-1]
     assert not any("[DONE]" in event for event in events)
+    begun.clear()
     stream = await gateway.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    begun.set()
     with pytest.raises(openai.APIError, match="out of luck"):
         async for _ in stream:
             pass

@@ -251,14 +251,20 @@ async def test_over_a_quota_costs_nothing(share_gateway: Share, unit: str) -> No
 async def test_leaving_cancels_all(share_gateway: Share, stream: bool) -> None:
     gateway = await share_gateway()
     worker = await gateway.add_worker(script=until_cancelled)
+    has_head = asyncio.Event()
 
     async def ask() -> None:
         async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
             body = {"model": MODEL, "prompt": TEXTS, "stream": stream, "max_tokens": 400}
-            await client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {gateway.key}"})
+            headers = {"authorization": f"Bearer {gateway.key}"}
+            async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+                has_head.set()
+                await response.aread()
 
     asking = asyncio.create_task(ask())
     await until(lambda: len(worker.attempts) == 3 and all(attempt.made_tokens > 3 for attempt in worker.attempts))
+    if stream:
+        await has_head.wait()
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
