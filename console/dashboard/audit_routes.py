@@ -36,4 +36,4 @@ def add_audit_pages(router: APIRouter, pages: Pages) -> None:
     @router.get("/webhooks")
     async def show_webhooks(request: Request) -> Response:
         endpoints = await pages.admin.list_webhooks(person_of(request))
-        return pages.show_memory(request, "webhooks.html", {"page": "Webhooks", "endpoints": endpoints})
+        return await pages.show_memory(request, "webhooks.html", {"page": "Webhooks", "endpoints": endpoints})

@@ -27,7 +27,7 @@ def add_playground(router: APIRouter, pages: Pages) -> None:
         who = person_of(request)
         teams = [team for team in await pages.admin.list_teams(who) if who.may("use_playground", team.team_id)]
         values = {"page": "Playground", "models": pages.live.models(), "teams": teams}
-        return pages.show_memory(request, "playground.html", {**values, "endpoint": pages.endpoint(request)})
+        return await pages.show_memory(request, "playground.html", {**values, "endpoint": pages.endpoint(request)})
 
     @router.post("/playground/key")
     async def make_playground_key(request: Request) -> Response:

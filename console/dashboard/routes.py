@@ -156,18 +156,18 @@ def _add_live_pages(router: APIRouter, pages: Pages) -> None:
 
     @router.get("/pools/now")
     async def show_pools_now(request: Request) -> Response:
-        return pages.show_memory(request, "pools_now.html", _pools_now(pages))
+        return await pages.show_memory(request, "pools_now.html", _pools_now(pages))
 
 
 def _add_alert_pages(router: APIRouter, pages: Pages) -> None:
     @router.get("/alerts")
     async def show_alerts(request: Request) -> Response:
         values = {"page": "Alerts", "alerts": await pages.alerts.now()}
-        return pages.show_memory(request, "alerts.html", values)
+        return await pages.show_memory(request, "alerts.html", values)
 
     @router.get("/alerts/strip")
     async def show_alert_strip(request: Request) -> Response:
-        return pages.show_memory(request, "alert_strip.html", {"alerts": await pages.alerts.now()})
+        return await pages.show_memory(request, "alert_strip.html", {"alerts": await pages.alerts.now()})
 
 
 def _pools_now(pages: Pages) -> dict[str, Any]:

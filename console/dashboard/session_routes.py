@@ -24,7 +24,7 @@ def add_session_pages(router: APIRouter, pages: Pages) -> None:
     async def show_sessions(request: Request) -> Response:
         running = await pages.sessions.running(whose(request))
         teams = {team.team_id: team.name for team in await pages.admin.list_teams(person_of(request))}
-        return pages.show_memory(
+        return await pages.show_memory(
             request, "sessions.html", {"page": "Sessions", "sessions": running, "team_names": teams}
         )
 

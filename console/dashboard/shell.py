@@ -75,12 +75,13 @@ class Pages:
         Raises UnknownUrl if it returns None, and its errors.
         """
         view, user = view_of(request), self.user(request)
+        frame = await self._frame(request)
 
         async def rendered(connection: AsyncConnection) -> str:
             values = await ask(connection, view)
             if values is None:
                 raise UnknownUrl("There is no object of this name.")
-            return render(values.get("template", template), values.get("view", view), user, {**values, **more})
+            return render(values.get("template", template), values.get("view", view), user, {**frame, **values, **more})
 
         return html(await self._reader.read(rendered))
 
@@ -94,9 +95,15 @@ class Pages:
             )
         return RedirectResponse(found, 303)
 
-    def show_memory(self, request: Request, template: str, values: Mapping[str, Any]) -> Response:
+    async def show_memory(self, request: Request, template: str, values: Mapping[str, Any]) -> Response:
         """Return a page, or a part of one, that needs no ledger."""
-        return html(render(template, view_of(request), self.user(request), values))
+        shown = {**await self._frame(request), **values}
+        return html(render(template, view_of(request), self.user(request), shown))
+
+    async def _frame(self, request: Request) -> dict[str, Any]:
+        """Return what the frame of a page shows. A part of a page has none, and some users do not see alerts."""
+        has_alerts = "hx-request" not in request.headers and person_of(request).may("see_installation")
+        return {"alerts": await self.alerts.now() if has_alerts else ()}
 
 
 class PageRoute(APIRoute):
@@ -126,7 +133,8 @@ class PageRoute(APIRoute):
 
 def _error_page(request: Request, error: Refused) -> Response:
     view = make_view({}, request.cookies)
+    values = {"page": "", "message": error.message}
     return html(
-        render("error.html", view, getattr(request.state, "session", None), {"page": "", "message": error.message}),
+        render("error.html", view, getattr(request.state, "session", None), values),
         form_of(error).status,
     )
