@@ -222,6 +222,12 @@ class ChangedMeanwhile(Refused):
     code = "changed_meanwhile"
 
 
+class PreconditionFailed(Refused):
+    """The object has changed: its ETag is not in If-Match. Nothing was saved. Read the object, then change it again."""
+
+    code = "precondition_failed"
+
+
 class IdempotencyKeyReused(Refused):
     """Another request, with a different path or body, was sent with this Idempotency-Key."""
 

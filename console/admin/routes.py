@@ -1,8 +1,10 @@
 """``/admin/v1``: for keys with the scope ``admin``, and for users who have logged in, as far as their role goes."""
 
-from typing import Annotated, Any
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 
 from console.admin import schema
 from console.admin.service import AdminService
@@ -14,8 +16,23 @@ from db.accounts.audit import AuditFilter, list_changes
 from db.accounts.errors import InvalidField, NameTaken, NotAllowed, NotFound, PrincipalError
 from db.accounts.keys import ApiKey
 from db.accounts.teams import Team, means
-from gateway.errors import ChangedMeanwhile, InvalidParameter, NameInUse, Refused, RoleNotAllowed, UnknownObject
+from gateway.errors import (
+    ChangedMeanwhile,
+    InvalidParameter,
+    NameInUse,
+    PreconditionFailed,
+    Refused,
+    RoleNotAllowed,
+    UnknownObject,
+)
 from gateway.http.pages import body_schema, json_answer, refuse
+
+ANY_VERSION: Final = "*"  # of If-Match
+NOTHING_MORE: Final[Mapping[str, Any]] = {}
+
+_IfMatch = Annotated[
+    str | None, Header(description="The `ETag` that the object must still have. If it has another: 412.")
+]
 
 
 def admin_router(admin: AdminService) -> APIRouter:
@@ -77,14 +94,17 @@ def _teams(admin: AdminService) -> APIRouter:
     @router.get("/{reference}")
     async def retrieve_team(request: Request, reference: str) -> Response:
         """Retrieve a team by its id or name."""
-        return json_answer(team_view(await admin.find_team(reference, person_of(request))))
+        return _account_answer(await admin.find_team(reference, person_of(request)))
 
     @router.patch("/{reference}", openapi_extra=body_schema("TeamChanges"))
-    async def update_team(request: Request, reference: str) -> Response:
+    async def update_team(request: Request, reference: str, if_match: _IfMatch = None) -> Response:
         """Change the given fields; null removes a limit. The change applies to all keys of the team immediately."""
         who = person_of(request)
         body = await admin.body(request, schema.TeamChanges)
-        return await _warned(admin, await admin.update_team(reference, body, who))
+        version = None if if_match is None else _matched(await admin.find_team(reference, who), if_match)
+        with _if_unchanged(if_match):
+            team = await admin.update_team(reference, body, who, version)
+        return await _warned(admin, team)
 
     return router
 
@@ -109,14 +129,17 @@ def _keys(admin: AdminService) -> APIRouter:
     @router.get("/{reference}")
     async def retrieve_key(request: Request, reference: str) -> Response:
         """Retrieve a key by its id, a unique prefix of it, or its name; a revoked key by its id."""
-        return json_answer(key_view(await admin.find_key(reference, person_of(request))))
+        return _account_answer(await admin.find_key(reference, person_of(request)))
 
     @router.patch("/{reference}", openapi_extra=body_schema("KeyChanges"))
-    async def update_key(request: Request, reference: str) -> Response:
+    async def update_key(request: Request, reference: str, if_match: _IfMatch = None) -> Response:
         """Change the given fields; null removes a limit."""
         who = person_of(request)
         body = await admin.body(request, schema.KeyChanges)
-        return await _warned(admin, await admin.update_key(reference, body, who))
+        version = None if if_match is None else _matched(await admin.find_key(reference, who), if_match)
+        with _if_unchanged(if_match):
+            key = await admin.update_key(reference, body, who, version)
+        return await _warned(admin, key)
 
     @router.post("/{reference}/rotate", openapi_extra=body_schema("Rotation"))
     async def rotate_key(request: Request, reference: str) -> Response:
@@ -140,9 +163,40 @@ def _keys(admin: AdminService) -> APIRouter:
 
 async def _warned(admin: AdminService, account: Team | ApiKey, status: int = 200, token: str | None = None) -> Response:
     """Answer a creation or a change, with ``warnings`` where there are any."""
-    view = key_view(account, token) if isinstance(account, ApiKey) else team_view(account)
     warnings = await admin.warnings(account)
-    return json_answer({**view, "warnings": warnings} if warnings else view, status)
+    return _account_answer(account, status, token, {"warnings": warnings} if warnings else {})
+
+
+def _account_answer(
+    account: Team | ApiKey, status: int = 200, token: str | None = None, more: Mapping[str, Any] = NOTHING_MORE
+) -> Response:
+    """Answer a team or a key, with its version as ``ETag``."""
+    view = key_view(account, token) if isinstance(account, ApiKey) else team_view(account)
+    answer = json_answer({**view, **more}, status)
+    answer.headers["etag"] = _etag(account.version)
+    return answer
+
+
+def _etag(version: str) -> str:
+    return f'"{version}"'
+
+
+@contextlib.contextmanager
+def _if_unchanged(if_match: str | None) -> Iterator[None]:
+    """Answer 412 if an object with ``If-Match`` is changed between the look at its version and its own change."""
+    try:
+        yield
+    except errors.ChangedMeanwhile as error:
+        raise ChangedMeanwhile(str(error)) if if_match is None else PreconditionFailed from error
+
+
+def _matched(account: Team | ApiKey, if_match: str) -> str | None:
+    """Return the version that a change must find; None: any. Raises PreconditionFailed."""
+    if if_match.strip() == ANY_VERSION:
+        return None
+    if _etag(account.version) not in {tag.strip() for tag in if_match.split(",")}:
+        raise PreconditionFailed
+    return account.version
 
 
 def _audit(admin: AdminService) -> APIRouter:

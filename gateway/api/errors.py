@@ -59,6 +59,7 @@ FORMS: Final[dict[type[Refused], HttpForm]] = {
     errors.ChangedMeanwhile: _invalid(409),
     errors.IdempotencyKeyReused: _invalid(409),
     errors.AnswerNotKept: _invalid(409),
+    errors.PreconditionFailed: _invalid(412),
     errors.BodyTooLarge: _invalid(413),
     errors.UnsupportedEncoding: _invalid(415),
     errors.RateLimitExceeded: HttpForm(429, should_retry=True),

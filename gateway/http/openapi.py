@@ -16,7 +16,7 @@ from gateway.api.openai_responses import ResponsesRequest
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from gateway.api.vectors import EmbeddingRequest, RerankRequest, ScoreRequest
 from gateway.errors import Refused, RequestFailed
-from gateway.http.openapi_admin import ADMIN_CONTENT, ADMIN_SCHEMAS
+from gateway.http.openapi_admin import ADMIN_CONTENT, ADMIN_ETAG, ADMIN_IF_MATCH, ADMIN_SCHEMAS, ETAG_HEADER
 
 # --- openapi content --------------------------------------------------------------------------------------------------
 #
@@ -337,6 +337,7 @@ OF_ADMINS: Final[Sequence[type[Refused]]] = (
     *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.CrossOriginRequest, errors.RoleNotAllowed,
     errors.UnknownObject, errors.NameInUse,
 )  # fmt: skip
+OF_CHANGES: Final = (*OF_ADMINS, errors.PreconditionFailed)  # of what has an ETag
 OF_FILES: Final[Sequence[type[Refused]]] = (
     *WITH_KEY, *WITH_BODY, errors.UnknownObject, errors.RateLimitExceeded, errors.StorageUnavailable,
 )  # fmt: skip
@@ -365,8 +366,8 @@ def _describe(app: FastAPI, further_bodies: Sequence[type[Body]]) -> dict[str, A
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     schema["security"] = [{"key": []}]
     for path, operations in schema["paths"].items():
-        for operation in operations.values():
-            _set_errors(operation, _errors_of(path))
+        for method, operation in operations.items():
+            _set_errors(operation, _errors_of(path, method))
     schema["paths"] = {**_hot_paths(), **schema["paths"]}  # what most readers look for comes first
     schema["tags"] = [{"name": name, "description": about} for name, about in TAGS.items()]
     for path, operations in schema["paths"].items():
@@ -389,6 +390,8 @@ def _set_answers(path: str, method: str, operation: dict[str, Any]) -> None:
     if content is not None:
         success = next(status for status in ("200", "201") if status in operation["responses"])
         operation["responses"][success]["content"] = content
+        if (path, method) in ADMIN_ETAG:
+            operation["responses"][success]["headers"] = {"ETag": ETAG_HEADER}
     if path in _OPEN:
         operation["security"] = []
     if path.startswith(_MESSAGES):
@@ -429,9 +432,9 @@ def _post(summary: str, body: str, *, streams: bool = False) -> dict[str, Any]:
     return {"post": operation}
 
 
-def _errors_of(path: str) -> Sequence[type[Refused]]:
+def _errors_of(path: str, method: str) -> Sequence[type[Refused]]:
     if path.startswith("/admin/"):
-        return OF_ADMINS
+        return OF_CHANGES if (path, method) in ADMIN_IF_MATCH else OF_ADMINS
     if path.startswith(("/v1/files", "/v1/batches", "/v1/messages/batches")):
         return OF_FILES
     if path.startswith("/v1/responses"):

@@ -131,6 +131,16 @@ ADMIN_SCHEMAS: Final[dict[str, Schema]] = {
 }
 
 
+_VERSIONED: Final = ("/admin/v1/teams/{reference}", "/admin/v1/keys/{reference}")
+ADMIN_IF_MATCH: Final = frozenset((path, "patch") for path in _VERSIONED)  # routes that read If-Match
+ADMIN_ETAG: Final = frozenset((path, method) for path in _VERSIONED for method in ("get", "patch"))
+ETAG_HEADER: Final[Schema] = {
+    "schema": _TEXT,
+    "description": "The version of the object. Send it as `If-Match` with a change: if the object has changed since,"
+    " the answer is 412 and nothing is saved.",
+}
+
+
 def _one(name: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
 

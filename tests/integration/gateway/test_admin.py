@@ -103,6 +103,27 @@ async def test_a_key_lives_by_the_admin_api(admin: httpx.AsyncClient, status_at_
     assert {entry["actor"][:8] for entry in audit["data"]} == {"key:key_"}
 
 
+async def test_a_change_with_if_match_overwrites_no_other_change(admin: httpx.AsyncClient) -> None:
+    await admin.post("/admin/v1/teams", json={"name": "search"})
+    await admin.post("/admin/v1/keys", json={"name": "nightly", "team": "search"})
+    for path in ("/admin/v1/teams/search", "/admin/v1/keys/nightly"):
+        etag = (await admin.get(path)).headers["etag"]
+        changed = await admin.patch(path, json={"max_concurrent": 7}, headers={"if-match": f'"other", {etag}'})
+        assert (changed.status_code, changed.json()["max_concurrent"]) == (200, 7)
+        assert changed.headers["etag"] != etag
+        stale = await admin.patch(path, json={"max_concurrent": 8}, headers={"if-match": etag})
+        assert error_of(stale) == (412, "precondition_failed", None)
+        assert "Nothing was saved" in stale.json()["error"]["message"]
+        shown = await admin.get(path)
+        assert (shown.json()["max_concurrent"], shown.headers["etag"]) == (7, changed.headers["etag"])
+        for headers in ({}, {"if-match": "*"}):  # no condition; any version
+            assert (await admin.patch(path, json={"max_concurrent": 9}, headers=headers)).status_code == 200
+    patch = (await admin.get("/openapi.json")).json()["paths"]["/admin/v1/keys/{reference}"]["patch"]
+    assert "If-Match" in {one["name"].title() for one in patch["parameters"]}
+    assert "precondition_failed" in patch["responses"]["412"]["description"]
+    assert "ETag" in patch["responses"]["200"]["headers"]
+
+
 async def test_organisations_and_teams(admin: httpx.AsyncClient) -> None:
     acme = (await admin.post("/admin/v1/organisations", json={"name": "Acme"})).json()
     renamed = (await admin.patch("/admin/v1/organisations/Acme", json={"name": "Acme Inc."})).json()

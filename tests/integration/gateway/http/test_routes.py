@@ -187,7 +187,7 @@ def kinds(base: type[Refused] = Refused) -> set[type[Refused]]:
 def test_every_error_is_described_somewhere() -> None:
     described = {
         (form_of_kind(kind).status, kind.code)
-        for kind in (*openapi.OF_JOBS, *openapi.OF_ADMINS, *openapi.OF_FILES, *openapi.NOWHERE)
+        for kind in (*openapi.OF_JOBS, *openapi.OF_CHANGES, *openapi.OF_FILES, *openapi.NOWHERE)
     }
     assert [kind for kind in kinds() if (form_of_kind(kind).status, kind.code) not in described] == []
 
