@@ -6,6 +6,7 @@ The dashboard's forms use the same operations. ``who`` is the person who asks: e
 import asyncio
 import hashlib
 import logging
+from dataclasses import asdict
 from typing import Final, TypeVar
 
 from fastapi import Request
@@ -16,12 +17,13 @@ from console.login.login import Login
 from console.login.sessions import Session
 from console.rules import API, admit
 from db.accounts import keys, teams
+from db.accounts.audit import values_set_by_others
 from db.accounts.budgets import budget_warnings, unpriced_models
 from db.accounts.checks import checked_grant
 from db.accounts.errors import InvalidField, NotFound, UnknownKey, UnknownTeam
 from db.accounts.keys import ApiKey, Grant
 from db.accounts.principal import ADMIN, INFERENCE, NO_POLICY, policy_of
-from db.accounts.roles import Action, Person, check_team_key, check_team_scopes, may_everything
+from db.accounts.roles import Action, Person, check_member_key, check_team_key, check_team_scopes, may_everything
 from db.accounts.teams import Team
 from db.money import CLIENTS
 from db.prices import load_prices
@@ -159,7 +161,14 @@ class AdminService:
         if who.team_ids is not None:
             check_team_scopes((*before.scopes, *changes.get("scopes", ())))
             team = await self.team_of("make_keys", changes.get("team", before.team_id), who)
-            check_team_key(before.policy, teams.changed_policy(before.policy, changes), team.policy)
+            policy = teams.changed_policy(before.policy, changes)
+            check_team_key(before.policy, policy, team.policy)
+            if who.teams[before.team_id] == "member":
+                after = {**before.settings, **changes, **asdict(policy)}
+                check_member_key(
+                    before.settings, after, await values_set_by_others(self.database, before.key_id, who.actor)
+                )
+            version = version or before.version  # what was checked is what is changed
         key = await keys.update_key(self.database, before.key_id, changes, who.actor, version=version)
         await self._notify_gateways()
         return key

@@ -117,6 +117,19 @@ async def list_changes(engine: AsyncEngine, wanted: AuditFilter, limit: int) -> 
         return [_entry(row) for row in rows.mappings()]
 
 
+async def values_set_by_others(engine: AsyncEngine, subject_id: str, actor: str) -> dict[str, Any]:
+    """Return the last value of each field that other actors than this one have set. Raises SQL's own errors."""
+    columns = AuditRow.__table__.c
+    by_others = select(columns.after).where(
+        columns.subject_id == subject_id, columns.actor != actor, columns.after.is_not(None)
+    )
+    found: dict[str, Any] = {}
+    async with engine.connect() as connection:
+        for after in await connection.scalars(by_others.order_by(columns.at_unix_ms, columns.id)):
+            found |= json.loads(after)
+    return found
+
+
 def _entry(row: RowMapping) -> AuditEntry:
     values = {name: None if row[name] is None else json.loads(row[name]) for name in ("before", "after")}
     return AuditEntry(**{**row, **values})

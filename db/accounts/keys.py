@@ -85,7 +85,19 @@ class ApiKey:
     @property
     def version(self) -> str:
         """What tells this state of the key from others."""
-        return version_of(_settings(self))
+        return version_of(self.settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What can be changed, by column."""
+        return {
+            "name": self.name,
+            "team_id": self.team_id,
+            "scopes": self.scopes,
+            "models": self.models,
+            "expires_unix_ms": self.expires_unix_ms,
+            **asdict(self.policy),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +148,10 @@ async def create_key(
             "last_four": key.last_four,
             "created_unix_ms": key.created_unix_ms,
             "created_by": actor,
-            **_columns(_settings(key)),
+            **_columns(key.settings),
         }
         await connection.execute(insert(ApiKeyRow).values(row))
-        fields = {field: value for field, value in _settings(key).items() if value is not None}
+        fields = {field: value for field, value in key.settings.items() if value is not None}
         await record(connection, Change(actor, "key.create", key.key_id, None, fields))
     return key, token
 
@@ -154,7 +166,7 @@ async def update_key(
     """
     async with writing(engine, _taken(changes.get("name"))) as connection:
         before = await _find_active(connection, reference)
-        check_version(_settings(before), version)
+        check_version(before.settings, version)
         name = changes.get("name", before.name)
         if name != before.name:  # an older release may have taken a name that is refused now
             name = checked_name(name)
@@ -170,7 +182,7 @@ async def update_key(
         if "team" in changes:
             team = await _team(connection, changes["team"])
             after = replace(after, team_id=team.team_id, team_name=team.name)
-        changed = difference(_settings(before), _settings(after))
+        changed = difference(before.settings, after.settings)
         if changed is not None:
             await connection.execute(_of(before).values(_columns(changed[1])))
             await record(connection, Change(actor, "key.update", before.key_id, *changed))
@@ -287,18 +299,6 @@ def _must_be_free(name: str, keys: Sequence[ApiKey]) -> None:
 
 def _taken(name: str | None) -> str:
     return f"an active key is named {name!r}; revoke it first or choose another name"
-
-
-def _settings(key: ApiKey) -> dict[str, Any]:
-    """Columns of a key that can be changed."""
-    return {
-        "name": key.name,
-        "team_id": key.team_id,
-        "scopes": key.scopes,
-        "models": key.models,
-        "expires_unix_ms": key.expires_unix_ms,
-        **asdict(key.policy),
-    }
 
 
 def _columns(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ viewer    who only looks                the whole installation, and changes noth
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from db.accounts.errors import InvalidField, NotAllowed
 from db.accounts.principal import INFERENCE, POLICY_FIELDS, Policy
@@ -122,6 +122,7 @@ def may_everything(actor: str) -> Person:
 
 TEAM_KEY_LIMITS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "budget_nano_usd")
 TEAM_KEY_FIELDS: Final = frozenset({*TEAM_KEY_LIMITS, "budget_period"})
+MEMBER_KEY_CEILINGS: Final = (*TEAM_KEY_LIMITS, "expires_unix_ms")
 TEAM_KEY_SCOPES: Final = frozenset({INFERENCE})
 _FIELD_NAMES: Final = {"budget_nano_usd": "budget_usd"}
 
@@ -144,3 +145,22 @@ def check_team_key(before: Policy, after: Policy, team: Policy) -> None:
         is_comparable = name != "budget_nano_usd" or after.budget_period == team.budget_period
         if name in TEAM_KEY_LIMITS and None not in {wanted, most} and is_comparable and wanted > most:
             raise InvalidField(_FIELD_NAMES.get(name, name), "is more than the limit of the team")
+
+
+def check_member_key(before: Mapping[str, Any], after: Mapping[str, Any], set_by_others: Mapping[str, Any]) -> None:
+    """Refuse a member's change that takes their key beyond what an admin or manager has set. Raises InvalidField.
+
+    ``before``, ``after``: the key's settings. ``set_by_others``: the last values that others than the member have set.
+    """
+    for name in (*MEMBER_KEY_CEILINGS, "models", "budget_period"):
+        wanted, most = after[name], set_by_others.get(name)
+        if name == "budget_period":  # 50 USD a day are more than 50 USD a month
+            is_beyond = set_by_others.get("budget_nano_usd") is not None
+        elif most is None:
+            is_beyond = False
+        elif name == "models":
+            is_beyond = wanted is None or not set(wanted) <= set(most)
+        else:
+            is_beyond = wanted is None or wanted > most
+        if is_beyond and wanted != before[name]:
+            raise InvalidField(_FIELD_NAMES.get(name, name), "an admin or manager has set this: you may only lower it")

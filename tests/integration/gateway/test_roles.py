@@ -257,6 +257,30 @@ async def test_a_member_makes_keys_within_the_limits_of_the_team(world: World) -
         assert error_of(moved) == (400, "invalid_value", "team")
 
 
+@pytest.mark.parametrize("role", ["member", "manager", "admin"])
+async def test_a_limit_that_an_admin_has_set_is_raised_by_managers_and_admins_alone(world: World, role: Role) -> None:
+    await update_team(world.engine, world.mine, {"requests_per_minute": 60}, "cli:test")
+    key = await world.key(world.mine, f"user:{ME}")
+    async with world.browser(role) as browser:
+
+        async def set_to(limit: int | None) -> tuple[int, str | None, str | None]:
+            answer = await browser.patch(f"/admin/v1/keys/{key.key_id}", json={"requests_per_minute": limit})
+            return error_of(answer) if answer.is_error else (answer.status_code, None, None)
+
+        assert [await set_to(limit) for limit in (20, 50)] == [(200, None, None)] * 2  # nobody else has set one
+        await update_key(world.engine, key.key_id, {"requests_per_minute": 10}, "key:admin")
+        assert (await set_to(5))[0] == 200
+        assert (await set_to(10))[0] == 200
+        refused = (400, "invalid_value", "requests_per_minute") if role == "member" else (200, None, None)
+        assert await set_to(11) == refused
+        assert await set_to(None) == refused
+        form = {"name": key.name, "team": world.mine, "requests_per_minute": "12", "scope_inference": "on"}
+        page = await browser.post(f"/dashboard/keys/{key.key_id}", data=form)
+        assert (page.status_code, "you may only lower it" in page.text) == (
+            (200, True) if role == "member" else (303, False)
+        )
+
+
 async def test_a_key_with_another_scope_is_no_way_to_that_scope(world: World) -> None:
     """An admin has given a member's own key the scope ``admin``: whoever rotates it would have an admin's key."""
     for role in ("member", "manager"):

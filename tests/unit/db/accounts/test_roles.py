@@ -1,8 +1,22 @@
+from dataclasses import asdict
+from typing import Any
+
 import pytest
 
 from db.accounts.errors import InvalidField, NotAllowed
 from db.accounts.principal import ADMIN, INFERENCE, METRICS, NO_POLICY, Policy
-from db.accounts.roles import ACTIONS, ROLES, Action, Person, Reach, Role, check_team_key, check_team_scopes, reach_of
+from db.accounts.roles import (
+    ACTIONS,
+    ROLES,
+    Action,
+    Person,
+    Reach,
+    Role,
+    check_member_key,
+    check_team_key,
+    check_team_scopes,
+    reach_of,
+)
 
 MINE, OTHER = "team_mine", "team_other"
 
@@ -70,6 +84,43 @@ def test_a_team_gives_its_keys_limits_below_its_own_and_nothing_that_overrides_i
         with pytest.raises(InvalidField) as refused:
             check_team_key(before, after, team)
         assert refused.value.field == field
+
+
+UNLIMITED: dict[str, Any] = {**asdict(NO_POLICY), "expires_unix_ms": None, "models": None}
+
+
+@pytest.mark.parametrize(
+    ("field", "most", "lower", "higher"),
+    [
+        ("requests_per_minute", 60, 59, 61),
+        ("tokens_per_minute", 60, 1, 10**9),
+        ("max_concurrent", 2, 1, 3),
+        ("budget_nano_usd", 10, 9, 11),
+        ("expires_unix_ms", 1000, 999, 1001),
+        ("models", ["a", "b"], ("a",), ("a", "c")),
+    ],
+)
+def test_a_member_lowers_what_an_admin_has_set_and_raises_it_no_further(
+    field: str, most: Any, lower: Any, higher: Any
+) -> None:
+    set_by_admin, lowered = {**UNLIMITED, field: most}, {**UNLIMITED, field: lower}
+    check_member_key(set_by_admin, lowered, {field: most})
+    check_member_key(lowered, set_by_admin, {field: most})
+    for wanted in (higher, None):
+        for before in (set_by_admin, lowered):
+            with pytest.raises(InvalidField, match="only lower it") as refused:
+                check_member_key(before, {**UNLIMITED, field: wanted}, {field: most})
+            assert refused.value.field in {field, "budget_usd"}
+        check_member_key(set_by_admin, {**UNLIMITED, field: wanted}, {})  # the member's own limit
+        check_member_key(set_by_admin, {**UNLIMITED, field: wanted}, {field: None})  # the admin has removed it
+
+
+def test_a_member_does_not_change_the_period_of_a_budget_that_an_admin_has_set() -> None:
+    monthly, daily = [{**UNLIMITED, "budget_nano_usd": 50, "budget_period": period} for period in ("month", "day")]
+    check_member_key(monthly, daily, {"budget_period": "month"})
+    with pytest.raises(InvalidField) as refused:
+        check_member_key(monthly, daily, {"budget_nano_usd": 50, "budget_period": "month"})
+    assert refused.value.field == "budget_period"
 
 
 @pytest.mark.parametrize("scope", [ADMIN, METRICS])
