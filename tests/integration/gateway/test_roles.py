@@ -36,9 +36,9 @@ from ledger.webhooks.endpoints import Endpoints
 from ledger.webhooks.secrets import SecretBox
 from ledger.webhooks.settings import WebhookSettings
 from tests.acceptance.dashboard.generated_ledger import fill_ledger
-from tests.integration.gateway.conftest import PEPPER, GatewayOfOneTest, Share
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayOfOneTest, Share
 from tests.integration.gateway.test_errors import error_of
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, until
 
 ME: Final = "ann@example.com"
 ELSE: Final = "user:bob@example.com"
@@ -322,6 +322,25 @@ async def test_the_playground_asks_by_a_key_of_the_user_s_team_that_ends_with_th
             assert models.status_code == 200
     async with world.browser("viewer") as browser:
         assert (await browser.post("/dashboard/playground/key", data={"team": world.mine})).status_code == 403
+
+
+async def test_the_limits_of_a_team_bind_its_playground(world: World) -> None:
+    await update_team(world.engine, world.mine, {"requests_per_minute": 1}, "cli:test")
+    async with world.browser("member") as browser:
+        token = (await browser.post("/dashboard/playground/key", data={"team": world.mine})).json()["token"]
+        headers = {"authorization": f"Bearer {token}"}
+        body = {"model": MODEL, "prompt": "Hello"}
+
+        async def status() -> tuple[int, str | None]:
+            answer = await browser.post("/tokenize", headers=headers, json=body)
+            return (answer.status_code, error_of(answer)[1] if answer.is_error else None)
+
+        async def is_limited() -> bool:
+            return await status() == (429, "rate_limit_exceeded")
+
+        assert await status() == (200, None)
+        await until(is_limited)
+    await update_team(world.engine, world.mine, {"requests_per_minute": None}, "cli:test")
 
 
 async def test_the_page_of_keys_shows_how_to_call_the_api(world: World) -> None:
