@@ -74,7 +74,13 @@ class Exports:
     async def _read(self, view: View, after: Cursor | None, limit: int) -> Page:
         async def ask(connection: AsyncConnection) -> Page:
             return await request_page(
-                connection, view.since_unix_ms, view.until_unix_ms, where=view.filters, after=after, limit=limit
+                connection,
+                view.since_unix_ms,
+                view.until_unix_ms,
+                where=view.filters,
+                tags=view.tags,
+                after=after,
+                limit=limit,
             )
 
         return await self._reader.read(ask)

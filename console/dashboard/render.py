@@ -18,6 +18,7 @@ from db.accounts.roles import Person
 from db.money import usd_text
 from ledger.queries.traffic import OTHER
 from ledger.queries.window import DIMENSIONS
+from ledger.tags import OTHER as OTHER_TAG
 from protocol.distribution import version
 
 _HERE: Final = Path(__file__).parent
@@ -107,6 +108,7 @@ def _environment() -> jinja2.Environment:
         "DIMENSIONS": DIMENSIONS,
         "static": f"/dashboard/static/{_VERSION}",
         "OTHER": OTHER,
+        "OTHER_TAG": OTHER_TAG,
     }
     return environment
 

@@ -13,9 +13,11 @@ from starlette.requests import Request
 from console.rules import person_of
 from gateway.errors import InvalidParameter, UnknownObject
 from ledger.days import NoMonth, parse_month
+from ledger.queries.log import Tag
 from ledger.queries.window import DIMENSIONS, NO_FILTERS, QUARTER_MS, Dimension, Filters, Step, Window
 from ledger.rollups import MINUTES_KEPT_MS
 from protocol.nats.clock import unix_now_ms
+from protocol.usage import MAX_TAG_NAME_CHARS, MAX_TAG_VALUE_CHARS
 
 MINUTE_MS: Final = 60_000
 HOUR_MS: Final = 3_600_000
@@ -36,6 +38,8 @@ MAX_VALUE_CHARS: Final = 300
 ZONE_COOKIE: Final = "spillway_zone"
 THEME_COOKIE: Final = "spillway_theme"
 DEFAULT_ZONE: Final = "UTC"
+TAG_SIGNS: Final = ":="  # between name and value
+MAX_TAG_CHARS: Final = MAX_TAG_NAME_CHARS + 1 + MAX_TAG_VALUE_CHARS
 THEMES: Final = ("light", "dark")
 
 _MINUTES_UP_TO_MS: Final = 2 * HOUR_MS
@@ -59,7 +63,7 @@ class View:
     refresh_s: int = 0  # of REFRESH_S; 0: the page stays as it is
     read_unix_ms: int = 0  # when this was read
     month: str = ""  # "2026-11", of the range "month"
-
+    tag: str = ""  # "name:value" or "name=value"; single requests are filtered by it, sums are not
     teams: tuple[str, ...] | None = None  # ids of the teams that the viewer is limited to; None: not limited
 
     @property
@@ -89,6 +93,11 @@ class View:
         return {**self.scope, **{dimension: (value,) for dimension, value in self.where.items()}}
 
     @property
+    def tags(self) -> tuple[Tag, ...]:
+        """The tags that ``tag`` may mean: a name may have a colon, too."""
+        return _tags_of(self.tag)
+
+    @property
     def scope(self) -> Filters:
         """Filters of what this viewer may see at all."""
         return NO_FILTERS if self.teams is None else {"team": self.teams}
@@ -109,7 +118,7 @@ class View:
 
     def query(self, **changes: str | int | None) -> str:
         """Return the URL's query for this view with some parameters changed; None removes one."""
-        fields: dict[str, str | int | None] = dict(self.where.items())
+        fields: dict[str, str | int | None] = {**self.where, "tag": self.tag}
         if self.range == "custom":
             fields |= {"since": self.since_unix_ms, "until": self.until_unix_ms}
         elif self.range == "month":
@@ -161,7 +170,20 @@ def make_view(params: Mapping[str, str], cookies: Mapping[str, str], now_unix_ms
         refresh_s=_refresh_s(params),
         read_unix_ms=now_unix_ms,
         month=month,
+        tag=_tag(params),
     )
+
+
+def _tag(params: Mapping[str, str]) -> str:
+    tag = params.get("tag", "").strip()[:MAX_TAG_CHARS]
+    if tag and not _tags_of(tag):
+        raise InvalidParameter("tag: must be a name and a value, as in app:search.", param="tag")
+    return tag
+
+
+def _tags_of(text: str) -> tuple[Tag, ...]:
+    ends = [index for index, char in enumerate(text) if char in TAG_SIGNS and 0 < index <= MAX_TAG_NAME_CHARS]
+    return tuple((text[:end], text[end + 1 :]) for end in ends)
 
 
 def _refresh_s(params: Mapping[str, str]) -> int:

@@ -149,11 +149,17 @@ def facts(request: Row, names: dict[str, str], view: View) -> list[tuple[str, st
         ),
         ("Preemptions", formats.count(request["preemptions"])),
         ("Charged", formats.charged(charge) if charge is not None or request["pool"] else formats.NOTHING),
-        ("Tags", ", ".join(f"{name}={value}" for name, value in tags.items()) or formats.NOTHING),
+        *(("Tag", f"{name}={value}") for name, value in tags.items()),
         ("Gateway", request["gateway_id"]),
     ]
     links = links_of(view, model=request["model"], key=request["key_id"], team=team, pool=request["pool"])
-    return [(label, text, links.get(LINKED.get(label, ""), "")) for label, text in known]
+    links |= {f"{name}={value}": tagged(view, name, value) for name, value in tags.items()}
+    return [(label, text, links.get(LINKED.get(label, text), "")) for label, text in known]
+
+
+def tagged(view: View, name: str, value: str) -> str:
+    """Return the link to the requests with a tag."""
+    return f"/dashboard/requests?{view.query(tag=f'{name}:{value}', by=None, **{'and': None})}"
 
 
 def links_of(view: View, **values: str | None) -> dict[str, str]:

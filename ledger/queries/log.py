@@ -1,11 +1,12 @@
 """Single requests: a filtered list page by page, and one with its attempts. Reads raw rows, by their indexes."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from sqlalchemy import ColumnElement, and_, or_, select
+import msgspec
+from sqlalchemy import ColumnElement, and_, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from db.tables import AttemptRow, RequestRow
@@ -18,6 +19,7 @@ MAX_COMPARED: Final = 200_000  # requests among which the slowest are looked for
 
 Extreme = Literal["total_ms", "ttft_ms", "queue_ms", "charge_nano_usd", "attempts", "completion_tokens"]
 
+Tag = tuple[str, str]  # name, value
 Row = dict[str, Any]  # column → value, as in db.tables
 
 _REQUESTS: Final = RequestRow.__table__.columns
@@ -55,21 +57,22 @@ async def request_page(
     until_unix_ms: int,
     *,
     where: Filters = NO_FILTERS,
+    tags: Collection[Tag] = (),
     after: Cursor | None = None,
     limit: int = 100,
     slice_rows: int = SLICE_ROWS,
     search_limit_s: float = SEARCH_LIMIT_S,
 ) -> Page:
-    """Return the newest ``limit`` requests received in [since, until) and older than ``after``.
+    """Return the newest ``limit`` requests received in [since, until) and older than ``after``, with any of ``tags``.
 
     Where few requests pass the filters, a page may hold fewer of them, or none, and still have a next one: the search
     stops after ``search_limit_s``.
     """
-    condition = and_(*_conditions(where), _received >= since_unix_ms, _received < until_unix_ms)
+    condition = and_(*_conditions(where, tags), _received >= since_unix_ms, _received < until_unix_ms)
     found: list[Row] = []
     started_s = time.monotonic()
     while True:
-        bottom = await _bottom(connection, since_unix_ms, until_unix_ms, after, slice_rows) if where else None
+        bottom = await _bottom(connection, since_unix_ms, until_unix_ms, after, slice_rows) if where or tags else None
         within = condition if bottom is None else and_(condition, _received >= bottom)
         newest_first = (
             select(*_REQUESTS)
@@ -88,13 +91,20 @@ async def request_page(
 
 
 async def extreme_requests(
-    connection: AsyncConnection, since_unix_ms: int, until_unix_ms: int, *, where: Filters, by: Extreme, limit: int
+    connection: AsyncConnection,
+    since_unix_ms: int,
+    until_unix_ms: int,
+    *,
+    where: Filters,
+    tags: Collection[Tag] = (),
+    by: Extreme,
+    limit: int,
 ) -> list[Row]:
     """Return the ``limit`` requests received in [since, until) that have the most of something, the greatest first.
 
     Of a time with more requests that pass the filters, the newest MAX_COMPARED are compared.
     """
-    within = and_(*_conditions(where), _received >= since_unix_ms, _received < until_unix_ms)
+    within = and_(*_conditions(where, tags), _received >= since_unix_ms, _received < until_unix_ms)
     newest = select(*_REQUESTS).where(within).order_by(_received.desc()).limit(MAX_COMPARED).subquery()
     column = newest.c[by]
     most = select(newest).where(column.is_not(None)).order_by(column.desc(), newest.c.received_unix_ms.desc())
@@ -120,8 +130,17 @@ async def request_history(connection: AsyncConnection, request_id: str) -> Reque
     return RequestHistory(None if request is None else dict(request), attempts)
 
 
-def _conditions(where: Filters) -> list[ColumnElement[bool]]:
-    return [_is_one_of(_REQUESTS[_COLUMNS.get(dimension, dimension)], values) for dimension, values in where.items()]
+def _conditions(where: Filters, tags: Collection[Tag]) -> list[ColumnElement[bool]]:
+    found = [_is_one_of(_REQUESTS[_COLUMNS.get(dimension, dimension)], values) for dimension, values in where.items()]
+    return [*found, _has_any(tags)] if tags else found
+
+
+def _has_any(tags: Iterable[Tag]) -> ColumnElement[bool]:
+    # The text is JSON, in which a quote inside a name or value is escaped: `,"name":"value"` occurs as a pair alone.
+    # LIKE would ignore case on SQLite.
+    text = literal(",") + func.substr(RequestRow.tags, 2)
+    pairs = [f",{msgspec.json.encode({name: value}).decode()[1:-1]}" for name, value in tags]
+    return or_(*(func.replace(text, pair, "") != text for pair in pairs))
 
 
 def _is_one_of(column: ColumnElement[Any], values: Collection[str]) -> ColumnElement[bool]:

@@ -13,6 +13,7 @@ from console.dashboard.view import View
 from db.money import NANO_USD
 from ledger.queries.cost import ModelCost, PoolCost, costs, machine_costs
 from ledger.queries.names import load_names
+from ledger.queries.tags import TAG_DIMENSIONS, tag_totals
 from ledger.queries.traffic import Traffic, choices, merge, series, totals
 from ledger.queries.window import Dimension
 
@@ -59,7 +60,17 @@ async def cost(connection: AsyncConnection, view: View) -> dict[str, Any]:
         "groups": groups,
         "charged": merge(groups) if groups else Traffic(()),
         "machines": _machines(pools, view.by),
+        "tags": await _tags(connection, view),
     }
+
+
+async def _tags(connection: AsyncConnection, view: View) -> list[Traffic]:
+    """Return the sums of each tag, the most expensive first; none where a filter is set that tags are not kept by."""
+    if not view.filters.keys() <= TAG_DIMENSIONS.keys():
+        return []
+    found = await tag_totals(connection, [view.window.in_quarters], where=view.filters)
+    sums = [of_tag[0] for of_tag in found.values() if 0 in of_tag]
+    return sorted(sums, key=lambda one: (-one.charge_nano_usd, -one.tokens, one.group))[:MAX_GROUPS]
 
 
 async def _over_time(connection: AsyncConnection, view: View, names: dict[str, str]) -> Chart:

@@ -62,6 +62,7 @@ async def request_rows(connection: AsyncConnection, view: View, older: str) -> d
         view.since_unix_ms,
         view.until_unix_ms,
         where=view.filters,
+        tags=view.tags,
         after=read_cursor(older),
         limit=PAGE_ROWS,
     )
@@ -75,7 +76,13 @@ async def request_rows(connection: AsyncConnection, view: View, older: str) -> d
 
 async def _extreme(connection: AsyncConnection, view: View, column: Extreme) -> dict[str, Any]:
     found = await extreme_requests(
-        connection, view.since_unix_ms, view.until_unix_ms, where=view.filters, by=column, limit=PAGE_ROWS
+        connection,
+        view.since_unix_ms,
+        view.until_unix_ms,
+        where=view.filters,
+        tags=view.tags,
+        by=column,
+        limit=PAGE_ROWS,
     )
     return {"rows": found, "older": None, "searched_to": None, "is_first": True}
 

@@ -157,6 +157,7 @@ def _one(rng: random.Random, request_id: str, received: int, key: ApiKey) -> Ite
         prompt_tokens=prompt,
         cached_tokens=prompt // 4,
         completion_tokens=tokens,
+        tags={"app": key.name.partition("-")[2], "env": "prod" if prompt % 4 else "staging"} if prompt % 3 else None,
         attempts=retries + 1,
         queue_ms=queue,
         ttft_ms=ttft,

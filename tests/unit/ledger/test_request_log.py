@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
-from ledger.queries.log import Cursor, request_history, request_page
+from ledger.queries.log import Cursor, extreme_requests, request_history, request_page
 from ledger.store import store_records
 from tests.usage_records import attempt_record, request_record
 
@@ -65,6 +65,40 @@ async def test_pages_hold_every_request_once(engine: AsyncEngine, slice_rows: in
     both = [number for number in range(60) if number % 2 == 1 and number % 5 == 0]
     assert await all_pages(engine, 50, where={"model": ("m1",), "pool": ("",)}, **limits) == newest_first(both)
     assert await all_pages(engine, 50, where={"model": ("none such",)}, **limits) == []
+
+
+@pytest.mark.parametrize("slice_rows", [1, 1000])
+async def test_requests_of_a_tag_are_found_and_no_others(engine: AsyncEngine, slice_rows: int) -> None:
+    of_tags: list[dict[str, str] | None] = [
+        {"app": "search", "env": "prod"},
+        {"app": "Search"},
+        {"app": "search2"},
+        {"my app": "search"},
+        {"note": '"app":"search"'},
+        {"note": '{"app":"search"', "run": ',"app":"search"'},
+        {'x"app': "search"},
+        {"env": "prod", "app": "search"},
+        None,
+        {"a:b": "c"},
+        {"a": "b:c"},
+        {"größe": '50 % "groß"'},
+    ]
+    rows = [request_record(f"t{n:02}", received_unix_ms=START_MS + 900, tags=tags) for n, tags in enumerate(of_tags)]
+    await store_records(engine, rows)
+    rest = {"slice_rows": slice_rows, "search_limit_s": 0.0}
+    for tags, numbers in (
+        ([("app", "search")], [7, 0]),
+        ([("env", "prod")], [7, 0]),
+        ([("a", "b:c"), ("a:b", "c")], [10, 9]),
+        ([("größe", '50 % "groß"')], [11]),
+        ([("none", "such")], []),
+    ):
+        assert await all_pages(engine, 2, tags=tags, **rest) == [f"t{number:02}" for number in numbers]
+    async with engine.connect() as connection:
+        found = await extreme_requests(
+            connection, START_MS, START_MS + 1000, where={}, tags=[("app", "search")], by="total_ms", limit=9
+        )
+    assert {row["request_id"] for row in found} == {"t00", "t07"}
 
 
 async def test_the_time_asked_for_has_no_end_of_its_own(engine: AsyncEngine) -> None:

@@ -30,6 +30,16 @@ def test_a_link_with_changes() -> None:
     assert parse_qsl(view(range="7d").query(since=5, until=6)) == [("since", "5"), ("until", "6")]
 
 
+def test_a_tag_is_a_name_and_a_value() -> None:
+    assert view().tags == ()
+    assert view(tag=" app:search ").tags == view(tag="app=search").tags == (("app", "search"),)
+    assert view(tag="a:b:c").tags == (("a", "b:c"), ("a:b", "c"))
+    assert parse_qsl(view(range="7d", tag="app:search").query()) == [("tag", "app:search"), ("range", "7d")]
+    for wrong in ("app", ":search", "=x", "n" * 65 + ":x"):
+        with pytest.raises(InvalidParameter, match="name and a value"):
+            view(tag=wrong)
+
+
 @pytest.mark.parametrize(
     ("params", "step", "steps"),
     [
