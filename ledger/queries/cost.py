@@ -9,12 +9,14 @@ from typing import Any, Final
 from sqlalchemy import Select, case, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from db.money import TokenPrice
 from db.prices import load_prices
 from db.tables import InstanceRow
 from ledger.queries.reading import Group
-from ledger.queries.traffic import Traffic, totals
+from ledger.queries.traffic import Traffic, totals, totals_by_step
 from ledger.queries.window import HOUR_MS, NO_FILTERS, QUARTER_MS, Dimension, Filters, Window
 
+_CHARGED: Final = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _POOL: Final[tuple[Dimension, ...]] = ("pool", "provider", "region", "tier")
 
 
@@ -107,6 +109,34 @@ async def machine_costs(
     return found
 
 
+async def hosted_costs(
+    connection: AsyncConnection, steps: Sequence[Window], *, where: Filters = NO_FILTERS
+) -> list[int]:
+    """Return what hosted APIs charge for tokens in each step, in nano-USD; the steps are consecutive, without gaps.
+
+    In ``where``, team, key, endpoint and outcome are ignored.
+    """
+    found = [0] * len(steps)
+    edges = steps[0].since_unix_ms, steps[-1].until_unix_ms
+    for model, pool, price, since, until in await _token_prices(connection, *edges, where):
+        if model not in (where.get("model") or (model,)):
+            continue
+        within = [
+            number for number, step in enumerate(steps) if step.since_unix_ms < until and since < step.until_unix_ms
+        ]
+        parts = [_part(steps[number], since, until) for number in within]
+        here: Filters = {**_of_pools(where), "model": [model], "pool": [pool]}
+        for points in (await totals_by_step(connection, parts, where=here, names=_CHARGED)).values():
+            for number, sums in points.items():
+                found[within[number]] += _charge(price, sums)
+    return found
+
+
+def _part(step: Window, since_unix_ms: int, until_unix_ms: int) -> Window:
+    since, until = max(step.since_unix_ms, since_unix_ms), min(step.until_unix_ms, until_unix_ms)
+    return Window(since, until, step.zone, step.grain_ms)
+
+
 async def _model_costs(
     connection: AsyncConnection,
     window: Window,
@@ -185,16 +215,31 @@ async def _token_costs(connection: AsyncConnection, window: Window, where: Filte
     A price applies from the beginning of the quarter of an hour in which it was entered, the finest that rollups have.
     """
     costs: dict[Group, int] = defaultdict(int)
+    edges = window.since_unix_ms, window.until_unix_ms
+    for model, pool, price, since, until in await _token_prices(connection, *edges, where):
+        here: Filters = {**_of_pools(where), "model": [model], "pool": [pool]}
+        for sums in await totals(connection, Window(since, until), where=here, by=_POOL):
+            costs[model, *sums.group] += _charge(price, sums)
+    return costs
+
+
+async def _token_prices(
+    connection: AsyncConnection, since_unix_ms: int, until_unix_ms: int, where: Filters
+) -> list[tuple[str, str, TokenPrice, int, int]]:
+    """Return the prices of hosted tokens in [since, until): model, pool, price, and the part of that time."""
+    found = []
     for (model, pool), dated in (await load_prices(connection)).dated().items():
         starts = [start // QUARTER_MS * QUARTER_MS for start, _ in dated]
-        for start, end, (_, price) in zip(starts, [*starts[1:], window.until_unix_ms], dated, strict=True):
-            since, until = max(start, window.since_unix_ms), min(end, window.until_unix_ms)
-            if model and pool and price.tokens and since < until:
-                here: Filters = {**_of_pools(where), "model": [model], "pool": [pool]}
-                for sums in await totals(connection, Window(since, until), where=here, by=_POOL):
-                    tokens = (sums.prompt_tokens, sums.cached_tokens, sums.completion_tokens)
-                    costs[model, *sums.group] += price.tokens.charge_nano_usd(*tokens)
-    return costs
+        for start, end, (_, entry) in zip(starts, [*starts[1:], until_unix_ms], dated, strict=True):
+            since, until = max(start, since_unix_ms), min(end, until_unix_ms)
+            is_allowed = model and pool and pool in (where.get("pool") or (pool,))
+            if is_allowed and entry.tokens and since < until:
+                found.append((model, pool, entry.tokens, since, until))
+    return found
+
+
+def _charge(price: TokenPrice, sums: Traffic) -> int:
+    return price.charge_nano_usd(sums.prompt_tokens, sums.cached_tokens, sums.completion_tokens)
 
 
 def _share(traffic: Traffic, pool: PoolCost | None, part: float, hosted_nano_usd: int) -> ModelCost:

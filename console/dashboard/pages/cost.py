@@ -11,7 +11,7 @@ from console.dashboard.pages.overview import MAX_GROUPS
 from console.dashboard.pages.tokens import traffic_name
 from console.dashboard.view import View
 from db.money import NANO_USD
-from ledger.queries.cost import ModelCost, PoolCost, costs, machine_costs
+from ledger.queries.cost import ModelCost, PoolCost, costs, hosted_costs, machine_costs
 from ledger.queries.names import load_names
 from ledger.queries.tags import TAG_DIMENSIONS, tag_totals
 from ledger.queries.traffic import Traffic, choices, merge, series, totals
@@ -74,8 +74,9 @@ async def _tags(connection: AsyncConnection, view: View) -> list[Traffic]:
 
 
 async def _over_time(connection: AsyncConnection, view: View, names: dict[str, str]) -> Chart:
-    """Return dollars charged over time, stacked, with the cost of machines as a line beside them."""
+    """Return dollars charged over time, stacked, and the cost of machines and of hosted tokens as lines."""
     dimension, steps = view.by[0], view.window.steps(view.step)
+    hosted = [cost / NANO_USD for cost in await hosted_costs(connection, steps, where=view.filters)]
     found = await series(
         connection,
         view.window,
@@ -83,7 +84,7 @@ async def _over_time(connection: AsyncConnection, view: View, names: dict[str, s
         where=view.filters,
         by=(dimension,),
         order="charge_nano_usd",
-        top=STACKED,
+        top=STACKED - any(hosted),
         names=("charge_nano_usd",),
     )
     charged = [
@@ -98,7 +99,10 @@ async def _over_time(connection: AsyncConnection, view: View, names: dict[str, s
     ]
     machines = [cost / NANO_USD for cost in await machine_costs(connection, steps, where=view.filters)]
     lines = [*charged, Line("cost of machines", machines, LINE_COLOURS)]
-    return Chart(f"Charged by {dimension}, and the cost of machines", "USD", steps, lines, view, whole=False)
+    if any(hosted):
+        lines.append(Line("cost of hosted tokens", hosted, LINE_COLOURS - 1))
+    what = "machines and hosted tokens" if any(hosted) else "machines"
+    return Chart(f"Charged by {dimension}, and the cost of {what}", "USD", steps, lines, view, whole=False)
 
 
 def _machines(pools: list[PoolCost], by: tuple[Dimension, ...]) -> dict[str, int]:

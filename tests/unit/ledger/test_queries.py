@@ -21,12 +21,12 @@ from db.money import Price
 from db.prices import add_price
 from db.tables import InstanceRow
 from ledger.check import check_rollups
-from ledger.queries.cost import costs
+from ledger.queries.cost import costs, hosted_costs
 from ledger.queries.distributions import distributions, merge, percentile_series, percentiles
 from ledger.queries.reading import rollup_coverage
 from ledger.queries.traffic import OTHER, Series, Traffic, choices, heat_map, series, totals
 from ledger.queries.traffic import merge as all_traffic
-from ledger.queries.window import DAY_MS, HOUR_MS, MINUTE_MS, QUARTER_MS, TooManySteps, Window
+from ledger.queries.window import DAY_MS, HOUR_MS, MINUTE_MS, QUARTER_MS, Step, TooManySteps, Window
 from ledger.rollups import delete_minutes
 from ledger.store import store_records
 from protocol.usage import RequestRecord
@@ -345,3 +345,27 @@ async def test_no_token_is_paid_twice_where_a_price_changes_within_a_quarter(con
     pools, _ = await costs(connection, ALL)
     [dear] = [cost for cost in pools if cost.pool == "dear"]
     assert dear.token_nano_usd == sum(2000 * r.prompt_tokens + 4000 * r.completion_tokens for r in in_dear)
+
+
+@pytest.mark.parametrize(("step", "zone"), [("quarter", UTC), ("hour", KATHMANDU), ("day", BERLIN)])
+async def test_what_hosted_tokens_cost_over_time_adds_up_to_their_cost(
+    connection: AsyncConnection, step: Step, zone: tzinfo
+) -> None:
+    changed = START_UNIX_MS + DAY_MS + 7 * QUARTER_MS + 1  # within a step of each width
+    for model, from_unix_ms, factor in (("large", 0, 1), ("large", changed, 3), ("small", changed, 1)):
+        price = Price(factor * 2_000_000_000, None, factor * 4_000_000_000)
+        await add_price(connection, model, "dear", price, from_unix_ms=from_unix_ms, source="x")
+    window = Window(ALL.since_unix_ms, ALL.until_unix_ms, zone)
+    steps = window.steps(step)
+    found = await hosted_costs(connection, steps)
+    [dear] = [cost for cost in (await costs(connection, window))[0] if cost.pool == "dear"]
+    assert len(found) == len(steps)
+    assert sum(found) == dear.token_nano_usd > 0
+    number = next(number for number, cost in enumerate(found) if cost)
+    [alone] = await hosted_costs(connection, [steps[number]])
+    assert alone == found[number]
+    of_large = await hosted_costs(connection, steps, where={"model": ("large",)})
+    of_small = await hosted_costs(connection, steps, where={"model": ("small",), "pool": ("dear",)})
+    assert [sum(both) for both in zip(of_large, of_small, strict=True)] == found
+    assert not any(await hosted_costs(connection, steps, where={"pool": ("spot",)}))
+    assert [cost.pool for cost in (await costs(connection, window, where={"pool": ("spot",)}))[0]] == []
