@@ -20,6 +20,7 @@ from console.dashboard.reader import Reader
 from db.engine import describe
 from gateway.errors import InsufficientQuota, LedgerUnavailable
 from gateway.mount import GatewayParts
+from ledger.queries.budgets import budget_paces
 from ledger.queries.fleet import has_machines, leaked_machines
 from ledger.queries.names import load_names
 from ledger.queries.refusals import refusal_totals
@@ -159,6 +160,7 @@ async def ledger_alerts(connection: AsyncConnection, now_unix_ms: int) -> list[A
     """Find what is wrong in the ledger."""
     return [
         *await _of_requests(connection, now_unix_ms),
+        *await _of_budgets(connection, now_unix_ms),
         *await _of_machines(connection, now_unix_ms),
         *await _of_set_aside(connection, now_unix_ms),
     ]
@@ -190,6 +192,21 @@ async def _of_requests(connection: AsyncConnection, now_unix_ms: int) -> list[Al
         text = f"In the last 15 minutes {numbers}."
         found.append(Alert("SpillwayRefused", "ticket", text, "The page says who, and why.", "/refusals?range=15m"))
     return found
+
+
+async def _of_budgets(connection: AsyncConnection, now_unix_ms: int) -> list[Alert]:
+    paces = [(pace.lasts_ms, pace) for pace in await budget_paces(connection, now_unix_ms)]
+    ending = sorted((lasts_ms, pace.name, pace) for lasts_ms, pace in paces if lasts_ms is not None)
+    if not ending:
+        return []
+    named = "; ".join(
+        f"{name} ({formats.money(pace.hour_nano_usd)} an hour, {formats.money(pace.budget_nano_usd)} a month:"
+        f" spent in {formats.duration(lasts_ms)})"
+        for lasts_ms, name, pace in ending[:MAX_NAMED]
+    )
+    more = f" and {len(ending) - MAX_NAMED} more" if len(ending) > MAX_NAMED else ""
+    text = f"At the rate of the last hour, a monthly budget runs out before the month ends: {named}{more}."
+    return [Alert("SpillwayBudgetPace", "ticket", text, "Raise the budget, or lower the limits of its keys.", "/keys")]
 
 
 async def _of_machines(connection: AsyncConnection, now_unix_ms: int) -> list[Alert]:

@@ -1,8 +1,8 @@
 """Tells teams when a budget of theirs is used up to a threshold: each threshold once in each period.
 
 What is spent comes from the ledger's rollups, which every ledger process reads alike. A request reserves the most that
-it may cost, so requests may be refused before all is spent: a gateway tells of that, and a budget that has reached the
-first threshold then counts as used up. Whoever sees first that a threshold is reached inserts a notice with the event;
+it may cost, so requests may be refused before all is spent: a gateway tells of that, and a budget of which 80 % are
+spent then counts as used up. Whoever sees first that a threshold is reached inserts a notice with the event;
 the event's id follows from account, period and threshold, so all others find the notice there. It is published from
 there until the stream has it.
 """
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from msgspec import Struct
@@ -32,7 +32,8 @@ from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.process import wait_for
 
-THRESHOLDS_PERCENT: Final = (80, 100)
+THRESHOLDS_PERCENT: Final = (50, 80, 100)
+USED_UP_FROM_PERCENT: Final = 80  # spent, a budget counts as used up once a request has been refused
 EVENT_TYPE: Final[EventType] = "team.budget.threshold"
 MAX_REFUSED: Final = 10_000  # accounts
 REFUSED_FOR_S: Final = 60.0
@@ -60,6 +61,10 @@ class _Budget(Struct, frozen=True):
 
     def event_id(self, percent: int) -> str:
         return event_id(EVENT_TYPE, self.account_id, self.period, str(percent))
+
+    def highest(self, told: Collection[str]) -> int:
+        """Return the highest threshold with a notice; 0: none has one."""
+        return max((percent for percent in THRESHOLDS_PERCENT if self.event_id(percent) in told), default=0)
 
 
 class BudgetWatch:
@@ -95,14 +100,15 @@ class BudgetWatch:
         async with self._engine.connect() as connection:
             budgets = await _budgets(connection, now_s)
             told = await _told(connection, budgets)
-            open_ = [b for b in budgets if any(b.event_id(percent) not in told for percent in THRESHOLDS_PERCENT)]
+            highest = {budget.account_id: budget.highest(told) for budget in budgets}
+            open_ = [budget for budget in budgets if highest[budget.account_id] < THRESHOLDS_PERCENT[-1]]
             spent = await _spent(connection, open_, now_s)
         self._forget_old_refusals()
         reached = [
             _notice(budget, percent, spent.get(budget.account_id, 0), now_s)
             for budget in open_
             for percent in self._reached(budget, spent.get(budget.account_id, 0))
-            if budget.event_id(percent) not in told
+            if percent > highest[budget.account_id]
         ]
         if reached:
             async with changing(self._engine) as connection:
@@ -113,7 +119,8 @@ class BudgetWatch:
     def _reached(self, budget: _Budget, spent_nano_usd: int) -> tuple[int, ...]:
         """Return the thresholds that a budget has reached."""
         reached = tuple(p for p in THRESHOLDS_PERCENT if spent_nano_usd * 100 >= budget.limit_nano_usd * p)
-        return THRESHOLDS_PERCENT if reached and budget.account_id in self._refused else reached
+        is_refused = USED_UP_FROM_PERCENT in reached and budget.account_id in self._refused
+        return THRESHOLDS_PERCENT if is_refused else reached
 
     def _forget_old_refusals(self) -> None:
         """Forget those of which nothing has been heard for a while: rows of what was spent have come since."""

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.accounts.keys import Grant, create_key
@@ -18,7 +18,7 @@ from gateway.limits.leases import LimitReached, Quotas, Unavailable
 from gateway.limits.reservation import Estimate
 from gateway.limits.seeds import RollupLedger
 from ledger.store import store_records
-from ledger.webhooks.budgets import EVENT_TYPE, BudgetWatch
+from ledger.webhooks.budgets import EVENT_TYPE, THRESHOLDS_PERCENT, BudgetWatch
 from protocol import subjects
 from protocol.errors import StreamFull
 from protocol.nats.bus import Bus
@@ -64,12 +64,12 @@ async def test_each_threshold_is_told_once_by_whichever_process_notices(
     async with running(), running(), running():
         await spend(engine, "r1", 7, key.key_id)
         await spend(engine, "r2", 1, key.key_id)  # 8 of the key's 10, and of the team's 100
-        await until(lambda: told(receiver) == [(key.key_id, 80)])
+        await until(lambda: told(receiver) == [(key.key_id, 50), (key.key_id, 80)])
         await spend(engine, "r3", 93)
-        await until(lambda: len(receiver.received) == 3)
+        await until(lambda: len(receiver.received) == 5)
         await spend(engine, "r4", 2, key.key_id)
-        await until(lambda: len(receiver.received) == 4)
-    wanted = [(key.key_id, 80), (key.key_id, 100), (TEAM, 80), (TEAM, 100)]
+        await until(lambda: len(receiver.received) == 6)
+    wanted = [(account, percent) for account in (key.key_id, TEAM) for percent in THRESHOLDS_PERCENT]
     assert told(receiver) == sorted(wanted)
     assert [(account, percent) for account, percent, _ in await noted(engine)] == sorted(wanted)
     of_team = next(
@@ -88,18 +88,18 @@ async def test_watches_that_look_at_the_same_moment_tell_once(bus: Bus, engine: 
     await spend(engine, "r1", 10, at_unix_ms=int(now_s * 1000))
     watches = [BudgetWatch(bus, engine, 60.0, asyncio.Event()) for _ in range(4)]
     await asyncio.gather(*(watch.check(now_s) for watch in watches))
-    assert await noted(engine) == [(TEAM, 80, True), (TEAM, 100, True)]
-    assert await _messages(bus) == 2
+    assert await noted(engine) == [(TEAM, 50, True), (TEAM, 80, True), (TEAM, 100, True)]
+    assert await _messages(bus) == 3
     # The next day's begins with nothing spent.
     await watches[0].check(now_s + DAY_S)
-    assert await _messages(bus) == 2
+    assert await _messages(bus) == 3
     await spend(engine, "r2", 9, at_unix_ms=int((now_s + DAY_S) * 1000))
     await watches[1].check(now_s + DAY_S)
-    assert await _messages(bus) == 3
+    assert await _messages(bus) == 5
     # A raised budget tells no threshold of this period again.
     await update_team(engine, TEAM, {"budget_nano_usd": 11 * USD}, ACTOR)
     await watches[2].check(now_s + DAY_S)
-    assert await _messages(bus) == 3
+    assert await _messages(bus) == 5
 
 
 async def test_what_was_noted_and_not_published_is_published_by_the_next_look(bus: Bus, engine: AsyncEngine) -> None:
@@ -111,11 +111,11 @@ async def test_what_was_noted_and_not_published_is_published_by_the_next_look(bu
     await bus.api(f"STREAM.UPDATE.{subjects.WEBHOOKS_STREAM}", await _config(bus) | {"max_bytes": 1})
     with pytest.raises(StreamFull):
         await watch.check(unix_now_ms() / 1000)
-    assert await noted(engine) == [(TEAM, 80, False)]
+    assert await noted(engine) == [(TEAM, 50, False), (TEAM, 80, False)]
     await bus.api(f"STREAM.UPDATE.{subjects.WEBHOOKS_STREAM}", await _config(bus) | {"max_bytes": 1_000_000})
     await watch.check(unix_now_ms() / 1000)
-    assert await noted(engine) == [(TEAM, 80, True)]
-    assert await _messages(bus) == 1
+    assert await noted(engine) == [(TEAM, 50, True), (TEAM, 80, True)]
+    assert await _messages(bus) == 2
 
 
 async def test_a_budget_that_covers_no_more_requests_is_used_up(
@@ -133,9 +133,9 @@ async def test_a_budget_that_covers_no_more_requests_is_used_up(
     await quotas.start()
     reporting = asyncio.create_task(quotas.run())
     async with running():
-        await until(lambda: told(receiver) == [(TEAM, 80)])
+        await until(lambda: told(receiver) == [(TEAM, 50), (TEAM, 80)])
         await until(lambda: is_refused(quotas, principal, costly))
-        await until(lambda: told(receiver) == [(TEAM, 80), (TEAM, 100)])
+        await until(lambda: told(receiver) == [(TEAM, 50), (TEAM, 80), (TEAM, 100)])
     reporting.cancel()
     await quotas.close()
 
@@ -181,8 +181,21 @@ async def test_nobody_asks_nobody_is_told(bus: Bus, engine: AsyncEngine) -> None
     assert await noted(engine) == []
     endpoint, _ = await endpoints_of(engine).create(TEAM, "http://127.0.0.1:1/", [EVENT_TYPE], ACTOR)
     await watch.check(unix_now_ms() / 1000)  # who asks later is told what is true now
-    assert await noted(engine) == [(TEAM, 80, True)]
+    assert await noted(engine) == [(TEAM, 50, True), (TEAM, 80, True)]
     assert endpoint.enabled
+
+
+async def test_a_threshold_below_one_that_was_told_is_not_told(bus: Bus, engine: AsyncEngine) -> None:
+    """An older release knew no 50 %: nobody wants to hear of them after the 80."""
+    await endpoints_of(engine).create(TEAM, "http://127.0.0.1:1/", [EVENT_TYPE], ACTOR)
+    await update_team(engine, TEAM, {"budget_nano_usd": 10 * USD, "budget_period": "total"}, ACTOR)
+    await spend(engine, "r1", 8)
+    watch = BudgetWatch(bus, engine, 60.0, asyncio.Event())
+    await watch.check(unix_now_ms() / 1000)
+    async with engine.begin() as connection:
+        await connection.execute(delete(BudgetNoticeRow).where(BudgetNoticeRow.threshold_percent == 50))
+    await watch.check(unix_now_ms() / 1000)
+    assert await noted(engine) == [(TEAM, 80, True)]
 
 
 async def test_notices_of_periods_long_over_are_deleted(bus: Bus, engine: AsyncEngine) -> None:
