@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Final
 
 from fastapi import FastAPI
 
@@ -13,15 +14,17 @@ from console.dashboard.routes import dashboard_routers
 from console.dashboard.shell import Pages
 from console.login.login import Login
 from console.login.routes import add_login_answers, login_router
-from console.settings import LoginSettings
+from console.settings import ConsoleSettings, LoginSettings
 from console.usage import usage_routers
 from gateway.mount import GatewayParts, Mount, Mounted
 from ledger.webhooks.endpoints import Endpoints
 from ledger.webhooks.secrets import SecretBox
 from ledger.webhooks.settings import WebhookSettings
 
+NO_SETTINGS: Final = ConsoleSettings()
 
-def mount(login: LoginSettings, webhooks: WebhookSettings) -> Mount:
+
+def mount(login: LoginSettings, webhooks: WebhookSettings, console: ConsoleSettings = NO_SETTINGS) -> Mount:
     """Return what ``gateway.main.run`` mounts."""
 
     @contextlib.asynccontextmanager
@@ -30,7 +33,7 @@ def mount(login: LoginSettings, webhooks: WebhookSettings) -> Mount:
             logins = Login(parts.database, login, parts.settings.key_pepper)
             endpoints = Endpoints(parts.database, webhooks, SecretBox(parts.settings.key_pepper))
             admin = AdminService(parts, logins, endpoints)
-            pages = Pages(parts, admin, logins, reader)
+            pages = Pages(parts, admin, logins, reader, grafana_url=console.grafana_url)
             usage = usage_routers(admin, parts.keys, reader)
             routers = (admin_router(admin), *usage, login_router(logins), *dashboard_routers(pages))
             yield Mounted(routers, ADMIN_BODIES, _add_answers)

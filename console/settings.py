@@ -93,3 +93,9 @@ class LoginSettings(Settings):
         if parts is not None and (parts.path.strip("/") or parts.username is not None):
             raise ValueError(f"must be scheme and host alone: {parts.scheme}://{parts.netloc.rpartition('@')[2]}")
         return url
+
+
+class ConsoleSettings(Settings):
+    """Settings of the pages."""
+
+    grafana_url: HttpUrlText | None = None  # a link in the navigation

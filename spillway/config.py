@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings.exceptions import SettingsError
 from pydantic_settings.sources import JsonConfigSettingsSource
 
-from console.settings import LoginSettings
+from console.settings import ConsoleSettings, LoginSettings
 from db.money import CLIENTS, MACHINE, ConfiguredPrice, Price, nano_usd
 from db.url import DatabaseUrl
 from fleet.settings import FleetSettings
@@ -126,6 +126,7 @@ class Config(BaseSettings):
     nats: NatsSection = NatsSection()
     database: DatabaseSection = DatabaseSection()
     auth: AuthSection = AuthSection()
+    console: ConsoleSettings = ConsoleSettings()
     ledger: LedgerSection = LedgerSection()
     telemetry: TelemetrySettings = TelemetrySettings()
     payloads: PayloadsSection = PayloadsSection()

@@ -8,7 +8,7 @@ from console.dashboard import formats
 from console.dashboard.view import View
 from db.money import NANO_USD
 from ledger.queries.distributions import LengthHistogram
-from ledger.queries.window import Step, Window
+from ledger.queries.window import Window
 
 HEAT_SHADES: Final = 10  # CSS classes h0 (nothing) to h9
 LINE_COLOURS: Final = 6  # CSS variables --series-1 to --series-6
@@ -29,6 +29,15 @@ class Line:
     fill: bool = False
     gaps: bool = False  # single points between gaps are drawn
     stacked: bool = False  # on those before it
+    stepped: bool = False  # constant over each step, where several steps share a value
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment that a chart points at."""
+
+    at_unix_ms: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +59,8 @@ class Chart:
     lines: Sequence[Line]
     view: View
     whole: bool = True  # only whole numbers on the axis
-    step: Step | None = None  # of ``steps``, where it is not the view's
     path: str = "/dashboard/requests"  # of the page that a click opens
+    marks: Sequence[Mark] = ()  # machines that were lost
 
     @property
     def is_empty(self) -> bool:
@@ -61,15 +70,16 @@ class Chart:
     def data(self) -> dict[str, Any]:
         """Return the data for dashboard.js."""
         edges = [step.since_unix_ms for step in self.steps] + [self.steps[-1].until_unix_ms]
-        fields = ("name", "values", "colour", "bars", "fill", "gaps", "stacked")
+        fields = ("name", "values", "colour", "bars", "fill", "gaps", "stacked", "stepped")
         return {
             "unit": self.unit,
             "whole": self.whole,
-            "step": self.step or self.view.step,
+            "step": self.view.step,
             "edges": edges,
             "drill": f"{self.path}?"
             + self.view.query(range=None, since=None, until=None, by=None, refresh=None, **{"and": None}),
             "lines": [{name: getattr(line, name) for name in fields} for line in self.lines],
+            "marks": [mark.at_unix_ms for mark in self.marks],
         }
 
     def rows(self) -> list[NumberRow]:

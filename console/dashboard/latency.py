@@ -1,5 +1,6 @@
 """Percentiles over time, in steps coarse enough to be meaningful."""
 
+from bisect import bisect_right
 from typing import Any, Final, get_args
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -14,6 +15,7 @@ from ledger.queries.window import Step
 MIN_VALUES: Final = 20  # with fewer, a percentile is meaningless and not shown
 VALUES_PER_STEP: Final = 40  # on average; the minimum for a step to be wide enough
 MIN_SPAN_BY_DAY_MS: Final = 3 * DAY_MS
+STEP_NAMES: Final[dict[Step, str]] = {"quarter": "quarter of an hour", "hour": "hour", "day": "day", "month": "month"}
 TITLES: Final[dict[Measure, str]] = {
     "ttft_ms": "Time to first token (TTFT)",
     "tpot_ms": "Time per output token (TPOT)",
@@ -30,24 +32,32 @@ def shown(percentiles: Percentiles) -> tuple[float | None, ...]:
 async def latency_chart(connection: AsyncConnection, view: View, name: str) -> dict[str, Any]:
     """Return the values of chart.html: p50, p95 and p99 of a measure over time, with gaps where values are too few.
 
+    Its steps are the view's, as in all charts of a page. Where these have too few values, several share the percentiles
+    of a wider step, which the title names.
+
     Raises InvalidParameter.
     """
     measure = next((measure for measure in TITLES if measure == name), None)
     if measure is None:
         raise InvalidParameter(f"measure: must be one of {', '.join(TITLES)}.", param="measure")
     (whole,) = await percentiles(connection, view.window, measure, where=view.filters)
-    step = _step(view, whole.n)
-    steps = view.window.steps(step)
-    found = await percentile_series(connection, view.window, step, measure, where=view.filters)
-    points = [shown(point) for point in found[0].points] if found else [(None,) * 3 for _ in steps]
-    names = (("p50", 1), ("p95", 3), ("p99", 4))
+    wide = _step(view, whole.n)
+    found = await percentile_series(connection, view.window, wide, measure, where=view.filters)
+    steps = view.window.steps(view.step)
+    of_wide = [shown(point) for point in found[0].points] if found else [(None,) * 3]
+    starts = [step.since_unix_ms for step in view.window.steps(wide)] if found else [view.window.since_unix_ms]
+    points = [of_wide[bisect_right(starts, step.since_unix_ms) - 1] for step in steps]
+    is_wide = wide != view.step
     lines = [
-        Line(name, [point[index] for point in points], colour, gaps=True) for index, (name, colour) in enumerate(names)
+        Line(name, [point[index] for point in points], colour, gaps=not is_wide, stepped=is_wide)
+        for index, (name, colour) in enumerate((("p50", 1), ("p95", 3), ("p99", 4)))
     ]
-    return {"chart": Chart(TITLES[measure], "ms", steps, lines, view, whole=False, step=step)}
+    title = f"{TITLES[measure]}, by {STEP_NAMES[wide]}" if is_wide else TITLES[measure]
+    return {"chart": Chart(title, "ms", steps, lines, view, whole=False)}
 
 
 def _step(view: View, n: int) -> Step:
+    """Return the finest step with enough values on average."""
     steps: tuple[Step, ...] = get_args(Step)
     coarser = [step for step in steps[steps.index(view.step) :] if step != "day" or _is_long(view)]
     fine = (step for step in coarser if n >= VALUES_PER_STEP * len(view.window.steps(step)))

@@ -35,8 +35,11 @@ Ask = Callable[[AsyncConnection, View], Awaitable[dict[str, Any] | None]]
 class Pages:
     """Serves pages to logged-in users."""
 
-    def __init__(self, gateway: GatewayParts, admin: AdminService, login: Login, reader: Reader) -> None:
+    def __init__(
+        self, gateway: GatewayParts, admin: AdminService, login: Login, reader: Reader, *, grafana_url: str | None
+    ) -> None:
         """``reader`` reads the ledger, ``gateway`` has the live numbers."""
+        self._grafana_url = grafana_url
         self.live = Live(gateway)
         self.alerts = Alerts(gateway, reader)
         self.exports = Exports(reader)
@@ -103,7 +106,7 @@ class Pages:
     async def _frame(self, request: Request) -> dict[str, Any]:
         """Return what the frame of a page shows. A part of a page has none, and some users do not see alerts."""
         has_alerts = "hx-request" not in request.headers and person_of(request).may("see_installation")
-        return {"alerts": await self.alerts.now() if has_alerts else ()}
+        return {"alerts": await self.alerts.now() if has_alerts else (), "grafana_url": self._grafana_url}
 
 
 class PageRoute(APIRoute):
@@ -133,7 +136,7 @@ class PageRoute(APIRoute):
 
 def _error_page(request: Request, error: Refused) -> Response:
     view = make_view({}, request.cookies)
-    values = {"page": "", "message": error.message}
+    values = {"page": "", "message": error.message, "grafana_url": None}
     return html(
         render("error.html", view, getattr(request.state, "session", None), values),
         form_of(error).status,

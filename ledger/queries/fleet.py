@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import aliased
 
 from db.tables import AttemptRow, Decision, DecisionRow, MachineRow, RequestRow
-from ledger.queries.window import Window
+from ledger.queries.window import NO_FILTERS, Filters, Window
 
 ENDING_MS: Final = 15 * 60_000  # a machine that its provider has not ended since then is a leak
 STARTING_MS: Final = 30 * 60_000  # a machine without a worker since then is one, too
@@ -54,6 +54,21 @@ async def machines(connection: AsyncConnection, window: Window) -> list[FleetMac
         .limit(MAX_MACHINES)
     )
     return [FleetMachine(*row) for row in await connection.execute(statement)]
+
+
+async def lost_machines(
+    connection: AsyncConnection, window: Window, limit: int, *, where: Filters = NO_FILTERS
+) -> list[tuple[int, str]]:
+    """Return when and in which pool machines were lost in a time span, the latest first; a pool filters them."""
+    within = [
+        MachineRow.state == "lost",
+        MachineRow.over_unix_ms >= window.since_unix_ms,
+        MachineRow.over_unix_ms < window.until_unix_ms,
+    ]
+    if where.get("pool"):
+        within.append(MachineRow.pool.in_(list(where["pool"])))
+    latest = select(MachineRow.over_unix_ms, MachineRow.pool).where(*within).order_by(MachineRow.over_unix_ms.desc())
+    return [(row.over_unix_ms, row.pool) for row in await connection.execute(latest.limit(limit))]
 
 
 async def has_machines(connection: AsyncConnection) -> bool:

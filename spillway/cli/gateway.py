@@ -24,7 +24,7 @@ def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: Re
 
     async def main() -> None:
         settings = resolved.gateway_settings(pepper_of(resolved))
-        console = mount(resolved.login_settings(), resolved.webhooks)
+        console = mount(resolved.login_settings(), resolved.webhooks, resolved.console)
         await run(settings, on_ready=lambda port: write_ready(ready_file, {"port": port}), mount=console)
 
     run_async(main)

@@ -5,12 +5,13 @@ from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from console.dashboard.charts import Chart, Line
+from console.dashboard.charts import Chart, Line, Mark
 from console.dashboard.latency import MIN_VALUES, TITLES
 from console.dashboard.pages.refusals import refusal_chart
 from console.dashboard.view import View
 from db.money import NANO_USD
 from ledger.queries.distributions import percentiles
+from ledger.queries.fleet import lost_machines
 from ledger.queries.names import load_names
 from ledger.queries.refusals import refusal_totals
 from ledger.queries.set_aside import set_aside_counts
@@ -18,6 +19,7 @@ from ledger.queries.traffic import Traffic, choices, merge, series, totals
 from ledger.queries.window import Dimension, Window
 
 MAX_GROUPS: Final = 50
+MAX_MARKS: Final = 200
 DEFAULT_GROUPING: Final[tuple[Dimension, ...]] = ("model", "pool")
 CHARTED: Final = (
     "ok",
@@ -58,7 +60,16 @@ async def overview(connection: AsyncConnection, view: View) -> dict[str, Any]:
     }
 
 
+async def _losses(connection: AsyncConnection, view: View) -> list[Mark]:
+    """Return the moments at which machines were lost; none for a viewer who does not see machines."""
+    if view.teams is not None:
+        return []
+    found = await lost_machines(connection, view.window, MAX_MARKS, where=view.filters)
+    return [Mark(at_unix_ms, pool) for at_unix_ms, pool in found]
+
+
 async def _traffic_charts(connection: AsyncConnection, view: View, steps: list[Window]) -> list[Chart]:
+    marks = await _losses(connection, view)
     found = await series(connection, view.window, view.step, where=view.filters, names=CHARTED)
     points: tuple[Traffic, ...] = found[0].points if found else tuple(Traffic(()) for _ in steps)
     return [
@@ -72,6 +83,7 @@ async def _traffic_charts(connection: AsyncConnection, view: View, steps: list[W
                 Line("cancelled", [point.cancelled for point in points], 6),
             ],
             view,
+            marks=marks,
         ),
         Chart(
             "Tokens",
@@ -98,5 +110,6 @@ async def _traffic_charts(connection: AsyncConnection, view: View, steps: list[W
             steps,
             [Line("failovers", [point.failovers for point in points], 4, bars=True)],
             view,
+            marks=marks,
         ),
     ]

@@ -101,6 +101,7 @@ function lineOf(line, unit) {
   };
   const value = (chart, number, series, index) => (index === null || index === undefined ? rest(line.own ?? chart.data?.[series]) : amount(line.own ? line.own[index] : number, unit));
   const common = { label: line.name, stroke, value, width: 1.75, points: { show: line.gaps, size: 5, fill: stroke }, spanGaps: false };
+  if (line.stepped) return { ...common, paths: uPlot.paths.stepped({ align: 1 }) };
   if (!line.bars) return { ...common, fill: line.fill ? `${stroke}22` : undefined };
   return { ...common, width: 0, fill: stroke, paths: uPlot.paths.bars({ size: [0.8, 40] }) };
 }
@@ -127,7 +128,7 @@ function draw(figure) {
       { label: "From", value: (_chart, seconds, _series, index) => (index === null || index === undefined ? "latest" : seconds ? `${day.format(new Date(seconds * 1000))}${isDaily ? "" : ` ${clock.format(new Date(seconds * 1000))}`}` : "–") },
       ...lines.map((line) => lineOf(line, data.unit)),
     ],
-    hooks: { setSelect: [(chart) => zoom(chart, data)] },
+    hooks: { setSelect: [(chart) => zoom(chart, data)], draw: [(chart) => drawMarks(chart, data.marks)] },
   };
   place.replaceChildren();
   const chart = new uPlot(options, [x, ...lines.map((line) => line.values)], place);
@@ -142,6 +143,29 @@ function draw(figure) {
   const legend = place.querySelector(".u-legend");
   chart.setLegend({ idx: null }, false);
   legend.style.minHeight = `${Math.ceil(legend.getBoundingClientRect().height)}px`;
+}
+
+// Moments at which machines were lost: a dashed line under a triangle.
+function drawMarks(chart, marks) {
+  const { ctx, bbox } = chart;
+  const size = 5 * devicePixelRatio;
+  ctx.save();
+  ctx.strokeStyle = ctx.fillStyle = colour("--bad");
+  ctx.lineWidth = devicePixelRatio;
+  ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
+  for (const mark of marks) {
+    const x = Math.round(chart.valToPos(mark / 1000, "x", true));
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+    ctx.beginPath();
+    ctx.moveTo(x - size, bbox.top);
+    ctx.lineTo(x + size, bbox.top);
+    ctx.lineTo(x, bbox.top + 1.5 * size);
+    ctx.fill();
+  }
+  ctx.restore();
 }
 
 function zoom(chart, data) {
@@ -161,7 +185,7 @@ function drawAll() {
 
 function startCharts() {
   drawAll();
-  // Dear charts come after the page.
+  // Percentiles are loaded after the page.
   document.addEventListener("htmx:after:swap", () => {
     for (const figure of document.querySelectorAll("[data-chart]")) if (!figure.chart && figure.querySelector("script")) draw(figure);
   });
