@@ -14,7 +14,7 @@ def _checked_emails(emails: tuple[str, ...]) -> tuple[str, ...]:
         name, at, domain = email.rpartition("@")
         if not at or not domain or "@" in name or re.search(r"[\s*<>,;]", email):
             advice = f'; all of a domain: "@{domain.strip("*@<> ")}"' if domain.strip("*@<> ") else ""
-            raise ValueError(f'{email!r} is no address such as "ann@example.com"{advice}')
+            raise ValueError(f'{email!r} is not an email address such as "ann@example.com"{advice}')
     return emails
 
 
@@ -34,7 +34,7 @@ class RoleRule(Settings):
     @model_validator(mode="after")
     def _must_say_who_and_where(self) -> "RoleRule":
         if not self.groups and not self.emails:
-            raise ValueError("groups or emails is required: it says who has this role")
+            raise ValueError("groups or emails is required: they name the users with this role")
         if self.role in TEAM_ROLES and not self.teams:
             raise ValueError(f"teams is required: a {self.role} has this role in teams")
         if self.role not in TEAM_ROLES and self.teams:
@@ -71,9 +71,9 @@ class OidcSettings(Settings):
     @model_validator(mode="after")
     def _somebody_must_be_allowed(self) -> "OidcSettings":
         if self.roles and (self.allowed_emails or self.allowed_groups):
-            raise ValueError("roles say who may log in: move allowed_emails and allowed_groups into them")
+            raise ValueError("with roles, allowed_emails and allowed_groups must be empty: move them into roles")
         if not self.roles and not self.allowed_emails and not self.allowed_groups:
-            raise ValueError("allowed_emails, allowed_groups or roles is required: without any, nobody can log in")
+            raise ValueError("allowed_emails, allowed_groups or roles is required: without them, no user can log in")
         return self
 
 

@@ -1,6 +1,6 @@
-"""``GET /admin/v1/usage`` and ``GET /v1/usage``: who spent what, exact to the nano-dollar.
+"""``GET /admin/v1/usage`` and ``GET /v1/usage``: usage and charges, exact to the nano-dollar.
 
-The second is for any key, and tells of its own requests alone. Both read rollups by the pages' reader, outside the
+The second is open to any key and covers that key's requests only. Both read rollups by the pages' reader, outside the
 gateway's loop. Callers share one of its two connections, so that they never keep the pages waiting.
 """
 
@@ -122,7 +122,7 @@ def _own_router(keys: KeyRing, reader: Reader) -> APIRouter:
         by, window = _groups(query.by or DEFAULT_OWN_BY, OWN_BY), _window(query)
         where: Filters = {"key": (principal.key_id,)}
         if waiting >= MAX_CALLERS:
-            raise Overloaded("Too many callers ask for their usage at the moment.")
+            raise Overloaded("Too many usage requests at the moment. Try again.")
         waiting += 1
         try:
             async with place:

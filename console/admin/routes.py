@@ -1,4 +1,4 @@
-"""``/admin/v1``: for keys with the scope ``admin``, and for users who have logged in, as far as their role goes."""
+"""``/admin/v1``: for keys with the scope ``admin``, and for users who have logged in, within their role."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -49,25 +49,25 @@ def _organisations(admin: AdminService) -> APIRouter:
 
     @router.get("")
     async def list_organisations() -> Response:
-        """List all organisations, oldest first."""
+        """List all organizations, oldest first."""
         return _list([organisation_view(found) for found in await teams.list_organisations(database)])
 
     @router.post("", status_code=201, openapi_extra=body_schema("OrganisationBody"))
     async def create_organisation(request: Request) -> Response:
-        """Create an organisation."""
+        """Create an organization."""
         who = person_of(request)
         body = await admin.body(request, schema.OrganisationBody)
         return json_answer(organisation_view(await teams.create_organisation(database, body.name, who.actor)), 201)
 
     @router.get("/{reference}")
     async def retrieve_organisation(reference: str) -> Response:
-        """Retrieve an organisation by its id or name."""
+        """Retrieve an organization by its id or name."""
         async with database.connect() as connection:
             return json_answer(organisation_view(await teams.find_organisation(connection, reference)))
 
     @router.patch("/{reference}", openapi_extra=body_schema("OrganisationBody"))
     async def update_organisation(request: Request, reference: str) -> Response:
-        """Rename an organisation."""
+        """Rename an organization."""
         who = person_of(request)
         body = await admin.body(request, schema.OrganisationBody)
         renamed = await teams.rename_organisation(database, reference, body.name, who.actor)

@@ -51,7 +51,7 @@ class PolicyBody(AdminBody):
 
 
 class OrganisationBody(AdminBody):
-    """An organisation."""
+    """An organization."""
 
     name: str
 

@@ -201,7 +201,7 @@ class AdminService:
             if self._gateway.keys.authenticate(token) is not None:
                 return
             await asyncio.sleep(KEY_LOADED_STEP_S)
-        raise LedgerUnavailable("The new key is not loaded yet: try again in half a minute.")
+        raise LedgerUnavailable("The new key is not loaded yet. Try again in 30 seconds.")
 
     async def rotate_key(self, reference: str, grace_s: int, who: Person) -> tuple[ApiKey, str]:
         """Give a key a new plaintext and return it; the previous one stays valid for ``grace_s`` more."""
@@ -259,7 +259,7 @@ class AdminService:
         try:
             await self._gateway.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
         except BusError as error:
-            log.warning("other gateways will see the change within half a minute: %s", error)
+            log.warning("other gateways apply the change within 30 s: %s", error)
 
 
 def _playground_name(user: str, team: str) -> str:

@@ -1,4 +1,4 @@
-"""JSON views of organisations, teams, keys, audit entries and webhooks, for the admin API and the command line."""
+"""JSON views of organizations, teams, keys, audit entries and webhooks, for the admin API and the command line."""
 
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +13,7 @@ from ledger.webhooks.endpoints import Endpoint
 
 
 def organisation_view(organisation: Organisation) -> dict[str, Any]:
-    """Return the view of an organisation."""
+    """Return the view of an organization."""
     return {
         "object": "organisation",
         "id": organisation.organisation_id,

@@ -33,7 +33,7 @@ from protocol.nats.clock import unix_now_ms
 
 LIST: Final = "/dashboard/keys"
 SHOWN_CHANGES: Final = 10  # of one key's or team's audit log
-GRACES_S: Final = {"a day": 86_400, "an hour": 3_600, "a week": 7 * 86_400, "no time at all": 0}
+GRACES_S: Final = {"a day": 86_400, "an hour": 3_600, "a week": 7 * 86_400, "no time": 0}
 CHOICES: Final = {"SCOPES": SCOPES, "GRACES_S": GRACES_S}
 
 log = logging.getLogger(__name__)

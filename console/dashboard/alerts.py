@@ -1,7 +1,7 @@
-"""What is wrong now: conditions that need somebody, from this gateway's memory, the ledger and the fleet's lease.
+"""Active alerts, from this gateway's memory, the ledger and the fleet's lease.
 
-They have the names of the alerts in ``deploy/prometheus/rules/alerts.yml`` where these judge the same. Prometheus sees
-all gateways and waits until a condition has lasted; the dashboard shows it at once, and needs no Prometheus.
+They share names with the alerts in ``deploy/prometheus/rules/alerts.yml`` that check the same condition. Prometheus
+sees all gateways and waits until a condition has lasted. The dashboard shows it at once and needs no Prometheus.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from protocol.nats.clock import WARN_S, unix_now_ms
 from protocol.nats.lease import lease_holder
 
 LATELY_MS: Final = 15 * MINUTE_MS  # of requests and refusals
-LEAST_REQUESTS: Final = 20  # below, a share of failed ones says nothing
+LEAST_REQUESTS: Final = 20  # for a share of failed requests to be meaningful
 MAX_FAILED_SHARE: Final = 0.05
 MAX_REFUSED_SHARE: Final = 0.5
 MAX_WAIT_S: Final = 60.0
@@ -50,14 +50,14 @@ class Alert:
     """One condition that holds now."""
 
     name: str
-    severity: Severity  # "page": callers notice it now; "ticket": somebody should look today
+    severity: Severity  # "page": callers notice it now; "ticket": look at it today
     text: str
     advice: str
     path: str  # the page of the dashboard that shows more
 
 
 class Alerts:
-    """Looks, at most once in KEPT_S. Used by the event loop only."""
+    """Finds the active alerts, at most once in KEPT_S. Used by the event loop only."""
 
     def __init__(self, gateway: GatewayParts, reader: Reader) -> None:
         self._gateway = gateway
@@ -80,10 +80,10 @@ class Alerts:
             found, has_machines = await self._reader.read(_ask_ledger)
         except (LedgerUnavailable, SQLAlchemyError, OSError) as error:
             log.warning("cannot look for alerts in the ledger: %s", describe(error))
-            text = "The database does not answer. Generating continues; keys, limits and pages are as they last were."
-            return [Alert("SpillwayLedgerUnavailable", "ticket", text, "Is the database up?", "")]
+            text = "The database does not answer. Gateways continue with the last known keys and limits."
+            return [Alert("SpillwayLedgerUnavailable", "ticket", text, "Check the database.", "")]
         if has_machines and not await self._is_led():
-            text = "The fleet has machines and no controller: none is started or ended."
+            text = "The fleet has machines but no controller. No machine is started or ended."
             found.append(
                 Alert("SpillwayControllerGone", "page", text, "Start one: `spillway fleet controller`.", "/fleet")
             )
@@ -93,7 +93,7 @@ class Alerts:
         try:
             return await lease_holder(self._gateway.bus, subjects.FLEET_BUCKET, "leader") is not None
         except BusError:
-            return True  # nobody knows; SpillwayQueueServerLost tells of it
+            return True  # unknown; SpillwayQueueServerLost is active
 
 
 # --- this gateway's memory --------------------------------------------------------------------------------------------
@@ -102,13 +102,15 @@ class Alerts:
 def live_alerts(gateway: GatewayParts) -> Iterator[Alert]:
     """Find what is wrong in a gateway's memory."""
     if not gateway.bus.connected:
-        text = "This gateway has lost the queue server. Requests wait, and streams stand still."
-        yield Alert("SpillwayQueueServerLost", "page", text, "Is NATS up, and can this machine reach it?", "")
+        text = "This gateway lost its connection to the queue server. Requests wait and streams stall."
+        yield Alert(
+            "SpillwayQueueServerLost", "page", text, "Check NATS, and the network between it and this machine.", ""
+        )
     yield from _models_without_workers(gateway)
     waits = [(name, waited_s) for name, waited_s in gateway.admission_control.oldest_waits_s() if waited_s > MAX_WAIT_S]
     for name, waited_s in waits:
-        text = f"A request for {name} has waited for {formats.duration(waited_s * 1000)}."
-        yield Alert("SpillwayQueueOld", "page", text, "Add workers, or see what holds them up.", "/pools")
+        text = f"A request for {name} has been waiting for {formats.duration(waited_s * 1000)}."
+        yield Alert("SpillwayQueueOld", "page", text, "Add workers, or check those that run.", "/pools")
     yield from _workers(gateway)
 
 
@@ -121,13 +123,13 @@ def _models_without_workers(gateway: GatewayParts) -> Iterator[Alert]:
         if model in gateway.catalog.unusable:
             text = f"{model} cannot be served: {gateway.catalog.unusable[model]}."
             yield Alert(
-                "SpillwayModelUnusable", "page", text, "Correct the model's files, and restart its worker.", "/models"
+                "SpillwayModelUnusable", "page", text, "Fix the model's files and restart its worker.", "/models"
             )
         elif model not in served and waiting[model]:
             text = f"{model} has no workers, and {formats.count(waiting[model])} requests wait for one."
             yield Alert("SpillwayModelStarves", "page", text, "Start a worker of a pool that serves it.", "/pools")
         elif model not in served:
-            text = f"{model} is configured and has no workers."
+            text = f"{model} is configured but has no workers."
             yield Alert(
                 "SpillwayModelWithoutWorkers", "ticket", text, "Start a worker of a pool that serves it.", "/models"
             )
@@ -138,14 +140,14 @@ def _workers(gateway: GatewayParts) -> Iterator[Alert]:
     broken = [beat for beat in beats if beat.paused is not None and not beat.paused.wait_ms]
     for beat in broken[:MAX_NAMED]:
         reason = beat.paused.reason if beat.paused else ""
-        text = f"{beat.worker_id} ({beat.pool}) takes no requests: {reason[:200]}"
-        yield Alert("SpillwayServerBroken", "ticket", text, "Restart its inference server, or the worker.", "/pools")
+        text = f"{beat.worker_id} ({beat.pool}) accepts no requests: {reason[:200]}"
+        yield Alert("SpillwayServerBroken", "ticket", text, "Restart its inference server or the worker.", "/pools")
     skew_s = gateway.bus.clock.skew_s
     if abs(skew_s) >= WARN_S:
         text = (
             f"This gateway's clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the queue server's."
         )
-        yield Alert("SpillwayGatewayClock", "ticket", text, "Is NTP running on both machines?", "")
+        yield Alert("SpillwayGatewayClock", "ticket", text, "Check NTP on both machines.", "")
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------
@@ -174,23 +176,25 @@ async def _of_requests(connection: AsyncConnection, now_unix_ms: int) -> list[Al
     if sums.requests >= LEAST_REQUESTS and sums.failed > MAX_FAILED_SHARE * sums.requests:
         share = formats.share(sums.failed / sums.requests)
         text = f"{share} of {formats.count(sums.requests)} requests failed in the last 15 minutes."
-        advice = "The requests say why, and on which worker."
+        advice = "See the failed requests for their errors and workers."
         found.append(Alert("SpillwayRequestsFail", "page", text, advice, "/requests?range=15m&outcome=failed"))
     spent = {key: number for (code, key), number in refused.items() if code == InsufficientQuota.code}
     if spent:
         names = await load_names(connection)
-        named = ", ".join(names.get(key, key) or "no key of ours" for key in list(spent)[:MAX_NAMED])
+        named = ", ".join(names.get(key, key) or "unknown key" for key in list(spent)[:MAX_NAMED])
         more = f" and {len(spent) - MAX_NAMED} more" if len(spent) > MAX_NAMED else ""
         number = formats.count(sum(spent.values()))
-        text = f"A budget is spent. Requests of {named}{more} refused in the last 15 minutes: {number}."
+        text = f"A budget is used up. Refused requests of {named}{more} in the last 15 minutes: {number}."
         found.append(
             Alert("SpillwayBudgetSpent", "ticket", text, "Raise the budget, or wait for its next period.", "/keys")
         )
     others = sum(refused.values()) - sum(spent.values())
     if others >= LEAST_REQUESTS and others > MAX_REFUSED_SHARE * (others + sums.requests):
-        numbers = f"{formats.count(others)} requests were refused, {formats.count(sums.requests)} admitted"
-        text = f"In the last 15 minutes {numbers}."
-        found.append(Alert("SpillwayRefused", "ticket", text, "The page says who, and why.", "/refusals?range=15m"))
+        numbers = f"{formats.count(others)} requests were refused and {formats.count(sums.requests)} admitted"
+        text = f"{numbers} in the last 15 minutes."
+        found.append(
+            Alert("SpillwayRefused", "ticket", text, "See the refusals by code and caller.", "/refusals?range=15m")
+        )
     return found
 
 
@@ -214,8 +218,8 @@ async def _of_machines(connection: AsyncConnection, now_unix_ms: int) -> list[Al
     if not leaked:
         return []
     named = ", ".join(f"{machine} ({pool})" for machine, pool in leaked[:MAX_NAMED])
-    text = f"Machines that serve nobody cost money: {formats.count(len(leaked))}, such as {named}."
-    advice = "End them at their provider if the controller cannot."
+    text = f"Machines that serve no requests but cost money: {formats.count(len(leaked))}. Among them: {named}."
+    advice = "If the controller does not end them, end them at the provider."
     return [Alert("SpillwayMachineLeaked", "page", text, advice, "/fleet")]
 
 
@@ -224,4 +228,4 @@ async def _of_set_aside(connection: AsyncConnection, now_unix_ms: int) -> list[A
     if not counts:
         return []
     text = f"{formats.count(sum(counts.values()))} items were set aside in the last hour: {', '.join(sorted(counts))}."
-    return [Alert("SpillwayUsageParked", "ticket", text, "The page gives the reason of each.", "/set-aside?range=1h")]
+    return [Alert("SpillwayUsageParked", "ticket", text, "See the reason of each item.", "/set-aside?range=1h")]

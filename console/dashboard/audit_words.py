@@ -1,4 +1,4 @@
-"""The audit log in words: what was done, and each changed field with its value as people write it."""
+"""The audit log in words: each action, and each changed field with its formatted value."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ ACTIONS: Final[Mapping[str, str]] = {
     "key.revoke": "revoked the key",
     "team.create": "created the team",
     "team.update": "changed the team",
-    "organisation.create": "created the organisation",
-    "organisation.update": "renamed the organisation",
+    "organisation.create": "created the organization",
+    "organisation.update": "renamed the organization",
     "webhook.create": "created the webhook",
     "webhook.update": "changed the webhook",
     "webhook.rotate": "rotated the secret of the webhook",
@@ -36,25 +36,25 @@ ACTIONS: Final[Mapping[str, str]] = {
 OF_ONESELF: Final = ("login", "login.failed", "logout")  # the subject is the actor
 FIELDS: Final[Mapping[str, str]] = {
     "team_id": "team",
-    "organisation_id": "organisation",
+    "organisation_id": "organization",
     "requests_per_minute": "requests a minute",
     "tokens_per_minute": "tokens a minute",
     "max_concurrent": "concurrent requests",
     "budget_nano_usd": "budget",
     "budget_period": "budget period",
-    "expires_unix_ms": "ends",
+    "expires_unix_ms": "expires",
     "revoked_unix_ms": "revoked",
     "stops_running": "running requests end",
     "last_four": "last four characters",
-    "grace_s": "the previous one stays valid, in seconds",
+    "grace_s": "grace period in seconds",
     "log_payload": "stores prompts and answers",
     "train_ok": "may be used for training",
     "redact": "redacts personal data",
-    "retention_days": "stored for days",
+    "retention_days": "retention in days",
     "allow_hosted": "hosted APIs",
     "trusted_only": "trusted pools only",
     "event_types": "events",
-    "disabled_reason": "disabled because",
+    "disabled_reason": "disabled reason",
 }
 
 

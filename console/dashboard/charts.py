@@ -11,7 +11,7 @@ from ledger.queries.distributions import LengthHistogram
 from ledger.queries.window import Window
 
 HEAT_SHADES: Final = 10  # CSS classes h0 (nothing) to h9
-LINE_COLOURS: Final = 6  # CSS variables --series-1 to --series-6
+LINE_COLORS: Final = 6  # CSS variables --series-1 to --series-6
 BAR_HEIGHT_PX: Final = 21
 WEEKDAYS: Final = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 
@@ -24,7 +24,7 @@ class Line:
 
     name: str
     values: Values
-    colour: int  # of LINE_COLOURS, from 1
+    color: int  # of LINE_COLORS, from 1
     bars: bool = False
     fill: bool = False
     gaps: bool = False  # single points between gaps are drawn
@@ -70,7 +70,7 @@ class Chart:
     def data(self) -> dict[str, Any]:
         """Return the data for dashboard.js."""
         edges = [step.since_unix_ms for step in self.steps] + [self.steps[-1].until_unix_ms]
-        fields = ("name", "values", "colour", "bars", "fill", "gaps", "stacked", "stepped")
+        fields = ("name", "values", "color", "bars", "fill", "gaps", "stacked", "stepped")
         return {
             "unit": self.unit,
             "whole": self.whole,

@@ -36,9 +36,12 @@ class Exports:
         self._running = 0
 
     async def start(self, view: View, format_name: str) -> AsyncIterator[bytes]:
-        """Return a file's parts; the first is made before. Raises Overloaded, LedgerUnavailable, SQL's own errors."""
+        """Return a file's parts, once the first is written.
+
+        Raises Overloaded, LedgerUnavailable, and SQL's own errors.
+        """
         if self._running >= MAX_RUNNING:
-            raise Overloaded(f"{MAX_RUNNING} exports are running already: wait for one of them.")
+            raise Overloaded(f"{MAX_RUNNING} exports are already running. Try again when one has finished.")
         parts = self._parts(view, format_name)
         return resumed(await anext(parts), parts)
 

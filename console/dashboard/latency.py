@@ -49,8 +49,8 @@ async def latency_chart(connection: AsyncConnection, view: View, name: str) -> d
     points = [of_wide[bisect_right(starts, step.since_unix_ms) - 1] for step in steps]
     is_wide = wide != view.step
     lines = [
-        Line(name, [point[index] for point in points], colour, gaps=not is_wide, stepped=is_wide)
-        for index, (name, colour) in enumerate((("p50", 1), ("p95", 3), ("p99", 4)))
+        Line(name, [point[index] for point in points], color, gaps=not is_wide, stepped=is_wide)
+        for index, (name, color) in enumerate((("p50", 1), ("p95", 3), ("p99", 4)))
     ]
     title = f"{TITLES[measure]}, by {STEP_NAMES[wide]}" if is_wide else TITLES[measure]
     return {"chart": Chart(title, "ms", steps, lines, view, whole=False)}

@@ -45,7 +45,7 @@ class PoolNow:
 
     @property
     def kv_share(self) -> float | None:
-        """Share of KV memory in use; None: the pool has none of its own."""
+        """Share of KV memory in use; None: its engines report none."""
         return kv_share(self.workers)
 
     @property
@@ -83,7 +83,7 @@ class ModelNow:
 
     name: str
     aliases: tuple[str, ...]
-    context_length: int | None  # in prompt + output tokens; None: no worker has told
+    context_length: int | None  # in prompt + output tokens; None: unknown
     engines: tuple[str, ...]
     pools: tuple[str, ...]
     workers: int
@@ -119,7 +119,7 @@ class LiveNumbers:
 
 
 def kv_share(workers: Sequence[Heartbeat]) -> float | None:
-    """Return the share of these workers' KV memory in use; None: they have none of their own."""
+    """Return the share of these workers' KV memory in use; None: their engines report none."""
     total = sum(beat.max_kv_tokens for beat in workers)
     return 1 - sum(beat.free_kv_tokens for beat in workers) / total if total else None
 
@@ -143,7 +143,7 @@ class Live:
     def stream(self) -> AsyncIterator[bytes]:
         """Stream the numbers as server-sent events for STREAM_LIMIT_S. Raises Overloaded before the first event."""
         if self._streams >= MAX_STREAMS:
-            raise Overloaded("Too many browsers are watching this gateway.")
+            raise Overloaded("Too many browsers are connected to this gateway.")
         return self._events()
 
     async def _events(self) -> AsyncIterator[bytes]:

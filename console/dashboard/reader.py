@@ -53,7 +53,7 @@ class Reader:
     ) -> _Answer:
         """Return what ``ask`` returns, run in the reader's thread. Raises LedgerUnavailable and what ``ask`` raises."""
         if self._waiting >= MAX_WAITING:
-            raise LedgerUnavailable("Too many pages are requested at the moment.")
+            raise LedgerUnavailable("Too many pages are being loaded. Try again.")
         self._waiting += 1
         try:
             asked = asyncio.run_coroutine_threadsafe(self._ask(ask, limit_s), self._loop)

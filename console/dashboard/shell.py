@@ -83,7 +83,7 @@ class Pages:
         async def rendered(connection: AsyncConnection) -> str:
             values = await ask(connection, view)
             if values is None:
-                raise UnknownUrl("There is no object of this name.")
+                raise UnknownUrl("Not found.")
             return render(values.get("template", template), values.get("view", view), user, {**frame, **values, **more})
 
         return html(await self._reader.read(rendered))
@@ -93,9 +93,7 @@ class Pages:
         view = view_of(request)
         found = await self._reader.read(lambda connection: ask(connection, view))
         if found is None:
-            raise UnknownUrl(
-                "No request, batch, key or team has this id or name. Requests are found by their whole id."
-            )
+            raise UnknownUrl("No request, batch, key or team matches. Search for requests by their full ID.")
         return RedirectResponse(found, 303)
 
     async def show_memory(self, request: Request, template: str, values: Mapping[str, Any]) -> Response:

@@ -1,4 +1,4 @@
-"""The viewer's choices: time span, filters and grouping from the URL; zone and colours from cookies."""
+"""The viewer's choices: time span, filters and grouping from the URL; zone and colors from cookies."""
 
 import re
 from collections.abc import Mapping
@@ -147,7 +147,7 @@ def view_of(request: Request) -> View:
     view, teams = make_view(request.query_params, request.cookies), person_of(request).team_ids
     chosen = view.where.get("team")
     if teams is not None and chosen is not None and chosen not in teams:
-        raise UnknownObject("You are in no team of this id.", param="team")
+        raise UnknownObject("You are not a member of this team.", param="team")
     return replace(view, teams=teams)
 
 
@@ -216,7 +216,7 @@ def _span(params: Mapping[str, str], zone: ZoneInfo, now_unix_ms: int) -> tuple[
         since = parse_moment("since", params["since"], zone)
         until = parse_moment("until", params["until"], zone) if params.get("until") else now_unix_ms
         if not since < until <= since + MAX_SPAN_MS:
-            raise InvalidParameter("until: must be later than since, by 400 days at most.", param="until")
+            raise InvalidParameter("until: must be later than since, by at most 400 days.", param="until")
         return "custom", since, until
     if params.get("month"):
         try:

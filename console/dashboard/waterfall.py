@@ -130,7 +130,7 @@ def facts(request: Row, names: dict[str, str], view: View) -> list[tuple[str, st
         ("Endpoint", request["endpoint"]),
         ("Key", request["key_name"]),
         ("Team", names.get(team, team) or formats.NOTHING),
-        ("HTTP status", str(request["http_status"]) if request["http_status"] else "unknown: its gateway died"),
+        ("HTTP status", str(request["http_status"]) if request["http_status"] else "unknown: the gateway died"),
         ("Error", request["error_code"] or formats.NOTHING),
         ("Finish reason", request["finish_reason"] or formats.NOTHING),
         (

@@ -66,7 +66,7 @@ class Login:
         """Return the session of a request. Raises LoginRequired, CrossOriginRequest and SQL's own errors."""
         session = await self.current(request)
         if session is None:
-            raise LoginRequired("Log in first: this needs a session.")
+            raise LoginRequired("Log in first.")
         refuse_foreign_origin(request)
         return session
 
@@ -115,7 +115,7 @@ class Login:
                     log.warning("auth.oidc.roles names the team %r, which does not exist", reference)
         if user.role in TEAM_ROLES and not teams:
             named = ", ".join(user.teams)
-            raise OidcNotAllowed(f"No team of yours exists here yet: {named}. Ask an admin to create it.", user.name)
+            raise OidcNotAllowed(f"None of your teams exists here: {named}. Ask an admin to create one.", user.name)
         return await self.start(request, user.name, next_page, user.role, teams)
 
     async def start(
@@ -162,7 +162,7 @@ class _PasswordQueue:
     async def slot(self) -> AsyncIterator[None]:
         """Wait for the only slot, and hold it. Raises TooManyLogins."""
         if self._waiting >= MAX_WAITING_PASSWORDS:
-            raise TooManyLogins("Too many logins at the moment: try again.")
+            raise TooManyLogins("Too many logins at the moment. Try again.")
         self._waiting += 1
         try:
             async with self._one_password:
@@ -191,7 +191,7 @@ def refuse_foreign_origin(request: Request) -> None:
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     is_ours = site in {"same-origin", "none"} if site else origin is None or _host_of(origin) == headers.get("host")
     if not is_ours:
-        raise CrossOriginRequest("A page of another site has requested this change: it was refused.")
+        raise CrossOriginRequest("The request was refused: it came from a page of another site.")
 
 
 def login_page(next_page: str) -> str:
@@ -200,7 +200,7 @@ def login_page(next_page: str) -> str:
 
 
 def local_page(target: str) -> str:
-    """Return ``target`` if it is a page of ours, else the first page: a login must not redirect to other sites."""
+    """Return ``target`` if it is a page of this site, else the first page: a login must not redirect to other sites."""
     is_local = target.startswith("/") and not target.startswith(("//", "/\\"))
     # A key in a URL is not written into pages and other URLs.
     return target if is_local and target.isprintable() and masked(target) == target else FIRST_PAGE

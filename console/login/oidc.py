@@ -39,7 +39,7 @@ NEW_KEYS_GAP_S: Final = 60.0  # between two requests for an unknown key
 CLOCK_LEEWAY_S: Final = 60
 SECRET_BYTES: Final = 36  # 48 characters of a URL; RFC 7636 requires 43 to 128 of a verifier
 
-UNREACHABLE: Final = "The issuer cannot be reached: try again later."
+UNREACHABLE: Final = "The issuer cannot be reached. Try again later."
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +101,9 @@ class OidcLogin:
     async def user(self, asked: AuthorizationRequest, redirect_uri: str, answer: Mapping[str, str]) -> "OidcUser":
         """Return the user of an answer in the callback's URL. Raises OidcError if they may not log in."""
         if not hmac.compare_digest(answer.get("state", "").encode(), asked.state.encode()):
-            raise OidcError("This answer belongs to another login: try again.")
+            raise OidcError("This response belongs to another login. Try again.")
         if answer.get("iss", self._settings.issuer) != self._settings.issuer:  # RFC 9207
-            raise OidcError("This answer comes from another issuer.")
+            raise OidcError("This response comes from another issuer.")
         if "code" not in answer:
             log.warning("the OIDC issuer refused a login: %r", answer.get("error", "no code")[:200])
             raise OidcError("The issuer refused the login.")
@@ -130,7 +130,7 @@ class OidcLogin:
             raise OidcError("The issuer did not confirm the login.") from error
         id_token = token.get("id_token")
         if not isinstance(id_token, str):
-            raise OidcError("The issuer's answer has no ID token.")
+            raise OidcError("The issuer returned no ID token.")
         return id_token
 
     async def _claims(self, id_token: str, nonce: str) -> dict[str, Any]:

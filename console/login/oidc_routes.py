@@ -68,7 +68,7 @@ def _kept(cookie: str, key: OctKey) -> dict[str, Any]:
         claims = jwt.decode(cookie, key, algorithms=[ALGORITHM]).claims
         JWTClaimsRegistry(exp={"essential": True}).validate(claims)
     except (JoseError, ValueError) as error:
-        raise OidcError("This login was started too long ago, or in another browser: try again.") from error
+        raise OidcError("The login expired or was started in another browser. Try again.") from error
     return claims
 
 

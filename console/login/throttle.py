@@ -47,7 +47,7 @@ class LoginThrottle:
             return browser
         limits = _limits(name, address)
         if not all(self._has_capacity(source, limit, now_s) for source, limit in limits.items()):
-            raise TooManyLogins("Too many wrong passwords: try again in a minute.")
+            raise TooManyLogins("Too many wrong passwords. Try again in a minute.")
         for source, limit in limits.items():
             self._count(source, limit, now_s)
         return None

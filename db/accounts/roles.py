@@ -163,4 +163,6 @@ def check_member_key(before: Mapping[str, Any], after: Mapping[str, Any], set_by
         else:
             is_beyond = wanted is None or wanted > most
         if is_beyond and wanted != before[name]:
-            raise InvalidField(_FIELD_NAMES.get(name, name), "an admin or manager has set this: you may only lower it")
+            raise InvalidField(
+                _FIELD_NAMES.get(name, name), "an admin or manager set this limit: you may only lower it"
+            )

@@ -86,7 +86,7 @@ class ShownBatch:
 
     @property
     def requests_query(self) -> dict[str, Any]:
-        """The filters of the log that its requests pass, and those alone that its key has made there meanwhile."""
+        """The filters of the log that show its requests, with other requests of its key at that endpoint and time."""
         return {
             "since": self.row["created_unix_ms"],
             "until": (self.row["over_unix_ms"] or self.at_unix_ms) + 1000,
@@ -176,7 +176,7 @@ def _facts(batch: ShownBatch, names: dict[str, str], view: View) -> list[tuple[s
     speed = batch.lines_per_s
     facts = [
         ("Endpoint", row["endpoint"]),
-        ("Made by", "Anthropic's API" if row["surface"] == "anthropic" else "OpenAI's API"),
+        ("API", "Anthropic" if row["surface"] == "anthropic" else "OpenAI"),
         ("Key", row["key_name"]),
         ("Team", names.get(row["team_id"], row["team_id"]) or formats.NOTHING),
         ("Models", ", ".join(batch.models) or formats.NOTHING),
@@ -187,10 +187,10 @@ def _facts(batch: ShownBatch, names: dict[str, str], view: View) -> list[tuple[s
         ("Lines a second", formats.NOTHING if speed is None else f"{speed:,.1f}"),
         ("Prompt tokens", f"{formats.count(row['prompt_tokens'])} ({formats.count(row['cached_tokens'])} cached)"),
         ("Completion tokens", formats.count(row["completion_tokens"])),
-        ("Tokens as estimated", formats.count(sum(tokens for _, tokens in batch.models.values()))),
-        ("Charged, about", formats.money(batch.charge_nano_usd)),
+        ("Estimated tokens", formats.count(sum(tokens for _, tokens in batch.models.values()))),
+        ("Charged (estimate)", formats.money(batch.charge_nano_usd)),
         ("Window", row["completion_window"]),
-        ("Fed by", row["holder"] or "no gateway yet"),
+        ("Gateway", row["holder"] or "none yet"),
         ("Taken over", formats.count(max(0, row["epoch"] - 1))),
     ]
     return [*facts, *_moments(batch, view)]
@@ -203,7 +203,7 @@ def _moments(batch: ShownBatch, view: View) -> Iterable[tuple[str, str]]:
         "In progress": row["in_progress_unix_ms"],
         "Cancelling": row["cancelling_unix_ms"],
         "Finalizing": row["finalizing_unix_ms"],
-        "Over": row["over_unix_ms"],
+        "Ended": row["over_unix_ms"],
         "Due": row["expires_unix_ms"],
     }
     return [(name, formats.moment(unix_ms, view.zone)) for name, unix_ms in moments.items() if unix_ms is not None]

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from console.dashboard.charts import LINE_COLOURS, Chart, Line
+from console.dashboard.charts import LINE_COLORS, Chart, Line
 from console.dashboard.pages.overview import MAX_GROUPS
 from console.dashboard.pages.tokens import traffic_name
 from console.dashboard.view import View
@@ -17,7 +17,7 @@ from ledger.queries.tags import TAG_DIMENSIONS, tag_totals
 from ledger.queries.traffic import Traffic, choices, merge, series, totals
 from ledger.queries.window import Dimension
 
-STACKED: Final = LINE_COLOURS - 2  # groups of the chart; the others are one more, and machines another
+STACKED: Final = LINE_COLORS - 2  # groups of the chart; the others are one more, and machines another
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +91,16 @@ async def _over_time(connection: AsyncConnection, view: View, names: dict[str, s
         Line(
             traffic_name(one.group[0], names),
             [point.charge_nano_usd / NANO_USD for point in one.points],
-            colour,
+            color,
             bars=True,
             stacked=True,
         )
-        for colour, one in enumerate(found, 1)
+        for color, one in enumerate(found, 1)
     ]
     machines = [cost / NANO_USD for cost in await machine_costs(connection, steps, where=view.filters)]
-    lines = [*charged, Line("cost of machines", machines, LINE_COLOURS)]
+    lines = [*charged, Line("cost of machines", machines, LINE_COLORS)]
     if any(hosted):
-        lines.append(Line("cost of hosted tokens", hosted, LINE_COLOURS - 1))
+        lines.append(Line("cost of hosted tokens", hosted, LINE_COLORS - 1))
     what = "machines and hosted tokens" if any(hosted) else "machines"
     return Chart(f"Charged by {dimension}, and the cost of {what}", "USD", steps, lines, view, whole=False)
 

@@ -74,7 +74,7 @@ async def account_lines(connection: AsyncConnection, view: View, accounts: Accou
     """Return the values of keys.html and account.html."""
     window = Window(accounts.at_unix_ms - USED_DAYS * DAY_MS, accounts.at_unix_ms, view.zone)
     dimensions: tuple[Dimension, ...] = ("key", "team")
-    lately = Window(accounts.at_unix_ms - BLOCKED_MS, accounts.at_unix_ms, view.zone)
+    last_hour = Window(accounts.at_unix_ms - BLOCKED_MS, accounts.at_unix_ms, view.zone)
     usage = accounts.usage
     return {
         "page": "Keys",
@@ -86,7 +86,7 @@ async def account_lines(connection: AsyncConnection, view: View, accounts: Accou
             for sums in await totals(connection, window, where=view.scope, by=(dimension,))
         },
         "refused": await _refused(connection, window, view.scope),
-        "blocked": await _refused(connection, lately, view.scope, code=InsufficientQuota.code),
+        "blocked": await _refused(connection, last_hour, view.scope, code=InsufficientQuota.code),
         "NO_TRAFFIC": Traffic(("",)),
         "used_days": USED_DAYS,
     }

@@ -34,8 +34,8 @@ ORDERS: Final[Mapping[str, tuple[str, Extreme | None]]] = {  # by name: title, c
 }
 MAX_CURSOR_CHARS: Final = 200
 NOT_ON_RECORD: Final = (
-    "No request of this id is on record. A request that runs is recorded when it ends, within seconds. Of a flood of"
-    " refused requests only some are kept by their ids: the page Refused counts them all."
+    "Request not found. A running request is recorded within seconds after it ends. If many requests are refused, only"
+    " some are recorded one by one. The page Refused counts them all."
 )
 
 
@@ -118,7 +118,7 @@ async def _refused(connection: AsyncConnection, view: View, refusal: Refusal) ->
     facts = {
         "Received": moment(refusal["received_unix_ms"], view.zone),
         "Status": str(refusal["status"]),
-        "Key": names.get(refusal["key_id"], refusal["key_name"]) or "none of ours",
+        "Key": names.get(refusal["key_id"], refusal["key_name"]) or "unknown key",
         "Team": names.get(refusal["team_id"], refusal["team_id"]) or NOTHING,
         "Model": refusal["model"] or NOTHING,
         "Field": refusal["param"] or NOTHING,

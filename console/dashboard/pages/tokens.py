@@ -5,7 +5,7 @@ from typing import Any, Final, get_args
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from console.dashboard.charts import LINE_COLOURS, Chart, Line, distribution, heat_map
+from console.dashboard.charts import LINE_COLORS, Chart, Line, distribution, heat_map
 from console.dashboard.latency import shown
 from console.dashboard.pages.overview import DEFAULT_GROUPING, MAX_GROUPS
 from console.dashboard.view import View
@@ -78,16 +78,16 @@ async def _over_time(connection: AsyncConnection, view: View, dimension: Dimensi
         where=view.filters,
         by=(dimension,),
         order="tokens",
-        top=LINE_COLOURS - 1,
+        top=LINE_COLORS - 1,
         names=("prompt_tokens", "completion_tokens"),
     )
     lines = [
         Line(
             traffic_name(one.group[0], names),
             [point.prompt_tokens + point.completion_tokens for point in one.points],
-            colour,
+            color,
         )
-        for colour, one in enumerate(found, 1)
+        for color, one in enumerate(found, 1)
     ]
     return Chart(f"Tokens by {dimension}", "tokens", view.window.steps(view.step), lines, view)
 

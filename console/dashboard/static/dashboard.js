@@ -1,14 +1,14 @@
-// The pages work without this file; it draws the charts, keeps live numbers live and remembers zone and colours.
+// The pages work without this file; it draws the charts, keeps live numbers live and remembers zone and colors.
 "use strict";
 
 const root = document.documentElement;
 root.classList.add("scripted");
-const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+const color = (name) => getComputedStyle(root).getPropertyValue(name).trim();
 const remember = (name, value) => {
   document.cookie = `${name}=${value}; path=/dashboard; max-age=31536000; samesite=lax`;
 };
 
-// --- the viewer: time zone and colours ---
+// --- the viewer: time zone and colors ---
 
 function startZone() {
   if (!document.cookie.includes("spillway_zone=")) {
@@ -93,7 +93,7 @@ function piled(lines) {
 }
 
 function lineOf(line, unit) {
-  const stroke = colour(`--series-${line.colour}`);
+  const stroke = color(`--series-${line.color}`);
   // Nowhere under the pointer: the latest value and the largest.
   const rest = (values) => {
     const known = (values ?? []).filter((one) => one !== null && one !== undefined);
@@ -112,7 +112,7 @@ function draw(figure) {
   const isDaily = data.step === "day";
   const lines = piled(data.lines);
   const x = data.edges.slice(0, -1).map((edge) => edge / 1000);
-  const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
+  const axis = { stroke: color("--quiet"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
   const options = {
     width: place.clientWidth,
     height: figure.classList.contains("short") ? 150 : 220,
@@ -139,7 +139,7 @@ function draw(figure) {
     if (Math.abs(event.clientX - pressed) < 4 && index !== null && data.drill) location.href = `${data.drill}&since=${data.edges[index]}&until=${data.edges[index + 1]}`;
   });
   figure.chart = chart;
-  // The legend keeps its room, whatever the pointer is at: nothing below it moves.
+  // The legend keeps its height, so that nothing below it moves.
   const legend = place.querySelector(".u-legend");
   chart.setLegend({ idx: null }, false);
   legend.style.minHeight = `${Math.ceil(legend.getBoundingClientRect().height)}px`;
@@ -150,7 +150,7 @@ function drawMarks(chart, marks) {
   const { ctx, bbox } = chart;
   const size = 5 * devicePixelRatio;
   ctx.save();
-  ctx.strokeStyle = ctx.fillStyle = colour("--bad");
+  ctx.strokeStyle = ctx.fillStyle = color("--bad");
   ctx.lineWidth = devicePixelRatio;
   ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
   for (const mark of marks) {
@@ -238,7 +238,7 @@ function startTables() {
 function startRefresh() {
   const seconds = Number(document.querySelector("[data-refresh]")?.dataset.refresh);
   if (!seconds) return;
-  // Not under somebody who reads an open part of the page, or types.
+  // Not while the user types or has a part of the page open.
   const isBusy = () => document.hidden || document.querySelector("details[open]") || document.activeElement?.matches("input, select, textarea");
   setInterval(() => { if (!isBusy()) location.reload(); }, seconds * 1000);
 }

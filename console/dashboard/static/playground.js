@@ -161,12 +161,12 @@
     if (seen.first !== null) parts.push(`TTFT ${Math.round(seen.first - seen.started)} ms`);
     if (seen.tokens !== null) parts.push(`${seen.tokens} tokens`);
     if (seen.tokens > 1 && seen.last > seen.first) parts.push(`${(((seen.tokens - 1) / (seen.last - seen.first)) * 1000).toFixed(1)} tokens/s`);
-    if (seen.tokens === null) parts.push("broken off");
+    if (seen.tokens === null) parts.push("interrupted");
     line.append(parts.join(" · "));
     if (seen.id) {
       const link = document.createElement("a");
       link.href = `/dashboard/requests/${encodeURIComponent(seen.id)}`;
-      link.textContent = "the request";
+      link.textContent = "Show request";
       line.append(" · ", link);
     }
     return line;

@@ -168,7 +168,7 @@ def test_a_running_batch_moves_by_itself_and_leads_to_its_requests(visit: Visit,
         row.locator("th a").click()
         expect(page.locator("dl.facts")).to_contain_text("Lines a second")
         expect(page.locator("#files ~ div")).to_contain_text(file.id)
-        page.click("text=Requests of its key in that time")
+        page.click("text=Requests of this key in this period")
         expect(page.locator("#rows .mark.ok").first).to_be_visible()
         client.batches.cancel(batch.id)
         while client.batches.retrieve(batch.id).status != "cancelled":
@@ -205,7 +205,7 @@ def test_filters_live_in_the_url(visit: Visit) -> None:
     page.click("text=Clear")
     page.wait_for_url(re.compile(r"requests\?range=30d$"))
     before = page.locator("#rows tr").count()
-    page.click("text=Show older ones")
+    page.click("text=Show older")
     expect(page.locator("#rows tr")).to_have_count(before + 50)
     page.click("nav >> text=Latency")
     page.wait_for_url("**/dashboard/latency?range=30d")
@@ -347,7 +347,7 @@ def test_a_team_and_its_key_are_limited_with_the_keyboard_and_the_page_shows_wha
     team.get_by_label("Name").fill(name)
     team.get_by_label("Budget in USD").fill("12.50")
     team.get_by_label("Name").press("Enter")
-    expect(page.get_by_role("status")).to_have_text(re.compile(f"^{name} has been changed"))
+    expect(page.get_by_role("status")).to_have_text(re.compile(f"^{name} was saved"))
     expect(page.locator("tr", has_text=name)).to_contain_text("$0.00 of $12.50 a month")
     page.locator("summary", has_text="New key").press("Enter")
     key = page.locator("form[action='/dashboard/keys']")
@@ -366,7 +366,7 @@ def test_a_team_and_its_key_are_limited_with_the_keyboard_and_the_page_shows_wha
         body = {"model": "scripted", "messages": [{"role": "user", "content": "[[tokens=2]] Hi"}], "max_tokens": 8}
         assert http.post("/v1/chat/completions", headers=headers, json=body).status_code == 200
     page.get_by_label(f"Change {name}", exact=True).click()
-    use = page.locator("section", has_text="Limits of its own")
+    use = page.locator("section", has_text="Limits of this key")
     while "1 of 4 requests a minute" not in page.request.get(page.url).text():  # the gateway reports within a second
         page.wait_for_timeout(LONGEST_POLL_S * 1000)
     page.reload()

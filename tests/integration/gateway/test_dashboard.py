@@ -153,7 +153,7 @@ async def test_batches_that_run_and_that_are_over(
     await until(is_fed)
     page = (await browser.get("/dashboard/batches", params={"range": "7d", "key": gateway.key_id})).text
     assert f'id="{batch.id}"' in page
-    assert "None that was created in this time, with these filters." in page
+    assert "No batches created in this period match these filters." in page
     other = (await browser.get("/dashboard/batches", params={"range": "30d", "endpoint": "embeddings"})).text
     assert batch.id not in other
     assert len(re.findall(r'<tr id="batch_', other)) > 5
@@ -183,8 +183,8 @@ async def test_batches_that_run_and_that_are_over(
 
 async def test_what_was_set_aside_is_named_with_its_reason(browser: httpx.AsyncClient, engine: AsyncEngine) -> None:
     assert "set-aside?" in (await browser.get("/dashboard")).text
-    assert "set aside</a> in this time" not in (await browser.get("/dashboard")).text
-    assert "Nothing in this time." in (await browser.get("/dashboard/set-aside")).text
+    assert "set aside</a> in this period" not in (await browser.get("/dashboard")).text
+    assert "No data in this period." in (await browser.get("/dashboard/set-aside")).text
     notes = SetAside(engine)
     notes.note("batch", "batch_1", "team_default", "<b>RecursionError")
     for number in range(120):
@@ -446,7 +446,7 @@ async def test_a_payload_is_shown_where_it_was_kept(browser: httpx.AsyncClient, 
     shown = (await browser.get("/dashboard/requests/with")).text
     assert "&lt;b&gt;Why?" in shown
     assert "Because." in shown
-    assert "personal data taken out" in shown
+    assert "personal data removed" in shown
     assert "What was asked" not in (await browser.get("/dashboard/requests/without")).text
     looked = [entry for entry in await list_changes(engine, AuditFilter(), 10) if entry.action == "payloads.read"]
     assert [(entry.subject_id, entry.actor) for entry in looked] == [("with", "user:admin")]
@@ -508,7 +508,7 @@ async def test_a_slow_ledger_is_given_up_and_holds_nobody_up(sqlite_url: str) ->
         asked = [asyncio.create_task(reader.read(never, 0.2)) for _ in range(40)]
         done, _ = await asyncio.wait(asked)
         assert {str(task.exception()) for task in done} == {
-            "Too many pages are requested at the moment.",
+            "Too many pages are being loaded. Try again.",
             "The ledger did not answer within 0.2 s.",
         }
         assert await reader.read(lambda connection: connection.scalar(text("SELECT 1"))) == 1

@@ -128,17 +128,17 @@ async def test_every_refusal_is_found_by_id_key_and_team(start_gateway: Start, s
         assert "missing_scope" not in by_team.text
         keys = await browser.get("/dashboard/keys")
         assert f'<a href="/dashboard/refusals?range=30d&amp;key={poor.key_id}">2</a>' in keys.text
-        assert "A budget has refused 1 request in the last hour." in keys.text
+        assert "The budget refused 1 request in the last hour." in keys.text
         assert 'class="fill full"' in keys.text
         overview = await browser.get("/dashboard")
         assert f'<dt>Refused</dt>\n<dd><a href="/dashboard/refusals?range=24h">{len(asked)}</a></dd>' in overview.text
         strip = (await browser.get("/dashboard/alerts/strip")).text
-        assert "wrong now" in strip
+        assert "active alert" in strip
         alerts = (await browser.get("/dashboard/alerts")).text
-        assert "A budget is spent. Requests of poor refused in the last 15 minutes: 1." in alerts
-        assert f"{MODEL} is configured and has no workers." in alerts
+        assert "A budget is used up. Refused requests of poor in the last 15 minutes: 1." in alerts
+        assert f"{MODEL} is configured but has no workers." in alerts
         # A refused request was in no pool.
-        assert "No request was refused" in (await browser.get("/dashboard/refusals", params={"pool": "any"})).text
+        assert "No refusals in this period" in (await browser.get("/dashboard/refusals", params={"pool": "any"})).text
         lines = (await browser.get("/dashboard/refusals", params={"range": "6h"})).text
         assert "no such" in lines
     await engine.dispose()
