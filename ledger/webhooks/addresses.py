@@ -13,6 +13,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
+from ledger.webhooks import slack
 from ledger.webhooks.settings import WebhookSettings
 
 Address = IPv4Address | IPv6Address
@@ -52,7 +53,7 @@ def checked_url(url: str, settings: WebhookSettings) -> str:
         raise BadUrl("must be an https URL")
     if parts.scheme == "http" and not settings.allow_http:
         raise BadUrl("must be https: without TLS, anyone on the network path could read it (webhooks.allow_http)")
-    if "@" in parts.netloc or parts.fragment:
+    if "@" in parts.netloc or parts.fragment not in {"", slack.FRAGMENT}:
         raise BadUrl("must have neither user, password nor fragment")
     try:
         literal = ip_address(host)

@@ -10,6 +10,7 @@ from ledger.webhooks.deliveries import DELETE_ROWS, Claim, Deliveries, Rooms
 from ledger.webhooks.secrets import SecretBox, SecretError
 from ledger.webhooks.sender import Attempt, Sender
 from ledger.webhooks.settings import WebhookSettings
+from ledger.webhooks.slack import is_slack, slack_body
 from protocol.nats.clock import unix_now_ms
 from protocol.process import backoff_s, wait_for
 
@@ -87,7 +88,9 @@ class Deliverer:
             log.error("webhook %s is not sent: %s", claim.event_id, error)  # noqa: TRY400
             return Attempt(error=str(error))
         try:
-            return await sender.send(claim.url, secrets, claim.event_id, claim.body.encode())
+            body = claim.body.encode()
+            body = slack_body(body) if is_slack(claim.url) else body
+            return await sender.send(claim.url, secrets, claim.event_id, body)
         except Exception as mistake:  # counted as a failure, so that it is not repeated for ever
             log.exception("webhook %s to %s cannot be sent", claim.event_id, claim.endpoint_id)
             return Attempt(error=f"cannot be sent: {type(mistake).__name__}")
