@@ -36,4 +36,4 @@ def needing(extra: str, *, key: str, error: type[ExpectedError] = MissingExtra) 
     try:
         yield
     except ImportError as cause:
-        raise error(f"{key}: needs the extra {extra!r}: {install_command(extra)}") from cause
+        raise error(f"{key}: requires the extra {extra!r}: {install_command(extra)}") from cause

@@ -197,7 +197,7 @@ class Histogram(Struct, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         """Refuse what nobody can show. Raises ValueError, which is a ProtocolError where it came over the wire."""
         if len(self.counts) != len(self.bounds) + 1 or len(self.counts) > MAX_BUCKETS:
-            raise ValueError(f"{len(self.counts)} counts of {len(self.bounds)} bounds are no histogram")
+            raise ValueError(f"a histogram of {len(self.bounds)} bounds cannot have {len(self.counts)} counts")
 
 
 class Pace(Struct, frozen=True, omit_defaults=True):
@@ -249,7 +249,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 def unpack_token_ids(packed: bytes) -> list[int]:
     """Reverse ``pack_token_ids``. Raises ProtocolError if the length is not a multiple of four."""
     if len(packed) % 4:
-        raise ProtocolError(f"packed token ids of {len(packed)} bytes are not whole 32-bit integers")
+        raise ProtocolError(f"packed token ids: {len(packed)} bytes are not a multiple of four")
     token_ids = array("I")
     token_ids.frombytes(packed)
     return token_ids.tolist()
@@ -594,7 +594,7 @@ def decode_heartbeat(payload: bytes, sender: str = "") -> Heartbeat:
     """
     beat: Heartbeat = wire.decode_versioned(_heartbeat_decoder, payload)
     if sender and sender != beat.worker_id:
-        raise ProtocolError(f"{sender} calls itself {beat.worker_id}")
+        raise ProtocolError(f"{sender} sent a heartbeat as {beat.worker_id}")
     return beat
 
 
@@ -677,7 +677,7 @@ def decode_step(payload: bytes, sender: str = "") -> StepFrame:
         step = _decode_apart(payload)
     wire.check_version(step.v)
     if sender and sender != step.worker_id:
-        raise ProtocolError(f"{sender} sends frames in the name of {step.worker_id}")
+        raise ProtocolError(f"{sender} sent frames as {step.worker_id}")
     return step
 
 

@@ -47,7 +47,7 @@ def in_url(host: str) -> str:
 def http_url_parts(url: str) -> SplitResult:
     """Return the parts of an absolute URL that paths can be appended to. Raises ValueError."""
     if any(character.isspace() for character in url):
-        raise ValueError("holds white space")
+        raise ValueError("must not contain white space")
     try:
         parts = urlsplit(url.replace(PORT_PLACE, "1"))
         port = parts.port
@@ -60,7 +60,7 @@ def http_url_parts(url: str) -> SplitResult:
     if port == 0:
         raise ValueError("Port out of range 1-65535")
     if parts.query or parts.fragment or url.endswith(("?", "#")):
-        raise ValueError("takes no query (?…) and no fragment (#…): paths are appended to it")
+        raise ValueError("must not have a query (?…) or a fragment (#…): paths are appended to it")
     return parts
 
 
@@ -72,7 +72,7 @@ def _is_http_url(url: str) -> str:
 def _is_header_text(value: SecretStr) -> SecretStr:
     text = value.get_secret_value()
     if not (text.isascii() and text.isprintable()) or text != text.strip():
-        raise ValueError("must be printable ASCII without white space at its ends")
+        raise ValueError("must be printable ASCII without leading or trailing white space")
     return value
 
 
@@ -81,7 +81,7 @@ def _is_host(host: str) -> str:
         ipaddress.ip_address(host)
     except ValueError:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", host):
-            raise ValueError('must be an address or a name alone: "127.0.0.1", "0.0.0.0", "::"') from None
+            raise ValueError('must be only an address or a name: "127.0.0.1", "0.0.0.0", "::"') from None
     return host
 
 

@@ -98,4 +98,4 @@ def check_version(version: int) -> None:
     if version > PROTOCOL_VERSION:
         raise NewerVersion(f"message speaks protocol {version}, this build speaks {PROTOCOL_VERSION}")
     if version < OLDEST_VERSION:
-        raise ProtocolError(f"message speaks protocol {version}, this build reads {OLDEST_VERSION} at least")
+        raise ProtocolError(f"message speaks protocol {version}, this build reads {OLDEST_VERSION} and later")

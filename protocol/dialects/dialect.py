@@ -185,7 +185,7 @@ class AnswerForm:
             return rule
         answer = tool_format.answer(lark, rule)
         if answer is None:
-            raise ValueError("this model's calls look like JSON themselves")
+            raise ValueError("this model writes its calls as JSON, so that they cannot be told from the answer")
         if not self.tools:
             return answer
         return f"{answer} | {tool_format.forced(lark, self._loosened(), most=self._max_calls)}"

@@ -189,7 +189,7 @@ class TaggedFormat:
         alternatives = alternatives_of(bounds)
         has_parts = "allOf" in bounds and bounds["allOf"] is not alternatives
         if _BOUNDS_OF_TEXT & bounds.keys() or has_parts or (alternatives and "type" in bounds):
-            raise ValueError(f"bounds of the text {name!r} cannot be forced in this model's calls")
+            raise ValueError(f"the bounds of the string {name!r} cannot be enforced in this model's calls")
         if alternatives:
             return one_of([self._value(lark, name, alternative, root) for alternative in alternatives])
         return self._text(lark)

@@ -321,9 +321,9 @@ class Key:
             data = base64.b32decode(seed + "=" * (-len(seed) % 8))
             key = cls(kind, Ed25519PrivateKey.from_private_bytes(data[2:-2]))
         except ValueError as error:
-            raise CredentialsError("a seed is damaged") from error
+            raise CredentialsError("the seed is damaged") from error
         if key.seed != seed:
-            raise CredentialsError(f"a seed is damaged, or of no {kind}")
+            raise CredentialsError(f"the seed is damaged, or belongs to another kind of key than {kind}")
         return key
 
     @property
@@ -381,7 +381,7 @@ class WorkerKeys(BaseModel):
         """Return credentials, as text, for the workers of one machine. Raises CredentialsError."""
         seed = self.signers.get(pool)
         if seed is None:
-            raise CredentialsError(f"there is no key of the pool {pool}: run `spillway nats credentials`")
+            raise CredentialsError(f"no signing key for the pool {pool}: run `spillway nats credentials`")
         return user_credentials(Key.of_seed("account", seed), self.account, Key.new("user"), name, lasts_s)
 
 
@@ -439,7 +439,7 @@ def claims_of(jwt: str) -> dict[str, Any]:
         part = jwt.split(".")[1]
         return dict(json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4))))
     except (ValueError, IndexError, TypeError) as error:
-        raise CredentialsError("a JWT is damaged") from error
+        raise CredentialsError("the JWT is damaged") from error
 
 
 def _read(source: Path | SecretStr) -> tuple[str, Key]:
@@ -452,7 +452,7 @@ def _read(source: Path | SecretStr) -> tuple[str, Key]:
     except (OSError, UnicodeDecodeError) as error:
         raise CredentialsError(f"{where}: {error}") from error
     except (KeyError, CredentialsError) as error:
-        raise CredentialsError(f"{where}: no credentials of a NATS user: {error}") from error
+        raise CredentialsError(f"{where}: not the credentials of a NATS user: {error}") from error
     return jwt, key
 
 

@@ -112,7 +112,7 @@ def copies_in(folder: Path) -> list[Path]:
     """Return the folders of the streams that a backup has. Raises BackupError if it has none."""
     found = [folder / stream for stream in COPIED_STREAMS if (folder / stream / META_NAME).is_file()]
     if not found:
-        raise BackupError(f"{folder} is no backup of the queue: there is no {COPIED_STREAMS[0]}/{META_NAME} in it")
+        raise BackupError(f"{folder} is not a backup of the queue: it has no {COPIED_STREAMS[0]}/{META_NAME}")
     return found
 
 
@@ -133,7 +133,7 @@ async def restore_stream(bus: Bus, folder: Path) -> State:
             _check(stream, await bus.request(subject, chunk, timeout_s=CHUNK_LIMIT_S))
     state = _check(stream, await bus.request(subject, b"", timeout_s=LOAD_LIMIT_S))
     if state is None:
-        raise BackupError(f"stream {stream}: the queue server does not say what it has restored")
+        raise BackupError(f"stream {stream}: the queue server did not report what it restored")
     return state
 
 

@@ -191,7 +191,7 @@ class LastingClient(Client):
             try:
                 await super()._attempt_reconnect()
             except Exception:
-                log.exception("reconnecting to NATS failed in an unforeseen way; trying again")
+                log.exception("unexpected error while reconnecting to NATS; trying again")
                 await asyncio.sleep(AFTER_FAILURE_S)
             else:
                 return
@@ -359,7 +359,7 @@ class Bus:
                 if not self.client.is_closed:
                     await self.client.close()
         except (TimeoutError, OSError) as error:  # OSError: it was lost already, with something unsent
-            log.warning("the connection to NATS did not end in order and is cut: %s", str(error) or "too slow")
+            log.warning("the connection to NATS did not close cleanly and was cut: %s", str(error) or "too slow")
             self.client.abort()
 
     async def _flush(self) -> None:
@@ -419,7 +419,7 @@ class Bus:
         if reply is None:
             raise BusTimeout(f"no reply from {subject} within {timeout_s} s")
         if reply.headers and reply.headers.get("Status") == "503":
-            raise NoResponders(f"nobody listens on {subject}")
+            raise NoResponders(f"no responders on {subject}")
         return reply
 
     def _on_reply(self, message: Msg) -> None:
@@ -507,7 +507,7 @@ class Bus:
         try:
             return datetime.fromisoformat(info["ts"]).timestamp()
         except (KeyError, ValueError) as error:
-            raise BusError("the queue server does not tell the time") from error
+            raise BusError("the queue server did not report its time") from error
 
     async def get_message(self, stream: str, **query: int | str) -> dict[str, Any] | None:
         """Read one message of a stream by what STREAM.MSG.GET takes (``seq``, …); None if there is none such.

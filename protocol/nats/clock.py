@@ -88,4 +88,4 @@ class ServerClock:
             try:
                 await self.measure()
             except BusError as error:
-                log.debug("the queue server's time is unknown: %s", error)
+                log.debug("cannot read the queue server's time: %s", error)

@@ -104,18 +104,18 @@ async def delete_object(bus: Bus, bucket: str, name: str) -> None:
 async def _get(bus: Bus, bucket: str, name: str) -> bytes:
     info = await _info(bus, bucket, name)
     if info is None:
-        raise BusError("it is not there")
+        raise BusError("not found")
     parts: list[bytes] = []
     sequence, subject = 0, chunks_subject(bucket, info["nuid"])
     for _ in range(info["chunks"]):
         message = await bus.get_message(stream_of(bucket), seq=sequence + 1, next_by_subj=subject)
         if message is None:
-            raise BusError("its parts are gone")
+            raise BusError("its chunks are missing")
         sequence = int(message["seq"])
         parts.append(base64.b64decode(message.get("data", "")))
     data = b"".join(parts)
     if _digest(data) != info["digest"]:
-        raise BusError("it is not what was stored")
+        raise BusError("its content does not match its digest")
     return data
 
 
@@ -128,7 +128,7 @@ async def _info(bus: Bus, bucket: str, name: str) -> dict[str, Any] | None:
         info = json.loads(base64.b64decode(message["data"]))
         known = {key: kind(info[key]) for key, kind in {"nuid": str, "chunks": int, "digest": str}.items()}
     except (ValueError, KeyError, TypeError) as error:  # of a broken worker
-        raise BusError("nobody can read where its parts are") from error
+        raise BusError("its metadata cannot be read") from error
     return None if info.get("deleted") else {**info, **known}
 
 
@@ -141,7 +141,7 @@ async def _forget_chunks(bus: Bus, bucket: str, chunks_id: str) -> None:
     try:
         await _purge_chunks(bus, bucket, chunks_id)
     except BusError as error:  # the bucket's maximum age ends them, where it has one
-        log.debug("parts of an object in %s stay: %s", bucket, error)
+        log.debug("cannot delete the chunks of an object in %s: %s", bucket, error)
 
 
 async def _purge_chunks(bus: Bus, bucket: str, chunks_id: str) -> None:

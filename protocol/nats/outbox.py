@@ -176,7 +176,7 @@ def _read(segment: _Segment) -> list[Record]:
         body = content[at + _HEAD_BYTES : at + _HEAD_BYTES + length]
         # A power cut may leave zeros, whose checksum is right.
         if not 0 < length == len(body) or zlib.crc32(body) != int.from_bytes(content[at + 4 : at + 8], "big"):
-            log.error("%s: %d bytes at its end are no records and are lost", segment.path, len(content) - at)
+            log.error("%s: dropped %d unreadable bytes at its end", segment.path, len(content) - at)
             break
         records.append(_decoder.decode(body))
         at += _HEAD_BYTES + length
@@ -396,7 +396,7 @@ class Outbox:
             await asyncio.to_thread(self._spool.append, records)
         except OSError as error:
             if self._why_not_spooled is None:
-                log.error("records for %s cannot be spooled: %s", self._subject, error)  # noqa: TRY400
+                log.error("cannot spool records for %s: %s", self._subject, error)  # noqa: TRY400
             self._why_not_spooled = str(error)
             return False
         self._why_not_spooled = None
@@ -419,12 +419,12 @@ class Outbox:
                     break
                 await asyncio.sleep(wait_s)
         await asyncio.to_thread(spool.drop_oldest)
-        log.warning("%d records for %s that had been spooled are stored", len(records), self._subject)
+        log.warning("stored %d spooled records for %s", len(records), self._subject)
 
     def _note_failure(self, error: BusError, began_s: float) -> None:
         if self._failing_since_s is None:
             self._failing_since_s = began_s
-            log.warning("records for %s are not stored, trying again: %s", self._subject, error)
+            log.warning("cannot store records for %s; trying again: %s", self._subject, error)
 
     def _note_success(self) -> None:
         if self._failing_since_s is not None:

@@ -276,7 +276,7 @@ async def apply(
             is_final = isinstance(error, ApiError) and error.code not in NOT_YET
             if is_final or time.monotonic() + wait_s > deadline_s:
                 raise
-            log.warning("the streams cannot be made yet: %s", error)
+            log.warning("cannot create the streams yet: %s", error)
         else:
             return
         await asyncio.sleep(wait_s)
@@ -379,7 +379,7 @@ async def _apply_job_consumer(bus: Bus, config: dict[str, Any]) -> None:
         if error.code != CONSUMER_CANNOT_CHANGE:
             raise
         # It holds no more than which jobs have just been delivered: those come again, and a second run is fenced off.
-        log.warning("consumer %s is created again: %s", config["durable_name"], error)
+        log.warning("recreating consumer %s: %s", config["durable_name"], error)
         await bus.api(f"CONSUMER.DELETE.{subjects.INTERACTIVE_STREAM}.{config['durable_name']}")
         await _apply_consumer(bus, subjects.INTERACTIVE_STREAM, config)
 

@@ -21,5 +21,5 @@ def test_a_bucket_without_its_extra_names_the_key_and_the_command(
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(MissingExtra) as refused:
         open_storage(BatchSettings(s3=S3Settings(bucket="b")), tmp_path)
-    assert str(refused.value) == f"batches.s3: needs the extra 's3': {install_command('s3')}"
+    assert str(refused.value) == f"batches.s3: requires the extra 's3': {install_command('s3')}"
     assert install_command("s3") == "pip install 'spillway-gateway[s3]'"

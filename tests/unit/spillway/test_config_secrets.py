@@ -153,7 +153,7 @@ def test_a_masked_secret_stops_the_start(tmp_path: Path, where: str, section: st
         load(tmp_path, text)
     variable = "SPILLWAY_" + where.replace(".", "__").upper()
     if where.endswith("api_key") and mask != mask.strip():
-        assert f"{where}: must be printable ASCII without white space" in str(refused.value)
+        assert f"{where}: must be printable ASCII without leading or trailing white space" in str(refused.value)
         return
     assert f"{where}: is masked ({mask!r})" in str(refused.value)
     assert str(refused.value).endswith(variable)

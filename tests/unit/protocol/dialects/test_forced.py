@@ -298,7 +298,7 @@ def test_texts_that_are_not_quoted(tokenizer: PreTrainedTokenizerFast) -> None:
         assert not is_answer(tokenizer, grammar, text + days.replace("7", "x") + end)
         assert not is_answer(tokenizer, grammar, f"<tool_call>\n<function=f>\n{days}{end}")
     bounded = AnswerForm(form.dialect, TOOLS)
-    with pytest.raises(ValueError, match="'why' cannot be forced"):
+    with pytest.raises(ValueError, match="'why' cannot be enforced"):
         bounded.grammar(must_call=True, content=None)
 
 
@@ -334,9 +334,9 @@ def test_texts_between_tags(tokenizer: PreTrainedTokenizerFast) -> None:
 @pytest.mark.parametrize(
     ("properties", "message"),
     [
-        ({"s": {"anyOf": [{"type": "string", "pattern": "a"}, {"type": "null"}]}}, "'s' cannot be forced"),
-        ({"s": {"type": "string", "allOf": [{"maxLength": 3}, {"pattern": "a"}]}}, "'s' cannot be forced"),
-        ({"s": {"type": "string", "anyOf": [{"maxLength": 3}]}}, "'s' cannot be forced"),
+        ({"s": {"anyOf": [{"type": "string", "pattern": "a"}, {"type": "null"}]}}, "'s' cannot be enforced"),
+        ({"s": {"type": "string", "allOf": [{"maxLength": 3}, {"pattern": "a"}]}}, "'s' cannot be enforced"),
+        ({"s": {"type": "string", "anyOf": [{"maxLength": 3}]}}, "'s' cannot be enforced"),
         (["s"], "must be an object"),
     ],
 )
@@ -385,7 +385,7 @@ def test_slashes_and_line_ends_of_a_pattern(tokenizer: PreTrainedTokenizerFast) 
 
 def test_calls_that_look_like_answers_are_not_mixed_with_them() -> None:
     form = AnswerForm(dialect_of("llama3_json", "none", None), TOOLS)
-    with pytest.raises(ValueError, match="look like JSON"):
+    with pytest.raises(ValueError, match="calls as JSON"):
         form.grammar(must_call=False, content=Grammar("json_object", ""))
     assert form.grammar(must_call=True, content=Grammar("json_object", "")) is not None
 

@@ -197,7 +197,7 @@ async def test_model_cards_and_tokenizers_are_stored_once_and_found(bus: Bus) ->
 async def test_an_object_without_its_parts_is_not_waited_for(bus: Bus) -> None:
     await objects.put_object(bus, subjects.ARTIFACTS_BUCKET, "t", b"data")
     await bus.api(f"STREAM.PURGE.OBJ_{subjects.ARTIFACTS_BUCKET}", {"filter": f"$O.{subjects.ARTIFACTS_BUCKET}.C.>"})
-    with pytest.raises(BusError, match="parts are gone"):
+    with pytest.raises(BusError, match="chunks are missing"):
         await objects.get_object(bus, subjects.ARTIFACTS_BUCKET, "t")
 
 
