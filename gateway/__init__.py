@@ -1,1 +1,1 @@
-"""The HTTP edge: authenticates, counts, admits, publishes jobs, routes tokens back, and leaves a record of each."""
+"""The HTTP edge: authenticates, counts and admits requests, publishes jobs, streams tokens back, records usage."""

@@ -1,4 +1,4 @@
-"""The ASGI application: the hot routes in plain ASGI, everything else through FastAPI."""
+"""The ASGI application: the hot routes in plain ASGI, all others through FastAPI."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ BATCH_ENDPOINTS: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", RESPONSES_PATH}
 )
 PREFLIGHT_AGE_S: Final = 600
-# What a page of another site can read of an answer besides its body.
+# Response headers that pages of other sites may read.
 EXPOSED_HEADERS: Final = (
     "x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
@@ -55,26 +55,26 @@ EXPOSED_HEADERS: Final = (
       "queue-eta-ms", "queue-ms", "hosted", "pool", "provider", "region", "tier", "engine-queue-ms",
       "prefill-ms", "decode-ms")),
 )  # fmt: skip
-MESSAGES_PATH: Final = "/v1/messages/"  # below which errors are Anthropic's
-OTHER_ROUTES: Final = "other"  # the endpoint of what FastAPI serves, in logs and series
+MESSAGES_PATH: Final = "/v1/messages/"  # errors below this path have Anthropic's form
+OTHER_ROUTES: Final = "other"  # the endpoint of FastAPI's routes in logs and series
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What the API does, by the path that asks for it."""
+    """Operations of the API by path."""
 
     responses: MakeResponses
     generating: Mapping[str, Generation[Any]]
     vectors: Mapping[str, Vectors[Any]]
 
     def of_batches(self) -> Mapping[str, Operation[Any]]:
-        """Return those that the lines of a batch may ask for."""
+        """Return the operations that lines of a batch may use."""
         known: dict[str, Operation[Any]] = {**self.generating, **self.vectors, RESPONSES_PATH: self.responses}
         return {path: known[path] for path in BATCH_ENDPOINTS}
 
 
 def make_operations(core: Core, threads: EncoderPool, payloads: PayloadPublisher, store: ResponseStore) -> Operations:
-    """Return all operations. ``threads``: for large bodies; ``store``: for responses that are kept."""
+    """Return all operations. ``threads``: for large bodies; ``store``: for stored responses."""
     messages = SurfaceCalls(Messages())
     budget = VectorBudget(core.settings.limits.max_vector_bytes)
     score, rerank = Vectors(core, threads, ScoreCall, budget), Vectors(core, threads, RerankCall, budget)
@@ -107,7 +107,7 @@ def build_app(
     batches: BatchServices,
     mounted: Mounted,
 ) -> Application:
-    """Put the application together: the API, and what is mounted beside it."""
+    """Build the application: the API and what is mounted beside it."""
     about = "An OpenAI-compatible endpoint in front of pools of workers."
     slow = FastAPI(title="Spillway", description=about, version=VERSION, docs_url=None, redoc_url=None)
     slow.include_router(root_router())
@@ -126,7 +126,7 @@ def build_app(
 
 
 def hot_endpoints(edge: Edge, operations: Operations, responses: Endpoint[Any]) -> Mapping[str, Endpoint[Any]]:
-    """Return the endpoints that are served without FastAPI, by path; ``responses`` is the one of ``RESPONSES_PATH``."""
+    """Return the endpoints served without FastAPI, by path; ``responses`` is the one of ``RESPONSES_PATH``."""
     return {
         **{path: GenerationEndpoint(edge, operation) for path, operation in operations.generating.items()},
         **{path: Endpoint(edge, operation) for path, operation in operations.vectors.items()},
@@ -135,7 +135,7 @@ def hot_endpoints(edge: Edge, operations: Operations, responses: Endpoint[Any]) 
 
 
 def _with_cors(app: Application, origins: Sequence[str]) -> Application:
-    """Let pages of other sites call the API with a key; never with the cookie of somebody who has logged in."""
+    """Let pages of other sites call the API with a key, never with the cookie of a logged-in user."""
     return CORSMiddleware(
         app,
         allow_origins=origins,
@@ -148,7 +148,7 @@ def _with_cors(app: Application, origins: Sequence[str]) -> Application:
 
 
 class GatewayApp:
-    """Routes by path. FastAPI's router and middleware would cost more than the whole rest of a short request."""
+    """Routes by path. FastAPI's router and middleware would cost more than the rest of a short request."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class GatewayApp:
         self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection's request."""
+        """Serve one request."""
         if scope["type"] != "http":
             await self._slow(scope, receive, send)
             return
@@ -196,16 +196,16 @@ class GatewayApp:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *exchange.common_headers()]
                 await send_in_time(message)
-                if is_head:  # that is all, also where a body would never end
+                if is_head:  # ends the response, even if its body would never end
                     await send_in_time({"type": "http.response.body"})
             elif not is_head:
                 await send_in_time(message)
 
         try:
-            if "\0" in scope["path"] or b"%00" in scope["query_string"]:  # PostgreSQL takes none in a text
-                await exchange.answer_error(InvalidParameter("A URL cannot hold a NUL character."))
+            if "\0" in scope["path"] or b"%00" in scope["query_string"]:  # PostgreSQL's text cannot hold it
+                await exchange.answer_error(InvalidParameter("A URL must not contain a NUL character."))
             else:
-                # What answers GET answers HEAD: the connection drops the body by the method of its own scope.
+                # GET routes also answer HEAD: the connection drops the body by the method of its own scope.
                 await self._slow({**scope, "method": "GET"} if is_head else scope, receive, send_with_headers)
         finally:
             if exchange.refusal is not None:

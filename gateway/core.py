@@ -1,8 +1,8 @@
-"""The core: a call becomes requests, and what comes of them a stream. Nothing here knows HTTP.
+"""The core: turns a call into requests, and their events into one stream. Independent of HTTP.
 
-    call, arrival ──admit──> counted in, nothing published ──start──> AnswerStream: exactly one record of each request
+    call, arrival ──admit──> counted, nothing published ──start──> AnswerStream: exactly one record of each request
 
-Between the two a caller can still go back (``Admitted.refund``). Raises ``Refused`` and nothing else.
+Between the two the call can still be undone (``Admitted.refund``). Raises only ``Refused``.
 """
 
 import asyncio
@@ -40,21 +40,21 @@ _A_PLACE: Final = Estimate(0, 0)
 
 @dataclass(slots=True)
 class Admitted(Generic[AnyCall]):
-    """A call that is counted in. It must be started or refunded."""
+    """An admitted call. It must be started or refunded."""
 
     calls: Sequence[AnyCall]  # its parts
     tickets: Sequence[Ticket]
     trace: Trace | None
-    on_close: Callable[[], None] | None = None  # is called once it is refunded, or its stream closed
+    on_close: Callable[[], None] | None = None  # called when the call is refunded, or its stream is closed
 
     @property
     def rates(self) -> Mapping[Kind, RateStatus]:
-        """How far the rates of its key and team are used; empty: they have no limits."""
+        """Use of the rate limits of the call's key and team; empty: they have none."""
         reservation = self.tickets[0].admission.reservation
         return {} if reservation is None else rates_of(reservation.local_accounts)
 
     def refund(self) -> None:
-        """Give everything back: it is not started after all."""
+        """Undo the admission instead of starting the call."""
         for ticket in self.tickets:
             ticket.close()
             if ticket.admission.reservation is not None:
@@ -65,7 +65,7 @@ class Admitted(Generic[AnyCall]):
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """Admits calls and starts them, by these parts of the gateway."""
+    """Admits and starts calls."""
 
     settings: GatewaySettings
     keys: KeyRing
@@ -78,13 +78,13 @@ class Core:
     # --- before the body is known -------------------------------------------------------------------------------------
 
     def refuse_if_full(self, requests: int = 1) -> None:
-        """Raise RequestFailed where so many requests cannot be admitted now."""
+        """Raise RequestFailed if so many requests cannot be admitted now."""
         failure = self.dispatcher.refusal(requests)
         if failure is not None:
             raise RequestFailed(failure)
 
     async def hold(self, principal: Principal) -> Reservation | None:
-        """Reserve what is known before a large body is read: one request, and that it runs; None: there are no limits.
+        """Reserve one request and one concurrent request before a large body is read; None: no limits.
 
         Raises RateLimitExceeded, InsufficientQuota or LimitsUnavailable.
         """
@@ -95,7 +95,7 @@ class Core:
     async def admit(
         self, principal: Principal, call: AnyCall, arrival: Arrival, *, held: Reservation | None = None
     ) -> Admitted[AnyCall]:
-        """Count a call in: all its parts, or none. ``held``: what is reserved of it; it is refunded where this raises.
+        """Admit all parts of a call, or none. ``held``: what ``hold`` reserved; it is refunded if this raises.
 
         Raises Refused.
         """
@@ -112,13 +112,13 @@ class Core:
             tags = request_tags(arrival.tags, asked.metadata)
             price = self.prices.of(model, arrival.received_unix_ms)
             calls = call.parts(self.settings)
-            if held is not None and price is not None:  # before a large prompt is counted in vain
+            if held is not None and price is not None:  # before a large prompt is tokenized in vain
                 await self._reserve(principal, [Estimate(1, 0, price)], held)
             prompts = await self._prompts(calls, tokens)
             estimates = [_estimate(prompt, price) for prompt in prompts]
             reservations = await self._reserve(principal, estimates, held, limit_param=prompts[0].limit_param)
             self._refuse_if_revoked(principal)
-            self.refuse_if_full(len(prompts))  # counting may have taken a while
+            self.refuse_if_full(len(prompts))  # again: tokenizing may have taken a while
             arrivals = _arrivals(arrival, len(prompts))
             admissions = [
                 self._admission(
@@ -141,14 +141,14 @@ class Core:
             raise
 
     def _refuse_if_revoked(self, principal: Principal) -> None:
-        """Raise RequestFailed where the key was revoked while the body came, or was counted."""
+        """Raise RequestFailed if the key was revoked while the body was read or tokenized."""
         if self.keys.is_revoked(principal.key_id):
             raise RequestFailed(KEY_REVOKED)
 
     async def _prompts(self, calls: Sequence[AnyCall], tokens: ModelTokens) -> list[Prompt]:
         prompts = [await calls[0].prompt(tokens, self.settings)]
         for call in calls[1:]:
-            await asyncio.sleep(0)  # others' requests go on: counting one prompt may take a millisecond
+            await asyncio.sleep(0)  # let other requests run: tokenizing one prompt may take a millisecond
             prompts.append(await call.prompt(tokens, self.settings))
         calls[0].check(prompts, self.settings)
         return prompts
@@ -182,7 +182,7 @@ class Core:
         )
 
     def _enter_all(self, admissions: Sequence[Admission]) -> list[Ticket]:
-        """Count all of them in, or none. Raises RequestFailed."""
+        """Enter all of them, or none. Raises RequestFailed."""
         tickets: list[Ticket] = []
         for admission in admissions:
             failure = self.admission_control.refusal(admission)
@@ -197,7 +197,7 @@ class Core:
     # --- start --------------------------------------------------------------------------------------------------------
 
     def start(self, admitted: Admitted[AnyCall], *, made: MadeBefore | None = None) -> AnswerStream[AnyCall]:
-        """Publish what was admitted. ``made``: what another gateway has received of its answer."""
+        """Publish an admitted call. ``made``: the part of its answer that another gateway received."""
         tickets = admitted.tickets
         mailbox = None if len(tickets) == 1 else SharedMailbox(len(tickets))
         requests = [self.dispatcher.open(ticket, mailbox, made) for ticket in tickets]
@@ -213,9 +213,9 @@ class Core:
         *,
         limit_param: str | None = None,
     ) -> list[Reservation | None]:
-        """Reserve the most that requests can use, all or nothing; None: neither their key nor its team has limits.
+        """Reserve the most that requests can use, all or nothing; None: neither the key nor its team has limits.
 
-        ``held``: what the first of them has reserved already; ``limit_param``: the field that makes them smaller.
+        ``held``: what the first of them has already reserved; ``limit_param``: the field that reduces their size.
         Raises RateLimitExceeded, InsufficientQuota or LimitsUnavailable.
         """
         try:
@@ -230,7 +230,7 @@ class Core:
 
 
 def _arrivals(arrival: Arrival, parts: int) -> Sequence[Arrival]:
-    """Return the arrivals of a call's parts."""
+    """Return the arrival of each part of a call."""
     return [arrival] if parts == 1 else [arrival.part(number, parts) for number in range(parts)]
 
 

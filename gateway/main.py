@@ -1,4 +1,4 @@
-"""The gateway process: connects, serves until it is told to stop, and ends in order.
+"""The gateway process: connects, serves until it is asked to stop, and shuts down cleanly.
 
 connect → topology → keys → models → serve ──SIGTERM──> leave → refuse new → drain → stop serving → flush usage → close
 """
@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 FLUSH_LIMIT_S: Final = 10.0
 PAYLOAD_FLUSH_LIMIT_S: Final = 3.0
 LISTEN_BACKLOG: Final = 2048
-STATEMENT_LIMIT_S: Final = 10.0  # somebody at a browser waits for it
-CLOSE_LIMIT_S: Final = 5  # for connections still open when everything has been answered
+STATEMENT_LIMIT_S: Final = 10.0  # a user at a browser waits
+CLOSE_LIMIT_S: Final = 5  # for connections that are open after the last answer
 CANCEL_AGAIN_S: Final = 0.5
 
 log = logging.getLogger(__name__)
@@ -77,11 +77,11 @@ class GatewayDied(RuntimeError):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: the order of the end is ours."""
+    """uvicorn without its signal handling: ``run`` defines the order of the shutdown."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
+        """Install no signal handlers."""
         yield
 
 
@@ -92,12 +92,12 @@ async def run(
     *,
     mount: Mount,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or ``stop``. ``on_ready`` is called with the port once requests are taken.
+    """Serve until SIGTERM, SIGINT or ``stop``. ``on_ready`` is called with the port once requests are accepted.
 
-    ``mount``: what is served beside the API.
+    ``mount``: served beside the API.
 
-    Raises what keeps the gateway from starting (BusError, the keys' and the tokenizers' errors, OSError for the port)
-    and, in an exception group, GatewayDied if a background task ends.
+    Raises the errors of a failed start (BusError, those of keys and tokenizers, OSError for the port) and, in an
+    exception group, GatewayDied if a background task ends.
     """
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
@@ -219,7 +219,7 @@ def _catalog(settings: GatewaySettings, bus: Bus) -> ModelCatalog:
 def _responses(
     settings: GatewaySettings, bus: Bus, keys: KeyRing, catalog: ModelCatalog, set_aside: SetAside
 ) -> tuple[ResponseStore, BackgroundRuns]:
-    # Gateways of the release before this one open what others have stored, and know this way of sealing only.
+    # Gateways of the previous release read stored responses too, and support only this way of sealing.
     responses = ResponseStore(
         bus,
         settings.responses,
@@ -249,7 +249,7 @@ def _responses(
 def _traces(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> "RequestTraces | None":
     if settings.telemetry.otlp_endpoint is None:
         return None
-    # Only here: whoever wants no traces needs no OpenTelemetry.
+    # Imported here, so that OpenTelemetry is only required for traces.
     from gateway.telemetry.traces import RequestTraces  # noqa: PLC0415
     from protocol.tracing import Tracing  # noqa: PLC0415
 
@@ -260,7 +260,7 @@ def _traces(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> "Req
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What runs beside the routes."""
+    """Background parts that run beside the routes."""
 
     refusals: RefusalLog
     prices: CurrentPrices
@@ -316,7 +316,7 @@ async def _serve(
 
 @contextlib.asynccontextmanager
 async def _flushed(services: Services, outboxes: Sequence[Outbox]) -> AsyncIterator[None]:
-    """Run the outboxes for longer than all that writes into it: whatever ends the rest, every request is recorded."""
+    """Run the outboxes longer than everything that writes to them, so that every request is recorded."""
     async with asyncio.TaskGroup() as group:
         publishing = [
             group.create_task(_must_not_end("usage outbox", outbox.run()), name="usage outbox") for outbox in outboxes
@@ -336,15 +336,15 @@ async def _flushed(services: Services, outboxes: Sequence[Outbox]) -> AsyncItera
 
 
 def _outbox(bus: Bus, settings: GatewaySettings, subject: str, stack: contextlib.AsyncExitStack) -> Outbox:
-    """An outbox with a spool of its own. Raises OSError."""
+    """Return an outbox with its own spool. Raises OSError."""
     spool = Spool(settings.data_dir / "spool" / subject)
     stack.callback(spool.close)
     return Outbox(bus, subject, settings.limits.max_unpublished_usage, spool=spool)
 
 
 async def _end(tasks: list[asyncio.Task[NoReturn]]) -> None:
-    # More than once: asyncio.wait_for of Python 3.11, by which nats-py waits for answers, loses a cancellation that
-    # comes together with one (https://github.com/python/cpython/issues/86296).
+    # Repeatedly: nats-py uses asyncio.wait_for, which in Python 3.11 loses a cancellation that arrives together with
+    # its result (https://github.com/python/cpython/issues/86296).
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()
@@ -361,12 +361,12 @@ async def _must_not_end(part: str, work: Coroutine[Any, Any, None]) -> NoReturn:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The socket that connections come to. Raises OSError."""
+    """Open the listening socket. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    is_dual = host == "::" and socket.has_dualstack_ipv6()  # every address, those of IPv4 too
+    is_dual = host == "::" and socket.has_dualstack_ipv6()  # all addresses, including IPv4
     listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG, dualstack_ipv6=is_dual)
-    # Its connections inherit it. uvloop sets it anyway, asyncio's own loop does not: there a body that follows its
-    # head in a second packet would wait for the client's acknowledgement, which takes 40 ms.
+    # Connections inherit it. uvloop sets it, asyncio's loop does not: with the latter, a body in a second packet would
+    # wait 40 ms for the client's acknowledgement of the head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -390,10 +390,10 @@ def _make_server(services: Services, refusals: RefusalLog, app: Application) -> 
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # Leaving a response incomplete is how a failed stream is broken off; the failure itself is logged elsewhere.
+    # A failed stream is broken off by an incomplete response; the failure is logged elsewhere.
     return record.msg != "ASGI callable returned without completing response."
 
 
 def _take_signal(stop: asyncio.Event, hurry: asyncio.Event) -> None:
-    """Ask to stop; at a further signal, to do so at once."""
+    """Stop at the first signal; stop at once at the second."""
     (hurry if stop.is_set() else stop).set()

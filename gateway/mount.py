@@ -1,4 +1,4 @@
-"""What a gateway's process serves besides, such as the console. It is given from above: no arrow leads there."""
+"""Parts that a gateway process serves beside the API, such as the console. Passed in: the gateway imports none."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -20,7 +20,7 @@ from protocol.nats.bus import Bus
 
 @dataclass(frozen=True, slots=True)
 class GatewayParts:
-    """The parts of a gateway that others may read, all of them started. Only the event loop touches them."""
+    """The started parts of a gateway that mounted parts may read. Only used in the event loop."""
 
     settings: GatewaySettings
     bus: Bus
@@ -35,11 +35,11 @@ class GatewayParts:
 
 @dataclass(frozen=True, slots=True)
 class Mounted:
-    """What is served beside the API."""
+    """Routes served beside the API."""
 
     routers: Sequence[APIRouter]
-    bodies: Sequence[type[Body]]  # that the OpenAPI description has besides FastAPI's own
-    add_answers: Callable[[FastAPI], None]  # to errors, and pages that need the application
+    bodies: Sequence[type[Body]]  # schemas to add to the OpenAPI description
+    add_answers: Callable[[FastAPI], None]  # adds error handlers and pages that need the application
 
 
 Mount = Callable[[GatewayParts], AbstractAsyncContextManager[Mounted]]

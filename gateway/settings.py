@@ -1,4 +1,4 @@
-"""The gateway's settings: frozen, validated, passed down. Nothing below reads the environment."""
+"""The gateway's settings: frozen, validated, passed down. No other gateway module reads the environment."""
 
 import ipaddress
 from pathlib import Path
@@ -14,122 +14,128 @@ from protocol.nats.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
 from protocol.process import HttpUrlText, PositiveInt, PositiveSeconds, Settings, TelemetrySettings
 from protocol.subjects import queue_of
 
-REACH_LIMIT_S: Final = 1.0  # past it the queue server is as good as away, for who waits for a limit
+REACH_LIMIT_S: Final = 1.0  # a request that waits longer for a limit treats the queue server as unavailable
 
 
 class S3Settings(Settings):
-    """A bucket of Amazon S3, or of anything that speaks its API. What is None here AWS's own variables may say."""
+    """A bucket of Amazon S3 or a compatible service. AWS's environment variables apply to keys left unset."""
 
     bucket: str
-    prefix: str = ""  # of all names in it
-    endpoint: HttpUrlText | None = None  # None: Amazon's
+    prefix: str = ""  # of all object names
+    endpoint: HttpUrlText | None = None  # None: Amazon S3
     region: str | None = None
     access_key_id: SecretStr | None = None
     secret_access_key: SecretStr | None = None
 
 
 class BatchSettings(Settings):
-    """``[batches]``: where files are kept, for how long, and how much of the fleet batches may ask for."""
+    """``[batches]``: storage of files, and bounds of uploads and batches."""
 
-    s3: S3Settings | None = None  # None: the folder "files" below the data folder, which all gateways must share
-    file_ttl_s: PositiveSeconds = 30 * 24 * 3600.0  # of every file, results included; a client may ask for less
+    s3: S3Settings | None = None  # None: the folder "files" in the data folder, which all gateways must share
+    file_ttl_s: PositiveSeconds = 30 * 24 * 3600.0  # of every file, including results; a client may request less
     max_file_bytes: PositiveInt = 2 * 1024**3
-    max_tenant_bytes: PositiveInt = 50 * 1024**3  # of a team's files together; its batches' results may exceed it
+    max_tenant_bytes: PositiveInt = 50 * 1024**3  # of a team's files together; results of its batches may exceed it
     max_tenant_files: PositiveInt = 10_000
-    # At a time, of one gateway; more are told to come again. A tenant may have as many as it leaves free.
+    # Concurrent uploads of one gateway; more get a 429. One tenant may have as many as it leaves free.
     max_uploads: PositiveInt = 16
-    upload_silence_s: PositiveSeconds = 30.0  # between two parts of an upload
-    # So much must come on the average of each window, not counting the time that the gateway itself takes.
+    upload_silence_s: PositiveSeconds = 30.0  # longest gap between two parts of an upload
+    # Lowest average rate in each window, not counting the gateway's own processing time.
     upload_min_bytes_per_s: PositiveInt = 4096
-    upload_pace_s: PositiveSeconds = 30.0  # the window
+    upload_pace_s: PositiveSeconds = 30.0  # length of the window
     upload_s: PositiveSeconds = 3600.0
     max_lines: PositiveInt = 1_000_000  # of one batch
     max_line_bytes: PositiveInt = 4 * 1024**2
-    max_tenant_batches: PositiveInt = 100  # that are not over yet
-    max_running: PositiveInt = 8  # batches that one gateway feeds at a time
-    max_open_lines: PositiveInt = 256  # of all of them together
-    max_line_tries: PositiveInt = 4  # of a line that fails; refusals for want of room do not count
-    max_message_batch_bytes: PositiveInt = 256 * 1024**2  # the body of POST /v1/messages/batches: all of its requests
+    max_tenant_batches: PositiveInt = 100  # that have not ended
+    max_running: PositiveInt = 8  # batches that one gateway runs at a time
+    max_open_lines: PositiveInt = 256  # of all these together
+    max_line_tries: PositiveInt = 4  # of a failing line; refusals for lack of capacity do not count
+    max_message_batch_bytes: PositiveInt = 256 * 1024**2  # the body of POST /v1/messages/batches
     max_message_batch_requests: PositiveInt = 100_000
-    lease_s: Annotated[float, Field(ge=0.5, le=600)] = 15.0  # a gateway that is gone for longer loses its batches
-    commit_s: PositiveSeconds = 2.0  # how old a result may get in memory: a crash costs so much work
-    poll_s: PositiveSeconds = 1.0  # between two looks for work to take
-    grace_s: PositiveSeconds = 10.0  # for the index, or open lines, of a batch that was stopped to end
-    retry_s: PositiveSeconds = 5.0  # after a run that failed; one that fails in the same way three times is given up
+    lease_s: Annotated[float, Field(ge=0.5, le=600)] = (
+        15.0  # a gateway that is unreachable for longer loses its batches
+    )
+    commit_s: PositiveSeconds = 2.0  # longest time that a result stays only in memory: a crash repeats this much work
+    poll_s: PositiveSeconds = 1.0  # between two polls for new batches
+    grace_s: PositiveSeconds = 10.0  # for the index or the open lines of a stopped batch to end
+    retry_s: PositiveSeconds = (
+        5.0  # before a failed run is retried; a batch that fails three times in the same way is given up
+    )
 
 
 class IdempotencySettings(Settings):
     """Requests that carry an ``Idempotency-Key``."""
 
-    reattach_s: PositiveSeconds = 30.0  # how long one continues without a reader
+    reattach_s: PositiveSeconds = 30.0  # how long a request continues without a reader
     keep_s: PositiveSeconds = 600.0  # how long its answer can be replayed
-    max_runs: PositiveInt = 10_000  # running and kept; past a bound, the oldest kept answers go
+    max_runs: PositiveInt = (
+        10_000  # running and kept; beyond this bound or the next, the oldest kept answers are dropped
+    )
     max_bytes: PositiveInt = 256 * 1024 * 1024  # of their answers
 
 
 class ResponseSettings(Settings):
-    """``[responses]``: which responses are kept, for how long, and how much of them."""
+    """``[responses]``: storage of responses, and its bounds."""
 
-    store_by_default: bool = False  # whether a request that does not say ``store`` is stored, as OpenAI does it
+    store_by_default: bool = False  # whether a request without ``store`` is stored, as at OpenAI
     keep_s: PositiveSeconds = 30 * 24 * 3600.0
     events_s: PositiveSeconds = 24 * 3600.0  # how long the events of a background response can be read again
-    max_response_bytes: PositiveInt = 4 * 1024**2  # of one, with its conversation, compressed
+    max_response_bytes: PositiveInt = 4 * 1024**2  # of one response with its conversation, compressed
     max_tenant_bytes: PositiveInt = 256 * 1024**2
     max_tenant_responses: PositiveInt = 10_000
-    take_over_s: PositiveSeconds = 2.0  # between two looks for responses whose gateway is gone
-    retry_s: PositiveSeconds = 5.0  # before a response that could not be made is tried again
-    silence_s: PositiveSeconds = 10.0  # a gateway that is connected and does not answer for longer is gone, too
+    take_over_s: PositiveSeconds = 2.0  # between two searches for responses whose gateway is gone
+    retry_s: PositiveSeconds = 5.0  # before a failed response is retried
+    silence_s: PositiveSeconds = 10.0  # a connected gateway that does not answer for longer also counts as gone
 
 
 Usd = Annotated[float, Field(ge=0, le=1_000_000)]
 
 
 class PriceSettings(Settings):
-    """Token prices in USD per million. Cached tokens are a part of prompt tokens."""
+    """Token prices in USD per million tokens. Cached tokens are a part of prompt tokens."""
 
     prompt: Usd = 0.0
-    cached: Usd | None = None  # default: like other prompt tokens
+    cached: Usd | None = None  # default: the price of prompt tokens
     completion: Usd = 0.0
 
     @property
     def tokens(self) -> TokenPrice:
-        """Return the price as the price book has it."""
+        """Return the price in the price book's form."""
         cached = self.prompt if self.cached is None else self.cached
         return TokenPrice(*(nano_usd(usd) for usd in (self.prompt, cached, self.completion)))
 
 
 class ModelSettings(ModelTokenSettings):
-    """One model that callers may name. It exists because it is configured, not because a worker is alive."""
+    """One model that clients may request. It exists because it is configured, even if no worker is alive."""
 
-    price: PriceSettings | None = None  # what callers are charged; None: nothing, and budgets do not count it
+    price: PriceSettings | None = None  # charged to clients; None: free, and not counted in budgets
 
 
 class LimitSettings(Settings):
     """Limits of one gateway, checked before a request costs anything."""
 
     max_body_bytes: PositiveInt = 4 * 1024 * 1024
-    # Of all bodies that are being read. No tenant holds more of it than they leave; what finds no room waits.
+    # Of all bodies being read. No tenant may use more than it leaves free; a body without room waits.
     max_reading_bytes: PositiveInt = 256 * 1024 * 1024
     max_messages: PositiveInt = 2048
-    max_prompt_tokens: PositiveInt | None = None  # beyond the model's own context length
-    max_prompt_logprobs: PositiveInt = 131_072  # told by one answer, candidates counted: some 20 MB in the gateway
+    max_prompt_tokens: PositiveInt | None = None  # in addition to the model's context length
+    max_prompt_logprobs: PositiveInt = 131_072  # in one answer, including candidates: about 20 MB in the gateway
     max_total_tokens: PositiveInt | None = None  # prompt + max_tokens x n
     max_choices: PositiveInt = 16
-    max_prompts: PositiveInt = 128  # of one completion; each is a request of its own in all other limits
-    max_in_flight: PositiveInt = 10_000  # requests held by this gateway, queued ones included
-    # Of each model. Batch jobs see all that waits, interactive ones only what is interactive: no batch keeps them out.
-    max_queued_requests: PositiveInt = 8_000  # that wait for a worker, of all gateways
-    max_queued_prompt_tokens: PositiveInt = 20_000_000  # of this gateway's waiting requests
-    max_queued_bytes: PositiveInt = 128 * 1024 * 1024  # of their jobs, prompts and all
-    max_queued_without_workers: PositiveInt = 5_000  # that wait while no worker of the model is alive
-    # Embeddings that this gateway waits for or is sending: a request of 2048 inputs may have 32 MiB of them.
+    max_prompts: PositiveInt = 128  # of one completion; each counts as one request in all other limits
+    max_in_flight: PositiveInt = 10_000  # requests at this gateway, including queued ones
+    # Per model. Batch requests count all waiting ones, interactive requests only interactive ones.
+    max_queued_requests: PositiveInt = 8_000  # waiting for a worker, over all gateways
+    max_queued_prompt_tokens: PositiveInt = 20_000_000  # of requests waiting at this gateway
+    max_queued_bytes: PositiveInt = 128 * 1024 * 1024  # of their jobs, including prompts
+    max_queued_without_workers: PositiveInt = 5_000  # waiting while no worker of the model is alive
+    # Embeddings that this gateway awaits or is sending: a request with 2048 inputs may have 32 MiB.
     max_vector_bytes: PositiveInt = 512 * 1024 * 1024
-    # Of answers that their callers have not read, or that are not complete yet; one tenant has a quarter at most.
+    # Of unread and incomplete answers; one tenant may use at most a quarter.
     max_unread_bytes: PositiveInt = 512 * 1024 * 1024
-    max_unpublished_usage: PositiveInt = 50_000  # records kept in memory while the queue server is away
+    max_unpublished_usage: PositiveInt = 50_000  # records in memory while the queue server is unavailable
 
 
-LEAVE_S: Final = 5.0  # longer than a load balancer takes that looks every two seconds, twice
+LEAVE_S: Final = 5.0  # longer than two health checks of a load balancer at two-second intervals
 
 
 class TimeoutSettings(Settings):
@@ -137,31 +143,31 @@ class TimeoutSettings(Settings):
 
     body_s: PositiveSeconds = 60.0  # headers → the whole request body
     queue_wait_s: PositiveSeconds = 600.0
-    # A request that may go to a hosted pool does so where our own workers would let it wait for longer.
+    # A request that may go to a hosted pool does so if it would wait longer for own workers.
     overflow_after_s: Annotated[float, Field(ge=0, le=31_536_000)] = 2.0
     first_token_s: PositiveSeconds = 300.0  # accepted → first token
     inter_token_s: PositiveSeconds = 60.0
     total_s: PositiveSeconds = 3600.0
-    # A stream whose worker is lost continues with the same weights only: so long it waits for them while others run.
+    # How long a stream whose worker was lost waits for a worker with the same weights, while others are alive.
     revision_wait_s: PositiveSeconds = 30.0
-    # A worker whose heartbeats are missing for longer is lost; two of them, at least, may be late.
+    # A worker without heartbeats for longer is lost. At least two heartbeats may be late.
     worker_silence_s: Annotated[float, Field(ge=2 * HEARTBEAT_PERIOD_S)] = HEARTBEAT_LIMIT_S
-    # How long a request waits for the queue server to say what is left of its limits, which others may have used up.
+    # How long a request waits for the queue server to report what is left of its limits.
     limits_s: PositiveSeconds = REACH_LIMIT_S
-    cancel_s: PositiveSeconds = 5.0  # how long the exact counts of a stopped attempt are waited for
-    # An accepted request is answered: where neither queue nor disk stores its row, it waits so long, and no longer.
+    cancel_s: PositiveSeconds = 5.0  # wait for the exact counts of a stopped attempt
+    # How long an answer waits if neither the queue nor the disk stores its record. Then it is sent anyway.
     row_s: PositiveSeconds = 10.0
-    unread_s: PositiveSeconds = 30.0  # how long an answer waits behind earlier ones on its connection that nobody reads
-    headers_grace_s: PositiveSeconds = 0.5  # streaming: how long a refusal by the worker may still become a 4xx
-    # Period of ": queued position=… eta=…" comments; load balancers cut silence at 60-100 s. 0: none, for parsers that
-    # choke on them.
+    unread_s: PositiveSeconds = 30.0  # wait of an answer behind unread earlier ones on its connection
+    headers_grace_s: PositiveSeconds = 0.5  # streams: how long a refusal by the worker can still become a 4xx
+    # Period of ": queued position=… eta=…" comments, because load balancers close silent connections after 60-100 s.
+    # 0: none, for parsers that reject comments.
     queued_comment_s: Annotated[float, Field(ge=0)] = 12.0
-    # After SIGTERM, while /readyz says no, new requests are still taken for so long: load balancers turn away first.
+    # How long new requests are accepted after SIGTERM, while /readyz fails, until load balancers stop sending them.
     leave_s: Annotated[float, Field(ge=0, le=600)] | None = None  # default: LEAVE_S; of `spillway up`: 0
-    shutdown_s: PositiveSeconds = 30.0  # how long running requests may go on after that
+    shutdown_s: PositiveSeconds = 30.0  # how long running requests may continue after that
 
 
-# A page's origin as browsers send it, or "*": any.
+# A page's origin as browsers send it, or "*" for any.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
 
 
@@ -169,25 +175,25 @@ def _is_network(text: str) -> str:
     try:
         ipaddress.ip_network(text)
     except ValueError as error:
-        raise ValueError(f"{text!r} is no address and no network (such as 10.1.2.0/24): {error}") from error
+        raise ValueError(f"{text!r} is not an address or a network (such as 10.1.2.0/24): {error}") from error
     return text
 
 
 class ConnectionSettings(Settings):
-    """Limits of a connection before its client is known. They need no proxy in front."""
+    """Limits of a connection before its client is authenticated. They need no proxy in front."""
 
-    # Of one gateway; past it the one that has been idle for longest is closed, or else the new one gets a 503.
+    # Of one gateway. Beyond it, the longest idle connection is closed; if none is idle, the new one gets a 503.
     max_total: PositiveInt = 16_000
-    # Addresses and networks of the proxies in front, who are believed what X-Forwarded-For and X-Forwarded-Proto say. A
-    # proxy that is not named here is itself the address that everybody has, also for limits and wrong passwords.
+    # Addresses and networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted. Behind any other proxy
+    # all clients share its address, also for limits and for failed logins.
     trusted_proxies: tuple[Annotated[str, AfterValidator(_is_network)], ...] = ("127.0.0.1", "::1")
-    # More are a 429. Proxies that are trusted are excepted.
+    # More get a 429. Trusted proxies are exempt.
     max_per_address: PositiveInt = 2_000
-    max_head_bytes: PositiveInt = 64 * 1024  # request line and headers; more is a 431
+    max_head_bytes: PositiveInt = 64 * 1024  # request line and headers; more get a 431
     max_headers: PositiveInt = 200
     head_s: PositiveSeconds = 10.0  # the connection, or the head's first byte → the whole head
-    # How long one may be idle between requests. Longer than any client or proxy keeps one (httpx 5 s, nginx 60 s, Go
-    # 90 s, Google's load balancers 600 s): who closes must be the one who sends, or a request can cross the closing.
+    # Longest idle time between requests. Longer than any client or proxy keeps a connection (httpx 5 s, nginx 60 s, Go
+    # 90 s, Google's load balancers 600 s): the sender must be the one that closes, or a request can cross the close.
     keep_alive_s: PositiveSeconds = 620.0
 
 
@@ -199,15 +205,15 @@ def _is_leave(text: str) -> str:
 
 
 class TenantSettings(Settings):
-    """Bounds of one tenant at each gateway. Tenants that are not named have weight 1 and no bounds of their own.
+    """Bounds of one tenant at each gateway. Other tenants have weight 1 and no bounds.
 
-    A weight that a team or a key has of its own comes first.
+    The weight of a key or team takes precedence.
     """
 
-    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # share of the workers, against other tenants'
-    max_in_flight: PositiveInt | None = None  # requests, queued ones included
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # share of the workers, relative to other tenants
+    max_in_flight: PositiveInt | None = None  # requests, including queued ones
     max_queued: PositiveInt | None = None  # requests that wait for a worker
-    # Which hosted APIs its prompts may go to, where its team or key says nothing itself (db.accounts.principal).
+    # Hosted APIs that its prompts may be sent to, unless its team or key sets this (db.accounts.principal).
     allow_hosted: tuple[Annotated[str, AfterValidator(_is_leave)], ...] | None = None
 
 
@@ -216,19 +222,19 @@ class HostedPoolSettings(Settings):
 
     provider: str
     models: tuple[str, ...]
-    prices: dict[str, PriceSettings] = Field(default={})  # what its tokens cost us, by model
-    usd_per_day: Annotated[float, Field(gt=0, le=1_000_000)] | None = None  # its caps, in days and months of UTC
+    prices: dict[str, PriceSettings] = Field(default={})  # token prices that the provider charges, by model
+    usd_per_day: Annotated[float, Field(gt=0, le=1_000_000)] | None = None  # caps, for UTC days and months
     usd_per_month: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
 
     @property
     def caps(self) -> dict[Literal["day", "month"], float]:
-        """USD by period."""
+        """Caps in USD by period."""
         caps: dict[Literal["day", "month"], float | None] = {"day": self.usd_per_day, "month": self.usd_per_month}
         return {period: usd for period, usd in caps.items() if usd is not None}
 
 
 class QueueSettings(Settings):
-    """Bounds of the streams, and how many copies a cluster keeps."""
+    """Bounds of the streams, and their replicas in a cluster."""
 
     max_jobs: PositiveInt = 50_000
     max_mib: PositiveInt = 512
@@ -237,26 +243,26 @@ class QueueSettings(Settings):
 
 
 class GatewaySettings(Settings):
-    """Everything one gateway process needs."""
+    """All settings of one gateway process."""
 
     gateway_id: str  # unique among the live gateways; a subject token
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     nats_urls: tuple[str, ...]
-    nats_credentials: Path | None = None  # our user at the queue server; None: what the URLs say
-    nats_ca_file: Path | None = None  # who vouches for the queue server's certificate; None: the usual authorities
+    nats_credentials: Path | None = None  # the gateway's user at the queue server; None: from the URLs
+    nats_ca_file: Path | None = None  # CA of the queue server's certificate; None: the system's CAs
     database_url: str
     data_dir: Path
     key_pepper: SecretStr
     models: dict[str, ModelSettings]
     tenants: dict[str, TenantSettings] = Field(default={})  # by tenant, or by the name of the API key
     hosted: dict[str, HostedPoolSettings] = Field(default={})  # by pool
-    pools: dict[str, tuple[str, ...]] = Field(default={})  # by model the names of those that serve it
-    only_hosted: frozenset[str] = frozenset()  # models that no other pool serves, trusted ones aside
+    pools: dict[str, tuple[str, ...]] = Field(default={})  # names of the pools of each model
+    only_hosted: frozenset[str] = frozenset()  # models without other pools, except trusted ones
     trusted: frozenset[str] = frozenset()  # models with trusted pools
-    only_trusted: frozenset[str] = frozenset()  # models that no other pool serves
+    only_trusted: frozenset[str] = frozenset()  # models with only trusted pools
     by_messages: frozenset[str] = frozenset()  # models with pools that take messages instead of token ids
-    only_by_messages: frozenset[str] = frozenset()  # and with no others: these have a tokenizer, to count by
+    only_by_messages: frozenset[str] = frozenset()  # and no others; they have a tokenizer for counting
     limits: LimitSettings = LimitSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     connections: ConnectionSettings = ConnectionSettings()
@@ -267,19 +273,21 @@ class GatewaySettings(Settings):
     batches: BatchSettings = BatchSettings()
     responses: ResponseSettings = ResponseSettings()
     max_attempts: PositiveInt = 6
-    open_metrics: bool = False  # GET /metrics takes no API key
-    share_prefix_cache: bool = False  # among all tenants, who then can find out what others have asked
-    cors_origins: tuple[Origin, ...] = ()  # of other sites' pages that may call the API from a browser
-    strict_fields: bool = False  # an unknown field that is near a known one is a 400, instead of ignored and named
+    open_metrics: bool = False  # GET /metrics requires no API key
+    share_prefix_cache: bool = False  # among all tenants, who can then detect others' prompts by timing
+    cors_origins: tuple[Origin, ...] = ()  # of sites whose pages may call the API
+    strict_fields: bool = (
+        False  # an unknown field similar to a known one gets a 400, instead of being ignored and reported
+    )
 
     @property
     def queues(self) -> list[str]:
-        """One for each model, and for those with trusted pools another one."""
+        """One queue per model, and a second one for models with trusted pools."""
         return [*self.models, *(queue_of(model, trusted=True) for model in sorted(self.trusted))]
 
     @property
     def prices(self) -> dict[tuple[str, str], TokenPrice]:
-        """Token prices by model and payee: us by clients, or a hosted pool by us."""
+        """Token prices by model and payee: CLIENTS for the operator's charges to clients, or a hosted pool."""
         callers = {(name, CLIENTS): model.price.tokens for name, model in self.models.items() if model.price}
         pools = {
             (model, pool): price.tokens

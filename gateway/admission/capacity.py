@@ -1,8 +1,8 @@
-"""Capacity of the workers of each model, or rather of each queue (``subjects.queue_of``), from their heartbeats.
+"""Capacity of each queue's workers (``subjects.queue_of``), from their heartbeats.
 
-The rate of service is measured only while jobs wait: an idle worker's rate says how much is asked of it, not how much
-it could do. It is kept per worker, so that it outlives a lull, and follows when workers come and go. What counts is
-jobs completed, not jobs taken: workers that have just come take many at once without having served one.
+The service rate is measured only while jobs wait: the rate of an idle worker reflects demand, not capacity. It is kept
+per worker, so that it survives idle periods and follows changes in the number of workers. It counts completed jobs,
+not accepted ones: new workers accept many jobs at once before they complete any.
 """
 
 import logging
@@ -28,36 +28,36 @@ class LaneBacklog:
     __slots__ = ("_changed", "_polled", "_ranked_s", "_ranks", "here")
 
     def __init__(self) -> None:
-        self.here: dict[str, float] = {}  # this gateway's jobs in order of admission, and when that was (monotonic)
-        self._polled = 0  # messages in the stream at the last answer
-        self._changed = 0  # this gateway's jobs that came, less those that left, since the last question
+        self.here: dict[str, float] = {}  # this gateway's jobs in order of admission → time of admission (monotonic)
+        self._polled = 0  # messages in the stream at the last poll
+        self._changed = 0  # net change in this gateway's jobs since the last poll
         self._ranks: dict[str, int] = {}
         self._ranked_s = float("-inf")
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait for a worker, of all gateways."""
+        """Jobs that wait for a worker, over all gateways."""
         return max(len(self.here), self._polled + self._changed)
 
     def enter(self, request_id: str, admitted_s: float) -> None:
-        """A job of this gateway is on its way into the queue."""
+        """Count a job that this gateway publishes."""
         self.here[request_id] = admitted_s
         self._changed += 1
 
     def oldest_wait_s(self, now_s: float) -> float:
-        """Return the wait of this gateway's oldest job in seconds; 0 if none waits."""
+        """Return how long this gateway's oldest job has waited, in seconds; 0 if none waits."""
         return now_s - next(iter(self.here.values()), now_s)
 
     def leave(self, request_id: str) -> None:
-        """A job of this gateway no longer waits."""
+        """Remove a job of this gateway that no longer waits."""
         if request_id in self.here:
             del self.here[request_id]
             self._changed -= 1
 
     def ahead_of(self, request_id: str, now_s: float) -> int:
-        """Jobs that came into this lane before this one and still wait.
+        """Return the number of waiting jobs that entered this lane before this one.
 
-        Of other gateways' jobs the order is not known: they are taken to be spread evenly among our own.
+        The order of other gateways' jobs is unknown: they are assumed to be spread evenly among this gateway's.
         """
         if now_s - self._ranked_s >= RANKS_MAX_AGE_S:
             self._ranked_s = now_s
@@ -66,11 +66,11 @@ class LaneBacklog:
         return rank * self.waiting // max(1, len(self.here))
 
     def asked(self) -> int:
-        """The question goes out; returns what ``answered`` wants back."""
+        """Begin a poll; return the value to pass to ``answered``."""
         return self._changed
 
     def answered(self, messages: int, changed_before: int) -> None:
-        """The answer is here: changes made before the question are in it."""
+        """Finish a poll: its answer includes the changes made before it began."""
         self._polled = messages
         self._changed -= changed_before
 
@@ -90,40 +90,40 @@ class Backlog:
         }
         self._failing = False
         self._here_bytes = 0  # of this gateway's waiting jobs
-        self._polled_bytes = 0  # in the stream at the last answer
-        self._changed_bytes = 0  # as LaneBacklog's
+        self._polled_bytes = 0  # in the stream at the last poll
+        self._changed_bytes = 0  # since then
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of all jobs in the stream, of all queues and gateways."""
+        """Bytes of all jobs in the stream, over all queues and gateways."""
         return max(self._here_bytes, self._polled_bytes + self._changed_bytes)
 
     def add_bytes(self, job_bytes: int) -> None:
-        """A job of this gateway came, or left (less than 0)."""
+        """Add the bytes of a job that this gateway published; negative for one that left."""
         self._here_bytes += job_bytes
         self._changed_bytes += job_bytes
 
     def lane(self, queue: str, lane: str) -> LaneBacklog:
-        """One lane of a queue."""
+        """Return the backlog of one lane."""
         return self._lanes[queue][lane]
 
     def interactive(self, queue: str) -> int:
-        """Jobs that wait in the resume lane and the high lanes."""
+        """Return the number of jobs waiting in the resume lane and the high lanes."""
         return sum([lane.waiting for lane in self._interactive[queue]])
 
     def total(self, queue: str) -> int:
-        """Jobs that wait in all lanes."""
+        """Return the number of jobs waiting in all lanes."""
         return sum([lane.waiting for lane in self._lanes[queue].values()])
 
     async def poll(self) -> None:
-        """Ask the stream. While it does not answer, the last numbers and our own changes stand."""
+        """Read the backlog from the stream. If that fails, keep the last numbers plus this gateway's changes."""
         asked = {subject: lane.asked() for subject, lane in self._by_subject.items()}
         asked_bytes = self._changed_bytes
         try:
             backlog = await read_backlog(self._bus)
         except BusError as error:
             if not self._failing:
-                log.warning("the backlog cannot be asked for: %s", error)
+                log.warning("cannot read the backlog: %s", error)
             self._failing = True
             return
         self._failing = False
@@ -135,26 +135,26 @@ class Backlog:
 
 # --- capacity ---------------------------------------------------------------------------------------------------------
 
-HALF_LIFE_S: Final = 30.0  # of a measurement's weight, in time during which jobs waited
+HALF_LIFE_S: Final = 30.0  # of a measurement's weight, counting only time in which jobs waited
 MIN_SERVED_JOBS: Final = 2.0
-# The rate is believed once half as many jobs were completed as are running: jobs that began together end together, and
-# the first to end would give much too low a rate.
+# The rate is used once completed jobs number at least half of the running ones: jobs that start together end together,
+# and the first completions alone would give much too low a rate.
 MIN_TURNOVER: Final = 0.5
 
 
 @dataclass(slots=True)
 class ModelCapacity:
-    """The live workers of one queue, taken together. Those that drain or pause are left out: they take nothing new."""
+    """The live workers of one queue taken together, without draining and paused ones."""
 
     workers: int = 0
     free_sequences: int = 0
     running: int = 0
     completed: int = 0  # since the last measurement
-    _served_jobs: float = 0.0  # completed while jobs waited, older ones counting less
-    _worker_s: float = 0.0  # in how much time of how many workers
+    _served_jobs: float = 0.0  # completed while jobs waited; older ones count less
+    _worker_s: float = 0.0  # worker-seconds in which they were completed
 
     def measure(self, elapsed_s: float, *, contended: bool) -> None:
-        """Take account of the time since the last measurement; ``contended``: jobs waited all the while."""
+        """Count the time since the last measurement; ``contended``: jobs waited during all of it."""
         completed, self.completed = self.completed, 0
         if contended and self.workers:
             fading = 0.5 ** (elapsed_s / HALF_LIFE_S)
@@ -163,29 +163,31 @@ class ModelCapacity:
 
     @property
     def jobs_per_s(self) -> float | None:
-        """Jobs per second at which a queue is served; None while that is unknown, or no worker serves it."""
+        """Service rate of the queue in jobs/s; None while unknown, or if no worker serves it."""
         if not self.workers or self._served_jobs < max(MIN_SERVED_JOBS, self.running * MIN_TURNOVER):
             return None
         return self._served_jobs / self._worker_s * self.workers
 
 
 class Capacity:
-    """All queues. A worker of several models counts, with its whole rate, for each of them."""
+    """Capacity of all queues. A worker of several models counts for each of them with its whole rate."""
 
     def __init__(self, queues: Sequence[str], hosted: Iterable[tuple[str, str]] = ()) -> None:
-        """``hosted``: pools of tier "hosted" with each of their models."""
+        """``hosted``: (pool, model) pairs of tier "hosted"."""
         self._queues = {queue: ModelCapacity() for queue in queues}
         self._hosted = {place: ModelCapacity() for place in hosted}
-        self._beats: dict[str, Heartbeat] = {}  # the last one of every live worker that takes jobs
-        self._paused: dict[str, Heartbeat] = {}  # likewise, of those that take none for their servers' sake
-        self._taken: dict[str, int] = {}  # sequences that our jobs took from a worker since its last heartbeat
+        self._beats: dict[str, Heartbeat] = {}  # last heartbeat of every live worker that takes jobs
+        self._paused: dict[str, Heartbeat] = {}  # last heartbeat of every paused worker
+        self._taken: dict[
+            str, int
+        ] = {}  # sequences that this gateway's jobs took from a worker since its last heartbeat
 
     def of(self, queue: str) -> ModelCapacity:
-        """A queue's capacity, without that of hosted pools: those take only what is sent to them."""
+        """Return a queue's capacity, without hosted pools, which take only the jobs sent to them."""
         return self._queues[queue]
 
     def hosted(self, pool: str, model: str) -> ModelCapacity:
-        """A hosted pool's capacity for one of its models."""
+        """Return a hosted pool's capacity for one of its models."""
         return self._hosted[pool, model]
 
     def _of_worker(self, beat: Heartbeat) -> Iterator[ModelCapacity]:
@@ -196,7 +198,7 @@ class Capacity:
                 yield capacity
 
     def on_heartbeat(self, beat: Heartbeat) -> None:
-        """Take a worker's state from its heartbeat."""
+        """Update a worker's state from its heartbeat."""
         before = self._beats.get(beat.worker_id)
         self._remove(beat.worker_id)
         if not beat.takes_jobs:
@@ -211,7 +213,7 @@ class Capacity:
                 capacity.completed += max(0, completed)
 
     def took(self, worker_id: str, sequences: int) -> None:
-        """A worker has accepted a job of ours: its last heartbeat does not know yet."""
+        """Count a job that a worker has accepted since its last heartbeat."""
         beat = self._beats.get(worker_id)
         if beat is not None:
             sequences = min(sequences, beat.free_sequences - self._taken.get(worker_id, 0))
@@ -220,14 +222,14 @@ class Capacity:
                 capacity.free_sequences -= sequences
 
     def keep(self, is_alive: Callable[[str, float], bool], now_s: float) -> None:
-        """Forget the dead."""
+        """Forget dead workers."""
         for worker_id in [one for one in (*self._beats, *self._paused) if not is_alive(one, now_s)]:
             self._remove(worker_id)
 
     def wait_s(self, queue: str, providers: Collection[str]) -> float | None:
-        """Return for how long all servers of a queue ask to wait, the shortest; None: one does not, or none is there.
+        """Return the shortest wait in seconds that the queue's servers ask for; None if none is there, or one is ready.
 
-        ``providers``: of the hosted pools that count, too. A server that is only broken may be back at any moment.
+        ``providers``: include hosted pools of these. A broken server counts as ready: it may recover at any moment.
         """
         waits_ms = [
             0 if beat.paused is None else beat.paused.wait_ms

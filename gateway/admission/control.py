@@ -1,7 +1,7 @@
-"""Admission: bounds on what waits, the estimated wait, and each tenant's own bounds.
+"""Admission control: bounds on waiting requests, the estimated wait, and each tenant's own bounds.
 
-Every refusal that follows from the state of the workers is "contended" (429) where some are alive and "no capacity"
-(503) where none is. A model without workers is not an error: its requests wait, within a bound of their own.
+A refusal that depends on the workers is "contended" (429) if some are alive, and "no capacity" (503) if none is.
+A model without workers is not an error: its requests wait, within a separate bound.
 """
 
 import asyncio
@@ -26,32 +26,32 @@ from protocol.nats.bus import Bus
 
 
 def interactive_position(ahead_in_lane: int, resuming: int, other_lanes: Iterable[int]) -> int:
-    """The place of a job in a high lane, ``other_lanes`` being the jobs in each of the others.
+    """Return the queue position of a job in a high lane; ``other_lanes``: the jobs in each of the others.
 
-    Workers serve the resume lane first and then one lane after the other: until a job has its turn, every other lane
-    has had at most as many turns as its own.
+    Workers serve the resume lane first, then the high lanes round-robin: before a job is served, every other lane is
+    served at most as often as the job's own.
     """
     return resuming + ahead_in_lane + sum([min(waiting, ahead_in_lane) for waiting in other_lanes]) + 1
 
 
 def batch_position(ahead_in_lane: int, interactive: int) -> int:
-    """The place of a job in the low lane: whatever is interactive goes before it."""
+    """Return the queue position of a job in the low lane, after all interactive jobs."""
     return interactive + ahead_in_lane + 1
 
 
 def place_of(position: int, capacity: ModelCapacity) -> QueuePosition:
-    """Put a position and the rate of service together."""
+    """Return a queue position with its estimated wait."""
     rate = capacity.jobs_per_s
     return QueuePosition(position, None if rate is None else position / rate)
 
 
 # --- usage ------------------------------------------------------------------------------------------------------------
 #
-# Requests and jobs held at this gateway, counted per queue and per tenant.
+# Requests and jobs at this gateway, counted per queue and per tenant.
 
 
 class ModelUsage:
-    """Jobs of the requests that wait in one queue."""
+    """Tokens and bytes of the jobs waiting in one queue."""
 
     __slots__ = ("_bytes", "_tokens")
 
@@ -60,21 +60,21 @@ class ModelUsage:
         self._bytes = [0, 0]
 
     def add(self, admission: Admission, job_bytes: int, sign: int) -> None:
-        """Count a waiting request in (1) or out (-1)."""
+        """Add (1) or remove (-1) a waiting request."""
         self._tokens[admission.batch] += sign * admission.prompt.tokens
         self._bytes[admission.batch] += sign * job_bytes
 
     def tokens(self, *, batch: bool) -> int:
-        """Prompt tokens that a request sees waiting: all of them from the batch lane, else the interactive ones."""
+        """Return the waiting prompt tokens: all of them for ``batch``, else only those of interactive requests."""
         return sum(self._tokens) if batch else self._tokens[0]
 
     def bytes(self, *, batch: bool) -> int:
-        """Bytes of the jobs, likewise."""
+        """Return the bytes of the waiting jobs, in the same way."""
         return sum(self._bytes) if batch else self._bytes[0]
 
 
 class TenantUsage:
-    """The requests of one tenant."""
+    """Counts of one tenant's requests."""
 
     __slots__ = ("_queued", "in_flight", "queued", "queued_bytes")
 
@@ -85,18 +85,18 @@ class TenantUsage:
         self._queued: Counter[tuple[str, str]] = Counter()  # by queue and lane
 
     def enter(self, queue: str, lane: str, job_bytes: int) -> None:
-        """A request is admitted, and waits."""
+        """Count an admitted request, which waits."""
         self.in_flight += 1
         self.enter_queue(queue, lane, job_bytes)
 
     def enter_queue(self, queue: str, lane: str, job_bytes: int) -> None:
-        """An admitted request waits."""
+        """Count an admitted request as waiting."""
         self.queued += 1
         self.queued_bytes += job_bytes
         self._queued[queue, lane] += 1
 
     def leave_queue(self, queue: str, lane: str, job_bytes: int) -> None:
-        """A request no longer waits."""
+        """Count a request as no longer waiting."""
         self.queued -= 1
         self.queued_bytes -= job_bytes
         self._queued[queue, lane] -= 1
@@ -104,21 +104,21 @@ class TenantUsage:
             del self._queued[queue, lane]
 
     def uses(self, queue: str, lane: str) -> bool:
-        """Return whether the tenant has a job of this queue waiting in this lane."""
+        """Return whether a job of the tenant waits in this lane of this queue."""
         return (queue, lane) in self._queued
 
     def lanes(self) -> Iterable[tuple[str, str]]:
-        """Queues and lanes of all that wait."""
+        """Iterate over the (queue, lane) pairs in which the tenant's jobs wait."""
         return self._queued.keys()
 
 
 # --- ticket -----------------------------------------------------------------------------------------------------------
 #
-# The ticket of an admitted request: its lane, its queue position, and what it must give back.
+# The ticket of an admitted request: its lane, its queue position, and the counts that it must release.
 
 
 class Ticket:
-    """One request's entry in the counts of admission. Its methods may be called again and in any order."""
+    """One request's entry in the counts of admission control. Its methods are idempotent and may come in any order."""
 
     __slots__ = ("_control", "_is_open", "_waits", "admission", "job_bytes", "lane")
 
@@ -131,28 +131,28 @@ class Ticket:
         self._is_open = True
 
     def place(self) -> QueuePosition | None:
-        """Return the queue position; None once it no longer waits for its first worker."""
+        """Return the queue position; None once the request no longer waits for its first worker."""
         return self._control.place(self) if self._waits else None
 
     def accepted(self, worker_id: str) -> None:
-        """A worker has taken the request."""
+        """Note that a worker has accepted the request."""
         self._control.taken(self, worker_id)
         self.leave_queue()
 
     def leave_queue(self) -> None:
-        """The request no longer waits for its first worker."""
+        """Note that the request no longer waits for its first worker."""
         if self._waits:
             self._waits = False
             self._control.leave_queue(self)
 
     def enter_queue(self) -> None:
-        """The request waits again for its first worker, where it did before."""
+        """Note that the request waits again for its first worker, in the same lane as before."""
         if self._is_open and not self._waits:
             self._waits = True
             self._control.enter_queue(self)
 
     def close(self) -> None:
-        """The request is over."""
+        """Note that the request has ended."""
         self.leave_queue()
         if self._is_open:
             self._is_open = False
@@ -163,17 +163,17 @@ class Ticket:
 
 # --- control ----------------------------------------------------------------------------------------------------------
 
-POLL_PERIOD_S: Final = 0.5  # while something waits or has lately come
+POLL_PERIOD_S: Final = 0.5  # while jobs wait or have recently been admitted
 IDLE_POLL_PERIOD_S: Final = 2.0
 RECENT_S: Final = 5.0
 MAX_RETRY_AFTER_S: Final = 60  # clients ignore longer ones
 UNKNOWN_RETRY_AFTER_S: Final = 5
 
-_NOBODY_IN_PARTICULAR: Final = TenantSettings()
+_DEFAULT_TENANT: Final = TenantSettings()
 
 
 class AdmissionControl:
-    """Admits requests and keeps count of them. Run ``run`` as a supervised task."""
+    """Admits requests and counts them. Run ``run`` as a supervised task."""
 
     def __init__(self, bus: Bus, settings: GatewaySettings, registry: WorkerRegistry) -> None:
         self.queues = settings.queues
@@ -190,11 +190,11 @@ class AdmissionControl:
         registry.on_beat = self.capacity.on_heartbeat
         self._models = {queue: ModelUsage() for queue in self.queues}
         self._tenants: dict[str, TenantUsage] = {}
-        self._contended: set[str] = set()  # queues in which jobs waited at the last look
+        self._contended: set[str] = set()  # queues in which jobs waited at the last poll
         self._last_entry_s = float("-inf")
 
     async def run(self) -> None:
-        """Ask for the backlog, measure the rates of service, share the lanes in use; never returns."""
+        """Poll the backlog, measure service rates and publish the lanes in use; never returns."""
         await self._elsewhere.start()
         last_s = time.monotonic()
         while True:
@@ -221,17 +221,17 @@ class AdmissionControl:
                 yield LaneInUse(tenant, queue, lane)
 
     def waiting_jobs(self) -> Iterator[tuple[str, str, int]]:
-        """Iterate over (queue, lane, jobs that wait for a worker), of all gateways."""
+        """Iterate over (queue, lane, jobs that wait for a worker), over all gateways."""
         for queue in self.queues:
             for lane in subjects.LANES:
                 yield queue, lane, self._backlog.lane(queue, lane).waiting
 
     def waiting_by_lane(self, queue: str) -> dict[str, int]:
-        """Jobs that wait in each lane of a queue, over all gateways."""
+        """Return the number of jobs waiting in each lane of a queue, over all gateways."""
         return {lane: self._backlog.lane(queue, lane).waiting for lane in subjects.LANES}
 
     def jobs_per_s(self, queue: str) -> float | None:
-        """Return how fast a queue is served, in jobs/s; None while that is unknown."""
+        """Return the service rate of a queue in jobs/s; None while unknown."""
         return self.capacity.of(queue).jobs_per_s
 
     def oldest_waits_s(self) -> Iterator[tuple[str, float]]:
@@ -243,13 +243,13 @@ class AdmissionControl:
     # --- refusals -----------------------------------------------------------------------------------------------------
 
     def weight_of(self, principal: Principal) -> float:
-        """The caller's share of the workers, against other tenants': by his key, his team, or the configuration."""
+        """Return the client's share of the workers relative to other tenants, by its key, team or the configuration."""
         if principal.weight is not None:
             return principal.weight
         return self._settings_of(principal.tenant, principal.key_name).weight
 
     def hosted_leaves(self, principal: Principal) -> tuple[str, ...] | None:
-        """Return the configuration's ``allow_hosted`` of the client's tenant; None: not set."""
+        """Return the configured ``allow_hosted`` of the client's tenant; None if not set."""
         return self._settings_of(principal.tenant, principal.key_name).allow_hosted
 
     def refusal(self, admission: Admission) -> Failure | None:
@@ -265,7 +265,7 @@ class AdmissionControl:
         if capacity.free_sequences >= waiting + admission.prompt.sampling.n or self.hosted_has_room(admission):
             return None
         if admission.do_not_queue:
-            message = "no worker has a free place, and the request is not to be queued"
+            message = "No worker has a free slot, and the request does not allow queuing."
             return self._refused(capacity, ErrorCode.NO_FREE_PLACE, message, admission)
         return (
             self._tenant_queue_refusal(admission)
@@ -291,11 +291,11 @@ class AdmissionControl:
         )
 
     def _busy_refusal(self, admission: Admission, capacity: ModelCapacity) -> Failure | None:
-        """Return why a request cannot be admitted whose servers all ask to wait, or None."""
+        """Refuse a request if all servers ask to wait longer than it may wait."""
         wait_s = None if capacity.workers else self.capacity.wait_s(admission.queue, admission.hosted)
         if wait_s is None or wait_s <= admission.arrival.queue_wait_s:
             return None
-        message = f"the servers of this model ask to wait for {wait_s:.0f} s, longer than the request may wait"
+        message = f"The servers of this model ask to wait {wait_s:.0f} s, longer than the request may wait."
         return Failure(ErrorCode.WAIT_TOO_LONG, message, retry_after_s=math.ceil(wait_s))
 
     def _queue_refusal(self, admission: Admission, capacity: ModelCapacity, waiting: int) -> Failure | None:
@@ -304,85 +304,85 @@ class AdmissionControl:
         if not capacity.workers and self.capacity.wait_s(admission.queue, admission.hosted) is None:
             most = min(most, limits.max_queued_without_workers)
         if waiting >= most:
-            message = f"{waiting} requests wait for this model already"
+            message = f"{waiting} requests already wait for this model."
             return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED, message, admission)
-        # A prompt beyond the bound by itself is let in when none waits: it would never be, otherwise.
+        # A prompt that exceeds the bound alone is admitted if none waits: otherwise it never could be.
         tokens = use.tokens(batch=admission.batch)
         if tokens and tokens + admission.prompt.tokens > limits.max_queued_prompt_tokens:
-            message = f"{tokens} prompt tokens wait for this model already, too many to add {admission.prompt.tokens}"
+            message = f"{tokens} prompt tokens already wait for this model: too many to add {admission.prompt.tokens}."
             return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_TOKENS, message, admission)
         too_many_bytes = self._too_many_bytes(admission, use.bytes(batch=admission.batch))
         if too_many_bytes is not None:
             return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_BYTES, too_many_bytes, admission)
         rate = capacity.jobs_per_s
         if rate is None or (waiting + 1) / rate <= admission.arrival.queue_wait_s:
-            return None  # nobody's place is later than the last
+            return None  # even the last position is served in time
         eta_s = self._place_of_next(admission).eta_s
         if eta_s is not None and eta_s > admission.arrival.queue_wait_s:
             message = (
-                f"the estimated wait is {eta_s:.0f} s, and the caller waits for {admission.arrival.queue_wait_s:g} s"
+                f"The estimated wait is {eta_s:.0f} s; the request waits at most {admission.arrival.queue_wait_s:g} s."
             )
             return self._refused(capacity, ErrorCode.WAIT_TOO_LONG, message, admission)
         return None
 
     def _too_many_bytes(self, admission: Admission, of_model: int) -> str | None:
-        """Return why a job has too many bytes to wait with the others, or None.
+        """Return why a job's bytes exceed the bounds on waiting jobs, or None.
 
-        The stream is one for all models, tenants and gateways. No model may hold more of it here than is free, and no
-        tenant more than its model may still add: so whoever comes next finds room. These are the dynamic thresholds of
-        Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (IEEE/ACM Transactions
-        on Networking 6(2), 1998), with a factor of 1: a model that is alone gets half, two get a third each; a tenant
-        that is alone gets half of its model's part.
+        All models, tenants and gateways share one stream. At this gateway no model may use more of it than is free, and
+        no tenant more than its model may still add, so that the next one finds room. These are the dynamic thresholds
+        of Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (IEEE/ACM
+        Transactions on Networking 6(2), 1998), with a factor of 1: one model alone gets half, two get a third each;
+        one tenant alone gets half of its model's share.
         """
         tenant = self._tenants.get(admission.principal.tenant)
         of_tenant = 0 if tenant is None else tenant.queued_bytes
         job_bytes = admission.job_bytes
         free = self._stream_bytes - self._backlog.waiting_bytes
-        room = min(self._limits.max_queued_bytes - of_model, (free - of_model) // 2)  # after it, as much is free
+        room = min(self._limits.max_queued_bytes - of_model, (free - of_model) // 2)  # at least as much stays free
         if of_model and job_bytes > room:
-            return f"{of_model} bytes of jobs wait for this model already, too many to add {job_bytes}"
+            return f"{of_model} bytes of jobs already wait for this model: too many to add {job_bytes}."
         if of_tenant and of_tenant + job_bytes > room:
-            return f"{of_tenant} bytes of this key's or team's jobs wait already, as many as are left for all others"
+            return f"{of_tenant} bytes of this key's or team's jobs already wait: its share of the queue is full."
         return None
 
     def _refused(self, capacity: ModelCapacity, code: ErrorCode, message: str, admission: Admission) -> Failure:
         wait_s = None if capacity.workers else self.capacity.wait_s(admission.queue, admission.hosted)
         if wait_s is not None:
-            message, retry_after_s = f"the servers of this model ask to wait, and {message}", math.ceil(wait_s)
+            message, retry_after_s = f"The servers of this model ask to wait. {message}", math.ceil(wait_s)
         elif not capacity.workers:
-            message = "the request is not to be queued" if admission.do_not_queue else message
-            code, message = ErrorCode.NO_WORKERS, f"no worker is alive, and {message}"
+            message = "The request does not allow queuing." if admission.do_not_queue else message
+            code, message = ErrorCode.NO_WORKERS, f"No worker is alive. {message}"
             retry_after_s = UNKNOWN_RETRY_AFTER_S
         else:
             retry_after_s = self.retry_after_s(admission)
         return Failure(code, message, retry_after_s=retry_after_s, is_wanted=admission.do_not_queue)
 
     def retry_after_s(self, admission: Admission) -> int:
-        """Return when a slot may be free for such a request, in whole seconds from 1 to 60."""
+        """Return the estimated time until such a request could run, in whole seconds from 1 to 60."""
         eta_s = self._place_of_next(admission).eta_s
         return UNKNOWN_RETRY_AFTER_S if eta_s is None else max(1, min(MAX_RETRY_AFTER_S, math.ceil(eta_s)))
 
     def _settings_of(self, tenant: str, key_name: str) -> TenantSettings:
         settings = self._tenant_settings.get(tenant)
-        return settings or self._tenant_settings.get(key_name, _NOBODY_IN_PARTICULAR)
+        return settings or self._tenant_settings.get(key_name, _DEFAULT_TENANT)
 
     def has_workers(self, queue: str) -> bool:
-        """Return whether a worker that serves a queue is alive, hosted ones aside."""
+        """Return whether a worker that serves the queue is alive, not counting hosted ones."""
         return self.capacity.of(queue).workers > 0
 
     def has_room(self, admission: Admission) -> bool:
-        """Return whether our workers have free sequences for an interactive request and all that wait already."""
+        """Return whether our own workers have free sequences for an interactive request and all waiting ones."""
         waiting = self._backlog.interactive(admission.queue)
         return self.capacity.of(admission.queue).free_sequences >= waiting + admission.prompt.sampling.n
 
     def would_wait(self, admission: Admission, limit_s: float) -> bool:
-        """Return whether a new interactive request would wait longer for a worker, as far as that is known."""
+        """Return whether a new interactive request is expected to wait longer than ``limit_s`` for a worker."""
         if not self.has_workers(admission.queue):
             return True
         eta_s = None if self.has_room(admission) else self._place_of_next(admission).eta_s
         return eta_s is not None and eta_s > limit_s
 
-    # --- lanes and places ---------------------------------------------------------------------------------------------
+    # --- lanes and queue positions ------------------------------------------------------------------------------------
 
     def _lane_of_next(self, admission: Admission) -> str:
         if admission.batch:
@@ -393,7 +393,7 @@ class AdmissionControl:
         return choose_lane(candidates, (first, second), current)
 
     def _lane_in_use(self, admission: Admission, candidates: tuple[str, str]) -> str | None:
-        """Return the lane in which the tenant's jobs wait, here or elsewhere; all gateways use the same order."""
+        """Return the lane in which the tenant's jobs wait at any gateway; all gateways use the same order."""
         tenant, queue, use = admission.principal.tenant, admission.queue, self._tenants.get(admission.principal.tenant)
         for lane in candidates:
             if (use is not None and use.uses(queue, lane)) or self._elsewhere.use(tenant, queue, lane):
@@ -414,10 +414,10 @@ class AdmissionControl:
             position = interactive_position(ahead, resuming, others)
         return place_of(position, self.capacity.of(queue))
 
-    # --- those admitted -----------------------------------------------------------------------------------------------
+    # --- admitted requests --------------------------------------------------------------------------------------------
 
     def enter(self, admission: Admission) -> Ticket:
-        """Count a request in and choose its lane."""
+        """Count an admitted request and choose its lane."""
         self._last_entry_s = admission.admitted_s
         lane = self._lane_of_next(admission)
         self._backlog.lane(admission.queue, lane).enter(admission.request_id, admission.admitted_s)
@@ -431,7 +431,7 @@ class AdmissionControl:
         return Ticket(self, admission, lane, job_bytes)
 
     def enter_queue(self, ticket: Ticket) -> None:
-        """A request waits again, after it has been at a hosted pool in vain."""
+        """Count a request that waits again after a hosted pool did not take it."""
         admission = ticket.admission
         self._backlog.lane(admission.queue, ticket.lane).enter(admission.request_id, time.monotonic())
         self._backlog.add_bytes(ticket.job_bytes)
@@ -439,13 +439,13 @@ class AdmissionControl:
         self._tenants[admission.principal.tenant].enter_queue(admission.queue, ticket.lane, ticket.job_bytes)
 
     def place(self, ticket: Ticket) -> QueuePosition:
-        """Return the queue position of a waiting request."""
+        """Return the queue position of a waiting request, or None."""
         admission = ticket.admission
         backlog = self._backlog.lane(admission.queue, ticket.lane)
         return self._place(admission.queue, ticket.lane, backlog.ahead_of(admission.request_id, time.monotonic()))
 
     def leave_queue(self, ticket: Ticket) -> None:
-        """A request no longer waits for its first worker."""
+        """Count a request as no longer waiting for its first worker."""
         admission = ticket.admission
         self._backlog.lane(admission.queue, ticket.lane).leave(admission.request_id)
         self._backlog.add_bytes(-ticket.job_bytes)
@@ -453,11 +453,11 @@ class AdmissionControl:
         self._tenants[admission.principal.tenant].leave_queue(admission.queue, ticket.lane, ticket.job_bytes)
 
     def taken(self, ticket: Ticket, worker_id: str) -> None:
-        """A worker has accepted the request."""
+        """Count a request that a worker has accepted."""
         self.capacity.took(worker_id, ticket.admission.prompt.sampling.n)
 
     def leave(self, ticket: Ticket) -> None:
-        """A request has ended."""
+        """Remove an ended request from the counts."""
         use = self._tenants[ticket.admission.principal.tenant]
         use.in_flight -= 1
         if not use.in_flight:
@@ -467,5 +467,5 @@ class AdmissionControl:
 def _tenant_refusal(code: ErrorCode, requests: int, most: int | None, where: str) -> Failure | None:
     if most is None or requests < most:
         return None
-    message = f"this key may have {most} requests {where} at a time"
+    message = f"This key may have {most} requests {where} at a time."
     return Failure(code, message, retry_after_s=UNKNOWN_RETRY_AFTER_S)

@@ -1,4 +1,4 @@
-"""Pools that a request may go to: hosted APIs that its key and team allow, unless it forbids it; trusted ones."""
+"""The pools that may serve a request: hosted ones by its policy, trusted ones by its key."""
 
 from db.accounts.keyring import KeyRing
 from db.accounts.principal import Leaves, Principal, allowed_providers
@@ -11,9 +11,9 @@ from gateway.settings import GatewaySettings
 def providers_for(
     settings: GatewaySettings, principal: Principal, configured: Leaves | None, model: str, *, asked: bool | None
 ) -> tuple[str, ...]:
-    """Return the providers of hosted pools to which this request for a model may go. Raises HostedNotAllowed.
+    """Return the providers of hosted pools that may serve this request for a model. Raises HostedNotAllowed.
 
-    ``configured``: what the configuration says of the tenant; ``asked``: what the request says.
+    ``configured``: the tenant's policy in the configuration; ``asked``: the request's ``allow_hosted``.
     """
     serving = dict.fromkeys(pool.provider for pool in settings.hosted.values() if model in pool.models)
     if not serving:
@@ -25,17 +25,17 @@ def providers_for(
 
 
 def check_trust(settings: GatewaySettings, principal: Principal, model: str) -> None:
-    """Raise NoTrustedPool or OnlyTrustedPools where the model's pools are of the wrong kind for this client."""
+    """Raise NoTrustedPool or OnlyTrustedPools if no pool of the model may serve this client."""
     if principal.trusted_only and model not in settings.trusted:
-        message = f"This API key or its team demands trusted pools, and none is configured for the model {model!r}."
+        message = f"This API key or its team requires trusted pools, but the model {model!r} has none."
         raise NoTrustedPool(message, param="model")
     if model in settings.only_trusted and not principal.trusted_only:
-        message = f"Only trusted pools serve the model {model!r}: they take requests of keys that demand them alone."
+        message = f"Only trusted pools serve the model {model!r}. They accept only keys that require trusted pools."
         raise OnlyTrustedPools(message, param="model")
 
 
 def providers_still_allowed(keys: KeyRing, control: AdmissionControl, admission: Admission) -> tuple[str, ...]:
-    """Return those of a request's providers that its key, team and configuration allow now."""
+    """Return the request's providers that its key, team and configuration still allow."""
     principal = keys.holder_of(admission.principal.key_id)
     if principal is None:
         return ()
@@ -45,8 +45,8 @@ def providers_still_allowed(keys: KeyRing, control: AdmissionControl, admission:
 def _why_not(serving: list[str], model: str, *, asked: bool | None) -> str:
     where = " or ".join(serving)
     if asked is False:
-        return f"The model {model!r} is served by {where} alone, and the request says 'allow_hosted': false."
+        return f"Only {where} serves the model {model!r}, but the request sets 'allow_hosted' to false."
     return (
-        f"Prompts of this API key may not go to {where} for the model {model!r}: the 'allow_hosted' policy of the key"
-        " and its team does not say so."
+        f"This API key may not send prompts to {where} for the model {model!r}: the 'allow_hosted' policy of the key"
+        " and its team does not permit it."
     )

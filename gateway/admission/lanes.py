@@ -1,4 +1,4 @@
-"""Lanes of a queue: which one a tenant's jobs wait in, here and at the other gateways."""
+"""Lanes of a queue: the choice of a lane for each tenant, and the lanes in use at other gateways."""
 
 import logging
 import time
@@ -17,10 +17,10 @@ from protocol.nats.bus import Bus
 
 # --- shards -----------------------------------------------------------------------------------------------------------
 #
-# Shuffle sharding: the high lane of a tenant's jobs.
+# Shuffle sharding: the choice of a tenant's high lane.
 #
-# Each tenant has two candidate lanes, the same at all gateways. Workers share themselves fairly among the lanes, so a
-# tenant with a backlog slows down only those who find both of their candidates crowded.
+# Each tenant has two candidate lanes, the same at all gateways. Workers serve the lanes fairly, so a tenant with a
+# backlog slows down only tenants whose two candidates are both crowded.
 
 log = logging.getLogger(__name__)
 
@@ -34,16 +34,16 @@ def _score(tenant: str, lane: str) -> bytes:
 
 @lru_cache(maxsize=CACHED_TENANTS)
 def candidate_lanes(tenant: str) -> tuple[str, str]:
-    """The two lanes of a tenant, by rendezvous hashing: a new lane would move only the tenants that it wins."""
+    """Return the two lanes of a tenant, by rendezvous hashing: a new lane moves only the tenants that choose it."""
     first, second = sorted(subjects.HIGH_LANES, key=lambda lane: _score(tenant, lane), reverse=True)[:2]
     return first, second
 
 
 def choose_lane(candidates: tuple[str, str], waiting: tuple[int, int], current: str | None) -> str:
-    """The lane for a tenant's next job.
+    """Return the lane for a tenant's next job.
 
-    ``waiting`` are the jobs in each candidate; ``current`` is the lane in which the tenant has jobs waiting already,
-    at whichever gateway: it stays there, for a second lane would give it a second share.
+    ``waiting``: the jobs in each candidate; ``current``: the lane in which jobs of the tenant already wait, at any
+    gateway. The tenant stays in it, because a second lane would give it a second share.
     """
     if current is not None:
         return current
@@ -52,19 +52,19 @@ def choose_lane(candidates: tuple[str, str], waiting: tuple[int, int], current: 
 
 # --- peer lanes -------------------------------------------------------------------------------------------------------
 #
-# Lanes in which tenants have jobs waiting at other gateways, as gateways report them to each other.
+# Lanes in which jobs of a tenant wait at other gateways. Gateways report them to each other.
 
-VALID_S: Final = 2.0  # some periods of telling: one lost message changes nothing
+VALID_S: Final = 2.0  # several reporting periods: one lost message does no harm
 MAX_TOLD: Final = 4096  # lanes in use in one message, some 100 bytes each
 
 
 class PeerLanes:
-    """Recent reports of the other gateways."""
+    """Recent reports of other gateways."""
 
     def __init__(self, bus: Bus, gateway_id: str) -> None:
         self._bus = bus
         self._gateway_id = gateway_id
-        self._reports: dict[str, tuple[float, frozenset[LaneInUse]]] = {}  # by gateway, with the time
+        self._reports: dict[str, tuple[float, frozenset[LaneInUse]]] = {}  # by gateway, with the time of arrival
         self._has_reported = False
 
     async def start(self) -> None:
@@ -75,29 +75,29 @@ class PeerLanes:
         try:
             reported = decode_lanes(message.data)
         except ProtocolError as error:
-            log.warning("another gateway's lanes: %s", error)
+            log.warning("cannot read another gateway's lanes: %s", error)
             return
         if reported.gateway_id != self._gateway_id:
             self._reports[reported.gateway_id] = time.monotonic(), frozenset(reported.lanes)
 
     async def publish(self, in_use: Iterable[LaneInUse]) -> None:
-        """Let the others know of ours; silence says that there are none, once that has been said."""
+        """Report this gateway's lanes. An empty report is sent once; after it, silence means none."""
         lanes = tuple(islice(in_use, MAX_TOLD))
         if lanes or self._has_reported:
             try:
                 await self._bus.publish(subjects.LANES_IN_USE, encode(LanesInUse(self._gateway_id, lanes)))
-            except BusError as error:  # told again soon
-                log.debug("the lanes in use could not be told: %s", error)
+            except BusError as error:  # the next report follows soon
+                log.debug("cannot publish the lanes in use: %s", error)
         self._has_reported = bool(lanes)
 
     def use(self, tenant: str, queue: str, lane: str) -> bool:
-        """Return whether another gateway has jobs of this tenant waiting in the lane."""
+        """Return whether jobs of this tenant wait in the lane at another gateway."""
         if not self._reports:
             return False
         in_use = LaneInUse(tenant, queue, lane)
         return any(in_use in lanes for _, lanes in self._reports.values())
 
     def forget_old(self, now_s: float) -> None:
-        """Drop what was said too long ago."""
+        """Drop expired reports."""
         for gateway_id in [one for one, (last_seen_s, _) in self._reports.items() if now_s - last_seen_s > VALID_S]:
             del self._reports[gateway_id]

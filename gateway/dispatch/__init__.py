@@ -1,1 +1,1 @@
-"""The life of an admitted request: published, fenced, resumed on another worker, cancelled, recorded."""
+"""The life cycle of an admitted request: published, fenced, resumed on another worker, canceled, recorded."""

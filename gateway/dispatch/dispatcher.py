@@ -1,8 +1,8 @@
-"""All open requests of this gateway: routes frames to them, and does for them what needs the bus.
+"""All open requests of this gateway: routes frames to them, and sends their messages over the bus.
 
-What tells that an attempt is lost, quickest first: its worker's connection is gone (``losses``, milliseconds), its
-worker has signed off or its heartbeats are missing (``registry``, 1.5 s), lost frames are not sent again or probes not
-answered (``lifecycle``, seconds), its message is gone and nobody has it (``job_queue``, seconds).
+Signs that an attempt is lost, fastest first: its worker's connection closed (``losses``, milliseconds); its worker
+signed off, or its heartbeats are missing (``registry``, 1.5 s); lost frames are not resent, or probes not answered
+(``lifecycle``, seconds); its message left the queue, but no worker has accepted it (``job_queue``, seconds).
 """
 
 import asyncio
@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 
 # --- background -------------------------------------------------------------------------------------------------------
 #
-# Short tasks that the dispatcher starts and does not wait for.
+# Short tasks that the dispatcher starts without waiting for them.
 
 
 class BackgroundTasks:
-    """Tasks that run: as many as there are open requests, times the few things that one may ask for at once."""
+    """Running tasks, bounded by the open requests: each has at most a few at once."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -52,7 +52,7 @@ class BackgroundTasks:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task; an exception that ends it is logged."""
+        """Start a task; log the exception if it fails."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
@@ -65,24 +65,24 @@ class BackgroundTasks:
 
 # --- internal errors --------------------------------------------------------------------------------------------------
 #
-# An unexpected exception while handling one request ends that request and nothing else.
+# An unexpected exception while handling one request ends only that request.
 
-_FAILURE: Final = Failure(ErrorCode.INTERNAL_ERROR, "the gateway made a mistake with this request")
+_FAILURE: Final = Failure(ErrorCode.INTERNAL_ERROR, "Internal gateway error.")
 
 
 def fail_alone(request: OpenRequest, mistake: Exception) -> None:
     """Log an exception and end its request with an internal error.
 
-    In order where that works: its worker is told, and its counts are waited for. A request that cannot be stopped so,
-    or that fails again while its counts are waited for, ends at once.
+    If possible the request stops cleanly: its worker gets a Cancel, and its exact counts are awaited. A request that
+    cannot be stopped this way, or that fails again while its counts are awaited, ends at once.
     """
-    log.error("request %s fails by a mistake of the gateway's", request.request_id, exc_info=mistake)
+    log.error("request %s failed: internal error", request.request_id, exc_info=mistake)
     now_s = time.monotonic()
     if request.state in {State.QUEUED, State.RUNNING}:
         try:
             request.fail(_FAILURE, now_s)
         except Exception:
-            log.exception("request %s cannot be stopped in order", request.request_id)
+            log.exception("request %s cannot be stopped cleanly", request.request_id)
         else:
             return
     if not request.is_over:
@@ -91,14 +91,14 @@ def fail_alone(request: OpenRequest, mistake: Exception) -> None:
 
 # --- open requests ----------------------------------------------------------------------------------------------------
 #
-# Reports to the ledger which requests this gateway still has; the ledger makes rows of those it has lost.
+# Reports to the ledger which requests this gateway still has; the ledger writes rows for those that a gateway lost.
 
 
 class OpenRequests:
     """Answers ledger writers (ledger.abandoned)."""
 
     def __init__(self, bus: Bus, gateway_id: str, unsettled: Mapping[str, OpenRequest], outbox: Outbox) -> None:
-        """``unsettled``: the requests without a record; ``outbox``: where their records go."""
+        """``unsettled``: the requests without a record; ``outbox``: the outbox of records."""
         self._bus = bus
         self._subject = subjects.open_requests_subject(gateway_id)
         self._unsettled = unsettled
@@ -112,41 +112,40 @@ class OpenRequests:
         try:
             asked = decode_open_requests_query(message.data).request_ids
             await self._bus.publish(message.reply, encode(self._answer(asked)))
-        except (ProtocolError, BusError) as error:  # it is asked again
-            log.warning("the ledger's question was not answered: %s", error)
+        except (ProtocolError, BusError) as error:  # the ledger asks again
+            log.warning("cannot answer the ledger's query for open requests: %s", error)
 
     def _answer(self, asked: tuple[str, ...]) -> StillOpen:
         still_open = {
             name: request.completion_tokens for name in asked if (request := self._unsettled.get(name)) is not None
         }
-        if self._outbox.is_behind:  # any of the others may have its record there
+        if self._outbox.is_behind:  # the record of any other one may still be in the outbox
             still_open = dict.fromkeys(asked, 0) | still_open
         return StillOpen(still_open)
 
 
 # --- unowned attempts -------------------------------------------------------------------------------------------------
 #
-# Attempts that workers run and no request waits for: each gets a Cancel, again and again while it continues.
+# Attempts that workers run although no request waits for them: each gets a Cancel, repeated while it continues.
 #
-# A job pulled just before it was withdrawn, one of an earlier life of this gateway, a second worker with the same
-# attempt, an attempt given up for lost that was not: whatever it is, its frames give it away, and a lost Cancel with
-# it.
+# Examples are a job pulled just before it was withdrawn, a job of an earlier process of this gateway, a second worker
+# with the same attempt, and an attempt wrongly considered lost. Their frames reveal them, even if a Cancel is lost.
 
 REPEAT_S: Final = 1.0
-MAX_REMEMBERED: Final = 20_000  # twice the requests that a gateway holds; the one told longest ago is forgotten
+MAX_REMEMBERED: Final = 20_000  # twice the requests that a gateway holds; the one with the oldest Cancel is forgotten
 
 
 class UnownedAttempts:
-    """Times at which each of them was last sent a Cancel."""
+    """Times of the last Cancel for each unowned attempt."""
 
     def __init__(self, cancel: Callable[[str, Cancel], None], on_frame: Callable[[Frame], None] | None = None) -> None:
-        """``on_frame``: called with every frame of one."""
+        """``on_frame``: called with every frame of an unowned attempt."""
         self._cancel = cancel
         self._on_frame = on_frame
-        self._cancelled_s: dict[tuple[str, str, int], float] = {}  # the latest last
+        self._cancelled_s: dict[tuple[str, str, int], float] = {}  # newest last
 
     def cancelled(self, worker_id: str, cancel: Cancel, now_s: float) -> None:
-        """Note that a Cancel was sent: frames that arrive before it takes effect need no other."""
+        """Note that a Cancel was sent: frames that arrive before it takes effect need no second one."""
         key = (worker_id, cancel.request_id, cancel.attempt)
         self._cancelled_s.pop(key, None)
         self._cancelled_s[key] = now_s
@@ -154,7 +153,7 @@ class UnownedAttempts:
             del self._cancelled_s[next(iter(self._cancelled_s))]
 
     def on_frame(self, worker_id: str, frame: Frame, now_s: float) -> None:
-        """Handle a frame of one."""
+        """Handle a frame of an unowned attempt."""
         if self._on_frame is not None:
             self._on_frame(frame)
         key = (worker_id, frame.request_id, frame.attempt)
@@ -166,13 +165,13 @@ class UnownedAttempts:
 
 # --- dispatcher -------------------------------------------------------------------------------------------------------
 
-KEY_REVOKED: Final = Failure(ErrorCode.KEY_REVOKED, "the API key of this request has been revoked")
-LEAVING: Final = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
+KEY_REVOKED: Final = Failure(ErrorCode.KEY_REVOKED, "The API key of this request was revoked.")
+LEAVING: Final = Failure(ErrorCode.SHUTTING_DOWN, "The gateway is shutting down.")
 SWEEP_PERIOD_S: Final = 0.25
-SWEEP_LATE_S: Final = 0.5  # a sweep this late means that our own loop was held up
-COMPLAINT_PERIOD_S: Final = 10.0  # between two lines about frames that cannot be read
+SWEEP_LATE_S: Final = 0.5  # a sweep this late means that our own event loop was blocked
+COMPLAINT_PERIOD_S: Final = 10.0  # between two log lines about unreadable frames
 DRAIN_POLL_S: Final = 0.05
-SETTLE_LIMIT_S: Final = 8.0  # longer than a stopped request waits for its worker's counts
+SETTLE_LIMIT_S: Final = 8.0  # longer than a stopped request waits for its worker's exact counts
 
 
 class Dispatcher:
@@ -201,10 +200,10 @@ class Dispatcher:
         self._dead_letters = DeadLetters(bus)
         self._unread = UnreadBytes(settings.limits.max_unread_bytes)
         self._unowned = UnownedAttempts(self.cancel, None if overflow is None else overflow.on_unowned_frame)
-        self._by_worker: dict[str, dict[str, OpenRequest]] = {}  # those that a worker has, by worker and request
+        self._by_worker: dict[str, dict[str, OpenRequest]] = {}  # accepted requests by worker id and request id
         self._detector = LossDetector(bus, registry, self._by_worker.keys)
         self._frames_subject = subjects.frames_subject(settings.gateway_id)
-        self._open: dict[str, OpenRequest] = {}  # frames go to these
+        self._open: dict[str, OpenRequest] = {}  # those that receive frames
         self._unsettled: dict[str, OpenRequest] = {}  # admitted and not yet recorded
         self._open_requests = OpenRequests(bus, settings.gateway_id, self._unsettled, outbox)
         self._deadlines = DeadlineTimers()
@@ -216,7 +215,7 @@ class Dispatcher:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Make the streams and listen. Raises BusError."""
+        """Create the streams and subscribe. Raises BusError."""
         await self._streams.start()
         self._registry.on_lost = self._on_worker_lost
         await self._registry.start()
@@ -228,7 +227,7 @@ class Dispatcher:
         self._bus.on_reconnect(self._on_reconnected)
 
     async def run(self) -> None:
-        """Watch over all requests; never returns."""
+        """Check all requests periodically; never returns."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep(), name="sweep")
             group.create_task(self._lookups.run(self._open.values), name="look-ups")
@@ -250,7 +249,7 @@ class Dispatcher:
             self._registry.forget_dead(now_s)
 
     def _tick_all(self, now_s: float, *, connected: bool) -> None:
-        # Its names end with it: of a coroutine that sleeps, they would keep the last request until the next one.
+        # A function of its own, so that its locals end: in a sleeping coroutine they would keep the last request alive.
         beats = self._registry.live_beats(now_s) if connected else ()
         revisions = LiveRevisions(beats, self._settings.only_hosted) if connected else None
         for request in list(self._open.values()):
@@ -279,14 +278,14 @@ class Dispatcher:
                 fail_alone(request, mistake)
 
     async def leave(self, limit_s: float, hurry: asyncio.Event) -> None:
-        """Report not ready, and go on accepting requests for ``limit_s`` or until ``hurry`` is set."""
+        """Report not ready, and accept requests for ``limit_s`` more seconds or until ``hurry`` is set."""
         self._leaving = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await hurry.wait()
 
     async def drain(self, limit_s: float, hurry: asyncio.Event | None = None) -> None:
-        """Accept nothing new, let open requests end for ``limit_s`` or until ``hurry`` is set, then fail the rest."""
+        """Accept no new requests, wait for open ones for ``limit_s`` or until ``hurry`` is set, then fail the rest."""
         self._leaving = self._draining = True
         await self._wait_until_settled(limit_s, hurry or asyncio.Event())
         for request in list(self._open.values()):
@@ -295,9 +294,9 @@ class Dispatcher:
         self.settle_all()
 
     def settle_all(self) -> None:
-        """Record every request that is still open as it stands: the process ends."""
+        """Record every open request in its current state, because the process ends."""
         for request in list(self._unsettled.values()):
-            log.error("request %s did not end in time; it is recorded as it stands", request.request_id)
+            log.error("request %s did not end in time; recording its current state", request.request_id)
             request.settle_as_it_stands(LEAVING, time.monotonic())
 
     async def _wait_until_settled(self, limit_s: float, hurry: asyncio.Event) -> None:
@@ -309,22 +308,22 @@ class Dispatcher:
 
     @property
     def leaving(self) -> bool:
-        """True once the gateway is shutting down: load balancers should send nothing new."""
+        """True once the gateway is shutting down, and load balancers should send no new requests."""
         return self._leaving
 
     @property
     def draining(self) -> bool:
-        """True once the gateway is shutting down and accepts nothing new."""
+        """True once the gateway is shutting down and accepts no new requests."""
         return self._draining
 
     @property
     def in_flight(self) -> int:
-        """Number of requests admitted and not yet recorded."""
+        """Number of requests that are admitted and not yet recorded."""
         return len(self._unsettled)
 
     @property
     def clock_skew_s(self) -> float:
-        """Seconds that this machine's clock is ahead of the queue server's."""
+        """Lead of this machine's clock over the queue server's, in seconds."""
         return self._bus.clock.skew_s
 
     @property
@@ -346,13 +345,13 @@ class Dispatcher:
         if self._draining:
             return LEAVING
         if len(self._unsettled) + requests > self._settings.limits.max_in_flight:
-            return Failure(ErrorCode.OVERLOADED, "this gateway holds as many requests as it may")
+            return Failure(ErrorCode.OVERLOADED, "This gateway has reached its limit of open requests.")
         if self._recorder.full:
-            return Failure(ErrorCode.USAGE_NOT_STORED, "usage records cannot be stored at the moment")
+            return Failure(ErrorCode.USAGE_NOT_STORED, "The gateway cannot store usage records now.")
         return None
 
     def open(self, ticket: Ticket, mailbox: Mailbox | None = None, made: MadeBefore | None = None) -> OpenRequest:
-        """Open an admitted request, of which another gateway may have ``made`` a part: it ends in one record."""
+        """Open an admitted request, which ends in one record; ``made``: the part of its answer from another gateway."""
         now_s, admission, settings = time.monotonic(), ticket.admission, self._settings
         for notify in self._observers.admitted:
             notify(admission)
@@ -368,7 +367,7 @@ class Dispatcher:
         return request
 
     def hand_over(self, request: OpenRequest) -> None:
-        """Stop a request with which another gateway goes on, and which that one records."""
+        """Stop a request that another gateway continues and records."""
         self._unsettled.pop(request.request_id, None)
         request.cancel(time.monotonic())
 
@@ -381,7 +380,7 @@ class Dispatcher:
                 request.fail(KEY_REVOKED, now_s)
 
     def close(self, request: OpenRequest, http_status: int | None) -> None:
-        """Close a request whose response is done, with the status sent (None: the client disconnected before)."""
+        """Close a request whose response has ended; ``http_status``: as sent; None: the client disconnected before."""
         request.close(http_status, time.monotonic())
 
     # --- frames -------------------------------------------------------------------------------------------------------
@@ -392,7 +391,7 @@ class Dispatcher:
         except ProtocolError as error:
             if time.monotonic() - self._complained_s >= COMPLAINT_PERIOD_S:
                 self._complained_s = time.monotonic()
-                log.warning("a worker's frames are dropped: %s", error)
+                log.warning("dropped a worker's frames: %s", error)
             return
         now_s, worker_id = time.monotonic(), step.worker_id
         self._registry.seen(worker_id, now_s)
@@ -423,7 +422,7 @@ class Dispatcher:
         return takers_of(request, self.live_workers())
 
     def withdraw(self, request: OpenRequest) -> None:
-        """Delete the current attempt from the queue, if it is still there."""
+        """Delete the current attempt's job from the queue, if it is still there."""
         sequence = request.current.stream_sequence
         if sequence is not None:
             self._background.start(self._queue.withdraw(f"{request.request_id}.{request.attempt}", sequence))
@@ -440,7 +439,7 @@ class Dispatcher:
             self._detector.on_work()
 
     def attempt_over(self, request: OpenRequest) -> None:
-        """Note that the current attempt is over, on whichever worker it ran."""
+        """Note that the current attempt has ended."""
         if self._overflow is not None:
             self._overflow.left(request)
         if request.worker_id is None:
@@ -451,7 +450,7 @@ class Dispatcher:
             self._by_worker.pop(request.worker_id, None)
 
     def cancel(self, worker_id: str, cancel: Cancel) -> None:
-        """Send a worker the order to stop an attempt."""
+        """Tell a worker to stop an attempt."""
         self._unowned.cancelled(worker_id, cancel, time.monotonic())
         self._background.start(self._control(worker_id, cancel))
 
@@ -460,13 +459,13 @@ class Dispatcher:
         self._unowned.on_frame(worker_id, frame, now_s)
 
     def request_resend(self, request: OpenRequest, worker_id: str, from_seq: int) -> None:
-        """Ask a worker to send frames of the current attempt again."""
+        """Ask a worker to resend frames of the current attempt."""
         subject = subjects.frames_by_worker_subject(self._frames_subject, worker_id)
         resend = Resend(request.request_id, request.attempt, from_seq, subject)
         self._background.start(self._control(worker_id, resend))
 
     def record_lost_attempt(self, request: OpenRequest, outcome: str, code: str | None, now_s: float) -> None:
-        """Publish the usage record of the current attempt, as its worker may be unable to."""
+        """Publish the usage record of the current attempt in place of its lost worker."""
         worker = self._registry.last_beat(request.worker_id or "")
         self._recorder.lost_attempt(request, worker, outcome, code, now_s)
 
@@ -481,12 +480,12 @@ class Dispatcher:
         for name in objects_of(request.admission):
             self._background.start(self._queue.drop_object(name))
         if request.failure is not None and request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED:
-            log.error("request %s is given up: %s", request.request_id, request.failure.message)
+            log.error("gave up request %s: %s", request.request_id, request.failure.message)
             self._background.start(self._dead_letters.publish(dead_letter(request, self._settings.gateway_id)))
         settle_limits(request)
 
     def settled(self, request: OpenRequest) -> None:
-        """Leave a request for the ledger, unless another gateway goes on with it (``hand_over``)."""
+        """Publish the final record of a request, unless another gateway continues it (``hand_over``)."""
         if self._unsettled.pop(request.request_id, None) is None:
             return
         record = self._recorder.closed(request)
@@ -496,19 +495,19 @@ class Dispatcher:
     async def _control(self, worker_id: str, control: Control) -> None:
         try:
             await self._bus.publish(subjects.control_subject(worker_id), encode(control))
-        except BusError as error:  # it is sent again, or the worker's silence is noticed
-            log.warning("worker %s could not be told %s: %s", worker_id, type(control).__name__, error)
+        except BusError as error:  # it is repeated, or the worker's silence is detected
+            log.warning("cannot send worker %s a %s: %s", worker_id, type(control).__name__, error)
 
-    # --- the queue server went away and is back -----------------------------------------------------------------------
+    # --- after a reconnect --------------------------------------------------------------------------------------------
 
     async def _on_reconnected(self) -> None:
-        # Before anything is awaited: no sweep may take our own silence for the workers'; and the server may have lost
-        # its memory stream, whose sequence numbers then begin again, so that the old ones name other callers' jobs.
+        # Before the first await: a sweep must not take our own silence for the workers'. And the server may have lost
+        # its memory stream, whose sequence numbers then restart, so that old ones refer to other clients' jobs.
         self._registry.reset_silence(time.monotonic())
         for request in self._open.values():
             request.queue_lost()
         await self._streams.restore()
-        # Whatever could not be made: a job whose stream is missing is published until it is there.
+        # Even if a stream is still missing: its jobs are published repeatedly until it exists.
         now_s = time.monotonic()
         self._registry.reset_silence(now_s)
         for request in list(self._open.values()):

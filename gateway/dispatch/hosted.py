@@ -1,4 +1,4 @@
-"""Hosted pools: whether one can take a request now, and what it may cost. docs/how-to/hosted.md, docs/adr/0011."""
+"""Hosted pools: whether one can take a request now, and its spending caps. docs/how-to/hosted.md, docs/adr/0011."""
 
 import math
 import time
@@ -18,16 +18,16 @@ from protocol.job import Failed, Finished
 
 # --- hosted pool ------------------------------------------------------------------------------------------------------
 #
-# One hosted pool: its capacity by heartbeats, its caps by the accounts that gateways share.
+# One hosted pool: its capacity from heartbeats, its caps from the accounts that gateways share.
 
-# Providers count a prompt with tokenizers of their own: so much more than our count is reserved of the money.
+# Providers count prompts with their own tokenizers: the reserved cost is this multiple of the gateway's count.
 PROMPT_MARGIN: Final = 1.25
-REST_S: Final = 5.0  # a pool that did not take in time what it had room for gets nothing for so long
-SHUT_S: Final = 1.0  # how soon what a cap refuses is asked again
+REST_S: Final = 5.0  # a pool that did not accept a job in time gets none for this long
+SHUT_S: Final = 1.0  # before an amount that a cap refused is tried again
 
 
 def caps_of(name: str, settings: HostedPoolSettings) -> tuple[tuple[str, Limits], ...]:
-    """The accounts of a pool's caps, with what they limit."""
+    """Return the accounts of a pool's caps with their limits."""
     return tuple(
         (cap_account(name, period), Limits((None, None, None, nano_usd(usd)), period))
         for period, usd in settings.caps.items()
@@ -35,37 +35,37 @@ def caps_of(name: str, settings: HostedPoolSettings) -> tuple[tuple[str, Limits]
 
 
 class HostedPool:
-    """For use from the event loop only."""
+    """One hosted pool. Only for use in the event loop."""
 
     def __init__(self, name: str, settings: HostedPoolSettings, capacities: dict[str, ModelCapacity]) -> None:
-        """``capacities``: of its models."""
+        """``capacities``: by model."""
         self.name = name
         self.provider = settings.provider
         self.models = frozenset(settings.models)
         self.lane = subjects.hosted_lane(name)
         self.caps = caps_of(name, settings)
-        self.promised = 0  # sequences of attempts on their way, which heartbeats do not tell of yet
+        self.promised = 0  # sequences of published attempts that heartbeats do not include yet
         self._capacities = capacities
         self._rests_until_s = 0.0  # monotonic clock
         self._shut_until_s = 0.0
         self._shut_from_nano_usd = 0
 
     def is_away(self, model: str, now_s: float) -> bool:
-        """True if none of its workers is alive, or it rests after a failure."""
+        """Return whether none of its workers is alive, or it rests after a failure."""
         return now_s < self._rests_until_s or not self._capacities[model].workers
 
     def has_room(self, model: str, sequences: int) -> bool:
-        """Return whether its workers can take so many sequences now."""
+        """Return whether its workers have this many free sequences."""
         return self._capacities[model].free_sequences - self.promised >= sequences
 
     def is_shut(self, needed_nano_usd: int, now_s: float) -> bool:
-        """Return whether its caps are known not to hold so much."""
+        """Return whether its caps recently refused this amount."""
         caps = (terms.limits[Kind.MONEY] or 0 for _, terms in self.caps)
         too_dear = any(needed_nano_usd > cap for cap in caps)
         return too_dear or (now_s < self._shut_until_s and needed_nano_usd >= self._shut_from_nano_usd)
 
     def shut(self, needed_nano_usd: int, now_s: float) -> None:
-        """Note that its caps refused so much: do not ask for more for a while."""
+        """Note that its caps refused this amount: do not ask again for a while."""
         self._shut_until_s, self._shut_from_nano_usd = now_s + SHUT_S, needed_nano_usd
 
     def rest(self, now_s: float) -> None:
@@ -74,44 +74,44 @@ class HostedPool:
 
 
 def most_cost_nano_usd(price: TokenPrice | None, prompt_tokens: int, completion_tokens: int) -> int:
-    """Return the most that a request may cost us, for what our tokenizer counts."""
+    """Return the most that a request may cost the operator, from the gateway's token counts."""
     return 0 if price is None else price.charge_nano_usd(math.ceil(prompt_tokens * PROMPT_MARGIN), 0, completion_tokens)
 
 
 # --- hosted slot ------------------------------------------------------------------------------------------------------
 #
-# The slot that one attempt holds at a hosted pool: capacity, and money of its caps. It must be given back once.
+# The slot that one attempt holds of a hosted pool: capacity, and money of its caps. It must be released exactly once.
 
 
 class HostedSlot:
-    """A slot. Its methods may be called again: only the first that closes it counts."""
+    """The slot of one attempt. Its methods are idempotent: only the first that closes it counts."""
 
     __slots__ = ("_counts", "_holds_room", "_reservation", "_sequences", "made_s", "pool")
 
     def __init__(self, pool: HostedPool, sequences: int, reservation: Reservation) -> None:
-        """``sequences``: counted in the pool's ``promised`` already."""
+        """``sequences``: already included in the pool's ``promised``."""
         self.pool = pool
         self.made_s = time.monotonic()
         self._sequences = sequences
         self._reservation = reservation
         self._holds_room = True
-        self._counts: tuple[int, int, int] | None = None  # as the worker says at the end
+        self._counts: tuple[int, int, int] | None = None  # from the worker's final frame
 
     def take_final_frame(self, frame: Finished | Failed) -> None:
-        """Note the counts of the attempt's final frame. What failed before its first token costs nothing."""
+        """Note the counts of the attempt's final frame. An attempt that failed before its first token costs nothing."""
         if isinstance(frame, Finished):
             self._counts = (frame.prompt_tokens, frame.cached_tokens, frame.completion_tokens)
         elif not frame.completion_tokens:
             self._counts = (0, 0, 0)
 
     def leave_room(self) -> None:
-        """Release the capacity: a worker has accepted the attempt and counts it itself, or it is over."""
+        """Release the capacity: a worker accepted the attempt and reports it in heartbeats, or the attempt ended."""
         if self._holds_room:
             self._holds_room = False
             self.pool.promised -= self._sequences
 
     def settle(self) -> None:
-        """Settle the attempt. Where its cost is unknown, it cost as much as was reserved."""
+        """Settle the attempt's cost; if unknown, the reserved amount."""
         self.leave_room()
         if self._counts is None:
             self._reservation.settle_in_full()
@@ -119,34 +119,34 @@ class HostedSlot:
             self._reservation.settle(*self._counts)
 
     def refund(self) -> None:
-        """Refund the attempt: no worker has run it."""
+        """Refund the attempt: no worker ran it."""
         self.leave_room()
         self._reservation.refund()
 
 
 # --- hosted pools -----------------------------------------------------------------------------------------------------
 #
-# All hosted pools: which of them may and can take a request, the cheapest first.
+# All hosted pools: the cheapest one that can take a request.
 
-# Why a request that may go to a hosted pool does not: what its caller is told while it waits.
-AWAY: Final = "away"  # none of these pools has a worker, or all rest
+# Why a request is not at a hosted pool although it may be, as reported to its client while it waits.
+AWAY: Final = "away"  # no pool has a worker, or all rest
 FULL: Final = "full"
 CAP_REACHED: Final = "cap-reached"
 
 
 class HostedDemand(NamedTuple):
-    """A request's demand on a hosted pool."""
+    """What a request needs of a hosted pool."""
 
     model: str
-    providers: tuple[str, ...]  # to which it may go
+    providers: tuple[str, ...]  # that it may use
     prompt_tokens: int
-    completion_tokens: int  # that it may still make, over all choices
+    completion_tokens: int  # that it may still generate, over all choices
     sequences: int
-    unix_ms: int  # when it was received: the prices of then count
+    unix_ms: int  # when it was received, for the price
 
 
 class Offer(NamedTuple):
-    """A pool that has capacity, and the most that the request may cost there."""
+    """A pool with capacity, and the most that the request may cost there."""
 
     pool: HostedPool
     price: TokenPrice | None
@@ -172,9 +172,9 @@ class HostedPools:
     def offer(
         self, wanted: HostedDemand, tried: Collection[str] = (), fits: Callable[[HostedPool], bool] | None = None
     ) -> Offer | str:
-        """Return the cheapest pool that has capacity, or why there is none. From memory.
+        """Return the cheapest pool with capacity, or why there is none. From memory.
 
-        ``tried``: pools on which the request has failed; ``fits``: whether what is made already can go on there.
+        ``tried``: pools on which the request failed; ``fits``: whether a pool can continue what is held.
         """
         now_s, why, best = time.monotonic(), AWAY, None
         for pool in self._pools:
@@ -193,7 +193,7 @@ class HostedPools:
         return best or why
 
     async def take(self, offer: Offer, sequences: int) -> HostedSlot | None:
-        """Reserve what was offered just now, with the money; None: the caps do not hold it."""
+        """Reserve an offer and its cost; None: the caps refuse it."""
         pool, price, cost = offer
         pool.promised += sequences
         try:

@@ -1,4 +1,4 @@
-"""Jobs in the queue: published until stored, by reference where large, withdrawn, and looked up."""
+"""Jobs in the queue: published until stored, by reference if large, withdrawn, and looked up."""
 
 import asyncio
 import base64
@@ -32,15 +32,15 @@ log = logging.getLogger(__name__)
 
 # --- streams ----------------------------------------------------------------------------------------------------------
 #
-# Creates the streams at the start, after each reconnect, and as soon as one is missing.
+# Creates the streams at start, after each reconnect, and when one is missing.
 
 MIB: Final = 1024 * 1024
-REPAIR_PERIOD_S: Final = 1.0  # one that is deleted again and again is made so often
-LONGEST_REPAIR_WAIT_S: Final = 5.0  # between two tries where the server refuses
+REPAIR_PERIOD_S: Final = 1.0  # at most one repair in this time, even if a stream is deleted repeatedly
+LONGEST_REPAIR_WAIT_S: Final = 5.0  # between two tries while the server refuses
 
 
 class Streams:
-    """Topology of one gateway's queue server, applied by one task at a time."""
+    """The topology of the queue server, applied by one task at a time."""
 
     def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
         queue = settings.queue
@@ -59,7 +59,7 @@ class Streams:
         self._one_at_a_time = asyncio.Lock()
 
     async def start(self) -> None:
-        """Create what is missing. Raises BusError."""
+        """Create missing streams. Raises BusError."""
         await self._apply(topology.FIRST_APPLY_LIMIT_S)
         self._bus.on_stream_missed(self._missed.set)
 
@@ -68,10 +68,10 @@ class Streams:
         await topology.apply(self._bus, self._queues, self._bounds, further_lanes=lanes, limit_s=limit_s)
 
     async def run(self) -> None:
-        """Create streams again that were found missing; never returns."""
+        """Recreate missing streams; never returns."""
         while True:
             await self._missed.wait()
-            log.warning("a stream is missing: what is not there is made")
+            log.warning("stream missing; recreating it")
             for wait_s in backoff_s(LONGEST_REPAIR_WAIT_S):
                 if await self.restore():
                     break
@@ -79,34 +79,34 @@ class Streams:
             await asyncio.sleep(REPAIR_PERIOD_S)
 
     async def restore(self) -> bool:
-        """Create what is missing, as far as the server allows; return whether all exist. ``run`` keeps trying."""
+        """Create missing streams; return whether all exist. ``run`` retries the rest."""
         async with self._one_at_a_time:
             try:
                 await self._apply(0.0)
             except BusError as error:
-                log.warning("the streams are not all there: %s", error)
+                log.warning("cannot create all streams: %s", error)
                 self._missed.set()
                 return False
-            self._missed.clear()  # also what has been missed meanwhile: it is there now
+            self._missed.clear()  # including streams missed meanwhile: they exist now
             return True
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------
 #
-# Finds jobs that vanished from the queue although no worker has accepted them.
+# Finds jobs that vanished from the queue although no worker accepted them.
 #
-# Workers acknowledge a job when they accept it. If one dies between its acknowledgement and its first frame, or that
-# frame is lost with it, the gateway waits for a job that nobody has. So jobs that have waited for long are looked up, a
-# few at a time, those looked at longest ago first; one that is missing twice is gone.
+# Workers acknowledge a job when they accept it. If a worker dies between its acknowledgement and its first frame, or
+# that frame is lost too, the gateway waits for a job that no worker has. So jobs that wait long are looked up, a few at
+# a time, the least recently looked up first. A job that is missing twice has vanished.
 
-QUIET_S: Final = 2.0  # for which a job has waited before it is looked up; longer than topology.ACK_WAIT_S
-LOOK_GAP_S: Final = 1.0  # between two looks at the same job
+QUIET_S: Final = 2.0  # wait of a job before its first lookup; longer than topology.ACK_WAIT_S
+LOOK_GAP_S: Final = 1.0  # between two lookups of the same job
 ROUND_PERIOD_S: Final = 0.5
-LOOKS_PER_ROUND: Final = 50  # some 0.2 ms of the server's time each, so at most 2% of it
+LOOKS_PER_ROUND: Final = 50  # about 0.2 ms of server time each, so at most 2%
 
 
 class JobLookups:
-    """Times of each waiting job's last look-up, and the jobs that were missing then."""
+    """The time of each waiting job's last lookup, and the jobs that were missing then."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -114,20 +114,20 @@ class JobLookups:
         self._missing: set[tuple[str, int]] = set()
 
     async def start(self) -> None:
-        """Answer workers that ask for a lane's oldest job. Raises BusError."""
+        """Subscribe to workers' queries for a lane's oldest job. Raises BusError."""
         await self._bus.subscribe(subjects.OLDEST_JOBS, self._on_question)
 
     async def _on_question(self, message: Msg) -> None:
-        """Tell when the stream took the oldest job of a lane, and nothing else of it; empty where it has none."""
+        """Reply with the time when the stream stored the lane's oldest job, and nothing else of it; empty if none."""
         _, queue, lane = message.subject.split(".")
         try:
             stored = await oldest_job(self._bus, f"rq.{queue}.{lane}")
             await self._bus.publish(message.reply, stored.encode())
         except BusError as error:
-            log.debug("the oldest job of %s is not known: %s", message.subject, error)
+            log.debug("cannot read the oldest job of %s: %s", message.subject, error)
 
     async def run(self, requests: Callable[[], Iterable[OpenRequest]]) -> None:
-        """Look up open requests, round after round; never returns."""
+        """Look up waiting jobs periodically; never returns."""
         while True:
             await asyncio.sleep(ROUND_PERIOD_S)
             if not self._bus.connected:
@@ -135,10 +135,10 @@ class JobLookups:
             try:
                 await self.look(requests())
             except BusError as error:
-                log.debug("waiting jobs could not be looked up: %s", error)
+                log.debug("cannot look up waiting jobs: %s", error)
 
     async def look(self, requests: Iterable[OpenRequest]) -> None:
-        """Make one round over all open requests. Raises BusError if the server does not answer."""
+        """Look up the jobs that are due. Raises BusError if the server does not answer."""
         now_s = time.monotonic()
         waiting = {(r.request_id, r.attempt): r for r in requests if _is_due(r, now_s)}
         self._looked_s = {key: looked_s for key, looked_s in self._looked_s.items() if key in waiting}
@@ -158,15 +158,15 @@ class JobLookups:
             self._missing.discard(key)
         elif key not in self._missing:
             self._missing.add(key)
-        elif request.current.stream_sequence == sequence:  # not taken for lost by a reconnect meanwhile
+        elif request.current.stream_sequence == sequence:  # unless a reconnect meanwhile marked it as lost
             request.job_vanished(attempt, time.monotonic())
 
     async def is_stored(self, message_id: str, sequence: int) -> bool:
-        """Return whether the message is still in the stream. Raises BusError where that is unknown."""
+        """Return whether the message is still in the stream. Raises BusError if unknown."""
         message = await self._bus.get_message(subjects.INTERACTIVE_STREAM, seq=sequence)
         if message is None:
             return False
-        # A memory stream that was lost counts from 1 again: then the number is another job's.
+        # A lost memory stream restarts at 1: the sequence may then be another job's.
         return message_id.encode() in base64.b64decode(message.get("hdrs", ""))
 
 
@@ -179,18 +179,18 @@ def _is_due(request: OpenRequest, now_s: float) -> bool:
 # --- job queue --------------------------------------------------------------------------------------------------------
 
 MAX_PUBLISHES_IN_FLIGHT: Final = 512
-LONGEST_PUBLISH_WAIT_S: Final = 0.5  # while the stream has no leader; the refusals that tell so cost next to nothing
+LONGEST_PUBLISH_WAIT_S: Final = 0.5  # while the stream has no leader: its refusals are cheap
 
 
 def _lane_of(request: OpenRequest, current: CurrentAttempt) -> str:
-    """Return the lane of the current attempt: the tenant's, a hosted pool's, or the resume lane for rescues."""
+    """Return the lane of the current attempt: the ticket's, a hosted pool's, or the resume lane for rescues."""
     if current.hosted is not None:
         return current.hosted.pool.lane
     return subjects.RESUME_LANE if current.is_rescue and not request.admission.batch else request.ticket.lane
 
 
 def objects_of(admission: Admission) -> dict[str, bytes]:
-    """Return what is too large for a message, by the names under which it is stored beside the queue."""
+    """Return the parts that are too large for a message, by object name."""
     if admission.prompt.conversation is None and len(admission.prompt.token_ids) <= MAX_INLINE_PROMPT_BYTES:
         return {}  # nearly always
     chat = b"" if admission.prompt.conversation is None else admission.prompt.conversation.packed
@@ -200,7 +200,7 @@ def objects_of(admission: Admission) -> dict[str, bytes]:
 
 
 def _name_if_in(objects: Mapping[str, bytes], request_id: str, part: str) -> str | None:
-    """Return the name of a part that travels by reference; None if it does not."""
+    """Return the object name of a part that travels by reference, else None."""
     if not objects:
         return None
     name = object_name(request_id, part)
@@ -208,7 +208,7 @@ def _name_if_in(objects: Mapping[str, bytes], request_id: str, part: str) -> str
 
 
 class JobQueue:
-    """The gateway's side of the interactive stream. Every method returns only when its work is done or pointless."""
+    """The gateway's side of the interactive stream. Each method returns when its work is done or no longer needed."""
 
     def __init__(self, bus: Bus, lookups: JobLookups, settings: GatewaySettings, overflow: Overflow | None) -> None:
         self._bus = bus
@@ -216,12 +216,12 @@ class JobQueue:
         self._gateway_id = settings.gateway_id
         self._overflow = overflow
         self._reply_subject = subjects.frames_subject(settings.gateway_id)
-        self._keys = None if settings.nats_credentials is None else PromptKeys()  # workers of then can open them
-        self._pepper = None if settings.share_prefix_cache else settings.key_pepper  # makes the salts
+        self._keys = None if settings.nats_credentials is None else PromptKeys()  # with credentials, objects are sealed
+        self._pepper = None if settings.share_prefix_cache else settings.key_pepper  # for cache salts
         self._in_flight = asyncio.Semaphore(MAX_PUBLISHES_IN_FLIGHT)
 
     async def publish(self, request: OpenRequest, after_s: float = 0.0) -> None:
-        """Publish the current attempt after a pause, and again with the same id until it is stored."""
+        """Publish the current attempt after a pause, repeatedly with the same id until it is stored."""
         attempt = request.attempt
         if after_s:
             await asyncio.sleep(after_s)
@@ -234,14 +234,14 @@ class JobQueue:
                 async with self._in_flight:
                     await self._publish_once(request, attempt)
             except StreamFull as error:
-                if attempt == 1:  # a later attempt has been promised an answer
-                    failure = Failure(ErrorCode.QUEUE_FULL, f"the queue is full: {error}")
+                if attempt == 1:  # later attempts are already admitted
+                    failure = Failure(ErrorCode.QUEUE_FULL, f"The queue is full: {error}")
                     request.refused(attempt, failure, time.monotonic())
             except PayloadTooLarge as error:
                 request.refused(attempt, Failure(ErrorCode.INTERNAL_ERROR, str(error)), time.monotonic())
             except BusError as error:
-                # No warning: in an outage there would be one per request and try; the connection's loss is logged.
-                log.debug("job %s.%d is not in the queue yet: %s", request.request_id, attempt, error)
+                # Not a warning: an outage would log one per request and try. The lost connection is logged.
+                log.debug("job %s.%d is not stored yet: %s", request.request_id, attempt, error)
             else:
                 return
             await asyncio.sleep(wait_s)
@@ -307,47 +307,47 @@ class JobQueue:
         )
 
     async def _is_there(self, request: OpenRequest, attempt: int) -> bool:
-        """Return whether the job's message still exists; also True where that no longer matters."""
+        """Return whether the job's message still exists; True if that no longer matters."""
         sequence = request.current.stored_at
         if sequence is None:
             return False
         for wait_s in backoff_s(LONGEST_PUBLISH_WAIT_S):
             if not self._bus.connected or not request.waits_for_worker(attempt):
-                return True  # the next reconnect looks again
+                return True  # checked again after the next reconnect
             try:
                 async with self._in_flight:
                     is_there = await self._lookups.is_stored(f"{request.request_id}.{attempt}", sequence)
                     if is_there:
                         await self._stored(request, attempt, sequence)
             except BusError as error:
-                log.debug("job %s.%d could not be looked up: %s", request.request_id, attempt, error)
+                log.debug("cannot look up job %s.%d: %s", request.request_id, attempt, error)
             else:
                 return is_there
             await asyncio.sleep(wait_s)
         return False
 
     async def withdraw(self, message_id: str, sequence: int) -> None:
-        """Delete a job's message, if it still exists. A worker that has pulled it gets a Cancel."""
+        """Delete a job's message if it still exists. A worker that already pulled it gets a Cancel."""
         try:
-            # The stream may have been lost and made again unseen by us: the number is then another job's.
+            # The stream may have been lost and recreated: the sequence would then be another job's.
             if await self._lookups.is_stored(message_id, sequence):
                 await self._bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
-        except BusError as error:  # its time to live ends it
-            log.debug("job %s could not be withdrawn: %s", message_id, error)
+        except BusError as error:  # it expires by its time to live
+            log.debug("cannot withdraw job %s: %s", message_id, error)
 
     async def drop_object(self, name: str) -> None:
-        """Delete an object that travelled by reference."""
+        """Delete the object of a part that traveled by reference."""
         try:
             await delete_object(self._bus, subjects.PROMPTS_BUCKET, name)
-        except BusError as error:  # the bucket's maximum age ends it
-            log.warning("prompt %s could not be deleted: %s", name, error)
+        except BusError as error:  # it expires by the bucket's maximum age
+            log.warning("cannot delete prompt %s: %s", name, error)
 
     async def publish_again(self, request: OpenRequest) -> None:
-        """Make sure after a reconnect that a job which no worker has accepted is still in the queue.
+        """Ensure after a reconnect that a job that no worker has accepted is still in the queue.
 
-        The memory stream may be lost (then this stores the job again), or it may be there and the job pulled by a
-        worker whose frames were lost: then the job's message is gone, and only a new attempt helps. Whoever has waited
-        for longer than the server knows duplicates as such would be stored twice: so it is looked for first.
+        If the memory stream is lost, this stores the job again. If the stream survived, a worker whose frames were lost
+        may have pulled the job: then its message is gone, and only a new attempt helps. The job is looked up first,
+        because the server would store a second copy of one older than its duplicate window.
         """
         attempt = request.attempt
         if await self._is_there(request, attempt):
@@ -359,7 +359,7 @@ class JobQueue:
         try:
             is_stored = await self._lookups.is_stored(f"{request.request_id}.{attempt}", sequence)
         except BusError as error:
-            log.warning("job %s.%d could not be looked up: %s", request.request_id, attempt, error)
+            log.warning("cannot look up job %s.%d: %s", request.request_id, attempt, error)
         else:
             if not is_stored:
                 request.job_vanished(attempt, time.monotonic())

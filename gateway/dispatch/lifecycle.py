@@ -1,4 +1,4 @@
-"""The life of one request, from its queue to its record: what is known of it, and what each event means for it."""
+"""The life cycle of one request, from the queue to its record: its state, and how each event changes it."""
 
 import asyncio
 import contextlib
@@ -37,18 +37,18 @@ from protocol.usage import RequestRecord
 
 # --- states -----------------------------------------------------------------------------------------------------------
 #
-# The states of an admitted request, and why each is left. Only this file changes them; a test holds ``TRANSITIONS`` to
-# the drawing.
+# The states of an admitted request and its transitions. Only this file changes states; a test checks ``TRANSITIONS``
+# against the drawing.
 #
-# QUEUED ──> RUNNING      a worker has accepted the attempt
-# QUEUED ──> QUEUED       the attempt failed, vanished or is moved to another pool: attempt + 1
-# QUEUED ──> STOPPING     its caller left, or a deadline passed: a worker may have pulled the job at the last moment
-# QUEUED ──> ENDED        refused by the queue, failed for good, attempts exhausted, or only the last words were lost
-# RUNNING ──> QUEUED      its worker failed, is silent or lost: attempt + 1, which continues what is held
-# RUNNING ──> STOPPING    its caller left, or a deadline passed: the worker's exact token counts are waited for
+# QUEUED ──> RUNNING      a worker accepted the attempt
+# QUEUED ──> QUEUED       the attempt failed, vanished or moves to another pool: attempt + 1
+# QUEUED ──> STOPPING     the client left, or a deadline passed: a worker may have just pulled the job
+# QUEUED ──> ENDED        refused by the queue, failed for good, attempts exhausted, or only the final frame was lost
+# RUNNING ──> QUEUED      the worker failed, is silent or lost: attempt + 1, which continues the held output
+# RUNNING ──> STOPPING    the client left, or a deadline passed: wait for the worker's exact token counts
 # RUNNING ──> ENDED       finished, failed for good, attempts exhausted
-# STOPPING ──> ENDED      the counts are here, the worker is lost, or the time for them is up
-# ENDED ──> SETTLED       its caller's status is known, too: exactly one record is published
+# STOPPING ──> ENDED      the counts arrived, the worker is lost, or the time for them is up
+# ENDED ──> SETTLED       the client's HTTP status is known too: exactly one record is published
 
 
 class State(Enum):
@@ -72,7 +72,7 @@ TRANSITIONS: Final = {
 
 # --- actions ----------------------------------------------------------------------------------------------------------
 #
-# Commands that a request gives its dispatcher: the seam between the state machine and the bus.
+# Commands of a request to its dispatcher: the interface between the state machine and the bus.
 
 
 class Actions(Protocol):
@@ -87,7 +87,7 @@ class Actions(Protocol):
         ...
 
     def withdraw(self, request: "OpenRequest") -> None:
-        """Delete the current attempt from the queue, if it is still there."""
+        """Delete the current attempt's job from the queue, if it is still there."""
         ...
 
     def accepted(self, request: "OpenRequest") -> None:
@@ -95,11 +95,11 @@ class Actions(Protocol):
         ...
 
     def attempt_over(self, request: "OpenRequest") -> None:
-        """Note that the current attempt is over, on whichever worker it ran."""
+        """Note that the current attempt has ended."""
         ...
 
     def cancel(self, worker_id: str, cancel: Cancel) -> None:
-        """Send a worker the order to stop an attempt."""
+        """Tell a worker to stop an attempt."""
         ...
 
     def fence_out(self, worker_id: str, frame: Frame, now_s: float) -> None:
@@ -107,11 +107,11 @@ class Actions(Protocol):
         ...
 
     def request_resend(self, request: "OpenRequest", worker_id: str, from_seq: int) -> None:
-        """Ask a worker to send frames of the current attempt again."""
+        """Ask a worker to resend frames of the current attempt."""
         ...
 
     def record_lost_attempt(self, request: "OpenRequest", outcome: str, code: str | None, now_s: float) -> None:
-        """Publish the usage record of the current attempt, as its worker may be unable to."""
+        """Publish the usage record of the current attempt in place of its lost worker."""
         ...
 
     def record(self, request: "OpenRequest") -> asyncio.Future[None]:
@@ -119,21 +119,21 @@ class Actions(Protocol):
         ...
 
     def ended(self, request: "OpenRequest") -> None:
-        """Release what is held for a request; none of its counts changes any more."""
+        """Release the resources of a request; its counts are final."""
         ...
 
     def settled(self, request: "OpenRequest") -> None:
-        """Leave a request for the ledger, unless another gateway goes on with it; nothing about it changes any more."""
+        """Publish the final record of a request, unless another gateway continues it."""
         ...
 
 
 # --- request state ----------------------------------------------------------------------------------------------------
 #
-# The data of one open request: what its state machine changes, and what others read.
+# The data of one open request, which its state machine changes and other parts read.
 
 
 class RequestState:
-    """An open request's data and what can be read of it. ``OpenRequest`` alone changes it."""
+    """The data of an open request. Only ``OpenRequest`` changes it."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class RequestState:
         mailbox: Mailbox | None = None,
         intent: asyncio.Future[None] | None = None,
     ) -> None:
-        """``mailbox``: where its events go; default: its own. ``intent``: of a stream, done once it is stored."""
+        """``mailbox``: receives its events; default: a new one. ``intent``: of a stream, done once it is stored."""
         self.admission = admission = ticket.admission
         self.request_id, self.prompt_tokens = admission.request_id, admission.prompt.tokens
         self.ticket = ticket
@@ -154,23 +154,25 @@ class RequestState:
         self.state = State.QUEUED
         self.current = CurrentAttempt(1, queued_s=now_s, last_frame_s=now_s)
         self.log = AttemptLog(max_attempts)
-        self.accepted: Accepted | None = None  # of the last attempt that was accepted
-        self.published_s: float | None = None  # when the first attempt was first handed to the queue server
+        self.accepted: Accepted | None = None  # of the last accepted attempt
+        self.published_s: float | None = None  # when the first attempt was first published
         self.choices = choices_of(admission)
-        self._unreceived_tokens = 0  # of a stopped or failed attempt, as its worker says, and as it can have made
+        self._unreceived_tokens = 0  # of a stopped or failed attempt: reported by its worker, within plausible bounds
         self.cached_tokens = 0
         self.accepted_s: float | None = None
         self.first_token_s: float | None = None
         self.ended_s: float | None = None
         self.outcome = "ok"  # "ok" | "cancelled" | "failed"; final once ENDED
         self.failure: Failure | None = None
-        self.row = intent  # done: the request will have a row; None: not seen to yet
-        self.record: RequestRecord | None = None  # once it is left for the ledger
-        self.http_status: int | None = None  # that its caller has seen; None: none
-        self.dropped: frozenset[str] = frozenset()  # fields that the pools of its answer have left out
-        self.hosted_wait: str | None = None  # why it is at no hosted pool, though it may: gateway.dispatch.hosted
-        self.is_closed = False  # nobody reads its answer any more
-        self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
+        self.row = intent  # done: the ledger will have a row; None: not started
+        self.record: RequestRecord | None = None  # once published
+        self.http_status: int | None = None  # sent to the client; None: none
+        self.dropped: frozenset[str] = frozenset()  # fields that the pools of its answer ignored
+        self.hosted_wait: str | None = (
+            None  # why it is not at a hosted pool although it may be: gateway.dispatch.hosted
+        )
+        self.is_closed = False  # the reader of its answer is gone
+        self.on_end: Callable[[Ended], None] | None = None  # called when the client's outcome is known
         self._timeouts = timeouts
         self._actions = actions
         self._queue_wait = QueueWaitBudget(admission.arrival.queue_wait_s)
@@ -201,12 +203,12 @@ class RequestState:
 
     @property
     def attempt_tokens(self) -> int:
-        """Output tokens of the current attempt, as far as they have come."""
+        """Output tokens received from the current attempt."""
         return self.choices.held_tokens() - self.current.tokens_before
 
     @property
     def is_over(self) -> bool:
-        """Whether none of its counts changes any more."""
+        """True if its counts are final."""
         return self.state in {State.ENDED, State.SETTLED}
 
     def takers(self) -> Sequence[Heartbeat]:
@@ -220,18 +222,18 @@ class RequestState:
 
 # --- failure rules ----------------------------------------------------------------------------------------------------
 #
-# Rules that turn a worker's failure into another attempt or into the client's error.
+# Rules that turn a worker's failure into another attempt, or into the client's error.
 
 VANISHED: Final = Failure(ErrorCode.JOB_VANISHED, "the job vanished from the queue")
 BROKEN_OFF_TWICE: Final = (
-    "The server broke the answer off twice, and it is not paid for a third time: check the server of this pool, "
+    "The server broke off the answer twice, and Spillway does not pay for a third try. Check the server of this pool, "
     "or send the request again."
 )
 CLOCK_SKEW_S: Final = 1.0  # between a gateway and a worker
 
 
 def is_premature(frame: Failed, queue_deadline_s: float, now_s: float) -> bool:
-    """Return whether a worker ends the request's wait too early: its clock is wrong, and others may take the job."""
+    """Return whether a worker ended the wait too early because its clock is wrong: others may accept the job."""
     return frame.code == ErrorCode.DEADLINE_EXCEEDED and now_s < queue_deadline_s - CLOCK_SKEW_S
 
 
@@ -239,16 +241,16 @@ def verdict_of(frame: Failed, admission: Admission, now_s: float) -> Failure:
     """Return the failure that the client sees."""
     code = _known_code(frame.code)
     if code is ErrorCode.DEADLINE_EXCEEDED and now_s < admission.arrival.deadline_s - CLOCK_SKEW_S:
-        code = ErrorCode.QUEUE_WAIT_TIMEOUT  # the worker was told only until when it may wait
-    # The engine knows token ids only; the caller knows the field that they were made from.
+        code = ErrorCode.QUEUE_WAIT_TIMEOUT  # the job's deadline is that of the queue wait
+    # The engine knows only token ids; the client knows the field that they were encoded from.
     param = admission.prompt.param if frame.param == "prompt_ids" else frame.param
     return Failure(code, frame.message, param)
 
 
 def why_over(request: "OpenRequest") -> Failure | None:
-    """Return why a request whose attempt has failed gets no other, or None."""
+    """Return why a request gets no further attempt after a failed one, or None."""
     if request.log.is_busy_too_often:
-        return Failure(ErrorCode.WAIT_TOO_LONG, f"the servers of this model asked to wait {MAX_BUSY_FAILURES} times")
+        return Failure(ErrorCode.WAIT_TOO_LONG, f"The servers of this model asked to wait {MAX_BUSY_FAILURES} times.")
     if request.log.exhausted:
         return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, request.log.why(request.attempt))
     if request.log.is_repeated and not _leaves_pool(request):
@@ -256,20 +258,20 @@ def why_over(request: "OpenRequest") -> Failure | None:
     if request.choices.is_encoded and not request.admission.prompt.stream:
         if not request.log.drop():
             return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, f"{request.log.why(request.attempt)}. {BROKEN_OFF_TWICE}")
-        drop_answer(request)  # its caller has been told nothing of it
+        drop_answer(request)  # the client has not received any of it
     return None if request.choices.may_go_on else answer_cut(request)
 
 
 def answer_cut(request: "OpenRequest") -> Failure:
     """Return the failure of a stream that no live worker can resume."""
-    why = f": {failures[-1].reason}" if (failures := request.log.failures) else ""
+    why = f": {failures[-1].reason.removesuffix('.')}" if (failures := request.log.failures) else ""
     end = "Text already sent is not repeated: send the request again."
     message = f"The stream was interrupted and no worker can resume it{why}. {end}"
     return Failure(ErrorCode.ANSWER_CUT, message)
 
 
 def _leaves_pool(request: "OpenRequest") -> bool:
-    """Avoid every worker of the pool whose server repeats a fault; return False if no other pool is left."""
+    """Avoid all workers of the pool whose server repeated a failure; return False if no other pool is left."""
     failed, takers = request.log.failed_pools, request.takers()
     for beat in takers:
         if beat.pool in failed:
@@ -278,10 +280,10 @@ def _leaves_pool(request: "OpenRequest") -> bool:
 
 
 def is_excused(request: "OpenRequest", code: str) -> bool:
-    """Return whether a failed attempt uses up none: it made no token, and the request has not failed at another pool.
+    """Return whether a failed attempt does not count: it generated no token, and no attempt failed at another pool.
 
-    A server that refuses everything takes jobs faster than healthy ones. A request that fails everywhere has an end: at
-    the last pool its failures count.
+    A server that refuses everything takes jobs faster than healthy ones. A request that fails everywhere still ends:
+    failures at its last pool count.
     """
     current, log = request.current, request.log
     if code != ErrorCode.ENGINE_ERROR or current.accepted is None or request.attempt_tokens or current.answered_inputs:
@@ -291,7 +293,7 @@ def is_excused(request: "OpenRequest", code: str) -> bool:
 
 
 def may_run_elsewhere(request: "OpenRequest", timeout: Failure) -> bool:
-    """Return whether a worker's silence ends its attempt alone, as another one is free."""
+    """Return whether a timeout ends only the attempt, because another worker is free."""
     if timeout.code not in {ErrorCode.FIRST_TOKEN_TIMEOUT, ErrorCode.INTER_TOKEN_TIMEOUT}:
         return False
     silent = {request.worker_id, *request.log.avoid}
@@ -300,19 +302,19 @@ def may_run_elsewhere(request: "OpenRequest", timeout: Failure) -> bool:
 
 
 def why_waited_in_vain(request: "OpenRequest", timeout: Failure) -> Failure:
-    """Return why a request waited until its time limit: its servers asked to wait, or else ``timeout``."""
+    """Return why a request waited until its time limit: its servers asked to wait, else ``timeout``."""
     takers = request.takers()
     waits_ms = [beat.paused.wait_ms for beat in takers if beat.paused is not None and beat.paused.wait_ms]
     all_wait = bool(takers) and len(waits_ms) == len(takers)
     if not all_wait and not request.log.was_asked_to_wait:
         return timeout
     retry_after_s = math.ceil(min(waits_ms) / 1000) if all_wait else None
-    message = "the servers of this model asked to wait, and none took the request in time"
+    message = "The servers of this model asked to wait, and none accepted the request in time."
     return Failure(ErrorCode.WAIT_TOO_LONG, message, retry_after_s=retry_after_s)
 
 
 def drop_answer(request: "OpenRequest") -> None:
-    """Drop what is held of the answer: the next attempt begins it again."""
+    """Drop the held output: the next attempt restarts the answer."""
     request.choices.clear()
     request.current.tokens_before = 0
     request.mailbox.drop(request.request_id)
@@ -321,59 +323,59 @@ def drop_answer(request: "OpenRequest") -> None:
 def _known_code(code: str) -> ErrorCode:
     try:
         return ErrorCode(code)
-    except ValueError:  # of a newer worker
+    except ValueError:  # from a worker of a newer release
         return ErrorCode.INTERNAL_ERROR
 
 
 def too_much_unread(admission: Admission) -> Failure:
     """Return the failure of a request whose unread answer exceeds the buffer."""
     if admission.prompt.stream:
-        return Failure(ErrorCode.SLOW_CLIENT, "the client reads more slowly than the buffer allows")
+        return Failure(ErrorCode.SLOW_CLIENT, "The client reads too slowly, and the buffer is full.")
     message = (
-        "the answer has become larger than the gateway keeps for one key or team until it is complete;"
-        " ask for fewer tokens, choices or log-probabilities, or for a stream"
+        "The answer is larger than the gateway can buffer for one key or team."
+        " Request fewer tokens, choices or log-probabilities, or a stream."
     )
     return Failure(ErrorCode.ANSWER_TOO_LARGE, message)
 
 
 # --- deadlines --------------------------------------------------------------------------------------------------------
 #
-# Time limits of a request in each state; each has an error of its own.
+# Time limits of a request in each state; each has its own error.
 
-RESCUE_QUEUE_WAIT_S: Final = 5.0  # for an attempt after the first, even if the first has used all patience up
-WITHDRAW_LINGER_S: Final = 2.0  # how long a worker that pulled the job at the last moment may still say so
-ACCEPT_LIMIT_S: Final = 1.0  # within which a worker takes a request that is not to be queued
+RESCUE_QUEUE_WAIT_S: Final = 5.0  # for later attempts, even if the first used up the whole queue wait
+WITHDRAW_LINGER_S: Final = 2.0  # for a worker that pulled the job at the last moment to report it
+ACCEPT_LIMIT_S: Final = 1.0  # for a worker to accept a request that does not allow queuing
 NEVER_S: Final = float("inf")
-TIMER_SLACK_S: Final = 0.001  # timers may be early by the clock's resolution
+TIMER_SLACK_S: Final = 0.001  # timers may fire early by the clock's resolution
 
 
 class DeadlineTimers:
-    """Timers of the requests whose clients have set a deadline: to the point, where the sweep may be late."""
+    """Timers for client deadlines: exact, where the periodic sweep may be late."""
 
     def __init__(self) -> None:
         self._timers: dict[str, asyncio.TimerHandle] = {}  # by request
 
     def set(self, admission: Admission, now_s: float, call: Callable[[], None]) -> None:
-        """Call when the client's deadline has passed, if it has set one."""
+        """Call ``call`` when the client's deadline has passed, if it set one."""
         if admission.arrival.deadline_s != NEVER_S:
             delay_s = admission.arrival.deadline_s - now_s + TIMER_SLACK_S
             self._timers[admission.request_id] = asyncio.get_running_loop().call_later(delay_s, call)
 
     def drop(self, request_id: str) -> None:
-        """Call nothing."""
+        """Cancel the timer of a request."""
         timer = self._timers.pop(request_id, None)
         if timer is not None:
             timer.cancel()
 
 
 class QueueWaitBudget:
-    """Time that a request may still wait in the queue, over all its attempts."""
+    """The remaining queue wait of a request, over all its attempts."""
 
     def __init__(self, limit_s: float) -> None:
         self.left_s = limit_s
 
     def spend(self, waited_s: float) -> None:
-        """Deduct the wait of an attempt. A little always stays, for a rescue in mid-stream."""
+        """Deduct the wait of an attempt. Some always remains, for a rescue in mid-stream."""
         least_s = min(RESCUE_QUEUE_WAIT_S, self.left_s)
         self.left_s = max(least_s, self.left_s - waited_s)
 
@@ -385,11 +387,11 @@ def overdue(
     queue_deadline_s: float | None,
     now_s: float,
 ) -> Failure | None:
-    """Return the exceeded limit, if any. ``queue_deadline_s``: None once a worker has the attempt."""
+    """Return the exceeded limit, if any. ``queue_deadline_s``: None once a worker accepted the attempt."""
     if now_s >= admission.arrival.deadline_s:
-        return Failure(ErrorCode.DEADLINE_EXCEEDED, "the deadline that the caller has set has passed")
+        return Failure(ErrorCode.DEADLINE_EXCEEDED, "The client's deadline has passed.")
     if now_s - admission.arrival.received_s >= limits.total_s:
-        return Failure(ErrorCode.TOTAL_TIMEOUT, f"the request took longer than {limits.total_s:g} s")
+        return Failure(ErrorCode.TOTAL_TIMEOUT, f"The request took longer than {limits.total_s:g} s.")
     if queue_deadline_s is not None:
         return _overdue_in_queue(admission, attempt, queue_deadline_s, now_s)
     return _overdue_token(limits, attempt, now_s)
@@ -399,9 +401,11 @@ def _overdue_in_queue(admission: Admission, attempt: CurrentAttempt, deadline_s:
     """Return the limit exceeded while no worker has accepted the attempt."""
     waited_s = now_s - attempt.queued_s
     if now_s >= deadline_s:
-        return Failure(ErrorCode.QUEUE_WAIT_TIMEOUT, f"no worker took the request within {waited_s:.1f} s")
+        return Failure(ErrorCode.QUEUE_WAIT_TIMEOUT, f"No worker accepted the request within {waited_s:.1f} s.")
     if admission.do_not_queue and attempt.number == 1 and waited_s >= ACCEPT_LIMIT_S:
-        return Failure(ErrorCode.NO_FREE_PLACE, "no worker took the request at once", retry_after_s=1, is_wanted=True)
+        return Failure(
+            ErrorCode.NO_FREE_PLACE, "No worker accepted the request at once.", retry_after_s=1, is_wanted=True
+        )
     return None
 
 
@@ -409,29 +413,29 @@ def _overdue_token(limits: TimeoutSettings, attempt: CurrentAttempt, now_s: floa
     """Return the limit exceeded while a worker runs the attempt."""
     if attempt.last_token_s is not None:
         if now_s - attempt.last_token_s >= limits.inter_token_s:
-            return Failure(ErrorCode.INTER_TOKEN_TIMEOUT, f"no further token within {limits.inter_token_s:g} s")
+            return Failure(ErrorCode.INTER_TOKEN_TIMEOUT, f"No further token within {limits.inter_token_s:g} s.")
     elif attempt.accepted_s is not None and now_s - attempt.accepted_s >= limits.first_token_s:
-        return Failure(ErrorCode.FIRST_TOKEN_TIMEOUT, f"no first token within {limits.first_token_s:g} s")
+        return Failure(ErrorCode.FIRST_TOKEN_TIMEOUT, f"No first token within {limits.first_token_s:g} s.")
     return None
 
 
 # --- request ----------------------------------------------------------------------------------------------------------
 #
-# One admitted request: its state machine (drawn above), free of any input or output.
+# One admitted request: its state machine (drawn above), without any I/O.
 #
-# The fence: frames of another attempt, of another worker than the attempt's first, or with a ``seq`` seen before are
-# dropped. A gap in ``seq`` asks the worker to send again from there; what comes before the gap is filled is dropped, as
-# it will be sent again.
+# The fence drops frames of another attempt, frames of any worker but the attempt's first, and frames with a known
+# ``seq``. A gap in ``seq`` makes the request ask the worker to resend from there; until the gap is filled, later frames
+# are dropped, because they will be resent.
 
 CANCEL_REPEAT_S: Final = 1.0
-ATTEMPTS_UNKNOWN: Final = 1  # that another gateway may have begun after the last one that is known of
+ATTEMPTS_UNKNOWN: Final = 1  # attempts that another gateway may have begun after the last known one
 
 
 class OpenRequest(RequestState):
-    """A request from admission to its end. Only the event loop touches it."""
+    """A request from admission to its end. Only used in the event loop."""
 
     def place(self) -> QueuePosition | None:
-        """Return the queue position; None once it no longer waits for its first worker."""
+        """Return the queue position; None once the request no longer waits for its first worker."""
         return self.ticket.place()
 
     def _enter(self, state: State) -> None:
@@ -439,39 +443,39 @@ class OpenRequest(RequestState):
             raise RuntimeError(f"request {self.request_id} cannot become {state.value}: it is {self.state.value}")
         self.state = state
 
-    # --- its jobs in the queue ----------------------------------------------------------------------------------------
+    # --- jobs in the queue --------------------------------------------------------------------------------------------
 
     def publishing(self, now_s: float) -> None:
-        """Note that an attempt is handed to the queue server."""
+        """Note that the current attempt is being published."""
         self.published_s = self.published_s or now_s
 
     def stored(self, attempt: int, sequence: int) -> bool:
-        """Note where the queue keeps an attempt's job; return whether it is still wanted."""
+        """Note the sequence of an attempt's stored job; return whether the job is still needed."""
         if self.attempt == attempt and self.state in {State.QUEUED, State.RUNNING}:
             self.current.stream_sequence = self.current.stored_at = sequence
             return True
-        return self.attempt == attempt and self.outcome == "ok"  # who answers takes it off
+        return self.attempt == attempt and self.outcome == "ok"  # otherwise the caller deletes it
 
     def queue_lost(self) -> None:
         """Note that the queue server may have lost its memory: the job's sequence may now be another job's."""
         self.current.stream_sequence = None
 
-    # --- its record ---------------------------------------------------------------------------------------------------
+    # --- record -------------------------------------------------------------------------------------------------------
 
     def calling_at_end(self, callback: Callable[[Ended], None] | None) -> None:
-        """Call back once the caller's verdict is known; None: no longer."""
+        """Call back once the client's outcome is known; None: no longer."""
         self.on_end = callback
 
     def told(self, status: int | None) -> None:
-        """Note the status that its caller has seen; None: none."""
+        """Note the HTTP status that the client received; None: none."""
         self.http_status = status
 
     def recorded(self, record: RequestRecord) -> None:
-        """Note that its record is published."""
+        """Note that the record is published."""
         self.record = record
 
     def close(self, status: int | None, now_s: float) -> None:
-        """Note that nobody reads its answer any more. ``status``: what its caller has seen; None: it left before."""
+        """Note that the reader is gone. ``status``: as sent; None: the client disconnected before."""
         self.cancel(now_s)  # does nothing if it has ended
         self.mailbox.close()
         self.http_status = status
@@ -479,12 +483,12 @@ class OpenRequest(RequestState):
         self._settle_if_over()
 
     def settle_as_it_stands(self, failure: Failure, now_s: float) -> None:
-        """Settle it, with what is known: the process ends."""
+        """Settle the request with its current counts, because the process ends."""
         self.fail(failure, now_s)  # does nothing if it has ended
-        # A complete answer that a slow client has not read to its end is an answer.
+        # A complete answer counts as one even if a slow client has not read all of it.
         self.http_status = self.http_status or (200 if self.outcome == "ok" else 503)
         self.is_closed = True
-        if self.state is State.STOPPING:  # the exact counts are waited for no longer
+        if self.state is State.STOPPING:  # stop waiting for the exact counts
             self._close(now_s)
         else:
             self._settle_if_over()
@@ -495,23 +499,23 @@ class OpenRequest(RequestState):
             self._actions.settled(self)
 
     def rows_stored(self) -> Sequence[asyncio.Future[None]]:
-        """Return futures to wait for before the client gets a good answer: then its row is sure, whatever dies."""
+        """Return the futures to await before the client gets a good answer, so that its row survives any crash."""
         self.row = self.row or self._actions.record(self)
         return (self.row,)
 
     def resume(self, made: MadeBefore, now_s: float) -> None:
-        """Go on with what another gateway has received."""
+        """Continue from the output that another gateway received."""
         self.choices.revision = made.revision
         for frame in made.frames:
             if (reason := self.choices.take(frame)) is not None:
                 self._end("failed", Failure(ErrorCode.INTERNAL_ERROR, reason), now_s)
                 return
             self.mailbox.put_tokens(frame)
-        if self.choices.are_complete():  # only the last words were lost
+        if self.choices.are_complete():  # only the final frame was lost
             self._end("ok", None, now_s)
             return
         self.current.number = made.attempt + ATTEMPTS_UNKNOWN
-        self.log.add(self.current, ErrorCode.GATEWAY_LOST, "the gateway of the request is gone", 0)
+        self.log.add(self.current, ErrorCode.GATEWAY_LOST, "the request's gateway stopped", 0)
         held = self.choices.held_tokens()
         self.current = CurrentAttempt(self.attempt + 1, now_s, now_s, held, self.choices.is_encoded, is_rescue=True)
         self.ticket.leave_queue()  # for the resume lane
@@ -520,7 +524,7 @@ class OpenRequest(RequestState):
     # --- frames -------------------------------------------------------------------------------------------------------
 
     def on_frame(self, worker_id: str, frame: Frame, now_s: float) -> None:
-        """Handle one frame. Called for every token: the usual case comes first."""
+        """Handle one frame. Called for every token, so the usual case comes first."""
         current = self.current
         if (
             frame.seq == current.next_seq
@@ -546,7 +550,9 @@ class OpenRequest(RequestState):
             self._attempt_failed(ErrorCode.WORKER_LOST, "the worker no longer knows the request", now_s)
         elif frame.seq == self.current.next_seq:
             if self.state is State.QUEUED and not isinstance(frame, Accepted | Failed):
-                self._attempt_failed(ErrorCode.ENGINE_ERROR, "a worker answers that has not accepted", now_s)
+                self._attempt_failed(
+                    ErrorCode.ENGINE_ERROR, "the worker sent output without accepting the request", now_s
+                )
             else:
                 self._take(worker_id, frame, now_s)
         elif frame.seq > self.current.next_seq and self.current.should_request_resend(now_s):
@@ -570,7 +576,7 @@ class OpenRequest(RequestState):
         elif isinstance(frame, Dropped):
             reason = None
             self.dropped |= DROPPABLE.intersection(frame.fields)
-        elif isinstance(frame, UnreadableFrame):  # where its kind is unknown, a newer worker sends it: do without
+        elif isinstance(frame, UnreadableFrame):  # skip an unknown kind: it is from a newer worker
             reason = frame.reason if frame.is_known else None
         else:
             reason = None
@@ -598,7 +604,7 @@ class OpenRequest(RequestState):
     def _note_worker(self, worker_id: str, frame: Accepted, now_s: float) -> None:
         self.choices.generated_by(frame)
         if not self.choices.has_output:
-            self.dropped = frozenset()  # by a pool that has made nothing
+            self.dropped = frozenset()  # the previous pool generated nothing
         self.current.worker_id = worker_id
         self.current.accepted = self.accepted = frame
         self.current.accepted_s = self.accepted_s = now_s
@@ -607,11 +613,11 @@ class OpenRequest(RequestState):
     def _on_tokens(self, frame: Tokens | Deltas, now_s: float) -> None:
         self.mailbox.put_tokens(frame)
         if frame.prompt_logprobs is not None:
-            return  # read together with what comes after them
+            return  # read together with later frames
         if self.current.first_token_s is None and (frame.token_ids or isinstance(frame, Deltas)):
             self.current.first_token_s, self.first_token_s = now_s, self.first_token_s or now_s
         self.current.last_token_s = self._last_event_s = now_s
-        if self.admission.prompt.stream:  # others read everything at the end
+        if self.admission.prompt.stream:  # other requests are read at the end
             self.mailbox.wake()
             if self.mailbox.held_bytes > self.mailbox.max_unread_bytes:
                 self.give_up_unread(now_s)
@@ -625,7 +631,9 @@ class OpenRequest(RequestState):
         self._end("ok", None, now_s)
 
     def _on_failed(self, worker_id: str, frame: Failed, now_s: float) -> None:
-        frame = structs.replace(frame, message=masked(frame.message))  # upstream servers repeat the key they refuse
+        frame = structs.replace(
+            frame, message=masked(frame.message)
+        )  # upstream servers may echo the key that they refuse
         if is_premature(frame, self.queue_deadline_s, now_s):
             self.log.avoid_worker(worker_id)
         elif self.choices.is_final(frame):
@@ -642,7 +650,7 @@ class OpenRequest(RequestState):
 
     def _on_frame_while_stopping(self, worker_id: str, frame: Frame, now_s: float) -> None:
         current = self.current
-        if isinstance(frame, Accepted):  # pulled at the last moment
+        if isinstance(frame, Accepted):  # a worker pulled the job at the last moment
             if current.worker_id is None and why_implausible(frame) is None:
                 self._note_worker(worker_id, frame, now_s)
             self._stop_deadline_s = now_s + self._timeouts.cancel_s
@@ -662,37 +670,37 @@ class OpenRequest(RequestState):
         """Fail the current attempt: its worker is lost."""
         if self.state is State.RUNNING:
             self._attempt_failed(code, reason, now_s)
-        elif self.state is State.STOPPING:  # its exact counts will never come
+        elif self.state is State.STOPPING:  # its exact counts will not arrive
             self._actions.record_lost_attempt(self, self.outcome, self.failure.code if self.failure else None, now_s)
             self._close(now_s)
 
     def job_vanished(self, attempt: int, now_s: float, why: Failure = VANISHED) -> None:
-        """Fail an unaccepted attempt: its message is gone from the queue, or of no use."""
+        """Fail an unaccepted attempt: its message vanished from the queue, or is useless."""
         if self.waits_for_worker(attempt):
             self._attempt_failed(why.code, why.message, now_s)
 
     def wait_for_own_workers(self, why: str) -> None:
-        """Note why no hosted pool takes it, though it may go there."""
+        """Note why the request is not at a hosted pool although it may be."""
         self.hosted_wait = why
 
     def reserve_hosted_slot(self, place: HostedSlot) -> None:
-        """Queue the current attempt for a hosted pool."""
+        """Assign the current attempt to a hosted pool."""
         self.current.hosted, self.hosted_wait = place, None
         self.ticket.leave_queue()
 
     def move(self, attempt: int, place: HostedSlot | None, now_s: float) -> None:
-        """Move a waiting attempt to a hosted pool, or back from it."""
+        """Move a waiting attempt to a hosted pool, or back to own workers."""
         if self.waits_for_worker(attempt):
             self._actions.withdraw(self)
             self._next_attempt(now_s, is_moved=True, hosted=place)
 
     def refused(self, attempt: int, failure: Failure, now_s: float) -> None:
-        """Fail the request: the queue refuses the attempt."""
+        """Fail the request, because the queue refused the attempt."""
         if self.waits_for_worker(attempt):
             self._end("failed", failure, now_s)
 
     def probe(self, now_s: float) -> None:
-        """Ask the worker for its last frame again: a sign of life, and the way to find frames lost at the end."""
+        """Ask the worker to resend its last frame, to check that it is alive and to find lost final frames."""
         current = self.current
         if current.worker_id is not None and self.state is State.RUNNING:
             current.probes += 1
@@ -700,8 +708,8 @@ class OpenRequest(RequestState):
             self._actions.request_resend(self, current.worker_id, max(0, current.next_seq - 1))
 
     def _attempt_failed(self, code: str, reason: str, now_s: float, *, ended_there: bool = False) -> None:
-        """End the current attempt; ``ended_there``: its worker reported that, and publishes its own record."""
-        is_complete = self.choices.are_complete()  # then only the last words were lost
+        """End the current attempt; ``ended_there``: its worker reported the failure, and publishes the record."""
+        is_complete = self.choices.are_complete()  # then only the final frame was lost
         self._actions.withdraw(self)
         if self.current.worker_id is not None and not ended_there:
             self._actions.cancel(self.current.worker_id, Cancel(self.request_id, self.attempt))
@@ -724,7 +732,7 @@ class OpenRequest(RequestState):
         self.log.spent.add(last)
         held, self._unreceived_tokens = self.choices.held_tokens(), 0
         self.current = CurrentAttempt(self.attempt + 1, now_s, now_s, held, self.choices.is_encoded, is_moved=is_moved)
-        # Whoever has only been at a hosted pool, in vain, has not come before those that wait for our own workers.
+        # An attempt that only waited for a hosted pool does not overtake requests that wait for own workers.
         self.current.is_rescue = last.is_rescue or held > 0 or not (is_moved or last.hosted)
         self._enter(State.QUEUED)
         if hosted is not None:
@@ -738,17 +746,17 @@ class OpenRequest(RequestState):
     # --- stopping and ending ------------------------------------------------------------------------------------------
 
     def cancel(self, now_s: float) -> None:
-        """Stop: the client has disconnected."""
+        """Stop the request, because the client disconnected."""
         self._stop("cancelled", None, now_s)
 
     def fail(self, failure: Failure, now_s: float) -> None:
-        """Stop with a failure of the gateway's."""
+        """Stop the request with a failure."""
         self._stop("failed", failure, now_s)
 
     def give_up_unread(self, now_s: float) -> None:
-        """Drop what the client has not read: it exceeds the buffer."""
+        """Drop the unread output, which exceeds the buffer."""
         if self.state is State.STOPPING or self.is_over:
-            self.mailbox.cut()  # the verdict is known, and its writer still at it
+            self.mailbox.cut()  # the outcome is known, but its writer is not done
         else:
             self.mailbox.clear()
             self._stop("failed", too_much_unread(self.admission), now_s)
@@ -760,7 +768,7 @@ class OpenRequest(RequestState):
         self._enter(State.STOPPING)
         self.outcome, self.failure = outcome, failure
         self._actions.withdraw(self)
-        if not was_running:  # it takes up nothing any more: whoever leaves may come back at once
+        if not was_running:  # not running: free its slot now so that the client can retry
             self.ticket.close()
         self._stop_deadline_s = now_s + (self._timeouts.cancel_s if was_running else WITHDRAW_LINGER_S)
         self._send_cancel(now_s)
@@ -772,10 +780,10 @@ class OpenRequest(RequestState):
             self._actions.cancel(self.current.worker_id, Cancel(self.request_id, self.attempt))
 
     def end_at_once(self, failure: Failure, now_s: float) -> None:
-        """End with a failure, whatever else fails: it cannot be stopped in order."""
+        """End with a failure even if cleanup fails, because the request cannot be stopped cleanly."""
         self._enter(State.ENDED)
         self.ended_s, self.outcome, self.failure = now_s, "failed", self.failure or failure
-        with contextlib.ExitStack() as stack:  # each of them whatever becomes of the others; the last one first
+        with contextlib.ExitStack() as stack:  # each runs even if another fails; last one first
             stack.callback(self._settle_if_over)
             stack.callback(self._actions.ended, self)
             stack.callback(self.ticket.close)
@@ -808,7 +816,7 @@ class OpenRequest(RequestState):
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def on_tick(self, now_s: float, *, connected: bool) -> None:
-        """Check the time limits. ``connected``: whether silence can be the worker's fault, not the queue server's."""
+        """Check the time limits. ``connected``: the bus is up, so that silence is the worker's."""
         if self.state is State.STOPPING:
             self._tick_stopping(now_s)
             return
@@ -833,7 +841,7 @@ class OpenRequest(RequestState):
             self._close(now_s)
         elif current.worker_id is not None and now_s - self._cancel_sent_s >= CANCEL_REPEAT_S:
             self._send_cancel(now_s)
-            self._actions.request_resend(self, current.worker_id, current.next_seq)  # its last frame may have been lost
+            self._actions.request_resend(self, current.worker_id, current.next_seq)  # its final frame may be lost
 
     def _emit_still_waiting(self, now_s: float) -> None:
         period_s, silent_s = self._timeouts.queued_comment_s, now_s - self._last_event_s

@@ -1,14 +1,13 @@
-"""Detects a lost worker long before its heartbeats are missed.
+"""Detects a lost worker long before its heartbeats are overdue.
 
     the server's disconnect event ──┐
     silence in the middle of work ──┴──> Ping to the worker's control subject ──503──> lost
 
-A process that is killed loses its connection at once. The server tells so of itself where its configuration imports
-the event into our account, and in any case when asked: a message with a reply subject that nobody listens to is
-answered "no responders". A live worker does not answer a Ping, so it costs one message and some 20 µs on each side.
-Sent only to workers that have work of ours and say nothing, and at most every ``PING_PERIOD_S``, a hundred of them in
-long prefills take 1% of a core. The event is not believed but only makes us ask: it may tell of an old connection that
-the server has given up after the worker has long made a new one.
+A killed process loses its connection at once. The server publishes an event if its configuration imports events into
+our account. It also answers "no responders" (503) to a request on a subject without subscribers. A live worker does not
+answer a Ping, which costs one message and about 20 µs on each side. Pings go only to silent workers that run this
+gateway's requests, at most every ``PING_PERIOD_S``: a hundred workers in long prefills take 1% of a core. The event
+only triggers a Ping, because it may refer to an old connection of a worker that has already reconnected.
 """
 
 import logging
@@ -30,9 +29,9 @@ log = logging.getLogger(__name__)
 
 
 LOOK_PERIOD_S: Final = 0.05
-SUSPECT_S: Final = 0.1  # longer than nearly every engine step; only then is the silent one asked after
+SUSPECT_S: Final = 0.1  # silence before a Ping; longer than almost every engine step
 PING_PERIOD_S: Final = 0.2  # for each worker
-# How a connection ends when the node leaves in order or cuts somebody off: the worker lives, and comes back.
+# Reasons of a server that shuts down or disconnects a client: the worker is alive and reconnects.
 _SERVER_REASONS: Final = (
     "Server Shutdown",
     "Slow Consumer",
@@ -44,10 +43,10 @@ _SERVER_REASONS: Final = (
 
 
 class LossDetector:
-    """Reports workers whose connections are gone to the registry. ``start`` it and run ``run`` as a supervised task."""
+    """Reports workers with closed connections to the registry. ``start`` it and run ``run`` as a supervised task."""
 
     def __init__(self, bus: Bus, registry: WorkerRegistry, busy: Callable[[], Iterable[str]]) -> None:
-        """``busy`` names the workers that have work of this gateway."""
+        """``busy``: returns the workers that run requests of this gateway."""
         self._bus = bus
         self._registry = registry
         self._busy = busy
@@ -62,11 +61,11 @@ class LossDetector:
         await self._bus.subscribe(subjects.DISCONNECTS, self._on_disconnect)
 
     def on_work(self) -> None:
-        """Note that a worker has work of this gateway."""
+        """Note that a worker runs a request of this gateway."""
         self._has_work.set()
 
     async def run(self) -> None:
-        """Look for silent workers while any has work; never returns."""
+        """Ping silent workers while any is busy; never returns."""
         while True:
             if not any(True for _ in self._busy()):
                 self._has_work.clear()
@@ -88,13 +87,13 @@ class LossDetector:
         self._pinged_s[worker_id] = now_s
         try:
             await self._bus.publish(subjects.control_subject(worker_id), self._ping, reply=f"{self._inbox}.{worker_id}")
-        except BusError as error:  # asked again soon; the connection's own trouble is logged elsewhere
-            log.debug("worker %s could not be asked after: %s", worker_id, error)
+        except BusError as error:  # pinged again soon; connection errors are logged elsewhere
+            log.debug("cannot ping worker %s: %s", worker_id, error)
 
     async def _on_reply(self, message: Msg) -> None:
         if (message.headers or {}).get("Status") == "503":
             worker_id = message.subject.removeprefix(f"{self._inbox}.")
-            self._registry.lose(worker_id, ErrorCode.WORKER_LOST, "its connection is gone", time.monotonic())
+            self._registry.lose(worker_id, ErrorCode.WORKER_LOST, "its connection closed", time.monotonic())
 
     async def _on_disconnect(self, message: Msg) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Events of requests, emitted to observers: metrics, traces, the log, the dashboard.
+"""Events of requests for observers: metrics, traces, the log, the dashboard.
 
 admitted ──> queued ──> accepted ──> ended
 └──<── failed_over ──┘
@@ -12,26 +12,26 @@ from protocol.usage import RequestRecord
 
 
 class Observer:
-    """Receives events of every request in the event loop; overrides those it needs. No method waits or raises."""
+    """Receives the events of every request in the event loop. Override the ones you need; none may wait or raise."""
 
     def admitted(self, admission: Admission) -> None:
         """Handle an admitted request."""
 
     def queued(self, request: OpenRequest, after_s: float) -> None:
-        """Handle an attempt that is published after a pause."""
+        """Handle an attempt that will be published after a pause."""
 
     def accepted(self, request: OpenRequest) -> None:
-        """Note that a worker has accepted the current attempt."""
+        """Handle the acceptance of the current attempt by a worker."""
 
     def failed_over(self, request: OpenRequest) -> None:
         """Handle a failed attempt that is followed by another."""
 
     def ended(self, request: OpenRequest, record: RequestRecord) -> None:
-        """Handle the record of a request that is over."""
+        """Handle the record of an ended request."""
 
 
 class Observers:
-    """Observers by event: one that does not override an event costs nothing when it happens."""
+    """Observers by event: one that does not override an event's method costs nothing."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.admitted = [one.admitted for one in observers if type(one).admitted is not Observer.admitted]

@@ -1,11 +1,11 @@
-"""Overflow: requests that may go to a hosted pool do so while our own workers cannot take them soon.
+"""Overflow: moves requests to hosted pools while own workers cannot take them soon.
 
-    a new attempt ──────────────choose──> hosted lane of one pool, where the wait would be too long
+    a new attempt ──────────────choose──> hosted lane of one pool, if the wait would be too long
     waits in its own lane ───────move───> there, as another attempt, after ``overflow_after_s``
-    not taken there in time <────move──── back to its own lane, as another attempt
+    not accepted there in time <─move──── back to its own lane, as another attempt
 
-A move is another attempt, because a worker may be taking this one at the very moment: the fence lets one of them be
-heard. Where our workers have room, nothing is chosen: so what comes next is theirs again.
+A move is a new attempt, because a worker may be accepting the current one at this moment: the fence admits only one of
+them. While own workers have room, no hosted pool is chosen, so later requests go to own workers again.
 """
 
 import asyncio
@@ -23,18 +23,20 @@ from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.job import TAKES_MESSAGES, Frame
 
-TAKEN_LIMIT_S: Final = 1.5  # within which a hosted worker takes what was sent because it had room
-# A job in a hosted lane is worth so little longer: whoever finds it there later must not send it out of the house.
+TAKEN_LIMIT_S: Final = 1.5  # for a hosted worker with room to accept a job
+# Time to live of a job in a hosted lane. A worker that pulls it later must not send it to the hosted provider.
 JOB_LIMIT_S: Final = TAKEN_LIMIT_S + 0.5
-LINGER_S: Final = JOB_LIMIT_S + 2.0  # how long the money of an attempt is kept that a worker may have taken after all
-FREE_PLACES_GRACE_S: Final = 1.0  # how long a waiting request is left to free places of our own that do not take it
+LINGER_S: Final = (
+    JOB_LIMIT_S + 2.0
+)  # how long the money of a withdrawn attempt stays reserved, in case a worker accepted it
+FREE_PLACES_GRACE_S: Final = 1.0  # how long a request waits for free own slots that do not take it
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
-Allowed = Callable[[Admission], tuple[str, ...]]  # the providers to which a request may still go, by its key's policy
+Allowed = Callable[[Admission], tuple[str, ...]]  # returns the providers that a request may still use
 
 
 class Overflow:
-    """Decides from memory; only reserving from a pool's cap waits."""
+    """Decides from memory; only a reservation of a pool's cap waits."""
 
     def __init__(
         self,
@@ -44,19 +46,19 @@ class Overflow:
         settings: GatewaySettings,
         allowed: Allowed,
     ) -> None:
-        """``allowed``: asked again whenever a request is about to leave, as its owner may have changed their mind."""
+        """``allowed``: called before each move, because the policy may have changed."""
         self._pools = pools
         self._control = control
         self._registry = registry
         self._after_s = settings.timeouts.overflow_after_s
         self._only_hosted = settings.only_hosted
         self._allowed = allowed
-        self._moving: set[str] = set()  # requests for whose places money is waited for
+        self._moving: set[str] = set()  # requests that wait for a reservation
         self._lingering: dict[tuple[str, int], HostedSlot] = {}  # by request and attempt
         control.hosted_has_room = self._has_room
 
     def _stays(self, admission: Admission) -> bool:
-        """Return whether a request waits for our own workers however long that takes, as batch jobs do."""
+        """Return whether a request always waits for own workers, as batch jobs do."""
         return not admission.hosted or (admission.batch and admission.model not in self._only_hosted)
 
     def _has_room(self, admission: Admission) -> bool:
@@ -74,7 +76,7 @@ class Overflow:
     # --- to a hosted pool ---------------------------------------------------------------------------------------------
 
     async def choose(self, request: OpenRequest) -> None:
-        """Find a hosted pool for the current attempt before it is published, where our workers are full."""
+        """Find a hosted pool for the current attempt before it is published, if own workers are full."""
         admission, current = request.admission, request.current
         if self._stays(admission) or current.hosted is not None or current.is_back:
             return
@@ -103,7 +105,7 @@ class Overflow:
                 offer = self._offer(request)
                 if offer is not None:
                     self._moving.add(request.request_id)
-                    offer.pool.promised += request.admission.prompt.sampling.n  # by the next one's turn, this is so
+                    offer.pool.promised += request.admission.prompt.sampling.n  # already, for the next request's offer
                     spawn(self._move(request, offer))
 
     def _has_waited(self, request: OpenRequest, now_s: float) -> bool:
@@ -130,13 +132,13 @@ class Overflow:
             place.refund()
 
     def _offer(self, request: OpenRequest) -> Offer | None:
-        """Return the pool that can take the rest of a request; None, with the reason noted, if none can."""
+        """Return a pool that can take the rest of a request, or None after noting the reason."""
         admission, held = request.admission, request.choices.held_tokens()
         left = max(0, admission.prompt.sampling.max_tokens * admission.prompt.sampling.n - held)
         wanted = _wanted(admission, self._allowed(admission), left, held)
         failed = request.log.hosted_failed
         offer = self._pools.offer(wanted, failed, lambda pool: self._fits(request, pool))
-        if isinstance(offer, str) and failed and admission.model in self._only_hosted:  # there is nobody else
+        if isinstance(offer, str) and failed and admission.model in self._only_hosted:  # there is no other worker
             offer = self._pools.offer(wanted, (), lambda pool: self._fits(request, pool))
         if isinstance(offer, str):
             request.wait_for_own_workers(offer)
@@ -144,7 +146,7 @@ class Overflow:
         return offer
 
     def _fits(self, request: OpenRequest, pool: HostedPool) -> bool:
-        """Return whether a worker of the pool can read the prompt and continue what is held."""
+        """Return whether a worker of the pool can read the prompt and continue the held output."""
         return any(server.may_take(request) for server in self._takers(pool, request.admission.model))
 
     def _takers(self, pool: HostedPool, model: str) -> Iterator[ServingWorker]:
@@ -153,10 +155,10 @@ class Overflow:
             if beat.tier == subjects.HOSTED_TIER and beat.pool == pool.name and model in beat.models:
                 yield ServingWorker.of(beat, model)
 
-    # --- what it has cost ---------------------------------------------------------------------------------------------
+    # --- cost ---------------------------------------------------------------------------------------------------------
 
     def left(self, request: OpenRequest) -> None:
-        """Settle what the current attempt, now over, took of a hosted pool."""
+        """Settle the hosted slot of the current attempt, which has ended."""
         place, current = request.current.hosted, request.current
         if place is None:
             return
@@ -174,7 +176,7 @@ class Overflow:
             place.refund()
 
     def on_unowned_frame(self, frame: Frame) -> None:
-        """Charge an attempt that no request waits for, if it was at a hosted pool."""
+        """Charge an unowned attempt if it ran at a hosted pool."""
         place = self._lingering.pop((frame.request_id, frame.attempt), None)
         if place is not None:
             place.settle()
@@ -183,7 +185,7 @@ class Overflow:
 def _wanted(
     admission: Admission, providers: tuple[str, ...], completion_tokens: int, held_tokens: int = 0
 ) -> HostedDemand:
-    # A hosted API is asked for each choice by itself, and reads the prompt and what is made of it already each time.
+    # Each choice is a separate call to the hosted API, which reads the prompt and the held output each time.
     prompts = admission.prompt.sampling.n if admission.prompt.pooling is None else 1
     return HostedDemand(
         admission.model,

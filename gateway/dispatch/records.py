@@ -1,4 +1,4 @@
-"""What is recorded of a request: its row and its attempts', and the story of one that was given up."""
+"""Records of a request: its ledger row, those of its attempts, and the dead letter of one that was given up."""
 
 import asyncio
 import base64
@@ -32,15 +32,15 @@ log = logging.getLogger(__name__)
 
 # --- record -----------------------------------------------------------------------------------------------------------
 #
-# Records of a request: its ledger record, those of lost attempts, and its dead letter.
+# The ledger record of a request, those of lost attempts, and its dead letter.
 
-CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a caller that left before there was an answer
+CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a client that left before the answer
 MAX_REASON_CHARS: Final = 1000  # of each failure in a dead letter
-UNKNOWN: Final = "unknown"  # of a worker that was lost before its first heartbeat came
+UNKNOWN: Final = "unknown"  # of a worker that was lost before its first heartbeat arrived
 
 
 def origin_of(admission: Admission, gateway_id: str) -> Origin:
-    """Return the identity that a job carries, so that a record can be made should this gateway die."""
+    """Return the fields that a job carries so that the ledger can record the request if this gateway dies."""
     return Origin(
         gateway_id,
         admission.endpoint,
@@ -53,7 +53,7 @@ def origin_of(admission: Admission, gateway_id: str) -> Origin:
 
 
 def usage_intent(admission: Admission, gateway_id: str) -> RequestIntent:
-    """Return the intent that stands for the request's record, should this gateway die."""
+    """Return the intent that replaces the request's record if this gateway dies."""
     return RequestIntent(
         v=PROTOCOL_VERSION,
         request_id=admission.request_id,
@@ -72,7 +72,7 @@ def usage_intent(admission: Admission, gateway_id: str) -> RequestIntent:
 
 
 def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
-    """Return the record of a request that has ended; counts are exact."""
+    """Return the record of an ended request; counts are exact."""
     admission, accepted, spent = request.admission, request.accepted, request.log.spent
     return RequestRecord(
         v=PROTOCOL_VERSION,
@@ -111,7 +111,7 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
 
 
 def settle_limits(request: OpenRequest) -> None:
-    """Settle the limits of key and team with what an ended request used: nothing, if no worker accepted it."""
+    """Settle the limits of key and team with the usage of an ended request: none if no worker accepted it."""
     reservation = request.admission.reservation
     if reservation is None:
         return
@@ -131,9 +131,9 @@ def lost_attempt_record(
     gateway_id: str,
     now_s: float,
 ) -> AttemptRecord:
-    """Return the record of the current attempt as the gateway has seen it, for a worker that may not publish one.
+    """Return the record of the current attempt as the gateway saw it, for a worker that may not publish one.
 
-    ``worker`` is what it last told of itself. If it does leave one all the same, the first to come stays.
+    ``worker``: its last heartbeat. If the worker publishes one too, the ledger keeps the first to arrive.
     """
     current = request.current
     accepted, accepted_s = current.accepted, current.accepted_s
@@ -170,7 +170,7 @@ def lost_attempt_record(
 
 
 def rescue(request: OpenRequest, worker: Heartbeat | None) -> Rescue | None:
-    """Return how the current attempt continues what was held before it."""
+    """Return how the current attempt resumes the output held before it."""
     if request.admission.prompt.pooling is not None:
         return None
     current = request.current
@@ -179,7 +179,7 @@ def rescue(request: OpenRequest, worker: Heartbeat | None) -> Rescue | None:
 
 
 def _read_tokens(request: OpenRequest) -> int:
-    """Return the attempt's prompt tokens. A hosted API gets each choice as its own call, with what is held."""
+    """Return the attempt's prompt tokens. A hosted API gets each choice as a separate call, with the held output."""
     admission = request.admission
     if request.current.hosted is None or admission.prompt.pooling is not None:
         return admission.prompt.tokens
@@ -214,21 +214,21 @@ def _ms_between(start_s: float, end_s: float | None) -> float | None:
 
 # --- dead letters -----------------------------------------------------------------------------------------------------
 #
-# Dead letters: published to the DLQ stream until stored, within bounds, and read from it.
+# Dead letters: published to the DLQ stream until stored, within bounds.
 
-MAX_WAITING: Final = 1000  # beyond, a letter is only logged: requests that fail by the thousand are news enough
+MAX_WAITING: Final = 1000  # beyond this, letters are only logged
 STORE_LIMIT_S: Final = 120.0
 
 
 class DeadLetters:
-    """Publishes each dead letter; ``publish`` returns when it is stored or given up."""
+    """Publishes dead letters."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._waiting = 0
 
     async def publish(self, letter: DeadLetter) -> None:
-        """Store one dead letter in the stream, which keeps those of the last weeks."""
+        """Publish one dead letter; return when it is stored or given up."""
         if self._waiting >= MAX_WAITING:
             log.error("dead letter of %s is lost: too many wait to be stored", letter.request_id)
             return
@@ -256,16 +256,16 @@ class DeadLetters:
 
 
 async def newest_dead_letters(bus: Bus, limit: int) -> list[DeadLetter]:
-    """Return the newest dead letters first, without those that this build cannot read. Raises BusError."""
+    """Return the latest dead letters, newest first, without unreadable ones. Raises BusError."""
     stream = subjects.DEAD_LETTER_STREAM
     try:
         state = (await bus.api(f"STREAM.INFO.{stream}"))["state"]
     except ApiError as error:
-        if error.code == STREAM_NOT_FOUND:  # no gateway has been there yet
+        if error.code == STREAM_NOT_FOUND:  # no gateway has started yet
             return []
         raise
     first, last = int(state["first_seq"]), int(state["last_seq"])
-    oldest = max(1, first, last - limit + 1)  # a stream that has never had one counts from 0
+    oldest = max(1, first, last - limit + 1)  # last_seq of an empty stream is 0
     letters = [await _letter(bus, sequence) for sequence in range(last, oldest - 1, -1)]
     return [letter for letter in letters if letter is not None]
 
@@ -277,35 +277,35 @@ async def _letter(bus: Bus, sequence: int) -> DeadLetter | None:
     try:
         return decode_dead_letter(base64.b64decode(message["data"]))
     except ProtocolError as error:
-        log.warning("dead letter %d: %s", sequence, error)
+        log.warning("cannot read dead letter %d: %s", sequence, error)
         return None
 
 
 # --- recorder ---------------------------------------------------------------------------------------------------------
 #
-# Records and intents of requests, and which of them is stored before the client gets anything.
+# Records and intents of requests, and which of them is stored before the client receives anything.
 #
 #     streamed    intent ──stored──> head, tokens … end ──> record
 #     whole       … end ──> record ──stored──> head, answer
 #     refused     … end ──> head, reason ──> record
 #
-# Whoever has seen a token or the head of a good answer will find a row of it, whatever dies next. A stream's intent
-# leaves as the request is admitted, so that storing it runs beside the way to a worker and back. A whole answer's
-# record says all that an intent does, so it alone is stored, in time.
+# A client that has received a token or the head of a good answer finds its row in the ledger, whatever crashes next. A
+# stream's intent is published at admission, so that it is stored while the job travels to a worker and back. The record
+# of a whole answer contains all of its intent, so only the record is stored, before the answer is sent.
 
 
 class Recorder:
-    """Publishes intents and records, each once."""
+    """Publishes each intent and record once."""
 
     def __init__(self, gateway_id: str, outbox: Outbox, intents: Outbox) -> None:
-        """``outbox``: for records; ``intents``: for intents, which travel apart."""
+        """``outbox``: for records; ``intents``: for intents, in separate messages."""
         self._gateway_id = gateway_id
         self._outbox = outbox
         self._intents = intents
 
     @property
     def full(self) -> bool:
-        """True if records of new requests might be lost."""
+        """True if the records of new requests might be lost."""
         return self._outbox.full or self._intents.full
 
     @property
@@ -319,14 +319,14 @@ class Recorder:
         return self._outbox.spooled_bytes + self._intents.spooled_bytes
 
     def admitted(self, admission: Admission) -> asyncio.Future[None] | None:
-        """Publish a stream's intent; the future is done once it is stored. None: the record will be stored instead."""
+        """Publish a stream's intent; return a future that is done once it is stored, or None if there is no intent."""
         if not admission.prompt.stream:
             return None
         intent = usage_intent(admission, self._gateway_id)
         return self._intents.put(f"{admission.request_id}.intent", encode(intent), is_awaited=True)
 
     def record(self, request: OpenRequest, *, is_awaited: bool) -> asyncio.Future[None]:
-        """Publish the record of an ended request; the future is done once it is stored."""
+        """Publish the record of an ended request; return a future that is done once it is stored."""
         record = usage_record(request, self._gateway_id)
         request.recorded(record)
         return self._outbox.put(record.request_id, encode(record), is_awaited=is_awaited)
@@ -336,11 +336,11 @@ class Recorder:
     ) -> None:
         """Publish the record of the current attempt; ``worker`` is its last heartbeat."""
         record = lost_attempt_record(request, worker, outcome, code, gateway_id=self._gateway_id, now_s=now_s)
-        # An id of our own: the worker's message, if it comes, may carry other records too.
+        # Its own message id: the worker's message, if it arrives, may contain other records too.
         self._outbox.put(f"{record.request_id}.{record.attempt}.{record.worker_id}.lost", encode(record))
 
     def closed(self, request: OpenRequest) -> RequestRecord:
-        """Publish the final record of a request, unless that was done; return it."""
+        """Publish the final record of a request if not yet published; return it."""
         if request.record is None:
             self.record(request, is_awaited=False)
         assert request.record is not None  # noqa: S101  # by the lines above

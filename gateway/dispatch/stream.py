@@ -1,7 +1,7 @@
-"""The answer to one call: of its one request, or of the several that it was sent as.
+"""The answer to one call, from its one or several requests.
 
-Each of several is a request like any other, with its own job, attempts and record. Only what they share is here: all
-feed one mailbox, the first that fails has the others cancelled, and its failure is the answer.
+Each of several is an ordinary request with its own job, attempts and record. This module has only their common parts:
+all feed one mailbox, and the first failure cancels the others and is the answer.
 """
 
 import logging
@@ -18,25 +18,25 @@ from gateway.request.request import AnyCall, QueuePosition, Trace
 from protocol.job import Vector
 from protocol.nats.bus import wait_until_done
 
-ROW_LOOK_S: Final = 0.05  # how soon it is noticed that a request has failed which waits for its intent
+ROW_LOOK_S: Final = 0.05  # how soon a failure is noticed while waiting for the intent
 
 log = logging.getLogger(__name__)
 
 
 class Closing(Protocol):
-    """Whoever records requests: the dispatcher."""
+    """Closes requests and records them: the dispatcher."""
 
     def close(self, request: OpenRequest, http_status: int | None) -> None:
-        """Close a request whose answer is done, with the status sent (None: the client disconnected before)."""
+        """Close a request whose answer has ended; ``http_status``: as sent; None: the client disconnected before."""
         ...
 
     def hand_over(self, request: OpenRequest) -> None:
-        """Stop a request with which another gateway goes on, and which that one records."""
+        """Stop a request that another gateway continues and records."""
         ...
 
 
 class AnswerStream(Generic[AnyCall]):
-    """What comes of a call. ``close`` must be called once nobody reads any more."""
+    """The events of a call. Call ``close`` when done reading."""
 
     def __init__(
         self,
@@ -47,41 +47,41 @@ class AnswerStream(Generic[AnyCall]):
         trace: Trace | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        """``requests``: of the calls, just opened. ``trace``: of them together; ``on_close``: is called at the end."""
+        """``requests``: of the calls, just opened. ``trace``: of all together; ``on_close``: called by ``close``."""
         self.parts = tuple(zip(calls, requests, strict=True))
         self.requests = tuple(requests)
         self.mailbox = requests[0].mailbox
         self.take = self.mailbox.take  # returns the next events, at least one; the last is Ended. Raises ReaderCut
         self.is_streamed = requests[0].admission.prompt.stream
-        self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
+        self.on_end: Callable[[Ended], None] | None = None  # called when the client's outcome is known
         self._closing = closing
-        self._trace = trace if len(requests) > 1 else None  # the trace of a single one ends by itself
+        self._trace = trace if len(requests) > 1 else None  # a single request ends its trace itself
         self._on_close = on_close
         self._running = len(requests)
         self._has_ended = False
         for request in requests:
             request.calling_at_end(self._on_one_end)
 
-    # --- what it says -------------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------------
 
     async def end(self) -> None:
-        """Wait for its end. Raises RequestFailed, ClientDisconnected where it was cancelled, and ReaderCut."""
+        """Wait for the end. Raises RequestFailed, ClientDisconnected if it was canceled, and ReaderCut."""
         await self.mailbox.wait_for_end()
         self.raise_for_outcome()
 
     def raise_for_outcome(self) -> None:
-        """Raise RequestFailed or ClientDisconnected where it has ended without an answer."""
+        """Raise RequestFailed or ClientDisconnected if it ended without an answer."""
         if self.failure is not None:
             raise RequestFailed(self.failure)
         if self.outcome != "ok":
             raise ClientDisconnected
 
     def frames(self) -> Iterator[AnyTokens]:
-        """Iterate over what has come and was not taken; it stays, and counts, until ``close``."""
+        """Iterate over the unread frames; they stay in the mailbox, and count, until ``close``."""
         return self.mailbox.tokens()
 
     def vectors(self) -> list[bytes]:
-        """Return the vectors that have come, by input."""
+        """Return the received vectors, in order of the inputs."""
         found = [b""] * sum(request.admission.answers for request in self.requests)
         for event in self.mailbox.events():
             if isinstance(event, Vector):
@@ -89,9 +89,9 @@ class AnswerStream(Generic[AnyCall]):
         return found
 
     async def ensure_recorded(self, limit_s: float) -> None:
-        """Wait until it is sure to have a row: only then is its caller told anything. A stream usually is by now.
+        """Wait until the call is sure to have ledger rows, before anything is sent. A stream's usually are by now.
 
-        Raises RequestFailed where it fails meanwhile: its deadline may pass sooner than a queue that hangs is given up.
+        Raises RequestFailed if it fails meanwhile: its deadline may pass before the queue server answers.
         """
         until_s = time.monotonic() + limit_s
         for request in self.requests:
@@ -101,9 +101,11 @@ class AnswerStream(Generic[AnyCall]):
                         raise RequestFailed(self.failure)
                     await wait_until_done(row, ROW_LOOK_S)
                 if not row.done():
-                    log.error("%s is answered, but neither queue nor disk has stored its record", request.request_id)
+                    log.error(
+                        "answering %s although neither the queue nor the disk stored its record", request.request_id
+                    )
 
-    # --- how it ends --------------------------------------------------------------------------------------------------
+    # --- end ----------------------------------------------------------------------------------------------------------
 
     def _on_one_end(self, end: Ended) -> None:
         self._running -= 1
@@ -116,54 +118,54 @@ class AnswerStream(Generic[AnyCall]):
             self.on_end(Ended(self.failure))
 
     def cancel(self) -> None:
-        """Stop: the client has disconnected, or nobody wants it any more. Does nothing to what has ended."""
+        """Stop, because the client disconnected or no longer wants the answer. Ignored once ended."""
         now_s = time.monotonic()
         for request in self.requests:
             request.cancel(now_s)
 
     def _cancel_others(self) -> None:
-        """Stop those that have not failed."""
+        """Stop the requests that have not failed."""
         now_s = time.monotonic()
         for request in self.requests:
             if request.failure is None:
                 request.cancel(now_s)
 
     def hand_over(self) -> None:
-        """Stop: another gateway goes on with it, and records it."""
+        """Stop, because another gateway continues and records the call."""
         for request in self.requests:
             self._closing.hand_over(request)
 
     def told(self, status: int | None) -> None:
-        """Note the status that its caller has seen, which its record tells; None: none."""
+        """Note the HTTP status that the client received, for the record; None: none."""
         for request in self.requests:
             request.told(status)
 
     def close(self, status: int | None) -> None:
-        """Note that nobody reads any more. ``status``: what the caller has seen; None: it left before."""
+        """End reading. ``status``: as sent; None: the client disconnected before."""
         for request in self.requests:
             self._closing.close(request, status)
-            request.calling_at_end(None)  # or each would hold the other until the collector finds them
+            request.calling_at_end(None)  # breaks a reference cycle
         if self._trace is not None:
             self._trace.parts_ended(status)
         if self._on_close is not None:
             self._on_close()
 
-    # --- how far it is ------------------------------------------------------------------------------------------------
+    # --- progress -----------------------------------------------------------------------------------------------------
 
     @property
     def only(self) -> OpenRequest | None:
-        """The request, where there is one alone."""
+        """The request, if there is only one."""
         return self.requests[0] if len(self.requests) == 1 else None
 
     @property
     def state(self) -> State:
-        """QUEUED until a worker has one of them, then RUNNING until all have ended."""
+        """QUEUED until a worker accepts one of the requests, then RUNNING until all have ended."""
         states = {request.state for request in self.requests}
         return states.pop() if len(states) == 1 else State.RUNNING
 
     @property
     def failure(self) -> Failure | None:
-        """Why there is no answer; None: there is one, there may be one, or it was cancelled."""
+        """Why there is no answer; None: there is or may be one, or the call was canceled."""
         for request in self.requests:
             if request.failure is not None:
                 failure, param = request.failure, request.admission.prompt.param
@@ -179,27 +181,27 @@ class AnswerStream(Generic[AnyCall]):
 
     @property
     def attempt(self) -> int:
-        """Number of attempts of the one that has had most."""
+        """The highest number of attempts of any request."""
         return max(request.attempt for request in self.requests)
 
     @property
     def dropped(self) -> frozenset[str]:
-        """Fields that the pools of the answer have left out."""
+        """Fields that the pools of the answer ignored."""
         return frozenset[str]().union(*(request.dropped for request in self.requests))
 
     @property
     def hosted_wait(self) -> str | None:
-        """Reason why the first that waits for our own workers is at no hosted pool, though it may."""
+        """Why the first request that waits for own workers is not at a hosted pool although it may be."""
         return next((why for request in self.requests if (why := request.hosted_wait) is not None), None)
 
     @property
     def published_s(self) -> float | None:
-        """Time of the last one's first publication; None while one is unpublished."""
+        """Time when the last request was first published; None while one is unpublished."""
         known = [request.published_s for request in self.requests if request.published_s is not None]
         return max(known) if len(known) == len(self.requests) else None
 
     def place(self) -> QueuePosition | None:
-        """Return the queue position of the last of them; None once none waits for its first worker."""
+        """Return the highest queue position; None once no request waits for its first worker."""
         places = [place for request in self.requests if (place := request.place()) is not None]
         return max(places, key=lambda place: place.position, default=None)
 

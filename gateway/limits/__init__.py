@@ -3,13 +3,13 @@
     a request ──reserve──> Slice (memory) <──leases── Account (key-value bucket, shared by all gateways)
                 settle ──>               ──reports─>
 
-    account.py      the shared truth, its one change (pure), and the bucket that it is in
+    account.py      the shared account, the one (pure) way to change it, and its bucket
     local.py        one account at this gateway: its slice, and which limit refuses until when
-    leases.py       reserve, settle, report                 reservation.py  what one request holds
-    seeds.py        what an account begins with that is missing
-    report.py       how much is used now, for the pages; budgets made right by the ledger
-    prices.py       what tokens cost now; caps of what a hosted pool may cost us
-    sizes.py        how large one request may be
+    leases.py       reserve, settle, report                 reservation.py  the amounts that one request holds
+    seeds.py        initial amounts of a missing account
+    report.py       current use, for the pages; budgets recounted from the ledger
+    prices.py       current token prices; spending caps of hosted pools
+    sizes.py        size limits of one request
 
-docs/reference/limits.md says what is promised, docs/adr/0007 why it is made like this.
+Guarantees: docs/reference/limits.md. Design: docs/adr/0007.
 """

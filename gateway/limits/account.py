@@ -1,8 +1,8 @@
-"""The shared truth about one key's or team's limits, and the one way in which a gateway changes it. No I/O here.
+"""The shared account of one key's or team's limits, and the one way in which a gateway changes it, without I/O.
 
-For each kind, at every moment:   used + held by all gateways <= limit,   where "used" is, of a rate, what was admitted
-in the last ``WINDOW_S``; of money, what was spent in the period; of concurrency, nothing. What a vanished gateway held
-counts as used: it may have been.
+For each kind, at all times:   used + held by all gateways <= limit.   "Used" is the amount admitted in the last
+``WINDOW_S`` for a rate, the amount spent in the period for money, and 0 for concurrency. Amounts held by a vanished
+gateway count as used, because they may have been.
 """
 
 import base64
@@ -21,28 +21,28 @@ from protocol.gateways import KINDS, NOTHING, RATES, Account, Amounts, ExpiredLe
 from protocol.job import PROTOCOL_VERSION
 from protocol.nats.bus import Bus
 
-# A rate's amounts are kept by whole seconds: one admitted at second 0.9 counts until 61.0, so that no 60 s hold more
-# than the limit. What this costs is at most a 61st of it.
+# A rate's amounts are kept per whole second: one admitted at second 0.9 counts until 61.0, so that no 60 s exceed the
+# limit. This costs at most 1/61 of the limit.
 WINDOW_S: Final = 61
 LEASE_S: Final = 5.0
-# What the clocks of two gateways may differ by: so much later than its own clock says is a lease over for the others.
+# Allowed difference between two gateways' clocks: for other gateways a lease ends this much later than for its holder.
 CLOCK_SLACK_S: Final = 1.0
-# Of what is free, one gateway may take this share ahead of its requests; the rest is for those of others.
+# One gateway may lease 1/AHEAD_SHARE of the free amount ahead of its requests; the rest is for other gateways.
 AHEAD_SHARE: Final = 16
 
 EMPTY: Final = Account(v=PROTOCOL_VERSION)
 
 
 class Report(Struct, frozen=True):
-    """A gateway's report of its slice, and what it asks for."""
+    """A gateway's report of its slice, and its request for more."""
 
-    used: tuple[dict[int, int], dict[int, int]]  # of RATES, since its last report; may be negative: refunded
+    used: tuple[dict[int, int], dict[int, int]]  # of RATES, since its last report; negative for refunds
     spent_nano_usd: int  # in ``period``, since its last report
-    period: str  # of what it tells about money
+    period: str  # of the amounts of money
     held: Amounts
     idle: Amounts
-    needs: tuple[Amounts, ...] = ()  # of each request that waits, in order
-    ahead: Amounts = NOTHING  # what will soon be needed
+    needs: tuple[Amounts, ...] = ()  # of each waiting request, in order
+    ahead: Amounts = NOTHING  # expected to be needed soon
 
 
 class Exchanged(Struct, frozen=True):
@@ -56,7 +56,7 @@ class Exchanged(Struct, frozen=True):
 def exchange(
     account: Account, gateway_id: str, report: Report, terms: Limits, *, number: int, now_s: float
 ) -> Exchanged:
-    """Take a report into the account and lease what there is; ``number`` tells this exchange from the gateway's others.
+    """Apply a report to the account and lease amounts; ``number`` identifies this exchange of the gateway.
 
     ``now_s``: seconds since 1970.
     """
@@ -77,17 +77,17 @@ def exchange(
 
 
 def as_of(account: Account, terms: Limits, now_s: float, *, but: str = "") -> Account:
-    """The account as it is now, though nobody has written it since; the lease of gateway ``but`` never runs out."""
+    """Return the account as of now, with expired leases ended; the lease of gateway ``but`` does not expire."""
     return _without_the_past(_without_the_vanished(account, but, now_s), terms, now_s)
 
 
 def recounted(
     account: Account, terms: Limits, ledger_nano_usd: int, by_vanished: Mapping[str, int], now_s: float
 ) -> Account:
-    """The account with what the ledger says was spent in this period in the place of what is only presumed.
+    """Return the account with the ledger's spending in this period in place of presumed spending.
 
-    What living gateways have reported may not have reached the ledger yet, so it counts in any case. ``by_vanished``:
-    nano-USD that each vanished gateway's requests cost, what it had reported among them; none of them may be missing.
+    Amounts that live gateways reported may not have reached the ledger yet, so they always count. ``by_vanished``:
+    nano-USD that each vanished gateway's requests cost, including reported ones; no vanished gateway may be missing.
     """
     account = _without_the_past(account, terms, now_s)
     reported = account.spent_nano_usd - account.presumed_nano_usd
@@ -97,7 +97,7 @@ def recounted(
 
 
 def merged(account: Account, known: Account) -> Account:
-    """An account made again of an older copy, with what a newer one says was used and spent: it was, at least."""
+    """Return an account restored from an older copy, raised to the use and spending of a newer one."""
     used = tuple(
         {at: max(seconds.get(at, 0), more.get(at, 0)) for at in seconds.keys() | more.keys()}
         for seconds, more in zip(account.used, known.used, strict=True)
@@ -109,13 +109,13 @@ def merged(account: Account, known: Account) -> Account:
 
 
 def used_amounts(account: Account) -> Amounts:
-    """Return what counts as used now, as far as it was reported to the account."""
+    """Return the used amounts reported to the account."""
     requests, tokens = (sum(seconds.values()) for seconds in account.used)
     return requests, tokens, 0, account.spent_nano_usd
 
 
 def free_amounts(account: Account, limits: LimitValues, held_besides: Amounts = NOTHING) -> Amounts:
-    """Return what is neither used nor held; 0 of what has no limit."""
+    """Return the amounts that are neither used nor held; 0 for kinds without a limit."""
     used = used_amounts(account)
     held = [held_besides, *(lease.held for lease in account.leases.values())]
 
@@ -127,7 +127,7 @@ def free_amounts(account: Account, limits: LimitValues, held_besides: Amounts = 
 
 
 def _granted(free: Amounts, idle: Amounts, report: Report, limits: LimitValues) -> Amounts:
-    """Grant those that wait, in order, as far as all suffices; then something ahead of what will come."""
+    """Grant the waiting requests, in order, as far as the free amounts suffice; then some amounts in advance."""
     covered = [0, 0, 0, 0]
     for needs in report.needs:
         if all(covered[kind] + needs[kind] <= idle[kind] + free[kind] for kind in KINDS if needs[kind]):
@@ -150,7 +150,7 @@ def _granted(free: Amounts, idle: Amounts, report: Report, limits: LimitValues) 
 
 
 def _without_the_vanished(account: Account, gateway_id: str, now_s: float) -> Account:
-    """End the leases that ran out: what they held of rates and money counts as used, concurrency comes back."""
+    """End expired leases: their rates and money count as used, their concurrency is freed."""
     over_ms = (now_s - CLOCK_SLACK_S) * 1000
     over = {one for one, lease in account.leases.items() if one != gateway_id and lease.expires_unix_ms < over_ms}
     if not over:
@@ -177,7 +177,7 @@ def _without_the_vanished(account: Account, gateway_id: str, now_s: float) -> Ac
 
 
 def _without_presumption(account: Account, gateway_id: str) -> Account:
-    """Count what a gateway held as not spent: it is back, and tells what was."""
+    """Undo the presumption that a gateway spent what it held: it is back, and reports its spending."""
     gone = account.vanished.get(gateway_id)
     if gone is None:
         return account
@@ -213,45 +213,45 @@ def _with_report(account: Account, report: Report, now_s: float) -> Account:
 
 
 def _added(seconds: dict[int, int], fields: dict[int, int], oldest: int) -> dict[int, int]:
-    """Both added up, without what is out of the window or has come to nothing."""
+    """Return the sums, without seconds outside the window and zero amounts."""
     whole = {at: seconds.get(at, 0) + fields.get(at, 0) for at in seconds.keys() | fields.keys()}
     return {at: used for at, used in whole.items() if at > oldest and used > 0}
 
 
 # --- the bucket -------------------------------------------------------------------------------------------------------
 #
-# The bucket of accounts: each is replaced only by who has read what is there.
+# The bucket of accounts: each is replaced only by compare-and-set.
 
 STREAM: Final = f"KV_{subjects.QUOTAS_BUCKET}"
 
 
 async def created_s(bus: Bus) -> float:
-    """Return when the bucket was made, by the queue server's clock: it is another one after a loss. Raises BusError."""
+    """Return when the bucket was created, by the queue server's clock, to detect its loss. Raises BusError."""
     info = await bus.api(f"STREAM.INFO.{STREAM}")
     try:
         return datetime.fromisoformat(info["created"]).timestamp()
     except (KeyError, ValueError) as error:
-        raise BusError("the queue server does not tell when the accounts of limits were made") from error
+        raise BusError("the queue server did not report when the quota bucket was created") from error
 
 
 class AccountStore:
-    """The bucket, as one gateway uses it."""
+    """One gateway's access to the bucket."""
 
     def __init__(self, bus: Bus, call_limit_s: float = REACH_LIMIT_S) -> None:
         self._bus = bus
         self._call_limit_s = call_limit_s
 
     async def load(self, account_id: str) -> tuple[Account, int] | None:
-        """An account and the sequence of its entry; None: there is none. Raises BusError or ProtocolError."""
+        """Return an account and the sequence of its entry, or None. Raises BusError or ProtocolError."""
         found = await self._bus.get_message(STREAM, last_by_subj=self._subject(account_id))
         if found is None:
             return None
         return decode_account(base64.b64decode(found["data"])), int(found["seq"])
 
     async def store(self, account_id: str, account: Account, over: int) -> int | None:
-        """Put an account in the place of the entry with sequence ``over`` (0: of none); returns the new sequence.
+        """Replace the entry with sequence ``over`` (0: no entry); return the new sequence.
 
-        None: another entry stands there. Raises BusError: nobody knows whether it was stored.
+        None: another entry was there. Raises BusError, in which case the entry may or may not be stored.
         """
         return await self._bus.compare_and_set(
             self._subject(account_id), encode(account), over, timeout_s=self._call_limit_s

@@ -1,6 +1,6 @@
-"""Limits of keys and teams as this gateway keeps them: a request reserves from memory, the rest happens beside it.
+"""Limits of keys and teams at this gateway: requests reserve from memory; exchanges happen in the background.
 
-Only a request whose slice does not hold enough waits, for one exchange with the bucket, at most ``SLICE_WAIT_S``.
+Only a request whose slice is too small waits, for one exchange with the bucket, at most ``SLICE_WAIT_S``.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ from protocol.nats.bus import Bus
 
 SLICE_WAIT_S: Final = 0.1  # how long a request waits for a larger slice
 EXCHANGE_GAP_S: Final = 0.02  # between two exchanges of one account
-REPORT_PERIOD_S: Final = 1.0  # how old what others know of our use may be; a part of LEASE_S
+REPORT_PERIOD_S: Final = 1.0  # greatest age of this gateway's reports; a fraction of LEASE_S
 RENEW_S: Final = LEASE_S / 3
 TICK_S: Final = 0.25
-KEEP_PERIOD_S: Final = 10.0  # how old what is known of a kept account may be while nobody asks for it here
-FORGET_S: Final = 120.0  # local_accounts that nobody has asked for and that hold nothing
-MAX_SEEDS: Final = 4  # accounts that the ledger is asked about at once
+KEEP_PERIOD_S: Final = 10.0  # greatest age of a kept account's copy while no request uses it here
+FORGET_S: Final = 120.0  # before an unused account that holds nothing is forgotten
+MAX_SEEDS: Final = 4  # concurrent queries to the ledger
 SEED_LIMIT_S: Final = 5.0
-SEED_GAP_S: Final = 0.25  # between two tries for the same account
-MAX_EXCHANGES: Final = 32  # at once, over all accounts
-CLOSE_LIMIT_S: Final = 2.0  # for giving everything back
+SEED_GAP_S: Final = 0.25  # between two queries for the same account
+MAX_EXCHANGES: Final = 32  # concurrent ones, over all accounts
+CLOSE_LIMIT_S: Final = 2.0  # for returning all leased amounts
 
 log = logging.getLogger(__name__)
 
 
 class LimitReached(Exception):
-    """A limit refuses the request."""
+    """Raised when a limit refuses the request."""
 
     def __init__(self, refusal: Refusal, local_accounts: tuple[LocalAccount, ...]) -> None:
         super().__init__(refusal)
@@ -53,20 +53,20 @@ class LimitReached(Exception):
 
 
 class Unavailable(Exception):
-    """Raised where the rest of a limit is unknown: the queue server is away."""
+    """Raised when the rest of a limit is unknown, because the queue server does not answer."""
 
 
 class Quotas:
-    """Reserves, and reports what was used. ``start`` it, run ``run`` as a supervised task, ``close`` it at the end."""
+    """Reserves and reports amounts. ``start`` it, run ``run`` as a supervised task, and ``close`` it at the end."""
 
     def __init__(self, bus: Bus, gateway_id: str, ledger: Ledger, reach_limit_s: float = REACH_LIMIT_S) -> None:
-        """``ledger``: asked for what was spent where an account is not there.
+        """``ledger``: source of the spending of a missing account.
 
-        ``reach_limit_s``: how long a request waits for any slice: the queue server, or this process, may be busy.
+        ``reach_limit_s``: how long a request waits for its first slice: the queue server or this process may be busy.
         """
         self._bus = bus
         self._ledger = ledger
-        self._started_s = 0.0  # by the queue server's clock
+        self._started_s = 0.0  # on the queue server's clock
         self._bucket_created_s = 0.0  # likewise
         self._refused_budgets: set[str] = set()  # of local accounts, since the last tick
         self._seeding: dict[str, asyncio.Task[None]] = {}
@@ -76,14 +76,14 @@ class Quotas:
         self._account_store = AccountStore(bus, reach_limit_s)
         self._reach_limit_s = reach_limit_s
         self._local_accounts: dict[str, LocalAccount] = {}
-        self._asked_s: dict[str, float] = {}  # by account, when a request last needed it (monotonic clock)
+        self._asked_s: dict[str, float] = {}  # by account: when a request last used it (monotonic clock)
         self._exchanging: dict[str, asyncio.Task[None]] = {}
         self._places = asyncio.Semaphore(MAX_EXCHANGES)
         self._kept: set[str] = set()  # accounts
         self._failing = False
 
     async def start(self) -> None:
-        """Learn the time, and listen to what others miss. Raises BusError."""
+        """Measure the clock, and subscribe to other gateways' requests for amounts. Raises BusError."""
         await self._clock.measure()
         self._started_s = self._clock.now_s()
         self._bucket_created_s = await created_s(self._bus)
@@ -91,7 +91,7 @@ class Quotas:
         await self._bus.subscribe(subjects.QUOTA_WANTED, self._on_wanted)
 
     async def run(self) -> None:
-        """Report what was used, renew leases, give back what is not needed; never returns."""
+        """Report use, renew leases and return unneeded amounts; never returns."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._clock.run(), name="server clock")
             group.create_task(self._watch_bucket(), name="bucket of limits")
@@ -117,12 +117,12 @@ class Quotas:
             del self._local_accounts[account_id], self._asked_s[account_id]
 
     def keep(self, whose: str, account_id: str, terms: Limits) -> None:
-        """Know an account from now on, and what is used of it, also while nobody asks for it here."""
+        """Keep an account's copy up to date from now on, even while no request uses it here."""
         self._kept.add(account_id)
         self._local_account(account_id, whose, terms)
 
     def kept_uses(self) -> dict[str, tuple[LimitUsage, ...]]:
-        """Return the use of the watched accounts by id, as far as this gateway has received it."""
+        """Return the use of the kept accounts by id, as far as this gateway knows it."""
         now_s, local_accounts = (
             self._clock.now_s(),
             [self._local_accounts[account_id] for account_id in sorted(self._kept)],
@@ -134,13 +134,13 @@ class Quotas:
         }
 
     async def _watch_bucket(self) -> None:
-        """Notice a lost bucket before others begin again without what was in it (``check_nobody_holds``)."""
+        """Detect a lost bucket before other gateways start accounts without its contents (``check_nobody_holds``)."""
         while True:
             await asyncio.sleep(RENEW_S)
             try:
                 bucket_created_s = await created_s(self._bus)
             except BusError as error:
-                log.debug("whether the accounts of limits are there is unknown: %s", error)
+                log.debug("cannot check the quota bucket: %s", error)
                 continue
             if bucket_created_s != self._bucket_created_s:
                 self._bucket_created_s = bucket_created_s
@@ -153,7 +153,7 @@ class Quotas:
                 self._exchange_soon(local)
 
     async def close(self) -> None:
-        """Report everything and give back what is idle, within ``CLOSE_LIMIT_S``; what is not ends with its lease."""
+        """Report everything and return idle amounts within ``CLOSE_LIMIT_S``; the rest ends with its lease."""
         try:
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 await asyncio.gather(*self._exchanging.values(), return_exceptions=True)
@@ -161,7 +161,9 @@ class Quotas:
                     if not local.is_idle:
                         await local.exchange(self._account_store, keep_idle=False)
         except (TimeoutError, BusError, ProtocolError, Unseeded) as error:
-            log.warning("limits are not given back; they return when their leases end: %s", str(error) or "too slow")
+            log.warning(
+                "cannot return leased limits; they return when their leases expire: %s", str(error) or "too slow"
+            )
         finally:
             for task in (*self._exchanging.values(), *self._seeding.values()):
                 task.cancel()
@@ -171,10 +173,10 @@ class Quotas:
     async def reserve(
         self, principal: Principal, estimates: Sequence[Estimate], held: Reservation | None = None
     ) -> list[Reservation] | None:
-        """Reserve the most that requests can use, of the key's and the team's limits; None: it has none.
+        """Reserve the most that requests can use of the key's and the team's limits; None: there are none.
 
-        ``held``: what the first of them has reserved already; it gets the rest. There is room for all of them, or
-        nothing more is reserved: raises LimitReached or Unavailable.
+        ``held``: the existing reservation of the first request, which is enlarged. All or nothing: raises LimitReached
+        or Unavailable.
         """
         key, team = limits_of(principal.key_policy), limits_of(principal.team_policy)
         if key is None and team is None:
@@ -200,9 +202,9 @@ class Quotas:
     async def reserve_money(
         self, accounts: Iterable[tuple[str, Limits]], nano_usd: int, price: TokenPrice | None
     ) -> Reservation:
-        """Reserve what a request may cost us at a pool, of each of its accounts. Raises LimitReached or Unavailable.
+        """Reserve the cost of a request at a pool from each of its accounts. Raises LimitReached or Unavailable.
 
-        Without accounts there is no cap, and the reservation is of nothing.
+        Without accounts there is no cap, and the reservation is empty.
         """
         amounts = (0, 0, 0, nano_usd)
         claims = self._claims([(POOL, account_id, terms) for account_id, terms in accounts], amounts)
@@ -212,7 +214,7 @@ class Quotas:
         return reservation
 
     async def _until_held(self, claims: list[tuple[LocalAccount, Amounts]]) -> float:
-        """Return the time when all slices hold enough at once, usually now. Raises LimitReached or Unavailable."""
+        """Return the time once all slices hold enough, usually at once. Raises LimitReached or Unavailable."""
         now_s = self._clock.now_s()
         if all(local.slice.has(needs, now_s) for local, needs in claims):
             return now_s
@@ -227,9 +229,9 @@ class Quotas:
     def _claims(
         self, accounts: Iterable[tuple[str, str, Limits | None]], amounts: Amounts
     ) -> list[tuple[LocalAccount, Amounts]]:
-        """The local_accounts that a request needs something of, of (whose, account, limits).
+        """Return the accounts that a request needs amounts of, from (whose, account id, limits).
 
-        Raises LimitReached for what is more than a limit by itself.
+        Raises LimitReached if the request alone exceeds a limit.
         """
         claims = []
         for whose, account_id, terms in accounts:
@@ -253,7 +255,7 @@ class Quotas:
         return local
 
     async def _wait_for_slices(self, claims: list[tuple[LocalAccount, Amounts]]) -> None:
-        """Return when all slices hold enough at once. Raises LimitReached or Unavailable."""
+        """Wait until all slices hold enough. Raises LimitReached or Unavailable."""
         changed = asyncio.Event()
         try:
             for wait_s in (SLICE_WAIT_S, self._reach_limit_s - SLICE_WAIT_S):
@@ -279,7 +281,7 @@ class Quotas:
             await changed.wait()
 
     def _short_ones(self, claims: list[tuple[LocalAccount, Amounts]]) -> list[tuple[LocalAccount, Amounts]]:
-        """Return the accounts whose slices do not hold enough. Raises LimitReached where there is nothing more."""
+        """Return the accounts whose slices are too small. Raises LimitReached if no more can be leased."""
         now_s = self._clock.now_s()
         short = [(local, needs) for local, needs in claims if not local.slice.has(needs, now_s)]
         for local, needs in short:
@@ -290,7 +292,7 @@ class Quotas:
         return short
 
     def _refuse_late(self, claims: list[tuple[LocalAccount, Amounts]]) -> None:
-        """Nothing came in time. Raises LimitReached, where it is known that something is missing still."""
+        """Raise LimitReached after a timeout if an account was short at its last exchange."""
         now_s = self._clock.now_s()
         for local, needs in claims:
             refusal = None if local.slice.has(needs, now_s) else local.last_known_shortage(needs, now_s)
@@ -299,18 +301,18 @@ class Quotas:
                 raise LimitReached(refusal, tuple(one for one, _ in claims))
 
     def _note_refusal(self, local: LocalAccount, refusal: Refusal) -> None:
-        """Note a budget of which too little is left, whatever running requests give back."""
+        """Note a budget that has too little left even if running requests return their reservations."""
         is_spent = refusal.kind is Kind.MONEY and refusal.retry_after_s is None and not refusal.is_too_large
         if is_spent and local.whose != POOL:
             self._refused_budgets.add(local.account_id)
 
     async def _tell_refusals(self) -> None:
-        """Tell the ledger, whose webhooks tell the team."""
+        """Report refused budgets to the ledger, which sends webhooks to the team."""
         while self._refused_budgets:
             try:
                 await self._bus.publish(subjects.BUDGET_REFUSED, self._refused_budgets.pop().encode())
-            except BusError as error:  # the next refusal tells it again
-                log.debug("that a budget is used up could not be told: %s", error)
+            except BusError as error:  # the next refusal reports it again
+                log.debug("cannot report an exhausted budget: %s", error)
 
     # --- exchanges ----------------------------------------------------------------------------------------------------
 
@@ -327,7 +329,7 @@ class Quotas:
                 if not await self._exchange(local):
                     return
             local.wake()
-            await asyncio.sleep(0)  # they look
+            await asyncio.sleep(0)  # let waiting requests check
             if local.waiting:
                 await self._publish_wanted(local)
             elif not local.is_wanted:
@@ -341,7 +343,7 @@ class Quotas:
             return False
         except (BusError, ProtocolError) as error:
             if not self._failing:
-                log.warning("limits cannot be shared; what is leased serves until its lease ends: %s", error)
+                log.warning("cannot exchange limits; requests use what is leased until the lease expires: %s", error)
             self._failing = True
             return False
         self._failing = False
@@ -354,7 +356,7 @@ class Quotas:
             task.add_done_callback(lambda _: self._seeding.pop(local.account_id, None))
 
     async def _seed(self, local: LocalAccount) -> None:
-        """Find out what an account that is not there must begin with, as long as requests wait for it."""
+        """Load the initial amounts of a missing account while requests wait for it."""
         while not await self._is_seeded(local):
             if not local.waiting:
                 return
@@ -362,7 +364,7 @@ class Quotas:
         self._exchange_soon(local)
 
     async def _is_seeded(self, local: LocalAccount) -> bool:
-        """Return whether it is known now what an account begins with. To find out keeps nobody else waiting."""
+        """Return whether the initial amounts of an account are known, after trying to load them."""
         now_s, spent = self._clock.now_s(), 0
         try:
             async with self._seed_places, asyncio.timeout(SEED_LIMIT_S):
@@ -373,7 +375,7 @@ class Quotas:
                     terms = local.terms.budget_period
                     spent = await self._ledger.spent_nano_usd(local.account_id, local.whose, terms, now_s)
         except (BusError, DatabaseUnavailable, TimeoutError) as error:
-            log.warning("limits of %s are not known yet: %s", local.account_id, str(error) or "the ledger is too slow")
+            log.warning("cannot load the spend of %s yet: %s", local.account_id, str(error) or "the ledger is too slow")
             return False
         local.seed = Seed(now_s, spent)
         return True
@@ -381,8 +383,8 @@ class Quotas:
     async def _publish_wanted(self, local: LocalAccount) -> None:
         try:
             await self._bus.publish(subjects.QUOTA_WANTED, f"{self._gateway_id} {local.account_id}".encode())
-        except BusError as error:  # who waits is refused soon
-            log.debug("that a limit is wanted could not be told: %s", error)
+        except BusError as error:  # waiting requests will be refused
+            log.debug("cannot ask other gateways for unused limits: %s", error)
 
     async def _on_wanted(self, message: Msg) -> None:
         sender, _, account_id = message.data.decode("utf-8", "replace").partition(" ")

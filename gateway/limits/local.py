@@ -1,4 +1,4 @@
-"""One account's local_accounts at this gateway: the slice, what is known of the account, and who waits."""
+"""One account at this gateway: its slice, the last known account, and the waiting requests."""
 
 import asyncio
 import math
@@ -30,7 +30,7 @@ from protocol.errors import BusError
 from protocol.gateways import KINDS, NOTHING, RATES, Account, Amounts, Kind, Lease
 from protocol.nats.clock import ServerClock
 
-SOON_S = 1.0  # where running requests hold what is missing: nobody knows how long
+SOON_S = 1.0  # Retry-After if running requests hold the missing amount: their end is unknown
 
 
 class Refusal(Struct, frozen=True):
@@ -39,9 +39,9 @@ class Refusal(Struct, frozen=True):
     kind: Kind
     whose: str  # "key" | "team"
     limit: int
-    used: int  # of it, running requests included
+    used: int  # including reservations of running requests
     needed: int
-    retry_after_s: float | None  # None: not before the limit or the request is another one, or the period is over
+    retry_after_s: float | None  # None: only after a change of limit or request, or in the next period
 
     @property
     def is_too_large(self) -> bool:
@@ -50,7 +50,7 @@ class Refusal(Struct, frozen=True):
 
 
 def too_large(terms: Limits, whose: str, needs: Amounts) -> Refusal | None:
-    """The limit that is less than the request alone."""
+    """Return the limit that the request alone exceeds, if any."""
     for kind in (*RATES, Kind.CONCURRENT):
         limit = terms.limits[kind]
         if limit is not None and needs[kind] > limit:
@@ -61,7 +61,7 @@ def too_large(terms: Limits, whose: str, needs: Amounts) -> Refusal | None:
 def shortage(
     account: Account, terms: Limits, whose: str, needs: Amounts, *, left: Amounts, now_s: float
 ) -> Refusal | None:
-    """The limit of which only ``left`` is to be had, less than a request needs; None: there is enough of all."""
+    """Return the limit of which ``left`` is less than a request needs; None: all suffice."""
     for kind in KINDS:
         limit = terms.limits[kind]
         if limit is not None and needs[kind] and needs[kind] > left[kind]:
@@ -88,7 +88,7 @@ def _retry_after_s(account: Account, limits: LimitValues, kind: Kind, needs: Amo
 
 
 def rate_status(account: Account, terms: Limits, kind: Kind, gateway_id: str, now_s: float) -> RateStatus | None:
-    """Return how far a rate is used, as far as this gateway knows; None: it has no limit."""
+    """Return the known use of a rate; None: it has no limit."""
     limit = terms.limits[kind]
     if limit is None:
         return None
@@ -101,23 +101,23 @@ def rate_status(account: Account, terms: Limits, kind: Kind, gateway_id: str, no
 
 # --- the slice --------------------------------------------------------------------------------------------------------
 #
-# The slice of one account that this gateway holds: requests are admitted from it by memory alone. No I/O here.
+# The slice of one account that this gateway holds. Requests are admitted from it without any I/O.
 #
-#     idle ──take──> busy (concurrency, money) ──settle──> idle, and what was used is told with the next report
-#          ──take──> used (rates) ─────────────settle──> the part that was not needed, back to idle
+#     idle ──take──> busy (concurrency, money) ──settle──> idle; the used amount goes into the next report
+#          ──take──> used (rates) ─────────────settle──> the unneeded part returns to idle
 #
-# At every moment idle + busy + what is not reported yet is what the account has down as held by us.
+# At all times idle + busy + unreported use equals the amount that the account records as held by this gateway.
 
-# An amount of a rate that comes back is used again only where its second stays in the account's window until this has
-# been reported: later, the window gives it back by itself.
+# A refunded amount of a rate is reused only if its second stays in the account's window until the refund is reported.
+# Later refunds are ignored: the window frees the amount.
 REFUNDABLE_S: Final = WINDOW_S - LEASE_S - CLOCK_SLACK_S
-AHEAD_S: Final = 0.25  # requests of so long are foreseen
-SHORT_S: Final = 0.02  # a burst within less is taken for a rate over so long
+AHEAD_S: Final = 0.25  # expected use over this time is leased in advance
+SHORT_S: Final = 0.02  # shorter bursts count as if spread over this time
 LONG_S: Final = 1.0
 
 
 class Taken:
-    """A request's amounts from one slice. To be settled once."""
+    """A request's amounts from one slice. Settle them once."""
 
     __slots__ = ("amounts", "at_s", "holds_place", "period")
 
@@ -125,41 +125,41 @@ class Taken:
         self.amounts = amounts
         self.at_s = at_s  # unix second
         self.period = period  # of its money
-        self.holds_place = True  # counts as concurrent
+        self.holds_place = True  # counts as a concurrent request
 
 
 class Slice:
-    """One account's slice. Times are seconds since 1970: they are compared with other gateways'."""
+    """One account's slice. Times are in seconds since 1970, for comparison between gateways."""
 
     def __init__(self) -> None:
         self.expires_s = 0.0
         self.period = ""
-        self.is_changed = False  # there is something to report
+        self.is_changed = False  # has amounts to report
         self.idle = [0, 0, 0, 0]
         self._busy = [0, 0, 0, 0]  # of CONCURRENT and MONEY
         self._used: tuple[dict[int, int], dict[int, int]] = ({}, {})  # of RATES, not reported yet
         self._spent = 0  # of MONEY, not reported yet
         self._taken = [0, 0, 0, 0]  # since the last report
         self._reported_s = 0.0  # when that was
-        self._usual = NOTHING  # what was expected then to be taken soon
+        self._usual = NOTHING  # the use expected at that time
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is held and nothing is left to report."""
+        """True if nothing is held and nothing unreported."""
         return not (self.is_changed or any(self.idle) or any(self._busy))
 
     @property
     def busy(self) -> Amounts:
-        """Return what running requests hold of CONCURRENT and MONEY."""
+        """Return the CONCURRENT and MONEY held by running requests."""
         return (0, 0, self._busy[Kind.CONCURRENT], self._busy[Kind.MONEY])
 
     @property
     def is_low(self) -> bool:
-        """Return whether less than half of what will soon be needed is left."""
+        """Return whether less than half of the expected use is left."""
         return any(2 * idle < usual for idle, usual in zip(self.idle, self._usual, strict=True))
 
     def with_unreported(self, account: Account) -> Account:
-        """The account with what was used and spent since the last report."""
+        """Return the account with the use and spending since the last report added."""
         requests, tokens = (
             {at_s: reported.get(at_s, 0) + mine.get(at_s, 0) for at_s in reported.keys() | mine.keys()}
             for reported, mine in zip(account.used, self._used, strict=True)
@@ -170,13 +170,13 @@ class Slice:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def has(self, needs: Amounts, now_s: float) -> bool:
-        """Return whether a request could be admitted now."""
+        """Return whether the slice holds enough for a request."""
         return now_s < self.expires_s and all(
             not need or need <= idle for need, idle in zip(needs, self.idle, strict=True)
         )
 
     def take(self, needs: Amounts, now_s: float) -> Taken:
-        """Admit a request that the slice ``has`` enough for."""
+        """Take a request's amounts, which the slice must have."""
         at_s = int(now_s)
         for kind in KINDS:
             self.idle[kind] -= needs[kind]
@@ -190,7 +190,7 @@ class Slice:
         return Taken(needs, at_s, self.period)
 
     def release_place(self, taken: Taken) -> None:
-        """A request is no longer running. May be called again."""
+        """Stop counting a request as concurrent. Idempotent."""
         if taken.holds_place:
             taken.holds_place = False
             self._busy[Kind.CONCURRENT] -= taken.amounts[Kind.CONCURRENT]
@@ -198,7 +198,7 @@ class Slice:
             self.is_changed = True
 
     def settle(self, taken: Taken, actual: Amounts, now_s: float) -> None:
-        """A request has ended, having used ``actual`` of rates and money (more than was reserved also counts)."""
+        """Settle an ended request with its ``actual`` rates and money, which may exceed the reservation."""
         self.release_place(taken)
         for kind in RATES:
             self._give_back(kind, taken.at_s, taken.amounts[kind] - actual[kind], now_s)
@@ -219,16 +219,16 @@ class Slice:
     def begin_report(
         self, terms: Limits, needs: tuple[Amounts, ...], now_s: float, *, keep_idle: bool
     ) -> tuple[Report, Amounts]:
-        """Begin a report; return it with the idle part given back. ``end_report`` or ``undo_report`` must follow.
+        """Begin a report; return it and the returned idle amounts. ``end_report`` or ``undo_report`` must follow.
 
-        Requests may go on taking and settling in between: it is told with the next one.
+        Requests may take and settle amounts in between; the next report includes them.
         """
         self._roll_over(period_at(terms.budget_period, now_s))
-        self.idle = [max(0, idle) for idle in self.idle]  # an overdraft is told as used, and that is that
+        self.idle = [max(0, idle) for idle in self.idle]  # an overdraft is reported as used
         self._usual = self._taken_soon(now_s) if keep_idle else NOTHING
         self._taken, self._reported_s = [0, 0, 0, 0], now_s
         wanted = self._usual
-        if keep_idle:  # or else what is idle here may be just what others lack, as theirs is what is lacking here
+        if keep_idle:  # return idle amounts: other gateways may need them
             for one in needs:
                 wanted = plus(wanted, one)
         given = tuple(max(0, idle - most) for idle, most in zip(self.idle, wanted, strict=True))
@@ -249,19 +249,19 @@ class Slice:
         return report, given_back
 
     def _taken_soon(self, now_s: float) -> Amounts:
-        """Return what requests will take in ``AHEAD_S`` at the rate since the last report."""
+        """Return the expected use in ``AHEAD_S`` at the rate since the last report."""
         share = AHEAD_S / min(LONG_S, max(SHORT_S, now_s - self._reported_s))
         soon = [math.ceil(taken * share) for taken in self._taken]
         return soon[0], soon[1], soon[2], soon[3]
 
     def end_report(self, exchanged: Exchanged) -> None:
-        """The account has taken it."""
+        """Finish a report that was stored."""
         self._roll_over(exchanged.account.period)
         self._add_idle(exchanged.granted)
         self.expires_s = exchanged.expires_unix_ms / 1000
 
     def undo_report(self, report: Report, given_back: Amounts) -> None:
-        """The account has not taken it."""
+        """Undo a report that was not stored."""
         for mine, reported in zip(self._used, report.used, strict=True):
             for at_s, used in reported.items():
                 mine[at_s] = mine.get(at_s, 0) + used
@@ -272,22 +272,22 @@ class Slice:
         self.is_changed = True
 
     def presumed_dead(self, *, keeps_money: bool) -> None:
-        """Our lease ran out and the others have counted what we held as used.
+        """Handle the expiry of this gateway's lease: other gateways counted what it held as used.
 
-        The rates are lost for their minute, and what we used since is among them. Money was not spent for all that: our
-        next report takes the presumption back, unless a recount has, and then what was idle may be somebody else's.
+        The rates stay counted for their minute, including those used since. Money was not necessarily spent: the next
+        report undoes the presumption, unless a recount did, in which case others may hold the idle amount.
         """
         self.idle = [0, 0, 0, self.idle[Kind.MONEY] if keeps_money else 0]
         self._used = ({}, {})
         self.is_changed = True
 
     def drop_idle(self) -> None:
-        """Forget what is held without need: the account was created again."""
+        """Forget idle amounts, because the account was recreated."""
         self.idle = [0, 0, 0, 0]
         self.is_changed = True
 
     def _roll_over(self, period: str) -> None:
-        """Begin a new period: what was held of the budget before is nothing, and its requests settle for nothing."""
+        """Begin a new period: amounts held of the previous budget are void, and their requests settle for nothing."""
         if is_later(period, self.period):
             self.period = period
             self.idle[Kind.MONEY] = self._busy[Kind.MONEY] = 0
@@ -300,13 +300,13 @@ class Slice:
 
 # --- the account ------------------------------------------------------------------------------------------------------
 
-MAX_TRIES: Final = 16  # of one exchange, while other gateways change the same account
-MAX_NEEDS_REPORTED: Final = 1024  # requests whose needs one exchange looks at
-FRESH_S: Final = 0.05  # so long after an exchange, what it has found may refuse requests without another one
+MAX_TRIES: Final = 16  # of one exchange, if other gateways change the account meanwhile
+MAX_NEEDS_REPORTED: Final = 1024  # waiting requests considered in one exchange
+FRESH_S: Final = 0.05  # an exchange's result may refuse requests for this long without a new exchange
 
 
 class UnconfirmedExchange(Struct, frozen=True):
-    """An exchange of which nobody knows whether it was stored."""
+    """An exchange that may or may not have been stored."""
 
     number: int
     report: Report
@@ -315,7 +315,7 @@ class UnconfirmedExchange(Struct, frozen=True):
 
 
 class LocalAccount:
-    """Only the event loop touches it, and ``exchange`` runs once at a time."""
+    """One account at this gateway. Only used in the event loop; only one ``exchange`` runs at a time."""
 
     def __init__(self, account_id: str, whose: str, gateway_id: str, terms: Limits, clock: ServerClock) -> None:
         self.account_id = account_id
@@ -324,29 +324,29 @@ class LocalAccount:
         self.slice = Slice()
         self.account: Account = EMPTY  # as it was after the last exchange
         self.exchanged_s = float("-inf")  # monotonic clock
-        self.is_wanted = False  # others miss what we hold without need
-        self.waiting: dict[asyncio.Event, Amounts] = {}  # what each needs
-        self.seed: Seed | None = None  # for an account that is not there
-        self.clock = clock  # of all gateways, so that they agree when a lease is over
+        self.is_wanted = False  # other gateways need what is idle here
+        self.waiting: dict[asyncio.Event, Amounts] = {}  # needs of each waiting request
+        self.seed: Seed | None = None  # initial amounts of a missing account
+        self.clock = clock  # shared by all gateways, so that they agree when a lease expires
         self._gateway_id = gateway_id
         self._number = 0
-        self._entry: int | None = None  # sequence of the bucket's entry that is ``account``; None: to be read again
+        self._entry: int | None = None  # sequence of the bucket's entry with ``account``; None: reread it
         self._lease: Lease | None = None  # as it was last stored
         self._unconfirmed: UnconfirmedExchange | None = None
 
     def wake(self) -> None:
-        """Let those who wait look again."""
+        """Wake the waiting requests."""
         for event in self.waiting:
             event.set()
 
     def shortage(self, needs: Amounts, now_s: float) -> Refusal | None:
-        """The limit that refuses, by what is known; None: there may be enough, or nothing recent is known."""
+        """Return the limit that refuses, from a recent exchange; None: there may be enough, or it is unknown."""
         if time.monotonic() - self.exchanged_s > FRESH_S:
             return None
         left = plus(self._idle(), free_amounts(self.account, self.terms.limits))
         for gateway_id, lease in self.account.leases.items():
             if gateway_id != self._gateway_id:
-                left = plus(left, lease.idle)  # it may be given back
+                left = plus(left, lease.idle)  # its holder may return it
         return self._shortage(needs, left, now_s)
 
     def _shortage(self, needs: Amounts, left: Amounts, now_s: float) -> Refusal | None:
@@ -354,9 +354,9 @@ class LocalAccount:
         return shortage(account, self.terms, self.whose, needs, left=left, now_s=now_s)
 
     def last_known_shortage(self, needs: Amounts, now_s: float) -> Refusal | None:
-        """The limit of which there was less than is needed at the last exchange; None: of none, or nobody knows.
+        """Return the limit that was short at the last exchange; None: none, or unknown.
 
-        What others hold and do not use does not count: it has not been given back in time.
+        Idle amounts of other gateways do not count: they were not returned in time.
         """
         if now_s >= self.slice.expires_s:
             return None
@@ -367,21 +367,21 @@ class LocalAccount:
         return idle[0], idle[1], idle[2], idle[3]
 
     def known_account(self) -> Account:
-        """The account as it was after the last exchange, with what was spent here since."""
+        """Return the account as of the last exchange, with the use and spending here since."""
         return self.slice.with_unreported(self.account)
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing is held, and nothing is left to report or to find out."""
+        """Return whether nothing is held, unreported or unconfirmed."""
         return self.slice.is_empty and self._unconfirmed is None
 
     def would_be_missed(self, now_s: float) -> bool:
-        """Return whether a lost account needs this copy: something is held or to be told, or a rate counts still."""
+        """Return whether a lost account needs this copy: it has held, unreported or recently used amounts."""
         oldest = int(now_s) - WINDOW_S
         return not self.is_idle or any(at > oldest for seconds in self.account.used for at in seconds)
 
     def rate_status(self, kind: Kind, now_s: float) -> RateStatus | None:
-        """Use of a rate limit."""
+        """Return the known use of a rate limit."""
         account = self.slice.with_unreported(self.account)
         return rate_status(account, self.terms, kind, self._gateway_id, now_s)
 
@@ -394,7 +394,7 @@ class LocalAccount:
                 await self._read(store)
             if await self._write(store, keep_idle=keep_idle):
                 return
-        raise BusError(f"the quota account {self.account_id} changes all the time")
+        raise BusError(f"the quota account {self.account_id} changed at every try")
 
     async def _read(self, store: AccountStore) -> None:
         before = self.account
@@ -405,18 +405,18 @@ class LocalAccount:
             known = lease or gone
             if known is not None and known.exchange == doubt.number:
                 self._leased(doubt.exchanged)
-            else:  # not stored; or recounted, and then it may count twice, which keeps the limit
+            else:  # not stored, or recounted: then it may count twice, which is safe
                 self.slice.undo_report(doubt.report, doubt.given_back)
         ours = self._lease
         if ours is not None and lease is not None and lease.exchange < ours.exchange:
-            # It was lost, and another gateway has put its copy there, which is older than ours.
+            # The account was lost, and another gateway restored an older copy.
             self.account = merged(self.account, before)
             self.slice.drop_idle()
         elif ours is not None and any(ours.held) and (lease is None or lease.exchange != ours.exchange):
-            self.slice.presumed_dead(keeps_money=gone is not None)  # again and again until our next report is stored
+            self.slice.presumed_dead(keeps_money=gone is not None)  # until our next report is stored
 
     def _restored(self) -> Account:
-        """Return the initial state of a missing account. Raises Unseeded."""
+        """Return the initial account in place of a missing one. Raises Unseeded."""
         now_s = self.clock.now_s()
         needs_ledger = self.terms.limits[Kind.MONEY] is not None
         if (needs_ledger or self.account is EMPTY) and (self.seed is None or now_s - self.seed.at_s > SEED_FRESH_S):
@@ -426,7 +426,7 @@ class LocalAccount:
         return replace(account, spent_nano_usd=max(account.spent_nano_usd, spent))
 
     async def _write(self, store: AccountStore, *, keep_idle: bool) -> bool:
-        """Return whether the account was changed; False: another gateway was quicker."""
+        """Return whether the account was stored; False: another gateway changed it first."""
         now_s = self.clock.now_s()
         needs = tuple(list(self.waiting.values())[:MAX_NEEDS_REPORTED])
         self._number += 1

@@ -1,4 +1,4 @@
-"""What tokens cost now, and what hosted pools may cost us."""
+"""Current token prices, and spending caps of hosted pools."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from db.tables import AttemptRow
 
 # --- prices of tokens -------------------------------------------------------------------------------------------------
 #
-# Current prices in memory: budgets are counted by the same price book as the ledger's charges.
+# Current prices in memory. Budgets use the same price book as the ledger's charges.
 
 log = logging.getLogger(__name__)
 
@@ -25,59 +25,59 @@ RELOAD_PERIOD_S: Final = 10.0
 
 
 class CurrentPrices:
-    """The price book, or the configuration's prices where it has none: not yet, or no longer. Run ``run`` as a task."""
+    """The price book, with the configuration's prices as a fallback. Run ``run`` as a task."""
 
     def __init__(self, database: AsyncEngine, configured: Mapping[tuple[str, str], TokenPrice]) -> None:
-        """``configured``: by model, and CLIENTS or a hosted pool."""
+        """``configured``: by (model, CLIENTS or a hosted pool)."""
         self._database = database
         self._book = PriceBook()
         self._configured = configured
 
     def of(self, model: str, unix_ms: int, pool: str = CLIENTS) -> TokenPrice | None:
-        """Return the price of a model's tokens at a time, for clients or for us at a hosted pool; None: free."""
+        """Return the price of a model's tokens at a time, for clients or at a hosted pool; None: free."""
         price = self._book.at(model, pool, unix_ms)
         tokens = None if price is None else price.tokens
         return self._configured.get((model, pool)) if tokens is None else tokens
 
     async def run(self) -> None:
-        """Read the book now and then; never returns. While SQL is away the last known prices stay."""
+        """Reload the price book periodically; never returns. While SQL is unavailable the last known prices apply."""
         while True:
             try:
                 async with self._database.connect() as connection:
                     self._book = await load_prices(connection)
             except SQL_ERRORS as error:
-                log.warning("cannot load the prices, keeping those known: %s", describe(error))
+                log.warning("cannot load prices; keeping the last known ones: %s", describe(error))
             await asyncio.sleep(RELOAD_PERIOD_S)
 
 
 # --- pools ------------------------------------------------------------------------------------------------------------
 #
-# The accounts of hosted pools' caps, and what the ledger knows of what was spent there.
+# The accounts of hosted pools' caps, and the spending that the ledger recorded.
 
-POOL: Final = "pool"  # whose account it is, beside "key" and "team"
+POOL: Final = "pool"  # owner of an account, besides "key" and "team"
 HOUR_MS: Final = 3_600_000
 
 
 def cap_account(pool: str, period: str) -> str:
-    """The id of the account of a pool's cap for each day or month."""
+    """Return the id of the account of a pool's daily or monthly cap."""
     return f"pool:{pool}:{period}"
 
 
 def pool_of_account(account_id: str) -> str:
-    """The pool of a cap's account."""
+    """Return the pool of a cap's account."""
     return account_id.partition(":")[2].rpartition(":")[0]
 
 
 async def spent_at_pool(connection: AsyncConnection, pool: str, since_unix_ms: int) -> dict[str, int]:
-    """Nano-USD that a hosted pool's attempts have cost since then, by gateway; "" where it is not known.
+    """Return the nano-USD that a hosted pool's attempts cost since a time, by gateway; "" if unknown.
 
-    A price holds for the whole hour in which it was entered. Raises SQL's own errors.
+    A price applies to the whole hour in which it was entered. Raises SQLAlchemyError.
     """
     row = AttemptRow.__table__.c
     hour, tokens = row.started_unix_ms // HOUR_MS, (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
     statement = (
         select(row.model, hour, row.gateway_id, *(func.sum(column) for column in tokens))
-        # What failed before its first token was not charged.
+        # Attempts that failed before their first token were not charged.
         .where(row.pool == pool, row.started_unix_ms >= since_unix_ms)
         .where(or_(row.outcome != "failed", row.completion_tokens > 0))
         .group_by(row.model, hour, row.gateway_id)

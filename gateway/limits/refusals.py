@@ -1,4 +1,4 @@
-"""What keys and teams are told of their limits: why one refuses a request, and how far each rate is used."""
+"""Error messages of limits, and the use of each rate for response headers."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ _LIMIT_NAMES: Final = {
 
 
 def rates_of(local_accounts: Iterable[LocalAccount]) -> Mapping[Kind, RateStatus]:
-    """Return how far each rate is used: of key or team, whichever has less left."""
+    """Return the use of each rate: the key's or the team's, whichever has less left."""
     rates = {}
     for kind in RATES:
         known = [
@@ -29,9 +29,9 @@ def rates_of(local_accounts: Iterable[LocalAccount]) -> Mapping[Kind, RateStatus
 
 
 def refused_by(refusal: Refusal, limit_param: str | None) -> Refused:
-    """Return the refusal by a limit.
+    """Return the error for a refusal by a limit.
 
-    ``limit_param``: the field by which the client makes the request smaller; None: there is none.
+    ``limit_param``: the field that reduces the size of the request; None: there is none.
     """
     if refusal.kind is Kind.MONEY:
         return _budget_error(refusal, limit_param)
@@ -53,7 +53,7 @@ def refused_by(refusal: Refusal, limit_param: str | None) -> Refused:
 
 
 def _smaller(limit_param: str | None) -> str:
-    """Return the end of a sentence about a request's size, and what to do."""
+    """Return the end of a message about a request's size, with what to do."""
     if limit_param is None:
         return ". Make it smaller."
     return f" (prompt and '{limit_param}', for each choice). Lower '{limit_param}' or shorten the prompt."
@@ -72,12 +72,12 @@ def _budget_error(refusal: Refusal, limit_param: str | None) -> Refused:
         )
     if refusal.retry_after_s is None and refusal.used < refusal.limit:
         return InsufficientQuota(
-            f"Too little is left of the {refusal.whose}'s budget: {amounts}{_smaller(limit_param)}", param=limit_param
+            f"Not enough of the {refusal.whose}'s budget is left: {amounts}{_smaller(limit_param)}", param=limit_param
         )
     if refusal.retry_after_s is None:
         return InsufficientQuota(f"The {refusal.whose}'s budget is used up: {amounts}.")
     return RateLimitExceeded(
-        f"The {refusal.whose}'s budget is reserved by requests that are running: {amounts}.",
+        f"The {refusal.whose}'s budget is reserved by running requests: {amounts}.",
         retry_after_s=math.ceil(refusal.retry_after_s),
         limit=Kind.MONEY,
     )

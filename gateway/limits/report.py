@@ -1,4 +1,4 @@
-"""How much of the limits is used now, and budgets made right by the ledger."""
+"""Current use of limits, and recounts of budgets from the ledger."""
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from protocol.gateways import KINDS, Account, Amounts, Kind
 
 # --- use --------------------------------------------------------------------------------------------------------------
 #
-# Use of each limit now, from the accounts that the gateways share: no SQL.
+# Current use of each limit, from the gateways' shared accounts, without SQL.
 
 READ_LIMIT_S: Final = 1.0  # for all accounts together
 MAX_READS: Final = 32  # at once
@@ -27,17 +27,17 @@ class LimitUsage(Struct, frozen=True):
 
     kind: Kind
     limit: int
-    used: int | None  # what running requests have reserved included; None: not known at the moment
-    ends_unix_ms: int | None = None  # of a budget's period; None: it does not end
+    used: int | None  # including reservations of running requests; None: unknown
+    ends_unix_ms: int | None = None  # end of a budget's period; None: no end
 
     @property
     def left(self) -> int | None:
-        """Return what a request could still have; never negative, though a limit may have been lowered."""
+        """Return the available amount; never negative, even if the limit was lowered."""
         return None if self.used is None else max(0, self.limit - self.used)
 
 
 def uses(terms: Limits, used: Iterable[int | None], now_s: float) -> tuple[LimitUsage, ...]:
-    """Each limit with what is used of it, by Kind; what has no limit is left out."""
+    """Return each limit with its use; kinds without a limit are omitted."""
     end_s = period_end_s(terms.budget_period, now_s)
     ends_unix_ms = None if end_s is None else int(end_s * 1000)
     return tuple(
@@ -48,7 +48,7 @@ def uses(terms: Limits, used: Iterable[int | None], now_s: float) -> tuple[Limit
 
 
 def taken_amounts(account: Account, terms: Limits, now_s: float) -> Amounts:
-    """Return what is used now or reserved by running requests, without what gateways hold ahead of requests."""
+    """Return the amounts that are used or reserved by running requests, without idle amounts of gateways."""
     account = as_of(account, terms, now_s)
     taken = used_amounts(account)
     for lease in account.leases.values():
@@ -59,9 +59,9 @@ def taken_amounts(account: Account, terms: Limits, now_s: float) -> Amounts:
 async def load_usage(
     store: AccountStore, wanted: Mapping[str, Limits], now_s: float
 ) -> dict[str, tuple[LimitUsage, ...]]:
-    """Return the use of limits by the ids of keys and teams; gateways report within a second.
+    """Return the use of limits by ids of keys and teams; up to a second old.
 
-    Raises BusError and ProtocolError, also where the queue server takes longer than ``READ_LIMIT_S``.
+    Raises BusError, also after ``READ_LIMIT_S``, and ProtocolError.
     """
     places = asyncio.Semaphore(MAX_READS)
 
@@ -80,9 +80,9 @@ async def load_usage(
 
 # --- recount ----------------------------------------------------------------------------------------------------------
 #
-# Budgets made right by the ledger: for what a killed gateway held, a lost bucket, a budget set in mid-period.
+# Recounts of budgets from the ledger, after a killed gateway, a lost bucket, or a budget set in mid-period.
 
-MAX_TRIES: Final = 100  # while gateways change the account
+MAX_TRIES: Final = 100  # if gateways change the account meanwhile
 
 
 class Recount(Struct, frozen=True):
@@ -96,7 +96,7 @@ class Recount(Struct, frozen=True):
 
 
 async def recount_budgets(database: AsyncEngine, store: AccountStore, now_s: float) -> Sequence[Recount]:
-    """Recount the current period of every budget. Raises SQL's own errors, BusError and ProtocolError."""
+    """Recount the current period of every budget. Raises SQLAlchemyError, BusError and ProtocolError."""
     counts = []
     async with database.connect() as connection:
         for table, column in ((ApiKeyRow, RequestRow.key_id), (TeamRow, RequestRow.team_id)):
@@ -111,7 +111,7 @@ async def recount_budgets(database: AsyncEngine, store: AccountStore, now_s: flo
 async def _spent_by_gateway(
     connection: AsyncConnection, is_its: ColumnElement[bool], terms: Limits, now_s: float
 ) -> dict[str, int]:
-    """Nano-USD by gateway; "" where it is not known."""
+    """Return nano-USD by gateway; "" if unknown."""
     start_unix_ms = int(period_start_s(terms.budget_period, now_s) * 1000)
     statement = (
         select(RequestRow.gateway_id, func.sum(RequestRow.charge_nano_usd))
@@ -129,4 +129,4 @@ async def _recount(
         after = recounted(before, terms, sum(spent.values()), spent, now_s)
         if after == before or await store.store(account_id, after, entry) is not None:
             return Recount(account_id, name, after.period, before.spent_nano_usd, after.spent_nano_usd)
-    raise BusError(f"the quota account {account_id} changes all the time")
+    raise BusError(f"the quota account {account_id} changed at every try")

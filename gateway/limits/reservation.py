@@ -1,4 +1,4 @@
-"""The reservation of one admitted request; it must be settled or refunded once."""
+"""The reservation of one admitted request, which is settled or refunded once."""
 
 from msgspec import Struct
 
@@ -13,17 +13,17 @@ class Estimate(Struct, frozen=True):
 
     prompt_tokens: int
     completion_tokens: int  # max_tokens of all choices together
-    price: TokenPrice | None = None  # None: it costs nothing
+    price: TokenPrice | None = None  # None: free
 
     @property
     def amounts(self) -> Amounts:
-        """Amounts to reserve. The cache's discount is not sure before the end."""
+        """Amounts to reserve, without the discount for cached tokens, which is unknown before the end."""
         tokens = self.prompt_tokens + self.completion_tokens
         return 1, tokens, 1, charge_of(self.price, self.prompt_tokens, 0, self.completion_tokens)
 
 
 class Reservation:
-    """Its methods may be called again: only the first ``settle`` or ``refund`` counts."""
+    """The amounts that one request holds. Only the first ``settle`` or ``refund`` counts."""
 
     __slots__ = ("_is_open", "_more", "_price", "_taken", "amounts", "local_accounts")
 
@@ -31,34 +31,34 @@ class Reservation:
         self.amounts = amounts
         self.local_accounts = tuple(local for local, _ in taken)
         self._taken = taken
-        self._more: list[tuple[LocalAccount, Taken]] = []  # what was reserved later
+        self._more: list[tuple[LocalAccount, Taken]] = []  # reserved later
         self._price = price
         self._is_open = True
 
     def enlarge(self, amounts: Amounts, taken: list[tuple[LocalAccount, Taken]], price: TokenPrice | None) -> None:
-        """Add what is reserved now that more is known of the request."""
+        """Add amounts once more is known of the request."""
         self.amounts = plus(self.amounts, amounts)
         self.local_accounts = tuple(local for local, _ in taken)
         self._more += taken
         self._price = price
 
     def release_place(self) -> None:
-        """The request no longer takes up anything; what it has used is told later."""
+        """Release the concurrent request; its use is settled later."""
         for local, taken in (*self._taken, *self._more):
             local.slice.release_place(taken)
             local.wake()
 
     def settle(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
-        """The request has ended, and this is what it used."""
+        """Settle an ended request with its use."""
         charge = charge_of(self._price, prompt_tokens, cached_tokens, completion_tokens)
         self._close((1, prompt_tokens + completion_tokens, 0, charge))
 
     def settle_in_full(self) -> None:
-        """The request has ended, and nobody knows what it used: as much as was reserved."""
+        """Settle an ended request of unknown use with the reserved amounts."""
         self._close(self.amounts)
 
     def refund(self) -> None:
-        """The request was not admitted after all."""
+        """Return all amounts, because the request was not admitted."""
         self._close(NOTHING)
 
     def _close(self, actual: Amounts) -> None:
@@ -68,7 +68,7 @@ class Reservation:
         for local, taken in self._taken:
             local.slice.settle(taken, local.terms.needs(actual), local.clock.now_s())
             local.wake()
-        for local, taken in self._more:  # what was used is told above
+        for local, taken in self._more:  # the use was settled above
             local.slice.settle(taken, NOTHING, local.clock.now_s())
             local.wake()
 

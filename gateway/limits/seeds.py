@@ -1,12 +1,12 @@
-"""Initial amounts of a missing account, which may be new, or lost with its bucket.
+"""Initial amounts of a missing account, which is either new or was lost with its bucket.
 
-    no entry ──this gateway has a copy──> the copy, a second or two old, with what others hold by it
-             ──it has none──────────────> with a budget: what the ledger says was spent in this period; else nothing
-                                          after a loss, only when nobody can hold a lease of the lost account any more
+    no entry ──this gateway has a copy──> the copy, a second or two old, including other gateways' leases
+             ──it has none──────────────> with a budget: the ledger's spending in this period; else nothing;
+                                          after a loss, only once all leases of the lost account have expired
 
-What the ledger has not written yet is missing in its sum: it is asked only once all that was there is in SQL, so that
-is what ended in the last second or so, and what running requests of gateways that are gone will cost.
-While it cannot be asked, requests are refused, to be tried again.
+The ledger's sum lacks records that are not in SQL yet. It is read only after all records published so far are written,
+so it lacks only requests that ended in the last second or so, and running requests of gateways that vanished. While
+the ledger is unavailable, requests are refused and may be retried.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats.bus import Bus
 
-FRESH_S: Final = 5.0  # so long a seed may be used
-# A writer writes what there is at once, unless it is behind. One of an older release holds intents for 3 s.
+FRESH_S: Final = 5.0  # lifetime of a seed
+# A writer that is not behind writes records at once. One of an older release holds intents for 3 s.
 LEDGER_LIMIT_S: Final = 4.5
 LEDGER_LOOK_S: Final = 0.05
 DAY_S: Final = 86_400
@@ -41,25 +41,25 @@ class Seed(Struct, frozen=True):
 
 
 class Unseeded(Exception):
-    """An account is not there, and what it must begin with is not known yet."""
+    """Raised when an account is missing and its initial amounts are not known yet."""
 
 
 class Ledger(Protocol):
-    """Source of what was spent."""
+    """Source of past spending."""
 
     async def spent_nano_usd(self, account_id: str, whose: str, budget_period: BudgetPeriod, now_s: float) -> int:
-        """Return what was spent in the current period. Raises DatabaseUnavailable."""
+        """Return the spending in the current period, in nano-USD. Raises DatabaseUnavailable."""
         ...
 
 
 class RollupLedger:
-    """The ledger's daily rollups, whose days periods begin with; for hosted pools, its attempts."""
+    """Spending from the ledger's daily rollups, since periods begin at midnight; for hosted pools, from attempts."""
 
     def __init__(self, database: AsyncEngine) -> None:
         self._database = database
 
     async def spent_nano_usd(self, account_id: str, whose: str, budget_period: BudgetPeriod, now_s: float) -> int:
-        """Implement ``Ledger``."""
+        """See ``Ledger``."""
         if whose == POOL:
             return await self._spent_at_pool(account_id, budget_period, now_s)
         column = SliceRow.key_id if whose == "key" else SliceRow.team_id
@@ -88,26 +88,27 @@ class RollupLedger:
 
 
 async def check_nobody_holds(bus: Bus, started_s: float) -> None:
-    """Raise BusError if the bucket was lost while we ran, and others may still hold leases of what was in it."""
+    """Raise BusError if the bucket was lost while this gateway ran, and others may still hold its leases."""
     made_s = await created_s(bus)
     left_s = made_s + LEASE_S + CLOCK_SLACK_S - bus.clock.now_s()
     if made_s > started_s and left_s > 0:
-        raise BusError(f"the accounts of limits were lost; those not known here begin again in {left_s:.1f} s")
+        raise BusError(f"the quota bucket was lost; accounts without a copy here restart in {left_s:.1f} s")
 
 
 async def until_ledger_is_current(bus: Bus) -> None:
-    """Wait until all records that are stored by now are in SQL, for a transaction begun then; more may come meanwhile.
+    """Wait until all records stored so far are in SQL, visible to a transaction begun after the wait.
 
-    A writer acknowledges a message only after the commit of its records, and nothing up to the consumer's ack floor is
-    unacknowledged. So all up to the floor is committed, whichever writer took it; what one held that died keeps the
-    floor back until another has written it. What was delivered proves nothing. Intents would keep the floor back too,
-    for seconds: so writers are told up to where somebody waits. Where that is lost, they write them a little later.
+    A writer acknowledges a message only after the commit of its records, and all messages up to the consumer's ack
+    floor are acknowledged. So everything up to the floor is committed. Messages of a writer that died hold the floor
+    back until another writer has written them. Delivery alone proves nothing. Intents would hold the floor back for
+    seconds, so this publishes the awaited sequence, and writers write them at once. If it is lost, they write them
+    slightly later.
 
-    Raises BusError, also where that takes longer than ``LEDGER_LIMIT_S``.
+    Raises BusError, also after ``LEDGER_LIMIT_S``.
     """
     state = (await bus.api(f"STREAM.INFO.{subjects.USAGE_STREAM}"))["state"]
     last_sequence = int(state["last_seq"])
-    if int(state["first_seq"]) > last_sequence:  # all of it was purged, which is done up to the floor
+    if int(state["first_seq"]) > last_sequence:  # all of it was purged, which happens only up to the floor
         return
     limit_s = time.monotonic() + LEDGER_LIMIT_S
     is_told = False
@@ -120,5 +121,5 @@ async def until_ledger_is_current(bus: Bus) -> None:
             is_told = True
         if time.monotonic() > limit_s:
             waiting = int(info["num_pending"]) + int(info["num_ack_pending"])
-            raise BusError(f"{waiting} messages of usage records are not in the ledger yet")
+            raise BusError(f"{waiting} messages of usage records are not yet in the ledger")
         await asyncio.sleep(LEDGER_LOOK_S)

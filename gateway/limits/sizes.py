@@ -1,4 +1,4 @@
-"""Limits of a request's size, checked before it costs anything."""
+"""Size limits of a request, checked before it costs anything."""
 
 from typing import Any, Final
 
@@ -11,40 +11,40 @@ from protocol.generation import Grammar
 
 # --- fields -----------------------------------------------------------------------------------------------------------
 #
-# Size limits of fields, other than the prompt, that travel to a worker or are kept beside it.
+# Size limits of fields other than the prompt.
 
-MAX_GRAMMAR_CHARS: Final = 200_000  # of a schema, pattern or grammar; the engine takes no more either
+MAX_GRAMMAR_CHARS: Final = 200_000  # of a schema, pattern or grammar; the engine has the same limit
 MAX_BIASED_TOKENS: Final = 16_384  # named by logit_bias
 MAX_OBJECT_BYTES: Final = 64 * 1024  # of chat_template_kwargs, as JSON
-MAX_NAME_CHARS: Final = 1024  # of what is one name: user
-MAX_DETOKENIZED_TOKENS: Final = 131_072  # of one request, during which nothing else can run: 10 ms
+MAX_NAME_CHARS: Final = 1024  # of a name: user
+MAX_DETOKENIZED_TOKENS: Final = 131_072  # of one request; blocks the event loop for 10 ms
 
-SMALLEST_BYTES: Final = MAX_NAME_CHARS  # no smaller body can have a field that is too large
+SMALLEST_BYTES: Final = MAX_NAME_CHARS  # a smaller body cannot have a field that is too large
 
 _encode_json = msgspec.json.Encoder().encode
 
 
 def check_text(text: str | None, param: str, most_chars: int) -> None:
-    """Raise InvalidParameter for a text that is too long."""
+    """Raise InvalidParameter if a text is too long."""
     if text is not None and len(text) > most_chars:
         raise _too_large(param, f"{most_chars} characters", len(text))
 
 
 def check_items(count: int, param: str, most_items: int) -> None:
-    """Raise InvalidParameter for too many."""
+    """Raise InvalidParameter if there are too many items."""
     if count > most_items:
         raise _too_large(param, f"{most_items} items", count)
 
 
 def check_object(value: dict[str, Any] | None, param: str) -> None:
-    """Raise InvalidParameter for an object that is too large as JSON."""
+    """Raise InvalidParameter if an object is too large as JSON."""
     size = 0 if value is None else len(_encode_json(value))
     if size > MAX_OBJECT_BYTES:
         raise _too_large(param, f"{MAX_OBJECT_BYTES} bytes", size)
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise InvalidParameter for what is too large to be a schema, pattern or grammar."""
+    """Raise InvalidParameter if a schema, pattern or grammar is too large."""
     check_text(grammar.source, grammar.field, MAX_GRAMMAR_CHARS)
 
 
@@ -54,13 +54,13 @@ def _too_large(param: str, most: str, size: int) -> InvalidParameter:
 
 # --- request limits ---------------------------------------------------------------------------------------------------
 #
-# Token limits of one request, checked once its prompt is counted.
+# Token limits of one request, checked once its prompt is tokenized.
 
-AS_MANY_AS_FIT: Final = -1  # as a number of tokens to make: what the limits leave, as vLLM and llama.cpp have it
+AS_MANY_AS_FIT: Final = -1  # max_tokens value for the most that the limits allow, as in vLLM and llama.cpp
 
 
 def check_shape(limits: LimitSettings, *, messages: int, choices: int) -> None:
-    """Refuse what is too large before anything is counted. Raises InvalidParameter."""
+    """Check sizes before the prompt is tokenized. Raises InvalidParameter."""
     if messages > limits.max_messages:
         raise InvalidParameter(f"At most {limits.max_messages} messages are allowed, not {messages}.", param="messages")
     if choices > limits.max_choices:
@@ -68,7 +68,7 @@ def check_shape(limits: LimitSettings, *, messages: int, choices: int) -> None:
 
 
 def check_prompts(limits: LimitSettings, prompts: int) -> None:
-    """Refuse more prompts than one request may have. Raises InvalidParameter."""
+    """Check the number of prompts. Raises InvalidParameter."""
     if prompts > limits.max_prompts:
         raise InvalidParameter(
             f"'prompt' may hold at most {limits.max_prompts} prompts, not {prompts}.", param="prompt"
@@ -76,12 +76,12 @@ def check_prompts(limits: LimitSettings, prompts: int) -> None:
 
 
 def check_prompt_logprobs(limits: LimitSettings, *, prompt_tokens: int, candidates: int, param: str) -> None:
-    """Refuse what would be too large an answer; ``param`` asked for it. Raises InvalidParameter."""
+    """Check the number of prompt logprobs; ``param``: the field that requested them. Raises InvalidParameter."""
     wanted = prompt_tokens * (1 + candidates)
     if wanted > limits.max_prompt_logprobs:
         message = (
             f"{prompt_tokens} prompt tokens with {candidates} candidates each make {wanted} log-probabilities;"
-            f" at most {limits.max_prompt_logprobs} are told."
+            f" at most {limits.max_prompt_logprobs} are returned."
         )
         raise InvalidParameter(message, param=param)
 
@@ -98,13 +98,13 @@ def output_limit(
     choices: int,
     usual_max_tokens: int | None = None,
 ) -> int:
-    """Return the ``max_tokens`` of a request: what the client asked for, or else what defaults and limits leave.
+    """Return the ``max_tokens`` of a request: the client's, or else the most that defaults and limits allow.
 
     ``usual_max_tokens`` is the API's own default, if any; ``prompt_param`` and the first part of ``requested``
     are the fields' names. Raises ContextLengthExceeded or InvalidParameter.
     """
     if prompt_tokens == 0:
-        raise InvalidParameter(f"'{prompt_param}' makes no tokens at all.", param=prompt_param)
+        raise InvalidParameter(f"'{prompt_param}' has no tokens.", param=prompt_param)
     if limits.max_prompt_tokens is not None and prompt_tokens > limits.max_prompt_tokens:
         message = f"The prompt has {prompt_tokens} tokens; at most {limits.max_prompt_tokens} are allowed."
         raise InvalidParameter(message, param=prompt_param, code="prompt_too_long")
@@ -122,7 +122,7 @@ def output_limit(
         raise InvalidParameter(message, param=requested[0] if requested else prompt_param, code="too_many_tokens")
     max_tokens = requested[1] if requested is not None else min(left, default or left)
     if min_tokens > max_tokens:
-        message = f"'min_tokens' ({min_tokens}) is more than the {max_tokens} tokens that the answer may have."
+        message = f"'min_tokens' ({min_tokens}) is more than the answer's limit of {max_tokens} tokens."
         raise InvalidParameter(message, param="min_tokens")
     return max_tokens
 

@@ -1,1 +1,1 @@
-"""A request: its specification, its states, its failure, and the mailbox of its events."""
+"""A request: its specification, and the mailbox of its events."""

@@ -1,8 +1,8 @@
-"""The mailbox between the frames of one request and the coroutine that writes its answer.
+"""The mailbox between one request's frames and the coroutine that writes its answer.
 
-A reader that keeps up gets the frames as they came. What it does not take in time, and all of a whole answer, is kept
-as bytes again: a seventh of the memory where a frame holds log-probabilities, and known to the byte. ``UnreadBytes``
-bounds these for each tenant and for the gateway.
+A reader that keeps up gets the frames as they arrived. Unread frames, and all of a whole answer, are kept encoded: this
+takes a seventh of the memory for frames with log-probabilities, and the size is known exactly. ``UnreadBytes`` bounds
+the bytes of each tenant and of the gateway.
 """
 
 import asyncio
@@ -23,23 +23,23 @@ class Chunks(Protocol):
     """Encodes one request's frames as events."""
 
     def of(self, frame: Tokens | Deltas) -> bytes:
-        """Return the events of one frame; may be none."""
+        """Return the events of one frame, possibly none."""
         ...
 
     def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
-        """Return the chunk without choices that ends a stream with usage, and the number of attempts if several."""
+        """Return the final chunk of a stream with usage, and the number of attempts if more than one."""
         ...
 
 
 # --- unread -----------------------------------------------------------------------------------------------------------
 #
-# Bytes of unread answers that this gateway keeps, by tenant.
+# Bytes of unread answers at this gateway, by tenant.
 
-TENANT_SHARE: Final = 4  # one tenant has this part of the room at most
+TENANT_SHARE: Final = 4  # one tenant may use 1/TENANT_SHARE of the limit
 
 
 class Keeper(Protocol):
-    """Keeper of the bytes: a mailbox."""
+    """Holder of the bytes: a mailbox."""
 
     held_bytes: int
 
@@ -47,11 +47,11 @@ class Keeper(Protocol):
 @dataclass(slots=True)
 class _Tenant:
     held_bytes: int = 0
-    keepers: dict[Keeper, Callable[[], None]] = field(default_factory=dict)  # and what frees what each holds
+    keepers: dict[Keeper, Callable[[], None]] = field(default_factory=dict)  # with the callback that frees its bytes
 
 
 class UnreadBytes:
-    """Bounds what is unread at this gateway: past a bound, the largest keeper is given up."""
+    """Bounds the unread bytes at this gateway: beyond a bound, the largest keeper is given up."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -60,11 +60,11 @@ class UnreadBytes:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held over all tenants."""
+        """Unread bytes over all tenants."""
         return self._held_bytes
 
     def count(self, tenant: str, keeper: Keeper, give_up: Callable[[], None], count_bytes: int) -> None:
-        """Count a change of a keeper's bytes; ``give_up`` makes it free what it holds."""
+        """Count a change of a keeper's bytes; ``give_up`` makes it free its bytes."""
         held = self._tenants.get(tenant)
         if held is None:
             held = self._tenants[tenant] = _Tenant()
@@ -92,10 +92,10 @@ def _give_up_largest(held: _Tenant) -> None:
 
 # --- mailbox ----------------------------------------------------------------------------------------------------------
 
-MAX_UNREAD_BYTES: Final = 4 * 1024 * 1024  # that a slow client may lag behind before its request is given up
-LOOSE_EVENTS: Final = 64  # are kept as they came
-TAKEN_AT_ONCE: Final = 32  # of those that are kept as bytes: some 2 ms of work with log-probabilities
-PACKED_OVERHEAD_BYTES: Final = 48  # of each, beside its content
+MAX_UNREAD_BYTES: Final = 4 * 1024 * 1024  # of one request, before a slow client is given up
+LOOSE_EVENTS: Final = 64  # kept as objects
+TAKEN_AT_ONCE: Final = 32  # encoded events; about 2 ms of decoding with log-probabilities
+PACKED_OVERHEAD_BYTES: Final = 48  # per encoded event
 _NIL: Final = b"\xc0"
 
 
@@ -106,7 +106,7 @@ class Ended(Struct, frozen=True):
 
 
 class StillWaiting(Struct, frozen=True):
-    """Sent for a sign of life where nothing else was sent for a while."""
+    """A keep-alive after a period without other events."""
 
     state: str  # "queued" | "running"
 
@@ -115,7 +115,7 @@ Event = Tokens | Deltas | Vector | StillWaiting | Ended
 
 
 class HeldTokens(Struct, frozen=True, array_like=True, tag="t"):
-    """``Tokens``, with the log-probabilities of its tokens still as bytes: these alone are large."""
+    """``Tokens`` with log-probabilities still encoded, since only these are large."""
 
     request_id: str
     attempt: int
@@ -124,12 +124,12 @@ class HeldTokens(Struct, frozen=True, array_like=True, tag="t"):
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str | None = None
-    logprobs: msgspec.Raw = msgspec.Raw(_NIL)  # it is immutable
+    logprobs: msgspec.Raw = msgspec.Raw(_NIL)  # immutable
     prompt_logprobs: tuple[PromptLogprob, ...] | None = None
 
     @property
     def held_logprobs(self) -> msgspec.Raw | None:
-        """The log-probabilities, if there are any."""
+        """The log-probabilities, if any."""
         return None if bytes(self.logprobs) == _NIL else self.logprobs
 
 
@@ -142,31 +142,31 @@ _decode_logprobs = msgspec.msgpack.Decoder(tuple[TokenLogprob, ...] | None).deco
 
 
 def read_logprobs(held: HeldLogprobs | None) -> tuple[TokenLogprob, ...]:
-    """Return the log-probabilities of a frame's tokens, which may still be bytes."""
+    """Return the log-probabilities of a frame's tokens, decoding them if necessary."""
     return (_decode_logprobs(held) if isinstance(held, msgspec.Raw) else held) or ()
 
 
 class ReaderCut(Exception):
-    """Raised where what was kept for a slow reader has been dropped."""
+    """Raised when the unread events of a slow reader were dropped."""
 
 
 def _do_nothing() -> None:
-    """Do nothing: nobody reads."""
+    """Do nothing, for a mailbox without a reader."""
 
 
 class Mailbox:
     """Events in order, for one reader.
 
-    ``put`` and ``wake`` are separate so that all frames of one engine step make one wake-up and one HTTP write.
+    ``put`` and ``wake`` are separate so that all frames of one engine step cause one wake-up and one HTTP write.
     """
 
     max_unread_bytes = MAX_UNREAD_BYTES
 
     def __init__(self) -> None:
-        self.held_bytes = 0  # of what is kept as bytes
-        self.on_cut: Callable[[], None] | None = None  # called when what the reader still wants is thrown away
+        self.held_bytes = 0  # of encoded events
+        self.on_cut: Callable[[], None] | None = None  # called when events that the reader still wants are dropped
         self._events: list[Event] = []
-        self._packed: deque[bytes | Event] = deque()  # what came after these
+        self._packed: deque[bytes | Event] = deque()  # later events
         self._is_cut = False
         self._unread: UnreadBytes | None = None
         self._tenant = ""
@@ -177,7 +177,7 @@ class Mailbox:
         return len(self._events) + len(self._packed)
 
     def count_in(self, unread: UnreadBytes, tenant: str, give_up: Callable[[], None]) -> None:
-        """Count what is kept as bytes in ``unread``; ``give_up`` is called where it is too much."""
+        """Count encoded events in ``unread``; ``give_up`` is called when they exceed a bound."""
         self._unread, self._tenant, self._give_up = unread, tenant, give_up
 
     def put(self, event: Event) -> None:
@@ -188,7 +188,7 @@ class Mailbox:
             self._pack(event)
 
     def put_tokens(self, frame: Tokens | Deltas) -> None:
-        """Add a frame without waking the reader. One with log-probabilities is kept as bytes unless a reader waits."""
+        """Add a frame without waking the reader. Encode one with log-probabilities unless a reader waits."""
         is_large = frame.logprobs is not None or frame.prompt_logprobs is not None
         if is_large and (self._waiter is None or self._events or self._packed):
             self._pack(frame)
@@ -209,24 +209,24 @@ class Mailbox:
             self._unread.count(self._tenant, self, self._give_up, count_bytes)
 
     def wake(self) -> None:
-        """Let the reader run once the current callback is over."""
+        """Let the reader run after the current callback."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def clear(self) -> None:
-        """Drop what is unread."""
+        """Drop the unread events."""
         self._events.clear()
         self._packed.clear()
         if self.held_bytes:
             self._count(-self.held_bytes)
 
     def close(self) -> None:
-        """Drop what is unread and the callback: nobody reads any more."""
+        """Drop the unread events and the callback: the reader is gone."""
         self.clear()
         self._give_up = _do_nothing
 
     def drop(self, request_id: str) -> None:
-        """Drop what came of one request, none of which was read: all of it comes again."""
+        """Drop all frames of one request, none of which was read: they will be generated again."""
         self._events = [one for one in self._events if getattr(one, "request_id", None) != request_id]
         packed, self._packed = self._packed, deque()
         for event in packed:
@@ -237,7 +237,7 @@ class Mailbox:
                 self._count(-len(event) - PACKED_OVERHEAD_BYTES)
 
     def cut(self) -> None:
-        """Drop what a slow reader still wants; a failure stays."""
+        """Drop the unread events of a slow reader, except for a failure."""
         last = self._last()
         self.clear()
         if isinstance(last, Ended) and last.failure is not None:
@@ -294,19 +294,19 @@ class Mailbox:
             raise ReaderCut
 
     def events(self) -> Iterator[Event | HeldTokens]:
-        """Iterate over all events; they stay, and count, until ``clear``."""
+        """Iterate over all events; they stay in the mailbox, and count, until ``clear``."""
         for event in (*self._events, *self._packed):
             yield _decode_held(event) if isinstance(event, bytes) else event
 
     def tokens(self) -> Iterator[AnyTokens]:
-        """Iterate over all tokens, in the same way."""
+        """Iterate over all tokens in the same way."""
         return (event for event in self.events() if isinstance(event, (Tokens, HeldTokens, Deltas)))
 
 
 class SharedMailbox(Mailbox):
-    """Events of several requests that are answered together. Its one ``Ended`` is the first failure, or else the last.
+    """Events of several requests with one answer. Its only ``Ended`` is the first failure, or else the last one.
 
-    Whoever fails has the others cancelled (``gateway.dispatch.stream``): what these still put is dropped.
+    A failure cancels the other requests (``gateway.dispatch.stream``), whose later events are dropped.
     """
 
     def __init__(self, requests: int) -> None:
@@ -316,7 +316,7 @@ class SharedMailbox(Mailbox):
         self._has_ended = False
 
     def put(self, event: Event) -> None:
-        """Add to the mailbox as ``Mailbox`` does, unless it has ended."""
+        """Add an event, unless the mailbox has ended."""
         if isinstance(event, Ended):
             self._running -= 1
             if self._has_ended or (self._running and event.failure is None):
@@ -327,7 +327,7 @@ class SharedMailbox(Mailbox):
         super().put(event)
 
     def put_tokens(self, frame: Tokens | Deltas) -> None:
-        """Add to the mailbox as ``Mailbox`` does, unless it has ended."""
+        """Add a frame, unless the mailbox has ended."""
         if not self._has_ended:
             super().put_tokens(frame)
 

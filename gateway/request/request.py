@@ -1,4 +1,4 @@
-"""A request that is admitted, as all parts of the gateway know it."""
+"""An admitted request, as shared by all parts of the gateway."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from protocol.usage import Tags
 
 # --- conversation -----------------------------------------------------------------------------------------------------
 #
-# A request's conversation, for pools that take messages: only requests for models that have such a pool hold one.
+# The conversation of a request, for pools that take messages. Set only if the model has such a pool.
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +26,25 @@ class Conversation:
     """A chat as the HTTP edge has prepared it."""
 
     packed: bytes  # protocol.job.Chat
-    # Its answer is mere text: neither calls of tools nor a schema, which nobody continues with from the middle.
+    # The answer is plain text, without tool calls or a schema, which cannot be resumed from text.
     is_plain: bool
-    has_ids: bool  # its model's own workers can answer it, too
-    # The token ids of a part of its answer, None where they cannot be told; None: it has none, or what engines make of
-    # it is more than what is told (marks of reasoning).
+    has_ids: bool  # the model also has own workers that take token ids
+    # Returns the token ids of a partial answer, or None if they are ambiguous. None: the model takes no token ids, or
+    # its engines' text has more than the client's (marks of reasoning).
     encode: Callable[[str], Awaitable[list[int] | None]] | None = None
 
 
 # --- made before ------------------------------------------------------------------------------------------------------
 #
-# What another gateway has received of an answer that this one goes on with.
+# The part of an answer that another gateway received and this one continues.
 
 
 class MadeBefore(Struct, frozen=True):
     """The frames of an answer's beginning."""
 
     frames: Sequence[Tokens | Deltas] = ()
-    attempt: int = 0  # the last that is known of; 0: none
-    revision: str = ""  # protocol.job.Accepted.revision of whoever has made them
+    attempt: int = 0  # the last known one; 0: none
+    revision: str = ""  # protocol.job.Accepted.revision of their worker
 
 
 # --- trace ------------------------------------------------------------------------------------------------------------
@@ -53,11 +53,11 @@ class MadeBefore(Struct, frozen=True):
 
 
 class Trace(Protocol):
-    """The spans of one request. What happens after its admission comes to them as events of the dispatcher."""
+    """The spans of one request. After admission they follow the dispatcher's events."""
 
     @property
     def trace_id(self) -> str:
-        """Id of the trace: the client's, or its own."""
+        """Id of the trace: the client's, or a new one."""
         ...
 
     @property
@@ -66,33 +66,32 @@ class Trace(Protocol):
         ...
 
     def part(self, request_id: str) -> Self:
-        """Begin the trace of one of several requests that the client has sent as one."""
+        """Begin the trace of one of several requests of one call."""
         ...
 
     def refused(self, status: int | None, error: Refused | None) -> None:
-        """End the trace of a refused request; ``error`` is None where the client disconnected before."""
+        """End the trace of a refused request; ``error`` is None if the client disconnected before."""
         ...
 
     def parts_ended(self, status: int | None) -> None:
-        """End the trace of several requests; ``status`` is None where the client disconnected before."""
+        """End the trace of several requests; ``status`` is None if the client disconnected before."""
         ...
 
 
 # --- queue position ---------------------------------------------------------------------------------------------------
 #
-# Queue positions.
 
 
 class QueuePosition(Struct, frozen=True):
-    """Position of a job among all that wait for its model."""
+    """Position of a job among all that wait for its model, with the estimated wait."""
 
     position: int  # from 1
-    eta_s: float | None  # until a worker takes it; None: unknown
+    eta_s: float | None  # until a worker accepts it; None: unknown
 
 
 # --- call -------------------------------------------------------------------------------------------------------------
 #
-# What is asked, before it is admitted: when and how it came, what it says, and what that makes of a model's prompt.
+# A call before admission: its arrival, its body, and the prompt that it becomes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +101,16 @@ class Arrival:
     request_id: str  # the public id, in headers, records and logs: "req_…"
     received_s: float  # monotonic clock
     received_unix_ms: int
-    queue_wait_s: float  # how long it may wait for workers, over all attempts
-    deadline_s: float = float("inf")  # monotonic clock; the caller's own: the whole answer is worth nothing later
-    traceparent: str | None = None  # the caller's, as it came
+    queue_wait_s: float  # longest wait for workers, over all attempts
+    deadline_s: float = float("inf")  # monotonic clock; set by the client, for the whole answer
+    traceparent: str | None = None  # the client's, unchanged
     trace: Trace | None = None  # None: traces are off
     body_bytes: int = 0
-    tags: Tags | None = None  # of its header
+    tags: Tags | None = None  # from its header
 
     @property
     def id(self) -> str:
-        """The id without its prefix: that of an answer, which has one of its own."""
+        """The id without its prefix, for the ids of answers."""
         return self.request_id.removeprefix("req_")
 
     def part(self, number: int, parts: int) -> "Arrival":
@@ -121,25 +120,25 @@ class Arrival:
 
     @property
     def created_unix_s(self) -> int:
-        """When it came, as answers tell it."""
+        """Time of arrival, for answers."""
         return self.received_unix_ms // 1000
 
 
 class Prompt(Struct, frozen=True):
-    """A call with a model's tokenizer: what a worker gets of it."""
+    """The input of a worker: a call, encoded with a model's tokenizer."""
 
-    token_ids: bytes  # packed; empty where they mean nothing to the model's workers
-    tokens: int  # as counted here
+    token_ids: bytes  # packed; empty if the model's workers take none
+    tokens: int  # by the gateway's count
     param: str  # the field that holds the prompt, as errors name it
     sampling: Sampling
-    pooling: Pooling | None = None  # not None: vectors are wanted instead of text
+    pooling: Pooling | None = None  # not None: the request is for vectors
     stream: bool = False
-    conversation: Conversation | None = None  # where the model has pools that take messages, and these may take it
-    limit_param: str | None = None  # the field that limits the output; None: its size is not the caller's choice
+    conversation: Conversation | None = None  # set if a pool that takes messages may serve it
+    limit_param: str | None = None  # the field that limits the output; None: there is none
 
 
 class Body(Protocol):
-    """What every body says beside its prompt."""
+    """The fields of every body besides its prompt."""
 
     model: str
     do_not_queue: bool | None
@@ -148,7 +147,7 @@ class Body(Protocol):
 
     @property
     def is_batch(self) -> bool:
-        """True if the request takes what interactive ones leave."""
+        """True for a batch request, served after interactive ones."""
         ...
 
 
@@ -156,7 +155,7 @@ class Call(Protocol):
     """One validated body."""
 
     name: str  # as in RequestRecord.endpoint
-    adapted: set[str]  # what was changed so that its model takes it (gateway.tokenizing.turns)
+    adapted: set[str]  # names of changes that its model required (gateway.tokenizing.turns)
 
     @property
     def request(self) -> Body:
@@ -164,19 +163,19 @@ class Call(Protocol):
         ...
 
     def serve_as_batch(self) -> None:
-        """Serve it as batch, whatever the client asked: its key allows no more."""
+        """Make it a batch request, because its key allows nothing else."""
         ...
 
     def parts(self, settings: GatewaySettings) -> Sequence[Self]:
-        """Return the calls that each become a request, usually itself alone. Raises InvalidParameter."""
+        """Return the calls that each become one request, usually only itself. Raises InvalidParameter."""
         ...
 
     async def prompt(self, tokens: ModelTokens, settings: GatewaySettings) -> Prompt:
-        """Count and check a part. Raises Refused."""
+        """Tokenize and check one part. Raises Refused."""
         ...
 
     def check(self, prompts: Sequence[Prompt], settings: GatewaySettings) -> None:
-        """Check what only all parts together tell. Raises InvalidParameter."""
+        """Check limits that apply to all parts together. Raises InvalidParameter."""
         ...
 
 
@@ -185,34 +184,34 @@ AnyCall = TypeVar("AnyCall", bound=Call)
 
 # --- admission --------------------------------------------------------------------------------------------------------
 #
-# The specification of an admitted request, fixed from here on.
+# The immutable specification of an admitted request.
 
-JOB_OVERHEAD_BYTES: Final = 512  # names, ids, times, and what the stream adds
+JOB_OVERHEAD_BYTES: Final = 512  # names, ids, times, and the stream's overhead
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Everything known of a request at its admission; none of it changes."""
+    """The immutable data of an admitted request."""
 
     arrival: Arrival
     endpoint: str  # see protocol.job.Origin
     model: str  # canonical name
-    principal: Principal  # who asks
+    principal: Principal  # the client's key
     prompt: Prompt
     admitted_s: float  # monotonic clock
-    batch: bool = False  # OpenAI's service tier "flex": served from what interactive requests leave
-    weight: float = 1.0  # the tenant's share of the workers, against other tenants'
-    do_not_queue: bool = False  # refuse rather than wait
-    tokenizer: str = ""  # that has made the prompt's ids: protocol.job.Revision.tokenizer; empty: any
-    hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may go to
-    reservation: Reservation | None = None  # of limits; None: its key and team have none
-    tags: Tags | None = None  # its caller's own
+    batch: bool = False  # OpenAI's service tier "flex": served after interactive requests
+    weight: float = 1.0  # the tenant's share of the workers, relative to other tenants
+    do_not_queue: bool = False  # refuse instead of waiting
+    tokenizer: str = ""  # that encoded the prompt: protocol.job.Revision.tokenizer; empty: any
+    hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may use
+    reservation: Reservation | None = None  # None: key and team have no limits
+    tags: Tags | None = None  # the client's
     request_id: str = field(init=False)
-    trusted: bool = field(init=False)  # its key demands trusted pools
-    consent: Consent | None = field(init=False)  # to keep what is asked and answered
-    queue: str = field(init=False)  # in which its jobs wait
+    trusted: bool = field(init=False)  # its key requires trusted pools
+    consent: Consent | None = field(init=False)  # to keep request and answer
+    queue: str = field(init=False)  # of its jobs
 
-    def __post_init__(self) -> None:  # once: admission control reads these some twenty times
+    def __post_init__(self) -> None:  # computed once: admission control reads these about twenty times
         object.__setattr__(self, "request_id", self.arrival.request_id)
         object.__setattr__(self, "trusted", self.principal.trusted_only)
         object.__setattr__(self, "consent", consent_of(self.principal))
@@ -220,7 +219,7 @@ class Admission:
 
     @property
     def job_bytes(self) -> int:
-        """Approximate size of its job in bytes, wherever its prompt is stored."""
+        """Approximate size of its job in bytes, including a prompt stored by reference."""
         pooling = 0 if self.prompt.pooling is None else len(encode(self.prompt.pooling))
         chat = 0 if self.prompt.conversation is None else len(self.prompt.conversation.packed)
         return JOB_OVERHEAD_BYTES + len(self.prompt.token_ids) + chat + len(encode(self.prompt.sampling)) + pooling

@@ -1,6 +1,6 @@
-"""Tags of a request, by which reports group: from the header ``x-spillway-tags`` and the body's ``metadata``.
+"""Tags of a request, for grouping in reports: from the header ``x-spillway-tags`` and the body's ``metadata``.
 
-Both are bounded as OpenAI's ``metadata`` is. A tag of the body replaces one of the same name in the header.
+Both have the bounds of OpenAI's ``metadata``. A tag of the body overrides one of the same name in the header.
 """
 
 from typing import Final
@@ -46,7 +46,7 @@ def _check(tags: Tags, param: str) -> None:
         raise InvalidParameter(f"'{param}' may have at most {MAX_TAGS} tags.", param=param)
     for name, value in tags.items():
         if not 0 < len(name) <= MAX_TAG_NAME_CHARS or len(value) > MAX_TAG_VALUE_CHARS:
-            wanted = f"a name has 1 to {MAX_TAG_NAME_CHARS} characters, a value at most {MAX_TAG_VALUE_CHARS}."
+            wanted = f"names must have 1 to {MAX_TAG_NAME_CHARS} characters, values at most {MAX_TAG_VALUE_CHARS}."
             raise InvalidParameter(f"'{param}': {wanted}", param=param)
-        if "\0" in name or "\0" in value:  # PostgreSQL takes none in a text
-            raise InvalidParameter(f"'{param}': names and values cannot have a NUL character.", param=param)
+        if "\0" in name or "\0" in value:  # PostgreSQL's text cannot hold it
+            raise InvalidParameter(f"'{param}': names and values must not contain a NUL character.", param=param)

@@ -1,6 +1,6 @@
-"""The exposition of ``GET /metrics``: every worker's engine, by its heartbeats, and this gateway.
+"""The metrics of ``GET /metrics``: those of every worker's engine, from heartbeats, and of this gateway.
 
-Engine and request series bear vLLM's names, so that boards and autoscalers made for it work; what a gateway alone knows
-is called ``spillway_…``. docs/reference/metrics.md lists them all. Counting is our own, a few integers and no locks:
-all of it happens on the event loop, sixteen times a request. The text is prometheus_client's.
+Engine and request series have vLLM's names, so that its dashboards and autoscalers work; others are named
+``spillway_…``. docs/reference/metrics.md lists all of them. Counters are plain integers without locks, updated on the
+event loop about sixteen times a request. prometheus_client only renders the text.
 """

@@ -1,4 +1,4 @@
-"""The series of the workers' engines, from their last heartbeats: vLLM's names, one series for each worker."""
+"""The series of workers' engines, from their last heartbeats: vLLM's names, one series per worker."""
 
 import itertools
 from bisect import bisect_left
@@ -12,11 +12,11 @@ from protocol.job import EngineStats, Heartbeat, Histogram, Paused
 
 # --- histogram --------------------------------------------------------------------------------------------------------
 #
-# Counting values in buckets, and showing the counts.
+# Histograms of values, and their rendering.
 
 
 class Buckets:
-    """Counts of values; each bucket has an upper bound that belongs to it, and the last one has none."""
+    """Counts of values in buckets with inclusive upper bounds; the last bucket has none."""
 
     __slots__ = ("_bounds", "_counts", "_total")
 
@@ -31,12 +31,12 @@ class Buckets:
         self._total += value
 
     def snapshot(self) -> Histogram:
-        """Return what has been counted so far."""
+        """Return the counts so far."""
         return Histogram(self._bounds, tuple(self._counts), self._total)
 
 
 def add_histogram(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
-    """Show a histogram: Prometheus' buckets hold what is below them as well."""
+    """Add a histogram to a family, with Prometheus' cumulative buckets."""
     names = map(floatToGoString, (*histogram.bounds, INF))
     buckets = list(zip(names, itertools.accumulate(histogram.counts), strict=True))
     family.add_metric(labels, buckets=buckets, sum_value=histogram.total)
@@ -44,7 +44,7 @@ def add_histogram(family: HistogramMetricFamily, labels: Sequence[str], histogra
 
 # --- engines ----------------------------------------------------------------------------------------------------------
 
-ENGINE_INDEX: Final = "0"  # vLLM numbers the engines of one server, and its newer boards ask for the label
+ENGINE_INDEX: Final = "0"  # vLLM numbers the engines of one server, and its newer dashboards use the label
 LABELS: Final = ("model_name", "engine", "pool", "provider", "region", "worker_id")
 WORKER_LABELS: Final = ("worker_id", "pool", "provider", "region", "tier", "engine_kind")
 
@@ -52,18 +52,18 @@ _Number = Callable[[EngineStats], float]
 
 GAUGES: Final[dict[str, tuple[str, _Number]]] = {
     "vllm:num_requests_running": ("Sequences in the running batch.", lambda stats: stats.running),
-    "vllm:num_requests_waiting": ("Sequences that wait in the engine or its worker.", lambda stats: stats.waiting),
-    "vllm:kv_cache_usage_perc": ("Share of the KV cache in use; 1 is all of it.", lambda stats: stats.kv_usage),
+    "vllm:num_requests_waiting": ("Sequences waiting in the engine or its worker.", lambda stats: stats.waiting),
+    "vllm:kv_cache_usage_perc": ("Share of the KV cache in use, from 0 to 1.", lambda stats: stats.kv_usage),
 }
 COUNTERS: Final[dict[str, tuple[str, _Number]]] = {
     "vllm:prompt_tokens": ("Prompt tokens of admitted sequences.", lambda stats: stats.prompt_tokens),
-    "vllm:generation_tokens": ("Tokens made.", lambda stats: stats.generated_tokens),
-    "vllm:prefix_cache_queries": ("Prompt tokens looked for in the prefix cache.", lambda stats: stats.queried_tokens),
+    "vllm:generation_tokens": ("Generated tokens.", lambda stats: stats.generated_tokens),
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda stats: stats.queried_tokens),
     "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda stats: stats.cached_tokens),
-    "vllm:num_preemptions": ("Sequences that gave way for want of KV memory.", lambda stats: stats.preemptions),
-    "vllm:spec_decode_num_drafts": ("Drafts computed.", lambda stats: stats.drafts),
-    "vllm:spec_decode_num_draft_tokens": ("Tokens in drafts.", lambda stats: stats.guessed_tokens),
-    "vllm:spec_decode_num_accepted_tokens": ("Tokens in drafts that came true.", lambda stats: stats.right_tokens),
+    "vllm:num_preemptions": ("Sequences preempted for lack of KV memory.", lambda stats: stats.preemptions),
+    "vllm:spec_decode_num_drafts": ("Drafts.", lambda stats: stats.drafts),
+    "vllm:spec_decode_num_draft_tokens": ("Draft tokens.", lambda stats: stats.guessed_tokens),
+    "vllm:spec_decode_num_accepted_tokens": ("Accepted draft tokens.", lambda stats: stats.right_tokens),
 }
 HISTOGRAMS: Final[dict[str, tuple[str, Callable[[EngineStats], Histogram]]]] = {
     "vllm:iteration_tokens_total": ("Tokens computed in one engine step.", lambda stats: stats.step_tokens),
@@ -75,7 +75,7 @@ HISTOGRAMS: Final[dict[str, tuple[str, Callable[[EngineStats], Histogram]]]] = {
 
 
 def engine_families(beats: Iterable[Heartbeat], models: Collection[str]) -> Iterator[Metric]:
-    """The series of all workers that serve one of ``models`` and whose engines tell."""
+    """Yield the series of all workers that serve one of ``models`` and report engine statistics."""
     reported = [(_labels(beat, models), beat.stats) for beat in beats if beat.stats is not None]
     reported = [(labels, stats) for labels, stats in reported if labels[0]]
     for name, (meaning, number) in GAUGES.items():
@@ -96,24 +96,30 @@ def engine_families(beats: Iterable[Heartbeat], models: Collection[str]) -> Iter
 
 
 def worker_families(beats: Collection[Heartbeat], queues: Collection[str]) -> Iterator[Metric]:
-    """The workers by queue."""
+    """Yield the series of workers, and their number per queue."""
     info = GaugeMetricFamily("spillway_worker_info", "A live worker; always 1.", labels=WORKER_LABELS)
-    draining = GaugeMetricFamily("spillway_worker_draining", "1: it takes no new jobs.", labels=WORKER_LABELS)
+    draining = GaugeMetricFamily("spillway_worker_draining", "1: the worker takes no new jobs.", labels=WORKER_LABELS)
     paused = GaugeMetricFamily(
-        "spillway_worker_paused", "1: its server is broken, or asks to wait.", labels=(*WORKER_LABELS, "reason")
+        "spillway_worker_paused",
+        "1: the worker's server is broken, or asks to wait.",
+        labels=(*WORKER_LABELS, "reason"),
     )
     reported = GaugeMetricFamily(
-        "spillway_worker_heartbeat_timestamp_seconds", "Its last heartbeat, by its own clock.", labels=WORKER_LABELS
+        "spillway_worker_heartbeat_timestamp_seconds",
+        "Time of the last heartbeat, by the worker's clock.",
+        labels=WORKER_LABELS,
     )
-    # A price and a time, no sum of money: clocks that are set back would make that fall.
-    price = GaugeMetricFamily("spillway_worker_usd_per_hour", "What its machine costs.", labels=WORKER_LABELS)
+    # Price and time separately: a sum of money would fall when clocks are set back.
+    price = GaugeMetricFamily("spillway_worker_usd_per_hour", "Price of the worker's machine.", labels=WORKER_LABELS)
     busy = CounterMetricFamily("spillway_worker_busy_seconds", "Time with at least one job.", labels=WORKER_LABELS)
     tpot = GaugeMetricFamily(
-        "spillway_worker_start_tpot_seconds", "Between tokens of one request alone, at its start.", labels=WORKER_LABELS
+        "spillway_worker_start_tpot_seconds",
+        "Time per token of a single request, measured at start.",
+        labels=WORKER_LABELS,
     )
     slowdown = GaugeMetricFamily(
         "spillway_worker_slowdown",
-        "Time between tokens over what is normal at such load.",
+        "Time per token relative to normal at this load.",
         labels=WORKER_LABELS,
     )
     for beat in beats:
@@ -139,7 +145,7 @@ def worker_families(beats: Collection[Heartbeat], queues: Collection[str]) -> It
 
 
 def _labels(beat: Heartbeat, models: Collection[str]) -> tuple[str, ...]:
-    # An engine is one, however many names it serves; like vLLM, it goes by the first.
+    # Like vLLM, an engine with several model names is labeled with the first.
     model = next((model for model in beat.models if model in models), "")
     return model, ENGINE_INDEX, beat.pool, beat.provider, beat.region, beat.worker_id
 

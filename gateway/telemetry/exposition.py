@@ -1,4 +1,4 @@
-"""One gateway's ``/metrics``: a moment's state is taken on the event loop, and written down in a thread."""
+"""One gateway's ``/metrics``: a snapshot is taken on the event loop and rendered in a thread."""
 
 import asyncio
 import base64
@@ -24,14 +24,14 @@ from protocol.wire import UNDECODABLE
 
 # --- fleet ------------------------------------------------------------------------------------------------------------
 #
-# The fleet's series, from what its controller last told.
+# The fleet's series, from its controller's last report.
 
 READ_LIMIT_S: Final = 0.5
-SILENT_MS: Final = 120_000  # past which nobody controls the fleet any more
+SILENT_MS: Final = 120_000  # after which the fleet counts as uncontrolled
 
 
 async def read_fleet(bus: Bus) -> FleetState | None:
-    """Return the fleet's state; None: there is no controller, or the queue server does not say so at once."""
+    """Return the fleet's state; None: no controller reported recently, or the queue server does not answer quickly."""
     if not bus.connected:
         return None
     try:
@@ -44,11 +44,11 @@ async def read_fleet(bus: Bus) -> FleetState | None:
 
 
 def fleet_families(state: FleetState) -> Iterator[Metric]:
-    """Decided and present machines by pool, and those that are over."""
-    decided = GaugeMetricFamily("spillway_fleet_decided_machines", "Machines that a pool is to have.", labels=("pool",))
+    """Yield the desired, current and ended machines by pool."""
+    decided = GaugeMetricFamily("spillway_fleet_decided_machines", "Desired machines of a pool.", labels=("pool",))
     there = GaugeMetricFamily("spillway_fleet_machines", "Machines of a pool.", labels=("pool", "state"))
     ended = CounterMetricFamily(
-        "spillway_fleet_ended_machines", "Machines that are over, since the controller leads.", labels=("pool", "how")
+        "spillway_fleet_ended_machines", "Ended machines, since this controller became leader.", labels=("pool", "how")
     )
     for pool in state.pools:
         decided.add_metric((pool.pool,), pool.decided)
@@ -64,27 +64,27 @@ def fleet_families(state: FleetState) -> Iterator[Metric]:
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """Everything that the exposition shows."""
+    """All data of the exposition."""
 
     counts: RequestCounts
-    workers: Collection[Heartbeat]  # the last heartbeat of each live one
-    models: Collection[str]  # that are configured
-    queues: Collection[str]  # theirs: subjects.queue_of
-    unusable_models: Collection[str]  # whose last card was refused
+    workers: Collection[Heartbeat]  # last heartbeat of each live worker
+    models: Collection[str]  # configured models
+    queues: Collection[str]  # of these models: subjects.queue_of
+    unusable_models: Collection[str]  # whose last model card was refused
     in_flight: int  # requests admitted and not yet recorded
-    queued: Collection[tuple[str, str, int]]  # queue, lane, jobs of all gateways
-    oldest_waits_s: Collection[tuple[str, float]]  # queue, seconds that this gateway's oldest job has waited
+    queued: Collection[tuple[str, str, int]]  # queue, lane, jobs over all gateways
+    oldest_waits_s: Collection[tuple[str, float]]  # queue, wait of this gateway's oldest job in seconds
     is_bus_connected: bool
-    clock_skew_s: float  # how far this machine's clock is ahead of the queue server's
+    clock_skew_s: float  # lead of this machine's clock over the queue server's
     unpublished_records: int  # usage records that would be lost with this process
-    spooled_bytes: int  # usage records and intents on this machine's disk, for the queue server
-    payloads: Mapping[str, int]  # what became of those that were to be kept
-    fleet: FleetState | None = None  # None: nobody controls one
-    further: Collection[Metric] = ()  # of the ledger and of webhooks, if somebody tells them, and of batches
-    caps: Collection[tuple[str, str, int, int]] = ()  # pool, period, nano-USD of its cap and of what is used of it
+    spooled_bytes: int  # usage records and intents on this machine's disk
+    payloads: Mapping[str, int]  # by outcome
+    fleet: FleetState | None = None  # None: no controller
+    further: Collection[Metric] = ()  # of the ledger, webhooks and batches, if available
+    caps: Collection[tuple[str, str, int, int]] = ()  # pool, period, nano-USD of the cap, nano-USD used
 
     def collect(self) -> Iterator[Metric]:
-        """All series: prometheus_client's protocol for what can be encoded."""
+        """Yield all series (prometheus_client's collector protocol)."""
         yield from engine_families(self.workers, self.models)
         yield from self.counts.families()
         yield from worker_families(self.workers, self.queues)
@@ -97,14 +97,14 @@ class MetricsSnapshot:
     def _gateway_families(self) -> Iterator[Metric]:
         yield _gauge("spillway_requests_in_flight", "Requests admitted and not yet recorded.", self.in_flight)
         queued = GaugeMetricFamily(
-            "spillway_queued_jobs", "Jobs that wait for a worker, of all gateways.", labels=("model_name", "lane")
+            "spillway_queued_jobs", "Jobs waiting for a worker, over all gateways.", labels=("model_name", "lane")
         )
         for model, lane, jobs in self.queued:
             queued.add_metric((model, lane), jobs)
         yield queued
         oldest = GaugeMetricFamily(
             "spillway_queue_oldest_seconds",
-            "How long this gateway's oldest job has waited for its first worker.",
+            "Wait of this gateway's oldest job for its first worker.",
             labels=("model_name",),
         )
         for model, wait_s in self.oldest_waits_s:
@@ -112,7 +112,7 @@ class MetricsSnapshot:
         yield oldest
         unusable = GaugeMetricFamily(
             "spillway_model_unusable",
-            "1: the model is not served, because what its workers have published of it cannot be used.",
+            "1: the model is not served, because its workers' model card is unusable.",
             labels=("model_name",),
         )
         for model in self.models:
@@ -121,21 +121,21 @@ class MetricsSnapshot:
         yield _gauge("spillway_bus_connected", "1: connected to the queue server.", int(self.is_bus_connected))
         yield _gauge(
             "spillway_clock_skew_seconds",
-            "How far this machine's clock is ahead of the queue server's, by which limits go.",
+            "Lead of this machine's clock over the queue server's, which limits use.",
             self.clock_skew_s,
         )
         yield _gauge(
             "spillway_usage_records_unpublished",
-            "Usage records that neither the queue server nor this machine's disk has stored yet.",
+            "Usage records not yet stored by the queue server or on this machine's disk.",
             self.unpublished_records,
         )
         yield _gauge(
             "spillway_usage_spooled_bytes",
-            "Usage records on this machine's disk, until the queue server stores them.",
+            "Usage records on this machine's disk that the queue server has not stored yet.",
             self.spooled_bytes,
         )
         payloads = CounterMetricFamily(
-            "spillway_payloads", "Requests and answers that were to be kept.", labels=("outcome",)
+            "spillway_payloads", "Payloads of clients that agreed to keep them, by outcome.", labels=("outcome",)
         )
         for outcome, count in self.payloads.items():
             payloads.add_metric((outcome,), count)
@@ -144,10 +144,12 @@ class MetricsSnapshot:
 
     def _cap_families(self) -> Iterator[Metric]:
         labels = ("pool", "period")
-        cap = GaugeMetricFamily("spillway_hosted_cap_usd", "What a hosted pool may cost in each period.", labels=labels)
+        cap = GaugeMetricFamily(
+            "spillway_hosted_cap_usd", "Spending cap of a hosted pool in each period.", labels=labels
+        )
         used = GaugeMetricFamily(
             "spillway_hosted_cap_used_usd",
-            "What it has cost in this one, by all gateways, with what running requests have reserved.",
+            "Spending in the current period over all gateways, including reservations.",
             labels=labels,
         )
         for pool, period, cap_nano_usd, used_nano_usd in self.caps:
@@ -157,9 +159,9 @@ class MetricsSnapshot:
 
 
 async def exposition(moment: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
-    """Return a moment's series as text, and its content type: OpenMetrics where ``accept`` asks for it."""
+    """Return a snapshot as text, and its content type: OpenMetrics if ``accept`` requests it."""
     encode, content_type = choose_encoder(accept)
-    if isinstance(encode, partial):  # it would escape vLLM's colons, too; none of our names needs any escaping
+    if isinstance(encode, partial):  # the default would escape vLLM's colons; no name needs escaping
         encode = partial(encode, escaping=ALLOWUTF8)
     return await asyncio.to_thread(encode, moment), content_type
 
@@ -169,7 +171,7 @@ def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
 
 
 def _process_registry() -> CollectorRegistry:
-    """``process_…`` and ``python_…``, of the gateway's own process."""
+    """Return the registry of ``process_…`` and ``python_…`` of the gateway's process."""
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)

@@ -1,4 +1,4 @@
-"""What this gateway remembers and says of its requests: the log line of each, and the latest failovers."""
+"""The log line of each request, and the latest failovers."""
 
 import logging
 from collections import deque
@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 
 # --- request log ------------------------------------------------------------------------------------------------------
 #
-# One log line for each request at its end: what it was, what it used, and where its time went.
+# One log line for each ended request: its parameters, its usage, and its time by phase.
 
 
 class RequestLog(Observer):
-    """Logs requests as they end. Never the prompt or the answer, nor the key itself."""
+    """Logs requests as they end, without prompt, answer or key."""
 
     def ended(self, request: OpenRequest, record: RequestRecord) -> None:
         """Log a request that has ended."""
@@ -65,19 +65,19 @@ MAX_REMEMBERED: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Failover:
-    """An attempt that failed and was followed by another."""
+    """A failed attempt that was followed by another."""
 
     at_unix_ms: int
     request_id: str
     model: str
-    attempt: int  # the one that follows
-    worker_id: str | None  # which the failed one was on; None: it was on none
-    code: str  # protocol.errors.ErrorCode of its failure
-    tokens_kept: int  # output tokens that the next attempt begins with
+    attempt: int  # number of the next attempt
+    worker_id: str | None  # of the failed attempt; None: none had accepted it
+    code: str  # protocol.errors.ErrorCode of the failure
+    tokens_kept: int  # output tokens that the next attempt resumes from
 
     @classmethod
     def of(cls, request: OpenRequest) -> Self:
-        """Return the failover that a request has just had."""
+        """Return a request's latest failover."""
         failed = request.log.failures[-1]
         return cls(
             unix_now_ms(),
@@ -94,7 +94,7 @@ class RecentFailovers(Observer):
     """Keeps the latest failovers."""
 
     def __init__(self) -> None:
-        self.latest: deque[Failover] = deque(maxlen=MAX_REMEMBERED)  # the last one last
+        self.latest: deque[Failover] = deque(maxlen=MAX_REMEMBERED)  # newest last
 
     def failed_over(self, request: OpenRequest) -> None:
         """Handle a failed attempt that is followed by another."""

@@ -13,7 +13,7 @@ from gateway.telemetry.engines import ENGINE_INDEX, Buckets, add_histogram
 from protocol.job import Histogram
 from protocol.usage import RequestRecord
 
-# vLLM's buckets; below them some of our own, for small models.
+# vLLM's buckets, with smaller ones added for small models.
 _TTFT_S: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -33,14 +33,14 @@ HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...]]]] = {
     "vllm:time_to_first_token_seconds": ("Request received → first token.", _TTFT_S),
     "vllm:request_time_per_output_token_seconds": ("Average gap between a request's tokens.", _TOKEN_GAP_S),
     "vllm:e2e_request_latency_seconds": ("Request received → answered.", _LATENCY_S),
-    "vllm:request_queue_time_seconds": ("Waiting for a worker, and in its engine.", _LATENCY_S),
+    "vllm:request_queue_time_seconds": ("Wait for a worker and in its engine.", _LATENCY_S),
     "vllm:request_prefill_time_seconds": ("First scheduled in the engine → first token.", _LATENCY_S),
     "vllm:request_decode_time_seconds": ("First token → last token, in the engine.", _LATENCY_S),
     "vllm:request_inference_time_seconds": ("First scheduled in the engine → last token.", _LATENCY_S),
     "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
-    "vllm:request_generation_tokens": ("Tokens made for a request, over all choices.", _TOKENS),
+    "vllm:request_generation_tokens": ("Generated tokens of a request, over all choices.", _TOKENS),
     "vllm:request_max_num_generation_tokens": ("Tokens of a request's longest choice.", _TOKENS),
-    "spillway_queue_wait_seconds": ("Waiting for workers.", _LATENCY_S),
+    "spillway_queue_wait_seconds": ("Wait for workers.", _LATENCY_S),
     "spillway_overhead_seconds": ("End-to-end latency less waiting for workers and engine time.", _OVERHEAD_S),
 }
 _SUCCESS: Final = "vllm:request_success"
@@ -57,8 +57,8 @@ COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "spillway_failovers": ("Attempts that failed and were followed by another.", ("model_name", "code")),
 }
 MONEY: Final = {
-    "spillway_charged_usd": "What callers are charged for ended requests, in USD.",
-    "spillway_hosted_usd": "What hosted APIs charge us for the tokens of ended requests, in USD.",
+    "spillway_charged_usd": "Charges to clients for ended requests, in USD.",
+    "spillway_hosted_usd": "Charges of hosted APIs for the tokens of ended requests, in USD.",
 }
 _MONEY_LABELS: Final = ("model_name", "pool", "provider", "region")
 
@@ -69,11 +69,11 @@ class Prices(Protocol):
     """Prices from memory: ``gateway.limits.prices.CurrentPrices``."""
 
     def of(self, model: str, unix_ms: int, pool: str = CLIENTS) -> TokenPrice | None:
-        """Return the price of a model's tokens at a time, for clients or for us at a hosted pool; None: free."""
+        """Return the price of a model's tokens at a time, for clients or at a hosted pool; None: free."""
 
 
 class RequestSeries(Observer):
-    """Counts what one gateway's requests did. Only the event loop touches it."""
+    """Counters of one gateway's requests. Only used in the event loop."""
 
     def __init__(self, prices: Prices | None = None) -> None:
         self._prices = prices
@@ -81,26 +81,26 @@ class RequestSeries(Observer):
         self._nano_usd = {name: Counter[_Place]() for name in MONEY}
         self._buckets: dict[_Place, dict[str, Buckets]] = {}
 
-    # --- what happens -------------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def refused(self, endpoint: str, status: int, code: str | None) -> None:
-        """A request was not admitted."""
+        """Count a refused request."""
         self._counts["spillway_refusals"][endpoint, str(status), code or ""] += 1
 
     def accepted(self, request: OpenRequest) -> None:
-        """A worker has taken an attempt."""
+        """Count an accepted attempt."""
         accepted = request.current.accepted
         if accepted is not None:
             place = (request.admission.model, accepted.pool, accepted.provider, accepted.region)
             self._counts["spillway_attempts"][place] += 1
 
     def failed_over(self, request: OpenRequest) -> None:
-        """An attempt has failed, and the next one begins."""
+        """Count a failed attempt that is followed by another."""
         code = str(request.log.failures[-1].code)
         self._counts["spillway_failovers"][request.admission.model, code] += 1
 
     def ended(self, request: OpenRequest, record: RequestRecord) -> None:
-        """A request is over, and this is its record."""
+        """Count an ended request by its record."""
         code = str(record.error_code or "")
         self._counts["spillway_requests"][
             record.endpoint, record.model, record.outcome, str(record.http_status), code
@@ -109,7 +109,7 @@ class RequestSeries(Observer):
         reason = _FINISHED_REASONS.get(record.outcome) or record.finish_reason or "stop"
         model, *where = place
         self._counts[_SUCCESS][model, ENGINE_INDEX, *where, reason] += 1
-        if self._prices is not None and record.pool is not None:  # what no worker has taken costs nothing
+        if self._prices is not None and record.pool is not None:  # free if no worker accepted it
             self._pay(self._prices, place, record)
         if request.accepted is not None:
             self._observe(place, request, record)
@@ -141,20 +141,20 @@ class RequestSeries(Observer):
         buckets["vllm:request_prompt_tokens"].observe(record.prompt_tokens)
         buckets["vllm:request_generation_tokens"].observe(record.completion_tokens)
         buckets["vllm:request_max_num_generation_tokens"].observe(request.choices.longest_tokens())
-        if record.ttft_ms is not None and record.completion_tokens > 1:  # as the ledger reckons it
+        if record.ttft_ms is not None and record.completion_tokens > 1:  # as in the ledger
             gap_ms = (record.total_ms - record.ttft_ms) / (record.completion_tokens - 1)
             buckets["vllm:request_time_per_output_token_seconds"].observe(gap_ms / 1000)
-        if record.attempts == 1 and engine_ms:  # what a rescue takes is no overhead
+        if record.attempts == 1 and engine_ms:  # the time of a rescue is not overhead
             buckets["spillway_overhead_seconds"].observe(max(0.0, record.total_ms - spent.waited_ms - engine_ms) / 1000)
 
-    # --- what is shown ------------------------------------------------------------------------------------------------
+    # --- rendering ----------------------------------------------------------------------------------------------------
 
     def ended_requests(self) -> int:
-        """Number of requests that have ended so far."""
+        """Return the number of ended requests."""
         return self._counts["spillway_requests"].total()
 
     def snapshot(self) -> "RequestCounts":
-        """A copy for another thread."""
+        """Return a copy for another thread."""
         counts = {name: dict(counter) for name, counter in self._counts.items()}
         histograms = {
             place: {name: one.snapshot() for name, one in buckets.items()} for place, buckets in self._buckets.items()
@@ -163,7 +163,7 @@ class RequestSeries(Observer):
 
 
 class RequestCounts:
-    """All counts of one moment."""
+    """A snapshot of all counts."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class RequestCounts:
         self._histograms = histograms
 
     def families(self) -> Iterator[Metric]:
-        """The series."""
+        """Yield the series."""
         for name, (meaning, labels) in COUNTERS.items():
             counter = CounterMetricFamily(name, meaning, labels=labels)
             for values, count in self._counts[name].items():

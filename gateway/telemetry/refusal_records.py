@@ -1,10 +1,10 @@
-"""What the ledger is told of refused requests: how many of each group in each minute, and some of them by name.
+"""Records of refused requests for the ledger: counts per group and minute, and some individual requests.
 
     refused ──> count of its group in this minute ──FLUSH_S──> outbox
             └─> its own record, at most NAMED_A_SECOND ────────^
 
-A flood of refusals costs a bounded number of small records, in memory and in the stream. What a gateway that is killed
-has not published, at most FLUSH_S, is lost.
+A flood of refusals costs a bounded number of small records, in memory and in the stream. A killed gateway loses the
+counts of at most the last FLUSH_S.
 """
 
 import asyncio
@@ -23,27 +23,27 @@ from protocol.refusals import MINUTE_MS, RefusalCount, RefusalRecord
 from protocol.wire import PROTOCOL_VERSION
 
 FLUSH_S: Final = 0.5
-MAX_GROUPS: Final = 1000  # in one minute; beyond, counts say nothing of key and model
+MAX_GROUPS: Final = 1000  # in one minute; beyond it, counts omit key and model
 NAMED_A_SECOND: Final = 50
-NAMED_A_SECOND_EACH: Final = 5  # of one code and key, so that a flood of one hides no other
-MAX_TEXT_CHARS: Final = 300  # of what the caller or an error says
+NAMED_A_SECOND_EACH: Final = 5  # of one code and key, so that a flood does not hide others
+MAX_TEXT_CHARS: Final = 300  # of texts from the client or an error
 
-Put = Callable[[str, bytes], object]  # a record's id, and itself as it is encoded
+Put = Callable[[str, bytes], object]  # record id, encoded record
 
 
 class RefusedRequest(Struct):
-    """What is known of a request when it is refused."""
+    """The known data of a refused request."""
 
     path: str
     method: str = ""
     client: str = ""  # its address
-    request_id: str = ""  # "": its answer has no id
+    request_id: str = ""  # "": the answer has none
     principal: Principal | None = None  # None: unknown
-    model: str | None = None  # as the caller named it; None: its body was not read
+    model: str | None = None  # as the client wrote it; None: the body was not read
 
 
 class Verdict(NamedTuple):
-    """How a request was refused."""
+    """The status and code of a refusal."""
 
     endpoint: str
     code: str
@@ -58,24 +58,24 @@ class _Group(NamedTuple):
 
 
 class RefusalRecords:
-    """Counts refusals and publishes the counts. Only the event loop touches it."""
+    """Counts refusals and publishes the counts. Only used in the event loop."""
 
     def __init__(self, put: Put, gateway_id: str, model_of: Callable[[str], str | None]) -> None:
-        """``put``: into an outbox of usage; ``model_of``: the model behind a name, None for an unknown one."""
+        """``put``: adds a record to a usage outbox; ``model_of``: returns the model of a name, None if unknown."""
         self._put = put
         self._gateway_id = gateway_id
         self._model_of = model_of
         self._run_id = uuid.uuid4().hex
-        self._published = 0  # messages, for their ids
+        self._published = 0  # published messages, for their ids
         self._minute_unix_ms = 0
         self._counts: dict[_Group, int] = {}  # in this minute
         self._changed: set[_Group] = set()  # since the last flush
-        self._named: dict[tuple[str, str], int] = {}  # in this second, by code and key
+        self._named: dict[tuple[str, str], int] = {}  # individual records in this second, by code and key
         self._named_second = 0
         self._flushing: asyncio.TimerHandle | None = None
 
     def note(self, verdict: Verdict, error: Refused | None, request: RefusedRequest) -> None:
-        """Count a refusal. ``error``: None where its caller had left."""
+        """Count a refusal. ``error``: None if the client had left."""
         now_unix_ms = unix_now_ms()
         self._turn_to(now_unix_ms // MINUTE_MS * MINUTE_MS)
         group = self._group(verdict, request)
@@ -110,7 +110,7 @@ class RefusalRecords:
         self._changed.clear()
 
     def _turn_to(self, minute_unix_ms: int) -> None:
-        if minute_unix_ms > self._minute_unix_ms:  # a clock that is set back goes on with the later minute
+        if minute_unix_ms > self._minute_unix_ms:  # if the clock is set back, the later minute continues
             self.flush()
             self._counts.clear()
             self._minute_unix_ms = minute_unix_ms
@@ -139,7 +139,7 @@ class RefusalRecords:
         self, now_unix_ms: int, verdict: Verdict, error: Refused | None, request: RefusedRequest
     ) -> RefusalRecord:
         principal = request.principal
-        # A message about a field may repeat what stands in it.
+        # A message about a field may repeat its content.
         message = None if error is None or isinstance(error, BadRequest) else _storable(error.message)
         return RefusalRecord(
             v=PROTOCOL_VERSION,
@@ -167,5 +167,5 @@ class RefusalRecords:
 
 
 def _storable(text: str) -> str:
-    """Return a text without secrets, shortened, that every database can hold."""
+    """Return a text without secrets, shortened, that every database can store."""
     return masked(text)[:MAX_TEXT_CHARS].encode(errors="replace").decode().replace("\0", "�")

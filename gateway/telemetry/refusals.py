@@ -1,4 +1,4 @@
-"""Every refused request is counted, told to the ledger, and leaves a line in the log; in a flood a few a second."""
+"""Counts, records and logs refused requests. In a flood only a few per second are logged."""
 
 import asyncio
 import logging
@@ -15,8 +15,8 @@ from gateway.telemetry.refusal_records import RefusalRecords, RefusedRequest, Ve
 LINES_A_SECOND: Final = 10  # of each reason
 WINDOW_S: Final = 1.0
 MAX_TEXT_CHARS: Final = 200  # of a path, a model or a field in a line
-CLIENT_LEFT: Final = ("client_left", 499)  # before the request was here, or while it was not yet admitted
-HTTP: Final = "http"  # the endpoint of what is refused before it is known whom it is for
+CLIENT_LEFT: Final = ("client_left", 499)  # before the request was complete, or before its admission
+HTTP: Final = "http"  # the endpoint of requests refused before routing
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class _Reason(Struct):
 
 
 class RefusalLog:
-    """Tells of requests that were not admitted. Only the event loop touches it."""
+    """Counts, records and logs refused requests. Only used in the event loop."""
 
     def __init__(self, series: RequestSeries, records: RefusalRecords) -> None:
         self._series = series
@@ -37,9 +37,9 @@ class RefusalLog:
         self._reasons: dict[str, _Reason] = {}
 
     def refused(self, endpoint: str, error: Refused | None, request: RefusedRequest) -> None:
-        """Tell of a request whose answer is a refusal, or without an error one whose caller left before there was one.
+        """Report a refused request, or, without ``error``, one whose client left before the answer.
 
-        Never tells what was asked.
+        Never includes the request's content.
         """
         code, status = CLIENT_LEFT if error is None else (error.code or form_of(error).type, form_of(error).status)
         self._series.refused(endpoint, status, code if error is None else error.code)
@@ -82,7 +82,7 @@ class RefusalLog:
         reason.lines = reason.unlogged = 0
 
     def flush(self) -> None:
-        """Log what has not been logged yet, and publish what has not been published: the gateway ends."""
+        """Log and publish everything pending, because the gateway ends."""
         self._records.flush()
         for code, reason in self._reasons.items():
             self._log_rest(code, reason)

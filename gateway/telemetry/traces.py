@@ -1,13 +1,13 @@
-"""The spans of one gateway's requests; imported only where traces are on.
+"""The spans of one gateway's requests; imported only if traces are enabled.
 
-    POST /v1/chat/completions          received → answered, in the caller's trace
-    ├── queue                          published → accepted by a worker, once per attempt; linked to the one before
-    │   └── chat <model>               the worker's (``pool_worker.traces``), which learns of its parent from the job
+    POST /v1/chat/completions          received → answered, in the client's trace
+    ├── queue                          published → accepted by a worker, one per attempt, linked to the previous one
+    │   └── chat <model>               the worker's (``pool_worker.traces``); the job carries its parent
     └── queue …
 
-A completion of several prompts has a ``prompt`` span for each, above that one's queue spans.
+A completion with several prompts has a ``prompt`` span for each, the parent of its queue spans.
 
-Nothing is done per token, and no span holds a prompt, an answer or a key.
+No work is done per token, and no span contains a prompt, an answer or a key.
 """
 
 import time
@@ -33,13 +33,13 @@ _PROPAGATED: Final = (b"traceparent", b"tracestate")
 
 
 class RequestTraces(Observer):
-    """Begins the trace of each request, and tells it what happens."""
+    """Begins the trace of each request, and forwards events to it."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
 
     def begin(self, request_id: str, method: str, path: str, headers: Mapping[bytes, bytes]) -> "RequestTrace":
-        """A request is here."""
+        """Begin the trace of a request that has arrived."""
         known = {name.decode(): headers[name].decode("latin-1") for name in _PROPAGATED if name in headers}
         path = masked(path)
         span = self._tracing.tracer.start_span(
@@ -56,28 +56,28 @@ class RequestTraces(Observer):
         return RequestTrace(self._tracing, span)
 
     def admitted(self, admission: Admission) -> None:
-        """A request will be answered."""
+        """Note that a request was admitted."""
         if isinstance(admission.arrival.trace, RequestTrace):
             admission.arrival.trace.admitted(admission)
 
     def queued(self, request: OpenRequest, after_s: float) -> None:
-        """An attempt goes into the queue, after a pause."""
+        """Note that an attempt will be published after a pause."""
         if isinstance(request.admission.arrival.trace, RequestTrace):
             request.admission.arrival.trace.queued(request, after_s)
 
     def accepted(self, request: OpenRequest) -> None:
-        """A worker has the current attempt."""
+        """Note that a worker has accepted the current attempt."""
         if isinstance(request.admission.arrival.trace, RequestTrace):
             request.admission.arrival.trace.accepted(request)
 
     def ended(self, request: OpenRequest, record: RequestRecord) -> None:
-        """A request is over, and this is its record."""
+        """End a request's trace with its record."""
         if isinstance(request.admission.arrival.trace, RequestTrace):
             request.admission.arrival.trace.ended(request, record)
 
 
 class RequestTrace:
-    """The spans of one request, from its arrival to its end."""
+    """The spans of one request, from arrival to end."""
 
     def __init__(self, tracing: Tracing, span: Span) -> None:
         self._tracing = tracing
@@ -87,7 +87,7 @@ class RequestTrace:
 
     @property
     def trace_id(self) -> str:
-        """The trace that it belongs to: the caller's, or its own."""
+        """Id of the trace: the client's, or a new one."""
         return trace_id_of(self._span)
 
     @property
@@ -96,16 +96,16 @@ class RequestTrace:
         return traceparent_of(self._queue or self._span)
 
     def part(self, request_id: str) -> "RequestTrace":
-        """The trace of one of several requests that the caller has sent as one."""
+        """Begin the trace of one of several requests of one call."""
         span = self._tracing.tracer.start_span(
             "prompt", set_span_in_context(self._span), SpanKind.INTERNAL, {names.REQUEST_ID: request_id}
         )
         return RequestTrace(self._tracing, span)
 
-    # --- what happens, in this order ----------------------------------------------------------------------------------
+    # --- events, in order ---------------------------------------------------------------------------------------------
 
     def refused(self, status: int | None, error: Refused | None) -> None:
-        """End the trace of a refused request; ``error`` is None where the client disconnected before."""
+        """End the trace of a refused request; ``error`` is None if the client disconnected before."""
         if status is not None:
             self._span.set_attribute(names.HTTP_STATUS, status)
         if error is not None:
@@ -116,7 +116,7 @@ class RequestTrace:
         self._span.end()
 
     def parts_ended(self, status: int | None) -> None:
-        """All its parts are over; they tell the rest. ``status`` is None where the caller left before."""
+        """End the trace after all its parts have ended. ``status`` is None if the client disconnected before."""
         if status is not None:
             self._span.set_attribute(names.HTTP_STATUS, status)
             if status >= 500:
@@ -140,7 +140,7 @@ class RequestTrace:
             self._span.set_attribute(names.REQUEST_CHOICES, admission.prompt.sampling.n)
 
     def queued(self, request: OpenRequest, after_s: float) -> None:
-        """An attempt goes into the queue, after a pause."""
+        """Note that an attempt will be published after a pause."""
         self._trace_failures(request)
         links = []
         if self._queue is not None:
@@ -162,7 +162,7 @@ class RequestTrace:
         )
 
     def accepted(self, request: OpenRequest) -> None:
-        """A worker has the current attempt."""
+        """Note that a worker has accepted the current attempt."""
         accepted = request.current.accepted
         if self._queue is not None and accepted is not None:
             self._queue.set_attributes(
@@ -187,7 +187,7 @@ class RequestTrace:
         self._span.end()
 
     def _end_queue(self, error: str) -> None:
-        """End the current attempt's span, if nobody has accepted it."""
+        """End the current attempt's span if no worker has accepted it."""
         if self._queue is not None and self._queue.is_recording():
             self._queue.set_attribute(names.ERROR_TYPE, error)
             self._queue.end()

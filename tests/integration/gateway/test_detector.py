@@ -100,5 +100,5 @@ async def test_nobody_is_lost_while_all_are_forgiven(watched: Watched) -> None:
     watched.give_work("gone", "thinking")
     await until(lambda: len(pings) >= 2)
     assert watched.lost == []
-    watched.registry.lose("gone", ErrorCode.WORKER_DRAINING, "it has signed off", time.monotonic())
+    watched.registry.lose("gone", ErrorCode.WORKER_DRAINING, "it signed off", time.monotonic())
     assert watched.lost == ["gone"]

@@ -69,7 +69,7 @@ def check_refusal(path: str, answer: httpx.Response) -> None:
     assert answer.headers["x-should-retry"] == "true"
     error = answer.json()["error"]
     assert error["type"] == "rate_limit_error"
-    assert "the servers of this model ask to wait for 3600 s" in error["message"]
+    assert "The servers of this model ask to wait 3600 s" in error["message"]
     if path == "/v1/messages":
         assert answer.json()["type"] == "error"
     else:

@@ -114,7 +114,7 @@ def test_callers_that_will_not_wait() -> None:
     gate = control()
     nobody = refused(gate, do_not_queue=True)
     assert nobody.code is ErrorCode.NO_WORKERS
-    assert nobody.message == "no worker is alive, and the request is not to be queued"
+    assert nobody.message == "No worker is alive. The request does not allow queuing."
     gate.capacity.on_heartbeat(beat(free=1))
     assert gate.refusal(admission("next", do_not_queue=True)) is None
     ticket = gate.enter(admission("first"))

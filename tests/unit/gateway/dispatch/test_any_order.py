@@ -205,7 +205,7 @@ class History:
         for attempt in self.attempts:
             attempt.is_over = attempt.is_over or attempt.worker_id == worker
         if self.request.worker_id == worker:
-            self.request.worker_lost(ErrorCode.WORKER_LOST, "its connection is gone", self.now_s)
+            self.request.worker_lost(ErrorCode.WORKER_LOST, "its connection closed", self.now_s)
 
     def workers_hear_of_orders(self) -> None:
         """To send frames again, and to stop; some of these are lost."""

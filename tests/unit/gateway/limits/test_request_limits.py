@@ -61,7 +61,7 @@ def test_prompt_and_total_limits() -> None:
 
 
 def test_nothing_to_answer_and_too_much_asked() -> None:
-    with pytest.raises(InvalidParameter, match="no tokens at all"):
+    with pytest.raises(InvalidParameter, match="has no tokens"):
         limit(0)
     with pytest.raises(InvalidParameter) as caught:
         limit(40, min_tokens=11, requested=("max_tokens", 10))

@@ -28,9 +28,9 @@ def test_the_header_names_tags(text: str | None, tags: dict[str, str] | None) ->
     [
         ("team", "name=value"),
         ("a=b,,c=d", "name=value"),
-        ("=b", "a name has 1 to 64"),
-        ("n" * 65 + "=b", "a name has 1 to 64"),
-        ("a=" + "v" * 513, "a value at most 512"),
+        ("=b", "names must have 1 to 64"),
+        ("n" * 65 + "=b", "names must have 1 to 64"),
+        ("a=" + "v" * 513, "values at most 512"),
         (",".join(f"n{number}=v" for number in range(17)), "at most 16"),
         ("team=süd", "must be ASCII"),
     ],
