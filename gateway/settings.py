@@ -36,7 +36,7 @@ class BatchSettings(Settings):
     max_file_bytes: PositiveInt = 2 * 1024**3
     max_tenant_bytes: PositiveInt = 50 * 1024**3  # of a team's files together; results of its batches may exceed it
     max_tenant_files: PositiveInt = 10_000
-    # Concurrent uploads of one gateway; more get a 429. One tenant may have as many as it leaves free.
+    # Concurrent uploads of one gateway; more are refused. One tenant may have as many as it leaves free.
     max_uploads: PositiveInt = 16
     upload_silence_s: PositiveSeconds = 30.0  # longest gap between two parts of an upload
     # Lowest average rate in each window, not counting the gateway's own processing time.

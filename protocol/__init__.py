@@ -1,4 +1,4 @@
-"""The wire contract between gateways, workers and the ledger writer, and the one NATS client they share.
+"""The wire protocol between gateways, workers and the ledger writer, and their shared NATS client.
 
-Imports nothing else of Spillway, so that either side of the queue can be replaced on its own.
+Imports no other package of Spillway, so that either side of the queue can be replaced independently.
 """

@@ -1,6 +1,6 @@
-"""Spillway as a package: its name on PyPI, its version, and what to type for an extra that is missing.
+"""Spillway as a package: its name on PyPI, its version, and the command that installs a missing extra.
 
-Command and module are ``spillway``; that name on PyPI is another project's.
+The command and the module are named ``spillway``; that name on PyPI belongs to another project.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ NAME: Final = "spillway-gateway"
 
 
 class MissingExtra(ExpectedError):
-    """A setting needs packages that are not installed."""
+    """Raised when a setting requires packages that are not installed."""
 
 
 def version() -> str:
-    """Return the installed version; "unknown" where Spillway runs from its folder without being installed."""
+    """Return the installed version; "unknown" if Spillway runs from its folder without being installed."""
     try:
         return metadata.version(NAME)
     except metadata.PackageNotFoundError:
@@ -32,7 +32,7 @@ def install_command(extra: str) -> str:
 
 @contextlib.contextmanager
 def needing(extra: str, *, key: str, error: type[ExpectedError] = MissingExtra) -> Iterator[None]:
-    """Import what an extra brings. Raises ``error``, which names the setting ``key`` and the command, without it."""
+    """Guard imports from an extra. Raises ``error`` with the setting ``key`` and the command if it is missing."""
     try:
         yield
     except ImportError as cause:

@@ -1,4 +1,4 @@
-"""What gateways tell each other, and what fleet controllers and the queue server tell them."""
+"""Messages between gateways, and messages of fleet controllers and the queue server to gateways."""
 
 from enum import IntEnum, StrEnum
 from typing import Final
@@ -10,16 +10,16 @@ from protocol import subjects, wire
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
 #
-# Messages between gateways about lanes: which one each tenant's jobs wait in.
+# Messages between gateways about the lane in which each tenant's jobs wait.
 #
-# A tenant's jobs wait in one lane of a queue, or it would have a second share of the workers. Each gateway tells so
-# every half second, and what it said last counts for a little longer.
+# A tenant's jobs wait in one lane of a queue, because a second lane would give it a second share of the workers. Each
+# gateway reports its lanes every half second; a report is valid for a little longer.
 #
 #     gateway ──LanesInUse──> all gateways     core NATS, ``subjects.LANES_IN_USE``
 
 
 class LaneInUse(Struct, frozen=True, array_like=True):
-    """A tenant has jobs waiting in a lane of a queue."""
+    """A lane in which jobs of a tenant wait."""
 
     tenant: str
     queue: str  # subjects.queue_of
@@ -27,7 +27,7 @@ class LaneInUse(Struct, frozen=True, array_like=True):
 
 
 class LanesInUse(Struct, frozen=True, array_like=True):
-    """All of them at one gateway."""
+    """All lanes in use at one gateway."""
 
     gateway_id: str
     lanes: tuple[LaneInUse, ...]
@@ -47,27 +47,27 @@ def decode_lanes(payload: bytes) -> LanesInUse:
 # Messages between gateways about requests that carry an ``Idempotency-Key``.
 #
 # The ``idempotency`` bucket holds one Claim per key: which gateway runs the request, or has its answer. A gateway that
-# is asked the same again reads the answer from that one, part by part:
+# receives the same request again reads the answer from that one, part by part:
 #
 #     gateway ──AnswerPartRequest (request)──> owner     core NATS, ``subjects.answers_subject``
 #     gateway <──Part (reply)─────── owner
 #
-# Asking part by part needs no state at the owner, loses nothing (a lost reply is asked for again), and tells at once
-# when the owner is gone: the server itself answers for a subject that nobody listens on.
+# Reading part by part needs no state at the owner, tolerates lost replies (the asker repeats the query), and detects at
+# once when the owner is gone: the server replies "no responders" for a subject without subscribers.
 
 MAX_PART_BYTES: Final = 64 * 1024
-PART_WAIT_S: Final = 1.0  # how long an owner keeps a question for which there is nothing new yet
+PART_WAIT_S: Final = 1.0  # how long an owner waits for new data before it replies
 
 
 class Claim(Struct, frozen=True):
-    """The value of a key in the bucket."""
+    """The value of an idempotency key in the bucket."""
 
     gateway_id: str
     fingerprint: str  # of the request's path and body
 
 
 class AnswerPartRequest(Struct, frozen=True, array_like=True):
-    """The answer to this request, please, from here on."""
+    """A query for the rest of an answer."""
 
     name: str  # of the key in the bucket
     fingerprint: str
@@ -77,22 +77,22 @@ class AnswerPartRequest(Struct, frozen=True, array_like=True):
 class ClaimState(StrEnum):
     """The state of a request, as reported by the owner of its key."""
 
-    UNKNOWN = "unknown"  # it has forgotten the key: take it over
-    REUSED = "reused"  # another request has this key
+    UNKNOWN = "unknown"  # the owner has forgotten the key: take it over
+    REUSED = "reused"  # another request used this key
     ATTACHED = "attached"  # running
-    REPLAYED = "replayed"  # ended well
-    NOT_KEPT = "not kept"  # it runs, but the answer has outgrown the room for what was asked
+    REPLAYED = "replayed"  # ended with an answer
+    NOT_KEPT = "not kept"  # running, but its answer no longer has the requested part: it outgrew the buffer
 
 
 class Part(Struct, frozen=True, array_like=True):
-    """A piece of an answer."""
+    """A part of an answer."""
 
     standing: ClaimState
-    status: int = 0  # HTTP; 0: there is none yet
+    status: int = 0  # HTTP; 0: none yet
     headers: tuple[tuple[bytes, bytes], ...] = ()
     body: bytes = b""
-    ended: bool = False  # there will be no more
-    complete: bool = False  # and this was really all
+    ended: bool = False  # no more will follow
+    complete: bool = False  # the answer is complete
 
 
 _claim_decoder = msgspec.msgpack.Decoder(Claim)
@@ -117,16 +117,15 @@ def decode_part(payload: bytes) -> Part:
 
 # --- limits -----------------------------------------------------------------------------------------------------------
 #
-# Limits shared by gateways: one account for each key and each team that has any, in the ``quotas`` bucket.
+# Limits shared by gateways: one account for each key and team that has any, in the ``quotas`` bucket.
 #
-# An account says what was used and what each gateway holds of the rest. A gateway changes it by writing the whole entry
-# back as the successor of the one it has read (compare and set), so there is one order of all changes, whoever makes
-# them (docs/adr/0007). Beside the bucket, core NATS carries three hints:
+# An account records what was used and what each gateway holds of the rest. A gateway changes it by replacing the entry
+# that it has read (compare-and-set), so that all changes have one order (docs/adr/0007). In addition to the bucket,
+# core NATS carries three hints:
 #
-#     gateway ──account id──> all gateways     ``subjects.QUOTA_WANTED``: who holds what he does not use, give it back
-#     gateway ──account id──> ledger           ``subjects.BUDGET_REFUSED``: what is left of it no longer covers a
-# request     gateway ──sequence────> ledger           ``subjects.LEDGER_WANTED``: an account begins, which needs all up
-# to it
+#     gateway ──account id──> all gateways     ``subjects.QUOTA_WANTED``: return idle amounts
+#     gateway ──account id──> ledger           ``subjects.BUDGET_REFUSED``: too little of a budget is left for a request
+#     gateway ──sequence────> ledger           ``subjects.LEDGER_WANTED``: write all records up to it
 
 Amounts = tuple[int, int, int, int]  # by Kind
 NOTHING: Amounts = (0, 0, 0, 0)
@@ -146,33 +145,33 @@ KINDS = tuple(Kind)
 
 
 class Lease(Struct, frozen=True, array_like=True):
-    """The share one gateway holds: no other can have it until it is returned or the lease has expired."""
+    """The share that one gateway holds: no other can use it until it is returned or the lease has expired."""
 
     exchange: int  # the gateway's number of the exchange that wrote this
     expires_unix_ms: int
-    held: Amounts  # of CONCURRENT and MONEY with what its requests take up
-    idle: Amounts  # of this, what no request took up at that time
-    spent_nano_usd: int = 0  # what the gateway has reported in this period
+    held: Amounts  # of CONCURRENT and MONEY including what running requests hold
+    idle: Amounts  # of this, not held by a request at that time
+    spent_nano_usd: int = 0  # reported by the gateway in this period
 
 
 class ExpiredLease(Struct, frozen=True, array_like=True):
-    """The share of a budget a gateway held when its lease expired: it counts as spent until corrected."""
+    """The share of a budget that a gateway held when its lease expired: it counts as spent until corrected."""
 
     exchange: int  # its last one
-    spent_nano_usd: int  # what it had reported in this period
+    spent_nano_usd: int  # reported by it in this period
     held_nano_usd: int
 
 
 class Account(Struct, frozen=True, omit_defaults=True):
-    """The truth about one key's or team's limits."""
+    """The shared state of one key's or team's limits."""
 
     v: int
-    used: tuple[dict[int, int], dict[int, int]] = ({}, {})  # of RATES: by unix second of their admission
+    used: tuple[dict[int, int], dict[int, int]] = ({}, {})  # of RATES, by unix second of admission
     period: str = ""  # the budget's, see db.accounts.principal.period_at
-    spent_nano_usd: int = 0  # in this period, by requests that have ended
-    presumed_nano_usd: int = 0  # of this, what gateways held that vanished
+    spent_nano_usd: int = 0  # in this period, by ended requests
+    presumed_nano_usd: int = 0  # of this, amounts held by vanished gateways
     leases: dict[str, Lease] = {}  # by gateway
-    vanished: dict[str, ExpiredLease] = {}  # by gateway; until it is back, or recounted
+    vanished: dict[str, ExpiredLease] = {}  # by gateway; until it returns, or a recount
 
 
 _account_decoder = msgspec.msgpack.Decoder(Account)
@@ -185,7 +184,7 @@ def decode_account(payload: bytes) -> Account:
 
 # --- fleet ------------------------------------------------------------------------------------------------------------
 #
-# What a fleet controller tells of its pools, once a round: an entry of the ``fleet`` bucket, for gateways' metrics.
+# A fleet controller's report of its pools, once per round: an entry of the ``fleet`` bucket, for gateways' metrics.
 
 STREAM: Final = f"KV_{subjects.FLEET_BUCKET}"
 STATE_SUBJECT: Final = subjects.kv_subject(subjects.FLEET_BUCKET, "state")
@@ -196,8 +195,8 @@ class PoolState(Struct, frozen=True):
 
     pool: str
     decided: int  # machines
-    machines: dict[str, int]  # that are there now, by state
-    ended: dict[str, int]  # since the controller leads: "gone", "lost" or "failed"
+    machines: dict[str, int]  # current ones by state
+    ended: dict[str, int]  # since this controller became leader: "gone", "lost" or "failed"
 
 
 class FleetState(Struct, frozen=True):
@@ -213,7 +212,7 @@ decode_state: Final = msgspec.json.Decoder(FleetState).decode
 
 # --- disconnects ------------------------------------------------------------------------------------------------------
 #
-# The queue server's news of connections that have ended: of workers, by the names of their connections.
+# The queue server's events of closed connections. Workers are identified by connection name.
 
 
 class _Client(Struct):
@@ -229,14 +228,14 @@ _event_decoder: Final = msgspec.json.Decoder(_Event)
 
 
 class Disconnect(Struct, frozen=True):
-    """A worker's connection has ended."""
+    """The end of a worker's connection."""
 
     worker_id: str
     reason: str  # the server's, such as "Client Closed"
 
 
 def decode_disconnect(payload: bytes) -> Disconnect | None:
-    """Decode an event of ``subjects.DISCONNECTS``; None where the connection was no worker's. Raises ProtocolError."""
+    """Decode an event of ``subjects.DISCONNECTS``; None for connections of other clients. Raises ProtocolError."""
     event = wire.decode(_event_decoder, payload, "disconnect event")
     worker_id = subjects.worker_of_connection(event.client.name)
     return None if worker_id is None else Disconnect(worker_id, event.reason)

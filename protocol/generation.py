@@ -1,4 +1,4 @@
-"""What is asked of a model's output, and what is told of it besides text."""
+"""Parameters of a model's output, and its data besides text."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -7,7 +7,7 @@ from msgspec import Struct
 
 # --- grammar ----------------------------------------------------------------------------------------------------------
 #
-# Constraints that clients may put on an answer's form.
+# Constraints on the form of an answer.
 
 
 class Grammar(Struct, frozen=True, omit_defaults=True):
@@ -15,8 +15,8 @@ class Grammar(Struct, frozen=True, omit_defaults=True):
 
     kind: str  # "json_schema" | "json_object" | "regex" | "lark"
     source: str  # empty for json_object
-    field: str = "response_format"  # of the request: who asked for it, for errors
-    is_optional: bool = False  # nobody asked for it: an engine that cannot follow it goes without
+    field: str = "response_format"  # the request's field that set it, for errors
+    is_optional: bool = False  # not requested by the client: an engine may ignore it
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -36,32 +36,32 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}  # token id → added to its logit
     seed: int | None = None  # same seed, prompt and parameters: same output; None: random
     n: int = 1  # choices per request
-    stop: tuple[str, ...] = ()  # strings that end a choice where its content has one; not part of its text
-    stop_token_ids: tuple[int, ...] = ()  # token ids that end a choice, beside the model's own
-    max_tokens: int = 16  # output tokens of one choice, the resumed ones included; 0: only the prompt is computed
-    min_tokens: int = 0  # no stop of any kind before so many output tokens
+    stop: tuple[str, ...] = ()  # strings that end a choice when its content contains one; not part of its text
+    stop_token_ids: tuple[int, ...] = ()  # token ids that end a choice, in addition to the model's own
+    max_tokens: int = 16  # output tokens of one choice, including resumed ones; 0: compute only the prompt
+    min_tokens: int = 0  # a choice does not end before this many output tokens
     ignore_eos: bool = False  # the model's own end-of-text tokens do not end a choice
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k most probable (k may be 0)
-    prompt_logprobs: int | None = None  # likewise of each prompt token, once per request
-    skip_special_tokens: bool = True  # special tokens leave no text
+    prompt_logprobs: int | None = None  # the same for each prompt token, once per request
+    skip_special_tokens: bool = True  # special tokens produce no text
     allowed_token_ids: tuple[int, ...] = ()  # no other tokens may be sampled; empty: any
-    bad_words: tuple[str, ...] = ()  # must not be in the output
-    include_stop_str_in_output: bool = False  # what ended a choice is part of its text after all
-    grammar: Grammar | None = None  # every answer follows it; one that is complete ends
+    bad_words: tuple[str, ...] = ()  # must not appear in the output
+    include_stop_str_in_output: bool = False  # the stop string is part of the text
+    grammar: Grammar | None = None  # every answer must match it, and ends when complete
 
 
 # --- logprobs ---------------------------------------------------------------------------------------------------------
 #
-# Log-probabilities of an answer's and a prompt's tokens, on their way to a gateway.
+# Log-probabilities of answer and prompt tokens, as sent to gateways.
 
 
 class PromptLogprob(Struct, frozen=True, array_like=True):
-    """One prompt token under the raw distribution after those before it."""
+    """The log-probability of one prompt token under the raw distribution, given those before it."""
 
     token_id: int
-    text: str  # U+FFFD where the token is not whole characters
-    logprob: float | None = None  # None for the first token, before which there is nothing
-    rank: int | None = None  # 1 + how many tokens are likelier
+    text: str  # with U+FFFD for incomplete characters
+    logprob: float | None = None  # None for the first token
+    rank: int | None = None  # 1 + the number of likelier tokens
     top: tuple[tuple[int, str, float], ...] = ()  # (token_id, text, logprob), likeliest first
 
 
@@ -71,25 +71,27 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     token_id: int
     text: str
     logprob: float
-    utf8: bytes  # the token's own bytes (its text may be a replacement character)
+    utf8: bytes  # the token's bytes (its text may be a replacement character)
     top: tuple[tuple[int, str, float, bytes], ...] = ()  # (token_id, text, logprob, utf8), likeliest first
 
 
 # --- pooling ----------------------------------------------------------------------------------------------------------
 #
-# Jobs that want vectors instead of text: embeddings, and scores of pairs of texts.
+# Jobs for vectors instead of text: embeddings, and scores of pairs of texts.
 
 
 class Pooling(Struct, frozen=True, omit_defaults=True):
-    """Several inputs in one job, each answered by one vector: its embedding, or the one score of a pair of texts.
+    """Several inputs in one job, each answered by one vector: its embedding, or the single score of a pair of texts.
 
-    An input is numbered like a choice. One that is answered comes back as a ResumePoint with a finish reason.
+    An input is numbered like a choice. A later attempt gets an answered one as a ResumePoint with a finish reason.
     """
 
     task: str  # "embed" | "score"
     lengths: bytes  # tokens of each input, packed like token ids; the prompt holds the inputs one after the other
-    first_lengths: bytes = b""  # likewise: how many of them are of a pair's first text (token type 0); empty: all
-    dimensions: int | None = None  # keep so many leading components, normalised again where all are
+    first_lengths: bytes = (
+        b""  # packed likewise: how many of them belong to a pair's first text (token type 0); empty: all
+    )
+    dimensions: int | None = None  # keep this many leading components, normalized again if the full vector is
 
     @property
     def inputs(self) -> int:
@@ -98,20 +100,20 @@ class Pooling(Struct, frozen=True, omit_defaults=True):
 
 
 class PoolingCard(Struct, frozen=True, omit_defaults=True):
-    """The output of a model that pools: what it returns for each input instead of text."""
+    """The output of a pooling model for each input."""
 
     task: str  # "embed" | "score"
     dimensions: int  # components of a vector
-    is_matryoshka: bool = False  # trained so that the leading components of a vector are a vector too
-    matryoshka_dimensions: tuple[int, ...] = ()  # how many of them; empty: any number
+    is_matryoshka: bool = False  # trained so that the leading components are a usable vector
+    matryoshka_dimensions: tuple[int, ...] = ()  # allowed numbers of components; empty: any
 
 
 # --- sampling defaults ------------------------------------------------------------------------------------------------
 #
-# A model's own sampling parameters: what its ``generation_config.json`` says, as vLLM reads it.
+# A model's own sampling parameters from its ``generation_config.json``, as vLLM reads it.
 
 GENERATION_CONFIG: Final = "generation_config.json"
-# Each parameter with its least and largest value, as requests may have them (``gateway.api.schema``).
+# Smallest and largest value of each parameter, as in requests (``gateway.api.schema``).
 _BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "temperature": (0, 2),
     "top_p": (0, 1),
@@ -123,9 +125,9 @@ SAMPLING_DEFAULTS: Final = frozenset(_BOUNDS)
 
 
 def sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the sampling parameters of a generation config, less those out of range.
+    """Return the sampling parameters of a generation config, without those out of range.
 
-    Other parameters of the file are not read. ``do_sample`` is not either: vLLM samples whatever it says.
+    Other parameters of the file are ignored, including ``do_sample``, as vLLM does.
     """
     found = {}
     for name, (least, most) in _BOUNDS.items():

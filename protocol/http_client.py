@@ -1,4 +1,4 @@
-"""httpx, for every part that calls a server: one place to change when its successor takes over (docs/adr/0025)."""
+"""httpx, for every part that calls a server: one place to change when it is replaced (docs/adr/0025)."""
 
 import httpx
 

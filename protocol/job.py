@@ -1,10 +1,10 @@
 """Every message that crosses NATS between a gateway, a worker and the ledger writer.
 
-Encoded as msgpack by msgspec. Frames are arrays (they are many and small); everything else is a map whose default
-values are left out. A reader ignores fields it does not know, so fields may be appended without a new version, and so
-may kinds of frames: one of an unknown kind is passed over. A change of meaning raises ``PROTOCOL_VERSION``, and is read
-by the release before the one that writes it. What comes all the same is left to others (a job), parked (a usage
-record) or dropped, and never taken for something else: docs/how-to/upgrades.md.
+Encoded as msgpack by msgspec. Frames are arrays, because they are many and small; other messages are maps without
+default values. Readers ignore unknown fields and skip frames of an unknown kind, so both may be added without a new
+version. A change of meaning raises ``PROTOCOL_VERSION``, and the previous release must already be able to read it. An
+unreadable message is left to other workers (a job), parked (a usage record) or dropped, but never misinterpreted:
+docs/how-to/upgrades.md.
 
     gateway ──Job──────────────────────────────> worker      JetStream, ``subjects.job_subject``
     gateway ──Cancel | Resend | Ping───────────> worker      core NATS, ``subjects.control_subject``
@@ -13,9 +13,9 @@ record) or dropped, and never taken for something else: docs/how-to/upgrades.md.
     gateway ──RequestRecord──┐
     worker  ──AttemptRecord──┴─────────────────> ledger      JetStream, ``usage.>``; see ``usage``
 
-The fence is (request_id, attempt, worker, seq): of the workers that accept an attempt (more than one where the queue
-has delivered it again) the first whose frame the gateway receives is its worker, the others are stopped; ``seq``
-counts that worker's frames from 0 without gaps, and a gateway drops frames of any attempt but its current one.
+The fence is (request_id, attempt, worker, seq). If several workers accept an attempt, because the queue redelivered
+it, the first whose frame reaches the gateway is its worker, and the others are stopped. ``seq`` numbers that worker's
+frames from 0 without gaps. A gateway drops frames of all attempts but the current one.
 """
 
 from array import array
@@ -31,16 +31,16 @@ from protocol.generation import Pooling, PoolingCard, PromptLogprob, SamplingPar
 from protocol.subjects import queue_of
 from protocol.wire import Real, Whole
 
-Input = Literal["ids", "text", "messages"]  # what a pool's engine is asked with: token ids, a prompt's text, messages
+Input = Literal["ids", "text", "messages"]  # an engine's form of input: token ids, the prompt's text, messages
 TAKES_IDS: Final = "ids"
 TAKES_MESSAGES: Final = "messages"
-# In ``Revision.tokenizer`` of a job that its token ids cannot be used for: no tokenizer is called so, and pools that
-# take messages have none.
+# ``Revision.tokenizer`` of a job whose token ids are unusable. No tokenizer has this name, and pools that take messages
+# have no tokenizer.
 NO_TOKENIZER: Final = "-"
 
-# How a chat's body names the switch of reasoning.
+# The field of a chat's body that switches reasoning on or off.
 THINKING: Final = "chat_template_kwargs.enable_thinking"
-# Fields of a chat's body that a pool may leave out where its API lacks them: the form of the answer stays the same.
+# Fields of a chat's body that a pool may ignore if its API lacks them. They do not change the form of the answer.
 DROPPABLE: Final = frozenset(
     {
         "temperature",
@@ -62,12 +62,12 @@ DROPPABLE: Final = frozenset(
     }
 )
 
-CountedBy = Literal["engine", "provider", "estimate"]  # whose counts of tokens these are
+CountedBy = Literal["engine", "provider", "estimate"]  # source of the token counts
 PartKind = Literal["text", "reasoning", "call", "arguments", "refusal"]
 
 
 class Call(Struct, frozen=True, omit_defaults=True):
-    """A call of a tool, in an assistant's message."""
+    """A tool call in an assistant's message."""
 
     id: str
     name: str
@@ -75,11 +75,11 @@ class Call(Struct, frozen=True, omit_defaults=True):
 
 
 class Turn(Struct, frozen=True, omit_defaults=True):
-    """One message of a conversation, in OpenAI's roles; older forms (functions) are tools by now."""
+    """One message of a conversation, with OpenAI's roles; legacy functions are converted to tools."""
 
     role: str  # "system" | "developer" | "user" | "assistant" | "tool"
     content: str | None = None
-    name: str | None = None  # of who speaks, or of the function whose result this is
+    name: str | None = None  # of the speaker, or of the function whose result this is
     calls: tuple[Call, ...] = ()
     call_id: str | None = None  # of the call whose result this is
     reasoning: str | None = None
@@ -90,12 +90,12 @@ class Tool(Struct, frozen=True, omit_defaults=True):
 
     name: str
     description: str | None = None
-    parameters: str | None = None  # JSON: the schema of its arguments; None: it has none
-    is_strict: bool | None = None  # None: the caller has not said
+    parameters: str | None = None  # JSON: the schema of its arguments; None: none
+    is_strict: bool | None = None  # None: not set by the client
 
 
 class AnswerSchema(Struct, frozen=True, omit_defaults=True):
-    """The required form of the answer's text: JSON, matching a schema where there is one."""
+    """The required form of the answer's text: JSON that matches a schema, if any."""
 
     schema: str | None = None  # JSON; None: any object
     name: str = "answer"
@@ -103,22 +103,22 @@ class AnswerSchema(Struct, frozen=True, omit_defaults=True):
 
 
 class Chat(Struct, frozen=True, omit_defaults=True):
-    """A conversation, and what its caller says of the answer beyond ``Sampling``."""
+    """A conversation, and the client's requirements for the answer beyond ``Sampling``."""
 
     turns: tuple[Turn, ...]
-    tools: tuple[Tool, ...] = ()  # without those that ``tool_choice`` "none" forbids
-    tool_choice: str | None = None  # "auto" | "required"; None: not said
-    only_tool: str | None = None  # the name of the one that must be called
+    tools: tuple[Tool, ...] = ()  # empty if ``tool_choice`` is "none"
+    tool_choice: str | None = None  # "auto" | "required"; None: not set
+    only_tool: str | None = None  # name of the tool that must be called
     is_single_call: bool = False
     schema: AnswerSchema | None = None
     reasoning_effort: str | None = None
-    thinks: bool | None = None  # whether the model is to reason; None: not said
-    is_limited: bool = False  # ``Sampling.max_tokens`` was asked for, and is not merely what the context leaves
-    continues_last: bool = False  # the caller wants the last message, an assistant's, to be gone on with
+    thinks: bool | None = None  # whether the model should reason; None: not set
+    is_limited: bool = False  # the client set ``Sampling.max_tokens``; otherwise it is what the context leaves
+    continues_last: bool = False  # the answer continues the last message, which is the assistant's
 
 
 class Part(Struct, frozen=True, array_like=True):
-    """A piece of an answer. Arguments are of the call that began last."""
+    """A piece of an answer. Arguments belong to the last call that began."""
 
     kind: PartKind
     text: str  # of a call: the tool's name
@@ -126,7 +126,7 @@ class Part(Struct, frozen=True, array_like=True):
 
 
 class ChatUsage(Struct, frozen=True, array_like=True):
-    """The tokens that one choice has used."""
+    """The token usage of one choice."""
 
     counted_by: CountedBy
     prompt_tokens: Whole
@@ -138,7 +138,7 @@ class ChatUsage(Struct, frozen=True, array_like=True):
 class Deltas(Struct, frozen=True, array_like=True, tag="d"):
     """The output of a pool that takes messages, for one choice at a time: a frame, instead of ``Tokens``.
 
-    Sent only by workers that take messages, which get no jobs but of gateways that know this frame.
+    Sent only by workers that take messages. Only gateways that support this frame send them jobs.
     """
 
     request_id: str
@@ -146,11 +146,11 @@ class Deltas(Struct, frozen=True, array_like=True, tag="d"):
     seq: int
     index: int
     parts: tuple[Part, ...]
-    tokens: Whole = 0  # that the parts have, as estimated
+    tokens: Whole = 0  # of the parts, estimated
     finish_reason: str | None = None  # "stop" | "length" | "content_filter" on the choice's last frame
-    usage: ChatUsage | None = None  # with the finish reason: takes the place of the estimates
+    usage: ChatUsage | None = None  # with the finish reason; replaces the estimates
 
-    # What a frame of tokens has, for those who read either: text alone, and nothing of tokens.
+    # The interface of ``Tokens``, for readers of both: only text, no token data.
 
     @property
     def text(self) -> str:
@@ -159,16 +159,16 @@ class Deltas(Struct, frozen=True, array_like=True, tag="d"):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """None: not reported."""
+        """No token ids."""
         return ()
 
     @property
     def logprobs(self) -> None:
-        """None likewise."""
+        """No log-probabilities."""
 
     @property
     def prompt_logprobs(self) -> None:
-        """None likewise."""
+        """No log-probabilities."""
 
 
 _chat_decoder = msgspec.msgpack.Decoder(Chat)
@@ -182,7 +182,7 @@ def decode_chat(packed: bytes) -> Chat:
 
 # --- engine stats -----------------------------------------------------------------------------------------------------
 #
-# Statistics of a worker's engine, as its heartbeats report them. Counts only grow while the worker lives.
+# Statistics of a worker's engine in its heartbeats. Counts only grow during a worker's lifetime.
 
 MAX_BUCKETS: Final = 200  # of one histogram
 
@@ -190,12 +190,12 @@ MAX_BUCKETS: Final = 200  # of one histogram
 class Histogram(Struct, frozen=True, array_like=True):
     """A histogram: the number of values in each bucket."""
 
-    bounds: tuple[Real, ...]  # upper ones, rising; a value equal to one belongs to its bucket
-    counts: tuple[Whole, ...]  # of each bucket alone; one more than bounds, for what is beyond the last
+    bounds: tuple[Real, ...]  # upper bounds, inclusive and increasing
+    counts: tuple[Whole, ...]  # of each bucket alone; one more than bounds, for larger values
     total: Real  # sum of all values
 
     def __post_init__(self) -> None:
-        """Refuse what nobody can show. Raises ValueError, which is a ProtocolError where it came over the wire."""
+        """Check the lengths. Raises ValueError, which the decoder turns into a ProtocolError."""
         if len(self.counts) != len(self.bounds) + 1 or len(self.counts) > MAX_BUCKETS:
             raise ValueError(f"a histogram of {len(self.bounds)} bounds cannot have {len(self.counts)} counts")
 
@@ -203,35 +203,35 @@ class Histogram(Struct, frozen=True, array_like=True):
 class Pace(Struct, frozen=True, omit_defaults=True):
     """The speed of a watched node; 0: unknown."""
 
-    tpot_ms: Real = 0.0  # between two tokens of one request alone, measured before it took jobs
-    ttft_ms: Real = 0.0  # likewise, to the first token
-    slowdown: Real = 0.0  # how many times as long tokens take now as is normal for it at such a load
-    leaving: str = ""  # why it leaves its pool, once it does
+    tpot_ms: Real = 0.0  # between two tokens of a single request, measured before it took jobs
+    ttft_ms: Real = 0.0  # to the first token, measured likewise
+    slowdown: Real = 0.0  # current time per token relative to normal at this load
+    leaving: str = ""  # why it leaves its pool, if it does
 
 
 class Paused(Struct, frozen=True, omit_defaults=True):
-    """Why a live worker takes no jobs for now."""
+    """Why a live worker takes no jobs at the moment."""
 
-    reason: str  # as its server has told it
-    wait_ms: Whole = 0  # for so long, as its server asks; 0: it is broken, and comes back when a probe is answered
-    has_changed: bool = False  # the server, or what it serves: it comes back when that is as before
+    reason: str  # from its server
+    wait_ms: Whole = 0  # the wait that its server asks for; 0: broken, until a probe succeeds
+    has_changed: bool = False  # the server or its models changed: paused until they are as before
 
 
 class EngineStats(Struct, frozen=True, omit_defaults=True):
-    """One engine at one moment. Sequences are choices; a job has one for each of its ``n``."""
+    """A snapshot of one engine. A job has one sequence for each of its ``n`` choices."""
 
     running: Whole  # sequences in the batch
-    waiting: Whole  # sequences that are not, and jobs that wait in the worker
+    waiting: Whole  # sequences outside the batch, and jobs that wait in the worker
     kv_usage: Real  # share of the KV pool in use, 0 to 1
-    prompt_tokens: Whole  # of admitted sequences, cached ones included
+    prompt_tokens: Whole  # of admitted sequences, including cached ones
     generated_tokens: Whole
     step_tokens: Histogram  # tokens computed in one step
     inter_token_s: Histogram  # between two steps that yielded tokens for the same sequence
-    queried_tokens: Whole = 0  # of prompts, looked for in the prefix cache
+    queried_tokens: Whole = 0  # of prompts, looked up in the prefix cache
     cached_tokens: Whole = 0  # of these, found there
     drafts: Whole = 0
     guessed_tokens: Whole = 0  # in drafts
-    right_tokens: Whole = 0  # of these, as many as were then sampled
+    right_tokens: Whole = 0  # of these, accepted
     preemptions: Whole = 0
 
 
@@ -242,7 +242,7 @@ TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]  # what ``pack_token_ids`` 
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Pack token ids as unsigned 32-bit integers in the machine's (little-endian) order: a copy, no loop in Python."""
+    """Pack token ids as unsigned little-endian 32-bit integers."""
     return array("I", token_ids).tobytes()
 
 
@@ -256,20 +256,20 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 
 
 class Markup(Struct, frozen=True, omit_defaults=True):
-    """The formats by which an answer's visible content is told from its reasoning and calls (``protocol.dialects``)."""
+    """The formats that separate an answer's content from its reasoning and calls (``protocol.dialects``)."""
 
     tool_parser: str
     reasoning_parser: str
-    tools: tuple[str, ...] = ()  # names of those that the answer may call
+    tools: tuple[str, ...] = ()  # names of tools that the answer may call
     begins_in_reasoning: bool = False  # the prompt opens the reasoning
 
 
 class Sampling(SamplingParams, frozen=True, omit_defaults=True, kw_only=True):
     """The sampling parameters of a job."""
 
-    max_tokens: int  # on the wire always: the gateway has already filled in the default
-    markup: Markup | None = None  # of answers in which not all text is content; only where there are stop strings
-    # The model's own values of what the caller has left out. A pool that cannot honour one leaves it out, too.
+    max_tokens: int  # always sent: the gateway fills in the default
+    markup: Markup | None = None  # set if there are stop strings and not all text is content
+    # The model's own values of parameters that the client did not set. A pool that does not support one ignores it.
     defaults: dict[str, float] = field(default_factory=dict)
 
 
@@ -278,11 +278,11 @@ class ResumePoint(Struct, frozen=True, omit_defaults=True):
 
     index: int  # the choice
     token_ids: bytes  # output tokens the gateway holds, packed
-    text_chars: int  # characters of their text that the gateway holds (fewer than all where a stop prefix is held back)
+    text_chars: int  # characters of their text that the gateway holds (not all if a stop prefix is held back)
     finish_reason: str | None = None  # set: this choice is complete and must not be run again
-    text: str | None = None  # what it says so far, for those who take messages; None: it is not to be gone on with so
-    is_encoded: bool = False  # ``token_ids`` were made of its text, for want of those that the model has made
-    tokens: int | None = None  # how many it has used up, where ``token_ids`` do not tell
+    text: str | None = None  # text so far, for workers that take messages; None: they cannot continue it
+    is_encoded: bool = False  # ``token_ids`` were encoded from its text, because the original ones are unknown
+    tokens: int | None = None  # tokens used so far, if different from the number of ``token_ids``
 
     @property
     def used_tokens(self) -> int:
@@ -291,10 +291,10 @@ class ResumePoint(Struct, frozen=True, omit_defaults=True):
 
 
 class Revision(Struct, frozen=True, array_like=True):
-    """The weights and tokenizer that a worker computes with. Empty: not reported, by a worker of an older release."""
+    """The weights and tokenizer of a worker. Empty: not reported, by a worker of an older release."""
 
-    weights: str = ""  # stands for weights, configuration, precision, quantisation, adapter, tokenizer
-    tokenizer: str = ""  # stands for the tokenizer alone: what token ids mean
+    weights: str = ""  # identifies weights, configuration, precision, quantization, adapter and tokenizer
+    tokenizer: str = ""  # identifies the tokenizer alone, and so the meaning of token ids
 
 
 class Origin(Struct, frozen=True, omit_defaults=True):
@@ -310,7 +310,7 @@ class Origin(Struct, frozen=True, omit_defaults=True):
 
 
 class Job(Struct, frozen=True, omit_defaults=True):
-    """One attempt at one request: everything a worker needs to generate its tokens."""
+    """One attempt at one request, with everything that a worker needs."""
 
     v: int
     request_id: str
@@ -320,26 +320,26 @@ class Job(Struct, frozen=True, omit_defaults=True):
     sampling: Sampling
     prompt_ids: bytes  # packed; empty if prompt_object is set
     prompt_object: str | None = None  # name in the ``prompts`` object bucket, for prompts too large for a message
-    prompt_tokens: int = 0  # their number, known also where the ids travel by reference
+    prompt_tokens: int = 0  # their number, also if the ids travel by reference
     resume: tuple[ResumePoint, ...] = ()
     tenant: str = ""  # the fairness domain: the key's team, or the key itself
     accepted_unix_ms: int = 0  # when the gateway admitted the request
-    deadline_unix_ms: int = 0  # a worker that pulls it later than this fails it unrun
+    deadline_unix_ms: int = 0  # a worker that pulls it later fails it without running it
     traceparent: str | None = None  # W3C trace context
-    weight: float = 1.0  # the tenant's share of the workers, against other tenants'
-    avoid: tuple[str, ...] = ()  # workers on which earlier attempts failed: these take it only if nobody else can
+    weight: float = 1.0  # the tenant's share of the workers, relative to other tenants
+    avoid: tuple[str, ...] = ()  # workers on which earlier attempts failed: they take it only if no other worker can
     origin: Origin | None = None
-    pooling: Pooling | None = None  # no text is made, and ``sampling`` means nothing
-    scored_tokens: int = 0  # of the prompt, from its first: how many logprobs the gateway holds
-    # Only such a worker may take it; of what is empty, any. Its weights where a part of the answer is made already.
+    pooling: Pooling | None = None  # set: no text is generated, and ``sampling`` is ignored
+    scored_tokens: int = 0  # leading prompt tokens whose logprobs the gateway holds
+    # The revision that a worker must run; empty fields match any. Weights are set if a part of the answer exists.
     revision: Revision = Revision()
-    chat: bytes | None = None  # packed ``protocol.job.Chat``, where the model has pools that take messages
-    chat_object: str | None = None  # as prompt_object
-    hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may go to: of a job in a hosted pool's lane
-    # Whether frames go to reply_subject, a dot and the worker's id, so that nobody can send them in another's name.
+    chat: bytes | None = None  # packed ``protocol.job.Chat``, if the model has pools that take messages
+    chat_object: str | None = None  # like prompt_object
+    hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may use, for a job in a hosted pool's lane
+    # Frames go to reply_subject, a dot and the worker's id, so that workers cannot send frames as another one.
     reply_by_worker: bool = False
-    object_key: bytes = b""  # opens prompt_object and chat_object; empty: they are stored as they are
-    # Of the tenant: prefix caches find this prompt for requests of the same salt only. Empty: for all without one.
+    object_key: bytes = b""  # decrypts prompt_object and chat_object; empty: they are not encrypted
+    # The tenant's: prefix caches share this prompt only among requests with the same salt. Empty: with all without one.
     cache_salt: str = ""
 
     @property
@@ -352,7 +352,7 @@ class Job(Struct, frozen=True, omit_defaults=True):
 
 
 class Accepted(Struct, frozen=True, array_like=True, tag="a"):
-    """A worker has pulled the job and will run it. Always ``seq`` 0."""
+    """A worker pulled the job and will run it. Always ``seq`` 0."""
 
     request_id: str
     attempt: int
@@ -361,10 +361,10 @@ class Accepted(Struct, frozen=True, array_like=True, tag="a"):
     pool: str
     provider: str
     region: str
-    queue_ms: Real  # publish → pull, by the worker's clock against JetStream's time stamp
+    queue_ms: Real  # publish → pull, from the worker's clock and JetStream's timestamp
     tier: str | None = None  # of its pool
     revision: str = ""  # Revision.weights of what it runs
-    counted_by: CountedBy = "engine"  # whose counts its own will be; "provider": it takes messages
+    counted_by: CountedBy = "engine"  # source of its token counts; "provider": it takes messages
 
 
 class Tokens(Struct, frozen=True, array_like=True, tag="t"):
@@ -375,10 +375,10 @@ class Tokens(Struct, frozen=True, array_like=True, tag="t"):
     seq: int
     index: int
     token_ids: tuple[TokenId, ...]
-    text: str  # may be empty while a possible stop string or an incomplete character is held back
+    text: str  # may be empty while a possible stop string or incomplete character is held back
     finish_reason: str | None = None  # "stop" | "length" on the choice's last frame
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token of token_ids
-    # The prompt's next tokens, in frames of their own, without a token: once per request, before choice 0's first.
+    # The next prompt tokens, in separate frames without output tokens: once per request, before choice 0's first token.
     prompt_logprobs: tuple[PromptLogprob, ...] | None = None
 
 
@@ -393,16 +393,16 @@ class Vector(Struct, frozen=True, array_like=True, tag="v"):
 
 
 class Timings(Struct, frozen=True, array_like=True):
-    """The time an attempt spent in the engine: three phases, one after the other, over all its choices."""
+    """The time that an attempt spent in the engine: three consecutive phases, over all its choices."""
 
-    engine_queue_ms: Real  # given to the engine → a choice is first scheduled
+    engine_queue_ms: Real  # submitted to the engine → a choice is first scheduled
     prefill_ms: Real  # → the first token of any choice
     decode_ms: Real  # → the last token of the last choice
-    preemptions: Whole  # of all choices; what they cost is in the phase they happened in
+    preemptions: Whole  # of all choices; their time is part of the phase in which they happened
 
 
 class Finished(Struct, frozen=True, array_like=True, tag="f"):
-    """The attempt is over, all choices complete or cancelled. Counts are the engine's own and exact."""
+    """The end of an attempt: all choices are complete or canceled. Counts are the engine's and exact."""
 
     request_id: str
     attempt: int
@@ -410,27 +410,27 @@ class Finished(Struct, frozen=True, array_like=True, tag="f"):
     cancelled: bool
     prompt_tokens: Whole
     cached_tokens: Whole
-    completion_tokens: Whole  # made by this attempt, over all choices; tokens resumed from are not counted again
-    ttft_ms: Real  # pull → first token; 0 if none was made
+    completion_tokens: Whole  # generated by this attempt, over all choices, without resumed ones
+    ttft_ms: Real  # pull → first token; 0 if there was none
     timings: Timings | None = None  # None: the engine does not report them
 
 
 class Failed(Struct, frozen=True, array_like=True, tag="x"):
-    """The attempt is over without an answer."""
+    """The end of an attempt without an answer."""
 
     request_id: str
     attempt: int
     seq: int
     code: str  # protocol.errors.ErrorCode
     message: str
-    retryable: bool  # another worker may do better
-    param: str | None = None  # the request field at fault, for the caller's mistakes
+    retryable: bool  # another worker may succeed
+    param: str | None = None  # the invalid field of the request, for client errors
     completion_tokens: Whole = 0
-    timings: Timings | None = None  # None: the engine does not report them, or has not begun
+    timings: Timings | None = None  # None: the engine did not report them, or did not start
 
 
 class Dropped(Struct, frozen=True, array_like=True, tag="k"):
-    """Fields that the attempt's pool does not honour, and leaves out as it is configured to. Before all output."""
+    """Fields that the attempt's pool ignores by its configuration. Sent before all output."""
 
     request_id: str
     attempt: int
@@ -439,9 +439,9 @@ class Dropped(Struct, frozen=True, array_like=True, tag="k"):
 
 
 class UnreadableFrame(Struct, frozen=True, array_like=True, tag="?"):
-    """Stands in for a frame that its reader could not decode; it is never sent."""
+    """Replaces a frame that the reader could not decode; never sent."""
 
-    request_id: str  # with this and the next two every frame begins, of whatever kind, after its tag
+    request_id: str  # every frame of any kind begins with its tag, this field and the next two
     attempt: int
     seq: int
     kind: str  # the frame's tag
@@ -449,7 +449,7 @@ class UnreadableFrame(Struct, frozen=True, array_like=True, tag="?"):
 
     @property
     def is_known(self) -> bool:
-        """True if this build knows the kind: then the frame is broken, not from a newer release."""
+        """True if this build knows the kind, so that the frame is invalid, not from a newer release."""
         return self.kind in _FRAME_TAGS
 
 
@@ -470,7 +470,7 @@ class Cancel(Struct, frozen=True, array_like=True, tag="c"):
 
 
 class Resend(Struct, frozen=True, array_like=True, tag="r"):
-    """Send the frames of this attempt again from ``from_seq`` on: some were lost on the way.
+    """Resend the frames of this attempt from ``from_seq`` on, because some were lost.
 
     A worker that does not know the attempt answers Failed(UNKNOWN_ATTEMPT) with ``seq`` = ``from_seq``.
     """
@@ -482,11 +482,11 @@ class Resend(Struct, frozen=True, array_like=True, tag="r"):
 
 
 class Ping(Struct, frozen=True, array_like=True, tag="p"):
-    """Probe a worker. A worker does not answer; if its connection is gone, the server reports so immediately."""
+    """Probe a worker. It does not answer; if its connection closed, the server replies "no responders" at once."""
 
 
 class Drain(Struct, frozen=True, array_like=True, tag="d"):
-    """Take nothing new, finish or hand back what runs, and end: the fleet controller's SIGTERM. Idempotent."""
+    """Take no new jobs, finish or hand back running ones, and exit: the fleet controller's SIGTERM. Idempotent."""
 
 
 Control = Cancel | Resend | Ping | Drain
@@ -515,22 +515,22 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     started_unix_ms: Whole
     sent_unix_ms: Whole
     draining: bool = False
-    jobs_taken: Whole = 0  # since the worker started: their increase is the rate at which the queue is served
-    tokens_made: Whole = 0  # output tokens, likewise
+    jobs_taken: Whole = 0  # since the worker started; its growth is the service rate
+    tokens_made: Whole = 0  # output tokens since the worker started
     stats: EngineStats | None = None  # None: the engine does not report them
-    busy_ms: Whole = 0  # time with at least one job since it started, as seen from heartbeat to heartbeat
+    busy_ms: Whole = 0  # time with at least one job since it started, sampled at heartbeats
     revisions: dict[str, Revision] = {}  # of its models
     takes: Input = "ids"
-    continues: bool = True  # answers that another worker has begun
-    pace: Pace | None = None  # None: it is not watched
-    machine: str = ""  # that the fleet controller launched it on; "": none
-    trusted: bool = False  # it takes the jobs that demand trusted pools, and no others
+    continues: bool = True  # whether it resumes answers of other workers
+    pace: Pace | None = None  # None: not measured
+    machine: str = ""  # the fleet controller's machine that it runs on; "": none
+    trusted: bool = False  # it takes only jobs that require trusted pools
     batch_jobs_taken: Whole = 0  # of jobs_taken: those of the low lane
-    paused: Paused | None = None  # None: it takes jobs
+    paused: Paused | None = None  # None: not paused
 
     @property
     def queues(self) -> list[str]:
-        """The queues that it serves, or for a hosted pool, serves a lane of."""
+        """The queues that it serves; for a hosted pool, those in which it serves a lane."""
         return [queue_of(model, trusted=self.trusted) for model in self.models]
 
     @property
@@ -540,7 +540,7 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
 
 
 class ModelCard(Struct, frozen=True, omit_defaults=True):
-    """Everything a gateway needs to count and render prompts for a model without any hub access."""
+    """Everything that a gateway needs to render and tokenize a model's prompts without access to a model hub."""
 
     v: int
     model: str
@@ -548,15 +548,15 @@ class ModelCard(Struct, frozen=True, omit_defaults=True):
     tokenizer_object: str  # name in the ``artifacts`` object bucket: a Hugging Face tokenizer.json
     chat_template: str | None  # Jinja source; None: the model has no chat format
     special_tokens: dict[str, str] = {}  # bos_token, eos_token, …: the template's variables
-    add_special_tokens: bool = True  # whether plain completions encode with the tokenizer's own special tokens
+    add_special_tokens: bool = True  # whether plain completions are encoded with the tokenizer's special tokens
     pooling: PoolingCard | None = None  # None: it generates text
-    tool_template: str | None = None  # for conversations with tools, where the model has one of its own for them
-    revision: str = ""  # Revision.weights of the worker that has published it
-    sampling: dict[str, float] = {}  # of generation_config.json: protocol.generation
+    tool_template: str | None = None  # for conversations with tools, if the model has a separate template
+    revision: str = ""  # Revision.weights of the worker that published it
+    sampling: dict[str, float] = {}  # from generation_config.json: protocol.generation
 
 
 class JobHead(Struct, frozen=True):
-    """The fields that jobs of every version share: enough to report to its gateway that no worker can read it."""
+    """The fields common to jobs of all versions: enough to report an unreadable job to its gateway."""
 
     request_id: str
     attempt: int
@@ -564,7 +564,7 @@ class JobHead(Struct, frozen=True):
     reply_by_worker: bool = False
 
 
-encode = msgspec.msgpack.Encoder().encode  # one encoder, and one decoder a kind: building them is the slow part
+encode = msgspec.msgpack.Encoder().encode  # shared, because building encoders and decoders is slow
 _job_decoder = msgspec.msgpack.Decoder(Job)
 _job_head_decoder = msgspec.msgpack.Decoder(JobHead)
 _control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
@@ -578,7 +578,7 @@ def decode_job(payload: bytes) -> Job:
 
 
 def decode_job_head(payload: bytes) -> JobHead:
-    """Decode of a Job, of whatever version, what all have. Raises ProtocolError."""
+    """Decode the common fields of a Job of any version. Raises ProtocolError."""
     return wire.decode(_job_head_decoder, payload)
 
 
@@ -588,9 +588,9 @@ def decode_control(payload: bytes) -> Control:
 
 
 def decode_heartbeat(payload: bytes, sender: str = "") -> Heartbeat:
-    """Decode a Heartbeat. ``sender``: the worker whose own subject it came on.
+    """Decode a Heartbeat. ``sender``: the worker on whose own subject it arrived.
 
-    Raises ProtocolError, also where it is in another worker's name.
+    Raises ProtocolError, also if it names another worker.
     """
     beat: Heartbeat = wire.decode_versioned(_heartbeat_decoder, payload)
     if sender and sender != beat.worker_id:
@@ -605,15 +605,15 @@ def decode_model_card(payload: bytes) -> ModelCard:
 
 # --- rescue -----------------------------------------------------------------------------------------------------------
 #
-# Resuming an answer that earlier attempts have begun.
+# Resuming an answer that earlier attempts began.
 
-# "ids": from the very token ids; "text": from the answer's text, encoded again or as it is; "message": from an
-# assistant's message; "start": nothing was made yet, or nothing of it was told.
+# "ids": from the original token ids; "text": from the answer's text, re-encoded or as text; "message": from an
+# assistant's message; "start": from the beginning, because nothing was generated or sent to the client.
 Rescue = Literal["ids", "text", "message", "start"]
 
 
 def rescue_of(job: Job, takes: Input) -> Rescue | None:
-    """Return how a worker that takes such input resumes a job; None for a first attempt, and for a pooling job."""
+    """Return how a worker with this input form resumes a job; None for a first attempt and for a pooling job."""
     if job.pooling is not None:
         return None
     is_begun = any(point.token_ids or point.text for point in job.resume)
@@ -621,7 +621,7 @@ def rescue_of(job: Job, takes: Input) -> Rescue | None:
 
 
 def rescue_by(attempt: int, takes: Input, *, is_begun: bool, is_encoded: bool) -> Rescue | None:
-    """Return the same as ``rescue_of``, from the fields it depends on. ``is_encoded``: see ``ResumePoint``."""
+    """Return the result of ``rescue_of`` from the fields that it depends on. ``is_encoded``: see ``ResumePoint``."""
     if attempt == 1:
         return None
     if not is_begun:
@@ -633,11 +633,11 @@ def rescue_by(attempt: int, takes: Input, *, is_begun: bool, is_encoded: bool) -
 
 # --- steps ------------------------------------------------------------------------------------------------------------
 #
-# Step frames: all frames that one engine step has for one gateway, and the decoding that survives a broken one.
+# Step frames: all frames of one engine step for one gateway, decoded so that one invalid frame does not lose others.
 
 
 class StepFrame(Struct, frozen=True, array_like=True):
-    """All frames that one engine step has for one gateway: one NATS message."""
+    """All frames of one engine step for one gateway: one NATS message."""
 
     v: int
     worker_id: str
@@ -666,10 +666,10 @@ _frame_head_decoder = msgspec.msgpack.Decoder(_FrameHead)
 
 
 def decode_step(payload: bytes, sender: str = "") -> StepFrame:
-    """Decode a StepFrame; a frame that cannot be read becomes an ``UnreadableFrame``.
+    """Decode a StepFrame; an unreadable frame becomes an ``UnreadableFrame``.
 
-    ``sender``: the worker whose own subject it came on; empty: it came on one that all may publish to. Raises
-    ProtocolError, also where the frames are in another worker's name.
+    ``sender``: the worker on whose own subject it arrived; empty: a shared subject. Raises ProtocolError, also if the
+    frames name another worker.
     """
     try:
         step = _step_decoder.decode(payload)

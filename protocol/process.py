@@ -1,4 +1,4 @@
-"""What each process does alike: settings, waiting, signals, memory, children."""
+"""Functions common to all processes: settings, waiting, signals, memory, child processes."""
 
 import asyncio
 import contextlib
@@ -28,24 +28,24 @@ _Result = TypeVar("_Result")
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 #
-# The base of all sections of a configuration: frozen, validated, passed down.
+# The base of all configuration sections: frozen, validated, passed down.
 
-PORT_PLACE: Final = "{port}"  # in a server's command and URL: a port that is chosen when it starts
+PORT_PLACE: Final = "{port}"  # in a server's command and URL: replaced by a port chosen at start
 
 
 class Settings(BaseModel):
-    """Base of all settings: immutable, and unknown keys are errors that name the key."""
+    """Base of all settings: immutable; unknown keys are errors that name the key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def in_url(host: str) -> str:
-    """Return a host as URLs write it: an IPv6 address in brackets."""
+    """Return a host for a URL, with an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def http_url_parts(url: str) -> SplitResult:
-    """Return the parts of an absolute URL that paths can be appended to. Raises ValueError."""
+    """Split an absolute URL to which paths can be appended. Raises ValueError."""
     if any(character.isspace() for character in url):
         raise ValueError("must not contain white space")
     try:
@@ -86,10 +86,10 @@ def _is_host(host: str) -> str:
 
 
 PositiveInt = Annotated[int, Field(gt=0)]
-HostText = Annotated[str, AfterValidator(_is_host)]  # of an address to listen at; an IPv6 one has no brackets here
-HeaderSecret = Annotated[SecretStr, AfterValidator(_is_header_text)]  # an HTTP client's error would show another
+HostText = Annotated[str, AfterValidator(_is_host)]  # of a listening address; IPv6 without brackets
+HeaderSecret = Annotated[SecretStr, AfterValidator(_is_header_text)]  # an HTTP client's error would show an invalid one
 HttpUrlText = Annotated[str, AfterValidator(_is_http_url)]
-PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year: TTLs and timers take no infinity
+PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year, because TTLs and timers accept no infinity
 
 
 # --- telemetry --------------------------------------------------------------------------------------------------------
@@ -98,48 +98,50 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year: TTLs a
 
 
 class TelemetrySettings(Settings):
-    """``[telemetry]``: traces to an OpenTelemetry collector, by OTLP over HTTP. Without ``otlp_endpoint``: none."""
+    """``[telemetry]``: traces to an OpenTelemetry collector by OTLP over HTTP. Disabled without ``otlp_endpoint``."""
 
-    # As OTEL_EXPORTER_OTLP_ENDPOINT: "/v1/traces" is appended to it.
+    # Like OTEL_EXPORTER_OTLP_ENDPOINT: "/v1/traces" is appended.
     otlp_endpoint: HttpUrlText | None = None
     headers: dict[str, str] = Field(default={}, repr=False)  # of each export, such as an API key
-    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of requests whose callers have not decided it
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of requests whose clients did not decide it
     service_name: Annotated[str, Field(min_length=1)] = "spillway"  # "-gateway" and "-worker" are appended
     resource_attributes: dict[str, str] = Field(default={})
-    export_timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0  # of one export; what fails is not kept
-    max_queued_spans: Annotated[int, Field(ge=512, le=1_000_000)] = 8192  # that wait for export; the oldest go
+    export_timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0  # of one export; failed exports are dropped
+    max_queued_spans: Annotated[int, Field(ge=512, le=1_000_000)] = (
+        8192  # waiting for export; beyond it the oldest are dropped
+    )
 
     @field_validator("otlp_endpoint")
     @classmethod
     def _needs_the_extra(cls, endpoint: str | None) -> str | None:
-        # The top package alone may be there: other libraries bring the API without the SDK.
+        # The top-level package alone is not enough: other libraries install the API without the SDK.
         if endpoint is not None and not traces_installed():
             raise ValueError(f"traces need the extra 'otel': {install_command('otel')}")
         return endpoint
 
 
 def traces_installed() -> bool:
-    """Return whether the packages that send traces are installed."""
+    """Return whether the packages for traces are installed."""
     return _is_installed("sdk.trace") and _is_installed("exporter.otlp.proto.http")
 
 
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(f"opentelemetry.{module}") is not None
-    except ModuleNotFoundError:  # of a package above it
+    except ModuleNotFoundError:  # for a parent package
         return False
 
 
 # --- backoff ----------------------------------------------------------------------------------------------------------
 #
-# Waiting for what is away: longer each time, never all at once.
+# Backoff: waits that grow, with jitter.
 
 FIRST_WAIT_S: Final = 0.1
-LONGEST_WAIT_S: Final = 2.0  # what is added, at worst, to the outage of whatever is waited for
+LONGEST_WAIT_S: Final = 2.0  # the longest time that backoff adds to an outage
 
 
 def backoff_s(longest_s: float = LONGEST_WAIT_S) -> Iterator[float]:
-    """Yield waits in seconds, without end: doubling up to ``longest_s``, each jittered down to half of itself."""
+    """Yield waits in seconds without end, doubling up to ``longest_s``, each reduced by up to half at random."""
     wait_s = FIRST_WAIT_S
     while True:
         yield wait_s * random.uniform(0.5, 1.0)  # noqa: S311
@@ -147,7 +149,7 @@ def backoff_s(longest_s: float = LONGEST_WAIT_S) -> Iterator[float]:
 
 
 async def wait_for(event: asyncio.Event, limit_s: float) -> bool:
-    """Wait until the event is set, at most ``limit_s``; whether it is."""
+    """Wait at most ``limit_s`` until the event is set; return whether it is."""
     try:
         async with asyncio.timeout(limit_s):
             return await event.wait()
@@ -156,7 +158,7 @@ async def wait_for(event: asyncio.Event, limit_s: float) -> bool:
 
 
 async def unless_set(stop: asyncio.Event, work: Awaitable[_Result]) -> _Result | None:
-    """Do the work; None if ``stop`` is set before it is done. Raises what the work raises."""
+    """Return the result of ``work``, or None if ``stop`` is set first. Raises the errors of ``work``."""
     working = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(stop.wait())
     try:
@@ -170,7 +172,7 @@ async def unless_set(stop: asyncio.Event, work: Awaitable[_Result]) -> _Result |
 
 @contextlib.contextmanager
 def calling_once(event: asyncio.Event, callback: Callable[[], object]) -> Iterator[None]:
-    """Call back, should the event be set meanwhile."""
+    """Call ``callback`` once if the event is set within the context."""
     watcher = asyncio.create_task(event.wait())
     watcher.add_done_callback(lambda watcher: None if watcher.cancelled() else callback())
     try:
@@ -181,16 +183,16 @@ def calling_once(event: asyncio.Event, callback: Callable[[], object]) -> Iterat
 
 # --- signals ----------------------------------------------------------------------------------------------------------
 #
-# SIGTERM and SIGINT in processes that end in order.
+# SIGTERM and SIGINT in processes that shut down cleanly.
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextlib.contextmanager
 def on_stop_signals(handle: Callable[[], object]) -> Iterator[None]:
-    """Call ``handle`` on the running loop for each of ``STOP_SIGNALS``; afterwards Python's own handlers are back.
+    """Call ``handle`` on the running loop for each of ``STOP_SIGNALS``; restore Python's handlers at the end.
 
-    uvloop leaves its handlers in place when it is closed, and a process that goes on would then ignore Ctrl-C.
+    uvloop leaves its handlers in place when it is closed, and the process would then ignore Ctrl-C.
     """
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
@@ -204,17 +206,17 @@ def on_stop_signals(handle: Callable[[], object]) -> Iterator[None]:
 
 # --- garbage ----------------------------------------------------------------------------------------------------------
 #
-# How Python and glibc free memory, in processes that handle many small requests, and now and then a large one.
+# How Python and glibc free memory in processes with many small requests and occasional large ones.
 
-# Of objects made and not yet freed, from which on the youngest are looked through; CPython's own is 700, which one
-# request passes several times. Circles that nobody holds then take some megabytes more before they are found.
+# Threshold of the collector's youngest generation. CPython's default of 700 is passed several times per request. With
+# this one, reference cycles take some megabytes more before they are found.
 YOUNGEST: Final = 20_000
 
 
 def calm_garbage_collection() -> None:
-    """Look for garbage less often, and never again in what is there now: call it when a process is about to serve."""
+    """Exclude existing objects from garbage collection, and collect less often. Call it before serving."""
     gc.collect()
-    gc.freeze()  # libraries: several 100,000 objects
+    gc.freeze()  # several 100,000 objects of libraries
     _, middle, oldest = gc.get_threshold()
     gc.set_threshold(YOUNGEST, middle, oldest)
 
@@ -224,10 +226,10 @@ LARGE_BYTES: Final = 256 * 1024
 
 
 def return_large_memory() -> None:
-    """Have the allocator return what is large to the system as soon as it is freed; not for processes that compute.
+    """Return large allocations to the system as soon as they are freed. Not for processes that compute.
 
-    By default glibc raises the size from which on it does so to that of the largest body (mallopt(3)). Bodies of
-    megabytes then leave holes in the heaps of many threads: a gateway kept 330 MiB of them, and 170 to 220 with this.
+    By default glibc raises the threshold for this to the size of the largest body (mallopt(3)). Bodies of megabytes
+    then fragment the heaps of many threads: a gateway kept 330 MiB, and 170 to 220 MiB with this.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
     if mallopt is not None:
@@ -236,17 +238,17 @@ def return_large_memory() -> None:
 
 # --- children ---------------------------------------------------------------------------------------------------------
 #
-# Processes that we start: their environments, how they are ended, how they ended, and how often they may.
+# Child processes: their environments, stopping them, their exit status, and bounded restarts.
 #
-# Ours holds the database's password, the pepper and the queue's credentials.
+# The own environment has the database's password, the pepper and the queue's credentials.
 #
-# ``plain_environment``       a process that reads what a caller or a worker has sent: only what an interpreter needs
-# ``without_own_variables``   an operator's program, which has variables of its own in ours: all but Spillway's
+# ``plain_environment``       for a process that reads data of a client or worker: only what an interpreter needs
+# ``without_own_variables``   for an operator's program, which may need its own variables: all but Spillway's
 
-KILLED_LIMIT_S: Final = 5.0  # for a killed process to be gone
+KILLED_LIMIT_S: Final = 5.0  # for a killed process to end
 LONGEST_RESTART_WAIT_S: Final = 60.0
 OWN_VARIABLES: Final = "SPILLWAY_"
-# Where programs and libraries lie, and how texts, times and temporary files are dealt with.
+# Paths of programs and libraries, locale, time zone and temporary files.
 _PLAIN: Final = (
     "PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
     "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX",
@@ -261,9 +263,9 @@ async def stop_process(
     *,
     killed_limit_s: float = KILLED_LIMIT_S,
 ) -> None:
-    """Ask a process to end, by SIGTERM or as ``ask`` does, and kill it after ``limit_s``.
+    """Ask a process to end, by SIGTERM or ``ask``, and kill it after ``limit_s``.
 
-    asyncio waits for the end of its pipes, too, which another process may hold: for ``killed_limit_s`` at most.
+    asyncio also waits for the end of its pipes, which another process may keep open: at most ``killed_limit_s``.
     """
     if process.returncode is not None:
         return
@@ -288,12 +290,12 @@ async def _has_ended(process: asyncio.subprocess.Process, limit_s: float) -> boo
 
 
 class Restarts:
-    """Counts how often one process has died, so that one that dies again and again is given up."""
+    """Counts the deaths of one process, to give it up if it dies too often."""
 
     def __init__(
         self, most: int, window_s: float, first_wait_s: float, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
-        """``most``: restarts within ``window_s``. ``first_wait_s``: before the first; doubled for each further one."""
+        """``most``: restarts within ``window_s``. ``first_wait_s``: before the first restart; doubles each time."""
         self.most = most
         self.window_s = window_s
         self._first_wait_s = first_wait_s
@@ -301,7 +303,7 @@ class Restarts:
         self._deaths_s: deque[float] = deque(maxlen=most)
 
     def wait_s(self) -> float | None:
-        """Count a death; return how long to wait before the next start. None: it has died too often."""
+        """Count a death; return the wait before the next start, or None if the process died too often."""
         now_s = self._clock_s()
         recent = sum(now_s - death_s < self.window_s for death_s in self._deaths_s)
         if recent == self.most:
@@ -311,7 +313,7 @@ class Restarts:
 
 
 def ending(code: int) -> str:
-    """Return how a process ended, for a message: ``exit code 3`` or ``signal SIGSEGV``."""
+    """Describe how a process ended: ``exit code 3`` or ``signal SIGSEGV``."""
     if code >= 0:
         return f"exit code {code}"
     known = {one.value: one.name for one in signal.Signals}
@@ -319,11 +321,11 @@ def ending(code: int) -> str:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return the environment of a Python process that needs no secret, with the same import path as ours."""
+    """Return the environment of a Python process without secrets and with this process's import path."""
     kept = {name: os.environ[name] for name in _PLAIN if name in os.environ}
     return {**kept, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def without_own_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables that configure Spillway, secrets included."""
+    """Return an environment without Spillway's variables, which include secrets."""
     return {name: value for name, value in environment.items() if not name.upper().startswith(OWN_VARIABLES)}

@@ -1,8 +1,8 @@
-"""Messages of gateways to the ledger about refused requests, in the USAGE stream like the records of admitted ones.
+"""Messages of gateways to the ledger about refused requests, in the USAGE stream.
 
-Each refusal is counted, and some are told one by one: in a flood, a few a second.
+All refusals are counted, and some are recorded individually: in a flood, a few per second.
 
-    RefusalCount     how many so far in one minute, of one group, by one process of a gateway; a later one replaces it
+    RefusalCount     the count of one group in one minute, by one process of a gateway; a later one replaces it
     RefusalRecord    one refused request
 """
 
@@ -14,20 +14,20 @@ MINUTE_MS = 60_000
 
 
 class RefusalCount(Struct, frozen=True, tag="refusal_count", omit_defaults=True):
-    """The refusals of one group in one minute, counted from the minute's start until this was published.
+    """The refusals of one group in one minute, from the minute's start to this message.
 
-    It is no difference to the one before, so that a message that is delivered twice, or late, changes nothing.
+    Cumulative, so that a duplicate or late message changes nothing.
     """
 
     v: int
     gateway_id: str
-    run_id: str  # one process of the gateway, never used again
+    run_id: str  # one process of the gateway; never reused
     minute_unix_ms: Whole  # its start
     refusals: Whole
     code: str
     status: Whole
     endpoint: str
-    key_id: str = ""  # "": unknown, like each of the following
+    key_id: str = ""  # this and the following: "" if unknown
     team_id: str = ""
     model: str = ""  # its canonical name
 
@@ -41,14 +41,14 @@ class RefusalRecord(Struct, frozen=True, tag="refusal", omit_defaults=True):
     received_unix_ms: Whole
     endpoint: str
     code: str
-    status: Whole  # 499: its caller left before there was an answer
+    status: Whole  # 499: the client left before the answer
     method: str
     path: str
     client: str  # its address
-    message: str | None = None  # None: it might repeat what was asked
-    param: str | None = None  # the field that it is about
-    model: str | None = None  # its canonical name, or of an unknown one what the caller wrote
-    key_id: str = ""  # "": unknown, like each of the following
+    message: str | None = None  # None: it might repeat the request's content
+    param: str | None = None  # the field at fault
+    model: str | None = None  # its canonical name, or the client's text for an unknown one
+    key_id: str = ""  # this and the following: "" if unknown
     key_name: str = ""
     team_id: str = ""
     organisation_id: str = ""

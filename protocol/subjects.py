@@ -1,6 +1,6 @@
 """Names on the bus: every subject, stream, consumer and bucket, built in one place.
 
-A model's name may hold any character; NATS subjects and consumer names may not, so names travel escaped: every byte
+A model's name may have any character, but NATS subjects and consumer names may not, so names are escaped: every byte
 outside ``[A-Za-z0-9_-]`` becomes ``=XX`` (``org/model.v1`` → ``org=2Fmodel=2Ev1``).
 """
 
@@ -27,60 +27,60 @@ PAYLOADS_CONSUMER: Final = "payloads"
 WEBHOOKS_CONSUMER: Final = "webhooks"
 DEAD_LETTER_STREAM: Final = "DLQ"
 
-# The lanes of each queue: one subject and one durable consumer each. Workers serve ``resume`` first (those
-# requests were admitted long ago and somebody watches their stream stand still), share themselves fairly among the high
-# lanes, over which the gateways spread the tenants, and take from ``low``, the batch lane, what is left.
+# The lanes of each queue: one subject and one durable consumer each. Workers serve ``resume`` first (those requests
+# were admitted long ago, and their streams stand still), then the high lanes round-robin, over which gateways spread
+# the tenants, and then ``low``, the batch lane.
 RESUME_LANE: Final = "resume"
 HIGH_LANES: Final = ("h0", "h1", "h2", "h3", "h4", "h5", "h6", "h7")
 LOW_LANE: Final = "low"
 LANES: Final = (RESUME_LANE, *HIGH_LANES, LOW_LANE)
 
-# Jobs that demand trusted pools are in a queue of their own, with the same lanes, which no other pool's credentials may
-# consume. Its name is the model's with this mark, and stands for it in subjects; no model's name may end so.
+# Jobs that require trusted pools have a separate queue with the same lanes, which other pools' credentials may not
+# consume. Its name, also in subjects, is the model's with this suffix; no model's name may end with it.
 TRUSTED_MARK: Final = "@trusted"
-HOSTED_TIER: Final = "hosted"  # of pools that have a lane of their own, and serve no other
+HOSTED_TIER: Final = "hosted"  # tier of pools that serve only their own lane
 
-# Sent by the server, into our own account where its configuration imports it, a moment after a connection has ended.
+# Sent by the server when a connection ends, if its configuration imports these events into the account.
 DISCONNECTS: Final = "$SYS.ACCOUNT.*.DISCONNECT"
 
 REQUEST_USAGE_SUBJECT: Final = "usage.request"
-ATTEMPT_USAGE_SUBJECT: Final = "usage.attempt"  # of workers of an older release; see ``attempt_usage_subject``
+ATTEMPT_USAGE_SUBJECT: Final = "usage.attempt"  # used by workers of an older release; see ``attempt_usage_subject``
 INTENT_USAGE_SUBJECT: Final = "usage.intent"
 PAYLOAD_SUBJECT: Final = "payloads.request"
 PARKED_USAGE_SUBJECT: Final = "parked.usage"
 WEBHOOK_EVENT_SUBJECT: Final = "webhooks.event"
 RESPONSE_SUBJECTS: Final = "res.>"
 
-# A worker's id is one token, or three where it has credentials of its own: pool, name of the credentials, instance.
+# A worker's id has one token, or three with credentials: pool, name of the credentials, instance.
 HEARTBEATS: Final = f"$KV.{WORKERS_BUCKET}.>"
 _HEARTBEAT_PREFIX: Final = HEARTBEATS.removesuffix(">")
 
-# Core NATS, no payload: API keys have changed in SQL, load them again.
+# Core NATS, no payload: API keys changed in SQL; reload them.
 KEYS_CHANGED_SUBJECT: Final = "config.keys.changed"
 
-# Core NATS, requests without a payload: workers ask gateways since when the oldest job of a lane has waited.
+# Core NATS, requests without a payload: workers ask gateways for the time of a lane's oldest job.
 OLDEST_JOBS: Final = "oldest.*.*"
 
-# Core NATS: each gateway tells the others which lanes its tenants' jobs wait in.
+# Core NATS: each gateway reports to the others the lanes in which its tenants' jobs wait.
 LANES_IN_USE: Final = "lanes.in-use"
 
-# Core NATS, an account's id: a gateway misses something of a limit that others may hold without need.
+# Core NATS, an account's id: a gateway needs amounts of a limit that others may hold idle.
 QUOTA_WANTED: Final = "quotas.wanted"
 
-# Core NATS: a ledger process tells how webhooks are doing, for the gateways' metrics.
+# Core NATS: a ledger process reports the state of webhooks, for the gateways' metrics.
 WEBHOOKS_STATE: Final = "webhooks.state"
 
-# Core NATS, a sequence of USAGE: a gateway waits until all up to it is in SQL; writers hold no such intent back.
+# Core NATS, a sequence of USAGE: a gateway waits until everything up to it is in SQL; writers write intents at once.
 LEDGER_WANTED: Final = "ledger.wanted"
 
-# Core NATS, an account's id: what is left of a budget no longer covers a request, for webhooks.
+# Core NATS, an account's id: the rest of a budget no longer covers a request, for webhooks.
 BUDGET_REFUSED: Final = "quotas.budget-refused"
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
 
 def escape(name: str) -> str:
-    """Escape a name so that it is one subject token and a valid consumer or key name."""
+    """Escape a name as one subject token, valid also in consumer and key names."""
     return _UNSAFE.sub(lambda found: "".join(f"={byte:02X}" for byte in found.group().encode()), name)
 
 
@@ -90,7 +90,7 @@ def unescape(token: str) -> str:
 
 
 def queue_of(model: str, *, trusted: bool) -> str:
-    """Return the queue of a model's jobs: the model's name, or for those that demand trusted pools, its own."""
+    """Return the name of a model's queue, or of its separate queue for trusted pools."""
     return f"{model}{TRUSTED_MARK}" if trusted else model
 
 
@@ -105,7 +105,7 @@ def job_subject(queue: str, lane: str) -> str:
 
 
 def hosted_lane(pool: str) -> str:
-    """Return the lane of a hosted pool, in each of its models: only jobs that may go to its provider enter it."""
+    """Return a hosted pool's lane in each of its models' queues, for jobs that may go to its provider."""
     return f"{HOSTED_TIER}-{escape(pool)}"
 
 
@@ -120,7 +120,7 @@ def frames_subject(gateway_id: str) -> str:
 
 
 def frames_by_worker_subject(reply_subject: str, worker_id: str) -> str:
-    """Return the subject to which one worker alone sends frames; what it may not publish to, others may not."""
+    """Return the subject to which only one worker may send frames."""
     return f"{reply_subject}.{worker_id}"
 
 
@@ -130,7 +130,7 @@ def attempt_usage_subject(pool: str, worker_id: str) -> str:
 
 
 def worker_of_usage(subject: str) -> str:
-    """Return the worker whose usage records have this subject; empty: a gateway's, or of an older release."""
+    """Return the worker whose usage records have this subject; empty for gateways and workers of an older release."""
     return subject.removeprefix(f"{ATTEMPT_USAGE_SUBJECT}.").partition(".")[2] if subject.count(".") > 2 else ""
 
 
@@ -140,27 +140,27 @@ def oldest_job_subject(queue: str, lane: str) -> str:
 
 
 def answers_subject(gateway_id: str) -> str:
-    """Return the subject on which other gateways ask this one for answers of requests with an ``Idempotency-Key``."""
+    """Return the subject on which other gateways read this one's answers of requests with an ``Idempotency-Key``."""
     return f"ans.{gateway_id}"
 
 
 def response_subject(tenant: str, response_id: str, what: str) -> str:
-    """Return the subject of what is kept of a response, or of one kind of it (``gateway.responses.store``)."""
+    """Return the subject of one kind of a stored response's data (``gateway.responses.store``)."""
     return f"res.{escape(tenant)}.{escape(response_id)}.{what}"
 
 
 def runs_subject(gateway_id: str) -> str:
-    """Return the subject on which other gateways ask this one which responses it makes in the background."""
+    """Return the subject on which other gateways ask this one for its running background responses."""
     return f"runs.{gateway_id}"
 
 
 def open_requests_subject(gateway_id: str) -> str:
-    """Return the subject on which ledger writers ask a gateway which requests are still open."""
+    """Return the subject on which ledger writers ask a gateway for its open requests."""
     return f"open.{gateway_id}"
 
 
 def worker_prefix(pool: str, name: str) -> str:
-    """Return how the ids of all workers begin that use the credentials of this name."""
+    """Return the id prefix of all workers that use the credentials with this name."""
     return f"{escape(pool)}.{name}"
 
 
@@ -170,13 +170,13 @@ def connection_name(worker_id: str) -> str:
 
 
 def worker_of_connection(name: str) -> str | None:
-    """Return the worker whose connection has this name; None if it is no worker's."""
+    """Return the worker with this connection name; None if it is not a worker's."""
     prefix, _, worker_id = name.partition(" ")
     return worker_id if prefix == "spillway-worker" and worker_id else None
 
 
 def dead_letter_subject(model: str) -> str:
-    """Return the subject of dead letters: requests of a model that were given up after their last attempt."""
+    """Return the subject of a model's dead letters."""
     return f"dlq.{escape(model)}"
 
 
@@ -186,7 +186,7 @@ def control_subject(worker_id: str) -> str:
 
 
 def kv_subject(bucket: str, key: str) -> str:
-    """Return the subject behind a KV entry: publishing to it puts, subscribing to it watches."""
+    """Return the subject of a KV entry: publish to put, subscribe to watch."""
     return f"$KV.{bucket}.{key}"
 
 

@@ -1,7 +1,7 @@
-"""The names of all attributes and events of our spans.
+"""The names of all attributes and events of Spillway's spans.
 
-Those of HTTP, messaging and errors are stable or nearly so. OpenTelemetry's conventions for generative AI are still in
-"Development": their names are pinned here, as of semantic conventions 1.44, and nowhere else.
+Those of HTTP, messaging and errors are stable or nearly so. OpenTelemetry's conventions for generative AI are in
+"Development": their names are pinned only here, as of semantic conventions 1.44.
 """
 
 from typing import Final
@@ -20,7 +20,7 @@ INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 
-OPERATIONS: Final = {  # by the endpoint's name; others keep theirs
+OPERATIONS: Final = {  # by endpoint; others keep their name
     "chat.completions": "chat",
     "completions": "text_completion",
     "embeddings": "embeddings",
@@ -42,7 +42,7 @@ REQUEST_ID: Final = "spillway.request_id"  # as in the header x-request-id
 OUTCOME: Final = "spillway.outcome"
 ATTEMPT: Final = "spillway.attempt"
 ATTEMPTS: Final = "spillway.attempts"
-DELIVERIES: Final = "spillway.deliveries"  # above 1: the queue has delivered the same attempt before
+DELIVERIES: Final = "spillway.deliveries"  # above 1: the queue redelivered the attempt
 RESUMED_TOKENS: Final = "spillway.resumed_tokens"
 PREEMPTIONS: Final = "spillway.preemptions"
 WORKER_ID: Final = "spillway.worker_id"

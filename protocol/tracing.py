@@ -1,7 +1,7 @@
-"""Spans to a collector, for the processes that are configured to send them.
+"""Export of spans to a collector, for processes that are configured for it.
 
-This module loads the OpenTelemetry SDK: it is imported only where ``TelemetrySettings.otlp_endpoint`` is set. Spans
-are handed to a thread that exports them in batches; a collector that is slow or gone costs spans, never a request.
+This module loads the OpenTelemetry SDK: it is imported only if ``TelemetrySettings.otlp_endpoint`` is set. A thread
+exports spans in batches; a slow or unavailable collector loses spans, but never delays a request.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from protocol.process import TelemetrySettings
 
 EXPORT_PERIOD_S: Final = 1.0
 SPANS_PER_EXPORT: Final = 512
-FLUSH_LIMIT_S: Final = 3.0  # at the end of the process
+FLUSH_LIMIT_S: Final = 3.0  # at shutdown
 MAX_EVENTS: Final = 64  # of one span
 MAX_ATTRIBUTE_CHARS: Final = 1024
 TRACES_PATH: Final = "/v1/traces"
@@ -35,10 +35,10 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """The tracer of one process, and what exports its spans."""
+    """The tracer of one process, and its exporter."""
 
     def __init__(self, settings: TelemetrySettings, part: str, instance_id: str) -> None:
-        """Make the tracer of a process; ``part`` says what it is: "gateway" or "worker"."""
+        """``part``: "gateway" or "worker"."""
         if settings.otlp_endpoint is None:
             raise ValueError("telemetry.otlp_endpoint is not set")
         resource = Resource.create(
@@ -69,19 +69,19 @@ class Tracing:
         )
         self._provider.add_span_processor(processor)
         self.tracer = self._provider.get_tracer("spillway")
-        logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # a line for each lost batch, not each try
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # a line per lost batch, not per try
         log.info("traces go to %s", exporter_url)
 
     async def close(self) -> None:
-        """Export what is left, within ``FLUSH_LIMIT_S``; what a slow collector has not taken by then is lost."""
-        # Not in the loop's thread pool: that is waited for at the end of the process, however long it takes.
+        """Export the remaining spans within ``FLUSH_LIMIT_S``; the rest is lost."""
+        # Not in the loop's thread pool, which the process waits for at its end without a limit.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True, name="last spans")
         closing.start()
         await asyncio.to_thread(closing.join, FLUSH_LIMIT_S)
 
 
 def context_of(headers: Mapping[str, str]) -> Context:
-    """Return the context that W3C trace headers name; an empty one where there are none, or they are malformed."""
+    """Return the context of W3C trace headers; empty if they are missing or malformed."""
     return _propagator.extract(headers, context=Context())
 
 
@@ -92,5 +92,5 @@ def traceparent_of(span: Span) -> str:
 
 
 def trace_id_of(span: Span) -> str:
-    """Return the id of the trace that a span belongs to, as 32 hexadecimal digits."""
+    """Return the trace id of a span as 32 hexadecimal digits."""
     return format_trace_id(span.get_span_context().trace_id)

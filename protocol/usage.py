@@ -1,9 +1,9 @@
-"""Messages of gateways and workers to the ledger in the USAGE stream: a record of each request and each attempt.
+"""Messages of gateways and workers to the ledger in the USAGE stream: a record of each request and attempt.
 
-Those about refused requests are in ``protocol.refusals``.
+An intent of each stream is stored before anything is sent to its client. If the gateway dies before it publishes the
+record, the ledger makes the row from the intent. A whole answer has no intent: its record is stored before it is sent.
 
-And an intent of each stream, stored before anything is sent to its client: what the ledger makes the request's row of,
-should its gateway not live to leave the record. The record of a whole answer is itself stored before that.
+``protocol.refusals`` has the messages about refused requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from protocol.job import CountedBy, Rescue, Sampling, encode
 from protocol.refusals import RefusalCount, RefusalRecord
 from protocol.wire import Real, Whole
 
-MAX_TAGS: Final = 16  # of one request; these three are the bounds of OpenAI's `metadata`
+MAX_TAGS: Final = 16  # of one request; this and the next two are the bounds of OpenAI's `metadata`
 MAX_TAG_NAME_CHARS: Final = 64
 MAX_TAG_VALUE_CHARS: Final = 512
 
@@ -33,12 +33,12 @@ Tags = Annotated[
 
 
 def tags_text(tags: Mapping[str, str] | None) -> str | None:
-    """Return tags as SQL keeps them: JSON, the same for the same tags; None where there are none."""
+    """Return tags as canonical JSON for SQL; None if there are none."""
     return msgspec.json.encode(dict(sorted(tags.items()))).decode() if tags else None
 
 
 class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
-    """One admitted request, published once by its gateway when it has ended in whatever way."""
+    """One admitted request, published once by its gateway when it has ended, with any outcome."""
 
     v: int
     request_id: str
@@ -50,7 +50,7 @@ class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
     key_name: str
     stream: bool
     outcome: str  # "ok" | "cancelled" | "failed"
-    http_status: Whole  # as sent, or about to be; 499 for a caller that left before the headers
+    http_status: Whole  # as sent or about to be sent; 499 if the client left before the headers
     error_code: str | None
     finish_reason: str | None  # of choice 0
     prompt_tokens: Whole
@@ -63,21 +63,23 @@ class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
     pool: str | None  # of the last attempt
     provider: str | None
     region: str | None
-    engine_queue_ms: Real | None = None  # this and what follows: sums over its attempts (gateway.dispatch.attempt)
+    engine_queue_ms: Real | None = None  # this and the following: sums over its attempts (gateway.dispatch.attempt)
     prefill_ms: Real | None = None
     decode_ms: Real | None = None
     preemptions: Whole | None = None
     team_id: str | None = None
     organisation_id: str | None = None
     tier: str | None = None  # of the last attempt's pool
-    counted_by: CountedBy = "engine"  # "provider": as a hosted API says; "estimate": in parts, as none has said
-    tags: Tags | None = None  # the caller's own
+    counted_by: CountedBy = (
+        "engine"  # "provider": reported by a hosted API; "estimate": for answers in parts without reported counts
+    )
+    tags: Tags | None = None  # the client's
 
 
 class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
-    """One try of one request on one worker, published by that worker when the try has ended.
+    """One attempt of one request, published by its worker when the attempt has ended.
 
-    For a worker that was lost, its gateway publishes one, as far as it has seen; the ledger keeps the first that comes.
+    For a lost worker, the gateway publishes a record of what it saw; the ledger keeps the first record that arrives.
     """
 
     v: int
@@ -100,14 +102,14 @@ class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
     ttft_ms: Real | None  # pull → first token
     total_ms: Real  # pull → end
     usd_per_hour: Real
-    resumed_tokens: Whole = 0  # output tokens that it began with, over all choices
+    resumed_tokens: Whole = 0  # output tokens that it resumed from, over all choices
     received_unix_ms: Whole = 0  # when the gateway received the request
-    gateway_id: str | None = None  # this and what follows: its Origin
+    gateway_id: str | None = None  # this and the following: from its Origin
     endpoint: str | None = None
     key_id: str | None = None
     key_name: str | None = None
     stream: bool | None = None
-    engine_queue_ms: Real | None = None  # this and what follows: see Timings; None: not known
+    engine_queue_ms: Real | None = None  # this and the following: see Timings; None: unknown
     prefill_ms: Real | None = None
     decode_ms: Real | None = None
     preemptions: Whole | None = None
@@ -118,13 +120,13 @@ class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
 
 
 class RequestIntent(Struct, frozen=True, tag="intent", omit_defaults=True):
-    """One stream that its gateway has admitted, published before the head of a good answer is sent.
+    """One admitted stream, published by its gateway before the head of a good answer is sent.
 
-    Intents travel in messages of their own: a ledger writer that does not know them yet loses nothing else.
+    Intents have separate messages, so that a ledger writer that does not support them loses nothing else.
     """
 
     v: int
-    request_id: str  # this and what follows: see RequestRecord
+    request_id: str  # this and the following: see RequestRecord
     gateway_id: str
     received_unix_ms: Whole
     endpoint: str
@@ -139,7 +141,7 @@ class RequestIntent(Struct, frozen=True, tag="intent", omit_defaults=True):
 
 
 UsageRecord = RequestRecord | AttemptRecord | RequestIntent | RefusalCount | RefusalRecord
-MAX_RECORDS: Final = 1024  # of one message; gateways and workers of every release put 64 into it
+MAX_RECORDS: Final = 1024  # of one message; gateways and workers of all releases send at most 64
 
 _few = Meta(max_length=MAX_RECORDS)
 _decoder: msgspec.msgpack.Decoder[list[UsageRecord]] = msgspec.msgpack.Decoder(Annotated[list[UsageRecord], _few])
@@ -149,19 +151,19 @@ _sealed_decoder: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.msgpack.De
 
 
 def encode_usage(encoded_records: Sequence[bytes]) -> bytes:
-    """Join records that are encoded already into one message of the USAGE stream: a msgpack array of them."""
+    """Join encoded records into one message of the USAGE stream: a msgpack array."""
     return encode([msgspec.Raw(record) for record in encoded_records])
 
 
 class UnreadUsage(Struct, frozen=True):
-    """A part of a message of the USAGE stream that this build cannot read."""
+    """An unreadable part of a message of the USAGE stream."""
 
-    message: bytes  # the same as a message of its own
+    message: bytes  # the part as a separate message
     reason: str
 
 
 def read_usage(payload: bytes) -> tuple[list[UsageRecord], list[UnreadUsage]]:
-    """Return a USAGE message's records, and its parts that cannot be read: the others are not lost with them."""
+    """Return a USAGE message's readable records and its unreadable parts."""
     try:
         return decode_usage(payload), []
     except ProtocolError as error:
@@ -188,21 +190,21 @@ def decode_usage(payload: bytes) -> list[UsageRecord]:
 
 # --- dead letters -----------------------------------------------------------------------------------------------------
 #
-# The end of the road: the story of a request that was given up, from its gateway to the DLQ stream.
+# The record of a request that was given up, from its gateway to the DLQ stream.
 
 
 class AttemptFailure(Struct, frozen=True, omit_defaults=True):
-    """The reason why one attempt did not end in an answer, as its gateway saw it."""
+    """Why one attempt failed, as seen by its gateway."""
 
     attempt: int
     worker_id: str | None  # None: no worker had accepted it
     code: str  # protocol.errors.ErrorCode
     reason: str
-    completion_tokens: int  # of this attempt, as far as the gateway has seen them
+    completion_tokens: int  # of this attempt, received by the gateway
 
 
 class DeadLetter(Struct, frozen=True, omit_defaults=True):
-    """A request that was given up after its last attempt. What its caller wrote is not in it: that takes consent."""
+    """A request that was given up after its last attempt, without the client's texts, which would require consent."""
 
     v: int
     request_id: str
@@ -211,19 +213,19 @@ class DeadLetter(Struct, frozen=True, omit_defaults=True):
     tenant: str
     key_id: str
     prompt_tokens: int
-    sampling: Sampling  # without what the caller wrote or listed: see sampling_without_texts
+    sampling: Sampling  # without the client's texts: see sampling_without_texts
     accepted_unix_ms: int
     given_up_unix_ms: int
     failures: tuple[AttemptFailure, ...]
-    withheld_bytes: dict[str, int] = {}  # how much was left out of ``sampling``, by field, as it travels
-    grammar_sha256: str = ""  # by which one that kills workers is known again; "": there was none
+    withheld_bytes: dict[str, int] = {}  # encoded size of the fields omitted from ``sampling``
+    grammar_sha256: str = ""  # identifies a grammar that kills workers; "": none
 
 
 _CALLERS_OWN: Final = ("stop", "bad_words", "logit_bias", "stop_token_ids", "allowed_token_ids")
 
 
 def sampling_without_texts(sampling: Sampling) -> tuple[Sampling, dict[str, int]]:
-    """Leave out what a caller wrote; returns how much of each field that was, too."""
+    """Remove the client's texts; return the rest, and the size of each removed field."""
     withheld = {name: len(encode(getattr(sampling, name))) for name in _CALLERS_OWN if getattr(sampling, name)}
     grammar = sampling.grammar
     if grammar is not None and grammar.source:
@@ -243,23 +245,23 @@ def decode_dead_letter(payload: bytes) -> DeadLetter:
 
 # --- parked -----------------------------------------------------------------------------------------------------------
 #
-# Usage records that a ledger writer could not take, in the PARKED stream: nothing that cost something is thrown away.
+# Usage records that a ledger writer could not store, in the PARKED stream, so that no charge is lost.
 #
-# USAGE ──not understood, or refused by the database──> PARKED ──by a build that understands, or by hand──> USAGE
+# USAGE ──unreadable, or refused by the database──> PARKED ──by a build that can read it, or by hand──> USAGE
 
 MAX_REASON_CHARS: Final = 500
-MAX_MESSAGE_BYTES: Final = 1024 * 1024  # kept of one; gateways and workers send a quarter of it at once
+MAX_MESSAGE_BYTES: Final = 1024 * 1024  # kept of one message; gateways and workers send at most a quarter of this
 
 
 class ParkedUsage(Struct, frozen=True, omit_defaults=True):
-    """One record, as it came."""
+    """One parked record, unchanged."""
 
     v: int
-    message: bytes  # of the USAGE stream, with this record alone, or wholly unreadable
+    message: bytes  # of the USAGE stream, with only this record, or unreadable as a whole
     reason: str
     parked_unix_ms: int
-    is_refused: bool = False  # by the database: it was understood, and only a person can say what to do
-    subject: str = ""  # that it came on, which says who may have sent it; empty: an older release has parked it
+    is_refused: bool = False  # by the database: readable, but an operator must decide
+    subject: str = ""  # on which it arrived, which identifies the sender; empty: parked by an older release
 
 
 _parked_decoder = msgspec.msgpack.Decoder(ParkedUsage)
@@ -272,24 +274,24 @@ def decode_parked(payload: bytes) -> ParkedUsage:
 
 # --- open requests ----------------------------------------------------------------------------------------------------
 #
-# Messages by which the ledger learns which of the requests without a record still run.
+# Messages by which the ledger checks which requests without a record are still open.
 #
 #     ledger writer ──OpenRequestsQuery (request)──> gateway     core NATS, ``subjects.open_requests_subject``
 #     ledger writer <──StillOpen (reply)── gateway
 #
-# A gateway that has died answers nothing: the queue server itself says at once that nobody listens there.
+# For a dead gateway the queue server replies "no responders" at once.
 
-MAX_ASKED: Final = 1000  # requests in one question
+MAX_ASKED: Final = 1000  # requests in one query
 
 
 class OpenRequestsQuery(Struct, frozen=True, array_like=True):
-    """Say which of these requests you still have."""
+    """A query for which of these requests are still open."""
 
     request_ids: tuple[str, ...]
 
 
 class StillOpen(Struct, frozen=True, array_like=True):
-    """Those that run, or whose records are not stored yet."""
+    """The requests that run, or whose records are not stored yet."""
 
     completion_tokens: dict[str, Whole]  # by request: output tokens so far, over all choices
 
@@ -310,11 +312,11 @@ def decode_still_open(payload: bytes) -> StillOpen:
 
 # --- payloads ---------------------------------------------------------------------------------------------------------
 #
-# Messages of gateways to the ledger in the PAYLOADS stream: requests and answers, of clients that agreed to it.
+# Messages of gateways to the ledger in the PAYLOADS stream: requests and answers of clients that agreed to it.
 
 
 class PayloadRecord(Struct, frozen=True, omit_defaults=True):
-    """One answered request with its answer, published once, compressed and, where there is a key, encrypted."""
+    """One answered request with its answer, published once, compressed and, with a key, encrypted."""
 
     v: int
     request_id: str
@@ -327,8 +329,8 @@ class PayloadRecord(Struct, frozen=True, omit_defaults=True):
     train_ok: bool
     redacted: bool
     expires_unix_ms: Whole
-    encoding: str  # of both that follow (ledger.payloads.sealing)
-    dropped: bool = False  # it may not be kept, or is too large: request and answer are left out
+    encoding: str  # of request and answer (ledger.payloads.sealing)
+    dropped: bool = False  # not permitted, or too large: request and answer are omitted
     request: bytes | None = None
     answer: bytes | None = None
 
@@ -338,7 +340,7 @@ _sealed_payload_decoder: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.ms
 
 
 def encode_payloads(records: Sequence[PayloadRecord]) -> bytes:
-    """Make one message of the PAYLOADS stream: a msgpack array of records."""
+    """Encode records as one message of the PAYLOADS stream: a msgpack array."""
     return encode(list(records))
 
 
@@ -348,9 +350,9 @@ def decode_payloads(message: bytes) -> list[PayloadRecord]:
 
 
 def read_payloads(message: bytes) -> tuple[list[PayloadRecord], list[str]]:
-    """Return a message's records, and why others cannot be read: one takes no other along.
+    """Return a message's readable records, and the errors of unreadable ones.
 
-    Raises NewerVersion for a message of a newer release, and ProtocolError for one that holds no list.
+    Raises NewerVersion for a message of a newer release, and ProtocolError for one that is not a list.
     """
     try:
         return decode_payloads(message), []

@@ -1,7 +1,7 @@
-"""Decoding what came over the wire: any fault in it is a ProtocolError.
+"""Decoding of messages: any invalid message raises ProtocolError.
 
-A message says which version of the protocol it speaks: its first field, ``v``, in a map as in an array. Its numbers are
-finite and bounded, so that nobody who adds them up or stores them has to ask.
+A message names its protocol version in its first field, ``v``, in maps and arrays. Its numbers are finite and bounded,
+so that they can be summed and stored without further checks.
 """
 
 from typing import Annotated, Final, Protocol, TypeVar
@@ -11,16 +11,16 @@ from msgspec import Meta, Struct
 
 from protocol.errors import NewerVersion, ProtocolError
 
-PROTOCOL_VERSION: Final = 1  # that is written
-OLDEST_VERSION: Final = 1  # that is read: no newer than what the release before writes
+PROTOCOL_VERSION: Final = 1  # written by this build
+OLDEST_VERSION: Final = 1  # read by this build; not newer than the previous release writes
 
-# What a decoder of msgspec raises for bytes that it cannot read. Text that is not UTF-8, and nesting that exhausts the
-# stack (about 1,000 brackets, of a field that nobody reads, too), raise Python's own exceptions.
+# The exceptions of msgspec's decoders for undecodable bytes. Text that is not UTF-8, and deep nesting (about 1,000
+# brackets, even in an unknown field), raise built-in exceptions.
 UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
-_LARGEST_NUMBER: Final = 2**53  # up to here a double holds every integer; SQL's integers reach further
+_LARGEST_NUMBER: Final = 2**53  # doubles represent all integers up to this; SQL's integers are larger
 Whole = Annotated[int, Meta(ge=-_LARGEST_NUMBER, le=_LARGEST_NUMBER)]
-Real = Annotated[float, Meta(ge=-_LARGEST_NUMBER, le=_LARGEST_NUMBER)]  # neither infinite nor NaN
+Real = Annotated[float, Meta(ge=-_LARGEST_NUMBER, le=_LARGEST_NUMBER)]  # excludes infinity and NaN
 
 _Message_co = TypeVar("_Message_co", covariant=True)
 
@@ -34,7 +34,7 @@ class Decoder(Protocol[_Message_co]):
 
 
 class Versioned(Protocol):
-    """A message that says which version it speaks."""
+    """A message with a protocol version."""
 
     @property
     def v(self) -> int:
@@ -57,7 +57,7 @@ _array_head_decoder = msgspec.msgpack.Decoder(_ArrayHead)
 
 
 def decode(decoder: Decoder[_Message_co], payload: bytes, what: str = "message") -> _Message_co:
-    """Decode ``payload``, of which errors speak as ``what``. Raises ProtocolError."""
+    """Decode ``payload``, named ``what`` in errors. Raises ProtocolError."""
     try:
         return decoder.decode(payload)
     except UNDECODABLE as error:
@@ -65,7 +65,7 @@ def decode(decoder: Decoder[_Message_co], payload: bytes, what: str = "message")
 
 
 def decode_versioned(decoder: Decoder[_VersionedMessage], payload: bytes, what: str = "message") -> _VersionedMessage:
-    """Decode a map with its version. Raises ProtocolError, NewerVersion where that is why it cannot be read."""
+    """Decode a map with a version. Raises ProtocolError, or NewerVersion for a newer version."""
     try:
         message = decode(decoder, payload, what)
     except ProtocolError:
@@ -76,7 +76,7 @@ def decode_versioned(decoder: Decoder[_VersionedMessage], payload: bytes, what: 
 
 
 def decode_all(decoder: Decoder[list[_VersionedMessage]], payload: bytes) -> list[_VersionedMessage]:
-    """Decode an array of maps, each with its version. Raises ProtocolError, NewerVersion likewise."""
+    """Decode an array of maps, each with a version. Raises ProtocolError, or NewerVersion for a newer version."""
     try:
         messages = decode(decoder, payload)
     except ProtocolError:
@@ -89,12 +89,12 @@ def decode_all(decoder: Decoder[list[_VersionedMessage]], payload: bytes) -> lis
 
 
 def check_array_version(payload: bytes) -> None:
-    """Raise ProtocolError where an array is of a version that this build does not read."""
+    """Raise ProtocolError if an array has an unsupported version."""
     check_version(decode(_array_head_decoder, payload).v)
 
 
 def check_version(version: int) -> None:
-    """Raise ProtocolError where a message is of a version that this build does not read."""
+    """Raise ProtocolError if a message's version is unsupported."""
     if version > PROTOCOL_VERSION:
         raise NewerVersion(f"message speaks protocol {version}, this build speaks {PROTOCOL_VERSION}")
     if version < OLDEST_VERSION:

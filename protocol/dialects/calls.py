@@ -8,14 +8,14 @@ from protocol.dialects.source import MAX_HELD_CHARS, Kind, Reading, Source
 
 ARGUMENT_KEYS: Final = frozenset({"arguments", "parameters"})
 NO_ARGUMENTS: Final = "{}"
-HELD_TEXT: Final = "arguments"  # the key of an object that holds arguments which are none
+HELD_TEXT: Final = "arguments"  # the key under which invalid arguments are kept as text
 
 
 def arguments_of(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a call; None if the text is no JSON object, as where a call was cut off."""
+    """Return the arguments of a call; None if the text is not a JSON object, for example if it was cut off."""
     try:
         found = json.loads(text.strip() or NO_ARGUMENTS, parse_constant=_refuse)
-        if "\\ud" in text.lower():  # half of a surrogate pair is no character
+        if "\\ud" in text.lower():  # half of a surrogate pair is not a character
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
@@ -23,7 +23,7 @@ def arguments_of(text: str) -> dict[str, Any] | None:
 
 
 def is_cut(arguments: str) -> bool:
-    """Report whether a call ended before its arguments did."""
+    """Return whether a call was cut off within its arguments."""
     try:
         json.loads(arguments or NO_ARGUMENTS)
     except (ValueError, RecursionError):
@@ -69,7 +69,7 @@ class _Call:
         self._arguments = NO_ARGUMENTS  # if they precede the name
 
     def read_member(self, source: Source) -> Reading[bool]:
-        """Read a key and its value; return False if this is not a call, or it ends."""
+        """Read a key and its value; return False if this is not a call, or the text ends."""
         key = _text_of((yield from source.value()))
         if key is None or (yield from source.peek()) != ":":
             return False

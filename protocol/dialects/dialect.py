@@ -116,14 +116,14 @@ class AnswerForm:
 
     @classmethod
     def of_markup(cls, markup: Markup) -> "AnswerForm":
-        """Return the form that tells content from the rest as ``markup`` says; its tools have no schemas."""
+        """Return the form described by ``markup``, whose tools have no schemas."""
         tools = tuple(Tool(name, {}, is_strict=False) for name in markup.tools)
         dialect = Dialect.named(markup.tool_parser, markup.reasoning_parser)
         return cls(dialect, tools, begins_in_reasoning=markup.begins_in_reasoning)
 
     @property
     def markup(self) -> Markup:
-        """What others need to tell content from the rest."""
+        """The data that others need to separate content from reasoning and calls."""
         names, dialect = tuple(tool.name for tool in self.tools), self.dialect
         return Markup(dialect.tool_parser, dialect.reasoning_parser, names, self.begins_in_reasoning)
 
@@ -149,7 +149,7 @@ class AnswerForm:
         """Return the grammar of the answers; None if they are unconstrained.
 
         Calls are constrained if one is required or a tool is strict; other tools then accept any object as arguments.
-        Where the model was not trained for the format they are always, but by a grammar that an engine may leave out.
+        If the model was not trained for the format, calls are always constrained, but by an optional grammar.
         ``content``: the grammar of all text outside calls. Raises ValueError if it cannot be distinguished from a call.
         """
         dialect, is_optional = self.dialect, False
@@ -210,7 +210,7 @@ class AnswerParser:
         return self._source.reasoning
 
     def push(self, text: str, *, is_last: bool) -> list[Piece]:
-        """Add text; return the pieces that are certain by now, and after the last text all."""
+        """Add text; return the pieces that are certain so far, and all of them after the last text."""
         # Held text is copied repeatedly, which is slow for a complete answer at once.
         for start in range(0, len(text) or 1, SLICE_CHARS):
             self._source.feed(text[start : start + SLICE_CHARS])

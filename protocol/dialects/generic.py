@@ -1,7 +1,7 @@
-"""Tools for models whose chat template knows none: described in the system message, called as in Hermes' format.
+"""Tools for models whose chat template supports none: described in the system message, called in Hermes' format.
 
-Of all formats this one is in the training data of most models, and its tags are text in every vocabulary. Earlier calls
-and their results are told in the same form (``gateway.tokenizing.turns``).
+This format is in the training data of most models, and its tags are plain text in every vocabulary. Earlier calls and
+their results are written in the same form (``gateway.tokenizing.turns``).
 """
 
 import json

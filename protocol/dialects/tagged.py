@@ -1,4 +1,4 @@
-"""Formats with each argument between tags of its own: strings verbatim, anything else as JSON.
+"""Formats with each argument between its own tags: strings verbatim, other values as JSON.
 
 The schema determines which arguments are strings. A table of tags describes each family.
 """

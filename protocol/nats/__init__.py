@@ -1,1 +1,1 @@
-"""The NATS client: subjects and streams, the outbox, leases, large objects, and who may do what."""
+"""The NATS client: streams, the outbox, leases, large objects, and permissions."""

@@ -1,4 +1,4 @@
-"""Who may do what at the queue server, and how a process proves who it is."""
+"""Permissions and credentials at the queue server."""
 
 import base64
 import binascii
@@ -24,23 +24,23 @@ from protocol.nats.topology import QueueBounds, streams
 
 # --- permissions ------------------------------------------------------------------------------------------------------
 #
-# The subjects that each part of Spillway needs, and no others: what its user at the queue server may do.
+# The permissions of each part's user at the queue server: exactly the subjects that the part needs.
 #
-# gateway   streams and consumers, jobs, control of workers, limits, claims; what gateways tell each other
-# ledger    usage, payloads and events of webhooks out of their streams, parked records, questions to gateways
-# fleet     what waits, and who works on it; orders to drain; who leads
-# admin     the commands of an operator: parked records, dead letters, limits, changes of keys, backups
+# gateway   streams and consumers, jobs, control of workers, limits, claims; messages between gateways
+# ledger    consumes usage, payloads and webhook events; parked records; queries to gateways
+# fleet     backlog, workers, drain commands, the leader's lease
+# admin     commands of an operator: parked records, dead letters, limits, changes of keys, backups
 # worker    jobs of its pool's models; frames, heartbeats and usage under its own id; its models' cards
 #
-# A worker may be on a stranger's machine. It gets what is needed for the jobs that it is given, with its own id.
+# A worker may run on a third party's machine. Its permissions cover only its pool's jobs and its own id.
 #
-# Workers have an account of their own, as permissions alone do not hold them. Whoever asks the server something names
-# the subject that the answer goes to, and the server does not check that: an answer without a body to
-# ``$JS.API.STREAM.DELETE.USAGE`` deletes the stream. What is asked in the workers' account is answered there, where no
-# stream is administered, and only what is listed here crosses into the other one.
+# Workers have a separate account, because permissions alone do not confine them. A client chooses the reply subject of
+# a request to the server, and the server does not check permissions for replies: an empty reply to
+# ``$JS.API.STREAM.DELETE.USAGE`` would delete the stream. In the workers' account, replies stay in the account, which
+# has no streams, and only the subjects listed here cross into the other account.
 
-# What crosses from the workers' account into that of the streams. In theirs, calls of the JetStream API have another
-# prefix: the server answers its own one in each account.
+# The prefix of JetStream API calls in the workers' account, which cross into the streams' account. It differs from
+# $JS.API, which the server answers in each account itself.
 WORKERS_API: Final = "js"
 _CALLS: Final = (
     f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}",
@@ -49,7 +49,7 @@ _CALLS: Final = (
     f"STREAM.MSG.GET.{stream_of(subjects.ARTIFACTS_BUCKET)}",
     f"STREAM.MSG.GET.{stream_of(subjects.PROMPTS_BUCKET)}",
 )
-# Subject there → subject in the workers' account.
+# Subject in the streams' account → subject in the workers' account.
 SERVICES_FOR_WORKERS: Final = {f"{API}.{call}": f"{WORKERS_API}.{call}" for call in _CALLS} | {
     subject: subject
     for subject in (
@@ -71,20 +71,20 @@ _ANY: Final = "*"
 
 
 class Permissions(Struct, frozen=True):
-    """The subjects of one part; all others are denied."""
+    """The permitted subjects of one part; all others are denied."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
-    answers: bool = False  # whether it may answer whoever asks it something, once each time
+    answers: bool = False  # whether it may reply once to each request
 
 
 def inbox_prefix(role: str) -> str:
-    """Return how the reply subjects of one part begin, or of the workers with one name, which no other may read."""
+    """Return the prefix of the reply subjects of a part or a worker's credentials, which no other user may read."""
     return f"_INBOX.{role}"
 
 
 def worker_role(prefix: str) -> str:
-    """Return the role of the workers whose ids begin so (``subjects.worker_prefix``)."""
+    """Return the role of the workers with this id prefix (``subjects.worker_prefix``)."""
     return f"{WORKER}.{prefix}"
 
 
@@ -96,10 +96,10 @@ def of_part(part: str) -> Permissions:
 def of_worker(
     pool: str, name: str, models: Iterable[str], lanes: Iterable[str], *, trusted: bool = False
 ) -> Permissions:
-    """Return the permissions of the workers of a pool that use the credentials of this name.
+    """Return the permissions of the workers of a pool that use the credentials with this name.
 
-    ``lanes``: that the pool serves, of each of its models. They are enumerated, as a wildcard stands for whole tokens.
-    ``trusted``: of the jobs that demand it, and of no others.
+    ``lanes``: those that the pool serves in each model's queue. They are enumerated, because a wildcard matches whole
+    tokens. ``trusted``: the permissions are for trusted jobs only.
     """
     models = tuple(models)
     queues = [subjects.queue_of(model, trusted=trusted) for model in models]
@@ -212,7 +212,7 @@ def _ledger() -> Permissions:
             *_parked_records(),
             subjects.PARKED_USAGE_SUBJECT,
             subjects.open_requests_subject(_ANY),
-            subjects.WEBHOOK_EVENT_SUBJECT,  # of budgets
+            subjects.WEBHOOK_EVENT_SUBJECT,  # for budgets
             subjects.WEBHOOKS_STATE,
         ),
         subscribe=(
@@ -245,7 +245,7 @@ def _admin() -> Permissions:
         *(_api("STREAM.MSG.GET", stream) for stream in (subjects.DEAD_LETTER_STREAM, quotas)),
         *_parked_records(),
         *_copies(),
-        _api("STREAM.INFO", subjects.INTERACTIVE_STREAM),  # this and the next: `spillway status`
+        _api("STREAM.INFO", subjects.INTERACTIVE_STREAM),  # this one and the next: for `spillway status`
         _api("CONSUMER.INFO", f"{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}"),
         subjects.kv_subject(subjects.QUOTAS_BUCKET, ">"),
         subjects.KEYS_CHANGED_SUBJECT,
@@ -256,13 +256,13 @@ def _admin() -> Permissions:
 
 
 def _parked_records() -> tuple[str, ...]:
-    """To read parked records, replay them on the subjects that they came on, and remove them."""
+    """Return the subjects for reading parked records, replaying them on their original subjects, and deleting them."""
     calls = ("INFO", "MSG.GET", "MSG.DELETE")
     return (*(_api(f"STREAM.{call}", subjects.PARKED_STREAM) for call in calls), "usage.>")
 
 
 def _copies() -> tuple[str, ...]:
-    """To copy streams, and to restore them where they are not."""
+    """Return the subjects for copying streams and restoring missing ones."""
     calls = ("INFO", "SNAPSHOT", "RESTORE")
     return (
         *(_api(f"STREAM.{call}", stream) for call in calls for stream in COPIED_STREAMS),
@@ -271,7 +271,7 @@ def _copies() -> tuple[str, ...]:
 
 
 def _object_subjects(bucket: str) -> tuple[str, str]:
-    """To put objects into a bucket: their parts, and what is known of them."""
+    """Return the subjects for putting objects into a bucket: chunks and metadata."""
     return chunks_subject(bucket, "*"), f"$O.{bucket}.M.*"
 
 
@@ -281,12 +281,12 @@ def _api(call: str, what: str) -> str:
 
 # --- credentials ------------------------------------------------------------------------------------------------------
 #
-# Credentials at the queue server: a user's JWT and the key that proves it, in a file of NATS' own kind (``.creds``).
+# Credentials at the queue server: a user's JWT and its private key, in a NATS ``.creds`` file.
 #
-# The file is read for every connection: one that is replaced is in use from the next on, and the server ends a
-# connection when what it was made with expires or is revoked. So credentials change while everything runs.
+# The file is read for every connection: a replaced file is used from the next connection on, and the server closes a
+# connection when its credentials expire or are revoked. So credentials can be changed without a restart.
 #
-# Keys are NATS' "nkeys": Ed25519, in base32 with a letter for their kind and a checksum.
+# Keys are NATS "nkeys": Ed25519 in base32, with a letter for their kind and a checksum.
 
 Kind = Literal["operator", "account", "user"]
 
@@ -298,11 +298,11 @@ _NKEY: Final = "USER NKEY SEED"
 
 
 class CredentialsError(BusError):
-    """The credentials for the queue server cannot be used; the message says why."""
+    """Raised when the credentials for the queue server cannot be used; the message says why."""
 
 
 class Key:
-    """A key pair of NATS' kind."""
+    """An nkey pair."""
 
     def __init__(self, kind: Kind, private: Ed25519PrivateKey) -> None:
         self._private = private
@@ -311,12 +311,12 @@ class Key:
 
     @classmethod
     def new(cls, kind: Kind) -> Self:
-        """Generate one."""
+        """Generate a key."""
         return cls(kind, Ed25519PrivateKey.generate())
 
     @classmethod
     def of_seed(cls, kind: Kind, seed: str) -> Self:
-        """Read one. Raises CredentialsError."""
+        """Read a key from its seed. Raises CredentialsError."""
         try:
             data = base64.b32decode(seed + "=" * (-len(seed) % 8))
             key = cls(kind, Ed25519PrivateKey.from_private_bytes(data[2:-2]))
@@ -328,7 +328,7 @@ class Key:
 
     @property
     def seed(self) -> str:
-        """The secret part."""
+        """The private part, encoded."""
         head = bytes([_SEED | self._prefix >> 5, (self._prefix & 31) << 3])
         return _base32(head + self._private.private_bytes_raw())
 
@@ -341,13 +341,13 @@ class Credentials:
     """Credentials in a file, or the content of one."""
 
     def __init__(self, source: Path | SecretStr) -> None:
-        """Read them. Raises CredentialsError."""
+        """Read the credentials. Raises CredentialsError."""
         self._source = source
         self._jwt, self._key = _read(source)
 
     @property
     def name(self) -> str:
-        """The user's name: of a part, or of a pool's worker or workers."""
+        """The user's name: that of a part, or of a pool's worker or workers."""
         return str(claims_of(self._jwt)["name"])
 
     def options(self) -> dict[str, Any]:
@@ -358,16 +358,16 @@ class Credentials:
         return self._jwt.encode()
 
     def _sign(self, nonce: str) -> bytes:
-        # nats-py asks for this first, then for the JWT: both are of the same reading.
+        # nats-py calls this first, then asks for the JWT: both come from the same read.
         self._jwt, self._key = _read(self._source)
         return base64.b64encode(self._key.sign(nonce.encode()))
 
 
 class WorkerKeys(BaseModel):
-    """The keys that credentials of pools' workers are signed by: who holds them can make such workers, nothing else."""
+    """The signing keys for credentials of pools' workers. They can only create users with a worker's permissions."""
 
-    account: str  # of the workers, its public key
-    signers: dict[str, str]  # by pool: a seed
+    account: str  # public key of the workers' account
+    signers: dict[str, str]  # seeds by pool
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -378,7 +378,7 @@ class WorkerKeys(BaseModel):
             raise CredentialsError(f"{path}: {error}") from error
 
     def issue(self, pool: str, name: str, lasts_s: float) -> str:
-        """Return credentials, as text, for the workers of one machine. Raises CredentialsError."""
+        """Return the content of a credentials file for the workers of one machine. Raises CredentialsError."""
         seed = self.signers.get(pool)
         if seed is None:
             raise CredentialsError(f"no signing key for the pool {pool}: run `spillway nats credentials`")
@@ -399,7 +399,7 @@ def access_options(credentials: Path | SecretStr | None, ca_file: Path | None, r
 
 
 def user_credentials(signer: Key, account: str, user: Key, name: str, lasts_s: float | None = None) -> str:
-    """Return the content of a file of credentials for a new user, whose permissions are those bound to the signer.
+    """Return the content of a credentials file for a new user with the permissions bound to the signer.
 
     ``account``: its public key. ``lasts_s``: None: they do not expire.
     """
@@ -410,7 +410,7 @@ def user_credentials(signer: Key, account: str, user: Key, name: str, lasts_s: f
 
 
 def sign_claims(by: Key, subject: str, name: str, nats: dict[str, Any], issued_s: int, **rest: int) -> str:
-    """Return a JWT as NATS has them (version 2)."""
+    """Return a NATS JWT (version 2)."""
     claims = {"iat": issued_s, "iss": by.public, "name": name, "sub": subject, "nats": {**nats, "version": 2}, **rest}
     claims["jti"] = base64.b32encode(hashlib.sha256(json.dumps(claims).encode()).digest()).rstrip(b"=").decode()
     signed = f"{_part({'typ': 'JWT', 'alg': 'ed25519-nkey'})}.{_part(claims)}"
@@ -426,7 +426,7 @@ def _base64(data: bytes) -> str:
 
 
 def encode_credentials(jwt: str, key: Key) -> str:
-    """Return the content of a file of credentials."""
+    """Return the content of a credentials file."""
     return (
         f"-----BEGIN {_JWT}-----\n{jwt}\n------END {_JWT}------\n\n"
         f"-----BEGIN {_NKEY}-----\n{key.seed}\n------END {_NKEY}------\n"
@@ -434,7 +434,7 @@ def encode_credentials(jwt: str, key: Key) -> str:
 
 
 def claims_of(jwt: str) -> dict[str, Any]:
-    """Return what a JWT says, unverified: that is the server's business. Raises CredentialsError."""
+    """Return the claims of a JWT without verifying it; the server does. Raises CredentialsError."""
     try:
         part = jwt.split(".")[1]
         return dict(json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4))))

@@ -1,10 +1,10 @@
-"""Copies of streams, by JetStream's own snapshots: a folder for each stream, laid out as ``nats stream backup`` does.
+"""Copies of streams by JetStream snapshots: a folder per stream, laid out as by ``nats stream backup``.
 
-    stream.tar.s2     what the server sends of the stream, not read here
+    stream.tar.s2     the server's snapshot, not parsed here
     backup.json       the stream's configuration and state
 
-Only streams that are stored in files have snapshots. A stream is restored as it was: sequence numbers, times and times
-to live stay. Consumers are not copied: what was not acknowledged is delivered again.
+Only file-based streams have snapshots. A stream is restored exactly, with its sequence numbers, timestamps and TTLs.
+Consumers are not copied: unacknowledged messages are redelivered.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from protocol.errors import ExpectedError
 from protocol.nats.bus import Bus
 from protocol.wire import UNDECODABLE
 
-# What exists nowhere else. Jobs, prompts and claims are lost with their gateways anyway; workers publish heartbeats and
-# models again; limits begin with what the ledger has counted; a lease is worth nothing without its owner.
+# Data that exists nowhere else. Jobs, prompts and claims are lost with their gateways anyway; workers republish
+# heartbeats and models; limits restart from the ledger; a lease is useless without its owner.
 COPIED_STREAMS: Final = (
     subjects.RESPONSES_STREAM,
     subjects.PARKED_STREAM,
@@ -34,17 +34,17 @@ COPIED_STREAMS: Final = (
 DATA_NAME: Final = "stream.tar.s2"
 META_NAME: Final = "backup.json"
 CHUNK_BYTES: Final = 128 * 1024
-WINDOW_BYTES: Final = 8 * CHUNK_BYTES  # sent by the server and not written yet
+WINDOW_BYTES: Final = 8 * CHUNK_BYTES  # sent by the server and not yet written
 CHUNK_LIMIT_S: Final = 30.0
-LOAD_LIMIT_S: Final = 3600.0  # for the server to open a stream once it has all of it
+LOAD_LIMIT_S: Final = 3600.0  # for the server to load a stream that it has fully received
 
 
 class BackupError(ExpectedError):
-    """A stream could not be copied or restored; the message says why."""
+    """Raised when a stream could not be copied or restored; the message says why."""
 
 
 class State(Struct, frozen=True):
-    """What a stream held."""
+    """The state of a stream."""
 
     messages: int
     bytes: int
@@ -67,7 +67,7 @@ _answer_decoder = msgspec.json.Decoder(_Answer)
 async def copy_stream(bus: Bus, stream: str, folder: Path) -> State:
     """Write a stream's snapshot into an empty folder. Raises BackupError, BusError and OSError."""
     reconnects = bus.client.stats["reconnects"]
-    chunks: asyncio.Queue[Msg] = asyncio.Queue()  # bounded by WINDOW_BYTES: the server waits for what is acknowledged
+    chunks: asyncio.Queue[Msg] = asyncio.Queue()  # bounded by WINDOW_BYTES: the server waits for acknowledgements
     inbox = bus.client.new_inbox()
     wanted = {"deliver_subject": inbox, "no_consumers": True, "chunk_size": CHUNK_BYTES, "window_size": WINDOW_BYTES}
     subscription = await bus.subscribe(inbox, chunks.put)
@@ -109,7 +109,7 @@ def _sync(file: BinaryIO) -> None:
 
 
 def copies_in(folder: Path) -> list[Path]:
-    """Return the folders of the streams that a backup has. Raises BackupError if it has none."""
+    """Return the stream folders of a backup. Raises BackupError if it has none."""
     found = [folder / stream for stream in COPIED_STREAMS if (folder / stream / META_NAME).is_file()]
     if not found:
         raise BackupError(f"{folder} is not a backup of the queue: it has no {COPIED_STREAMS[0]}/{META_NAME}")
@@ -119,7 +119,7 @@ def copies_in(folder: Path) -> list[Path]:
 async def restore_stream(bus: Bus, folder: Path) -> State:
     """Create a stream from its copy. Raises BackupError, BusError and OSError.
 
-    It has one replica. Gateways bring it to the configured number when they start.
+    It has one replica. Gateways set the configured number when they start.
     """
     stream = folder.name
     try:
@@ -138,7 +138,7 @@ async def restore_stream(bus: Bus, folder: Path) -> State:
 
 
 def _check(stream: str, reply: Msg) -> State | None:
-    """Return what the answer to the last part says. Raises BackupError."""
+    """Return the state in the reply to the last part. Raises BackupError."""
     try:
         answer = _answer_decoder.decode(reply.data) if reply.data else _Answer()
     except UNDECODABLE as error:

@@ -1,9 +1,9 @@
-"""The one NATS client of Spillway: nats-py's connection with raw JetStream publishes, acknowledgements and API calls.
+"""Spillway's NATS client: nats-py's connection with raw JetStream publishes, acknowledgements and API calls.
 
-nats-py's own JetStream layer costs 120 µs a publish and 150 µs a fetch, and rewrites consumer configurations it does
-not fully know; the plain protocol underneath (a publish with a reply inbox) costs a tenth. Subscriptions survive
-reconnects; a message in flight while the server goes away may be lost, which is why frames are numbered and jobs are
-published again by their owner.
+nats-py's JetStream layer costs 120 µs per publish and 150 µs per fetch, and rewrites consumer configurations that it
+does not fully support. The underlying protocol (a publish with a reply inbox) costs a tenth. Subscriptions survive
+reconnects. A message in flight during a disconnect may be lost, so frames are numbered, and jobs are republished by
+their owner.
 """
 
 import asyncio
@@ -41,31 +41,31 @@ _Thing = TypeVar("_Thing")
 
 
 class Deadlines(Generic[_Thing]):
-    """Things that must each be discarded again within the same time, or something is done to them: with one timer."""
+    """Calls ``on_due`` for each entry that is not discarded within ``limit_s``, with a single timer."""
 
     def __init__(self, limit_s: float, on_due: Callable[[_Thing], None]) -> None:
         self._limit_s = limit_s
         self._on_due = on_due
-        self._due_s: OrderedDict[_Thing, float] = OrderedDict()  # in the order in which they are due
+        self._due_s: OrderedDict[_Thing, float] = OrderedDict()  # in the order of their deadlines
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, thing: _Thing) -> None:
-        """From now on the time runs."""
+        """Start the time of an entry."""
         self._due_s[thing] = due_s = self._loop.time() + self._limit_s
         if self._timer is None:
             self._arm(due_s)
 
     def discard(self, thing: _Thing) -> None:
-        """Nothing is waited for any more."""
+        """Remove an entry."""
         self._due_s.pop(thing, None)
 
     def first(self) -> _Thing | None:
-        """Return the entry that has been waiting for longest."""
+        """Return the oldest entry."""
         return next(iter(self._due_s), None)
 
     def _arm(self, due_s: float) -> None:
-        # In a context of its own: it is of all things together, not of the one that has come first.
+        # In an empty context, because the timer is shared, not owned by the first entry.
         self._timer = self._loop.call_at(due_s, self._look, context=Context())
 
     def _look(self) -> None:
@@ -85,7 +85,7 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[float, Any], 
 
 
 def shared_deadlines(limit_s: float, on_due: Callable[[_Thing], None]) -> Deadlines[_Thing]:
-    """Return the running loop's deadlines of this limit; both arguments are constants, there are few of them."""
+    """Return the running loop's deadlines for these arguments, which must be constants: all are kept."""
     of_loop = _of_loops.setdefault(asyncio.get_running_loop(), {})
     deadlines = of_loop.get((limit_s, on_due))
     if deadlines is None:
@@ -94,7 +94,7 @@ def shared_deadlines(limit_s: float, on_due: Callable[[_Thing], None]) -> Deadli
 
 
 async def wait_until_done(future: asyncio.Future[Any], limit_s: float) -> bool:
-    """Wait until the future is done, at most ``limit_s``, a constant; whether it is. It is never cancelled."""
+    """Wait at most ``limit_s``, a constant, for a future; return whether it is done. Never cancels it."""
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def wake(_: object) -> None:
@@ -118,29 +118,28 @@ def _end(waiter: asyncio.Future[None]) -> None:
 
 # --- connection -------------------------------------------------------------------------------------------------------
 #
-# nats-py's client, mended where it gives up, hangs, or takes a task where a call would do.
+# nats-py's client with fixes for cases in which it gives up, hangs, or uses a task instead of a call.
 #
-# what happens                              nats-py                             here
-# the server answers -ERR (credentials      closes for ever                     reconnects for ever
+# case                                      nats-py                             here
+# the server sends -ERR (credentials        closes for good                     reconnects
 # being changed, too many connections)
-# the peer has vanished without a word,     waits until the kernel gives up     cuts the connection
-# with output unsent                        (some 15 minutes)
-# a reconnect meets an error it did not     stays disconnected in silence       says so and continues
-# foresee
-# a server it learnt of from another one    has no credentials for it           has those of the configured URLs
-# a server of a tls:// URL offers no TLS    goes on without                     does not
-# the limit of the first connect passes     may try for ever                    gives up
+# the peer vanishes silently while          waits until the kernel gives up     cuts the connection
+# output is unsent                          (about 15 minutes)
+# an unexpected error during a reconnect    stays disconnected silently         logs it and retries
+# a server discovered from another one      has no credentials for it           uses those of the configured URLs
+# a server of a tls:// URL offers no TLS    connects without TLS                refuses
+# the limit of the first connect passes     may retry without end               gives up
 
 AFTER_FAILURE_S: Final = 1.0
 CANCEL_AGAIN_S: Final = 0.1
 
 
 class LastingClient(Client):
-    """A client that, once connected, ends only by ``close``."""
+    """A client that, once connected, stops only on ``close``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._handlers: dict[int, Callable[[Msg], None]] = {}  # of subscriptions that need no task, by number
+        self._handlers: dict[int, Callable[[Msg], None]] = {}  # of subscriptions without a task, by id
 
     async def connect_within(self, limit_s: float, servers: list[str], **options: Any) -> None:  # noqa: ANN401  # theirs
         """Connect as ``connect`` does. Raises TimeoutError after the limit, and what ``connect`` raises."""
@@ -148,8 +147,8 @@ class LastingClient(Client):
         try:
             await asyncio.wait({connecting}, timeout=limit_s)
         finally:
-            # More than once: asyncio.wait_for of Python 3.11, by which nats-py waits for answers, loses a cancellation
-            # that comes together with one (https://github.com/python/cpython/issues/86296).
+            # Repeatedly: nats-py uses asyncio.wait_for, which in Python 3.11 loses a cancellation that arrives together
+            # with its result (https://github.com/python/cpython/issues/86296).
             while not connecting.done():
                 connecting.cancel()
                 await asyncio.wait({connecting}, timeout=CANCEL_AGAIN_S)
@@ -159,7 +158,7 @@ class LastingClient(Client):
         connecting.result()
 
     def deliver_at_once(self, subscription: Subscription, handler: Callable[[Msg], None]) -> None:
-        """Call ``handler`` with each message as it is read, where nats-py would put it into a queue for a task."""
+        """Call ``handler`` with each message as it is read, instead of queueing it for a task."""
         self._handlers[subscription._id] = handler  # noqa: SLF001
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
@@ -174,7 +173,7 @@ class LastingClient(Client):
             await self._error_cb(error)
 
     def abort(self) -> None:
-        """Cut the connection without sending what is pending; nothing happens where there is none."""
+        """Cut the connection, if any, without sending pending output."""
         writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None  # noqa: SLF001
         if writer is not None:
             writer.transport.abort()
@@ -182,7 +181,7 @@ class LastingClient(Client):
     async def _process_err(self, err_msg: str) -> None:
         error = NatsError(f"the server says {err_msg}")
         await self._error_cb(error)
-        if PERMISSIONS_ERR not in err_msg:  # that one forbids a subject, and the connection stays
+        if PERMISSIONS_ERR not in err_msg:  # a denied subject does not end the connection
             await self._process_op_err(error)
 
     async def _attempt_reconnect(self) -> None:
@@ -197,14 +196,14 @@ class LastingClient(Client):
                 return
 
     def _connect_command(self) -> bytes:
-        """Make what is said first on a connection; with it goes who we are."""
+        """Build the CONNECT command, which has the credentials."""
         server = self._current_server
         if server is not None and server.uri.scheme == "tls" and not self._server_info.get("tls_required"):
-            raise NatsError("the server offers no TLS")  # or somebody on the way has taken that out
+            raise NatsError("the server offers no TLS")  # or an attacker on the path removed the offer
         return super()._connect_command()
 
     async def _connect_to_server(self, s: Any) -> None:  # noqa: ANN401  # nats-py's own record of a server
-        self.abort()  # what is left of a try that failed halfway
+        self.abort()  # left over from a failed try
         await super()._connect_to_server(s)
 
 
@@ -219,25 +218,23 @@ def shared_credentials(servers: list[str]) -> dict[str, str]:
 
 # --- bus --------------------------------------------------------------------------------------------------------------
 
-RECONNECT_WAIT_S: Final = (
-    0.1  # between two tries of one server; the client waits per server, so a cluster is tried at once
-)
-CONNECT_TIMEOUT_S: Final = 2  # for each step of it; a server that hangs must not keep us from the others
+RECONNECT_WAIT_S: Final = 0.1  # between two tries of one server; other servers of a cluster are tried at once
+CONNECT_TIMEOUT_S: Final = 2  # for each step, so that a hanging server does not block the others
 FIRST_CONNECT_LIMIT_S: Final = 30.0
-# A peer that has vanished without a word is noticed after two to three intervals; other news of a dead connection is
-# quicker, but only this frees the vanished one's own process to try another way.
+# A peer that vanished silently is detected after two to three intervals. Other signs of a dead connection are faster,
+# but only this lets an isolated process try another server.
 PING_INTERVAL_S: Final = 2
 MAX_OUTSTANDING_PINGS: Final = 2
-PENDING_OUT_BYTES: Final = 32 * 1024 * 1024  # not yet handed to the kernel; past it a publish raises BusError
+PENDING_OUT_BYTES: Final = 32 * 1024 * 1024  # not yet handed to the kernel; beyond it a publish raises BusError
 FLUSH_LIMIT_S: Final = 2
 CLOSE_LIMIT_S: Final = 4.0
-HEADER_ROOM_BYTES: Final = 512  # the client's own size check forgets headers, and the server then hangs up
-# Short, because a stream that has no leader does not answer, and whoever asks then asks again.
+HEADER_ROOM_BYTES: Final = 512  # the client's size check ignores headers, and the server would disconnect
+# Short, because a stream without a leader does not answer, and callers retry.
 PUBLISH_TIMEOUT_S: Final = 2.0
 API: Final = "$JS.API"
 API_TIMEOUT_S: Final = 2.0
 JETSTREAM_STREAM_FULL: Final = {10077, 10047, 10167}  # maximum messages/bytes exceeded, insufficient resources
-WRONG_LAST_SEQUENCE: Final = {10071, 10164}  # of a compare-and-set: somebody else was quicker
+WRONG_LAST_SEQUENCE: Final = {10071, 10164}  # of a compare-and-set: another writer was faster
 
 
 Handler = Callable[[Msg], Awaitable[None]]
@@ -247,11 +244,11 @@ class Bus:
     """One connection to the queue server (or cluster). Create it with ``await Bus.connect(...)``."""
 
     def __init__(self, client: LastingClient, api_prefix: str = API) -> None:
-        """``api_prefix``: that of JetStream's API in our account."""
+        """``api_prefix``: the prefix of the JetStream API in this account."""
         self.client = client
         self.api_prefix = api_prefix
         self._inbox_prefix = client.new_inbox()
-        self._waiting: dict[str, asyncio.Future[Msg | None]] = {}  # None: there was no reply in time
+        self._waiting: dict[str, asyncio.Future[Msg | None]] = {}  # None: no reply in time
         self._tickets = itertools.count(1)
         self._on_reconnect: list[Callable[[], Awaitable[None]]] = []
         self._reconnect_tasks: set[asyncio.Task[None]] = set()
@@ -268,9 +265,9 @@ class Bus:
         api_prefix: str = API,
         first_limit_s: float = FIRST_CONNECT_LIMIT_S,
     ) -> Self:
-        """Connect; once that has succeeded, reconnect for ever.
+        """Connect; once connected, reconnect without end.
 
-        ``servers`` is one URL or several, ``name`` shows up in the server's connection list, and ``options`` are
+        ``servers`` is one URL or several, ``name`` appears in the server's connection list, and ``options`` are
         further arguments of nats-py's ``connect`` (credentials, TLS). Raises BusError if no server answers within
         ``first_limit_s``: the queue server may be starting at the same time.
         """
@@ -291,10 +288,10 @@ class Bus:
                 bus._start_reconnect_hooks()
 
         async def on_error(error: Exception) -> None:
-            # An outage repeats one error with every try to reconnect; once is enough.
+            # An outage repeats the same error for every reconnect; log it once.
             nonlocal last_error, refusal
             text = str(error) or type(error).__name__
-            if "auth" in text.lower():  # of credentials; the next try may be cut off before its reason is read
+            if "auth" in text.lower():  # about credentials; the next try may be cut off before its reason is read
                 refusal = text
             if text != last_error:
                 log.warning("NATS: %s", text)
@@ -326,15 +323,15 @@ class Bus:
 
     @property
     def connected(self) -> bool:
-        """True while the connection is up."""
+        """True while connected."""
         return self.client.is_connected
 
     def on_reconnect(self, hook: Callable[[], Awaitable[None]]) -> None:
-        """Run ``hook`` after every reconnect, in a task of its own; hooks run one after another in order of adding."""
+        """Run ``hook`` after every reconnect, in a separate task; hooks run one after another, in the order added."""
         self._on_reconnect.append(hook)
 
     def on_stream_missed(self, hook: Callable[[], None]) -> None:
-        """Call ``hook`` whenever the server says that a stream is not there, which something was to go into."""
+        """Call ``hook`` whenever a publish finds its stream missing."""
         self._on_stream_missed = hook
 
     def _start_reconnect_hooks(self) -> None:
@@ -350,7 +347,7 @@ class Bus:
                 log.warning("after reconnecting, %s failed: %s", getattr(hook, "__qualname__", hook), error)
 
     async def close(self) -> None:
-        """Flush what is pending and close, within ``CLOSE_LIMIT_S``. Safe to call twice."""
+        """Flush pending output and close, within ``CLOSE_LIMIT_S``. Idempotent."""
         for task in list(self._reconnect_tasks):
             task.cancel()
         try:
@@ -358,7 +355,7 @@ class Bus:
                 await self._flush()
                 if not self.client.is_closed:
                     await self.client.close()
-        except (TimeoutError, OSError) as error:  # OSError: it was lost already, with something unsent
+        except (TimeoutError, OSError) as error:  # OSError: already lost, with unsent output
             log.warning("the connection to NATS did not close cleanly and was cut: %s", str(error) or "too slow")
             self.client.abort()
 
@@ -377,7 +374,7 @@ class Bus:
         return await self.client.subscribe(subject, cb=handler)
 
     async def listen(self, subject: str, handler: Callable[[Msg], None]) -> None:
-        """Call ``handler``, which must be quick, for every message on ``subject`` as it is read."""
+        """Call ``handler``, which must be fast, for every message on ``subject`` as it is read."""
 
         async def handle(message: Msg) -> None:
             handler(message)
@@ -387,11 +384,11 @@ class Bus:
     async def publish(
         self, subject: str, payload: bytes, *, reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        """Send without waiting for anybody. Raises PayloadTooLarge or, while too much waits to be sent, BusError."""
+        """Send without waiting. Raises PayloadTooLarge, or BusError while too much output is pending."""
         if len(payload) + HEADER_ROOM_BYTES > self.client.max_payload:
             raise PayloadTooLarge(f"{len(payload)} bytes exceed the server's max_payload of {self.client.max_payload}")
         if len(payload) + self.client.pending_data_size > PENDING_OUT_BYTES:
-            # nats-py would buffer without a limit while connected, pausing for ten seconds at each message.
+            # nats-py would buffer without limit while connected, and pause ten seconds at each message.
             raise BusError(f"cannot publish to {subject}: {self.client.pending_data_size} bytes are not sent yet")
         try:
             await self.client.publish(subject, payload, reply, headers)
@@ -442,10 +439,10 @@ class Bus:
     ) -> int:
         """Publish into a stream and wait until it is stored; returns its stream sequence number.
 
-        The server drops a second message with the same ``message_id`` inside the stream's duplicate window, so a
-        caller that got BusTimeout may simply call again. Raises StreamFull, ApiError, BusError at once while there is
-        no connection (each new try would be buffered beside the last one), and what ``request`` raises. With
-        ``expected_last_sequence``, ApiError if the subject's last message is another one (0: if there is one).
+        The server drops a second message with the same ``message_id`` within the stream's duplicate window, so a
+        caller may repeat the call after BusTimeout. Raises StreamFull, ApiError, BusError at once while disconnected
+        (each retry would be buffered), and the errors of ``request``. With ``expected_last_sequence``, raises ApiError
+        if the subject's last message has another sequence (0: if there is one).
         """
         if not self.connected:
             raise BusError(f"cannot store on {subject}: not connected")
@@ -471,9 +468,10 @@ class Bus:
         ttl_s: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> int | None:
-        """Replace a subject's last message, if its sequence is this one (0: if there is none); returns the new one's.
+        """Replace a subject's last message if it has this sequence (0: there is none); return the new sequence.
 
-        None: another one stands there. Raises what ``publish_durable`` raises: then nobody knows whether it was stored.
+        Returns None if the subject has another message. Raises the errors of ``publish_durable``, after which the
+        message may or may not be stored.
         """
         try:
             return await self.publish_durable(
@@ -502,7 +500,7 @@ class Bus:
             raise
 
     async def _server_time_s(self) -> float:
-        """Return the time at the leader of a stream that all gateways ask. Raises BusError."""
+        """Return the time of the leader of a stream that all gateways use for it. Raises BusError."""
         info = await self.api(f"STREAM.INFO.KV_{QUOTAS_BUCKET}")
         try:
             return datetime.fromisoformat(info["ts"]).timestamp()
@@ -510,7 +508,7 @@ class Bus:
             raise BusError("the queue server did not report its time") from error
 
     async def get_message(self, stream: str, **query: int | str) -> dict[str, Any] | None:
-        """Read one message of a stream by what STREAM.MSG.GET takes (``seq``, …); None if there is none such.
+        """Read one message of a stream by a STREAM.MSG.GET query (``seq``, …); None if there is none.
 
         Raises BusTimeout and ApiError.
         """
@@ -523,10 +521,10 @@ class Bus:
         return dict(answer["message"])
 
     async def delete_message(self, stream: str, sequence: int) -> bool:
-        """Delete one message from a stream; False if it is gone already.
+        """Delete one message from a stream; return False if it is already gone.
 
-        Raises BusTimeout, ApiError, or BusError at once while there is no connection: the client would send it later,
-        when a server that has lost the stream may have given the number to another message.
+        Raises BusTimeout, ApiError, or BusError at once while disconnected: the client would send it later, when a
+        server that lost the stream may have reused the sequence.
         """
         if not self.connected:
             raise BusError(f"cannot delete message {sequence} of {stream}: not connected")
@@ -549,12 +547,12 @@ def _give_up(future: asyncio.Future[Msg | None]) -> None:
 
 
 def _without_secrets(servers: list[str]) -> str:
-    """Server URLs for people and logs: without user, password or token."""
+    """Return server URLs for messages, without user, password or token."""
     return ", ".join(re.sub(r"//[^@/]*@", "//", server) for server in servers)
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return a JetStream answer, raising StreamFull or ApiError if it carries an error."""
+    """Return a JetStream reply. Raises StreamFull or ApiError if it has an error."""
     error = answer.get("error")
     if error is None:
         return answer

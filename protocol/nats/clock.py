@@ -1,4 +1,4 @@
-"""The time by this machine's clock, and by the queue server's, which is the same for all processes that must agree."""
+"""The time by this machine's clock, and by the queue server's, which all processes share."""
 
 import asyncio
 import logging
@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 from protocol.errors import BusError
 
 PERIOD_S: Final = 5.0
-TRIES: Final = 3  # at each time: the quickest answer tells best
-SAMPLES: Final = 8  # of which the quickest counts: clocks drift by far less in so many periods than answers differ
-STEP_S: Final = 0.05  # what two samples may differ beyond their own doubt; more: the server's clock was set
+TRIES: Final = 3  # per measurement; the fastest reply is the most accurate
+SAMPLES: Final = 8  # recent measurements, of which the fastest counts: clocks drift far less than replies vary
+STEP_S: Final = 0.05  # difference of two samples beyond their uncertainty that means that the server's clock was set
 WARN_S: Final = 1.0  # of skew
 WARN_PERIOD_S: Final = 600.0
 
@@ -31,14 +31,14 @@ def unix_now_s() -> float:
 
 class _Sample(NamedTuple):
     round_trip_s: float
-    offset_s: float  # of the server's time from our monotonic clock; wrong by half the round trip, at most
+    offset_s: float  # of the server's time from the monotonic clock; wrong by at most half the round trip
 
 
 class ServerClock:
-    """The queue server's time, from its answers (Cristian's algorithm). Until ``measure`` it is this machine's own."""
+    """The queue server's time (Cristian's algorithm). Before the first ``measure``, this machine's time."""
 
     def __init__(self, ask: Callable[[], Awaitable[float]], own: Callable[[], float] = unix_now_s) -> None:
-        """``ask`` the server for its time; ``own``: this machine's clock, both in seconds since 1970."""
+        """``ask``: returns the server's time; ``own``: this machine's clock; both in seconds since 1970."""
         self._ask = ask
         self._own = own
         self._samples: deque[_Sample] = deque(maxlen=SAMPLES)
@@ -51,11 +51,11 @@ class ServerClock:
 
     @property
     def skew_s(self) -> float:
-        """The lead of this machine's clock over the server's; 0 where it was never measured."""
+        """The lead of this machine's clock over the server's; 0 before the first measurement."""
         return self._own() - self.now_s()
 
     async def measure(self) -> None:
-        """Ask the server. Raises BusError."""
+        """Measure the server's time. Raises BusError."""
         samples = []
         for _ in range(TRIES):
             asked_s = time.monotonic()
@@ -68,7 +68,7 @@ class ServerClock:
         if self._samples:
             best = min(self._samples)
             doubt_s = (sample.round_trip_s + best.round_trip_s) / 2
-            if abs(sample.offset_s - best.offset_s) > doubt_s + STEP_S:  # it was set, or another server answers
+            if abs(sample.offset_s - best.offset_s) > doubt_s + STEP_S:  # the clock was set, or another server answers
                 self._samples.clear()
         self._samples.append(sample)
         self._offset_s = min(self._samples).offset_s
@@ -82,7 +82,7 @@ class ServerClock:
             log.warning("this machine's clock is %.1f s %s the queue server's: is NTP running?", abs(skew_s), how)
 
     async def run(self) -> None:
-        """Measure for ever; cancel it to stop. While the server does not answer, the last measurement stays valid."""
+        """Measure periodically; cancel it to stop. While the server does not answer, the last measurement applies."""
         while True:
             await asyncio.sleep(PERIOD_S)
             try:

@@ -1,8 +1,8 @@
-"""The right of one process among several to do something, by an entry in NATS' key-value store.
+"""A lease that one of several processes holds, as an entry of a NATS key-value bucket.
 
-The entry has its holder and its end by the queue server's clock, and is replaced only by whoever has read what is
-there. A holder that cannot renew it in time stops acting before another may begin. What that does not catch is a holder
-that is frozen between its look at the lease and what it does then: whoever acts must bear that once.
+The entry has its holder and its end on the queue server's clock, and is replaced by compare-and-set. A holder that
+cannot renew it in time stops acting before another may begin. A holder that freezes between checking the lease and
+acting is not covered: actions must tolerate that once.
 """
 
 import base64
@@ -15,7 +15,7 @@ from protocol import subjects
 from protocol.errors import STREAM_NOT_FOUND, ApiError
 from protocol.nats.bus import Bus
 
-SLACK_S: Final = 3.0  # between the end of a lease for its holder and for others
+SLACK_S: Final = 3.0  # between the end of a lease for its holder and its end for others
 CALL_LIMIT_S: Final = 2.0
 
 
@@ -42,11 +42,11 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """True while the lease is surely ours."""
+        """True while this process surely holds the lease."""
         return time.monotonic() < self._until_s
 
     async def renew(self) -> bool:
-        """Renew the lease, or take it if it is free; False where it is another's. Raises BusError."""
+        """Renew the lease, or take it if it is free; return False if another process holds it. Raises BusError."""
         began_s = time.monotonic()
         taken = await self._take()
         if taken:
@@ -54,7 +54,7 @@ class Lease:
         return taken
 
     async def release(self) -> None:
-        """Let another one have it at once. Raises BusError."""
+        """Give up the lease, so that another process can take it at once. Raises BusError."""
         if self.is_held:
             self._until_s = 0.0
             await self._bus.publish(self._subject, msgspec.json.encode(LeaseEntry("", 0.0)))
@@ -73,7 +73,7 @@ class Lease:
 
 
 async def lease_holder(bus: Bus, bucket: str, key: str) -> str | None:
-    """Return who holds a lease; None: nobody. Raises BusError."""
+    """Return the holder of a lease, or None. Raises BusError."""
     try:
         found = await bus.get_message(f"KV_{bucket}", last_by_subj=subjects.kv_subject(bucket, key))
     except ApiError as error:

@@ -1,7 +1,7 @@
-"""Objects too large for a message, in object buckets as NATS ADR-20 lays them out, read and written message by message.
+"""Objects too large for a message, in object buckets (NATS ADR-20), read and written message by message.
 
-nats-py's own layer reads an object by a consumer of its own. Whoever may create consumers may have the server send
-messages to any subject, in anybody's name, so workers may not; they read one stored message after the other.
+nats-py reads an object through a consumer. A client that may create consumers can make the server send messages to any
+subject, so workers lack this permission and read the stored messages one by one.
 """
 
 import base64
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 128 * 1024
 GET_LIMIT_S: Final = 10.0
-REPLACES: Final = {"Nats-Rollup": "sub"}  # of what the stream has on the same subject, only this one stays
+REPLACES: Final = {"Nats-Rollup": "sub"}  # replaces all earlier messages on the same subject
 DIGEST: Final = "SHA-256="
 
 
@@ -37,17 +37,17 @@ def stream_of(bucket: str) -> str:
 
 
 def chunks_subject(bucket: str, chunks_id: str) -> str:
-    """Return the subject of an object's parts."""
+    """Return the subject of an object's chunks."""
     return f"$O.{bucket}.C.{chunks_id}"
 
 
 def info_subject(bucket: str, name: str) -> str:
-    """Return the subject of what is known of an object: its size, its digest, where its parts are."""
+    """Return the subject of an object's metadata: its size, its digest, the id of its chunks."""
     return f"$O.{bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
 
 
 async def put_object(bus: Bus, bucket: str, name: str, data: bytes) -> None:
-    """Store an object, in place of one of the same name. Raises BusError."""
+    """Store an object, replacing one with the same name. Raises BusError."""
     chunks_id = uuid.uuid4().hex
     parts = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
     info = {
@@ -73,7 +73,7 @@ async def put_object(bus: Bus, bucket: str, name: str, data: bytes) -> None:
 
 
 async def has_object(bus: Bus, bucket: str, name: str) -> bool:
-    """Report whether there is an object of this name. Raises BusError."""
+    """Return whether the bucket has an object with this name. Raises BusError."""
     try:
         return await _info(bus, bucket, name) is not None
     except BusError as error:
@@ -81,7 +81,7 @@ async def has_object(bus: Bus, bucket: str, name: str) -> bool:
 
 
 async def get_object(bus: Bus, bucket: str, name: str, *, limit_s: float = GET_LIMIT_S) -> bytes:
-    """Fetch an object. Raises BusError, also when it is not there, whole and as it was stored, within ``limit_s``."""
+    """Fetch an object. Raises BusError if it is missing, incomplete or altered, or after ``limit_s``."""
     try:
         async with timeout(limit_s):
             return await _get(bus, bucket, name)
@@ -90,7 +90,7 @@ async def get_object(bus: Bus, bucket: str, name: str, *, limit_s: float = GET_L
 
 
 async def delete_object(bus: Bus, bucket: str, name: str) -> None:
-    """Delete an object; nothing happens if it is not there. Raises BusError."""
+    """Delete an object if it exists. Raises BusError."""
     try:
         info = await _info(bus, bucket, name)
         if info is None:
@@ -120,14 +120,14 @@ async def _get(bus: Bus, bucket: str, name: str) -> bytes:
 
 
 async def _info(bus: Bus, bucket: str, name: str) -> dict[str, Any] | None:
-    """Return what is known of an object; None if it is not there."""
+    """Return an object's metadata, or None."""
     message = await bus.get_message(stream_of(bucket), last_by_subj=info_subject(bucket, name))
     if message is None:
         return None
     try:
         info = json.loads(base64.b64decode(message["data"]))
         known = {key: kind(info[key]) for key, kind in {"nuid": str, "chunks": int, "digest": str}.items()}
-    except (ValueError, KeyError, TypeError) as error:  # of a broken worker
+    except (ValueError, KeyError, TypeError) as error:  # from a faulty worker
         raise BusError("its metadata cannot be read") from error
     return None if info.get("deleted") else {**info, **known}
 
@@ -140,7 +140,7 @@ async def _put_info(bus: Bus, info: dict[str, Any]) -> None:
 async def _forget_chunks(bus: Bus, bucket: str, chunks_id: str) -> None:
     try:
         await _purge_chunks(bus, bucket, chunks_id)
-    except BusError as error:  # the bucket's maximum age ends them, where it has one
+    except BusError as error:  # they expire by the bucket's maximum age, if it has one
         log.debug("cannot delete the chunks of an object in %s: %s", bucket, error)
 
 
@@ -156,7 +156,7 @@ def _digest(data: bytes) -> str:
 #
 # Cards of models and their tokenizers, published by workers and read by gateways.
 #
-# A tokenizer's object name holds its digest, so an object never changes and both sides may keep it for ever.
+# A tokenizer's object name has its digest, so an object never changes and can be cached without expiry.
 
 TOKENIZER_NAME_CHARS: Final = 16  # of its digest
 
@@ -172,12 +172,12 @@ def revision_of(card: ModelCard) -> Revision:
 
 
 def tokenizer_name(object_name: str) -> str:
-    """Return a short name for a tokenizer, from that of its object."""
+    """Return a tokenizer's short name from its object name."""
     return object_name.removeprefix("tokenizer-")[:TOKENIZER_NAME_CHARS]
 
 
 async def publish_model_card(bus: Bus, card: ModelCard, tokenizer_json: bytes) -> None:
-    """Store the tokenizer (once per content), then the card that points to it. Raises BusError."""
+    """Store the tokenizer (once per content), then the card that refers to it. Raises BusError."""
     if not await has_object(bus, subjects.ARTIFACTS_BUCKET, card.tokenizer_object):
         await put_object(bus, subjects.ARTIFACTS_BUCKET, card.tokenizer_object, tokenizer_json)
     reply = await bus.request(subjects.model_card_subject(card.model), encode(card), timeout_s=2.0)
@@ -194,12 +194,12 @@ async def read_model_card(bus: Bus, model: str) -> ModelCard | None:
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
 #
-# Prompts too large for a message: stored in an object bucket, where all workers can read, sealed by a key in the job.
+# Prompts too large for a message: stored in an object bucket that all workers can read, encrypted with a key in the
+# job.
 #
-# So reading the bucket shows nothing to whoever was not given the job: not even whose request an object belongs to, as
-# its name is a digest.
+# A worker without the job learns nothing from the bucket, not even the request, because an object's name is a digest.
 
-MAX_INLINE_PROMPT_BYTES: Final = 256 * 1024  # packed token ids; beyond it the prompt travels by reference
+MAX_INLINE_PROMPT_BYTES: Final = 256 * 1024  # packed token ids; larger prompts travel by reference
 NONCE_BYTES: Final = 12
 KEY_BYTES: Final = 32
 
@@ -210,7 +210,7 @@ def object_name(request_id: str, part: str) -> str:
 
 
 class PromptKeys:
-    """Makes the key of each request's objects, the same one whenever it is asked, of a secret of this process."""
+    """Derives the key of each request's objects from a secret of this process."""
 
     def __init__(self) -> None:
         self._secret = os.urandom(KEY_BYTES)
@@ -221,13 +221,13 @@ class PromptKeys:
 
 
 def seal(data: bytes, key: bytes, name: str) -> bytes:
-    """Encrypt the object of this name: 12 random bytes (the nonce), then AES-256-GCM (NIST SP 800-38D)."""
+    """Encrypt an object: 12 random bytes (the nonce), then AES-256-GCM (NIST SP 800-38D) bound to its name."""
     nonce = os.urandom(NONCE_BYTES)
     return nonce + AESGCM(key).encrypt(nonce, data, name.encode())
 
 
 def unseal(sealed: bytes, key: bytes, name: str) -> bytes:
-    """Undo ``seal``. Raises ProtocolError."""
+    """Decrypt an object from ``seal``. Raises ProtocolError."""
     try:
         return AESGCM(key).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], name.encode())
     except (InvalidTag, ValueError) as error:

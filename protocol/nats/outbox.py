@@ -1,14 +1,14 @@
-"""Usage records on their way into the USAGE stream: kept until the queue server has stored them.
+"""An outbox of usage records: keeps each until the queue server has stored it in the USAGE stream.
 
     put ──> waiting ──MESSAGE_SPACING_S or MESSAGE_RECORDS──> in flight (at most WINDOW messages) ──> stored
-               │                                                 ├──not stored: again, after a wait──┘
+               │                                                 ├──not stored: retried after a wait──┘
                └──awaited: at once ──────────────────────────────┴──for SPOOL_AFTER_S──> spooled ──> stored
 
-Each stored message costs the server an fsync, so records share one. One that somebody awaits leaves at once while few
-messages are in flight, and takes along whatever waits; what comes meanwhile shares the next. The server drops a second
-message with the same id, so one whose answer got lost is simply published again. What the server cannot store goes to
-this machine's disk, where there is a spool, and from there into the stream as soon as that takes messages again. The
-caller stops taking new work while the outbox is ``full``; what is already under way may still be put.
+Each stored message costs the server an fsync, so records share messages. An awaited record is sent at once while few
+messages are in flight, together with all waiting records; later ones share the next message. The server drops a second
+message with the same id, so a message without a reply is published again. Records that the server cannot store go to
+the spool on this machine's disk, if any, and from there into the stream once it accepts messages again. The caller
+stops taking new work while the outbox is ``full``; records of running work may still be put.
 """
 
 import asyncio
@@ -36,19 +36,19 @@ log = logging.getLogger(__name__)
 
 
 MAX_SPOOL_BYTES: Final = 256 * 1024 * 1024  # some 500,000 records
-SEGMENT_BYTES: Final = 4 * 1024 * 1024  # from which on a new one is begun; one is read at once
+SEGMENT_BYTES: Final = 4 * 1024 * 1024  # when it is reached, a new segment begins; a segment is read at once
 SUFFIX: Final = ".spool"
 _HEAD_BYTES: Final = 8
 
 
-Record = tuple[str, bytes]  # its id, and itself as it is encoded
+Record = tuple[str, bytes]  # id, encoded record
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Record)
 
 
 class SpoolFull(OSError):
-    """The spool may not grow any more, or its disk has no room."""
+    """Raised when the spool has reached its limit, or its disk is full."""
 
 
 class _Segment(Struct):
@@ -58,24 +58,24 @@ class _Segment(Struct):
 
 
 class Spool:
-    """Segments of this process, oldest first. Several threads may call it."""
+    """Segments of this process, oldest first. Thread-safe."""
 
     def __init__(self, folder: Path, max_bytes: int = MAX_SPOOL_BYTES) -> None:
-        """Take over what processes that have died left in ``folder``, which need not be there yet. Raises OSError."""
+        """Take over segments of dead processes in ``folder``, which need not exist yet. Raises OSError."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
         self._segments: deque[_Segment] = deque(_left_behind(folder))
-        self._is_growing = False  # whether the last segment takes more entries
+        self._is_growing = False  # whether the last segment accepts more entries
 
     @property
     def size_bytes(self) -> int:
-        """The amount spooled."""
+        """Size of all segments."""
         return sum(segment.size_bytes for segment in self._segments)
 
     def append(self, records: Sequence[Record]) -> None:
-        """Add records: all of them, or none. Raises SpoolFull, or OSError for a disk that fails."""
+        """Add all records, or none. Raises SpoolFull, or OSError for a failing disk."""
         entries = b"".join(map(_entry, records))
         with self._lock:
             if self.size_bytes + len(entries) > self._max_bytes:
@@ -91,21 +91,21 @@ class Spool:
                 raise
 
     def oldest(self) -> list[Record]:
-        """Return the records of the oldest segment, which takes no more; empty if there is none."""
+        """Close the oldest segment for new entries; return its records, empty if there is none."""
         with self._lock:
             if len(self._segments) == 1:
                 self._is_growing = False
             return _read(self._segments[0]) if self._segments else []
 
     def drop_oldest(self) -> None:
-        """Drop the records that ``oldest`` returned, once they are stored elsewhere. Raises OSError."""
+        """Drop the records that ``oldest`` returned, after they are stored elsewhere. Raises OSError."""
         with self._lock:
             segment = self._segments.popleft()
             segment.path.unlink(missing_ok=True)
             os.close(segment.descriptor)
 
     def close(self) -> None:
-        """Let others have what is still there."""
+        """Unlock the remaining segments for other processes."""
         with self._lock:
             for segment in self._segments:
                 os.close(segment.descriptor)
@@ -118,7 +118,7 @@ def _entry(record: Record) -> bytes:
 
 
 def _begin(folder: Path) -> _Segment:
-    # Locked before it has its name: others take over whatever has the name and no lock.
+    # Locked before it is named: other processes take over named segments without a lock.
     path = folder / f"{uuid.uuid4().hex}{SUFFIX}"
     nameless = path.with_suffix(".new")
     descriptor = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
@@ -145,7 +145,7 @@ def _write(segment: _Segment, entries: bytes) -> None:
 
 
 def _left_behind(folder: Path) -> list[_Segment]:
-    """Take over segments that no process holds, oldest first."""
+    """Take over unlocked segments, oldest first."""
     taken = [segment for path in folder.glob(f"*{SUFFIX}") if (segment := _take_over(path)) is not None]
     return sorted(taken, key=lambda segment: os.fstat(segment.descriptor).st_mtime_ns)
 
@@ -153,7 +153,7 @@ def _left_behind(folder: Path) -> list[_Segment]:
 def _take_over(path: Path) -> _Segment | None:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
-    except FileNotFoundError:  # its owner has just done with it
+    except FileNotFoundError:  # its owner has just deleted it
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,7 +161,7 @@ def _take_over(path: Path) -> _Segment | None:
     except BlockingIOError:
         os.close(descriptor)
         return None
-    if facts.st_nlink == 0:  # done with between the two calls above
+    if facts.st_nlink == 0:  # deleted between the two calls above
         os.close(descriptor)
         return None
     return _Segment(path, descriptor, facts.st_size)
@@ -174,7 +174,7 @@ def _read(segment: _Segment) -> list[Record]:
     while at < len(content):
         length = int.from_bytes(content[at : at + 4], "big")
         body = content[at + _HEAD_BYTES : at + _HEAD_BYTES + length]
-        # A power cut may leave zeros, whose checksum is right.
+        # A power failure may leave zeros, whose checksum is valid.
         if not 0 < length == len(body) or zlib.crc32(body) != int.from_bytes(content[at + 4 : at + 8], "big"):
             log.error("%s: dropped %d unreadable bytes at its end", segment.path, len(content) - at)
             break
@@ -186,13 +186,13 @@ def _read(segment: _Segment) -> list[Record]:
 # --- outbox -----------------------------------------------------------------------------------------------------------
 
 WINDOW: Final = 16  # messages in flight
-AWAITED_WINDOW: Final = 2  # the same, from which on awaited records share a message
-MESSAGE_SPACING_S: Final = 0.02  # from one message to the next that is not full; a crash loses what has waited so long
+AWAITED_WINDOW: Final = 2  # messages in flight from which on awaited records share one
+MESSAGE_SPACING_S: Final = 0.02  # between two messages, unless full; a crash loses records of at most this age
 MESSAGE_RECORDS: Final = 64
 MESSAGE_BYTES: Final = 256 * 1024
 CAPACITY_BYTES: Final = 64 * 1024 * 1024  # in memory
-SPOOL_AFTER_S: Final = 1.0  # without a message stored: longer than an fsync takes on a busy disk
-SPOOL_LIMIT_S: Final = 8.0  # at the end: longer than it takes to notice that a message is not stored, and an fsync
+SPOOL_AFTER_S: Final = 1.0  # without a stored message; longer than an fsync on a busy disk
+SPOOL_LIMIT_S: Final = 8.0  # at shutdown: longer than the detection of an unstored message and an fsync
 
 
 class _Entry(Struct):
@@ -202,7 +202,7 @@ class _Entry(Struct):
 
 
 class Outbox:
-    """Publishes records to one subject, each until it is stored. ``run`` must be running for anything to leave."""
+    """Publishes records to one subject, each until it is stored. Records are sent only while ``run`` runs."""
 
     def __init__(
         self,
@@ -214,9 +214,9 @@ class Outbox:
         capacity_bytes: int = CAPACITY_BYTES,
         spacing_s: float = MESSAGE_SPACING_S,
     ) -> None:
-        """Make an outbox that calls itself full from ``capacity`` records, or ``capacity_bytes``, on.
+        """Make an outbox that is full from ``capacity`` records or ``capacity_bytes`` on.
 
-        ``spacing_s``: from one message to the next that is not full.
+        ``spacing_s``: between two messages that are not full.
         """
         self._capacity_bytes = capacity_bytes
         self._spacing_s = spacing_s
@@ -225,50 +225,50 @@ class Outbox:
         self._capacity = capacity
         self._spool = spool
         self._waiting: deque[_Entry] = deque()
-        self._awaited = 0  # of those waiting
+        self._awaited = 0  # of the waiting records
         self._in_flight = 0  # records
         self._messages = 0  # in flight
-        self._bytes = 0  # of both
-        self._left_s = float("-inf")  # when the last message left; monotonic clock
+        self._bytes = 0  # waiting and in flight
+        self._left_s = float("-inf")  # when the last message was sent; monotonic clock
         self._has_room = asyncio.Event()  # for another message in flight
         self._has_room.set()
-        self._group: asyncio.TaskGroup | None = None  # of the messages; None: it does not run
+        self._group: asyncio.TaskGroup | None = None  # of the messages; None: not running
         self._has_waiting = asyncio.Event()
-        self._in_a_hurry = asyncio.Event()  # a full message waits, or somebody flushes
+        self._in_a_hurry = asyncio.Event()  # a full message waits, or a flush
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._has_spooled = asyncio.Event()
         if spool is not None and spool.size_bytes:
             self._has_spooled.set()
         self._failing_since_s: float | None = None  # monotonic clock; None: the last publish was stored
-        self._why_not_spooled: str | None = None  # why the last try to spool failed
+        self._why_not_spooled: str | None = None  # error of the last try to spool
         self._is_ending = False
 
     def __len__(self) -> int:
-        """Return the number of records that are neither known to be stored nor spooled."""
+        """Return the number of records that are neither spooled nor known to be stored."""
         return len(self._waiting) + self._in_flight
 
     @property
     def full(self) -> bool:
-        """True while the caller should take no new work, as its records might be lost."""
+        """True while the caller should take no new work, because its records might be lost."""
         is_stuck = self._failing_since_s is not None and self._why_not_spooled is not None
         return is_stuck or len(self) >= self._capacity or self._bytes >= self._capacity_bytes
 
     @property
     def is_behind(self) -> bool:
-        """True while the queue server takes no records, or has not received all of the spool yet."""
+        """True while the queue server stores no records, or has not received the whole spool."""
         return self._failing_since_s is not None or self._has_spooled.is_set()
 
     @property
     def spooled_bytes(self) -> int:
-        """The amount that waits on this machine's disk."""
+        """Size of the records on this machine's disk."""
         return self._spool.size_bytes if self._spool is not None else 0
 
     def put(self, record_id: str, payload: bytes, *, is_awaited: bool = False) -> asyncio.Future[None]:
-        """Add an encoded record. Never refuses: ended work must be recorded, even while full.
+        """Add an encoded record. Never refuses, even while full, because ended work must be recorded.
 
-        The future is done once the record outlives this process: stored or spooled. Await it by ``asyncio.wait``.
-        ``is_awaited``: whether somebody does.
+        The returned future is done once the record is stored or spooled. Await it with ``asyncio.wait``.
+        ``is_awaited``: send the record at once.
         """
         entry = _Entry((record_id, payload), asyncio.get_running_loop().create_future(), is_awaited)
         self._waiting.append(entry)
@@ -283,7 +283,7 @@ class Outbox:
         return entry.kept
 
     async def run(self) -> None:
-        """Publish for ever; cancel it to stop."""
+        """Publish records; cancel it to stop."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             if self._spool is not None:
@@ -295,17 +295,17 @@ class Outbox:
                 self._group = None
 
     async def _send_spaced(self, group: asyncio.TaskGroup) -> None:
-        """Let a message leave when there is one, and it is time."""
+        """Send the waiting records once they fill a message, or its time has come."""
         await self._has_waiting.wait()
         pause_s = self._left_s + self._spacing_s - time.monotonic()
         if pause_s > 0:
             await wait_for(self._in_a_hurry, pause_s)
         await self._has_room.wait()
-        if self._waiting:  # an awaited one may have taken them along
+        if self._waiting:  # an awaited record may have been sent with them
             self._send(group)
 
     async def flush(self, timeout_s: float) -> int:
-        """Wait until everything is stored, at most ``timeout_s``, then spool the rest; return how many are neither."""
+        """Wait at most ``timeout_s`` until all records are stored, then spool the rest; return how many are lost."""
         self._in_a_hurry.set()
         await wait_for(self._is_empty, timeout_s)
         if len(self) and self._spool is not None:
@@ -316,12 +316,12 @@ class Outbox:
         return len(self)
 
     def _send_awaited(self) -> None:
-        """Let the records leave that somebody awaits, unless they had better share a message."""
+        """Send awaited records at once, unless so many messages are in flight that they should share one."""
         while self._awaited and self._messages < AWAITED_WINDOW and self._group is not None:
             self._send(self._group)
 
     def _send(self, group: asyncio.TaskGroup) -> None:
-        """Let one message leave."""
+        """Send one message."""
         self._left_s = time.monotonic()
         self._messages += 1
         if self._messages >= WINDOW:
@@ -329,7 +329,7 @@ class Outbox:
         group.create_task(self._keep(self._take()), name=f"outbox-{self._subject}")
 
     def _take(self) -> list[_Entry]:
-        """Return the records of the next message: at least one, however large."""
+        """Return the records of the next message: at least one, of any size."""
         entries = [self._waiting.popleft()]
         room_bytes = MESSAGE_BYTES - len(entries[0].record[1])
         while self._waiting and len(entries) < MESSAGE_RECORDS and len(self._waiting[0].record[1]) <= room_bytes:
@@ -344,11 +344,11 @@ class Outbox:
         return entries
 
     async def _keep(self, entries: list[_Entry]) -> None:
-        """Publish one message until it is stored or spooled."""
+        """Publish one message repeatedly until it is stored or spooled."""
         records = [entry.record for entry in entries]
         try:
             for wait_s in backoff_s():
-                # While there is something in the spool, it is that by which the queue server is tried.
+                # While the spool has records, its replay probes the queue server.
                 if (self._must_spool() and await self._is_spooled(records)) or await self._is_done(records):
                     break
                 await asyncio.sleep(wait_s)
@@ -365,9 +365,9 @@ class Outbox:
         self._send_awaited()
 
     async def _is_done(self, records: Sequence[Record]) -> bool:
-        """Publish one message, once: whether it is stored, or never can be."""
+        """Publish one message once; return whether it is stored, or never can be."""
         began_s = time.monotonic()
-        # The same records with every try, so the first one's id and their number are the message's own.
+        # Every try has the same records, so the first id and the number of records identify the message.
         message_id = f"{records[0][0]}+{len(records) - 1}"
         try:
             payload = encode_usage([payload for _, payload in records])
@@ -390,7 +390,7 @@ class Outbox:
         return self._is_ending or (is_failing and time.monotonic() - (self._failing_since_s or 0.0) >= SPOOL_AFTER_S)
 
     async def _is_spooled(self, records: Sequence[Record]) -> bool:
-        """Spool one message's records: whether it could be done."""
+        """Spool one message's records; return whether that succeeded."""
         assert self._spool is not None  # noqa: S101  # asked before
         try:
             await asyncio.to_thread(self._spool.append, records)
@@ -404,7 +404,7 @@ class Outbox:
         return True
 
     async def _replay(self, spool: Spool) -> None:
-        """Publish what is spooled, the oldest first, as soon as the queue server stores messages."""
+        """Publish spooled records, oldest first, once the queue server stores messages."""
         while True:
             await self._has_spooled.wait()
             await self._replay_oldest(spool)
@@ -435,7 +435,7 @@ class Outbox:
 
 
 def _messages(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-    """Records, cut into messages."""
+    """Split records into messages."""
     message: list[Record] = []
     room_bytes = MESSAGE_BYTES
     for record in records:

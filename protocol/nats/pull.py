@@ -1,8 +1,8 @@
-"""Raw pulls from a JetStream consumer: ask for exactly as many messages as there is room for, never more.
+"""Raw pulls from a JetStream consumer: request exactly as many messages as there is room for.
 
-A pull that nobody answers parks at the server until it expires; a process that freezes with parked pulls swallows the
-messages that then arrive, until ``ack_wait`` hands them back. So pulls are short, and ``outstanding`` never exceeds
-what the caller asked for.
+A pull without messages parks at the server until it expires. A process that freezes with parked pulls receives new
+messages, which wait until ``ack_wait`` redelivers them. So pulls are short, and ``outstanding`` never exceeds the
+number that the caller requested.
 """
 
 import itertools
@@ -21,25 +21,25 @@ from protocol.nats.bus import Bus
 from protocol.nats.topology import PULL_PRIORITIES, TIER_GROUP
 
 PULL_EXPIRES_S: Final = 2.0
-PULL_GRACE_S: Final = 1.0  # past its expiry, a pull whose end the server never reported is written off
+PULL_GRACE_S: Final = 1.0  # after its expiry, a pull whose end the server did not report is written off
 
 log = logging.getLogger(__name__)
 
 
 class Delivery(Struct, frozen=True):
-    """One message taken from a stream; the taker owes it an ``ack``, ``nak`` or ``term``."""
+    """One delivered message. The receiver must answer it with ``ack``, ``nak`` or ``term``."""
 
     payload: bytes
     subject: str
     ack_subject: str
     stream_sequence: int
-    deliveries: int  # 1 the first time
-    stored_unix_ms: int  # when the stream took it
-    pending: int  # how many more wait in its lane
+    deliveries: int  # number of deliveries so far, from 1
+    stored_unix_ms: int  # when the stream stored it
+    pending: int  # further messages in its lane
 
     @classmethod
     def of(cls, message: Msg) -> Self:
-        """Read the facts that JetStream keeps in the reply subject (nine tokens, or eleven and more with a domain)."""
+        """Parse JetStream's metadata in the reply subject (nine tokens, or eleven or more with a domain)."""
         tokens = message.reply.split(".")
         at = 2 if len(tokens) == 9 else 4
         return cls(
@@ -59,18 +59,18 @@ async def ack(bus: Bus, delivery: Delivery) -> None:
 
 
 async def nak(bus: Bus, delivery: Delivery, delay_s: float = 0.0) -> None:
-    """Hand the message back for another consumer, now or after a while."""
+    """Return the message for redelivery, now or after a delay."""
     await _answer(bus, delivery, b'-NAK {"delay": %d}' % int(delay_s * 1e9) if delay_s else b"-NAK")
 
 
 async def term(bus: Bus, delivery: Delivery) -> None:
-    """Drop the message permanently: it is of no use to any consumer."""
+    """Drop the message permanently, because no consumer can use it."""
     await _answer(bus, delivery, b"+TERM")
 
 
 async def _answer(bus: Bus, delivery: Delivery, answer: bytes) -> None:
-    # Never kept for a later connection: a memory stream begins again with its server, and the number would then mean
-    # somebody else's message. Unanswered, this one comes again.
+    # Never buffered for a later connection: a memory stream restarts with its server, and the sequence would then refer
+    # to another message. Without an answer, this message is redelivered.
     if bus.connected:
         await bus.publish(delivery.ack_subject, answer)
 
@@ -81,10 +81,10 @@ class _Pull(Struct):
 
 
 class PullConsumer:
-    """Pulls from one durable consumer; ``handler`` gets each delivery, in order.
+    """Pulls from one durable consumer; ``handler`` receives each delivery in order.
 
-    ``tier`` is for consumers of jobs, which serve the pulls of cheaper tiers first; ``on_end`` is called when a pull
-    has ended at the server without having brought all that it asked for.
+    ``tier``: for consumers of jobs, which serve pulls of cheaper tiers first. ``on_end``: called when a pull ends at
+    the server with fewer messages than requested.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class PullConsumer:
         self._pulls: dict[str, _Pull] = {}
         self._numbers = itertools.count(1)
         self._subscription: Subscription | None = None
-        self.found_all = False  # whether the last pull has been given all that there was
+        self.found_all = False  # whether the last pull received all available messages
 
     async def start(self) -> None:
-        """Subscribe to the inbox that answers come to. No message is asked for yet."""
+        """Subscribe to the inbox for replies, without requesting messages."""
         self._subscription = await self._bus.subscribe(f"{self._inbox}.*", self._on_message)
 
     async def stop(self) -> None:
-        """Stop listening: parked pulls end at the server, and what it had sent by then still reaches the handler."""
+        """Unsubscribe, which ends parked pulls at the server. Messages already sent still reach the handler."""
         if self._subscription is not None and not self._bus.client.is_closed:
             try:
                 if self._bus.connected:
@@ -140,7 +140,7 @@ class PullConsumer:
         return outstanding
 
     async def pull(self, batch: int, *, expires_s: float = PULL_EXPIRES_S) -> None:
-        """Ask for up to ``batch`` messages, waiting at the server for at most ``expires_s``; 0: take what is there."""
+        """Request up to ``batch`` messages, waiting at the server for at most ``expires_s``; 0: only available ones."""
         self.found_all = False
         number = str(next(self._numbers))
         self._pulls[number] = _Pull(remaining=batch, expires_at_s=time.monotonic() + expires_s)
@@ -149,12 +149,12 @@ class PullConsumer:
         await self._bus.publish(self._api_subject, body, reply=f"{self._inbox}.{number}")
 
     def forget_pulls(self) -> None:
-        """Write off all parked pulls: the server has restarted and does not know them."""
+        """Write off all parked pulls, because the server restarted and lost them."""
         self._pulls.clear()
 
     async def _on_message(self, message: Msg) -> None:
-        # JetStream ends or refuses a pull by an empty message, with a status header, on the pull's own inbox. A
-        # delivery keeps its stream subject and does not say which pull it answers; the server serves them in order.
+        # JetStream ends or refuses a pull with an empty message and a status header on the pull's inbox. A delivery has
+        # its stream subject and does not name its pull; the server serves pulls in order.
         if not message.reply:
             self._pulls.pop(message.subject.rpartition(".")[2], None)
             self._note_status(message)
@@ -175,6 +175,6 @@ class PullConsumer:
     def _note_status(self, message: Msg) -> None:
         headers = message.headers or {}
         status = headers.get("Status", "")
-        self.found_all = status in {"404", "408"}  # nothing there; expired
+        self.found_all = status in {"404", "408"}  # no messages; expired
         if not self.found_all and status != "503":  # no consumer, or one without a leader
             log.warning("pull from %s ended: %s %s", self._api_subject, status, headers.get("Description", ""))

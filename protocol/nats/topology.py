@@ -1,8 +1,7 @@
-"""Streams, consumers and buckets: what they are and the one function that makes them so.
+"""Streams, consumers and buckets: their configurations, and the function that applies them.
 
-Gateways own the topology: each applies it when it starts and after every reconnect (memory streams do not survive a
-server's restart). Applying twice changes nothing. Workers and the ledger writer only use what is there, and wait for
-it.
+Gateways own the topology: each applies it at start and after every reconnect, because memory streams do not survive a
+server restart. Applying it is idempotent. Workers and the ledger writer wait for it.
 """
 
 import asyncio
@@ -25,35 +24,35 @@ log = logging.getLogger(__name__)
 
 
 HEARTBEAT_PERIOD_S: Final = 0.5
-HEARTBEAT_LIMIT_S: Final = 1.5  # a worker unheard of for longer counts as dead
+HEARTBEAT_LIMIT_S: Final = 1.5  # a worker silent for longer counts as lost
 REGISTRY_TTL_S: Final = 10
-# A worker acknowledges a job when it accepts it: from then on its gateway watches over it. So this is only the time
-# from a delivery to its acceptance, after which the job goes to somebody else.
+# A worker acknowledges a job when it accepts it; from then on its gateway monitors it. So this is only the time from a
+# delivery to its acceptance, after which the job is redelivered.
 ACK_WAIT_S: Final = 0.75
 TIER_GROUP: Final = "tier"
-# The server gives a job to the parked pull of the lowest number: cheapest first, and instantly the next where one dies.
+# The server gives a job to the parked pull with the lowest number: the cheapest tier first.
 PULL_PRIORITIES: Final = {"spot": 0, "reserved": 3, "on-demand": 6, "hosted": 9}
 DEAD_LETTER_MAX_AGE_S: Final = 30 * 24 * 3600
 DUPLICATE_WINDOW_S: Final = 120
 USAGE_MAX_AGE_S: Final = 14 * 24 * 3600
 PAYLOADS_MAX_AGE_S: Final = 7 * 24 * 3600
-PAYLOADS_MAX_BYTES: Final = 512 * 1024 * 1024  # past it the oldest go: losing a payload is not losing money
+PAYLOADS_MAX_BYTES: Final = 512 * 1024 * 1024  # beyond it the oldest are dropped: a lost payload costs no money
 PARKED_MAX_AGE_S: Final = 90 * 24 * 3600
-PARKED_MAX_BYTES: Final = 256 * 1024 * 1024  # past it, what cannot be parked stays in USAGE
+PARKED_MAX_BYTES: Final = 256 * 1024 * 1024  # beyond it, records that cannot be parked stay in USAGE
 WEBHOOKS_MAX_AGE_S: Final = 7 * 24 * 3600
-WEBHOOKS_MAX_BYTES: Final = 64 * 1024 * 1024  # some 200,000 events; past it, no more are taken
-RESPONSES_MAX_BYTES: Final = 1024 * 1024 * 1024  # past it, no more are stored; what is there stays until it expires
+WEBHOOKS_MAX_BYTES: Final = 64 * 1024 * 1024  # about 200,000 events; beyond it, no more are accepted
+RESPONSES_MAX_BYTES: Final = 1024 * 1024 * 1024  # beyond it, no more are stored; existing ones stay until they expire
 PROMPT_MAX_AGE_S: Final = 3600
-PROMPTS_MAX_BYTES: Final = 256 * 1024 * 1024  # past it, a job with a prompt by reference waits for another's to be done
-IDEMPOTENCY_MAX_AGE_S: Final = 24 * 3600  # gateways remove their claims themselves: these are of dead ones
-IDEMPOTENCY_MAX_BYTES: Final = 64 * 1024 * 1024  # some 200,000 claims
-QUOTAS_MAX_BYTES: Final = 256 * 1024 * 1024  # one entry of some 1 KB for each key and each team that has a limit
-FLEET_MAX_BYTES: Final = 1024 * 1024  # the controllers' lease
-BATCHES_MAX_AGE_S: Final = 3600  # of a lease that nobody renews
-BATCHES_MAX_BYTES: Final = 4 * 1024 * 1024  # some 10,000 leases
+PROMPTS_MAX_BYTES: Final = 256 * 1024 * 1024  # beyond it, a job with a prompt by reference waits for another to finish
+IDEMPOTENCY_MAX_AGE_S: Final = 24 * 3600  # for claims of dead gateways; others delete their claims themselves
+IDEMPOTENCY_MAX_BYTES: Final = 64 * 1024 * 1024  # about 200,000 claims
+QUOTAS_MAX_BYTES: Final = 256 * 1024 * 1024  # one entry of about 1 KB per key and team with limits
+FLEET_MAX_BYTES: Final = 1024 * 1024  # the controllers' lease and state
+BATCHES_MAX_AGE_S: Final = 3600  # of a lease that is not renewed
+BATCHES_MAX_BYTES: Final = 4 * 1024 * 1024  # about 10,000 leases
 
 MIB: Final = 1024 * 1024
-# The streams whose size is a setting.
+# Streams with a configurable size.
 _SIZE_SETTINGS: Final = {
     subjects.INTERACTIVE_STREAM: "nats.queue.max_mib",
     subjects.USAGE_STREAM: "nats.queue.usage_max_mib",
@@ -62,14 +61,14 @@ _SIZE_SETTINGS: Final = {
 NS: Final = 1_000_000_000
 CONSUMER_NOT_FOUND: Final = 10014
 CONSUMER_CANNOT_CHANGE: Final = 10012
-FIRST_APPLY_LIMIT_S: Final = 30.0  # how long a starting gateway waits for a cluster's first leader
+FIRST_APPLY_LIMIT_S: Final = 30.0  # wait of a starting gateway for a cluster's first leader
 # Cluster incomplete, no suitable peers, not available, not the leader, insufficient resources.
 NOT_YET: Final = {10004, 10005, 10008, 10009, 10023}
-APPLY_CONCURRENCY: Final = 16  # calls in flight; in a cluster each new consumer takes some 60 ms, mostly of waiting
+APPLY_CONCURRENCY: Final = 16  # concurrent calls; in a cluster each new consumer takes about 60 ms, mostly waiting
 
 
 class QueueBounds(Struct, frozen=True):
-    """Limits of what may wait. Past one the stream refuses new messages and the gateway refuses the request."""
+    """Bounds of the job stream. Beyond one the stream refuses new messages, and the gateway refuses the request."""
 
     max_jobs: int = 50_000
     max_bytes: int = 512 * 1024 * 1024
@@ -83,14 +82,14 @@ def _stream(name: str, subject: str, bounds: QueueBounds, **rest: Any) -> dict[s
 
 
 def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
-    """Return all streams, as the JetStream API takes them."""
+    """Return the configurations of all streams, as JetStream API bodies."""
     return [
         _stream(
             subjects.INTERACTIVE_STREAM,
             "rq.>",
             bounds,
             retention="workqueue",
-            # An interactive job is worth as long as its gateway, which publishes it again if the server loses it.
+            # A job is useful only while its gateway lives, which republishes it if the server loses it.
             storage="memory",
             max_msgs=bounds.max_jobs,
             max_bytes=bounds.max_bytes,
@@ -112,7 +111,7 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
                 subjects.PAYLOADS_STREAM,
                 "payloads.>",
                 bounds,
-                retention="workqueue",  # what is in SQL is gone from here at once
+                retention="workqueue",  # records are deleted once they are in SQL
                 storage="file",
                 max_bytes=PAYLOADS_MAX_BYTES,
                 max_age=PAYLOADS_MAX_AGE_S * NS,
@@ -134,7 +133,7 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
             subjects.WEBHOOKS_STREAM,
             subjects.WEBHOOK_EVENT_SUBJECT,
             bounds,
-            retention="workqueue",  # what is in SQL is gone from here at once
+            retention="workqueue",  # records are deleted once they are in SQL
             storage="file",
             max_bytes=WEBHOOKS_MAX_BYTES,
             max_age=WEBHOOKS_MAX_AGE_S * NS,
@@ -148,7 +147,7 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
             storage="file",
             max_bytes=RESPONSES_MAX_BYTES,
             duplicate_window=DUPLICATE_WINDOW_S * NS,
-            allow_msg_ttl=True,  # each message has its own
+            allow_msg_ttl=True,  # each message has its own TTL
         ),
         {
             **_stream(
@@ -168,7 +167,7 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
             **_bucket(subjects.IDEMPOTENCY_BUCKET, bounds, storage="memory", max_age_s=IDEMPOTENCY_MAX_AGE_S),
             "max_bytes": IDEMPOTENCY_MAX_BYTES,
             "discard": "old",
-            "deny_delete": False,  # a claim is removed by its sequence, so that nobody else's is
+            "deny_delete": False,  # claims are deleted by sequence, so that another gateway's is never deleted
         },
         {**_bucket(subjects.QUOTAS_BUCKET, bounds, storage="file", max_age_s=0), "max_bytes": QUOTAS_MAX_BYTES},
         {**_bucket(subjects.FLEET_BUCKET, bounds, storage="file", max_age_s=0), "max_bytes": FLEET_MAX_BYTES},
@@ -185,7 +184,7 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
 
 
 def _bucket(name: str, bounds: QueueBounds, *, storage: str, max_age_s: int) -> dict[str, Any]:
-    """Return a key-value bucket as NATS ADR-8 lays it out on a stream."""
+    """Return the stream of a key-value bucket (NATS ADR-8)."""
     return _stream(
         f"KV_{name}",
         f"$KV.{name}.>",
@@ -200,20 +199,20 @@ def _bucket(name: str, bounds: QueueBounds, *, storage: str, max_age_s: int) -> 
 
 
 def _object_bucket(name: str, bounds: QueueBounds, *, storage: str, max_age_s: int) -> dict[str, Any]:
-    """Return an object bucket as NATS ADR-20 lays it out on a stream."""
+    """Return the stream of an object bucket (NATS ADR-20)."""
     config = _stream(f"OBJ_{name}", f"$O.{name}.C.>", bounds, storage=storage, max_age=max_age_s * NS)
     config["subjects"].append(f"$O.{name}.M.>")
     return {**config, "allow_rollup_hdrs": True, "allow_direct": True}
 
 
 def job_consumer_config(queue: str, lane: str) -> dict[str, Any]:
-    """Return the durable that all workers of a queue share for one lane."""
+    """Return the durable consumer that all workers of a queue share for one lane."""
     return {
         "durable_name": subjects.job_consumer(queue, lane),
         "filter_subject": subjects.job_subject(queue, lane),
         "ack_policy": "explicit",
         "ack_wait": int(ACK_WAIT_S * NS),
-        "max_ack_pending": -1,  # what is in flight is bounded by the workers' own credit
+        "max_ack_pending": -1,  # in-flight messages are bounded by the workers' credit
         "max_waiting": 2048,
         "mem_storage": True,
         "priority_groups": [TIER_GROUP],
@@ -222,7 +221,7 @@ def job_consumer_config(queue: str, lane: str) -> dict[str, Any]:
 
 
 def ledger_consumer_config() -> dict[str, Any]:
-    """Return the durable of the ledger writers; several share it safely because inserts are idempotent."""
+    """Return the durable consumer of the ledger writers, which share it safely because inserts are idempotent."""
     return {
         "durable_name": subjects.LEDGER_CONSUMER,
         "filter_subject": "usage.>",
@@ -233,7 +232,7 @@ def ledger_consumer_config() -> dict[str, Any]:
 
 
 def payloads_consumer_config() -> dict[str, Any]:
-    """Return the durable by which ledger writers take payloads."""
+    """Return the ledger writers' durable consumer of payloads."""
     return {
         "durable_name": subjects.PAYLOADS_CONSUMER,
         "filter_subject": "payloads.>",
@@ -244,7 +243,7 @@ def payloads_consumer_config() -> dict[str, Any]:
 
 
 def webhooks_consumer_config() -> dict[str, Any]:
-    """Return the durable by which ledger processes take the events of webhooks."""
+    """Return the ledger's durable consumer of webhook events."""
     return {
         "durable_name": subjects.WEBHOOKS_CONSUMER,
         "filter_subject": subjects.WEBHOOK_EVENT_SUBJECT,
@@ -264,8 +263,8 @@ async def apply(
 ) -> None:
     """Create or update every stream, bucket and consumer. Idempotent. Raises ApiError, or BusTimeout.
 
-    ``further_lanes``: (queue, lane), beside those that every queue has. ``limit_s`` is for how long to try again while
-    a cluster that has just started has no leader or too few servers.
+    ``further_lanes``: (queue, lane) pairs in addition to those of every queue. ``limit_s``: how long to retry while a
+    starting cluster has no leader or too few servers.
     """
     deadline_s = time.monotonic() + limit_s
     lanes = [*((queue, lane) for queue in queues for lane in subjects.LANES), *further_lanes]
@@ -283,7 +282,7 @@ async def apply(
 
 
 async def _apply_all(bus: Bus, lanes: list[tuple[str, str]], bounds: QueueBounds) -> None:
-    """Apply everything, jobs first; the first refusal of the server is raised once all the rest is made."""
+    """Apply everything, jobs first; raise the server's first refusal after the rest is applied."""
     making = streams(bounds)
     jobs = [config for config in making if config["name"] == subjects.INTERACTIVE_STREAM]
     others = [config for config in making if config not in jobs]
@@ -301,9 +300,9 @@ async def _apply_all(bus: Bus, lanes: list[tuple[str, str]], bounds: QueueBounds
 async def _each(
     configs: list[dict[str, Any]], apply_one: Callable[[dict[str, Any]], Awaitable[None]]
 ) -> list[BusError]:
-    """Apply them, ``APPLY_CONCURRENCY`` at a time; returns what was refused, in their order.
+    """Apply configurations, ``APPLY_CONCURRENCY`` at a time; return the refusals in order.
 
-    The first silence ends them all.
+    The first timeout ends all.
     """
     places = asyncio.Semaphore(APPLY_CONCURRENCY)
 
@@ -331,7 +330,7 @@ async def _apply_stream(bus: Bus, config: dict[str, Any]) -> None:
         try:
             await bus.api(f"STREAM.CREATE.{config['name']}", config)
         except (ApiError, StreamFull) as error:
-            # Somebody else may have made it since: the server asks for the room once more before it compares the two.
+            # Another gateway may have created it: the server checks for room again before it compares the two.
             found = await _stream_config(bus, config["name"])
             if found is None:
                 raise _explained(error, config) from error
@@ -346,7 +345,7 @@ async def _apply_stream(bus: Bus, config: dict[str, Any]) -> None:
 
 
 def _explained(error: ApiError | StreamFull, config: dict[str, Any]) -> ApiError | StreamFull:
-    """Return an error with the stream's name; of too little room, with what it needs and the settings that matter."""
+    """Return an error with the stream's name; for lack of room, also the required size and the relevant settings."""
     name, text = config["name"], str(error).partition(": ")[2] if isinstance(error, ApiError) else str(error)
     if "insufficient" in text or "resource" in text:
         limit = "max_memory_store" if config.get("storage") == "memory" else "max_file_store"
@@ -378,20 +377,20 @@ async def _apply_job_consumer(bus: Bus, config: dict[str, Any]) -> None:
     except ApiError as error:
         if error.code != CONSUMER_CANNOT_CHANGE:
             raise
-        # It holds no more than which jobs have just been delivered: those come again, and a second run is fenced off.
+        # It only knows which jobs were just delivered: they are redelivered, and a second run is fenced off.
         log.warning("recreating consumer %s: %s", config["durable_name"], error)
         await bus.api(f"CONSUMER.DELETE.{subjects.INTERACTIVE_STREAM}.{config['durable_name']}")
         await _apply_consumer(bus, subjects.INTERACTIVE_STREAM, config)
 
 
 async def _apply_consumer(bus: Bus, stream: str, config: dict[str, Any]) -> None:
-    # Without an "action" the server creates or updates, whichever is needed.
+    # Without an "action" the server creates or updates the consumer.
     name = config["durable_name"]
     await bus.api(f"CONSUMER.DURABLE.CREATE.{stream}.{name}", {"stream_name": stream, "config": config})
 
 
 async def consumer_exists(bus: Bus, stream: str, consumer: str) -> bool:
-    """Report whether a durable exists. Raises BusTimeout, or ApiError for anything but its absence."""
+    """Return whether a durable consumer exists. Raises BusTimeout, or ApiError for other errors than its absence."""
     try:
         await bus.api(f"CONSUMER.INFO.{stream}.{consumer}")
     except ApiError as error:
@@ -403,21 +402,21 @@ async def consumer_exists(bus: Bus, stream: str, consumer: str) -> bool:
 
 # --- backlog ----------------------------------------------------------------------------------------------------------
 #
-# What waits in the queue, by lane, as reported by the server.
+# The jobs in the queue by lane, as reported by the server.
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """The queue at one moment. Jobs that a worker was given and has not yet accepted count as well."""
+    """A snapshot of the queue, including jobs that are delivered and not yet accepted."""
 
-    jobs: dict[str, int]  # by subject; empty lanes are left out
+    jobs: dict[str, int]  # by subject; without empty lanes
     server_time: dt.datetime
-    bytes: int = 0  # of all jobs, of whatever lane
-    published: int = 0  # jobs that gateways have put into any queue since the stream was made
+    bytes: int = 0  # of all jobs in all lanes
+    published: int = 0  # jobs published to any queue since the stream was created
 
 
 async def read_backlog(bus: Bus, queue: str | None = None) -> Backlog:
-    """Ask for the backlog of one queue or of all. Raises ApiError or BusTimeout."""
+    """Read the backlog of one queue or of all. Raises ApiError or BusTimeout."""
     filter_ = "rq.>" if queue is None else subjects.job_subject(queue, ">")
     info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}", {"subjects_filter": filter_})
     state = info["state"]
@@ -427,6 +426,6 @@ async def read_backlog(bus: Bus, queue: str | None = None) -> Backlog:
 
 
 async def oldest_job(bus: Bus, subject: str) -> str:
-    """Return when the stream took the first job of a lane that it still has; empty if it has none. Raises BusError."""
+    """Return when the stream stored the oldest job of a lane; empty if it has none. Raises BusError."""
     message = await bus.get_message(subjects.INTERACTIVE_STREAM, seq=1, next_by_subj=subject)
     return "" if message is None else str(message["time"])
