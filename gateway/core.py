@@ -26,7 +26,7 @@ from gateway.limits.prices import CurrentPrices
 from gateway.limits.refusals import rates_of, refused_by
 from gateway.limits.reservation import Estimate, Reservation
 from gateway.request.mailbox import SharedMailbox
-from gateway.request.request import Admission, AnyCall, Arrival, Call, MadeBefore, Prompt, Trace
+from gateway.request.request import Admission, AnyCall, Arrival, Call, PartialAnswer, Prompt, Trace
 from gateway.request.tags import request_tags
 from gateway.settings import GatewaySettings
 from gateway.tokenizing.catalog import ModelCatalog
@@ -196,11 +196,11 @@ class Core:
 
     # --- start --------------------------------------------------------------------------------------------------------
 
-    def start(self, admitted: Admitted[AnyCall], *, made: MadeBefore | None = None) -> AnswerStream[AnyCall]:
-        """Publish an admitted call. ``made``: the part of its answer that another gateway received."""
+    def start(self, admitted: Admitted[AnyCall], *, partial: PartialAnswer | None = None) -> AnswerStream[AnyCall]:
+        """Publish an admitted call. ``partial``: the part of its answer that another gateway received."""
         tickets = admitted.tickets
         mailbox = None if len(tickets) == 1 else SharedMailbox(len(tickets))
-        requests = [self.dispatcher.open(ticket, mailbox, made) for ticket in tickets]
+        requests = [self.dispatcher.open(ticket, mailbox, partial) for ticket in tickets]
         return AnswerStream(admitted.calls, requests, self.dispatcher, trace=admitted.trace, on_close=admitted.on_close)
 
     # --- limits -------------------------------------------------------------------------------------------------------

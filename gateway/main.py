@@ -193,11 +193,11 @@ async def run(
             gateway_id=settings.gateway_id,
             finished=partial(publish_batch_ended, bus),
         )
-        process.calm_garbage_collection()
-        hurry = asyncio.Event()
-        beside = Beside(edge.refusals, prices, feeder, background_runs)
-        with on_stop_signals(partial(_take_signal, stop, hurry)):
-            await _serve(services, app, beside, (outbox, intents), on_ready=on_ready, stop=stop, hurry=hurry)
+        process.freeze_heap()
+        force_exit = asyncio.Event()
+        parts = BackgroundParts(edge.refusals, prices, feeder, background_runs)
+        with on_stop_signals(partial(_take_signal, stop, force_exit)):
+            await _serve(services, app, parts, (outbox, intents), on_ready=on_ready, stop=stop, force_exit=force_exit)
 
 
 async def _connected(settings: GatewaySettings) -> Bus:
@@ -259,8 +259,8 @@ def _traces(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> "Req
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """Background parts that run beside the routes."""
+class BackgroundParts:
+    """Parts that run in the background."""
 
     refusals: RefusalLog
     prices: CurrentPrices
@@ -271,16 +271,16 @@ class Beside:
 async def _serve(
     services: Services,
     app: Application,
-    beside: Beside,
+    parts: BackgroundParts,
     outboxes: Sequence[Outbox],
     *,
     on_ready: Callable[[int], None] | None,
     stop: asyncio.Event,
-    hurry: asyncio.Event,
+    force_exit: asyncio.Event,
 ) -> None:
     listener = listen(services.settings.host, services.settings.port)
     port = listener.getsockname()[1]
-    server, connections = _make_server(services, beside.refusals, app)
+    server, connections = _make_server(services, parts.refusals, app)
     async with _flushed(services, outboxes), asyncio.TaskGroup() as group:
         background = [
             group.create_task(_must_not_end(part, work), name=part)
@@ -290,9 +290,9 @@ async def _serve(
                 "key ring": services.keys.run(),
                 "model catalog": services.catalog.run(),
                 "limits": services.quotas.run(),
-                "prices": beside.prices.run(),
-                "feeder": beside.feeder.run(),
-                "background responses": beside.runs.run(),
+                "prices": parts.prices.run(),
+                "feeder": parts.feeder.run(),
+                "background responses": parts.runs.run(),
             }.items()
         ]
         serving = group.create_task(server.serve(sockets=[listener]), name="http")
@@ -303,14 +303,14 @@ async def _serve(
         log.info("shutting down: %d requests in flight", services.dispatcher.in_flight)
         connections.is_gateway_leaving = True
         timeouts = services.settings.timeouts
-        beside.feeder.leave()
-        await services.dispatcher.leave(LEAVE_S if timeouts.leave_s is None else timeouts.leave_s, hurry)
-        await beside.runs.leave()
-        await services.dispatcher.drain(timeouts.shutdown_s, hurry)
-        await beside.feeder.close()
+        parts.feeder.leave()
+        await services.dispatcher.leave(LEAVE_S if timeouts.leave_s is None else timeouts.leave_s, force_exit)
+        await parts.runs.leave()
+        await services.dispatcher.drain(timeouts.shutdown_s, force_exit)
+        await parts.feeder.close()
         server.should_exit = True
         await serving
-        beside.refusals.flush()
+        parts.refusals.flush()
         await _end(background)
 
 
@@ -394,6 +394,6 @@ def _is_news(record: logging.LogRecord) -> bool:
     return record.msg != "ASGI callable returned without completing response."
 
 
-def _take_signal(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+def _take_signal(stop: asyncio.Event, force_exit: asyncio.Event) -> None:
     """Stop at the first signal; stop at once at the second."""
-    (hurry if stop.is_set() else stop).set()
+    (force_exit if stop.is_set() else stop).set()

@@ -51,15 +51,12 @@ class BatchSettings(Settings):
     max_line_tries: PositiveInt = 4  # of a failing line; refusals for lack of capacity do not count
     max_message_batch_bytes: PositiveInt = 256 * 1024**2  # the body of POST /v1/messages/batches
     max_message_batch_requests: PositiveInt = 100_000
-    lease_s: Annotated[float, Field(ge=0.5, le=600)] = (
-        15.0  # a gateway that is unreachable for longer loses its batches
-    )
+    lease_s: Annotated[float, Field(ge=0.5, le=600)] = 15.0  # an unreachable gateway then loses its batches
     commit_s: PositiveSeconds = 2.0  # longest time that a result stays only in memory: a crash repeats this much work
     poll_s: PositiveSeconds = 1.0  # between two polls for new batches
     grace_s: PositiveSeconds = 10.0  # for the index or the open lines of a stopped batch to end
-    retry_s: PositiveSeconds = (
-        5.0  # before a failed run is retried; a batch that fails three times in the same way is given up
-    )
+    # Before a failed run is retried. A batch that fails three times in the same way is given up.
+    retry_s: PositiveSeconds = 5.0
 
 
 class IdempotencySettings(Settings):
@@ -67,9 +64,7 @@ class IdempotencySettings(Settings):
 
     reattach_s: PositiveSeconds = 30.0  # how long a request continues without a reader
     keep_s: PositiveSeconds = 600.0  # how long its answer can be replayed
-    max_runs: PositiveInt = (
-        10_000  # running and kept; beyond this bound or the next, the oldest kept answers are dropped
-    )
+    max_runs: PositiveInt = 10_000  # running and kept; beyond it, the oldest kept answers are dropped
     max_bytes: PositiveInt = 256 * 1024 * 1024  # of their answers
 
 
@@ -276,9 +271,8 @@ class GatewaySettings(Settings):
     open_metrics: bool = False  # GET /metrics requires no API key
     share_prefix_cache: bool = False  # among all tenants, who can then detect others' prompts by timing
     cors_origins: tuple[Origin, ...] = ()  # of sites whose pages may call the API
-    strict_fields: bool = (
-        False  # an unknown field similar to a known one gets a 400, instead of being ignored and reported
-    )
+    # An unknown field similar to a known one gets a 400, instead of being ignored and reported.
+    strict_fields: bool = False
 
     @property
     def queues(self) -> list[str]:
@@ -288,10 +282,10 @@ class GatewaySettings(Settings):
     @property
     def prices(self) -> dict[tuple[str, str], TokenPrice]:
         """Token prices by model and payee: CLIENTS for the operator's charges to clients, or a hosted pool."""
-        callers = {(name, CLIENTS): model.price.tokens for name, model in self.models.items() if model.price}
+        clients = {(name, CLIENTS): model.price.tokens for name, model in self.models.items() if model.price}
         pools = {
             (model, pool): price.tokens
             for pool, hosted in self.hosted.items()
             for model, price in hosted.prices.items()
         }
-        return callers | pools
+        return clients | pools

@@ -126,7 +126,7 @@ async def _serve(
     on_ready: OnReady | None,
     traces: "AttemptTraces | None",
 ) -> None:
-    process.calm_garbage_collection()
+    process.freeze_heap()
     try:
         async with asyncio.TaskGroup() as tasks:
             await Worker(settings, bus, engine, capacity, tasks, traces=traces).serve(stop, on_ready)

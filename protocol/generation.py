@@ -88,9 +88,8 @@ class Pooling(Struct, frozen=True, omit_defaults=True):
 
     task: str  # "embed" | "score"
     lengths: bytes  # tokens of each input, packed like token ids; the prompt holds the inputs one after the other
-    first_lengths: bytes = (
-        b""  # packed likewise: how many of them belong to a pair's first text (token type 0); empty: all
-    )
+    # Packed likewise: how many of them belong to a pair's first text (token type 0). Empty: all.
+    first_lengths: bytes = b""
     dimensions: int | None = None  # keep this many leading components, normalized again if the full vector is
 
     @property

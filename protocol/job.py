@@ -210,7 +210,7 @@ class Pace(Struct, frozen=True, omit_defaults=True):
 
 
 class Paused(Struct, frozen=True, omit_defaults=True):
-    """Why a live worker takes no jobs at the moment."""
+    """Why a live worker takes no jobs."""
 
     reason: str  # from its server
     wait_ms: Whole = 0  # the wait that its server asks for; 0: broken, until a probe succeeds
@@ -314,7 +314,7 @@ class Job(Struct, frozen=True, omit_defaults=True):
 
     v: int
     request_id: str
-    attempt: int  # from 1; numbered by the gateway alone
+    attempt: int  # from 1; numbered only by the gateway
     model: str
     reply_subject: str  # where frames go: the owning gateway's inbox
     sampling: Sampling

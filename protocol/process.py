@@ -107,9 +107,7 @@ class TelemetrySettings(Settings):
     service_name: Annotated[str, Field(min_length=1)] = "spillway"  # "-gateway" and "-worker" are appended
     resource_attributes: dict[str, str] = Field(default={})
     export_timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0  # of one export; failed exports are dropped
-    max_queued_spans: Annotated[int, Field(ge=512, le=1_000_000)] = (
-        8192  # waiting for export; beyond it the oldest are dropped
-    )
+    max_queued_spans: Annotated[int, Field(ge=512, le=1_000_000)] = 8192  # then the oldest are dropped
 
     @field_validator("otlp_endpoint")
     @classmethod
@@ -204,7 +202,7 @@ def on_stop_signals(handle: Callable[[], object]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-# --- garbage ----------------------------------------------------------------------------------------------------------
+# --- memory ----------------------------------------------------------------------------------------------------------
 #
 # How Python and glibc free memory in processes with many small requests and occasional large ones.
 
@@ -213,7 +211,7 @@ def on_stop_signals(handle: Callable[[], object]) -> Iterator[None]:
 YOUNGEST: Final = 20_000
 
 
-def calm_garbage_collection() -> None:
+def freeze_heap() -> None:
     """Exclude existing objects from garbage collection, and collect less often. Call it before serving."""
     gc.collect()
     gc.freeze()  # several 100,000 objects of libraries

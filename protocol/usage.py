@@ -70,9 +70,8 @@ class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
     team_id: str | None = None
     organisation_id: str | None = None
     tier: str | None = None  # of the last attempt's pool
-    counted_by: CountedBy = (
-        "engine"  # "provider": reported by a hosted API; "estimate": for answers in parts without reported counts
-    )
+    # "provider": reported by a hosted API; "estimate": for answers in parts without reported counts.
+    counted_by: CountedBy = "engine"
     tags: Tags | None = None  # the client's
 
 

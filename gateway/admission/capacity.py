@@ -28,7 +28,7 @@ class LaneBacklog:
     __slots__ = ("_changed", "_polled", "_ranked_s", "_ranks", "here")
 
     def __init__(self) -> None:
-        self.here: dict[str, float] = {}  # this gateway's jobs in order of admission → time of admission (monotonic)
+        self.here: dict[str, float] = {}  # this gateway's jobs → time of admission (monotonic), oldest first
         self._polled = 0  # messages in the stream at the last poll
         self._changed = 0  # net change in this gateway's jobs since the last poll
         self._ranks: dict[str, int] = {}
@@ -175,7 +175,7 @@ class Capacity:
     def __init__(self, queues: Sequence[str], hosted: Iterable[tuple[str, str]] = ()) -> None:
         """``hosted``: (pool, model) pairs of tier "hosted"."""
         self._queues = {queue: ModelCapacity() for queue in queues}
-        self._hosted = {place: ModelCapacity() for place in hosted}
+        self._hosted = {pool_and_model: ModelCapacity() for pool_and_model in hosted}
         self._beats: dict[str, Heartbeat] = {}  # last heartbeat of every live worker that takes jobs
         self._paused: dict[str, Heartbeat] = {}  # last heartbeat of every paused worker
         self._taken: dict[

@@ -39,7 +39,7 @@ def batch_position(ahead_in_lane: int, interactive: int) -> int:
     return interactive + ahead_in_lane + 1
 
 
-def place_of(position: int, capacity: ModelCapacity) -> QueuePosition:
+def with_eta(position: int, capacity: ModelCapacity) -> QueuePosition:
     """Return a queue position with its estimated wait."""
     rate = capacity.jobs_per_s
     return QueuePosition(position, None if rate is None else position / rate)
@@ -130,9 +130,9 @@ class Ticket:
         self._waits = True
         self._is_open = True
 
-    def place(self) -> QueuePosition | None:
+    def queue_position(self) -> QueuePosition | None:
         """Return the queue position; None once the request no longer waits for its first worker."""
-        return self._control.place(self) if self._waits else None
+        return self._control.queue_position(self) if self._waits else None
 
     def accepted(self, worker_id: str) -> None:
         """Note that a worker has accepted the request."""
@@ -157,7 +157,7 @@ class Ticket:
         if self._is_open:
             self._is_open = False
             if self.admission.reservation is not None:
-                self.admission.reservation.release_place()
+                self.admission.reservation.release_concurrency()
             self._control.leave(self)
 
 
@@ -317,7 +317,7 @@ class AdmissionControl:
         rate = capacity.jobs_per_s
         if rate is None or (waiting + 1) / rate <= admission.arrival.queue_wait_s:
             return None  # even the last position is served in time
-        eta_s = self._place_of_next(admission).eta_s
+        eta_s = self._position_of_next(admission).eta_s
         if eta_s is not None and eta_s > admission.arrival.queue_wait_s:
             message = (
                 f"The estimated wait is {eta_s:.0f} s; the request waits at most {admission.arrival.queue_wait_s:g} s."
@@ -359,7 +359,7 @@ class AdmissionControl:
 
     def retry_after_s(self, admission: Admission) -> int:
         """Return the estimated time until such a request could run, in whole seconds from 1 to 60."""
-        eta_s = self._place_of_next(admission).eta_s
+        eta_s = self._position_of_next(admission).eta_s
         return UNKNOWN_RETRY_AFTER_S if eta_s is None else max(1, min(MAX_RETRY_AFTER_S, math.ceil(eta_s)))
 
     def _settings_of(self, tenant: str, key_name: str) -> TenantSettings:
@@ -379,7 +379,7 @@ class AdmissionControl:
         """Return whether a new interactive request is expected to wait longer than ``limit_s`` for a worker."""
         if not self.has_workers(admission.queue):
             return True
-        eta_s = None if self.has_room(admission) else self._place_of_next(admission).eta_s
+        eta_s = None if self.has_room(admission) else self._position_of_next(admission).eta_s
         return eta_s is not None and eta_s > limit_s
 
     # --- lanes and queue positions ------------------------------------------------------------------------------------
@@ -400,11 +400,11 @@ class AdmissionControl:
                 return lane
         return None
 
-    def _place_of_next(self, admission: Admission) -> QueuePosition:
+    def _position_of_next(self, admission: Admission) -> QueuePosition:
         lane = self._lane_of_next(admission)
-        return self._place(admission.queue, lane, self._backlog.lane(admission.queue, lane).waiting)
+        return self._position(admission.queue, lane, self._backlog.lane(admission.queue, lane).waiting)
 
-    def _place(self, queue: str, lane: str, ahead: int) -> QueuePosition:
+    def _position(self, queue: str, lane: str, ahead: int) -> QueuePosition:
         backlog = self._backlog
         if lane == subjects.LOW_LANE:
             position = batch_position(ahead, backlog.interactive(queue))
@@ -412,7 +412,7 @@ class AdmissionControl:
             resuming = backlog.lane(queue, subjects.RESUME_LANE).waiting
             others = [backlog.lane(queue, other).waiting for other in subjects.HIGH_LANES if other != lane]
             position = interactive_position(ahead, resuming, others)
-        return place_of(position, self.capacity.of(queue))
+        return with_eta(position, self.capacity.of(queue))
 
     # --- admitted requests --------------------------------------------------------------------------------------------
 
@@ -438,11 +438,11 @@ class AdmissionControl:
         self._models[admission.queue].add(admission, ticket.job_bytes, 1)
         self._tenants[admission.principal.tenant].enter_queue(admission.queue, ticket.lane, ticket.job_bytes)
 
-    def place(self, ticket: Ticket) -> QueuePosition:
+    def queue_position(self, ticket: Ticket) -> QueuePosition:
         """Return the queue position of a waiting request, or None."""
         admission = ticket.admission
         backlog = self._backlog.lane(admission.queue, ticket.lane)
-        return self._place(admission.queue, ticket.lane, backlog.ahead_of(admission.request_id, time.monotonic()))
+        return self._position(admission.queue, ticket.lane, backlog.ahead_of(admission.request_id, time.monotonic()))
 
     def leave_queue(self, ticket: Ticket) -> None:
         """Count a request as no longer waiting for its first worker."""

@@ -162,7 +162,7 @@ class Asking:
                 await stream.end()
                 whole = await operation.whole(stream, arrival)
                 body = whole if isinstance(whole, bytes) else b"".join([piece async for piece in whole])
-                stream.told(200)
+                stream.note_status(200)
                 await stream.ensure_recorded(self._timeouts.row_s)
             status = 200
             return Answer(arrival.request_id, status, body, _counts_of(stream))

@@ -83,7 +83,7 @@ class Choices:
         return False
 
     @property
-    def may_go_on(self) -> bool:
+    def can_resume(self) -> bool:
         """True if any worker can continue what is held."""
         return True
 
@@ -187,7 +187,7 @@ class Choices:
 #     by message     as a prefix of the assistant's message, if an API supports that
 #
 # provided that it is plain text so far. Tool calls, reasoning, refusals and answers to a schema cannot be continued
-# from text: once begun, they continue only from their original token ids, or not at all (``may_go_on``).
+# from text: once begun, they continue only from their original token ids, or not at all (``can_resume``).
 
 
 @dataclass(slots=True)
@@ -342,13 +342,13 @@ class ChatChoices(Choices):
     @property
     def takes_messages(self) -> bool:
         """See ``Choices``."""
-        return not self._is_refused and self._go_on_as_text()
+        return not self._is_refused and self._all_resume_as_text()
 
     @property
-    def may_go_on(self) -> bool:
+    def can_resume(self) -> bool:
         """See ``Choices``."""
         can_read = self._conversation.encode is not None or not self._is_refused
-        return not self.is_encoded or (can_read and self._go_on_as_text())
+        return not self.is_encoded or (can_read and self._all_resume_as_text())
 
     async def prepare(self) -> None:
         """Encode the text that arrived in parts."""
@@ -357,7 +357,7 @@ class ChatChoices(Choices):
             return
         for one, parts in self._rows():
             text = parts.text
-            if _is_begun(one, parts) and self._goes_on_as_text(one, parts) and len(text) != parts.encoded_chars:
+            if _is_begun(one, parts) and self._resumes_as_text(one, parts) and len(text) != parts.encoded_chars:
                 parts.encoded, parts.encoded_chars = await encode(text), len(text)
 
     def resume_points(self) -> tuple[ResumePoint, ...]:
@@ -375,15 +375,15 @@ class ChatChoices(Choices):
             pack_token_ids(token_ids),
             one.text_chars,
             one.finish_reason,
-            text=parts.text if self._goes_on_as_text(one, parts) else None,
+            text=parts.text if self._resumes_as_text(one, parts) else None,
             is_encoded=parts.has_come,
             tokens=len(one.token_ids) + parts.tokens if parts.has_come else None,
         )
 
-    def _go_on_as_text(self) -> bool:
-        return all(self._goes_on_as_text(one, parts) for one, parts in self._rows() if _is_begun(one, parts))
+    def _all_resume_as_text(self) -> bool:
+        return all(self._resumes_as_text(one, parts) for one, parts in self._rows() if _is_begun(one, parts))
 
-    def _goes_on_as_text(self, one: Choice, parts: Parts) -> bool:
+    def _resumes_as_text(self, one: Choice, parts: Parts) -> bool:
         # The text of token ids includes reasoning, which clients received separately.
         is_read = self._conversation.encode is not None or not one.token_ids
         return self._conversation.is_plain and parts.is_text and is_read

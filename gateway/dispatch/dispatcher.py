@@ -25,7 +25,7 @@ from gateway.dispatch.records import DeadLetters, Recorder, dead_letter, rescue,
 from gateway.dispatch.revisions import LiveRevisions, takers_of
 from gateway.errors import Failure
 from gateway.request.mailbox import Mailbox, UnreadBytes
-from gateway.request.request import MadeBefore
+from gateway.request.request import PartialAnswer
 from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.errors import BusError, ErrorCode, ProtocolError
@@ -94,7 +94,7 @@ def fail_alone(request: OpenRequest, mistake: Exception) -> None:
 # Reports to the ledger which requests this gateway still has; the ledger writes rows for those that a gateway lost.
 
 
-class OpenRequests:
+class OpenRequestReporter:
     """Answers ledger writers (ledger.abandoned)."""
 
     def __init__(self, bus: Bus, gateway_id: str, unsettled: Mapping[str, OpenRequest], outbox: Outbox) -> None:
@@ -205,7 +205,7 @@ class Dispatcher:
         self._frames_subject = subjects.frames_subject(settings.gateway_id)
         self._open: dict[str, OpenRequest] = {}  # those that receive frames
         self._unsettled: dict[str, OpenRequest] = {}  # admitted and not yet recorded
-        self._open_requests = OpenRequests(bus, settings.gateway_id, self._unsettled, outbox)
+        self._open_requests = OpenRequestReporter(bus, settings.gateway_id, self._unsettled, outbox)
         self._deadlines = DeadlineTimers()
         self._background = BackgroundTasks()
         self._leaving = False
@@ -277,17 +277,17 @@ class Dispatcher:
             except Exception as mistake:  # noqa: BLE001  # logged there
                 fail_alone(request, mistake)
 
-    async def leave(self, limit_s: float, hurry: asyncio.Event) -> None:
-        """Report not ready, and accept requests for ``limit_s`` more seconds or until ``hurry`` is set."""
+    async def leave(self, limit_s: float, force_exit: asyncio.Event) -> None:
+        """Report not ready, and accept requests for ``limit_s`` more seconds or until ``force_exit`` is set."""
         self._leaving = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await hurry.wait()
+                await force_exit.wait()
 
-    async def drain(self, limit_s: float, hurry: asyncio.Event | None = None) -> None:
-        """Accept no new requests, wait for open ones for ``limit_s`` or until ``hurry`` is set, then fail the rest."""
+    async def drain(self, limit_s: float, force_exit: asyncio.Event | None = None) -> None:
+        """Accept no new requests; wait ``limit_s`` or until ``force_exit`` is set; then fail open requests."""
         self._leaving = self._draining = True
-        await self._wait_until_settled(limit_s, hurry or asyncio.Event())
+        await self._wait_until_settled(limit_s, force_exit or asyncio.Event())
         for request in list(self._open.values()):
             request.fail(LEAVING, time.monotonic())
         await self._wait_until_settled(SETTLE_LIMIT_S, asyncio.Event())
@@ -299,9 +299,9 @@ class Dispatcher:
             log.error("request %s did not end in time; recording its current state", request.request_id)
             request.settle_as_it_stands(LEAVING, time.monotonic())
 
-    async def _wait_until_settled(self, limit_s: float, hurry: asyncio.Event) -> None:
+    async def _wait_until_settled(self, limit_s: float, force_exit: asyncio.Event) -> None:
         deadline_s = time.monotonic() + limit_s
-        while self._unsettled and time.monotonic() < deadline_s and not hurry.is_set():  # noqa: ASYNC110  # happens once, at the end
+        while self._unsettled and time.monotonic() < deadline_s and not force_exit.is_set():  # noqa: ASYNC110  # happens once, at the end
             await asyncio.sleep(DRAIN_POLL_S)
 
     # --- what the HTTP side calls -------------------------------------------------------------------------------------
@@ -350,8 +350,8 @@ class Dispatcher:
             return Failure(ErrorCode.USAGE_NOT_STORED, "The gateway cannot store usage records now.")
         return None
 
-    def open(self, ticket: Ticket, mailbox: Mailbox | None = None, made: MadeBefore | None = None) -> OpenRequest:
-        """Open an admitted request, which ends in one record; ``made``: the part of its answer from another gateway."""
+    def open(self, ticket: Ticket, mailbox: Mailbox | None = None, partial: PartialAnswer | None = None) -> OpenRequest:
+        """Open an admitted request, which ends in one record; ``partial``: its answer so far at another gateway."""
         now_s, admission, settings = time.monotonic(), ticket.admission, self._settings
         for notify in self._observers.admitted:
             notify(admission)
@@ -363,7 +363,7 @@ class Dispatcher:
         request.mailbox.count_in(self._unread, tenant, lambda: request.give_up_unread(time.monotonic()))
         self._open[request.request_id] = self._unsettled[request.request_id] = request
         self._deadlines.set(admission, now_s, lambda: self._tick_now(request))
-        self.publish(request, 0.0) if made is None else request.resume(made, now_s)
+        self.publish(request, 0.0) if partial is None else request.resume(partial, now_s)
         return request
 
     def hand_over(self, request: OpenRequest) -> None:

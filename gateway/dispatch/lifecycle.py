@@ -16,7 +16,7 @@ from gateway.dispatch.choices import choices_of, plausible_prompt, why_implausib
 from gateway.dispatch.hosted import HostedSlot
 from gateway.errors import Failure
 from gateway.request.mailbox import Ended, Mailbox, StillWaiting
-from gateway.request.request import Admission, MadeBefore, QueuePosition
+from gateway.request.request import Admission, PartialAnswer, QueuePosition
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.job import (
@@ -168,9 +168,7 @@ class RequestState:
         self.record: RequestRecord | None = None  # once published
         self.http_status: int | None = None  # sent to the client; None: none
         self.dropped: frozenset[str] = frozenset()  # fields that the pools of its answer ignored
-        self.hosted_wait: str | None = (
-            None  # why it is not at a hosted pool although it may be: gateway.dispatch.hosted
-        )
+        self.hosted_wait: str | None = None  # why it is not at a hosted pool: gateway.dispatch.hosted
         self.is_closed = False  # the reader of its answer is gone
         self.on_end: Callable[[Ended], None] | None = None  # called when the client's outcome is known
         self._timeouts = timeouts
@@ -237,7 +235,7 @@ def is_premature(frame: Failed, queue_deadline_s: float, now_s: float) -> bool:
     return frame.code == ErrorCode.DEADLINE_EXCEEDED and now_s < queue_deadline_s - CLOCK_SKEW_S
 
 
-def verdict_of(frame: Failed, admission: Admission, now_s: float) -> Failure:
+def client_failure(frame: Failed, admission: Admission, now_s: float) -> Failure:
     """Return the failure that the client sees."""
     code = _known_code(frame.code)
     if code is ErrorCode.DEADLINE_EXCEEDED and now_s < admission.arrival.deadline_s - CLOCK_SKEW_S:
@@ -247,7 +245,7 @@ def verdict_of(frame: Failed, admission: Admission, now_s: float) -> Failure:
     return Failure(code, frame.message, param)
 
 
-def why_over(request: "OpenRequest") -> Failure | None:
+def terminal_failure(request: "OpenRequest") -> Failure | None:
     """Return why a request gets no further attempt after a failed one, or None."""
     if request.log.is_busy_too_often:
         return Failure(ErrorCode.WAIT_TOO_LONG, f"The servers of this model asked to wait {MAX_BUSY_FAILURES} times.")
@@ -259,7 +257,7 @@ def why_over(request: "OpenRequest") -> Failure | None:
         if not request.log.drop():
             return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, f"{request.log.why(request.attempt)}. {BROKEN_OFF_TWICE}")
         drop_answer(request)  # the client has not received any of it
-    return None if request.choices.may_go_on else answer_cut(request)
+    return None if request.choices.can_resume else answer_cut(request)
 
 
 def answer_cut(request: "OpenRequest") -> Failure:
@@ -434,9 +432,9 @@ ATTEMPTS_UNKNOWN: Final = 1  # attempts that another gateway may have begun afte
 class OpenRequest(RequestState):
     """A request from admission to its end. Only used in the event loop."""
 
-    def place(self) -> QueuePosition | None:
+    def queue_position(self) -> QueuePosition | None:
         """Return the queue position; None once the request no longer waits for its first worker."""
-        return self.ticket.place()
+        return self.ticket.queue_position()
 
     def _enter(self, state: State) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -462,11 +460,11 @@ class OpenRequest(RequestState):
 
     # --- record -------------------------------------------------------------------------------------------------------
 
-    def calling_at_end(self, callback: Callable[[Ended], None] | None) -> None:
+    def notify_at_end(self, callback: Callable[[Ended], None] | None) -> None:
         """Call back once the client's outcome is known; None: no longer."""
         self.on_end = callback
 
-    def told(self, status: int | None) -> None:
+    def note_status(self, status: int | None) -> None:
         """Note the HTTP status that the client received; None: none."""
         self.http_status = status
 
@@ -503,10 +501,10 @@ class OpenRequest(RequestState):
         self.row = self.row or self._actions.record(self)
         return (self.row,)
 
-    def resume(self, made: MadeBefore, now_s: float) -> None:
+    def resume(self, partial: PartialAnswer, now_s: float) -> None:
         """Continue from the output that another gateway received."""
-        self.choices.revision = made.revision
-        for frame in made.frames:
+        self.choices.revision = partial.revision
+        for frame in partial.frames:
             if (reason := self.choices.take(frame)) is not None:
                 self._end("failed", Failure(ErrorCode.INTERNAL_ERROR, reason), now_s)
                 return
@@ -514,7 +512,7 @@ class OpenRequest(RequestState):
         if self.choices.are_complete():  # only the final frame was lost
             self._end("ok", None, now_s)
             return
-        self.current.number = made.attempt + ATTEMPTS_UNKNOWN
+        self.current.number = partial.attempt + ATTEMPTS_UNKNOWN
         self.log.add(self.current, ErrorCode.GATEWAY_LOST, "the request's gateway stopped", 0)
         held = self.choices.held_tokens()
         self.current = CurrentAttempt(self.attempt + 1, now_s, now_s, held, self.choices.is_encoded, is_rescue=True)
@@ -637,7 +635,7 @@ class OpenRequest(RequestState):
         if is_premature(frame, self.queue_deadline_s, now_s):
             self.log.avoid_worker(worker_id)
         elif self.choices.is_final(frame):
-            self._end("failed", verdict_of(frame, self.admission, now_s), now_s)
+            self._end("failed", client_failure(frame, self.admission, now_s), now_s)
             return
         self._attempt_failed(frame.code, frame.message, now_s, ended_there=True)
 
@@ -683,16 +681,16 @@ class OpenRequest(RequestState):
         """Note why the request is not at a hosted pool although it may be."""
         self.hosted_wait = why
 
-    def reserve_hosted_slot(self, place: HostedSlot) -> None:
+    def reserve_hosted_slot(self, slot: HostedSlot) -> None:
         """Assign the current attempt to a hosted pool."""
-        self.current.hosted, self.hosted_wait = place, None
+        self.current.hosted, self.hosted_wait = slot, None
         self.ticket.leave_queue()
 
-    def move(self, attempt: int, place: HostedSlot | None, now_s: float) -> None:
+    def move(self, attempt: int, slot: HostedSlot | None, now_s: float) -> None:
         """Move a waiting attempt to a hosted pool, or back to own workers."""
         if self.waits_for_worker(attempt):
             self._actions.withdraw(self)
-            self._next_attempt(now_s, is_moved=True, hosted=place)
+            self._next_attempt(now_s, is_moved=True, hosted=slot)
 
     def refused(self, attempt: int, failure: Failure, now_s: float) -> None:
         """Fail the request, because the queue refused the attempt."""
@@ -719,8 +717,8 @@ class OpenRequest(RequestState):
             self._end("ok", None, now_s)
             return
         self.log.add(self.current, code, reason, self.attempt_tokens, is_excused=is_excused(self, code))
-        if (over := why_over(self)) is not None:
-            self._end("failed", over, now_s)
+        if (failure := terminal_failure(self)) is not None:
+            self._end("failed", failure, now_s)
         else:
             self._next_attempt(now_s)
 

@@ -83,23 +83,23 @@ class Overflow:
         if not self._control.would_wait(admission, 0.0 if admission.do_not_queue else self._after_s):
             return
         offer = self._offer(request)
-        place = None if offer is None else await self._pools.take(offer, admission.prompt.sampling.n)
-        if place is None:
+        slot = None if offer is None else await self._pools.take(offer, admission.prompt.sampling.n)
+        if slot is None:
             return
         if request.current is current and request.waits_for_worker(current.number):
-            request.reserve_hosted_slot(place)
+            request.reserve_hosted_slot(slot)
         else:
-            place.refund()
+            slot.refund()
 
     def look(self, requests: Iterable[OpenRequest], now_s: float, spawn: Spawn) -> None:
         """Move requests that have waited too long."""
         for request in requests:
             if request.state is not State.QUEUED or self._stays(request.admission):
                 continue
-            place = request.current.hosted
-            if place is not None:
-                if now_s - place.made_s >= TAKEN_LIMIT_S:
-                    place.pool.rest(now_s)
+            slot = request.current.hosted
+            if slot is not None:
+                if now_s - slot.made_s >= TAKEN_LIMIT_S:
+                    slot.pool.rest(now_s)
                     request.move(request.attempt, None, now_s)
             elif request.request_id not in self._moving and self._has_waited(request, now_s):
                 offer = self._offer(request)
@@ -121,15 +121,15 @@ class Overflow:
         attempt = request.attempt
         offer.pool.promised -= request.admission.prompt.sampling.n
         try:
-            place = await self._pools.take(offer, request.admission.prompt.sampling.n)
+            slot = await self._pools.take(offer, request.admission.prompt.sampling.n)
         finally:
             self._moving.discard(request.request_id)
-        if place is None:
+        if slot is None:
             return
         if request.waits_for_worker(attempt):
-            request.move(attempt, place, time.monotonic())
+            request.move(attempt, slot, time.monotonic())
         else:
-            place.refund()
+            slot.refund()
 
     def _offer(self, request: OpenRequest) -> Offer | None:
         """Return a pool that can take the rest of a request, or None after noting the reason."""
@@ -159,27 +159,27 @@ class Overflow:
 
     def left(self, request: OpenRequest) -> None:
         """Settle the hosted slot of the current attempt, which has ended."""
-        place, current = request.current.hosted, request.current
-        if place is None:
+        slot, current = request.current.hosted, request.current
+        if slot is None:
             return
         if current.accepted is not None:
-            place.settle()
+            slot.settle()
             return
-        place.leave_room()
+        slot.leave_room()
         key = (request.request_id, current.number)
-        self._lingering[key] = place
+        self._lingering[key] = slot
         asyncio.get_running_loop().call_later(LINGER_S, self._refund, key)
 
     def _refund(self, key: tuple[str, int]) -> None:
-        place = self._lingering.pop(key, None)
-        if place is not None:
-            place.refund()
+        slot = self._lingering.pop(key, None)
+        if slot is not None:
+            slot.refund()
 
     def on_unowned_frame(self, frame: Frame) -> None:
         """Charge an unowned attempt if it ran at a hosted pool."""
-        place = self._lingering.pop((frame.request_id, frame.attempt), None)
-        if place is not None:
-            place.settle()
+        slot = self._lingering.pop((frame.request_id, frame.attempt), None)
+        if slot is not None:
+            slot.settle()
 
 
 def _wanted(

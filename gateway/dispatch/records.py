@@ -289,7 +289,7 @@ async def _letter(bus: Bus, sequence: int) -> DeadLetter | None:
 #     whole       … end ──> record ──stored──> head, answer
 #     refused     … end ──> head, reason ──> record
 #
-# A client that has received a token or the head of a good answer finds its row in the ledger, whatever crashes next. A
+# A client that has received a token or the head of a good answer finds its row in the ledger, even after a crash. A
 # stream's intent is published at admission, so that it is stored while the job travels to a worker and back. The record
 # of a whole answer contains all of its intent, so only the record is stored, before the answer is sent.
 

@@ -60,7 +60,7 @@ class AnswerStream(Generic[AnyCall]):
         self._running = len(requests)
         self._has_ended = False
         for request in requests:
-            request.calling_at_end(self._on_one_end)
+            request.notify_at_end(self._on_one_end)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -135,16 +135,16 @@ class AnswerStream(Generic[AnyCall]):
         for request in self.requests:
             self._closing.hand_over(request)
 
-    def told(self, status: int | None) -> None:
+    def note_status(self, status: int | None) -> None:
         """Note the HTTP status that the client received, for the record; None: none."""
         for request in self.requests:
-            request.told(status)
+            request.note_status(status)
 
     def close(self, status: int | None) -> None:
         """End reading. ``status``: as sent; None: the client disconnected before."""
         for request in self.requests:
             self._closing.close(request, status)
-            request.calling_at_end(None)  # breaks a reference cycle
+            request.notify_at_end(None)  # breaks a reference cycle
         if self._trace is not None:
             self._trace.parts_ended(status)
         if self._on_close is not None:
@@ -200,10 +200,10 @@ class AnswerStream(Generic[AnyCall]):
         known = [request.published_s for request in self.requests if request.published_s is not None]
         return max(known) if len(known) == len(self.requests) else None
 
-    def place(self) -> QueuePosition | None:
+    def queue_position(self) -> QueuePosition | None:
         """Return the highest queue position; None once no request waits for its first worker."""
-        places = [place for request in self.requests if (place := request.place()) is not None]
-        return max(places, key=lambda place: place.position, default=None)
+        positions = [position for request in self.requests if (position := request.queue_position()) is not None]
+        return max(positions, key=lambda position: position.position, default=None)
 
     @property
     def prompt_tokens(self) -> int:

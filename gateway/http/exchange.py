@@ -228,7 +228,7 @@ class Exchange:
         Raises RequestFailed for a request that has failed before it was sure to have a row: nothing was sent.
         """
         if stream is not None:
-            stream.told(self.seen(status))
+            stream.note_status(self.seen(status))
             if status < HTTPStatus.BAD_REQUEST:
                 await stream.ensure_recorded(self._timeouts.row_s)
         self.sent_status = status
@@ -377,7 +377,7 @@ def _rate_headers(rates: Mapping[Kind, RateStatus]) -> list[tuple[bytes, bytes]]
 
 def _dispatch_headers(stream: AnswerStream[Any], received_s: float) -> list[tuple[bytes, bytes]]:
     headers = [(b"x-spillway-attempts", b"%d" % stream.attempt)]
-    published_s, place = stream.published_s, stream.place()
+    published_s, place = stream.published_s, stream.queue_position()
     if published_s is not None:
         headers.append((b"x-spillway-overhead-ms", b"%.1f" % ((published_s - received_s) * 1000)))
     if place is not None:

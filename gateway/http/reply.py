@@ -115,7 +115,7 @@ class StreamWriter:
         return self._sign_of_life(event.state) if isinstance(event, StillWaiting) else b""
 
     def _sign_of_life(self, state: str) -> bytes:
-        place = self._stream.place()
+        place = self._stream.queue_position()
         if place is None:
             return comment(state)
         eta = "" if place.eta_s is None else f" eta={place.eta_s:.1f}"

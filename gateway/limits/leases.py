@@ -67,10 +67,10 @@ class Quotas:
         self._bus = bus
         self._ledger = ledger
         self._started_s = 0.0  # on the queue server's clock
-        self._bucket_created_s = 0.0  # likewise
+        self._bucket_created_s = 0.0  # on the queue server's clock
         self._refused_budgets: set[str] = set()  # of local accounts, since the last tick
         self._seeding: dict[str, asyncio.Task[None]] = {}
-        self._seed_places = asyncio.Semaphore(MAX_SEEDS)
+        self._seed_slots = asyncio.Semaphore(MAX_SEEDS)
         self._clock = bus.clock
         self._gateway_id = gateway_id
         self._account_store = AccountStore(bus, reach_limit_s)
@@ -78,7 +78,7 @@ class Quotas:
         self._local_accounts: dict[str, LocalAccount] = {}
         self._asked_s: dict[str, float] = {}  # by account: when a request last used it (monotonic clock)
         self._exchanging: dict[str, asyncio.Task[None]] = {}
-        self._places = asyncio.Semaphore(MAX_EXCHANGES)
+        self._exchange_slots = asyncio.Semaphore(MAX_EXCHANGES)
         self._kept: set[str] = set()  # accounts
         self._failing = False
 
@@ -325,7 +325,7 @@ class Quotas:
     async def _exchange_until_served(self, local: LocalAccount) -> None:
         while True:
             await asyncio.sleep(max(0.0, local.exchanged_s + EXCHANGE_GAP_S - time.monotonic()))
-            async with self._places:
+            async with self._exchange_slots:
                 if not await self._exchange(local):
                     return
             local.wake()
@@ -367,7 +367,7 @@ class Quotas:
         """Return whether the initial amounts of an account are known, after trying to load them."""
         now_s, spent = self._clock.now_s(), 0
         try:
-            async with self._seed_places, asyncio.timeout(SEED_LIMIT_S):
+            async with self._seed_slots, asyncio.timeout(SEED_LIMIT_S):
                 if local.account is EMPTY:
                     await check_nobody_holds(self._bus, self._started_s)
                 if local.terms.limits[Kind.MONEY] is not None:

@@ -119,13 +119,13 @@ LONG_S: Final = 1.0
 class Taken:
     """A request's amounts from one slice. Settle them once."""
 
-    __slots__ = ("amounts", "at_s", "holds_place", "period")
+    __slots__ = ("amounts", "at_s", "is_concurrent", "period")
 
     def __init__(self, amounts: Amounts, at_s: int, period: str) -> None:
         self.amounts = amounts
         self.at_s = at_s  # unix second
         self.period = period  # of its money
-        self.holds_place = True  # counts as a concurrent request
+        self.is_concurrent = True  # counts as a concurrent request
 
 
 class Slice:
@@ -189,17 +189,17 @@ class Slice:
         self.is_changed = True
         return Taken(needs, at_s, self.period)
 
-    def release_place(self, taken: Taken) -> None:
+    def release_concurrency(self, taken: Taken) -> None:
         """Stop counting a request as concurrent. Idempotent."""
-        if taken.holds_place:
-            taken.holds_place = False
+        if taken.is_concurrent:
+            taken.is_concurrent = False
             self._busy[Kind.CONCURRENT] -= taken.amounts[Kind.CONCURRENT]
             self.idle[Kind.CONCURRENT] += taken.amounts[Kind.CONCURRENT]
             self.is_changed = True
 
     def settle(self, taken: Taken, actual: Amounts, now_s: float) -> None:
         """Settle an ended request with its ``actual`` rates and money, which may exceed the reservation."""
-        self.release_place(taken)
+        self.release_concurrency(taken)
         for kind in RATES:
             self._give_back(kind, taken.at_s, taken.amounts[kind] - actual[kind], now_s)
         if taken.period == self.period:

@@ -63,10 +63,10 @@ async def load_usage(
 
     Raises BusError, also after ``READ_LIMIT_S``, and ProtocolError.
     """
-    places = asyncio.Semaphore(MAX_READS)
+    slots = asyncio.Semaphore(MAX_READS)
 
     async def load(account_id: str, terms: Limits) -> tuple[LimitUsage, ...]:
-        async with places:
+        async with slots:
             account, _ = await store.load(account_id) or (EMPTY, 0)
         return uses(terms, taken_amounts(account, terms, now_s), now_s)
 

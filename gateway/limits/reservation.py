@@ -42,10 +42,10 @@ class Reservation:
         self._more += taken
         self._price = price
 
-    def release_place(self) -> None:
+    def release_concurrency(self) -> None:
         """Release the concurrent request; its use is settled later."""
         for local, taken in (*self._taken, *self._more):
-            local.slice.release_place(taken)
+            local.slice.release_concurrency(taken)
             local.wake()
 
     def settle(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:

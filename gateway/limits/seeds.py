@@ -111,14 +111,14 @@ async def until_ledger_is_current(bus: Bus) -> None:
     if int(state["first_seq"]) > last_sequence:  # all of it was purged, which happens only up to the floor
         return
     limit_s = time.monotonic() + LEDGER_LIMIT_S
-    is_told = False
+    is_announced = False
     while True:
         info = await bus.api(f"CONSUMER.INFO.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}")
         if int(info["ack_floor"]["stream_seq"]) >= last_sequence:
             return
-        if not is_told:
+        if not is_announced:
             await bus.publish(subjects.LEDGER_WANTED, str(last_sequence).encode())
-            is_told = True
+            is_announced = True
         if time.monotonic() > limit_s:
             waiting = int(info["num_pending"]) + int(info["num_ack_pending"])
             raise BusError(f"{waiting} messages of usage records are not yet in the ledger")

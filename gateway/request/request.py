@@ -34,12 +34,12 @@ class Conversation:
     encode: Callable[[str], Awaitable[list[int] | None]] | None = None
 
 
-# --- made before ------------------------------------------------------------------------------------------------------
+# --- partial answer ---------------------------------------------------------------------------------------------------
 #
 # The part of an answer that another gateway received and this one continues.
 
 
-class MadeBefore(Struct, frozen=True):
+class PartialAnswer(Struct, frozen=True):
     """The frames of an answer's beginning."""
 
     frames: Sequence[Tokens | Deltas] = ()

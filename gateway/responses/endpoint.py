@@ -175,7 +175,7 @@ class Background:
 
     async def _make(self, run: BackgroundRun, admitted: Admitted[ResponsesCall], arrival: Arrival) -> None:
         """Make a response into its run; where that is another gateway's by now, it goes on with it."""
-        stream = self._core.start(admitted, made=run.made)
+        stream = self._core.start(admitted, partial=run.made)
         [call], status = admitted.calls, None
         run.call, run.request, call.recorder = call, stream.only, run
         try:
@@ -217,7 +217,7 @@ class Background:
 
     async def _sure(self, stream: AnswerStream[ResponsesCall]) -> int:
         """Return the status of a good answer, once it is sure to have a row. Raises RequestFailed."""
-        stream.told(200)
+        stream.note_status(200)
         await stream.ensure_recorded(self._core.settings.timeouts.row_s)
         return 200
 

@@ -21,7 +21,7 @@ from msgspec import structs
 from gateway.api.openai_items import items_of
 from gateway.api.openai_responses import ended_at, fault
 from gateway.errors import Refused
-from gateway.request.request import MadeBefore
+from gateway.request.request import PartialAnswer
 from gateway.responses.messages import THREADED_BYTES, Key, NotKept
 from gateway.responses.reading import EVENT_END
 from gateway.responses.store import EventsPart, ResponseStore, Run, StoredResponse, answer_id_of, patiently
@@ -105,7 +105,7 @@ class BackgroundRun:
         self.call: Call | None = None  # once it is admitted
         self.request: Request | None = None  # likewise
         self.gone = asyncio.Event()  # its request is to be stopped
-        self.made: MadeBefore | None = None  # by other gateways
+        self.made: PartialAnswer | None = None  # by other gateways
         self.is_handed_over = False
         self.response = b""  # JSON, once the last event is stored
         self.problem: NotKept | None = None  # why it is not made here any longer, where that is its own fault
@@ -148,8 +148,8 @@ class BackgroundRun:
                 frames += [_decoded_frame(frame) for frame in part.frames]
             attempt, revision = max(attempt, part.attempt), part.revision or revision
             self.response = part.response or self.response
-        before = self.made or MadeBefore()
-        self.made = MadeBefore((*before.frames, *frames), max(before.attempt, attempt), revision or before.revision)
+        before = self.made or PartialAnswer()
+        self.made = PartialAnswer((*before.frames, *frames), max(before.attempt, attempt), revision or before.revision)
         self._made_frames = len(self.made.frames)
 
     async def claim(self) -> None:

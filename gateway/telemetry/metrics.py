@@ -45,9 +45,9 @@ HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...]]]] = {
 }
 _SUCCESS: Final = "vllm:request_success"
 _FINISHED_REASONS: Final = {"cancelled": "abort", "failed": "error"}  # vLLM's words, by our outcome
-_PLACE_LABELS: Final = ("model_name", "engine", "pool", "provider", "region")
+_LABELS: Final = ("model_name", "engine", "pool", "provider", "region")
 COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
-    _SUCCESS: ("Ended requests.", (*_PLACE_LABELS, "finished_reason")),
+    _SUCCESS: ("Ended requests.", (*_LABELS, "finished_reason")),
     "spillway_requests": (
         "Admitted requests that have ended.",
         ("endpoint", "model_name", "outcome", "status", "code"),
@@ -62,7 +62,7 @@ MONEY: Final = {
 }
 _MONEY_LABELS: Final = ("model_name", "pool", "provider", "region")
 
-_Place = tuple[str, str, str, str]  # model, pool, provider, region: bounded by the configuration
+_Labels = tuple[str, str, str, str]  # model, pool, provider, region: bounded by the configuration
 
 
 class Prices(Protocol):
@@ -78,8 +78,8 @@ class RequestSeries(Observer):
     def __init__(self, prices: Prices | None = None) -> None:
         self._prices = prices
         self._counts = {name: Counter[tuple[str, ...]]() for name in COUNTERS}
-        self._nano_usd = {name: Counter[_Place]() for name in MONEY}
-        self._buckets: dict[_Place, dict[str, Buckets]] = {}
+        self._nano_usd = {name: Counter[_Labels]() for name in MONEY}
+        self._buckets: dict[_Labels, dict[str, Buckets]] = {}
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -91,8 +91,8 @@ class RequestSeries(Observer):
         """Count an accepted attempt."""
         accepted = request.current.accepted
         if accepted is not None:
-            place = (request.admission.model, accepted.pool, accepted.provider, accepted.region)
-            self._counts["spillway_attempts"][place] += 1
+            key = (request.admission.model, accepted.pool, accepted.provider, accepted.region)
+            self._counts["spillway_attempts"][key] += 1
 
     def failed_over(self, request: OpenRequest) -> None:
         """Count a failed attempt that is followed by another."""
@@ -105,27 +105,27 @@ class RequestSeries(Observer):
         self._counts["spillway_requests"][
             record.endpoint, record.model, record.outcome, str(record.http_status), code
         ] += 1
-        place = (record.model, record.pool or "", record.provider or "", record.region or "")
+        key = (record.model, record.pool or "", record.provider or "", record.region or "")
         reason = _FINISHED_REASONS.get(record.outcome) or record.finish_reason or "stop"
-        model, *where = place
+        model, *where = key
         self._counts[_SUCCESS][model, ENGINE_INDEX, *where, reason] += 1
         if self._prices is not None and record.pool is not None:  # free if no worker accepted it
-            self._pay(self._prices, place, record)
+            self._pay(self._prices, key, record)
         if request.accepted is not None:
-            self._observe(place, request, record)
+            self._observe(key, request, record)
 
-    def _pay(self, prices: Prices, place: _Place, record: RequestRecord) -> None:
-        model, pool, *_ = place
+    def _pay(self, prices: Prices, key: _Labels, record: RequestRecord) -> None:
+        model, pool, *_ = key
         tokens = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
         for name, payee in (("spillway_charged_usd", CLIENTS), ("spillway_hosted_usd", pool)):
             price = prices.of(model, record.received_unix_ms, payee)
             if price is not None:
-                self._nano_usd[name][place] += price.charge_nano_usd(*tokens)
+                self._nano_usd[name][key] += price.charge_nano_usd(*tokens)
 
-    def _observe(self, place: _Place, request: OpenRequest, record: RequestRecord) -> None:
-        buckets = self._buckets.get(place)
+    def _observe(self, key: _Labels, request: OpenRequest, record: RequestRecord) -> None:
+        buckets = self._buckets.get(key)
         if buckets is None:
-            buckets = self._buckets[place] = {name: Buckets(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+            buckets = self._buckets[key] = {name: Buckets(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         spent = request.log.spent
         buckets["spillway_queue_wait_seconds"].observe(spent.waited_ms / 1000)
         if record.ttft_ms is not None:
@@ -157,7 +157,7 @@ class RequestSeries(Observer):
         """Return a copy for another thread."""
         counts = {name: dict(counter) for name, counter in self._counts.items()}
         histograms = {
-            place: {name: one.snapshot() for name, one in buckets.items()} for place, buckets in self._buckets.items()
+            key: {name: one.snapshot() for name, one in buckets.items()} for key, buckets in self._buckets.items()
         }
         return RequestCounts(counts, {name: dict(sums) for name, sums in self._nano_usd.items()}, histograms)
 
@@ -168,8 +168,8 @@ class RequestCounts:
     def __init__(
         self,
         counts: dict[str, dict[tuple[str, ...], int]],
-        nano_usd: dict[str, dict[_Place, int]],
-        histograms: dict[_Place, dict[str, Histogram]],
+        nano_usd: dict[str, dict[_Labels, int]],
+        histograms: dict[_Labels, dict[str, Histogram]],
     ) -> None:
         self._counts = counts
         self._nano_usd = nano_usd
@@ -184,12 +184,12 @@ class RequestCounts:
             yield counter
         for name, meaning in MONEY.items():
             spent = CounterMetricFamily(name, meaning, labels=_MONEY_LABELS)
-            for place, nano_usd in self._nano_usd[name].items():
-                spent.add_metric(place, nano_usd / NANO_USD)
+            for key, nano_usd in self._nano_usd[name].items():
+                spent.add_metric(key, nano_usd / NANO_USD)
             yield spent
         for name, (meaning, _) in HISTOGRAMS.items():
             is_ours = name.startswith("spillway_")
-            labels = tuple(label for label in _PLACE_LABELS if label != "engine" or not is_ours)
+            labels = tuple(label for label in _LABELS if label != "engine" or not is_ours)
             family = HistogramMetricFamily(name, meaning, labels=labels)
             for (model, *where), histograms in self._histograms.items():
                 add_histogram(family, [model, *([] if is_ours else [ENGINE_INDEX]), *where], histograms[name])

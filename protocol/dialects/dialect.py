@@ -185,7 +185,7 @@ class AnswerForm:
             return rule
         answer = tool_format.answer(lark, rule)
         if answer is None:
-            raise ValueError("this model writes its calls as JSON, so that they cannot be told from the answer")
+            raise ValueError("this model writes its calls as JSON, so they cannot be distinguished from the answer")
         if not self.tools:
             return answer
         return f"{answer} | {tool_format.forced(lark, self._loosened(), most=self._max_calls)}"

@@ -16,7 +16,7 @@ def fill(gate: AdmissionControl, jobs: int, **rest: Any) -> None:
 
 
 def serve(gate: AdmissionControl, jobs_per_s: int) -> None:
-    """One worker, all of it taken, that has shown how fast it is."""
+    """Add one fully used worker with a known service rate."""
     gate.capacity.on_heartbeat(beat(running=1, jobs_taken=1))
     gate.capacity.on_heartbeat(beat(running=1, jobs_taken=1 + 10 * jobs_per_s))
     gate.capacity.of("m").measure(10.0, contended=True)
@@ -93,14 +93,14 @@ def test_the_estimated_wait_against_the_callers_patience() -> None:
     gate = control()
     gate.capacity.on_heartbeat(beat())
     fill(gate, 40)
-    assert gate.refusal(admission("next", queue_wait_s=0.1)) is None  # nothing is known
+    assert gate.refusal(admission("next", queue_wait_s=0.1)) is None  # the rate is unknown
     serve(gate, jobs_per_s=2)
     assert gate.refusal(admission("next", queue_wait_s=25.0)) is None
     failure = refused(gate, queue_wait_s=15.0)
     assert failure.code is ErrorCode.WAIT_TOO_LONG
     assert "20 s" in failure.message
-    assert failure.retry_after_s == 21  # the 41st, at two a second
-    assert gate.refusal(admission("next", queue_wait_s=15.0, tenant="light")) is None  # a lane of its own
+    assert failure.retry_after_s == 21  # the 41st job at two per second
+    assert gate.refusal(admission("next", queue_wait_s=15.0, tenant="light")) is None  # another lane
 
 
 def test_retry_after_is_never_more_than_a_minute() -> None:
@@ -119,12 +119,12 @@ def test_callers_that_will_not_wait() -> None:
     assert gate.refusal(admission("next", do_not_queue=True)) is None
     ticket = gate.enter(admission("first"))
     assert refused(gate, do_not_queue=True).code is ErrorCode.NO_FREE_PLACE
-    ticket.accepted("w")  # its place is taken, and the next heartbeat will say so
+    ticket.accepted("w")  # its slot is used, as the next heartbeat will report
     assert refused(gate, do_not_queue=True).code is ErrorCode.NO_FREE_PLACE
 
 
 PAUSED: dict[str, tuple[list[Heartbeat], ErrorCode, int]] = {
-    # who lives · the code of a request that is not to be queued · its Retry-After
+    # live workers · the code of a request that does not allow queuing · its Retry-After
     "nobody": ([], ErrorCode.NO_WORKERS, 5),
     "one that waits": ([beat(free=4, paused=Paused("429", 19_001))], ErrorCode.NO_FREE_PLACE, 20),
     "the first of two": (
@@ -186,26 +186,30 @@ def test_bounds_and_weights_of_tenants() -> None:
 def test_a_tenants_request_with_a_free_place_does_not_wait() -> None:
     gate = control(tenants={"shop": {"max_queued": 1}})
     gate.capacity.on_heartbeat(beat(free=2))
-    gate.enter(admission("1", key_name="shop"))  # on its way to a worker
+    gate.enter(admission("1", key_name="shop"))  # being published
     assert gate.refusal(admission("2", key_name="shop")) is None
     gate.enter(admission("2", key_name="shop"))
     assert refused(gate, key_name="shop").code is ErrorCode.TENANT_QUEUED
 
 
 def test_places_in_fair_lanes() -> None:
-    """Until a job has its turn, no other lane has had more turns than its own."""
+    """Before a job is served, no other lane is served more often than its own."""
     gate = control()
     fill(gate, 10, tenant="heavy")
     light = gate.enter(admission("light 1", tenant="light"))
     last = gate.enter(admission("light 2", tenant="light"))
     batch = gate.enter(admission("batch", batch=True))
-    assert [ticket.place().position for ticket in (light, last, batch) if ticket.place()] == [1, 3, 13]  # type: ignore[union-attr]
+    assert [ticket.queue_position().position for ticket in (light, last, batch) if ticket.queue_position()] == [
+        1,
+        3,
+        13,
+    ]  # type: ignore[union-attr]
     serve(gate, jobs_per_s=2)
-    place = last.place()
+    place = last.queue_position()
     assert place is not None
     assert place.eta_s == pytest.approx(1.5)
     last.accepted("w")
-    assert last.place() is None
+    assert last.queue_position() is None
 
 
 def test_the_oldest_waiting_job_of_each_model_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +249,7 @@ def busy(**rest: Any) -> AdmissionControl:
 
 
 def test_all_bytes_of_a_job_count() -> None:
-    """18 requests with a pattern of 3.9 MB each filled the queue for everybody: only prompts were counted."""
+    """18 requests with a pattern of 3.9 MB each filled the queue for all tenants: only prompts were counted."""
     gate = busy(limits={"max_queued_bytes": 10 * MIB})
     assert enter_until_refused(gate, sampling=LARGE) < 10
 
@@ -267,7 +271,7 @@ def test_one_tenant_leaves_half_of_a_models_bound() -> None:
 
 def test_one_models_jobs_leave_room_for_anothers() -> None:
     gate = busy(queue={"max_mib": 30}, models={"m": {}, "other": {}})
-    for number in range(1000):  # each by a tenant of its own
+    for number in range(1000):  # each of another tenant
         asked = admission(f"{number}", sampling=LARGE, tenant=f"t{number}")
         if gate.refusal(asked) is not None:
             break
@@ -319,7 +323,7 @@ def test_what_demands_trusted_pools_waits_for_itself() -> None:
     ordinary, confidential = admission(), admission("req_2", trusted=True)
     gate.capacity.on_heartbeat(beat("vault", free=2, trusted=True))
     assert gate.refusal(confidential) is None
-    gate.enter(ordinary)  # nobody is there for it
+    gate.enter(ordinary)  # no worker serves it
     assert (gate.has_workers("m"), gate.has_workers(confidential.queue)) == (False, True)
     refusal = gate.refusal(admission("req_3"))
     assert refusal is not None
@@ -338,4 +342,4 @@ def test_a_tenants_lane_is_chosen_by_the_queue() -> None:
     first = gate.enter(admission(trusted=True))
     assert [(queue, lane) for queue, lane, jobs in gate.waiting_jobs() if jobs] == [("m@trusted", first.lane)]
     assert [(one.queue, one.lane) for one in gate._lanes_in_use()] == [("m@trusted", first.lane)]
-    assert gate.place(first).position == gate.place(gate.enter(admission("req_2"))).position == 1
+    assert gate.queue_position(first).position == gate.queue_position(gate.enter(admission("req_2"))).position == 1

@@ -1,4 +1,4 @@
-"""State of a request that pools by messages may answer, and which pools may continue it."""
+"""Choices of a request that pools that take messages may answer, and which pools can continue them."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def refused(code: str = ErrorCode.INVALID_REQUEST, *, retryable: bool = False) -
 async def test_text_goes_on_as_a_message_or_from_its_own_ids() -> None:
     held = choices()
     assert held.add_deltas(deltas(*TEXT)) is None
-    assert (held.takes_messages, held.takes_ids, held.may_go_on) == (True, False, True)
+    assert (held.takes_messages, held.takes_ids, held.can_resume) == (True, False, True)
     await held.prepare()
     assert held.takes_ids
     [point] = held.resume_points()
@@ -64,7 +64,7 @@ async def test_what_is_no_mere_text_goes_on_nowhere(part: tuple[Part, ...]) -> N
     held = choices()
     held.add_deltas(deltas(*TEXT, *part))
     await held.prepare()
-    assert (held.takes_messages, held.takes_ids, held.may_go_on) == (False, False, False)
+    assert (held.takes_messages, held.takes_ids, held.can_resume) == (False, False, False)
 
 
 async def test_nor_does_a_part_of_an_answer_to_a_schema() -> None:
@@ -72,17 +72,21 @@ async def test_nor_does_a_part_of_an_answer_to_a_schema() -> None:
     assert held.takes_messages, "nothing is made yet"
     held.add_deltas(deltas(*TEXT))
     await held.prepare()
-    assert (held.takes_messages, held.takes_ids, held.may_go_on) == (False, False, False)
+    assert (held.takes_messages, held.takes_ids, held.can_resume) == (False, False, False)
 
 
 async def test_token_ids_that_mean_nothing_are_not_made() -> None:
     held = choices(has_ids=False, encode=None)
     held.add_deltas(deltas(*TEXT))
     await held.prepare()
-    assert (held.takes_messages, held.takes_ids, held.may_go_on) == (True, False, True)
+    assert (held.takes_messages, held.takes_ids, held.can_resume) == (True, False, True)
     reasoning_model = choices(encode=None)
     reasoning_model.add(Tokens("r", 1, 1, 0, (1,), "<think>"))
-    assert (reasoning_model.takes_messages, reasoning_model.takes_ids, reasoning_model.may_go_on) == (False, True, True)
+    assert (reasoning_model.takes_messages, reasoning_model.takes_ids, reasoning_model.can_resume) == (
+        False,
+        True,
+        True,
+    )
 
 
 async def test_an_engine_cannot_tell_that_an_apis_choice_is_complete() -> None:
@@ -145,4 +149,4 @@ def test_what_is_forgotten_is_not_counted() -> None:
     held = choices()
     held.add_deltas(deltas(*CALL))
     held.clear()
-    assert (held.has_output, held.held_tokens(), held.may_go_on, held.counted_by) == (False, 0, True, "engine")
+    assert (held.has_output, held.held_tokens(), held.can_resume, held.counted_by) == (False, 0, True, "engine")

@@ -1,4 +1,4 @@
-"""Requests that are answered together: their one mailbox, and how they end."""
+"""Requests with one answer: their shared mailbox, and their end."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ async def test_the_first_failure_ends_all_and_is_the_answer() -> None:
     assert actions.cancelled == [("w", Cancel("req_1-0", 1))]
     assert third.state is State.STOPPING
     assert (second.outcome, {first.outcome, third.outcome}) == ("failed", {"cancelled"})
-    first.on_frame("w", tokens(1), 1.0)  # on its way before the cancel came
+    first.on_frame("w", tokens(1), 1.0)  # sent before the cancel arrived
     assert group.failure is not None
     assert (group.failure.code, group.failure.param) == (ErrorCode.ENGINE_ERROR, "prompt[1]")
     assert [type(event) for event in await group.mailbox.take()] == [Ended]
@@ -79,7 +79,7 @@ async def test_while_all_wait_there_is_one_sign_of_life() -> None:
     for request in requests:
         request.on_tick(10.0, connected=True)
     assert await group.mailbox.take() == [StillWaiting("queued")]
-    place = group.place()
+    place = group.queue_position()
     assert place is not None
     assert place.position == COUNT
 
