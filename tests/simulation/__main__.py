@@ -1,9 +1,9 @@
-"""``python -m tests.simulation``: see the package's docstring for what is simulated and how it is judged."""
+"""``python -m tests.simulation``; see the package's docstring."""
 
 import os
 import sys
 
-HASH_SEED = "0"  # sets of strings are walked through in an order that depends on it
+HASH_SEED = "0"  # the iteration order of sets of strings depends on it
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Callers: each asks one thing, reads the answer as it comes, and may leave before its end."""
+"""Clients: each sends one request, reads the answer as it arrives, and may disconnect before its end."""
 
 import asyncio
 import json
@@ -19,12 +19,12 @@ CONNECT_LIMIT_S = 60.0
 class Question:
     """A request with its time and its client."""
 
-    number: int  # the prompt's first token: it names the request wherever it goes
+    number: int  # the prompt's first token, which identifies the request everywhere
     at_s: float
     gateway: int
     key: str
     streams: bool
-    length: int  # tokens that the answer has, if it may
+    length: int  # tokens of the complete answer
     max_tokens: int
     choices: int
     prompt_tokens: int
@@ -54,16 +54,16 @@ class Question:
 
 @dataclass(eq=False)
 class Caller:
-    """One question and what became of it."""
+    """One question and its outcome."""
 
     world: World
     question: Question
-    asked_s: float | None = None  # of the loop's clock
+    asked_s: float | None = None  # on the loop's clock
     ended_s: float | None = None
-    status: int = 0  # 0: no head has come
+    status: int = 0  # 0: no head yet
     request_id: str | None = None
     body: bytes = b""
-    is_complete: bool = False  # the server says that there is no more
+    is_complete: bool = False  # the server ended the response
     was_cut_off: bool = False  # its gateway died
     was_broken_off: bool = False  # its gateway ended the connection
     has_left: bool = False
@@ -94,7 +94,7 @@ class Caller:
         self.world.log("answered", self.question.number, self.status, self.is_complete, len(self.body))
 
     async def _find(self, gateways: list[Gateway]) -> Gateway | None:
-        """The gateway it is sent to, or another that listens, as a balancer does."""
+        """Return the chosen gateway, or another one that listens, as a load balancer does."""
         for attempt in range(int(CONNECT_LIMIT_S / CONNECT_AGAIN_S)):
             gateway = gateways[(self.question.gateway + attempt) % len(gateways)]
             if gateway.application is not None:
@@ -150,15 +150,15 @@ class Caller:
         self.was_broken_off = True
         self._gone.set()
 
-    # --- what came ----------------------------------------------------------------------------------------------------
+    # --- the response -------------------------------------------------------------------------------------------------
 
     def events(self) -> list[Any]:
-        """Of a stream, as far as it has come."""
+        """The received events of a stream."""
         found = [event[6:] for event in self.body.split(b"\n\n") if event.startswith(b"data: ")]
         return [event if event == b"[DONE]" else json.loads(event) for event in found]
 
-    def told_error(self) -> str | None:
-        """The code of the error that the caller was told; None: none."""
+    def error_code(self) -> str | None:
+        """The code of the error that the client received; None: none."""
         if self.status >= 400:
             return str(json.loads(self.body)["error"]["code"]) if self.is_complete else None
         if self.status == 200 and self.question.streams:
@@ -168,7 +168,7 @@ class Caller:
         return None
 
     def texts(self) -> list[str]:
-        """Each choice's text, as far as it has come."""
+        """The received text of each choice."""
         texts = [""] * self.question.choices
         if self.status != 200:
             return texts

@@ -32,7 +32,7 @@ The last line is one JSON object. The exit code is 0 if every promise was kept, 
 seeds, their offences and how to run them again), 130 if it was interrupted.
 """
 SEEDS_AT_ONCE = 4
-SEEDS_OF_ONE_PROCESS = 200  # what each of them leaves in memory does not add up over a night
+SEEDS_OF_ONE_PROCESS = 200  # bounds the memory that simulations leave behind in a process
 MAX_SHOWN = 20
 INTERRUPTED = 130
 
@@ -76,7 +76,7 @@ def main() -> int:
 def _run_one(arguments: argparse.Namespace) -> int:
     plan = plan_of(arguments.seed, arguments.kinds)
     console = Console(stderr=True)
-    for line in plan.told():
+    for line in plan.describe():
         console.print(line, markup=False, highlight=False)
     return _tell([simulate(plan, _say if arguments.trace else None)], arguments, 0.0, console)
 
@@ -118,14 +118,14 @@ def _verdicts(seeds: range, arguments: argparse.Namespace) -> Iterator[Verdict]:
 
 
 def _as_a_worker() -> None:
-    """Leave Ctrl-C to the process that shows the progress, and end without a word when that says so."""
+    """Leave Ctrl-C to the process that shows the progress, and end silently when it does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _verdict_of(seed: int, kinds: tuple[str, ...]) -> Verdict:
     verdict = simulate(plan_of(seed, kinds))
-    verdict.events = []  # too large to be sent
+    verdict.events = []  # too large to send
     return verdict
 
 
@@ -138,7 +138,7 @@ def _tell(verdicts: list[Verdict], arguments: argparse.Namespace, took_s: float,
         for offence in verdict.offences:
             console.print(f"  {offence}", markup=False)
         console.print(f"  python -m tests.simulation --seed {verdict.seed} --trace{again}", markup=False)
-    told = {
+    report = {
         "simulations": len(verdicts),
         "failed": [verdict.seed for verdict in failed],
         "faults": faults,
@@ -152,7 +152,7 @@ def _tell(verdicts: list[Verdict], arguments: argparse.Namespace, took_s: float,
         "jobs": arguments.jobs,
         "commit": _commit(),
     }
-    _say(json.dumps(told))
+    _say(json.dumps(report))
     return 1 if failed else 0
 
 

@@ -23,7 +23,7 @@ class Disk:
         return spool
 
     def let_go(self) -> None:
-        """Close the files of a process that died, which releases their locks."""
+        """Close the files of a dead process, which releases their locks."""
         for spool in self._spools:
             spool.close()
         self._spools.clear()
@@ -34,7 +34,7 @@ class Disk:
 
 
 class _SimulatedSpool(Spool):
-    """The real one, whose files have the simulated time: it is by that that they are sorted."""
+    """The real spool, with the simulated time on its files, by which they are sorted."""
 
     def append(self, records: Sequence[Record]) -> None:
         super().append(records)

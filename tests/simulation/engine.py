@@ -1,7 +1,7 @@
-"""The engine at the edge: one token a step for each running choice, and of every prompt it is known which ones.
+"""The simulated engine: one token per step for each running choice, known in advance for every prompt.
 
-Token ``place`` of choice ``index`` of a prompt is ``token_at(prompt, index, place)``, on whatever worker; its text is
-``text_of`` it. How many tokens an answer has is in the prompt's second token.
+Token ``place`` of choice ``index`` of a prompt is ``token_at(prompt, index, place)`` on every worker; its text is
+``text_of`` it. The prompt's second token is the length of the answer.
 """
 
 import asyncio
@@ -103,10 +103,12 @@ class SimulatedEngine:
         wanted = min(length, limit)
         finish: FinishReason = "stop" if length <= limit else "length"
         for point in request.resume:
-            told = list(point.token_ids)
-            right = [token_at(prompt, point.index, place) for place in range(len(told))]
-            if told != right:
-                raise AssertionError(f"{request.request_id} resumes from tokens that nobody made: {told} not {right}")
+            token_ids = list(point.token_ids)
+            expected = [token_at(prompt, point.index, place) for place in range(len(token_ids))]
+            if token_ids != expected:
+                raise AssertionError(
+                    f"{request.request_id} resumes from tokens that no engine generated: {token_ids} not {expected}"
+                )
         for index in range(request.sampling.n):
             made = points.get(index, 0)
             if made >= wanted:

@@ -1,6 +1,6 @@
-"""Every fault, one function each: it strikes, and returns when what it broke has been mended.
+"""All faults, one function each: it causes the fault, and returns when it is repaired.
 
-To add one: write it here under ``@fault``, and give it a weight and a meaning in ``plan``.
+To add one, write it here with ``@fault``, and give it a weight and a description in ``plan``.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.simulation.run import Simulation
 
 SLOW_FACTOR = 20
-HEALTH_PERIOD_S = 5.0  # of the check that restarts a queue server which stores nothing more (docker-compose.yml)
+HEALTH_PERIOD_S = 5.0  # of the check that restarts a queue server that stores nothing (docker-compose.yml)
 _One = TypeVar("_One")
 
 FAULTS: dict[str, Callable[["Simulation", Fault], Awaitable[None]]] = {}

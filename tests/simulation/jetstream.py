@@ -1,9 +1,9 @@
-"""The simulated server's JetStream: streams, durable pull consumers and the API calls that the product makes.
+"""The simulated server's JetStream: streams, durable pull consumers and the API calls that the product uses.
 
-Of nats-server 2.15: work-queue and limits retention, "discard new" and maximum bytes, the duplicate window, message
-TTL, compare-and-set by a subject's last sequence, roll-ups, prioritised pulls, redelivery after ``ack_wait``. Streams
-in memory end with the server. Streams in files are synced before every acknowledgement, as shipped: what is being
-written when the power fails is lost, and nobody was told that it was stored.
+From nats-server 2.15: work-queue and limits retention, "discard new" and maximum bytes, the duplicate window, message
+TTL, compare-and-set by a subject's last sequence, roll-ups, prioritized pulls, redelivery after ``ack_wait``. Memory
+streams end with the server. File streams are synced before every acknowledgement, as shipped: a power failure loses
+only unacknowledged messages.
 """
 
 import base64
@@ -45,7 +45,7 @@ class JetStream:
         self.streams: dict[str, Stream] = {}
         self._prefixes: dict[str, Stream] = {}  # first tokens of subjects → stream
         self.is_full = False  # the disk
-        self.is_broken = False  # it was full: nothing is stored until the server is started again
+        self.is_broken = False  # it was full: nothing is stored until a restart
 
     def restarted(self) -> None:
         """Lose memory streams and all pulls; redeliver messages that were delivered but not acknowledged."""
@@ -102,7 +102,7 @@ class JetStream:
             self._server.send(reply, Message(reply, encode(answer)))
 
     def _put(self, stream: Stream, subject: str, payload: bytes, headers: dict[str, str]) -> tuple[int, bool]:
-        """Store a message; its sequence, and whether it had been there before. Raises ApiFailure."""
+        """Store a message; return its sequence, and whether it is a duplicate. Raises ApiFailure."""
         now_s = self._now_s()
         message_id = headers.get("Nats-Msg-Id")
         if message_id is not None:
@@ -130,7 +130,7 @@ class JetStream:
         return sequence, False
 
     def _refuse(self, stream: Stream, subject: str, payload: bytes, headers: dict[str, str]) -> None:
-        """Raise ApiFailure where the message cannot be stored."""
+        """Raise ApiFailure if the message cannot be stored."""
         expected = headers.get("Nats-Expected-Last-Subject-Sequence")
         if expected is not None and stream.last_of.get(subject, 0) != int(expected):
             raise ApiFailure(WRONG_LAST_SEQUENCE, f"wrong last sequence: {stream.last_of.get(subject, 0)}")
@@ -146,7 +146,7 @@ class JetStream:
     # --- delivering ---------------------------------------------------------------------------------------------------
 
     def _serve(self, consumer: DurableConsumer) -> None:
-        """Give what is there to those who wait: the lowest priority number first, and then in turn."""
+        """Deliver messages to waiting pulls: lowest priority number first, then round-robin."""
         while consumer.pulls and (consumer.again or consumer.fresh):
             pull = min(consumer.pulls, key=lambda one: (one.priority, one.number))
             if consumer.again:
@@ -223,7 +223,7 @@ class JetStream:
     # --- the API ------------------------------------------------------------------------------------------------------
 
     def take(self, connection: Connection, subject: str, payload: bytes, reply: str) -> bool:
-        """Do what a message on a subject of JetStream's asks for; False: nobody listens there."""
+        """Handle a message on a JetStream subject; return False if no stream or API call has it."""
         tokens = subject.split(".")
         if tokens[1] == "ACK":
             self._on_answer(tokens, payload)
@@ -261,14 +261,14 @@ class JetStream:
         if there is None:
             self.streams[tokens[4]] = Stream(body, self._now_s())
             self._find_prefixes()
-        return self._told(self.streams[tokens[4]])
+        return self._stream_info(self.streams[tokens[4]])
 
     def _update_stream(self, tokens: list[str], body: dict[str, Any]) -> dict[str, Any]:
         stream = self._stream(tokens[4])
         stream.config = body
-        return self._told(stream)
+        return self._stream_info(stream)
 
-    def _told(self, stream: Stream) -> dict[str, Any]:
+    def _stream_info(self, stream: Stream) -> dict[str, Any]:
         first = next(iter(stream.messages), stream.last + 1)
         state = {"messages": len(stream.messages), "bytes": stream.bytes, "first_seq": first, "last_seq": stream.last}
         times = {"ts": self._time(self._now_s()), "created": self._time(stream.created_s)}
@@ -281,15 +281,15 @@ class JetStream:
 
     def _stream_info(self, tokens: list[str], body: dict[str, Any]) -> dict[str, Any]:
         stream = self._stream(tokens[4])
-        told = self._told(stream)
+        info = self._stream_info(stream)
         if "subjects_filter" in body:
             prefix = body["subjects_filter"].removesuffix(">")
             counts: dict[str, int] = {}
             for stored in stream.messages.values():
                 if stored.subject.startswith(prefix):
                     counts[stored.subject] = counts.get(stored.subject, 0) + 1
-            told["state"]["subjects"] = counts
-        return told
+            info["state"]["subjects"] = counts
+        return info
 
     def _purge(self, tokens: list[str], body: dict[str, Any]) -> dict[str, Any]:
         stream = self._stream(tokens[4])
@@ -311,8 +311,8 @@ class JetStream:
         lines = "".join(f"{name}: {value}\r\n" for name, value in found.headers.items())
         hdrs = base64.b64encode(f"NATS/1.0\r\n{lines}\r\n".encode()).decode()
         data = base64.b64encode(found.payload).decode()
-        told = {"subject": found.subject, "seq": found.sequence, "data": data, "time": self._time(found.stored_s)}
-        return {"message": told | ({"hdrs": hdrs} if found.headers else {})}
+        fields = {"subject": found.subject, "seq": found.sequence, "data": data, "time": self._time(found.stored_s)}
+        return {"message": fields | ({"hdrs": hdrs} if found.headers else {})}
 
     def _found(self, stream: Stream, body: dict[str, Any]) -> Iterator[Stored]:
         if "last_by_subj" in body:

@@ -1,8 +1,8 @@
-"""Hosts, and the connections of simulated clients to the simulated queue server: TCP as far as it matters here.
+"""Hosts, and connections of simulated clients to the simulated queue server: a simplified TCP.
 
-What is sent on one connection arrives in order, or the connection ends. Where a host is cut off, kernels keep what was
-sent until the connection is given up, so that a short cut is a delay and a long one a loss; a peer that has vanished
-without a word is noticed by pings, as by nats-py and the server.
+Data on one connection arrives in order, or the connection ends. While a host is cut off, kernels keep sent data until
+the connection is given up, so that a short cut is a delay and a long one a loss. A peer that vanished silently is
+detected by pings, as in nats-py and the server.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 
 @dataclass(eq=False)
 class Host:
-    """A machine. Deaf: what comes from the queue server is lost. Mute: what goes there is."""
+    """A machine. Deaf: messages from the queue server are lost. Mute: messages to it are lost."""
 
     name: str
     is_up: bool = True
@@ -56,11 +56,11 @@ class Connection:
     number: int
     is_open_here: bool = True  # at the server
     is_open_there: bool = True  # at the client
-    up_s: float = 0.0  # when the last thing sent to the server arrives
+    up_s: float = 0.0  # when the last data sent to the server arrives
     down_s: float = 0.0
     held_up: list[Any] = field(default_factory=list)  # in the kernels, while the host is cut off
     held_down: list[Any] = field(default_factory=list)
-    subjects: dict[int, str] = field(default_factory=dict)  # subscriptions, by number
+    subjects: dict[int, str] = field(default_factory=dict)  # subscriptions by id
     pulls: list[Any] = field(default_factory=list)
 
 
@@ -76,7 +76,7 @@ class Subscription:
         self._messages: deque[Message] = deque()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._next: asyncio.Future[None] | None = None  # while there is nothing to do
+        self._next: asyncio.Future[None] | None = None  # while idle
         client.process.run(self._work())
 
     def put(self, message: Message) -> None:
@@ -85,7 +85,7 @@ class Subscription:
         self._wake()
 
     def end(self) -> None:
-        """Once what has come is worked off."""
+        """End after the queued messages are handled."""
         self.is_over = True
         self._wake()
 
@@ -101,7 +101,7 @@ class Subscription:
                 message = self._messages.popleft()
                 try:
                     await self._callback(message)
-                except Exception as error:  # noqa: BLE001  # nats-py goes on as well
+                except Exception as error:  # noqa: BLE001  # as in nats-py
                     self._client.world.complain(f"a handler of {self.subject} failed: {error!r}")
             self._idle.set()
             if self.is_over:
@@ -121,7 +121,7 @@ class Subscription:
 
 
 class SimulatedClient:
-    """Stands in for ``protocol.nats.bus.LastingClient``, below ``protocol.nats.bus.Bus``."""
+    """Replaces ``protocol.nats.bus.LastingClient`` below ``protocol.nats.bus.Bus``."""
 
     max_payload = MAX_PAYLOAD_BYTES
 
@@ -192,7 +192,7 @@ class SimulatedClient:
             self.send(("ping", None))
 
     def lose(self, connection: Connection) -> None:
-        """The connection is over, for whatever reason: make another one."""
+        """Handle the end of a connection: make another one."""
         if self.connection is not connection:
             return
         self.connection = None
@@ -210,7 +210,7 @@ class SimulatedClient:
         if self.on_reconnected is not None and not self.is_closed:
             self.on_reconnected()
 
-    # --- what Bus asks for --------------------------------------------------------------------------------------------
+    # --- interface for Bus --------------------------------------------------------------------------------------------
 
     def send(self, operation: Any) -> None:
         if self.connection is not None:
@@ -231,7 +231,7 @@ class SimulatedClient:
         return subscription
 
     def deliver_at_once(self, subscription: Subscription, handler: Callable[[Any], None]) -> None:
-        """Do nothing: here a message takes no time anyway."""
+        """Do nothing: messages take no time here."""
 
     def forget(self, subscription: Subscription) -> None:
         self._subscriptions.pop(subscription.number, None)
@@ -261,7 +261,7 @@ class SimulatedClient:
         if self.connection is not None:
             self.world.server.abort(self.connection)
 
-    # --- what comes ---------------------------------------------------------------------------------------------------
+    # --- receiving ----------------------------------------------------------------------------------------------------
 
     def arrive(self, connection: Connection, operation: Any) -> None:
         if self.connection is not connection:

@@ -1,4 +1,4 @@
-"""The invariants of a simulation: of each answer, of the ledger, of limits at every moment, and of the final state."""
+"""The invariants of a simulation: of each answer, the ledger, limits at all times, and the final state."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from tests.simulation.sql import Database
 
 DEADLINE_SLACK_S = 0.5
-SPOOL_LIMIT_S = 4.0  # a complete answer may be held for so long until its row is sure, past any deadline
+SPOOL_LIMIT_S = 4.0  # a complete answer may be held this long until its row is sure, beyond any deadline
 WINDOW_S = 60.0
-# What no caller should ever be told, whatever happens to machines.
+# Errors that no client should ever get under any fault.
 WRONG_CODES = {ErrorCode.INTERNAL_ERROR, "None"}
 
 
 class Admitted:
-    """A request that a gateway has admitted."""
+    """An admitted request."""
 
     def __init__(self, gateway: Gateway, request: "OpenRequest", at_s: float) -> None:
         self.gateway_id = gateway.id
         self.number = int.from_bytes(request.admission.prompt.token_ids[:4], "little")
         self.request = request
         self.at_s = at_s
-        self.is_presumed_dead = False  # its gateway's lease has run out: others may have its place
+        self.is_presumed_dead = False  # its gateway's lease expired: others may use its amounts
 
 
 class Oracle:
-    """Watches one simulation, and judges it at its end."""
+    """Observes one simulation, and judges it at its end."""
 
     def __init__(self, world: World, plan: "Plan", database: "Database") -> None:
         self.world = world
@@ -44,8 +44,8 @@ class Oracle:
         self.workers: list[PoolWorker] = []
         self.callers: list[Caller] = []
         self.admitted: dict[str, Admitted] = {}
-        self.frozen_s = 0.0  # for how long gateways were frozen in all
-        self.lost_gateways: set[str] = set()  # lives that ended without an order
+        self.frozen_s = 0.0  # total time that gateways were frozen
+        self.lost_gateways: set[str] = set()  # ids of gateway processes that crashed
         self.lost_workers: set[str] = set()
 
     # --- limits, at every moment --------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class Oracle:
         self._check_rate(request.admission.principal.key_id, one)
 
     def look_at_leases(self) -> None:
-        """Note whose leases have run out: their requests no longer count as concurrent (docs/reference/limits.md)."""
+        """Note expired leases: their requests no longer count as concurrent (docs/reference/limits.md)."""
         for gateway in self.gateways:
             if gateway.quotas is None:
                 continue
@@ -111,7 +111,7 @@ class Oracle:
     def _wrong_rows(self) -> list[str]:
         rows = self._rows()
         wrong = [
-            f"a row of {request_id}, which nobody asked for" for request_id in rows if request_id not in self.admitted
+            f"a row of {request_id}, which no client sent" for request_id in rows if request_id not in self.admitted
         ]
         callers = {caller.question.number: caller for caller in self.callers}
         for request_id, one in self.admitted.items():
@@ -130,23 +130,23 @@ class Oracle:
         return 200 <= caller.status < 300
 
     def _wrong_counts(self, caller: Caller, row: dict[str, Any]) -> list[str]:
-        question, told = caller.question, row["completion_tokens"]
+        question, tokens = caller.question, row["completion_tokens"]
         where = f"the row of request {question.number}"
         if row["prompt_tokens"] != question.prompt_tokens:
             return [f"{where} has {row['prompt_tokens']} prompt tokens instead of {question.prompt_tokens}"]
         is_guess = row["error_code"] == ErrorCode.GATEWAY_LOST and self.lost_workers
-        if is_guess:  # whoever knew how many they were is dead: what was known of them before is all there is
+        if is_guess:  # the exact counts died with their process: only earlier reports are left
             pass
         elif self.is_answered(caller):
             whole = question.answer_tokens * question.choices
-            # A gateway that dies with the record of an answer in its memory leaves one that counts as cut.
+            # If a gateway dies with a record in memory, its answer counts as interrupted.
             outcome = "failed" if row["error_code"] == ErrorCode.GATEWAY_LOST else "ok"
-            if row["outcome"] != outcome or told != whole:
-                return [f"{where} says {row['outcome']} with {told} tokens of a complete answer of {whole}"]
-        elif told < (had := _tokens(caller)):
-            return [f"{where} has {told} tokens, fewer than the {had} that the caller had"]
-        if told > (made := self.world.made.of(question.number)):
-            return [f"{where} has {told} tokens, more than the {made} that were made"]
+            if row["outcome"] != outcome or tokens != whole:
+                return [f"{where} says {row['outcome']} with {tokens} tokens of a complete answer of {whole}"]
+        elif tokens < (had := _tokens(caller)):
+            return [f"{where} has {tokens} tokens, fewer than the {had} that the client had"]
+        if tokens > (made := self.world.made.of(question.number)):
+            return [f"{where} has {tokens} tokens, more than the {made} that were generated"]
         return []
 
     def _left_over(self) -> list[str]:
@@ -174,7 +174,7 @@ class Oracle:
     # --- at the end ---------------------------------------------------------------------------------------------------
 
     def judge(self) -> None:
-        """Say what is wrong now that nothing changes any more."""
+        """Report violations of the final state."""
         for problem in self.unsettled():
             self.world.offend(problem)
         for caller in self.callers:
@@ -186,7 +186,7 @@ class Oracle:
 
     @staticmethod
     def is_answered(caller: Caller) -> bool:
-        """Report whether the client has a complete answer, by the rules of HTTP."""
+        """Return whether the client has a complete answer by the rules of HTTP."""
         if not caller.is_complete or caller.status != 200:
             return False
         return not caller.question.streams or caller.body.endswith(b"data: [DONE]\n\n")
@@ -209,7 +209,7 @@ class Oracle:
                 wrong.append("a complete answer lacks tokens")
             wrong += _wrong_usage(caller)
         elif not (caller.has_left or caller.was_cut_off):
-            code = caller.told_error()
+            code = caller.error_code()
             if caller.asked_s is not None and (code is None or code in WRONG_CODES):
                 wrong.append(f"it ended without an answer or a reason: status {caller.status}, code {code}")
         return wrong

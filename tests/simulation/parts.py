@@ -1,6 +1,6 @@
-"""The simulated processes: the product's own parts, put together as their ``main`` modules do, over simulated edges.
+"""The simulated processes: the product's own parts, assembled as in their ``main`` modules, over simulated edges.
 
-Whatever dies is started again by its supervisor, with an id of its own, as a new process has.
+A supervisor restarts dead processes, with a new id.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Part:
         self.skew_s = skew_s
         self.lives = 0
         self.process: Process | None = None
-        self.may_start = True  # its supervisor is there, and is not told to wait
+        self.may_start = True  # its supervisor is running and may start it
 
     @property
     def is_alive(self) -> bool:
@@ -74,7 +74,7 @@ class Part:
 
     @property
     def id(self) -> str:
-        """Of this life."""
+        """The id of the current process."""
         return f"{self.name}-{self.lives}"
 
     def start(self) -> None:
@@ -89,9 +89,9 @@ class Part:
         try:
             await self.main(process)
             self.world.log("ends", self.id)
-        except (BusError, asyncio.CancelledError) as error:  # no queue server at first: its supervisor tries again
+        except (BusError, asyncio.CancelledError) as error:  # no queue server yet: the supervisor retries
             self.world.log("ends", self.id, repr(error))
-        except BaseException as error:  # noqa: BLE001  # of whatever kind: it is what the process died of
+        except BaseException as error:  # noqa: BLE001  # any exception is the cause of death
             self.world.complain(f"{self.id} died: {_leaf(error)!r}")
         self._gone(with_host=False)
 
@@ -118,7 +118,7 @@ class Part:
             self.world.loop.call_later(self.world.rng.uniform(*RESTART_S), self.start, context=supervisor)
 
     def on_gone(self) -> None:
-        """React to the process's death, with which its memory is lost."""
+        """Handle the process's death, which loses its memory."""
 
     def stop_in_order(self) -> None:
         """Stop as on SIGTERM."""
@@ -142,7 +142,7 @@ def _leaf(error: BaseException) -> BaseException:
 
 
 class Keys:
-    """Stands in for the key ring: every token is known."""
+    """Replaces the key ring: knows every token."""
 
     may_be_old = False
 
@@ -160,11 +160,11 @@ class Keys:
 
 
 class Catalog:
-    """Stands in for the model catalog: prompts come as token ids, and nothing is encoded."""
+    """Replaces the model catalog: prompts are token ids, and nothing is encoded."""
 
     def __init__(self) -> None:
-        nobody: Any = None
-        self._tokens = ModelTokens(MODEL, nobody, None, CONTEXT, nobody, control_tokens_in_content=True)
+        unused: Any = None
+        self._tokens = ModelTokens(MODEL, unused, None, CONTEXT, unused, control_tokens_in_content=True)
 
     def canonical_name(self, name: str, _principal: Principal) -> str:
         return name
@@ -179,7 +179,7 @@ class Prices:
 
 
 class Gateway(Part):
-    """One gateway, without HTTP's own bytes: callers speak ASGI to it."""
+    """One gateway, without HTTP parsing: clients call its ASGI application."""
 
     def __init__(
         self,
@@ -194,8 +194,8 @@ class Gateway(Part):
         self._policies = policies
         self._on_open = on_open
         self.disk = Disk()
-        self.application: Any = None  # None: nobody listens
-        self.callers: dict[Any, None] = {}  # whose connections it has, in order
+        self.application: Any = None  # None: not listening
+        self.callers: dict[Any, None] = {}  # clients with a connection, in order
         self.dispatcher: Dispatcher | None = None
         self.quotas: Quotas | None = None
         self.outbox: Outbox | None = None
@@ -274,7 +274,7 @@ class Gateway(Part):
             await self._stop.wait()
             await core.dispatcher.drain(core.settings.timeouts.shutdown_s, asyncio.Event())
             self.application = None
-            await asyncio.sleep(0.05)  # answers leave
+            await asyncio.sleep(0.05)  # let answers be sent
             for task in background:
                 task.cancel()
             await asyncio.wait(background)

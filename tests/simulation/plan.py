@@ -8,7 +8,7 @@ from typing import Any
 from db.accounts.principal import Policy
 from tests.simulation.callers import Question
 
-# Every kind of fault, and how often it is drawn beside the others.
+# The kinds of faults with their relative frequency.
 WEIGHTS = {
     "worker_crash": 4,
     "worker_freeze": 2,
@@ -65,12 +65,12 @@ class Fault:
     kind: str
     at_s: float
     for_s: float
-    pick: float  # 0 to 1: which one it strikes, and how
+    pick: float  # 0 to 1: selects the target and the variant
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One simulation, before it begins."""
+    """The parameters of one simulation."""
 
     seed: int
     layout: str  # "one" host for everything; "front" for gateways and workers; "apart": one each
@@ -81,10 +81,10 @@ class Plan:
     policies: dict[str, Policy]
     questions: tuple[Question, ...]
     faults: tuple[Fault, ...]
-    skews_s: dict[str, float]  # by name of the process
+    skews_s: dict[str, float]  # by process name
 
-    def told(self) -> list[str]:
-        """For people."""
+    def describe(self) -> list[str]:
+        """Return a readable description."""
         shape = f"layout {self.layout}, {self.gateways} gateways, {self.workers} workers of {self.max_sequences} places"
         limits = ", ".join(f"{name}: {_told(policy)}" for name, policy in self.policies.items())
         skews = ", ".join(f"{name} {skew_s:+g} s" for name, skew_s in self.skews_s.items()) or "none"
@@ -184,7 +184,7 @@ def _moment_s(rng: random.Random, drawn: Sequence[Fault], asked_s: Sequence[floa
 
 
 def known(names: list[str]) -> tuple[str, ...]:
-    """Kinds by their names. Raises ValueError."""
+    """Return fault kinds by name. Raises ValueError."""
     wrong: Any = sorted(set(names) - set(KINDS))
     if wrong:
         raise ValueError(f"unknown faults: {', '.join(wrong)}")

@@ -1,4 +1,4 @@
-"""One simulation from its beginning to its verdict."""
+"""One simulation from start to verdict."""
 
 import asyncio
 import gc
@@ -34,8 +34,8 @@ class Verdict:
     simulated_s: float
     requests: int
     answered: int
-    codes: dict[str, int]  # of the errors that callers were told
-    digest: str  # of all that happened
+    codes: dict[str, int]  # of errors that clients received
+    digest: str  # of all events
     events: list[tuple[Any, ...]]
 
 
@@ -110,7 +110,7 @@ class Simulation:
 
 
 class _Logged(logging.Handler):
-    """Shows log records to an observer, and reports critical ones and tracebacks as offences."""
+    """Shows log records to an observer, and reports critical ones and tracebacks as violations."""
 
     def __init__(self, world: World, show: Callable[[str], None] | None) -> None:
         super().__init__()
@@ -135,23 +135,23 @@ def _verdict_of(simulation: Simulation) -> Verdict:
         simulated_s=world.now_s,
         requests=len(oracle.callers),
         answered=sum(map(oracle.is_answered, oracle.callers)),
-        codes=dict(Counter([code for caller in oracle.callers if (code := caller.told_error()) is not None])),
+        codes=dict(Counter([code for caller in oracle.callers if (code := caller.error_code()) is not None])),
         digest=hashlib.sha256(repr(world.events).encode()).hexdigest(),
         events=world.events,
     )
 
 
 def simulate(plan: Plan, show: Callable[[str], None] | None = None) -> Verdict:
-    """Run one simulation; ``show`` is told everything that happens."""
-    gc.disable()  # what a dead process leaves may not run on at a moment that no seed decides
-    gc.freeze()  # what is there now stays, and need not be looked through afterwards
+    """Run one simulation; ``show`` is called with every event."""
+    gc.disable()  # finalizers of dead processes must not run at times that the seed does not decide
+    gc.freeze()  # existing objects stay, and need no scan later
     loop = VirtualLoop()
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     try:
         with simulated_world(loop, plan.seed):
             verdict = _run(plan, loop, show)
-            loop.throw_away()  # without a trace: what is left would stay for ever, with what the next one finds there
+            loop.throw_away()  # completely: leftovers would accumulate and affect the next simulation
             return verdict
     finally:
         logging.disable(logging.NOTSET)

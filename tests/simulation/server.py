@@ -1,7 +1,7 @@
 """The simulated queue server: core NATS as the product uses it, over simulated connections.
 
-What it is like, nats-server 2.15 as measured: no-responders, disconnect events, subscriptions of a connection that has
-vanished without a word live on until the server notices. JetStream is in ``jetstream``.
+Modeled on nats-server 2.15: no-responders, disconnect events, and subscriptions of a silently vanished connection that
+remain until the server notices. JetStream is in ``jetstream``.
 """
 
 import json
@@ -15,14 +15,14 @@ from tests.simulation.virtual_time import Process
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-SERVER_PING_S = 120.0  # nats-server's own
+SERVER_PING_S = 120.0  # nats-server's default
 STALE_PINGS = 2
-# Between clients alone: what may be dropped, doubled or overtaken by later ones, as in a cluster's routes.
+# Messages between clients that may be dropped, duplicated or reordered, as on a cluster's routes.
 CORE = ("fr.", "ctl.", "$KV.workers.", "lanes.", "quotas.")
 
 
 class QueueServer:
-    """One nats-server; restarted, it keeps what its disk has."""
+    """One nats-server; a restart keeps the contents of its disk."""
 
     def __init__(self, world: "World", host: Host) -> None:
         self.world = world
@@ -45,7 +45,7 @@ class QueueServer:
         return self.host.is_up and not self.process.is_dead
 
     def crash(self) -> None:
-        """SIGKILL, or a power cut of its host: connections end (with the power, without a word)."""
+        """SIGKILL, or a power failure of its host, after which connections end silently."""
         self.process.kill()
         self.world.log("nats", "dies")
         for connection in self._connections:
@@ -61,7 +61,7 @@ class QueueServer:
         self.world.log("nats", "starts")
 
     def refuses(self, host: Host) -> bool:
-        """Report whether a connection attempt is refused immediately."""
+        """Return whether a connection attempt is refused immediately."""
         return host.is_reachable and self.host.is_up and self.process.is_dead
 
     def answers(self, host: Host) -> bool:
@@ -76,7 +76,7 @@ class QueueServer:
         return connection
 
     def _look(self, connection: Connection, stale: int) -> None:
-        """The server's own ping."""
+        """Check a connection by the server's ping."""
         if connection.is_open_here:
             stale = 0 if connection.is_open_there and connection.client.host.is_reachable else stale + 1
             if stale > STALE_PINGS:
@@ -85,7 +85,7 @@ class QueueServer:
                 self.process.call_at(self.world.loop.now_s + SERVER_PING_S, self._look, connection, stale)
 
     def abort(self, connection: Connection) -> None:
-        """The client has cut it: what it had sent and is not here yet is lost."""
+        """Handle a client's abort: data in flight is lost."""
         connection.is_open_there = False
         connection.held_up.clear()
         if connection.client.host.is_reachable and self.is_up:
@@ -93,7 +93,7 @@ class QueueServer:
             self.process.call_at(at_s, self._close, connection, "Client Closed")
 
     def client_dies(self, connection: Connection, *, with_host: bool) -> None:
-        """Its process is killed: its kernel sends what is left and says goodbye, unless that is gone as well."""
+        """Handle a killed client: its kernel sends the remaining data and closes, unless the host died too."""
         if with_host:
             connection.held_up.clear()
         else:
@@ -101,7 +101,7 @@ class QueueServer:
         connection.is_open_there = False
 
     def kick(self, connection: Connection) -> None:
-        """End a connection from here."""
+        """Close a connection from the server."""
         self._end_at_client(connection)
         self._close(connection, "Slow Consumer")
 
@@ -123,7 +123,7 @@ class QueueServer:
         self._route("$SYS.ACCOUNT.*.DISCONNECT", Message("$SYS.ACCOUNT.SPILLWAY.DISCONNECT", event))
 
     def healed(self, host: Host) -> None:
-        """A host is no longer cut off: what kernels kept goes on its way."""
+        """Reconnect a host: kernels send the data that they kept."""
         for connection in list(self._connections):
             if connection.client.host is host and connection.is_open_there:
                 up, connection.held_up = connection.held_up, []
@@ -161,7 +161,7 @@ class QueueServer:
     def _send_down(self, connection: Connection, operation: Any) -> None:
         client = connection.client
         if not connection.is_open_there or client.process.is_dead:
-            if client.host.is_reachable:  # its kernel says that nobody is there
+            if client.host.is_reachable:  # its kernel refuses the connection
                 at_s = self.world.loop.now_s + self.world.latency_s()
                 self.process.call_at(at_s, self._close, connection, "Client Closed")
             return
@@ -223,7 +223,7 @@ class QueueServer:
         return bool(subscriptions or below)
 
     def send(self, to: str, message: Message) -> bool:
-        """Deliver a message, whatever its own subject, to who listens on ``to``."""
+        """Deliver a message to the subscribers of ``to``, independent of the message's own subject."""
         if self.world.noise(to) == "drop":
             return True
         return self._route(to, message)

@@ -1,9 +1,9 @@
-"""Real SQLite, in memory and without threads: behind SQLAlchemy's interface to aiosqlite, on the loop's own thread.
+"""Real SQLite, in memory and without threads, behind SQLAlchemy's interface to aiosqlite, on the loop's thread.
 
-aiosqlite hands each statement to a thread, whose timing no seed decides. Here statements run at once, and a commit
-takes simulated time before and after it, so that a crash may fall on either side. All else is the product's own SQL.
-One transaction runs at a time, whatever it does: others wait, as SQLite's writers do. What this leaves untested:
-readers beside a writer, and SQLite's own promise that a commit is all or nothing and lasts.
+aiosqlite runs each statement in a thread, whose timing the seed does not decide. Here statements run at once, and a
+commit takes simulated time before and after it, so that a crash may fall on either side. The SQL is the product's. Only
+one transaction runs at a time; others wait, as SQLite's writers do. Not covered: concurrent readers, and the atomicity
+and durability of SQLite's commits.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ LOCK_LOOK_S = 0.002
 
 
 class Database:
-    """One database, on a disk that outlives whoever writes to it."""
+    """One database, on a disk that outlives its writers."""
 
-    current: "Database"  # of the simulation that runs
+    current: "Database"  # of the running simulation
 
     def __init__(self, world: "World") -> None:
         self.world = world
         self.is_away = False
-        self.writer: _Connection | None = None  # whose transaction runs
+        self.writer: _Connection | None = None  # of the running transaction
         self.raw = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self.raw.deserialize(_template())
         Database.current = self
@@ -95,7 +95,7 @@ class _Cursor:
 
 
 class _Connection:
-    """A stand-in for aiosqlite's connection, for one transaction of one process."""
+    """Replaces aiosqlite's connection for one transaction of one process."""
 
     def __init__(self, database: Database, process: Process | None) -> None:
         self.database = database
@@ -112,7 +112,7 @@ class _Connection:
             raise sqlite3.OperationalError("the simulated database is away")
 
     async def begin(self) -> None:
-        """Wait for one's turn."""
+        """Wait for the lock."""
         for _ in range(int(LOCK_LIMIT_S / LOCK_LOOK_S)):
             self.check()
             self.database.forget_the_dead()
@@ -164,7 +164,7 @@ _kept: dict[str, Any] = {}
 
 
 def _template() -> bytes:
-    """A database with the schema and nothing in it."""
+    """Return an empty database with the schema."""
     if "template" not in _kept:
         raw = sqlite3.connect(":memory:")
         engine = create_async_engine("sqlite+aiosqlite://", poolclass=NullPool).sync_engine
@@ -182,7 +182,7 @@ def _template() -> bytes:
 
 
 def engine() -> AsyncEngine:
-    """The one engine of all simulations, with what it has compiled: each transaction is the current database's."""
+    """Return the engine of all simulations, with its compiled statements; transactions use the current database."""
     if "engine" not in _kept:
         made = create_async_engine("sqlite+aiosqlite://", async_creator=_connect, poolclass=NullPool)
         event.listen(made.sync_engine, "begin", _begin_sqlite)

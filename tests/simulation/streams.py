@@ -56,12 +56,12 @@ class Delivered:
 
 @dataclass(eq=False)
 class DurableConsumer:
-    """One durable: who waits for messages, and what was delivered and not answered."""
+    """One durable consumer: its waiting pulls, and its unacknowledged deliveries."""
 
     stream: "Stream"
     config: dict[str, Any]
-    fresh: dict[int, None] = field(default_factory=dict)  # never delivered, in order
-    again: dict[int, int] = field(default_factory=dict)  # to be redelivered: how often it was
+    fresh: dict[int, None] = field(default_factory=dict)  # not yet delivered, in order
+    again: dict[int, int] = field(default_factory=dict)  # to be redelivered → number of deliveries
     unanswered: dict[int, Delivered] = field(default_factory=dict)
     pulls: list[Pull] = field(default_factory=list)
     delivered: int = 0
@@ -79,7 +79,7 @@ class DurableConsumer:
 
     @property
     def floor(self) -> int:
-        """Up to where everything is answered."""
+        """The highest sequence up to which all messages are acknowledged."""
         open_ = [*self.fresh, *self.again, *self.unanswered]
         return min(open_) - 1 if open_ else self.stream.last
 
@@ -91,8 +91,8 @@ class Stream:
     messages: dict[int, Stored] = field(default_factory=dict)
     last: int = 0
     bytes: int = 0
-    last_of: dict[str, int] = field(default_factory=dict)  # by subject, the last sequence that is there
-    ids: dict[str, tuple[float, int]] = field(default_factory=dict)  # message id → until when, sequence
+    last_of: dict[str, int] = field(default_factory=dict)  # last sequence by subject
+    ids: dict[str, tuple[float, int]] = field(default_factory=dict)  # message id → expiry, sequence
     consumers: dict[str, DurableConsumer] = field(default_factory=dict)
     busy_until_s: float = 0.0  # writing
 

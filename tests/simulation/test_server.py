@@ -1,4 +1,4 @@
-"""The simulated queue server beside a real one: asked the same, both answer the same."""
+"""The simulated and a real queue server give the same replies to the same requests."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ Connect = Callable[[str], Awaitable[Bus]]
 
 
 class Taken:
-    """A consumer's deliveries, and how its pulls ended."""
+    """A consumer's deliveries, and the ends of its pulls."""
 
     def __init__(self, bus: Bus, tier: str = "spot") -> None:
         self.deliveries: list[Delivery] = []
@@ -49,7 +49,7 @@ class Taken:
                 self.changed.clear()
                 await self.changed.wait()
 
-    def told(self) -> list[Any]:
+    def received(self) -> list[Any]:
         return [(one.payload.decode(), one.stream_sequence, one.deliveries) for one in self.deliveries]
 
 
@@ -88,7 +88,7 @@ async def storing(connect: Connect) -> list[Any]:
     seen.append((await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}"))["config"]["max_msgs"])
     seen.append(await failure(bus.api("STREAM.INFO.NONE")))
     seen.append(await topology.consumer_exists(bus, subjects.INTERACTIVE_STREAM, "none"))
-    seen.append(await failure(bus.request("nobody.there", b"", timeout_s=LIMIT_S)))
+    seen.append(await failure(bus.request("no.responder", b"", timeout_s=LIMIT_S)))
     await bus.close()
     return seen
 
@@ -116,7 +116,7 @@ async def pulling(connect: Connect) -> list[Any]:
     taken = Taken(bus)
     await taken.pulls.start()
     await taken.pulls.pull(1, expires_s=0)
-    await taken.until(lambda: taken.ends == 1)  # nothing there
+    await taken.until(lambda: taken.ends == 1)  # no messages
     for name in "abc":
         await publish(bus, name)
     await taken.pulls.pull(2, expires_s=0)
@@ -127,16 +127,16 @@ async def pulling(connect: Connect) -> list[Any]:
     await pull.nak(bus, second)
     await taken.pulls.pull(3, expires_s=1)
     await taken.until(lambda: len(taken.deliveries) == 4)
-    seen.append(sorted(taken.told()[2:]))  # the one handed back, and the last
+    seen.append(sorted(taken.received()[2:]))  # the returned one and the last
     for delivery in taken.deliveries[2:]:
         await pull.term(bus, delivery)
     await taken.until(lambda: taken.ends >= 2)
     await publish(bus, "e")
     await taken.pulls.pull(1, expires_s=2)
     await taken.until(lambda: len(taken.deliveries) == 5)
-    await taken.pulls.pull(1, expires_s=5)  # nobody answers for it: it comes again
+    await taken.pulls.pull(1, expires_s=5)  # not acknowledged: redelivered
     await taken.until(lambda: len(taken.deliveries) == 6)
-    seen.append(taken.told()[4:])
+    seen.append(taken.received()[4:])
     await pull.ack(bus, taken.deliveries[-1])
     async with asyncio.timeout(LIMIT_S):
         while (await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}"))["state"]["messages"]:
@@ -148,21 +148,21 @@ async def pulling(connect: Connect) -> list[Any]:
 async def preferring(connect: Connect) -> list[Any]:
     bus = await connect("preferring")
     await topology.apply(bus, [MODEL], topology.QueueBounds())
-    dear, cheap = Taken(bus, "hosted"), Taken(bus, "spot")
-    for one in (dear, cheap):
+    expensive, cheap = Taken(bus, "hosted"), Taken(bus, "spot")
+    for one in (expensive, cheap):
         await one.pulls.start()
         await one.pulls.pull(1, expires_s=20)
     await bus.client.flush(5)
     await publish(bus, "a")
     await cheap.until(lambda: bool(cheap.deliveries))
     await publish(bus, "b")
-    await dear.until(lambda: bool(dear.deliveries))
+    await expensive.until(lambda: bool(expensive.deliveries))
     await bus.close()
-    return [cheap.told(), dear.told()]
+    return [cheap.received(), expensive.received()]
 
 
 async def leaving(connect: Connect) -> list[Any]:
-    """Return the jobs of the remaining worker after another's connection ended, and a message to that one's subject."""
+    """Return the remaining worker's jobs after another's connection ended, and a message to the latter's subject."""
     bus, worker = await connect("watcher"), await connect(subjects.connection_name("w"))
     await topology.apply(bus, [MODEL], topology.QueueBounds())
     heard: asyncio.Queue[Any] = asyncio.Queue()
@@ -178,7 +178,7 @@ async def leaving(connect: Connect) -> list[Any]:
     await bus.publish(subjects.control_subject("w"), b"x")
     message = await asyncio.wait_for(heard.get(), LIMIT_S)
     await bus.close()
-    return [here.told(), message.data]
+    return [here.received(), message.data]
 
 
 @pytest.mark.parametrize("asking", [storing, comparing, pulling, preferring, leaving])

@@ -1,4 +1,4 @@
-"""A few simulations with the tests; `make simulate` runs as many as one likes."""
+"""A few simulations; `make simulate` runs more."""
 
 import asyncio
 import json

@@ -1,9 +1,9 @@
-"""Time that only passes where nothing is left to do, and the simulated processes that live in it.
+"""Virtual time, which advances only when nothing is left to run, and simulated processes.
 
-The loop is asyncio's own but for waiting: where a real one would sleep until its next timer, this one sets its clock.
-Each callback belongs to the process in whose context it was made (a context variable, which asyncio's tasks and timers
-inherit): one of a killed process never runs, one of a frozen process runs when that goes on. ``time`` and ``uuid`` are
-replaced while a simulation runs (``simulated_world``), ``time.time`` by what the process at work takes for the time.
+The loop is asyncio's except for waiting: instead of sleeping until the next timer, it sets its clock. Each callback
+belongs to the process in whose context it was created (a context variable, which asyncio's tasks and timers inherit).
+Callbacks of a killed process never run; those of a frozen process run when it continues. ``time`` and ``uuid`` are
+replaced during a simulation (``simulated_world``); ``time.time`` returns the running process's idea of the time.
 """
 
 import asyncio
@@ -19,24 +19,24 @@ from collections.abc import Callable, Iterator
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar, TypeVarTuple
 
-EPOCH_S = 1_790_000_000.0  # what clocks that are right say when a simulation begins
-MAX_HANDLES = 40_000_000  # of one simulation: past it, something spins
+EPOCH_S = 1_790_000_000.0  # correct time at the start of a simulation
+MAX_HANDLES = 40_000_000  # of one simulation; more means an endless loop
 MAX_KEPT_TASKS = 2000
-THREAD_S = 0.002  # until it is known what became of something done in a thread
-TURN_S = 1e-6  # how long one turn of the loop takes: what waits for a time by spinning gets there
+THREAD_S = 0.002  # until the result of work in a thread is known
+TURN_S = 1e-6  # duration of one loop iteration, so that busy waiting makes progress
 
 
 def _hand_on(take: Callable[[Any], None], what: Any) -> None:
-    with contextlib.suppress(asyncio.InvalidStateError):  # nobody waits for it any more
+    with contextlib.suppress(asyncio.InvalidStateError):  # it is no longer awaited
         take(what)
 
 
 class SimulationStuck(Exception):
-    """Nothing is left that could ever happen, or too much happens."""
+    """Raised when no event is left, or there are too many."""
 
 
 class Process:
-    """A simulated process: what runs in its ``context`` is its own, and ends with it."""
+    """A simulated process: it owns all callbacks in its ``context``, which end with it."""
 
     def __init__(self, loop: "VirtualLoop", name: str, skew_s: float = 0.0) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class Process:
         self.context.run(CURRENT.set, self)
 
     def kill(self) -> None:
-        """End it in the middle of whatever it does: nothing of it ever runs again."""
+        """End the process at once: none of its callbacks ever runs again."""
         self.is_dead = True
         self._parked.clear()
 
@@ -104,7 +104,7 @@ _Result = TypeVar("_Result")
 
 
 class _Task(asyncio.Task[Any]):
-    """A task whose place in a set does not depend on where it lies in memory."""
+    """A task with a hash that does not depend on its memory address."""
 
     def __init__(self, coro: Any, loop: "VirtualLoop", number: int, name: str | None, context: Context | None) -> None:
         self._number = number
@@ -124,17 +124,17 @@ def _is_unheard(task: _Task) -> bool:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop without input, output and threads, whose clock jumps to the next timer."""
+    """An event loop without I/O and threads, whose clock jumps to the next timer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 1000.0
         self.handles = 0  # run so far
-        self.complaints: list[str] = []  # what nobody has caught
+        self.complaints: list[str] = []  # uncaught exceptions
         self._numbers = 0
-        self._timers: list[tuple[float, int, _Handle]] = []  # those of one moment in the order of their making
+        self._timers: list[tuple[float, int, _Handle]] = []  # timers of the same time in order of creation
         self._timers_made = 0
-        self._kept: list[_Task] = []  # of the dead too: nothing of theirs may run when they are thrown away
+        self._kept: list[_Task] = []  # including those of dead processes, which must not run when they are collected
         self.set_exception_handler(self._complain)
 
     def time(self) -> float:
@@ -152,7 +152,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return task
 
     def unheard_errors(self) -> list[str]:
-        """Of tasks that failed without anybody to be told."""
+        """Return the errors of failed tasks that were never retrieved."""
         return [f"{task.get_coro()} failed: {task._exception!r}" for task in self._kept if _is_unheard(task)]
 
     def _complain(self, _loop: Any, context: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.call_at(self.now_s + delay, callback, *args, context=context)
 
     def _pass_time(self) -> None:
-        """Go on to the next moment at which something happens, and make ready what does."""
+        """Advance to the next event, and schedule its callbacks."""
         ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
         now_s = self.now_s + TURN_S
         if not ready:
@@ -214,7 +214,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     )
 
     def end_tasks(self) -> None:
-        """Close, with all that never ended: nothing of it runs on."""
+        """Close the loop, with all unfinished tasks."""
         self.close()
         self._timers.clear()
         with _without_warnings():
@@ -226,7 +226,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._kept.clear()
 
     def throw_away(self) -> None:
-        """End all tasks, and collect what they leave."""
+        """End all tasks, and collect their garbage."""
         self.end_tasks()
         self._ready.clear()  # type: ignore[attr-defined]
         with _without_warnings():
@@ -235,7 +235,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(
         self, executor: Any, func: Callable[[*_Arguments], _Result], *args: *_Arguments
     ) -> asyncio.Future[_Result]:
-        """There are no threads: what would run in one runs at once, and is known to have run a little later."""
+        """Run the function at once, as there are no threads; its result is known a little later."""
         ran: asyncio.Future[_Result] = self.create_future()
         try:
             result = func(*args)

@@ -44,8 +44,8 @@ class World:
     made: Made = field(default_factory=Made)
     loudness: Noise = field(default_factory=Noise)
     server: QueueServer = field(init=False)
-    show: Callable[[str], None] | None = None  # told every event
-    is_over: bool = False  # what is thrown away now says nothing any more
+    show: Callable[[str], None] | None = None  # called with every event
+    is_over: bool = False  # ignores events during cleanup
     _number: int = 0
 
     def __post_init__(self) -> None:
@@ -62,13 +62,13 @@ class World:
 
     @property
     def now_s(self) -> float:
-        """Since the simulation began."""
+        """Return the time since the simulation began."""
         return self.loop.now_s - 1000.0
 
-    # --- chance -------------------------------------------------------------------------------------------------------
+    # --- randomness ---------------------------------------------------------------------------------------------------
 
     def latency_s(self) -> float:
-        """Of one message on its way."""
+        """Draw the latency of one message."""
         latency_s = 0.0001 + self.rng.random() * 0.0008
         if self.loudness.delay and self.rng.random() < self.loudness.delay:
             latency_s += self.rng.uniform(0.01, 0.5)
@@ -88,7 +88,7 @@ class World:
             return "double"
         return "overtake" if chance < loud.drop + loud.double + loud.overtake else None
 
-    # --- what happened ------------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def log(self, *event: Any) -> None:
         if self.is_over:
@@ -98,7 +98,7 @@ class World:
             self.show(f"{self.now_s:12.6f} " + " ".join(map(str, event)))
 
     def offend(self, what: str) -> None:
-        """A promise is broken."""
+        """Report a violation."""
         if self.is_over:
             return
         self.log("OFFENCE", what)
@@ -106,7 +106,7 @@ class World:
             self.offences.append(what)
 
     def complain(self, what: str) -> None:
-        """Something happened that no fault explains."""
+        """Report an event that no fault explains."""
         self.offend(f"unforeseen: {what}")
 
     def on_stored(self, stream: "Stream", stored: "Stored") -> None:

@@ -14,7 +14,7 @@ Start = Callable[..., Awaitable[LocalGateway]]
 
 @pytest.fixture
 async def start_local(tmp_path: Path) -> AsyncIterator[Start]:
-    """Starts a gateway with the settings given."""
+    """Start a gateway with the given settings."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(**options: Any) -> LocalGateway:

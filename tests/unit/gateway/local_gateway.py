@@ -1,7 +1,7 @@
-"""A gateway without sockets, queue server and SQL: its application, core and dispatcher, on a bus of this process.
+"""A gateway without sockets, queue server and SQL: its application, core and dispatcher on an in-process bus.
 
-A request goes all its way here, and the frames of scripted workers go all of theirs, in milliseconds. What a socket, a
-queue server or SQL does shows in ``tests/integration/gateway`` alone, whose shared gateway this one is used like.
+Requests and the frames of scripted workers take the whole path, in milliseconds. Sockets, the queue server and SQL are
+covered by ``tests/integration/gateway``, whose shared gateway has the same interface.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Message(NamedTuple):
 
 
 class LocalBus:
-    """Stores what is published durably, and gives everything to those who have subscribed."""
+    """Stores durable messages, and delivers all messages to subscribers."""
 
     connected = True
     api_prefix = "$JS.API"
@@ -80,10 +80,10 @@ class LocalBus:
         return self
 
     def on_reconnect(self, _: Callable[[], Any]) -> None:
-        """It is always connected."""
+        """Do nothing: always connected."""
 
     async def unsubscribe(self) -> None:
-        """All of it goes with the test."""
+        """Do nothing: the bus ends with the test."""
 
     async def publish(self, subject: str, payload: bytes = b"", **_: Any) -> None:
         for begin, handler in self._handlers:
@@ -121,7 +121,7 @@ class LocalBus:
 
 
 class LocalWorker(ScriptedWorker):
-    """Gets jobs as they are published."""
+    """A worker that receives jobs as they are published."""
 
     async def start(self) -> None:
         await self.bus.subscribe(subjects.control_subject(self.worker_id), self._on_control)
@@ -133,13 +133,13 @@ class LocalWorker(ScriptedWorker):
     async def _run(self, attempt: Attempt) -> None:
         try:
             await super()._run(attempt)
-        except BaseException as error:  # or the test would wait for the rest
+        except BaseException as error:  # otherwise the test would wait for the rest
             await attempt.fail("engine_error", f"the script failed: {error!r}", retryable=False)
             raise
 
 
 class _Keys:
-    """Knows one key."""
+    """A key ring with one key."""
 
     may_be_old = False
 
@@ -159,7 +159,7 @@ class _Prices:
 
 
 class LocalGateway:
-    """The gateway, as one test has it."""
+    """The gateway of one test."""
 
     key = "sk-test"
 
@@ -180,7 +180,7 @@ class LocalGateway:
         return httpx.AsyncClient(transport=self._transport, base_url="http://gateway", headers=headers, timeout=HANGS_S)
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
-        """The answer to a body, which asks for the model where it names none."""
+        """Post a body, with the default model unless it names one; return the response."""
         answer: httpx.Response = await self._http.post(path, json={"model": MODEL, **body})
         return answer
 
@@ -190,7 +190,7 @@ class LocalGateway:
         )
 
     async def records(self, count: int = 1) -> list[RequestRecord]:
-        """The ledger's records of requests, once there are ``count``."""
+        """Wait for ``count`` request records; return them."""
         found: list[RequestRecord] = []
 
         def are_there() -> bool:
@@ -217,7 +217,7 @@ def card(**changes: Any) -> ModelCard:
 async def local_gateway(
     data_dir: Path, *, model_card: ModelCard | None = None, tokenizer: bytes = b"", **settings: Any
 ) -> AsyncIterator[LocalGateway]:
-    """Start one with these settings, whose model has this card and tokenizer."""
+    """Start a gateway with these settings, and a model with this card and tokenizer."""
     local = LocalBus()
     bus: Any = local
     await objects.publish_model_card(bus, model_card or card(), tokenizer or byte_tokenizer_json())
@@ -267,7 +267,7 @@ async def local_gateway(
         return app
 
     async def serve_slowly(*asgi: Any) -> None:
-        await slow()(*asgi)  # made where it is needed: that takes longer than all the rest
+        await slow()(*asgi)  # created only if needed: it is slower than everything else
 
     further: Any = serve_slowly
 

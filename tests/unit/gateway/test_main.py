@@ -1,4 +1,4 @@
-"""The gateway's end."""
+"""Shutdown and listening of the gateway process."""
 
 import asyncio
 import socket

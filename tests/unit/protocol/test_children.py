@@ -1,4 +1,4 @@
-"""Processes that we start: how they are ended, how their end is told, and how often they may die."""
+"""Child processes: stopping them, describing their end, and bounded restarts."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ async def test_a_process_ends_by_its_signal_or_is_killed(ignored: str) -> None:
 async def test_a_killed_process_whose_output_another_one_holds_is_not_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """asyncio waits for the end of its pipes, too: a worker hung for as long as the other process lived."""
+    """Regression: asyncio also waits for the end of pipes, so a worker hung until the other process ended."""
     process = await start(
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); child = os.fork()\n"
         "if child: print(child, flush=True)\n"
@@ -53,14 +53,14 @@ async def test_a_killed_process_whose_output_another_one_holds_is_not_waited_for
     try:
         async with asyncio.timeout(HANGS_S):
             await stop_process(process, "it", 0.1, killed_limit_s=0.1)
-        await until(lambda: process.returncode is not None)  # a loaded machine may take longer than the limit
+        await until(lambda: process.returncode is not None)  # may exceed the limit on a loaded machine
         assert process.returncode == -signal.SIGKILL
         assert "its output is still open" in caplog.text
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         assert process.stdout is not None
-        await process.stdout.read()  # to its end, which closes the pipe
+        await process.stdout.read()  # until its end, which closes the pipe
 
 
 def test_deaths_are_counted_within_a_window() -> None:
@@ -68,7 +68,7 @@ def test_deaths_are_counted_within_a_window() -> None:
     restarts = Restarts(2, 60.0, 0.5, lambda: now_s)
     assert [restarts.wait_s(), restarts.wait_s(), restarts.wait_s()] == [0.5, 1.0, None]
     now_s = 60.0
-    assert restarts.wait_s() == 0.5  # from the beginning
+    assert restarts.wait_s() == 0.5  # starts again at the first wait
     assert Restarts(0, 60.0, 0.5).wait_s() is None
 
 

@@ -1,4 +1,4 @@
-"""What is said where an extra is missing."""
+"""The error for a missing extra."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Bytes that make decoders raise what no caller expects: each is a ProtocolError, of whatever message it is a part."""
+"""Bytes that make decoders raise unexpected exceptions: all become ProtocolErrors, in every message."""
 
 import contextlib
 from collections.abc import Callable
@@ -20,7 +20,7 @@ NOT_UTF8 = b"\xa2\xff\xfe"
 
 
 def with_field(value: bytes) -> bytes:
-    """A map with a version and a field that nobody knows."""
+    """Return a map with a version and an unknown field."""
     return b"\x82\xa1v\x01\xa3zzz" + value
 
 
@@ -28,7 +28,7 @@ def with_field(value: bytes) -> bytes:
 @pytest.mark.parametrize("decode", [*DECODERS, *READERS])
 def test_poison_raises_nothing_but_a_protocol_error(decode: Callable[[bytes], Any], poison: bytes) -> None:
     for payload in (poison, with_field(poison), b"\x91" + with_field(poison), b"\x93\x01\xa1w\x91" + poison):
-        with contextlib.suppress(ProtocolError):  # text that is passed over is not decoded
+        with contextlib.suppress(ProtocolError):  # skipped text is not decoded
             decode(payload)
 
 
@@ -39,13 +39,13 @@ def test_a_poisonous_record_takes_no_other_along(poison: bytes) -> None:
     assert [record.request_id for record in records if isinstance(record, RequestRecord)] in (
         [],
         ["good", "good"],
-    )  # nested: nobody knows where it ends
+    )  # nested: its end is unknown
     assert unread
 
 
 @pytest.mark.parametrize(("decode", "message"), [(m.decode_heartbeat, BEAT), (decode_usage, [attempt_record("r")])])
 def test_text_that_is_not_utf_8_is_a_protocol_error(decode: Callable[[bytes], Any], message: Any) -> None:
-    """Of a field that is read; msgspec lets Python's own exception through."""
+    """In a known field, where msgspec raises Python's exception."""
     model = msgspec.msgpack.encode("m" * 20)
     fields = msgspec.to_builtins(message)
     (fields[0] if isinstance(fields, list) else fields)["provider"] = "m" * 20

@@ -18,7 +18,7 @@ INFINITE, NO_NUMBER = float("inf"), float("nan")
         ),
         ({"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}, None),
         ({"min_p": 0.05, "temperature": 1}, None),
-        ({"do_sample": False}, {}),  # as vLLM: it samples all the same
+        ({"do_sample": False}, {}),  # ignored, as in vLLM
         ({"do_sample": False, "temperature": 0}, {"temperature": 0}),
         ({"top_k": 0}, {}),
         ({"top_k": -1}, {}),

@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGINT do while a process serves, and after."""
+"""SIGTERM and SIGINT while a process serves, and afterwards."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tests.waiting import until
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_signals_are_handled_while_it_serves_and_have_pythons_handlers_afterwards(number: signal.Signals) -> None:
-    # A shell without job control starts what is in the background with SIGINT ignored.
+    # A shell without job control starts background processes with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     handlers_before = [signal.getsignal(each) for each in STOP_SIGNALS]
     taken: list[str] = []

@@ -1,7 +1,7 @@
-"""Messages of the next release, read by this one: whoever sends what to whom, and in whichever order they are upgraded.
+"""Messages of the next release, read by this one, for every message and every order of upgrades.
 
-The next release appends fields, knows further kinds, and may raise the version where a meaning has changed. What this
-release must do with each is in docs/how-to/upgrades.md; how each process does it is tested beside that process.
+The next release may append fields, add kinds, and raise the version of a changed message. docs/how-to/upgrades.md says
+what this release must do with each; the tests of each process check how it does it.
 """
 
 from collections.abc import Callable
@@ -134,7 +134,7 @@ def test_a_step_of_the_next_version_is_known_as_such(frames: Any) -> None:
 def test_controls_may_have_further_fields(control: m.Control) -> None:
     fields = msgspec.msgpack.decode(m.encode(control))
     assert m.decode_control(msgspec.msgpack.encode([*fields, "later"])) == control
-    with pytest.raises(ProtocolError):  # of an unknown kind: its worker does not hear it, and says so in its log
+    with pytest.raises(ProtocolError):  # of an unknown kind: the worker logs and ignores it
         m.decode_control(msgspec.msgpack.encode(["later", *fields[1:]]))
 
 

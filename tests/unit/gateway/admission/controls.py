@@ -1,4 +1,4 @@
-"""Admission control that speaks to nobody: tests tell it what workers and streams would."""
+"""Admission control without a bus: tests pass it the data of workers and streams."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,7 @@ PROMPT_FIELDS = {"stream", "token_ids", "tokens", "param", "sampling", "pooling"
 def admission(
     request_id: str = "req_1", *, tenant: str = "k", key_name: str = "k", trusted: bool = False, **rest: Any
 ) -> Admission:
-    """Return an admission. ``rest``: fields of it, its arrival or its prompt."""
+    """Return an admission. ``rest``: fields of the admission, its arrival or its prompt."""
     arrival: dict[str, Any] = {"received_s": 0.0, "received_unix_ms": 0, "queue_wait_s": 600.0}
     prompt: dict[str, Any] = {
         "token_ids": b"\x01\x00\x00\x00",

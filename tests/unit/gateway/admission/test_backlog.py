@@ -17,7 +17,7 @@ def test_own_jobs_are_known_without_asking() -> None:
 
 
 def test_answers_and_changes_add_up() -> None:
-    """A job that came while the question was on its way may or may not be in the answer; earlier ones are."""
+    """A job that entered during the poll may or may not be in its answer; earlier ones are."""
     lane = LaneBacklog()
     lane.enter("a", 0.0)
     asked = lane.asked()
@@ -27,7 +27,7 @@ def test_answers_and_changes_add_up() -> None:
     lane.leave("a")
     assert lane.waiting == 11
     lane.answered(0, lane.asked())
-    assert lane.waiting == 1  # "b" is on its way, whatever the stream says
+    assert lane.waiting == 1  # "b" is being published, even if the stream does not have it
 
 
 def test_places_of_our_own_jobs() -> None:
@@ -37,10 +37,10 @@ def test_places_of_our_own_jobs() -> None:
     assert [lane.ahead_of(job, 0.0) for job in "abcd"] == [0, 1, 2, 3]
     lane.leave("a")
     assert [lane.ahead_of(job, 1.0) for job in "bcd"] == [0, 1, 2]
-    lane.answered(6, lane.asked())  # three more of others, somewhere in between
+    lane.answered(6, lane.asked())  # three jobs of other gateways at unknown positions
     assert [lane.ahead_of(job, 2.0) for job in "bcd"] == [0, 2, 4]
     lane.enter("e", 0.0)
-    assert lane.ahead_of("e", 2.0) == 3 * 7 // 4  # not in the ranks of a moment ago: it is the last
+    assert lane.ahead_of("e", 2.0) == 3 * 7 // 4  # entered after the ranks were computed: the last one
 
 
 async def test_what_other_gateways_queued_is_asked_for(nats_url: str) -> None:

@@ -39,7 +39,7 @@ def test_a_worker_of_several_models_counts_for_each() -> None:
 def test_the_rate_is_measured_only_while_jobs_wait() -> None:
     capacity = capacity_with(beat(running=4, jobs_taken=4))
     model = capacity.of("m")
-    for taken in range(5, 25):  # one job completed in each second, but more was not asked for
+    for taken in range(5, 25):  # one job completed per second, because there was no more demand
         capacity.on_heartbeat(beat(running=4, jobs_taken=taken))
         model.measure(1.0, contended=False)
     assert model.jobs_per_s is None
@@ -54,7 +54,7 @@ def test_jobs_taken_by_a_worker_that_fills_up_are_none_served() -> None:
     capacity.on_heartbeat(beat(running=64, jobs_taken=64))
     capacity.of("m").measure(1.0, contended=True)
     assert capacity.of("m").jobs_per_s is None
-    capacity.on_heartbeat(beat(running=64, jobs_taken=80))  # too few have ended to tell
+    capacity.on_heartbeat(beat(running=64, jobs_taken=80))  # too few have ended
     capacity.of("m").measure(1.0, contended=True)
     assert capacity.of("m").jobs_per_s is None
     capacity.on_heartbeat(beat(running=64, jobs_taken=128))
@@ -72,4 +72,4 @@ def test_the_rate_follows_the_number_of_workers() -> None:
     capacity.keep(lambda _worker_id, _now_s: False, 0.0)
     assert capacity.of("m").jobs_per_s is None
     capacity.on_heartbeat(beat("c"))
-    assert capacity.of("m").jobs_per_s == pytest.approx(10)  # what one such worker can do is still known
+    assert capacity.of("m").jobs_per_s == pytest.approx(10)  # the rate of one worker is still known

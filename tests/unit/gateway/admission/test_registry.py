@@ -60,7 +60,7 @@ def test_those_whom_the_server_has_cut_off_may_come_back() -> None:
     workers.lose("cut", ErrorCode.WORKER_LOST, "gone", 10.1)
     workers.lose_silent(["cut"], 11.9)
     assert told == []
-    workers.lose("cut", ErrorCode.WORKER_DRAINING, "it has said so", 11.9)  # that is no guess
+    workers.lose("cut", ErrorCode.WORKER_DRAINING, "it has said so", 11.9)  # certain, not inferred from silence
     workers.lose_silent(["cut"], 12.1)
     assert told == ["cut", "cut"]
 

@@ -11,7 +11,7 @@ TENANTS = [f"key_{number}" for number in range(4000)]
 
 
 def test_candidates_are_two_and_the_same_everywhere() -> None:
-    """Gateways must agree: these were computed once."""
+    """Gateways must agree, so the expected values are constants."""
     assert candidate_lanes("key_1") == ("h5", "h7")
     assert all(len(set(candidate_lanes(tenant))) == 2 for tenant in TENANTS)
     assert all(set(candidate_lanes(tenant)) <= set(subjects.HIGH_LANES) for tenant in TENANTS)
@@ -22,7 +22,7 @@ def test_tenants_are_spread_evenly() -> None:
     pairs = Counter(frozenset(candidate_lanes(tenant)) for tenant in TENANTS)
     assert set(first) == set(subjects.HIGH_LANES)
     assert max(first.values()) < 1.2 * len(TENANTS) / 8
-    assert len(pairs) == 28  # every two lanes
+    assert len(pairs) == 28  # all pairs of lanes
     assert max(pairs.values()) < 1.5 * len(TENANTS) / 28
 
 
@@ -31,7 +31,7 @@ def test_the_emptier_candidate_is_chosen() -> None:
     assert choose_lane(lanes, (0, 0), None) == "h1"
     assert choose_lane(lanes, (5, 5), None) == "h1"
     assert choose_lane(lanes, (5, 4), None) == "h2"
-    assert choose_lane(lanes, (0, 9), "h2") == "h2"  # its own jobs wait there
+    assert choose_lane(lanes, (0, 9), "h2") == "h2"  # its jobs wait there
 
 
 @given(st.text(min_size=1), st.text(min_size=1))

@@ -1,4 +1,4 @@
-"""An open request whose actions are recorded, and the frames that workers send it."""
+"""An open request with recorded actions, and frames of workers."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -16,18 +16,18 @@ ID = "req_1"
 
 @dataclass
 class RecordedActions:
-    """Actions that the request asked for, in order."""
+    """The actions of a request, in order."""
 
     published: list[int] = field(default_factory=list)
     withdrawn: list[int] = field(default_factory=list)
     cancelled: list[tuple[str, Cancel]] = field(default_factory=list)
     asked: list[tuple[str, int, int]] = field(default_factory=list)
     fenced: list[tuple[str, Frame]] = field(default_factory=list)
-    held: list[tuple[str | None, int]] = field(default_factory=list)  # by workers: who, which attempt
+    held: list[tuple[str | None, int]] = field(default_factory=list)  # worker, attempt
     pauses: list[float] = field(default_factory=list)
     recorded: list[tuple[int, str, str | None, int]] = field(default_factory=list)  # attempt, outcome, code, tokens
     ends: int = 0
-    statuses: list[int | None] = field(default_factory=list)  # of requests that were settled
+    statuses: list[int | None] = field(default_factory=list)  # of settled requests
     others: list[Heartbeat] = field(default_factory=list)  # live workers that could run the next attempt
 
     def takers(self, request: RequestState) -> list[Heartbeat]:
@@ -72,7 +72,7 @@ class RecordedActions:
 
 
 class Closing:
-    """Closes nothing: the test has the request."""
+    """Does nothing: the test closes the request."""
 
     def close(self, request: OpenRequest, http_status: int | None) -> None:
         raise AssertionError("nobody closes it")

@@ -1,8 +1,8 @@
-"""One request, and whatever may happen to it in any order: the state machine alone, without a queue or a network.
+"""One request and random events in any order: only the state machine, without a queue or a network.
 
-Workers make the true answer. The network loses, repeats and reorders their frames; they fail, fall silent, are lost,
-and two may run the same attempt. Callers leave, and time passes. Whatever happens, the caller reads a prefix of the
-true answer, the request ends once, and it is settled once. Each seed is a history of its own.
+Workers generate the correct answer. The network loses, repeats and reorders their frames; workers fail, fall silent,
+are lost, and two may run the same attempt. Clients leave, and time passes. In all cases the client reads a prefix of
+the correct answer, and the request ends and is settled exactly once. Each seed is another history.
 """
 
 import random
@@ -21,15 +21,15 @@ from protocol.job import Accepted, Failed, Finished, Frame, ResumePoint, Tokens
 from tests.unit.gateway.dispatch.opened_requests import ID, RecordedActions, failed, finished, open_request
 
 WORKERS: Final = ("w1", "w2", "w3")
-ANSWER: Final = "abcdefghijkl"  # of each choice: a token a character
-MAX_TOKENS: Final = 100  # of each choice: what an open request of a test asks for
+ANSWER: Final = "abcdefghijkl"  # of each choice; one token per character
+MAX_TOKENS: Final = 100  # of each choice, as in the tests' open requests
 HISTORIES: Final = 2500
 STEPS: Final = 90
 CODES: Final = ("engine_error", "engine_died", "worker_draining", "engine_busy", "unknown_attempt", "deadline_exceeded")
 
 
 def taken(mailbox: Mailbox) -> list[Event]:
-    """Return what is there, without waiting."""
+    """Return the available events without waiting."""
     if not len(mailbox):
         return []
     try:
@@ -42,20 +42,20 @@ def taken(mailbox: Mailbox) -> list[Event]:
 
 @dataclass
 class Attempt:
-    """An attempt on one worker, with every frame that it has made."""
+    """An attempt on one worker, with all its frames."""
 
     worker_id: str
     number: int
-    made: list[int]  # tokens of each choice, those that it began with included
+    made: list[int]  # tokens of each choice, including resumed ones
     frames: list[Frame]
-    begun: int = 0  # with so many tokens, over all choices
+    begun: int = 0  # resumed tokens, over all choices
     is_over: bool = False
 
     def __post_init__(self) -> None:
         self.begun = sum(self.made)
 
     def step(self, index: int) -> Frame:
-        """Make the next token of a choice or, when all are complete, the last frame."""
+        """Generate the next token of a choice or, when all are complete, the final frame."""
         left = [one for one, tokens in enumerate(self.made) if tokens < len(ANSWER)]
         if not left:
             return self.finish(cancelled=False)
@@ -78,7 +78,7 @@ class Attempt:
 
 
 class Jobs(RecordedActions):
-    """Actions that keep the job of each attempt, too: a worker may pull one just before it is withdrawn."""
+    """Actions that also keep each attempt's job: a worker may pull one just before it is withdrawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Jobs(RecordedActions):
 
 @dataclass
 class History:
-    """What happens to one request."""
+    """The random history of one request."""
 
     seed: int
     now_s: float = 0.0
@@ -99,8 +99,8 @@ class History:
     in_transit: list[tuple[str, Frame]] = field(default_factory=list)
     ends: list[Ended] = field(default_factory=list)
     is_closed: bool = False
-    has_lied: bool = False  # a worker
-    told: set[int] = field(default_factory=set)  # attempts whose worker has told how they ended, in time
+    has_lied: bool = False  # any worker
+    told: set[int] = field(default_factory=set)  # attempts whose worker reported their end in time
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -131,12 +131,12 @@ class History:
             self.it_is_given_up: 0.5,
             self.its_answer_is_sent: 3,
         }
-        # Each history has some of all troubles, so that some are long and others full of one thing.
+        # Each history draws its own rates of faults, so that some are long and others are dominated by one fault.
         for trouble in list(self.weights)[5:-1]:
             self.weights[trouble] *= self.random.choice([0, 0, 1, 4])
 
     def run(self) -> None:
-        """Let it happen. Raises AssertionError, with what has happened."""
+        """Run the history. Raises AssertionError with the events so far."""
         happened: list[str] = []
         try:
             for step in self.random.choices(list(self.weights), list(self.weights.values()), k=STEPS):
@@ -156,7 +156,7 @@ class History:
             self._pull(self.request.attempt)
 
     def a_late_worker_pulls(self) -> None:
-        """The job of an attempt that is over, or that another worker has."""
+        """Pull the job of an ended attempt, or of one that another worker has."""
         self._pull(max(1, self.request.attempt - self.random.randint(0, 1)))
 
     def _pull(self, number: int) -> None:
@@ -187,7 +187,7 @@ class History:
             self.in_transit.append((attempt.worker_id, attempt.end(frame)))
 
     def a_worker_lies(self) -> None:
-        """It has made far more than could be, or says so before it is complete; or it accepts once more."""
+        """Report implausibly many tokens, a premature end, or a second acceptance."""
         if running := self._running():
             self.has_lied = True
             attempt = self.random.choice(running)
@@ -200,7 +200,7 @@ class History:
             self.in_transit.append((attempt.worker_id, lie))
 
     def a_worker_is_lost(self) -> None:
-        """As its connection says; its frames may still come."""
+        """Close its connection; its frames may still arrive."""
         worker = self.random.choice(WORKERS)
         for attempt in self.attempts:
             attempt.is_over = attempt.is_over or attempt.worker_id == worker
@@ -208,7 +208,7 @@ class History:
             self.request.worker_lost(ErrorCode.WORKER_LOST, "its connection closed", self.now_s)
 
     def workers_hear_of_orders(self) -> None:
-        """To send frames again, and to stop; some of these are lost."""
+        """Deliver resend and cancel messages, some of which are lost."""
         asked, cancelled = self.actions.asked[:], self.actions.cancelled[:]
         self.actions.asked.clear()
         self.actions.cancelled.clear()
@@ -234,7 +234,7 @@ class History:
             self._arrives(worker, frame)
 
     def a_frame_arrives_before_others(self) -> None:
-        """And may arrive a second time."""
+        """Deliver a frame out of order, possibly twice."""
         if self.in_transit:
             which = self.random.randrange(len(self.in_transit))
             worker, frame = self.in_transit[which]
@@ -258,7 +258,7 @@ class History:
     # --- queue, caller, time ------------------------------------------------------------------------------------------
 
     def the_job_is_gone(self) -> None:
-        """It is moved, or vanished."""
+        """Move the job, or let it vanish."""
         attempt = self.request.attempt
         if self.random.random() < 0.5:
             self.request.move(attempt, None, self.now_s)
@@ -290,7 +290,7 @@ class History:
             self.is_closed = True
 
     def all_leave(self) -> None:
-        """Once its caller has left it is settled soon, whatever its workers do."""
+        """After its client has left, the request is settled soon, whatever its workers do."""
         self.request.close(None, self.now_s)
         self.is_closed = True
         if not self.request.is_over:
@@ -298,7 +298,7 @@ class History:
         assert self.request.state is State.SETTLED
         self.check()
 
-    # --- what is always true ------------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         request, actions = self.request, self.actions

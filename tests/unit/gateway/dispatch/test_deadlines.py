@@ -47,7 +47,7 @@ def test_patience_is_spent_over_all_attempts() -> None:
     request = opened(queue_wait_s=30.0)
     accept(request, 20.0)
     hand_back(request, 1, 100.0)
-    assert request.queue_deadline_s == 110.0  # 20 of the 30 s are spent; what it ran is not counted
+    assert request.queue_deadline_s == 110.0  # 20 of 30 s are spent; its running time does not count
     assert fails_at(request, ErrorCode.QUEUE_WAIT_TIMEOUT, 110.0)
 
 
@@ -72,7 +72,7 @@ def test_the_first_token_is_waited_for_in_each_attempt_anew() -> None:
     hand_back(request, 2, 6.0)
     request.on_tick(8.0, connected=True)
     accept(request, 30.0)
-    request.on_frame("w", Accepted("req_1", 2, 0, "w", "pool", "provider", "region", 1.0), 39.0)  # a sign of life
+    request.on_frame("w", Accepted("req_1", 2, 0, "w", "pool", "provider", "region", 1.0), 39.0)  # a keep-alive
     assert fails_at(request, ErrorCode.FIRST_TOKEN_TIMEOUT, 40.0)
 
 

@@ -1,4 +1,4 @@
-"""What becomes of an attempt whose pool is broken, silent or busy, by what other workers there are."""
+"""Attempts whose pool is broken, silent or busy, with and without other workers."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ BROKEN, WAITS = Paused("401"), Paused("429", 20_000)
 
 
 def worker(name: str, *, free: int = 4, **fields: Any) -> Heartbeat:
-    """One of a pool of its own name."""
+    """Return a worker of a pool with the same name."""
     names = (f"w-{name}", name, "x", "eu", fields.pop("tier", "spot"), "e", ("m",))
     return Heartbeat(PROTOCOL_VERSION, *names, 0.5, 4, 400, free, 400, 0, 1, 2, **fields)
 
@@ -49,7 +49,7 @@ def attempts_until_the_end(request: OpenRequest, pools: list[str], **how: Any) -
 
 EXCUSED = MAX_FREE_FAILURES
 CASES: dict[str, tuple[list[Heartbeat], list[str], dict[str, Any], int]] = {
-    # others that live · where it fails, one after the other · how · attempts
+    # other live workers · where attempts fail, in order · failure · attempts
     "no other pool": ([worker("a")], ["a"], {}, MAX_ATTEMPTS),
     "another worker of the same pool": ([worker("a"), worker("a")], ["a"], {}, MAX_ATTEMPTS),
     "another pool": ([worker("a"), worker("b")], ["a"], {}, EXCUSED),
@@ -155,7 +155,7 @@ def test_whoever_no_server_takes_in_time_is_told_when_to_come_back(case: str) ->
 
 
 IN_VAIN: dict[str, tuple[list[Heartbeat], str | None, int | None]] = {
-    # who lives · how the last attempt ended · what Retry-After says: 0: the usual, None: not that servers ask to wait
+    # live workers · end of the last attempt · Retry-After: 0: the usual one, None: not a refusal by busy servers
     "nobody": ([], None, None),
     "a full one": ([worker("a", free=0)], None, None),
     "a broken one": ([worker("a", paused=BROKEN)], None, None),

@@ -1,4 +1,4 @@
-"""The slot that one attempt holds at a hosted pool: capacity, and money of its caps."""
+"""The slot that one attempt holds of a hosted pool: capacity, and money of its caps."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -11,13 +11,13 @@ from tests.unit.gateway.dispatch.opened_requests import open_request, tokens
 
 
 def slot_of(pool: Any, called: list[str]) -> HostedSlot:
-    """Return a slot whose reservation notes how it ends."""
+    """Return a slot whose reservation records its end."""
     reservation: Any = SimpleNamespace(**{name: partial(called.append, name) for name in ("settle_in_full", "refund")})
     return HostedSlot(pool, 2, reservation)
 
 
 def test_its_capacity_comes_back_once() -> None:
-    """A worker accepts the attempt, and later it is over: other attempts' promises are not taken back for it."""
+    """A worker accepts the attempt, which later ends: its capacity is released only once."""
     pool: Any = SimpleNamespace(promised=5)
     slot = slot_of(pool, [])
     slot.leave_room()

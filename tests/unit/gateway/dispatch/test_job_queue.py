@@ -1,4 +1,4 @@
-"""Jobs on their way into a queue that has no room."""
+"""Publishing jobs into a full queue."""
 
 import time
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from tests.unit.gateway.dispatch.opened_requests import accepted, lose_worker, o
 
 
 class FullOnce:
-    """A bus whose stream is full at the first try."""
+    """A bus with a stream that is full at the first try."""
 
     def __init__(self) -> None:
         self.clock = SimpleNamespace(now_s=time.time)
@@ -38,7 +38,7 @@ async def test_a_full_queue_refuses_a_first_attempt() -> None:
 
 
 async def test_a_later_attempt_waits_for_room() -> None:
-    """Also one without a token yet: it has been promised an answer."""
+    """Also one without a token yet, because the request was admitted."""
     request, _ = open_request()
     request.on_frame("w", accepted(), time.monotonic())
     lose_worker(request, time.monotonic())

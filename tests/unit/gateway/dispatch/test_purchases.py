@@ -1,4 +1,4 @@
-"""How often an answer is bought from a server that breaks it off."""
+"""How often the gateway pays for an answer from a server that breaks it off."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.unit.gateway.dispatch.test_elsewhere import worker
 MAX_ATTEMPTS = 3
 NO_END = "the server's answer has no end"
 CASES: dict[str, tuple[list[tuple[str, int, str, str]], int]] = {
-    # what attempts do, the last one again and again: pool, tokens, reason, code · how many there are
+    # attempts (pool, tokens, reason, code), of which the last repeats · number of attempts
     "cut at the same place": ([("a", 3, NO_END, "engine_error")], 2),
     "cut where the answer is whole": ([("a", 9, NO_END, "engine_error"), ("a", 0, NO_END, "engine_error")], 2),
     "cut by two pools": ([("a", 3, NO_END, "engine_error"), ("b", 3, NO_END, "engine_error")], 3),

@@ -140,7 +140,7 @@ async def test_probes_then_the_next_attempt() -> None:
     while request.attempt == 1:
         now_s += 0.25
         request.on_tick(now_s, connected=True)
-    # From the last frame on: a worker that has nothing new sends that one, which is a sign of life.
+    # From the last frame on: a worker without new frames resends that one, which shows that it is alive.
     assert actions.asked == [("w", 1, 1)] * attempts_module.MAX_PROBES
     assert now_s == attempts_module.SILENCE_LIMIT_S + attempts_module.MAX_PROBES * attempts_module.PROBE_PERIOD_S
 
@@ -151,7 +151,7 @@ async def test_an_answered_probe_starts_the_count_anew() -> None:
     for tick in range(1, 200):
         request.on_tick(tick * 0.5, connected=True)
         if tick % 8 == 0:
-            request.on_frame("w", accepted(), tick * 0.5)  # again: nothing new
+            request.on_frame("w", accepted(), tick * 0.5)  # a repeated frame
     assert request.attempt == 1
     assert len(actions.asked) > 20
 
@@ -231,7 +231,7 @@ async def test_cancelled_counts_are_the_workers_own() -> None:
     request.cancel(2.0)
     assert (request.state, actions.ends) == (State.STOPPING, 0)
     assert actions.cancelled[-1] == ("v", Cancel(ID, 2))
-    # Some of its frames were lost: its count is exact all the same.
+    # Some of its frames were lost, but its count is exact.
     request.on_frame("v", finished(9, attempt=2, cancelled=True, completion_tokens=6), 2.1)
     assert (request.state, request.outcome, request.completion_tokens) == (State.ENDED, "cancelled", 8)
     assert actions.ends == 1
@@ -239,7 +239,7 @@ async def test_cancelled_counts_are_the_workers_own() -> None:
 
 @pytest.mark.parametrize("last", [finished, failed])
 async def test_nobody_pays_for_what_a_worker_claims_beyond_what_can_be(last: Callable[..., Frame]) -> None:
-    # A stolen worker's word for a cancelled request was a row and a bill of 10^9 tokens.
+    # A stolen worker's count for a canceled request once produced a row and a bill of 10^9 tokens.
     for n, silence_s, most in ((1, 0.0, 98), (3, 0.0, 98 + 2 * 100), (1, -0.95, 50)):
         request, _ = open_request(n=n)
         request.on_frame("w", accepted(), 1.0)
@@ -264,7 +264,7 @@ async def test_a_failed_request_bills_no_less_than_what_came() -> None:
         tokens(2, index=-1),
         tokens(2, index=2),
         tokens(2, ids=(1,) * 99),
-        tokens(2, index=1),  # has ended
+        tokens(2, index=1),  # a choice that has ended
         tokens(2, ids=(), prompt_logprobs=(PromptLogprob(1, "x", -1.0, 1),) * 4),
         Vector(ID, 1, 2, -1, b""),
         Vector(ID, 1, 2, 2, b""),

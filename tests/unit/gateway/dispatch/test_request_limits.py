@@ -1,4 +1,4 @@
-"""Deadlines, attempts and what a request that has ended is recorded as."""
+"""Deadlines, attempts, and the record of an ended request."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ async def test_a_silent_worker_does_not_hold_the_record_back() -> None:
     request.on_frame("w", tokens(1, ids=(1, 2)), 1.0)
     request.cancel(2.0)
     request.on_tick(3.0, connected=True)
-    assert len(actions.cancelled) == 2  # said again, as it may have been lost
+    assert len(actions.cancelled) == 2  # repeated, because it may be lost
     request.on_tick(2.0 + TimeoutSettings().cancel_s, connected=True)
     assert (request.state, request.completion_tokens, actions.ends) == (State.ENDED, 2, 1)
 
@@ -39,7 +39,7 @@ async def test_cancelled_while_queued() -> None:
     request, actions = open_request()
     request.cancel(1.0)
     assert (request.state, actions.withdrawn, actions.cancelled) == (State.STOPPING, [1], [])
-    request.on_frame("w", accepted(), 1.5)  # pulled at the last moment
+    request.on_frame("w", accepted(), 1.5)  # a worker pulled the job at the last moment
     assert actions.cancelled == [("w", Cancel(ID, 1))]
     request.on_frame("w", finished(1, cancelled=True), 1.6)
     assert (request.state, request.completion_tokens) == (State.ENDED, 0)
@@ -53,7 +53,7 @@ async def test_a_job_that_is_stored_only_after_the_cancellation_is_not_wanted() 
 
 
 class Account:
-    """A reservation that notes what becomes of it."""
+    """A reservation that records how it is settled."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []

@@ -1,4 +1,4 @@
-"""A model's workers are changed for others while requests wait: which may go on, and how the others end."""
+"""A model's workers are replaced while requests wait: which requests continue, and how the others end."""
 
 import dataclasses
 from typing import Any
@@ -26,7 +26,7 @@ def live(*revisions: Revision | None) -> LiveRevisions:
 
 
 def begun(*, stream: bool = True, n: int = 1, trusted: bool = False) -> OpenRequest:
-    """A request whose first attempt made a token with the old weights, and waits for another worker since 10.0."""
+    """Return a request whose first attempt generated a token with the old weights, and that waits since 10.0 s."""
     request, _ = open_request(n=n, stream=stream, trusted=trusted)
     request.on_frame("w", replace(accepted(), revision="old"), 0.1)
     request.on_frame("w", tokens(1), 0.2)
@@ -59,7 +59,9 @@ def test_what_nobody_has_begun_is_free() -> None:
 
 def test_the_first_weights_count_for_all_attempts() -> None:
     request = begun()
-    request.on_frame("w2", replace(accepted(2), revision=""), 11.0)  # an older worker, which does not look
+    request.on_frame(
+        "w2", replace(accepted(2), revision=""), 11.0
+    )  # a worker of an older release, which does not check it
     request.on_frame("w2", tokens(1, attempt=2), 11.1)
     lose_worker(request, 12.0)
     assert needed_revision(request).weights == "old"

@@ -1,4 +1,4 @@
-"""The states of a request: what they become, who changes them, and when it is settled."""
+"""The states of a request: their transitions, the code that changes them, and when the request is settled."""
 
 import ast
 import re
@@ -31,14 +31,14 @@ def test_the_drawing_is_true(path: Path, arrow: re.Pattern[str]) -> None:
 
 
 def root_of(node: ast.expr) -> str:
-    """The name that a chain of attributes begins with."""
+    """Return the first name of a chain of attributes."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def assigned(source: str) -> Iterator[str]:
-    """What a source assigns to attributes of ``request``, and of what belongs to it."""
+    """Yield a source's assignments to attributes of ``request`` and of its parts."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del) and root_of(node) == "request":
             yield ast.unparse(node)
@@ -89,7 +89,7 @@ def test_it_is_settled_once_its_worker_has_told_the_counts() -> None:
 def test_a_process_that_ends_settles_it_as_it_stands(is_answered: bool, status: int) -> None:
     request, actions = open_request()
     request.on_frame("w", accepted(), 1.0)
-    if is_answered:  # and read slowly
+    if is_answered:  # but read slowly
         request.on_frame("w", tokens(1, finish_reason="stop"), 1.0)
         request.on_frame("w", finished(2), 1.0)
     request.settle_as_it_stands(Failure(ErrorCode.SHUTTING_DOWN, "leaving"), 2.0)

@@ -1,4 +1,4 @@
-"""A request's time is the sum of its attempts'."""
+"""A request's time by phase is the sum over its attempts."""
 
 import msgspec
 import pytest
@@ -40,7 +40,7 @@ def test_of_a_rescued_request_it_is_the_sum_also_of_what_was_lost() -> None:
     request.on_frame("w", accepted(2), 2.25)  # waited 0.25 s
     request.on_frame("w", tokens(1, attempt=2), 3.25)
     request.on_frame("w", tokens(2, attempt=2), 3.75)
-    lose_worker(request, 9.0)  # as the gateway saw it: 1 s to the first token, 0.5 s of tokens; nobody knows the rest
+    lose_worker(request, 9.0)  # as seen by the gateway: 1 s to the first token, 0.5 s of tokens; the rest is unknown
     request.on_frame("w", accepted(3), 9.5)  # waited 0.5 s
     request.on_frame("w", tokens(1, attempt=3, finish_reason="stop"), 9.6)
     request.on_frame("w", done(2, Timings(1.0, 50.0, 60.0, 0), attempt=3), 9.7)

@@ -8,7 +8,7 @@ def tokens(request_id: str, seq: int = 1) -> Frame:
 
 
 class Cancels:
-    """Make a table of unowned attempts and the list of workers that were told to stop."""
+    """A table of unowned attempts, and the workers that got a Cancel."""
 
     def __init__(self) -> None:
         self.cancels: list[tuple[str, str, int]] = []

@@ -1,4 +1,4 @@
-"""The pure core: whatever gateways do, crash or miss, nothing is admitted beyond a limit, and nothing leaks."""
+"""The pure core: nothing is admitted beyond a limit, and nothing leaks, even if gateways crash or miss reports."""
 
 from collections import Counter
 from typing import Any
@@ -25,11 +25,11 @@ from protocol.gateways import NOTHING, Account, Amounts, Kind
 
 LIMITS = (20, 400, 5, 1000)
 TERMS = Limits(LIMITS, "day")
-NOON_S = 1_800_014_400.0  # 12:00 UTC: a run of some minutes stays in its day
+NOON_S = 1_800_014_400.0  # 12:00 UTC, so that a run of minutes stays within one day
 
 
 class World:
-    """Some gateways around one account. Requests are admitted as ``Quotas`` does, without anything that waits."""
+    """Several gateways with one account. Requests are admitted as in ``Quotas``, but without waiting."""
 
     def __init__(self) -> None:
         self.now_s = NOON_S
@@ -53,7 +53,7 @@ class World:
         self.number += 1
         held = self.slices[gateway]
         lease = self.account.leases.get(gateway)
-        if held.expires_s and lease is None:  # it has run out and the others have noticed
+        if held.expires_s and lease is None:  # it expired, and the others noticed
             return
         report, given_back = held.begin_report(TERMS, needs, self.now_s, keep_idle=keep_idle)
         result = exchange(self.account, gateway, report, TERMS, number=self.number, now_s=self.now_s)
@@ -133,7 +133,7 @@ def play(steps: list[tuple[Any, ...]]) -> World:
 
 
 def renew_and_wait(world: World, seconds: float) -> None:
-    """Let time pass as it does for gateways that report every second."""
+    """Advance time for gateways that report every second."""
     until_s = world.now_s + seconds
     while world.now_s < until_s:
         world.now_s = min(until_s, world.now_s + 1.0)
@@ -158,7 +158,7 @@ def test_nothing_is_admitted_beyond_a_limit_and_nothing_leaks(steps: list[tuple[
 
 
 def lost_with_crashes(world: World, steps: list[tuple[Any, ...]]) -> int:
-    """Spending that a crashed gateway had reported is spent; the rest is presumed."""
+    """Return the presumed spending of crashed gateways, which excludes reported spending."""
     crashed = any(what == "crash" for what, *_ in steps)
     difference = world.account.spent_nano_usd - world.account.presumed_nano_usd - world.spent
     if crashed:
@@ -171,7 +171,7 @@ def test_all_that_wait_get_whole_slices_in_order() -> None:
     needs: tuple[Amounts, ...] = ((1, 300, 1, 0), (1, 200, 1, 0), (1, 100, 1, 0))
     report, _ = held.begin_report(TERMS, needs, NOON_S, keep_idle=True)
     result = exchange(EMPTY, "g", report, TERMS, number=1, now_s=NOON_S)
-    assert result.granted == (2, 400, 2, 0)  # the second finds too little, the third enough
+    assert result.granted == (2, 400, 2, 0)  # too little for the second, enough for the third
 
 
 def test_what_a_vanished_gateway_held_is_used_or_comes_back() -> None:
@@ -189,8 +189,8 @@ def test_what_a_vanished_gateway_held_is_used_or_comes_back() -> None:
 
 
 def test_a_recount_counts_what_the_living_have_reported_and_the_ledger_does_not_know_yet() -> None:
-    # The ledger's sum was taken for all that was spent where it was more than the living had told: of what the dead had
-    # spent, as much was given back as the ledger was behind with the living.
+    # Regression: if the ledger's sum exceeded the live gateways' reports, it was taken for all spending. The dead
+    # gateways' spending was then refunded by as much as the ledger lagged behind the live ones.
     world = World()
     for _ in range(2):
         world.ask("g1", (1, 10, 1, 100))
@@ -204,7 +204,7 @@ def test_a_recount_counts_what_the_living_have_reported_and_the_ledger_does_not_
     world.now_s += LEASE_S + CLOCK_SLACK_S + 0.1
     world.exchange("g2", (), keep_idle=False)
     assert world.account.presumed_nano_usd >= 100
-    known = {"g1": 200 + 60, "g2": 0}  # g1's last request ended half-way; g2's rows are still under way
+    known = {"g1": 200 + 60, "g2": 0}  # g1's last request ended half-way; g2's rows are not in the ledger yet
     account = recounted(world.account, TERMS, sum(known.values()), known, world.now_s)
     assert (account.spent_nano_usd, account.presumed_nano_usd) == (400 + 60, 0)
 
@@ -252,7 +252,7 @@ def test_a_gateway_with_a_slow_clock_does_not_begin_the_old_day_again() -> None:
 
 
 def test_money_held_the_day_before_is_none_of_the_new_days() -> None:
-    """Its clock is slow, so it reports of the old day."""
+    """Its clock is slow, so it reports the old day."""
     world = World()
     world.now_s = midnight_s = NOON_S + 12 * 3600
     world.exchange("g1", ())

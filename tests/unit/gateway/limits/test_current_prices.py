@@ -8,7 +8,7 @@ from tests.waiting import until
 
 
 async def test_a_price_that_the_book_has_ended_is_the_configurations(sqlite_url: str) -> None:
-    """A gateway that starts before the ledger has a price that the book says has ended."""
+    """A gateway that starts before the ledger uses its configured price, although the price book ended it."""
     engine = create_engine(sqlite_url)
     old, kept = (ConfiguredPrice(name, CLIENTS, Price(1, 1, 1)) for name in ("old", "kept"))
     await seed_prices(engine, [old, kept], 1)

@@ -1,4 +1,4 @@
-"""What one request reserves of an account, and what of it comes back."""
+"""The reservation and the refund of one request."""
 
 import time
 from types import SimpleNamespace
@@ -47,12 +47,12 @@ def test_what_is_reserved_later_is_used_once() -> None:
 
 
 def test_what_is_idle_here_is_not_hoped_for_from_others() -> None:
-    """A request waited for it until it was told that limits are unavailable, instead of how much is left."""
+    """Regression: a request waited until limits were reported as unavailable, instead of getting the rest."""
     local = local_account()
     local.slice.idle = [5, 100, 1, 0]
     idle = (5, 100, 1, 0)
     local.account = replace(EMPTY, used=({}, {int(NOW_S): 300}), leases={"g": Lease(1, 0, held=idle, idle=idle)})
-    local.exchanged_s = time.monotonic() + 60  # an exchange that is not too old, however slow this machine is
+    local.exchanged_s = time.monotonic() + 60  # a recent exchange, even on a slow machine
     refusal = local.shortage((1, 150, 1, 0), NOW_S)
     assert refusal is not None
     assert (refusal.kind, refusal.used) == (Kind.TOKENS, 300)

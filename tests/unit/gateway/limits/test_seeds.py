@@ -1,4 +1,4 @@
-"""What an account begins with that is not there."""
+"""The initial amounts of a missing account."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from gateway.limits.seeds import until_ledger_is_current
 
 
 class Ledger:
-    """A bus with ten records, all of them delivered to a writer, which has written so many at each look."""
+    """A bus with ten records, all delivered to a writer that has written a given number at each poll."""
 
     def __init__(self, *written: int) -> None:
         self.written = [*written]

@@ -1,4 +1,4 @@
-"""Use of limits now: what counts, what does not, and when a period ends."""
+"""Current use of limits: what counts, and when a period ends."""
 
 from datetime import UTC, datetime
 

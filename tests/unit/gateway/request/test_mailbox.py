@@ -66,7 +66,7 @@ async def test_a_reader_that_keeps_up_gets_frames_as_they_came() -> None:
 
 
 def test_log_probabilities_weigh_what_their_bytes_do() -> None:
-    """As objects, those of one token with 20 alternatives take up some 5 kB."""
+    """As objects, those of one token with 20 alternatives take about 5 kB."""
     mailbox = Mailbox()
     for number in range(100):
         mailbox.put_tokens(tokens(number, LOGPROBS))
@@ -111,11 +111,11 @@ async def test_a_failure_outlives_what_is_thrown_away() -> None:
     assert await mailbox.take() == [end]
 
 
-# --- the room of all --------------------------------------------------------------------------------------------------
+# --- shared bounds ----------------------------------------------------------------------------------------------------
 
 
 class Keeping:
-    """Mailboxes that are cleared when they are given up."""
+    """Mailboxes that are cleared when given up."""
 
     def __init__(self, most_bytes: int) -> None:
         self.unread = UnreadBytes(most_bytes)

@@ -1,4 +1,4 @@
-"""Tags of requests: what the header and the body may say, and what the record carries."""
+"""Tags of requests: the header, the body, and the record."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Reading what /metrics says."""
+"""Parsing of /metrics."""
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -6,7 +6,7 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Scrape:
-    """One answer of /metrics, parsed by Prometheus' own client."""
+    """One response of /metrics, parsed by Prometheus' client."""
 
     def __init__(self, text: str) -> None:
         self.families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -17,7 +17,7 @@ class Scrape:
         }
 
     def value(self, name: str, **labels: str) -> float:
-        """The sum of all samples of this name with at least these labels; 0 if there are none."""
+        """Return the sum of all samples with this name and at least these labels; 0 if there are none."""
         return sum(self.values(name, **labels))
 
     def values(self, name: str, **labels: str) -> list[float]:
@@ -28,7 +28,7 @@ class Scrape:
         return {value for _, labels in self.samples for _, value in labels}
 
     def growing(self) -> Series:
-        """The samples that must never fall."""
+        """Return the samples that must never decrease."""
         names = {
             sample.name
             for family in self.families.values()

@@ -1,4 +1,4 @@
-"""The text of /metrics: names, types and labels as vLLM's boards expect them, and nothing without bounds."""
+"""The text of /metrics: names, types and labels as vLLM's dashboards expect them, with bounded cardinality."""
 
 import math
 
@@ -44,7 +44,7 @@ VLLM = {
     "vllm:request_max_num_generation_tokens": "histogram",
 }
 VLLM_LABELS = {"model_name", "engine"}
-# vLLM's buckets: a quantile is no coarser here than there.
+# vLLM's buckets: quantiles are at least as precise as in vLLM.
 VLLM_BUCKETS = {
     "vllm:time_to_first_token_seconds": "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80"
     " 160 640 2560",
@@ -82,7 +82,7 @@ def beat(worker_id: str = "w1", **changes: object) -> Heartbeat:
 
 
 class Prices:
-    """The price book of these tests: callers pay 2 and 4 USD for a million tokens, we pay the pool 1 and 3."""
+    """The price book of these tests: clients pay 2 and 4 USD per million tokens, the pool charges 1 and 3."""
 
     def of(self, model: str, unix_ms: int, pool: str = "") -> TokenPrice | None:
         usd = {"": (2, 2, 4), "pool": (1, 1, 3)}[pool]
@@ -301,10 +301,10 @@ async def test_money_is_what_callers_are_charged_what_hosted_apis_charge_and_wha
     series.ended(untaken, usage_record(untaken, "g"))
     found = await scrape(snapshot(series, beat(busy_ms=4500)))
     where = {"model_name": "m", "pool": "pool", "provider": "provider", "region": "region"}
-    # 3 prompt tokens and the 5 that were made
+    # 3 prompt tokens and 5 generated ones
     assert found.value("spillway_charged_usd_total", **where) == pytest.approx((3 * 2 + 5 * 4) / 1e6)
     assert found.value("spillway_hosted_usd_total", **where) == pytest.approx((3 * 1 + 5 * 3) / 1e6)
-    assert len(found.values("spillway_charged_usd_total")) == 1  # none where no worker took it
+    assert len(found.values("spillway_charged_usd_total")) == 1  # none if no worker accepted it
     assert found.value("spillway_worker_usd_per_hour", worker_id="w1", pool="spot-pool", tier="spot") == 0.5
     assert found.value("spillway_worker_busy_seconds_total", worker_id="w1") == 4.5
 
@@ -322,7 +322,9 @@ async def test_a_rescue_is_no_overhead_and_has_its_reason() -> None:
     found = await scrape(snapshot(series))
     assert found.value("spillway_failovers_total", model_name="m", code="engine_error") == 1
     assert found.value("spillway_overhead_seconds_count") == 0
-    assert found.value("spillway_queue_wait_seconds_sum") == 2.0  # 1 s for each worker; not what the first one took
+    assert (
+        found.value("spillway_queue_wait_seconds_sum") == 2.0
+    )  # 1 s for each worker; not the running time of the first
 
 
 async def test_the_gateways_own_state() -> None:

@@ -25,7 +25,7 @@ NOON = 1_800_000_000_000 // MINUTE_MS * MINUTE_MS
 
 
 class Told:
-    """A log of refusals, and what it has told the ledger, at a time that a test sets."""
+    """A refusal log and its records for the ledger, with a settable clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_unix_ms = NOON
@@ -110,10 +110,10 @@ async def test_every_refusal_counts_in_its_minute(told: Told) -> None:
     for minute in range(3):
         for _ in range(10 * minute + 1):
             told.refuse(InsufficientQuota(), principal=KEY)
-            told.log.flush()  # however often it is told
+            told.log.flush()  # repeated flushes change nothing
         told.now_unix_ms += MINUTE_MS
     assert told.counts() == {(n * MINUTE_MS, "insufficient_quota", "key_a", ""): 10 * n + 1 for n in range(3)}
-    told.now_unix_ms = NOON  # set back: nothing counts twice, nothing is lost
+    told.now_unix_ms = NOON  # clock set back: nothing is counted twice or lost
     told.refuse(InsufficientQuota(), principal=KEY)
     assert told.counts()[2 * MINUTE_MS, "insufficient_quota", "key_a", ""] == 22
     assert len(set(told.ids)) == len(told.ids)

@@ -1,4 +1,4 @@
-"""Texts with calls, as each family of models writes them, and what a client is told."""
+"""Texts with calls of each family of models, and the events that a client receives."""
 
 HERMES = [
     ("Just text, a < b.\n", [("content", "Just text, a < b.\n")]),
@@ -16,7 +16,7 @@ HERMES = [
         '<tool_call>{"name":"f","arguments":{}}</tool_call> and <tool_call>{"name":"f"}</tool_call> so',
         [("call", "f"), ("arguments", "{}"), ("content", "and"), ("call", "f"), ("arguments", "{}"), ("content", "so")],
     ),
-    (  # the name last, or keys of nobody's
+    (  # the name last, or unknown keys
         '<tool_call>{"arguments": {"q": [1]}, "id": 7, "name": "f"}</tool_call>',
         [("call", "f"), ("arguments", '{"q": [1]}')],
     ),
@@ -24,7 +24,7 @@ HERMES = [
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
         [("call", "f"), ("arguments", '{"a": 1}')],
     ),
-    (  # the end mark forgotten, or a brace
+    (  # a missing end mark, or a missing brace
         '<tool_call>{"name": "f", "arguments": {"a": 1}\n<tool_call>{"name": "f", "arguments": {}}',
         [("call", "f"), ("arguments", '{"a": 1}'), ("call", "f"), ("arguments", "{}")],
     ),
@@ -54,7 +54,10 @@ LLAMA = [
     ),
     ('<|python_tag|>{"name": "f", "parameters": {}}', [("call", "f"), ("arguments", "{}")]),
     ('Sure. <|python_tag|>{"name": "f", "parameters": {}}', [("content", "Sure."), ("call", "f"), ("arguments", "{}")]),
-    ('\n{"name": "Bob", "parameters": {}}', [("content", '\n{"name": "Bob", "parameters": {}}')]),  # no tool: an answer
+    (
+        '\n{"name": "Bob", "parameters": {}}',
+        [("content", '\n{"name": "Bob", "parameters": {}}')],
+    ),  # not a tool: an answer
     ('{"a": 1}', [("content", '{"a": 1}')]),
     ("<|python_tag|>print(1)", [("content", "<|python_tag|>print(1)")]),
     ('{"name": "f", "parameters": {}}; or', [("call", "f"), ("arguments", "{}"), ("content", "or")]),
@@ -91,7 +94,10 @@ HARMONY = [
     ("<|channel|>analysis<|message|>Hm, ", [("reasoning", "Hm, ")]),  # cut off
     ("<|channel|>anal", [("content", "<|channel|>anal")]),
     ("Hello", [("content", "Hello")]),
-    ("<|channel|>commentary to=python<|message|>1+1", [("reasoning", "1+1")]),  # its own tool, which is not here
+    (
+        "<|channel|>commentary to=python<|message|>1+1",
+        [("reasoning", "1+1")],
+    ),  # a built-in tool, which does not exist here
 ]
 XML_CALL = '<tool_call>\n<function=f>\n<parameter=city>\n  a "b"\n\n</parameter>\n<parameter=a>\n5\n</parameter>\n'
 XML_HEAD = "<tool_call><function=f><parameter=b>True</parameter><parameter=z>1</parameter>"
@@ -145,11 +151,11 @@ GLM = [
             ("arguments", "{}"),
         ],
     ),
-    (  # as 4.7 writes them: without line ends, and nothing after the name where there are no arguments
+    (  # as in 4.7: without line ends, and nothing after the name without arguments
         "<tool_call>f<arg_key>a</arg_key><arg_value>5</arg_value></tool_call><tool_call>f</tool_call>",
         [("call", "f"), ("arguments", '{"a": 5}'), ("call", "f"), ("arguments", "{}")],
     ),
-    (GLM_TEXTS, [("call", "f"), ("arguments", GLM_TOLD)]),  # as they are: line ends, marks, and what looks like JSON
+    (GLM_TEXTS, [("call", "f"), ("arguments", GLM_TOLD)]),  # unchanged: line ends, marks, and text like JSON
     *(
         (
             f"<tool_call>f\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
@@ -162,7 +168,7 @@ GLM = [
             ("a", " 42 ", "42"),
             ("a", "many", '"many"'),
             ("n", "1e3", "1e3"),
-            ("n", "NaN", '"NaN"'),  # Python takes it for a number, JSON does not
+            ("n", "NaN", '"NaN"'),  # a number in Python, but not in JSON
             ("n", "-Infinity", '"-Infinity"'),
             ("b", "False", "false"),
             ("o", '{"x": [1]}', '{"x": [1]}'),
@@ -213,16 +219,16 @@ DEEPSEEK = [
             ("arguments", "{}"),
         ],
     ),
-    (f"{CALL}f{SEP}{{}}{CALLED}.", [("call", "f"), ("arguments", "{}"), ("content", ".")]),  # its section forgotten
+    (f"{CALL}f{SEP}{{}}{CALLED}.", [("call", "f"), ("arguments", "{}"), ("content", ".")]),  # a missing section
     (f"{BEGIN}{CALL}f{SEP}{CALLED}{END}", [("call", "f"), ("arguments", "{}")]),
-    (f"{BEGIN}{CALL}function{SEP}{{}}", [("call", "function"), ("arguments", "{}")]),  # a tool of this name
+    (f"{BEGIN}{CALL}function{SEP}{{}}", [("call", "function"), ("arguments", "{}")]),  # a tool with this name
     (f"{BEGIN}{CALL}function{SEP}f\n{{}}\n{CALLED}{END}", [("call", "f"), ("arguments", "{}")]),  # no fence
     (f'{BEGIN}{CALL}f{SEP}{{"a": "x', [("call", "f"), ("arguments", '{"a": "x')]),  # cut off
     (f"{BEGIN}{CALL}f{SEP}", [("content", f"{BEGIN}{CALL}f{SEP}")]),
     (f"{BEGIN}none{END}", [("content", f"{BEGIN}none{END}")]),
     (f"{CALL}a b{SEP}{{}}{CALLED}", [("content", f"{CALL}a b{SEP}{{}}{CALLED}")]),
     (f"{CALL}f {{}}", [("content", f"{CALL}f {{}}")]),
-    (  # a mark after the end of its section is a text like any other
+    (  # a mark after the end of its section is plain text
         f"{BEGIN}{CALL}f{SEP}{{}}{CALLED}{END}x{END}",
         [("call", "f"), ("arguments", "{}"), ("content", f"x{END}")],
     ),
@@ -243,7 +249,7 @@ KIMI = [
             ("content", "Then"),
         ],
     ),
-    (  # the mark of a section in its other spelling; white space and line ends anywhere
+    (  # the other spelling of the section's mark; white space and line ends anywhere
         f"<|tool_call_section_begin|>\n{KIMI_CALL} functions.f:12\n{KIMI_SEP} {{}} {KIMI_CALLED}\n{KIMI_END}",
         [("call", "f"), ("arguments", "{}")],
     ),

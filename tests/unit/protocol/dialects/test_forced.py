@@ -1,4 +1,4 @@
-"""Calls that a grammar forces: whatever a model of random weights makes of it, they parse, and follow their schemas."""
+"""Calls forced by a grammar always parse and match their schemas, even from a model with random weights."""
 
 import json
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from tests.unit.engine.tiny_models import EOS_ID, SHAPE, Answer, byte_level_toke
 pytestmark = pytest.mark.slow
 PROMPT = (5, 6, 7)
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
-PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # as Qwen has them
+PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # as in Qwen's vocabulary
 PLAIN += [*SectionFormat(DEEPSEEK_V3).marks, *SectionFormat(KIMI_K2).marks, "<arg_key>", "</arg_key>", "<arg_value>"]
 PLAIN += ["</arg_value>"]
 PLACE = {"type": "object", "properties": {"lat": {"type": "integer", "minimum": -90, "maximum": 90}}}
@@ -119,7 +119,7 @@ def answers(
 
 
 def calls_in(form: AnswerForm, text: str) -> tuple[list[tuple[str, str]], str, str]:
-    """The calls in an answer, its content and its reasoning."""
+    """Return the calls, the content and the reasoning of an answer."""
     calls: list[tuple[str, str]] = []
     rest = {Kind.CONTENT: "", Kind.REASONING: ""}
     for kind, part, _ in form.parser().push(text, is_last=True):
@@ -141,10 +141,10 @@ def check_calls(calls: list[tuple[str, str]]) -> None:
 def test_forced_calls_always_parse_and_validate(
     engine: LLMEngine, tokenizer: PreTrainedTokenizerFast, tool_parser: str, reasoning_parser: str
 ) -> None:
-    # Random weights find no end of a text that is not quoted, as Qwen's coders write it.
+    # Random weights never end an unquoted string, as in Qwen Coder's format.
     tools = TOOLS[:2] if tool_parser in {"qwen3_coder", "glm45"} else TOOLS
     form = AnswerForm(dialect_of(tool_parser, reasoning_parser, tokenizer), tools)
-    # Reasoning may come first; it is of no use to have much of it.
+    # Reasoning may precede; keep it short.
     bias = likely(tokenizer, {"</think>": 12, "[/THINK]": 12, "<|end|>": 12, "</s>": 6})
     found = answers(engine, form.grammar(must_call=True, content=None), 12, bias)
     assert len(check_answers(form, found)) > 1
@@ -152,14 +152,14 @@ def test_forced_calls_always_parse_and_validate(
 
 @pytest.mark.parametrize("tool_parser", ["hermes", "llama3_json", "mistral_list", "deepseek_v31", "kimi_k2"])
 def test_forced_marks_may_be_spelled_out(engine_without_marks: LLMEngine, tool_parser: str) -> None:
-    is_long = tool_parser in {"deepseek_v31", "kimi_k2"}  # its marks are, in single bytes
+    is_long = tool_parser in {"deepseek_v31", "kimi_k2"}  # its marks are long in single bytes
     form = AnswerForm(dialect_of(tool_parser, "none", None), TOOLS, is_single_call=is_long)
     found = answers(engine_without_marks, form.grammar(must_call=True, content=None), 10, {EOS_ID: 6.0})
     assert check_answers(form, found)
 
 
 def check_answers(form: AnswerForm, found: list[Answer]) -> set[str]:
-    """Check that answers are calls and nothing else but reasoning; return their tools."""
+    """Check that answers have only calls and reasoning; return their tools."""
     names: set[str] = set()
     for answer in found:
         calls, content, reasoning = calls_in(form, answer.text)
@@ -204,7 +204,7 @@ def test_where_tools_are_strict_every_call_that_begins_is_valid(
 ) -> None:
     form = AnswerForm(dialect_of(tool_parser, reasoning_parser, tokenizer), TOOLS)
     grammar = form.grammar(must_call=False, content=None)
-    # Of harmony's channels, that of calls begins with a "c".
+    # Harmony's channel of calls begins with a "c".
     channel = {"c": 5.0} if tool_parser == "harmony" else {}
     bias = likely(tokenizer, {begin: 12.0, "</think>": 10.0, "<|end|>": 10.0, "</s>": 11.0, **channel})
     found = answers(engine, grammar, 24, bias, max_tokens=300)
@@ -321,7 +321,7 @@ def test_texts_between_tags(tokenizer: PreTrainedTokenizerFast) -> None:
         written = [f"<arg_key>{k}</arg_key>{end}<arg_value>{v}</arg_value>{end}" for k, v in arguments]
         return f"<tool_call>f{end}{''.join(written)}</tool_call>"
 
-    for end in ("\n", ""):  # as 4.5 and as 4.7 has them
+    for end in ("\n", ""):  # as in 4.5 and in 4.7
         assert is_answer(tokenizer, grammar, call('It "is"\n</x>', "C", end=end))
         assert not is_answer(tokenizer, grammar, call("so", '"C"', end=end))
     assert is_answer(tokenizer, grammar, call("null", "F", '"x"'))

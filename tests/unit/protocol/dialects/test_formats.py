@@ -1,4 +1,4 @@
-"""Calls and reasoning of each family are separated from content, however the text is cut."""
+"""Calls and reasoning of each family are separated from content, however the text is split."""
 
 import json
 import random
@@ -55,7 +55,7 @@ def form_of(
 
 
 def told(form: AnswerForm, parts: Iterable[str]) -> Told:
-    """All pieces, neighbours of one kind put together."""
+    """Return all pieces, with adjacent ones of the same kind joined."""
     parser = form.parser()
     pieces = [piece for part in parts for piece in parser.push(part, is_last=False)]
     together: Told = []
@@ -132,8 +132,11 @@ def test_calls_within_reasoning_that_was_not_closed() -> None:
     ("heads", "expected"),
     [
         (["functions.f:0", "functions.get_weather:1"], ["functions.f:0", "functions.get_weather:1"]),
-        (["functions.f:7", "functions.f:8"], ["functions.f:7", "functions.f:8"]),  # it counts over the conversation
-        (["functions.f:0", "functions.f:0"], ["functions.f:0", "functions.f:1"]),  # an id is a call's own
+        (
+            ["functions.f:7", "functions.f:8"],
+            ["functions.f:7", "functions.f:8"],
+        ),  # the model numbers calls over the conversation
+        (["functions.f:0", "functions.f:0"], ["functions.f:0", "functions.f:1"]),  # ids are unique
         (["f:3", "f"], ["functions.f:3", "functions.f:4"]),
     ],
 )
@@ -195,14 +198,14 @@ def test_what_is_held_has_a_limit() -> None:
 
 
 def test_brackets_without_end_are_a_text() -> None:
-    nested = "[" * 100_000  # deeper than the JSON parser goes
+    nested = "[" * 100_000  # deeper than the JSON parser's limit
     text = f"<tool_call><function=f><parameter=a>{nested[: MAX_HELD_CHARS // 2]}</parameter></function></tool_call>"
     arguments = json.loads(told(form_of("qwen3_coder"), [text])[1][1])
     assert arguments == {"a": nested[: MAX_HELD_CHARS // 2]}
 
 
 def seconds_of(form: AnswerForm, parts: list[str]) -> float:
-    """The processor time of this thread that it takes to read a text."""
+    """Return this thread's CPU time for reading a text."""
     parser, started_s = form.parser(), time.thread_time()
     for part in parts:
         parser.push(part, is_last=False)
@@ -223,13 +226,13 @@ def seconds_of(form: AnswerForm, parts: list[str]) -> float:
 def test_sixteen_times_the_text_takes_nowhere_near_its_square_as_long(
     form: AnswerForm, whole: bool, repeated: str, many: int
 ) -> None:
-    """An answer whose cost grew with the square of its length held up all others for seconds."""
+    """Regression: an answer with quadratic cost blocked all others for seconds."""
     parts = [
         [repeated * n] if whole else ["<tool_call><function=f><parameter=a>", *[repeated] * n]
         for n in (many // 4, 4 * many)
     ]
     short_s, long_s = (min(seconds_of(form, one) for _ in range(2)) for one in parts)
-    assert long_s < 64 * short_s  # between 16 and 256, each four times away: others share caches and cores
+    assert long_s < 64 * short_s  # between linear (16) and quadratic (256), with a margin for shared caches and cores
 
 
 FRAGMENTS = [

@@ -1,4 +1,4 @@
-"""Tools described in the prompt: what the model is told, and by which grammar its answers are formed."""
+"""Tools described in the prompt: the prompt's text, and the grammar of answers."""
 
 import json
 from typing import Any
@@ -54,7 +54,7 @@ def test_the_system_message_describes_tools() -> None:
         (RULES["tools unknown"], {"tools-described", "tools-as-text"}),
         (ALTERNATING, {"tools-described", "tools-as-text"}),
         (NO_SYSTEM, {"tools-described", "tools-as-text", "system-as-user"}),
-        (RULES["system first"], {"tools-described", "tools-as-text"}),  # which knows tools, and is not asked to tell
+        (RULES["system first"], {"tools-described", "tools-as-text"}),  # supports tools, but is not used for them
     ],
     ids=["chatml", "agents", "alternating", "no system", "tools known"],
 )
@@ -73,10 +73,10 @@ async def test_a_conversation_with_tools_is_told_as_text(template: str, notes: s
 @pytest.mark.parametrize(
     ("template", "strict", "must_call", "optional"),
     [
-        (CHATML, False, False, True),  # a call that is begun is a call, where the engine can see to it
+        (CHATML, False, False, True),  # calls are constrained if the engine supports it
         (CHATML, True, False, False),
         (CHATML, False, True, False),
-        (RULES["no rule"], False, False, None),  # the model was trained for its calls
+        (RULES["no rule"], False, False, None),  # the model was trained for its format
         (RULES["no rule"], True, False, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tools, calls and results reach a chat template as transformers gives them to it."""
+"""Tools, calls and results are passed to a chat template as by transformers."""
 
 import json
 from typing import Any
@@ -100,15 +100,15 @@ def test_a_templates_format_is_found(style: str, parser: str, marks: bool, has_r
     ("template", "knows_tools", "tool_parser", "is_generic"),
     [
         (CHATML, False, None, True),
-        (CHATML, True, None, True),  # in a form that is not known
+        (CHATML, True, None, True),  # in an unknown format
         (tool_templates.HERMES_STYLE, True, None, False),
-        (tool_templates.HERMES_STYLE, False, None, True),  # DeepSeek's own: calls are told, tools are not
+        (tool_templates.HERMES_STYLE, False, None, True),  # DeepSeek's: renders calls, but not tools
         (tool_templates.THINKING_STYLE, False, None, True),
         (tool_templates.HERMES_STYLE, True, "generic", True),
         (CHATML, False, "llama3_json", False),
         (CHATML, False, "none", False),
         (tool_templates.HARMONY_STYLE, False, None, False),
-        ("", False, None, False),  # a model that only goes on with a text
+        ("", False, None, False),  # a completion model
     ],
 )
 def test_the_generic_form_is_for_templates_that_know_no_tools(

@@ -161,7 +161,7 @@ async def test_after_a_crash_of_the_server_the_hooks_run_and_the_queue_works_aga
     async with asyncio.timeout(HANGS_S):
         await restored.wait()
     consumer.forget_pulls()
-    await publish(bus, 1)  # the memory stream went with the server, and its duplicate window too
+    await publish(bus, 1)  # the server lost the memory stream and its duplicate window
     await consumer.pull(1)
     await taker.wait_for(1)
 
@@ -176,9 +176,9 @@ async def test_a_deletion_does_not_outlive_its_connection(bus: Bus, nats_url: st
     nats_server.start()
     await until(lambda: bus.connected and other.connected)
     await topology.apply(other, [MODEL], topology.QueueBounds(), limit_s=HANGS_S)
-    assert await publish(other, 1) == sequence  # another job has the number now
+    assert await publish(other, 1) == sequence  # another job has the sequence now
     await bus.client.flush()
-    assert await other.delete_message(subjects.INTERACTIVE_STREAM, sequence)  # it was still there
+    assert await other.delete_message(subjects.INTERACTIVE_STREAM, sequence)  # it still existed
     await other.close()
 
 

@@ -8,11 +8,11 @@ from protocol.nats.clock import ServerClock
 
 
 class Server:
-    """Tells its time, after a while: the answer's way back may be longer than the question's."""
+    """A server that replies with its time after a delay, which may differ in both directions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 100.0  # of the world
-        self.ahead_s = 1000.0  # its clock, of the world
+        self.now_s = 100.0  # true time
+        self.ahead_s = 1000.0  # of its clock, relative to the true time
         self.ways_s: list[tuple[float, float]] = []
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
 
@@ -31,11 +31,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 async def test_the_quickest_answer_tells_the_time(server: Server) -> None:
     clock = ServerClock(server.ask, lambda: 7.0)
-    assert (clock.now_s(), clock.skew_s) == (7.0, 0.0)  # nobody has asked
+    assert (clock.now_s(), clock.skew_s) == (7.0, 0.0)  # not measured yet
     server.ways_s = [(0.0, 1.0), (0.01, 0.0), (0.4, 0.0)]
     await clock.measure()
     assert clock.now_s() == pytest.approx(server.now_s + 1000, abs=0.006)
-    server.ways_s = [(2.0, 0.0)] * 3  # a busy time changes nothing
+    server.ways_s = [(2.0, 0.0)] * 3  # slow replies change nothing
     await clock.measure()
     assert clock.now_s() == pytest.approx(server.now_s + 1000, abs=0.006)
 

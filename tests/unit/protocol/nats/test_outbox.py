@@ -37,12 +37,12 @@ async def running(outbox: Outbox) -> AsyncIterator[Outbox]:
 
 
 def record(number: int) -> bytes:
-    """Small values: the outbox does not look into a record, but its message must be readable."""
+    """Return a small record: the outbox does not parse records, but messages must be readable."""
     return m.encode(number)
 
 
 async def stored(bus: Bus) -> list[list[int]]:
-    """Return what each message of the stream holds."""
+    """Return the records of each message of the stream."""
     last = int((await bus.api(f"STREAM.INFO.{subjects.USAGE_STREAM}"))["state"]["last_seq"])
     answers = [await bus.api(f"STREAM.MSG.GET.{subjects.USAGE_STREAM}", {"seq": n + 1}) for n in range(last)]
     return [msgspec.msgpack.decode(base64.b64decode(answer["message"]["data"])) for answer in answers]
@@ -65,7 +65,7 @@ async def test_a_record_alone_is_not_kept_waiting_for_company(bus: Bus) -> None:
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10)) as outbox:
         outbox.put("r.1", record(1))
         async with asyncio.timeout(HANGS_S):
-            while len(outbox):  # nobody flushes
+            while len(outbox):  # without a flush
                 await asyncio.sleep(0.01)
     assert await stored(bus) == [[1]]
 
@@ -77,7 +77,7 @@ async def test_what_is_awaited_leaves_at_once_with_all_that_waits(bus: Bus) -> N
         kept = [outbox.put(f"r{number}", record(number), is_awaited=True) for number in range(2, 6)]
         done, _ = await asyncio.wait(kept, timeout=HANGS_S)
         assert len(done) == 4
-    # Two were in flight as the last two came, which therefore share a message.
+    # Two messages were in flight when the last two records arrived, so these share a message.
     assert sorted(await stored(bus)) == [[0], [1, 2], [3], [4, 5]]
 
 
@@ -127,7 +127,7 @@ async def has(outbox: Outbox, *, spooled: bool) -> None:
 
 
 async def lose_the_stream(bus: Bus) -> None:
-    """No message is stored any more, as after a write error of the server's disk, which lasts until it restarts."""
+    """Make the server store nothing, as after a disk write error, which lasts until a restart."""
     await bus.api(f"STREAM.DELETE.{subjects.USAGE_STREAM}")
 
 
@@ -147,7 +147,7 @@ async def test_what_the_server_does_not_store_goes_to_disk_and_from_there_into_t
 
 
 async def test_an_orderly_end_leaves_on_disk_what_is_not_stored(bus: Bus, tmp_path: Path) -> None:
-    # 16 of 16 records were lost with a gateway that was restarted in order while the server stored nothing.
+    # Regression: a clean restart of a gateway while the server stored nothing lost 16 of 16 records.
     await lose_the_stream(bus)
     spool = Spool(tmp_path)
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10, spool=spool)) as outbox:

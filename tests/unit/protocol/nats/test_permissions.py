@@ -1,4 +1,4 @@
-"""What each part may do, without a server."""
+"""The permissions of each part, checked without a server."""
 
 import re
 
@@ -11,7 +11,7 @@ MODELS = ("org/model.v1", "other")
 
 
 def matches(pattern: str, subject: str) -> bool:
-    """As the queue server matches."""
+    """Match a subject like the queue server."""
     wanted, given = pattern.split("."), subject.split(".")
     for number, token in enumerate(wanted):
         if token == ">":
@@ -66,7 +66,7 @@ def test_a_worker_speaks_under_its_own_id(worker: Permissions) -> None:
 
 
 def test_all_that_a_worker_says_crosses_into_the_account_of_the_streams(worker: Permissions) -> None:
-    """Frames are taken over by the other account; all else is a service of it, and no service is more than is used."""
+    """Frames are exported to the other account; all else are its services, and all of them are used."""
     served = SERVICES_FOR_WORKERS.values()
     for subject in worker.publish:
         example = subject.replace("*", "x").replace(">", "x")
@@ -87,5 +87,5 @@ def test_only_gateways_make_streams_and_jobs() -> None:
     for part in ("ledger", "fleet", "admin"):
         for subject in ("rq.m.h0", "$JS.API.STREAM.CREATE.RQ", "$JS.API.STREAM.DELETE.RQ", "fr.g.w"):
             assert not may_publish(of_part(part), subject)
-        assert may_publish(of_part(part), "ctl.w") == (part == "fleet")  # to drain
+        assert may_publish(of_part(part), "ctl.w") == (part == "fleet")  # drain commands
     assert not may_publish(of_part("gateway"), "$JS.API.STREAM.DELETE.RQ")

@@ -1,4 +1,4 @@
-"""Records on disk: kept through crashes and torn writes, never by two processes, never beyond the bound."""
+"""Records on disk survive crashes and torn writes, belong to one process, and stay within the bound."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def test_what_was_appended_comes_back_in_order_and_once(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool")
     records = [(f"r{number}", bytes([number])) for number in range(6)]
     spool.append(records[:3])
-    assert spool.oldest() == records[:3]  # and what comes now goes elsewhere
+    assert spool.oldest() == records[:3]  # later records go to another segment
     spool.append(records[3:])
     assert spool.oldest() == records[:3]
     assert drained(spool) == records
@@ -69,7 +69,7 @@ def test_a_torn_end_loses_nothing_before_it(tmp_path: Path, torn: bytes) -> None
     [path] = files(tmp_path)
     path.write_bytes(path.read_bytes() + torn)
     heir = Spool(tmp_path)
-    heir.append([("later", b"2")])  # never behind what cannot be read
+    heir.append([("later", b"2")])  # never after unreadable bytes
     assert drained(heir) == [("whole", b"1"), ("later", b"2")]
 
 
