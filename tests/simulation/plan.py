@@ -86,7 +86,7 @@ class Plan:
     def describe(self) -> list[str]:
         """Return a readable description."""
         shape = f"layout {self.layout}, {self.gateways} gateways, {self.workers} workers of {self.max_sequences} places"
-        limits = ", ".join(f"{name}: {_told(policy)}" for name, policy in self.policies.items())
+        limits = ", ".join(f"{name}: {_described(policy)}" for name, policy in self.policies.items())
         skews = ", ".join(f"{name} {skew_s:+g} s" for name, skew_s in self.skews_s.items()) or "none"
         lines = [
             f"{shape}, {self.token_s * 1000:.0f} ms a token, {len(self.questions)} requests",
@@ -96,7 +96,7 @@ class Plan:
         return lines + [f"{one.at_s:8.3f} s  {one.kind} for {one.for_s:.3f} s ({one.pick:.3f})" for one in self.faults]
 
 
-def _told(policy: Policy) -> str:
+def _described(policy: Policy) -> str:
     fields = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
     return " ".join(f"{name}={value}" for name, value in fields.items() if value is not None) or "no limits"
 

@@ -222,27 +222,27 @@ async def local_gateway(
     bus: Any = local
     await objects.publish_model_card(bus, model_card or card(), tokenizer or byte_tokenizer_json())
     models = {"models": {MODEL: ModelSettings(aliases=("short",))}, "data_dir": data_dir}
-    told = gateway_settings(MODEL, **{**models, **settings})
+    all_settings = gateway_settings(MODEL, **{**models, **settings})
     prices: Any = _Prices()
     keys: Any = _Keys(principal())
     nothing: Any = None
     outboxes = [Outbox(bus, name, 99) for name in (subjects.REQUEST_USAGE_SUBJECT, subjects.INTENT_USAGE_SUBJECT)]
     registry = WorkerRegistry(bus)
-    admission_control = AdmissionControl(bus, told, registry)
+    admission_control = AdmissionControl(bus, all_settings, registry)
     series = RequestSeries(prices)
-    dispatcher = Dispatcher(bus, told, registry, outboxes[0], intents=outboxes[1], observers=[series])
-    await bus.subscribe(f"{subjects.frames_subject(told.gateway_id)}.>", dispatcher._on_step)
-    await bus.subscribe(subjects.frames_subject(told.gateway_id), dispatcher._on_step)
-    catalog = ModelCatalog(bus, told.models, data_dir, by_messages=told.by_messages)
+    dispatcher = Dispatcher(bus, all_settings, registry, outboxes[0], intents=outboxes[1], observers=[series])
+    await bus.subscribe(f"{subjects.frames_subject(all_settings.gateway_id)}.>", dispatcher._on_step)
+    await bus.subscribe(subjects.frames_subject(all_settings.gateway_id), dispatcher._on_step)
+    catalog = ModelCatalog(bus, all_settings.models, data_dir, by_messages=all_settings.by_messages)
     await catalog.start()
-    quotas = Quotas(bus, told.gateway_id, nothing)
-    core = Core(told, keys, catalog, dispatcher, admission_control, quotas, prices)
-    refusals = RefusalLog(series, RefusalRecords(outboxes[0].put, told.gateway_id, catalog.known_name))
-    edge = Edge(told.timeouts, keys, BodyReader(told.limits, told.timeouts.body_s), refusals)
-    payloads = PayloadPublisher(bus, told.payloads)
+    quotas = Quotas(bus, all_settings.gateway_id, nothing)
+    core = Core(all_settings, keys, catalog, dispatcher, admission_control, quotas, prices)
+    refusals = RefusalLog(series, RefusalRecords(outboxes[0].put, all_settings.gateway_id, catalog.known_name))
+    edge = Edge(all_settings.timeouts, keys, BodyReader(all_settings.limits, all_settings.timeouts.body_s), refusals)
+    payloads = PayloadPublisher(bus, all_settings.payloads)
     operations = make_operations(core, catalog.pool, payloads, nothing)
     services = Services(
-        told,
+        all_settings,
         bus,
         keys,
         catalog,
@@ -273,7 +273,7 @@ async def local_gateway(
 
     hot = hot_endpoints(edge, operations, GenerationEndpoint(edge, operations.responses))
     running = [asyncio.create_task(outbox.run()) for outbox in outboxes]
-    gateway = LocalGateway(local, GatewayApp(hot, nothing, further, edge.refusals, told.timeouts))
+    gateway = LocalGateway(local, GatewayApp(hot, nothing, further, edge.refusals, all_settings.timeouts))
     try:
         yield gateway
     finally:

@@ -9,7 +9,7 @@ from gateway import main
 from tests.waiting import HANGS_S
 
 
-async def test_a_task_that_lost_a_cancellation_is_cancelled_again() -> None:
+async def test_a_task_that_lost_a_cancellation_is_canceled_again() -> None:
     lost = 0
 
     async def forgetful() -> None:

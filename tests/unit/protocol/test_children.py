@@ -16,7 +16,7 @@ from tests.waiting import HANGS_S, until
     ("code", "said"),
     [(0, "exit code 0"), (3, "exit code 3"), (-11, "signal SIGSEGV"), (-9, "signal SIGKILL"), (-40, "signal 40")],
 )
-def test_an_end_is_named_by_its_code_or_its_signal(code: int, said: str) -> None:
+def test_an_end_is_described_by_exit_code_or_signal(code: int, said: str) -> None:
     assert ending(code) == said
 
 
@@ -40,7 +40,7 @@ async def test_a_process_ends_by_its_signal_or_is_killed(ignored: str) -> None:
     await stop_process(process, "it", HANGS_S)  # again
 
 
-async def test_a_killed_process_whose_output_another_one_holds_is_not_waited_for(
+async def test_the_wait_for_a_killed_process_is_bounded_if_another_holds_its_output(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Regression: asyncio also waits for the end of pipes, so a worker hung until the other process ended."""

@@ -14,7 +14,7 @@ token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=200)
 
 
 @given(token_ids)
-def test_packed_token_ids_come_back(ids: list[int]) -> None:
+def test_packed_token_ids_round_trip(ids: list[int]) -> None:
     assert m.unpack_token_ids(m.pack_token_ids(ids)) == ids
 
 
@@ -22,12 +22,12 @@ def test_packed_token_ids_are_little_endian_on_the_wire() -> None:
     assert m.pack_token_ids([1, 256]) == b"\x01\0\0\0\0\x01\0\0"
 
 
-def test_a_cut_token_list_is_refused() -> None:
+def test_a_truncated_token_list_is_refused() -> None:
     with pytest.raises(ProtocolError, match="5 bytes"):
         m.unpack_token_ids(b"12345")
 
 
-def test_every_frame_kind_survives_the_wire() -> None:
+def test_every_frame_kind_round_trips() -> None:
     logprob = TokenLogprob(5, "a", -0.5, b"a", ((5, "a", -0.5, b"a"),))
     frames = (
         m.Accepted("r", 1, 0, "w", "p", "aws", "eu", 1.5),
@@ -50,7 +50,7 @@ def test_every_frame_kind_survives_the_wire() -> None:
     assert decode_step(m.encode(step)) == step
 
 
-def test_a_job_survives_the_wire_with_its_resume_points() -> None:
+def test_a_job_with_resume_points_round_trips() -> None:
     job = m.Job(
         v=m.PROTOCOL_VERSION,
         request_id="r",
@@ -78,14 +78,14 @@ def test_garbage_is_a_protocol_error(decode: object, payload: bytes) -> None:
         decode(payload)  # type: ignore[operator]
 
 
-def test_an_older_worker_does_not_tell_its_timings() -> None:
+def test_timings_of_an_older_worker_are_missing() -> None:
     old = ["f", "r", 1, 3, False, 3, 0, 2, 4.0]
     step = decode_step(msgspec.msgpack.encode([m.PROTOCOL_VERSION, "w", [old]]))
     assert step.frames == (m.Finished("r", 1, 3, False, 3, 0, 2, 4.0),)
     assert step.frames[0].timings is None
 
 
-def test_a_frame_that_cannot_be_read_takes_no_other_along() -> None:
+def test_an_unreadable_frame_does_not_affect_others() -> None:
     before, after = m.Tokens("r", 1, 1, 0, (5,), "a"), m.Tokens("q", 2, 7, 0, (6,), "b")
     for strange, is_known in ((["z", "p", 1, 4, "later"], False), (["t", "p", 1, 4, 0, [-1], "c"], True)):
         wire = [m.PROTOCOL_VERSION, "w", [*map(msgspec.to_builtins, (before,)), strange, msgspec.to_builtins(after)]]
@@ -101,7 +101,7 @@ def test_a_newer_peer_may_append_fields() -> None:
 
 
 @given(st.text(min_size=1, max_size=60), st.text(min_size=1, max_size=60))
-def test_escaped_names_are_one_token_and_stay_apart(one: str, other: str) -> None:
+def test_escaped_names_are_one_token_and_distinct(one: str, other: str) -> None:
     escaped = subjects.escape(one)
     assert not set(escaped) & set(" .*>/\\\t\r\n")
     assert (escaped == subjects.escape(other)) == (one == other)

@@ -26,14 +26,14 @@ def with_field(value: bytes) -> bytes:
 
 @pytest.mark.parametrize("poison", [NESTED, NOT_UTF8], ids=["nested", "not-utf-8"])
 @pytest.mark.parametrize("decode", [*DECODERS, *READERS])
-def test_poison_raises_nothing_but_a_protocol_error(decode: Callable[[bytes], Any], poison: bytes) -> None:
+def test_poison_raises_only_a_protocol_error(decode: Callable[[bytes], Any], poison: bytes) -> None:
     for payload in (poison, with_field(poison), b"\x91" + with_field(poison), b"\x93\x01\xa1w\x91" + poison):
         with contextlib.suppress(ProtocolError):  # skipped text is not decoded
             decode(payload)
 
 
 @pytest.mark.parametrize("poison", [NESTED, NOT_UTF8], ids=["nested", "not-utf-8"])
-def test_a_poisonous_record_takes_no_other_along(poison: bytes) -> None:
+def test_a_poisonous_record_does_not_affect_others(poison: bytes) -> None:
     good = m.encode(request_record("good"))
     records, unread = read_usage(encode_usage([good, with_field(poison), good]))
     assert [record.request_id for record in records if isinstance(record, RequestRecord)] in (
@@ -56,7 +56,7 @@ def test_text_that_is_not_utf_8_is_a_protocol_error(decode: Callable[[bytes], An
         decode(encoded.replace(model, model[:1] + b"\xff" * 20))
 
 
-def test_a_poisonous_frame_is_the_fault_of_its_step() -> None:
+def test_a_poisonous_frame_fails_its_step() -> None:
     with pytest.raises(ProtocolError):
         decode_step(b"\x93\x01\xa1w\x91\x95\xa1t\xa1r\x01\x01" + NESTED)
 
@@ -86,9 +86,7 @@ def test_numbers_are_finite_and_bounded(
     ("bounds", "counts"), [((1.0, 2.0), (1, 1)), ((), ()), ((1.0,), (0, 0, 0)), ((1.0,) * 500, (0,) * 501)]
 )
 @pytest.mark.parametrize("field", ["step_tokens", "inter_token_s"])
-def test_a_histogram_that_cannot_be_shown_is_none(
-    field: str, bounds: tuple[float, ...], counts: tuple[int, ...]
-) -> None:
+def test_an_inconsistent_histogram_is_refused(field: str, bounds: tuple[float, ...], counts: tuple[int, ...]) -> None:
     none = Histogram((1.0,), (0, 0), 0.0)
     stats = msgspec.to_builtins(EngineStats(1, 0, 0.5, 10, 5, none, none))
     assert m.decode_heartbeat(msgspec.msgpack.encode({**msgspec.to_builtins(BEAT), "stats": stats})).stats is not None

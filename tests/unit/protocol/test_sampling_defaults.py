@@ -30,7 +30,7 @@ INFINITE, NO_NUMBER = float("inf"), float("nan")
         ({"max_new_tokens": 512, "num_beams": 4, "length_penalty": 2.0, "transformers_version": "5.0"}, {}),
     ],
 )
-def test_what_a_generation_config_says(config: dict[str, Any], expected: dict[str, float] | None) -> None:
+def test_parameters_of_a_generation_config(config: dict[str, Any], expected: dict[str, float] | None) -> None:
     found = sampling_defaults(config)
     assert found == (config if expected is None else expected)
     assert type(found.get("top_k", 0)) is int

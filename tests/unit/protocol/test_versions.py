@@ -68,9 +68,7 @@ def fields_of(message: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("message", "decode"), MAPS, ids=name_of)
-def test_a_map_with_further_fields_is_read_and_one_of_the_next_version_known_as_such(
-    message: Any, decode: Decode
-) -> None:
+def test_further_fields_are_ignored_and_the_next_version_is_recognized(message: Any, decode: Decode) -> None:
     fields = fields_of(message)
     assert decode(msgspec.msgpack.encode(fields | {"later": {"a": [1]}})) == message
     changed = {name: ["another", "shape"] for name in fields if name != "v"}
@@ -83,7 +81,9 @@ def test_a_map_with_further_fields_is_read_and_one_of_the_next_version_known_as_
 
 
 @pytest.mark.parametrize(("record", "listed", "decode"), LISTS, ids=name_of)
-def test_records_in_lists_likewise(record: Any, listed: Callable[[bytes], bytes], decode: Decode) -> None:
+def test_further_fields_and_versions_of_records_in_lists(
+    record: Any, listed: Callable[[bytes], bytes], decode: Decode
+) -> None:
     fields = fields_of(record)
     assert decode(listed(msgspec.msgpack.encode(fields | {"later": 1}))) == [record]
     for newer in (fields | {"v": NEXT}, fields | {"v": NEXT, "request_id": 7}):
@@ -91,7 +91,7 @@ def test_records_in_lists_likewise(record: Any, listed: Callable[[bytes], bytes]
             decode(listed(msgspec.msgpack.encode(newer)))
 
 
-def test_what_is_sent_in_lists_is_what_these_tests_make() -> None:
+def test_lists_have_the_form_that_these_tests_assume() -> None:
     record = payload_record("r")
     assert encode_payloads([record]) == b"\x91" + m.encode(record)
 
@@ -106,7 +106,7 @@ def test_what_is_sent_in_lists_is_what_these_tests_make() -> None:
         ["no", "map"],
     ],
 )
-def test_a_usage_record_that_is_not_understood_leaves_its_neighbours_alone(strange: Any) -> None:
+def test_an_unreadable_usage_record_does_not_affect_others(strange: Any) -> None:
     one, other, unknown = request_record("one"), attempt_record("other"), msgspec.msgpack.encode(strange)
     read, [unread] = read_usage(encode_usage([m.encode(one), unknown, m.encode(other)]))
     assert read == [one, other]
@@ -125,7 +125,7 @@ def test_frames_may_have_further_fields_and_be_of_unknown_kinds(frame: m.Frame) 
 
 
 @pytest.mark.parametrize("frames", [[], [["t", "another", "shape"]], {"another": "shape"}])
-def test_a_step_of_the_next_version_is_known_as_such(frames: Any) -> None:
+def test_a_step_of_the_next_version_is_recognized(frames: Any) -> None:
     with pytest.raises(NewerVersion):
         decode_step(msgspec.msgpack.encode([NEXT, "w", frames]))
 
@@ -138,6 +138,6 @@ def test_controls_may_have_further_fields(control: m.Control) -> None:
         m.decode_control(msgspec.msgpack.encode(["later", *fields[1:]]))
 
 
-def test_every_job_says_whom_to_tell_that_it_is_not_understood() -> None:
+def test_an_unreadable_job_still_names_its_gateway() -> None:
     newer = fields_of(JOB) | {"v": NEXT, "sampling": "another shape"}
     assert m.decode_job_head(msgspec.msgpack.encode(newer)) == m.JobHead("r", 1, "fr.g")

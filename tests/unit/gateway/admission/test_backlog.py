@@ -6,7 +6,7 @@ from protocol.nats.bus import Bus
 from protocol.nats.topology import QueueBounds, apply
 
 
-def test_own_jobs_are_known_without_asking() -> None:
+def test_own_jobs_count_without_a_poll() -> None:
     lane = LaneBacklog()
     lane.enter("a", 0.0)
     lane.enter("b", 0.0)
@@ -16,7 +16,7 @@ def test_own_jobs_are_known_without_asking() -> None:
     assert lane.waiting == 1
 
 
-def test_answers_and_changes_add_up() -> None:
+def test_polls_and_changes_add_up() -> None:
     """A job that entered during the poll may or may not be in its answer; earlier ones are."""
     lane = LaneBacklog()
     lane.enter("a", 0.0)
@@ -30,7 +30,7 @@ def test_answers_and_changes_add_up() -> None:
     assert lane.waiting == 1  # "b" is being published, even if the stream does not have it
 
 
-def test_places_of_our_own_jobs() -> None:
+def test_queue_positions_of_own_jobs() -> None:
     lane = LaneBacklog()
     for job in "abcd":
         lane.enter(job, 0.0)
@@ -43,7 +43,7 @@ def test_places_of_our_own_jobs() -> None:
     assert lane.ahead_of("e", 2.0) == 3 * 7 // 4  # entered after the ranks were computed: the last one
 
 
-async def test_what_other_gateways_queued_is_asked_for(nats_url: str) -> None:
+async def test_jobs_of_other_gateways_are_polled(nats_url: str) -> None:
     bus = await Bus.connect(nats_url, name="test")
     try:
         await apply(bus, ["m/1", "m2"], QueueBounds())
@@ -59,7 +59,7 @@ async def test_what_other_gateways_queued_is_asked_for(nats_url: str) -> None:
         await bus.close()
 
 
-async def test_an_answer_that_does_not_come_changes_nothing(caplog: Any, nats_url: str) -> None:
+async def test_a_failed_poll_changes_nothing(caplog: Any, nats_url: str) -> None:
     bus = await Bus.connect(nats_url, name="test")
     try:
         backlog = Backlog(bus, ["m"])  # there is no such stream

@@ -20,12 +20,12 @@ def test_live_workers_are_added_up() -> None:
     assert (capacity.of("m").workers, capacity.of("m").free_sequences) == (0, 0)
 
 
-def test_what_our_jobs_took_counts_until_the_next_heartbeat() -> None:
+def test_sequences_of_own_jobs_count_until_the_next_heartbeat() -> None:
     capacity = capacity_with(beat("a", free=3))
     capacity.took("a", 2)
     assert capacity.of("m").free_sequences == 1
     capacity.took("a", 5)
-    capacity.took("nobody", 1)
+    capacity.took("unknown", 1)
     assert capacity.of("m").free_sequences == 0
     capacity.on_heartbeat(beat("a", free=2))
     assert capacity.of("m").free_sequences == 2
@@ -49,7 +49,7 @@ def test_the_rate_is_measured_only_while_jobs_wait() -> None:
     assert model.jobs_per_s == pytest.approx(4, rel=0.05)
 
 
-def test_jobs_taken_by_a_worker_that_fills_up_are_none_served() -> None:
+def test_jobs_accepted_while_a_worker_fills_up_are_not_completed_ones() -> None:
     capacity = capacity_with(beat(free=64))
     capacity.on_heartbeat(beat(running=64, jobs_taken=64))
     capacity.of("m").measure(1.0, contended=True)

@@ -38,7 +38,7 @@ def refused(gate: AdmissionControl, **rest: Any) -> Failure:
         ({"max_queued_bytes": 4 * admission().job_bytes - 1}, ErrorCode.TOO_MANY_QUEUED_BYTES),
     ],
 )
-def test_bounds_on_what_waits(limits: dict[str, int], code: ErrorCode) -> None:
+def test_bounds_on_waiting_requests(limits: dict[str, int], code: ErrorCode) -> None:
     gate = control(limits=limits)
     gate.capacity.on_heartbeat(beat(running=1))
     tickets = [gate.enter(admission(f"{n}", tokens=10, tenant=f"t{n}")) for n in range(3)]
@@ -51,7 +51,7 @@ def test_bounds_on_what_waits(limits: dict[str, int], code: ErrorCode) -> None:
     assert gate.refusal(admission("next", tokens=10)) is None
 
 
-def test_a_prompt_beyond_the_bound_by_itself_is_let_in_when_none_waits() -> None:
+def test_a_prompt_larger_than_the_bound_is_admitted_if_none_waits() -> None:
     gate = control(limits={"max_queued_prompt_tokens": 5})
     gate.enter(admission("first", tokens=10)).close()
     ticket = gate.enter(admission("second", tokens=10))
@@ -60,7 +60,7 @@ def test_a_prompt_beyond_the_bound_by_itself_is_let_in_when_none_waits() -> None
     assert gate.refusal(admission("third", tokens=10)) is None
 
 
-def test_without_workers_requests_wait_within_a_bound() -> None:
+def test_without_workers_requests_wait_within_a_separate_bound() -> None:
     gate = control(limits={"max_queued_without_workers": 3})
     fill(gate, 2)
     assert gate.refusal(admission("next")) is None
@@ -70,7 +70,7 @@ def test_without_workers_requests_wait_within_a_bound() -> None:
     assert gate.refusal(admission("next")) is None
 
 
-def test_free_places_make_all_bounds_moot() -> None:
+def test_bounds_do_not_apply_while_slots_are_free() -> None:
     gate = control(limits={"max_queued_requests": 1})
     gate.capacity.on_heartbeat(beat(free=3))
     fill(gate, 2)
@@ -78,7 +78,7 @@ def test_free_places_make_all_bounds_moot() -> None:
     assert refused(gate, sampling=Sampling(max_tokens=1, n=2)).code is ErrorCode.TOO_MANY_QUEUED
 
 
-def test_batch_keeps_no_interactive_request_out() -> None:
+def test_batch_requests_do_not_block_interactive_ones() -> None:
     gate = control(limits={"max_queued_requests": 3, "max_queued_prompt_tokens": 3})
     gate.capacity.on_heartbeat(beat())
     fill(gate, 3, batch=True)
@@ -89,7 +89,7 @@ def test_batch_keeps_no_interactive_request_out() -> None:
     assert refused(gate).code is ErrorCode.TOO_MANY_QUEUED
 
 
-def test_the_estimated_wait_against_the_callers_patience() -> None:
+def test_a_request_is_refused_if_the_estimated_wait_exceeds_its_limit() -> None:
     gate = control()
     gate.capacity.on_heartbeat(beat())
     fill(gate, 40)
@@ -112,9 +112,9 @@ def test_retry_after_is_never_more_than_a_minute() -> None:
 
 def test_callers_that_will_not_wait() -> None:
     gate = control()
-    nobody = refused(gate, do_not_queue=True)
-    assert nobody.code is ErrorCode.NO_WORKERS
-    assert nobody.message == "No worker is alive. The request does not allow queuing."
+    no_workers = refused(gate, do_not_queue=True)
+    assert no_workers.code is ErrorCode.NO_WORKERS
+    assert no_workers.message == "No worker is alive. The request does not allow queuing."
     gate.capacity.on_heartbeat(beat(free=1))
     assert gate.refusal(admission("next", do_not_queue=True)) is None
     ticket = gate.enter(admission("first"))
@@ -125,7 +125,7 @@ def test_callers_that_will_not_wait() -> None:
 
 PAUSED: dict[str, tuple[list[Heartbeat], ErrorCode, int]] = {
     # live workers · the code of a request that does not allow queuing · its Retry-After
-    "nobody": ([], ErrorCode.NO_WORKERS, 5),
+    "no worker": ([], ErrorCode.NO_WORKERS, 5),
     "one that waits": ([beat(free=4, paused=Paused("429", 19_001))], ErrorCode.NO_FREE_PLACE, 20),
     "the first of two": (
         [beat(paused=Paused("429", 30_000)), beat("b", paused=Paused("503", 10))], ErrorCode.NO_FREE_PLACE, 1,
@@ -153,7 +153,7 @@ PAUSED: dict[str, tuple[list[Heartbeat], ErrorCode, int]] = {
 
 
 @pytest.mark.parametrize("case", PAUSED)
-def test_servers_that_ask_to_wait_are_no_missing_workers(case: str) -> None:
+def test_paused_servers_are_not_missing_workers(case: str) -> None:
     beats, code, retry_after_s = PAUSED[case]
     gate = control(limits={"max_queued_without_workers": 1})
     for one in beats:
@@ -183,7 +183,7 @@ def test_bounds_and_weights_of_tenants() -> None:
     assert gate._tenants == {}
 
 
-def test_a_tenants_request_with_a_free_place_does_not_wait() -> None:
+def test_a_tenants_queue_bound_does_not_apply_while_a_slot_is_free() -> None:
     gate = control(tenants={"shop": {"max_queued": 1}})
     gate.capacity.on_heartbeat(beat(free=2))
     gate.enter(admission("1", key_name="shop"))  # being published
@@ -192,7 +192,7 @@ def test_a_tenants_request_with_a_free_place_does_not_wait() -> None:
     assert refused(gate, key_name="shop").code is ErrorCode.TENANT_QUEUED
 
 
-def test_places_in_fair_lanes() -> None:
+def test_queue_positions_in_fair_lanes() -> None:
     """Before a job is served, no other lane is served more often than its own."""
     gate = control()
     fill(gate, 10, tenant="heavy")
@@ -239,7 +239,7 @@ def enter_until_refused(gate: AdmissionControl, **rest: Any) -> int:
             assert failure.code is ErrorCode.TOO_MANY_QUEUED_BYTES
             return number
         gate.enter(asked)
-    raise AssertionError("nobody was refused")
+    raise AssertionError("no request was refused")
 
 
 def busy(**rest: Any) -> AdmissionControl:
@@ -254,7 +254,7 @@ def test_all_bytes_of_a_job_count() -> None:
     assert enter_until_refused(gate, sampling=LARGE) < 10
 
 
-def test_whoever_takes_all_he_can_leaves_as_much_to_others() -> None:
+def test_a_greedy_tenant_leaves_an_equal_share_to_others() -> None:
     gate = busy(queue={"max_mib": 30})
     mine = enter_until_refused(gate, sampling=LARGE, tenant="greedy")
     assert 6 <= mine <= 8
@@ -280,7 +280,7 @@ def test_one_models_jobs_leave_room_for_anothers() -> None:
     assert gate.refusal(admission("next", model="other", sampling=LARGE, tenant="x")) is None
 
 
-def test_what_other_gateways_hold_leaves_less() -> None:
+def test_bytes_of_other_gateways_reduce_the_share() -> None:
     gate = busy(queue={"max_mib": 30})
     gate._backlog._polled_bytes = 20 * MIB
     assert 1 <= enter_until_refused(gate, sampling=LARGE) <= 3
@@ -289,7 +289,7 @@ def test_what_other_gateways_hold_leaves_less() -> None:
     assert gate._backlog.waiting_bytes < 30 * MIB
 
 
-async def test_hosted_workers_are_no_capacity_of_a_models_own() -> None:
+async def test_hosted_workers_do_not_count_as_own_capacity() -> None:
     hosted = {"api": {"provider": "openai", "models": ["m"]}}
     gate = control(hosted=hosted, limits={"max_queued_without_workers": 1})
     gate.capacity.on_heartbeat(beat("api-1", free=4, tier="hosted", pool="api"))
@@ -305,7 +305,7 @@ async def test_hosted_workers_are_no_capacity_of_a_models_own() -> None:
     assert not gate.would_wait(admission("req_2"), 0.0)
 
 
-async def test_who_comes_back_waits_where_it_did() -> None:
+async def test_a_request_back_from_a_hosted_pool_keeps_its_lane() -> None:
     gate = control()
     ticket = gate.enter(admission())
     ticket.leave_queue()
@@ -318,7 +318,7 @@ async def test_who_comes_back_waits_where_it_did() -> None:
     assert [jobs for _, _, jobs in gate.waiting_jobs() if jobs] == []
 
 
-def test_what_demands_trusted_pools_waits_for_itself() -> None:
+def test_requests_for_trusted_pools_have_a_separate_queue() -> None:
     gate = control(trusted={"m"}, limits={"max_queued_requests": 1, "max_queued_without_workers": 1})
     ordinary, confidential = admission(), admission("req_2", trusted=True)
     gate.capacity.on_heartbeat(beat("vault", free=2, trusted=True))
@@ -337,7 +337,7 @@ def test_what_demands_trusted_pools_waits_for_itself() -> None:
     assert gate.refusal(admission("req_4")) is None
 
 
-def test_a_tenants_lane_is_chosen_by_the_queue() -> None:
+def test_a_tenants_lane_depends_on_the_queue() -> None:
     gate = control(trusted={"m"})
     first = gate.enter(admission(trusted=True))
     assert [(queue, lane) for queue, lane, jobs in gate.waiting_jobs() if jobs] == [("m@trusted", first.lane)]

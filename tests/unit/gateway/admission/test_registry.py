@@ -12,10 +12,10 @@ from tests.unit.gateway.telemetry.test_exposition import beat
 
 
 def registry(bus: Bus | None = None) -> WorkerRegistry:
-    return WorkerRegistry(bus)  # type: ignore[arg-type]  # these tests speak to nobody
+    return WorkerRegistry(bus)  # type: ignore[arg-type]  # these tests send nothing
 
 
-def test_silence_is_death() -> None:
+def test_a_silent_worker_is_lost() -> None:
     workers = registry()
     assert not workers.alive("w", 0.0)
     workers.seen("w", 10.0)
@@ -23,7 +23,7 @@ def test_silence_is_death() -> None:
     assert not workers.alive("w", 10.01 + HEARTBEAT_LIMIT_S)
 
 
-def test_nobody_is_judged_for_our_own_silence() -> None:
+def test_workers_are_not_lost_because_the_gateway_was_silent() -> None:
     workers = registry()
     workers.seen("w", 10.0)
     workers.reset_silence(20.0)
@@ -31,7 +31,7 @@ def test_nobody_is_judged_for_our_own_silence() -> None:
     assert not workers.alive("w", 20.0 + EXCUSED_SILENCE_S)
 
 
-def test_the_long_dead_are_forgotten() -> None:
+def test_workers_lost_long_ago_are_forgotten() -> None:
     workers = registry()
     workers.seen("old", 0.0)
     workers.seen("new", 10.0)
@@ -39,33 +39,33 @@ def test_the_long_dead_are_forgotten() -> None:
     assert set(workers._last_seen_s) == {"new"}
 
 
-def test_a_loss_is_told_at_once_and_ends_with_the_next_sign_of_life() -> None:
+def test_a_loss_is_reported_at_once_and_ends_with_the_next_message() -> None:
     workers = registry()
-    told: list[tuple[str, ErrorCode]] = []
-    workers.on_lost = lambda worker_id, code, _reason, _now_s: told.append((worker_id, code))
+    losses: list[tuple[str, ErrorCode]] = []
+    workers.on_lost = lambda worker_id, code, _reason, _now_s: losses.append((worker_id, code))
     workers.seen("w", 10.0)
     workers.lose("w", ErrorCode.WORKER_LOST, "gone", 10.1)
     assert not workers.alive("w", 10.1)
-    assert told == [("w", ErrorCode.WORKER_LOST)]
+    assert losses == [("w", ErrorCode.WORKER_LOST)]
     workers.seen("w", 10.2)
     assert workers.alive("w", 10.2)
 
 
-def test_those_whom_the_server_has_cut_off_may_come_back() -> None:
+def test_workers_disconnected_by_the_server_may_reconnect() -> None:
     workers = registry()
-    told: list[str] = []
-    workers.on_lost = lambda worker_id, _code, _reason, _now_s: told.append(worker_id)
+    losses: list[str] = []
+    workers.on_lost = lambda worker_id, _code, _reason, _now_s: losses.append(worker_id)
     workers.seen("cut", 10.0)
     workers.excuse("cut", 10.0)
     workers.lose("cut", ErrorCode.WORKER_LOST, "gone", 10.1)
     workers.lose_silent(["cut"], 11.9)
-    assert told == []
+    assert losses == []
     workers.lose("cut", ErrorCode.WORKER_DRAINING, "it has said so", 11.9)  # certain, not inferred from silence
     workers.lose_silent(["cut"], 12.1)
-    assert told == ["cut", "cut"]
+    assert losses == ["cut", "cut"]
 
 
-async def test_whoever_has_signed_off_is_not_shown_even_while_nobody_is_judged() -> None:
+async def test_a_signed_off_worker_is_not_alive_even_while_silence_is_excused() -> None:
     workers = registry()
     for worker_id in ("w1", "w2"):
         subject = subjects.heartbeat_subject(worker_id)
@@ -77,7 +77,7 @@ async def test_whoever_has_signed_off_is_not_shown_even_while_nobody_is_judged()
     assert [one.worker_id for one in workers.live_beats(now_s)] == ["w2"]
 
 
-async def test_nobody_signs_off_or_lives_in_anothers_name() -> None:
+async def test_a_worker_cannot_sign_off_or_send_heartbeats_as_another() -> None:
     workers = registry()
     subject = subjects.heartbeat_subject("pool.box.w1")
     await workers._on_heartbeat(Msg(None, subject=subject, data=encode(beat("pool.box.w1"))))  # type: ignore[arg-type]

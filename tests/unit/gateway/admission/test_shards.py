@@ -10,7 +10,7 @@ from tests.unit.gateway.admission.controls import admission, control
 TENANTS = [f"key_{number}" for number in range(4000)]
 
 
-def test_candidates_are_two_and_the_same_everywhere() -> None:
+def test_each_tenant_has_the_same_two_candidates_at_all_gateways() -> None:
     """Gateways must agree, so the expected values are constants."""
     assert candidate_lanes("key_1") == ("h5", "h7")
     assert all(len(set(candidate_lanes(tenant))) == 2 for tenant in TENANTS)

@@ -75,10 +75,10 @@ class Closing:
     """Does nothing: the test closes the request."""
 
     def close(self, request: OpenRequest, http_status: int | None) -> None:
-        raise AssertionError("nobody closes it")
+        raise AssertionError("unexpected close")
 
     def hand_over(self, request: OpenRequest) -> None:
-        raise AssertionError("nobody takes it over")
+        raise AssertionError("unexpected handover")
 
 
 def open_request(

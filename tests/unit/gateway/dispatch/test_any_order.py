@@ -100,7 +100,7 @@ class History:
     ends: list[Ended] = field(default_factory=list)
     is_closed: bool = False
     has_lied: bool = False  # any worker
-    told: set[int] = field(default_factory=set)  # attempts whose worker reported their end in time
+    reported: set[int] = field(default_factory=set)  # attempts whose worker reported their end in time
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -247,9 +247,9 @@ class History:
         is_stale = request.is_over or frame.attempt != request.attempt or request.worker_id not in {worker, None}
         is_next = frame.seq == request.current.next_seq
         request.on_frame(worker, frame, self.now_s)
-        assert len(self.actions.fenced) - fenced == is_stale, "whoever runs what nobody waits for is stopped"
+        assert len(self.actions.fenced) - fenced == is_stale, "a worker with an unowned attempt gets a Cancel"
         if isinstance(frame, Finished | Failed) and not is_stale and is_next:
-            self.told.add(frame.attempt)
+            self.reported.add(frame.attempt)
 
     def a_frame_is_lost(self) -> None:
         if self.in_transit:
@@ -290,7 +290,7 @@ class History:
             self.is_closed = True
 
     def all_leave(self) -> None:
-        """After its client has left, the request is settled soon, whatever its workers do."""
+        """After its client has left, the request is settled soon."""
         self.request.close(None, self.now_s)
         self.is_closed = True
         if not self.request.is_over:
@@ -324,7 +324,7 @@ class History:
         assert actions.published == list(range(1, request.attempt + 1))
         lost = [number for number, *_ in actions.recorded]
         assert len(lost) == len(set(lost)), "a lost attempt is recorded once"
-        assert self.told.isdisjoint(lost), "whoever tells how its attempt ended leaves its own record"
+        assert self.reported.isdisjoint(lost), "a worker that reports the end also publishes the record"
 
         held, made = request.choices.held_tokens(), sum(sum(one.made) - one.begun for one in self.attempts)
         assert held <= request.completion_tokens <= MAX_TOKENS * self.n
@@ -332,7 +332,7 @@ class History:
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_whatever_happens_the_caller_reads_the_true_answer_and_the_request_ends_once(block: int) -> None:
+def test_the_client_reads_the_correct_answer_and_the_request_ends_once(block: int) -> None:
     outcomes: Counter[str] = Counter()
     for seed in range(block * HISTORIES // 10, (block + 1) * HISTORIES // 10):
         history = History(seed)

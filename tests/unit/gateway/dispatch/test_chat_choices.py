@@ -35,7 +35,7 @@ def refused(code: str = ErrorCode.INVALID_REQUEST, *, retryable: bool = False) -
     return Failed("r", 1, 1, code, "no", retryable=retryable)
 
 
-async def test_text_goes_on_as_a_message_or_from_its_own_ids() -> None:
+async def test_text_continues_as_a_message_or_from_its_ids() -> None:
     held = choices()
     assert held.add_deltas(deltas(*TEXT)) is None
     assert (held.takes_messages, held.takes_ids, held.can_resume) == (True, False, True)
@@ -46,7 +46,7 @@ async def test_text_goes_on_as_a_message_or_from_its_own_ids() -> None:
     assert (point.text, point.text_chars, point.is_encoded, point.tokens) == ("Hello", 5, True, 2)
 
 
-async def test_what_engines_and_apis_have_made_is_one_text() -> None:
+async def test_output_of_engines_and_apis_is_one_text() -> None:
     held = choices()
     held.add(Tokens("r", 1, 1, 0, (1, 2), "Say: "))
     [point] = held.resume_points()
@@ -60,22 +60,22 @@ async def test_what_engines_and_apis_have_made_is_one_text() -> None:
 
 
 @pytest.mark.parametrize("part", [CALL, (Part("reasoning", "Hm."),), (Part("refusal", "No."),)])
-async def test_what_is_no_mere_text_goes_on_nowhere(part: tuple[Part, ...]) -> None:
+async def test_an_answer_that_is_not_plain_text_cannot_continue(part: tuple[Part, ...]) -> None:
     held = choices()
     held.add_deltas(deltas(*TEXT, *part))
     await held.prepare()
     assert (held.takes_messages, held.takes_ids, held.can_resume) == (False, False, False)
 
 
-async def test_nor_does_a_part_of_an_answer_to_a_schema() -> None:
+async def test_a_partial_answer_to_a_schema_cannot_continue() -> None:
     held = choices(is_plain=False)
-    assert held.takes_messages, "nothing is made yet"
+    assert held.takes_messages, "there is no output yet"
     held.add_deltas(deltas(*TEXT))
     await held.prepare()
     assert (held.takes_messages, held.takes_ids, held.can_resume) == (False, False, False)
 
 
-async def test_token_ids_that_mean_nothing_are_not_made() -> None:
+async def test_token_ids_are_not_encoded_without_an_encoder() -> None:
     held = choices(has_ids=False, encode=None)
     held.add_deltas(deltas(*TEXT))
     await held.prepare()
@@ -97,7 +97,7 @@ async def test_an_engine_cannot_tell_that_an_apis_choice_is_complete() -> None:
     assert (held.takes_messages, held.takes_ids) == (True, False)
 
 
-def test_whose_counts_are_told() -> None:
+def test_the_source_of_counts() -> None:
     held = choices(2)
     assert held.counted_by == "engine"
     held.add_deltas(deltas(*TEXT, tokens=90))
@@ -110,7 +110,7 @@ def test_whose_counts_are_told() -> None:
     assert held.held_tokens() == 14, "they take the place of the estimates"
 
 
-def test_what_two_attempts_have_made_is_estimated() -> None:
+def test_output_of_two_attempts_is_estimated() -> None:
     held = choices()
     held.add_deltas(deltas(*TEXT, tokens=3))
     held.add_deltas(deltas(*TEXT, attempt=2, finish_reason="stop", usage=PROVIDER))
@@ -118,13 +118,13 @@ def test_what_two_attempts_have_made_is_estimated() -> None:
 
 
 @pytest.mark.parametrize("usage", [ChatUsage("provider", 1, 10_000_000), ChatUsage("provider", 1, -1)])
-def test_counts_that_cannot_be_are_not_told(usage: ChatUsage) -> None:
+def test_implausible_counts_are_ignored(usage: ChatUsage) -> None:
     held = choices()
     assert held.add_deltas(deltas(*TEXT, finish_reason="stop", usage=usage)) is None
     assert (held.counted_by, held.held_tokens(), held.are_complete()) == ("estimate", 2, True)
 
 
-def test_parts_that_nobody_has_asked_for_are_a_lie() -> None:
+def test_parts_that_were_not_requested_are_refused() -> None:
     held = choices()
     assert held.add_deltas(deltas(*TEXT, index=5)) is not None
     assert held.add_deltas(deltas(*TEXT, tokens=-1)) is not None
@@ -133,7 +133,7 @@ def test_parts_that_nobody_has_asked_for_are_a_lie() -> None:
     assert held.add_deltas(deltas(*TEXT)) is not None
 
 
-def test_what_one_api_does_not_take_others_may() -> None:
+def test_another_pool_may_accept_what_an_api_refused() -> None:
     held = choices()
     assert not held.is_final(refused())
     assert (held.packed_chat, held.takes_messages, held.takes_ids) == (None, False, True)
@@ -145,7 +145,7 @@ def test_what_one_api_does_not_take_others_may() -> None:
     assert engine.is_final(refused())
 
 
-def test_what_is_forgotten_is_not_counted() -> None:
+def test_dropped_output_is_not_counted() -> None:
     held = choices()
     held.add_deltas(deltas(*CALL))
     held.clear()

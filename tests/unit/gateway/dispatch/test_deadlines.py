@@ -35,7 +35,7 @@ def fails_at(request: OpenRequest, code: ErrorCode, limit_s: float) -> bool:
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-def test_the_callers_deadline_ends_the_request_whatever_it_does(is_running: bool) -> None:
+def test_the_clients_deadline_ends_the_request_in_any_state(is_running: bool) -> None:
     request = opened(deadline_s=20.0, queue_wait_s=20.0)
     if is_running:
         accept(request, 1.0)
@@ -43,7 +43,7 @@ def test_the_callers_deadline_ends_the_request_whatever_it_does(is_running: bool
     assert fails_at(request, ErrorCode.DEADLINE_EXCEEDED, 20.0)
 
 
-def test_patience_is_spent_over_all_attempts() -> None:
+def test_the_queue_wait_is_spent_over_all_attempts() -> None:
     request = opened(queue_wait_s=30.0)
     accept(request, 20.0)
     hand_back(request, 1, 100.0)
@@ -51,21 +51,21 @@ def test_patience_is_spent_over_all_attempts() -> None:
     assert fails_at(request, ErrorCode.QUEUE_WAIT_TIMEOUT, 110.0)
 
 
-def test_an_attempt_lost_in_the_queue_has_spent_patience_too() -> None:
+def test_an_attempt_lost_in_the_queue_also_spends_the_queue_wait() -> None:
     request = opened(queue_wait_s=30.0)
     request.job_vanished(1, 20.0)
     assert request.queue_deadline_s == 30.0
 
 
 @pytest.mark.parametrize(("queue_wait_s", "left_s"), [(30.0, RESCUE_QUEUE_WAIT_S), (2.0, 2.0)])
-def test_a_rescue_may_wait_a_little_however_little_patience_is_left(queue_wait_s: float, left_s: float) -> None:
+def test_a_rescue_may_always_wait_a_little(queue_wait_s: float, left_s: float) -> None:
     request = opened(queue_wait_s=queue_wait_s)
     accept(request, queue_wait_s - 0.1)
     hand_back(request, 1, 100.0)
     assert request.queue_deadline_s == 100.0 + left_s
 
 
-def test_the_first_token_is_waited_for_in_each_attempt_anew() -> None:
+def test_the_first_token_limit_restarts_with_each_attempt() -> None:
     request = opened(timeouts={"first_token_s": 10.0})
     accept(request, 1.0)
     request.on_frame("w", Tokens("req_1", 1, 1, 0, (1,), "x"), 5.0)
@@ -76,14 +76,14 @@ def test_the_first_token_is_waited_for_in_each_attempt_anew() -> None:
     assert fails_at(request, ErrorCode.FIRST_TOKEN_TIMEOUT, 40.0)
 
 
-def test_who_will_not_wait_is_told_so_soon() -> None:
+def test_a_request_that_does_not_allow_queuing_is_refused_quickly() -> None:
     request = opened(do_not_queue=True)
     assert fails_at(request, ErrorCode.NO_FREE_PLACE, ACCEPT_LIMIT_S)
     assert request.failure is not None
     assert request.failure.retry_after_s == 1
 
 
-def test_who_will_not_wait_is_rescued_like_others() -> None:
+def test_a_request_that_does_not_allow_queuing_is_rescued_like_others() -> None:
     request = opened(do_not_queue=True)
     accept(request, 0.5)
     hand_back(request, 1, 5.0)
@@ -91,7 +91,7 @@ def test_who_will_not_wait_is_rescued_like_others() -> None:
     assert (request.state, request.failure) == (State.QUEUED, None)
 
 
-def test_a_worker_that_finds_the_wait_over_says_so_in_its_own_words() -> None:
+def test_a_workers_deadline_failure_becomes_a_queue_wait_timeout() -> None:
     request = opened(queue_wait_s=10.0, deadline_s=60.0)
     request.on_frame("w", Failed("req_1", 1, 0, "deadline_exceeded", "", retryable=False), 10.0)
     assert request.failure is not None
@@ -104,7 +104,7 @@ def test_a_worker_with_a_wrong_clock_does_not_decide() -> None:
     assert (request.failure, request.attempt, request.log.avoid) == (None, 2, ("w",))
 
 
-def test_where_nobody_has_a_right_clock_the_tries_are_spread_over_time() -> None:
+def test_if_all_worker_clocks_are_wrong_retries_are_spread_over_time() -> None:
     request = opened()
     while request.failure is None:
         request.on_frame("w", Failed("req_1", request.attempt, 0, "deadline_exceeded", "", retryable=False), 5.0)
@@ -113,7 +113,7 @@ def test_where_nobody_has_a_right_clock_the_tries_are_spread_over_time() -> None
 
 
 @pytest.mark.parametrize("way_out", ["accepted", "vanished", "cancelled"])
-def test_whoever_leaves_the_queue_is_no_longer_counted(way_out: str) -> None:
+def test_a_request_that_leaves_the_queue_is_no_longer_counted(way_out: str) -> None:
     gate = control()
     ticket = gate.enter(admission())
     request = opened(ticket)

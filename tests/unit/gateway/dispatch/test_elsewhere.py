@@ -66,7 +66,7 @@ CASES: dict[str, tuple[list[Heartbeat], list[str], dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_failures_of_a_broken_pool_use_up_no_attempt_while_another_lives(case: str) -> None:
+def test_failures_of_a_broken_pool_do_not_count_while_another_is_alive(case: str) -> None:
     beats, pools, how, attempts = CASES[case]
     request, actions = open_request(max_attempts=MAX_ATTEMPTS)
     actions.others = beats
@@ -84,14 +84,14 @@ def test_a_failure_after_a_token_counts() -> None:
     assert request.state is State.ENDED
 
 
-def test_a_busy_worker_is_not_avoided_and_its_pool_not_blamed() -> None:
+def test_a_busy_worker_is_not_avoided_and_its_pool_has_not_failed() -> None:
     request, _ = open_request()
     fail_on(request, "a", "engine_busy")
     assert (request.log.avoid, request.log.failed_pools, request.log.pause_s) == ((), set(), 0.0)
 
 
 TIMEOUTS: dict[str, tuple[list[Heartbeat], bool]] = {
-    "nobody else": ([worker("a")], False),
+    "no other worker": ([worker("a")], False),
     "a free one": ([worker("a"), worker("b")], True),
     "a full one": ([worker("b", free=0)], False),
     "a broken one": ([worker("b", paused=BROKEN)], False),
@@ -101,7 +101,7 @@ TIMEOUTS: dict[str, tuple[list[Heartbeat], bool]] = {
 
 @pytest.mark.parametrize("case", TIMEOUTS)
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_the_end_of_a_silence_is_another_attempt_while_a_worker_is_free(case: str, has_begun: bool) -> None:
+def test_a_timeout_leads_to_another_attempt_while_a_worker_is_free(case: str, has_begun: bool) -> None:
     beats, goes_on = TIMEOUTS[case]
     request, actions = open_request(first_token_s=10.0, inter_token_s=10.0)
     actions.others = beats
@@ -120,7 +120,7 @@ def test_the_end_of_a_silence_is_another_attempt_while_a_worker_is_free(case: st
     assert request.failure.code is code
 
 
-def test_silence_everywhere_has_an_end() -> None:
+def test_timeouts_on_all_workers_end_the_request() -> None:
     request, actions = open_request(max_attempts=MAX_ATTEMPTS, first_token_s=10.0)
     actions.others = [worker(str(number)) for number in range(9)]
     for number in range(MAX_ATTEMPTS):
@@ -136,7 +136,7 @@ def look(request: OpenRequest, *beats: Heartbeat, now_s: float) -> tuple[str, in
 
 
 WAITING: dict[str, tuple[list[Heartbeat], bool]] = {
-    "nobody": ([], False),
+    "no worker": ([], False),
     "one that waits for longer": ([worker("a", paused=WAITS)], True),
     "one that waits, one that serves": ([worker("a", paused=WAITS), worker("b", free=0)], False),
     "one that waits, one that may be back": ([worker("a", paused=WAITS), worker("b", paused=BROKEN)], False),
@@ -147,7 +147,7 @@ WAITING: dict[str, tuple[list[Heartbeat], bool]] = {
 
 
 @pytest.mark.parametrize("case", WAITING)
-def test_whoever_no_server_takes_in_time_is_told_when_to_come_back(case: str) -> None:
+def test_a_request_that_no_server_accepts_in_time_gets_retry_after(case: str) -> None:
     beats, is_refused = WAITING[case]
     request, _ = open_request()
     assert look(request, *beats, now_s=570.0) is None  # of 600
@@ -156,7 +156,7 @@ def test_whoever_no_server_takes_in_time_is_told_when_to_come_back(case: str) ->
 
 IN_VAIN: dict[str, tuple[list[Heartbeat], str | None, int | None]] = {
     # live workers · end of the last attempt · Retry-After: 0: the usual one, None: not a refusal by busy servers
-    "nobody": ([], None, None),
+    "no worker": ([], None, None),
     "a full one": ([worker("a", free=0)], None, None),
     "a broken one": ([worker("a", paused=BROKEN)], None, None),
     "one that waits": ([worker("a", paused=WAITS)], None, 20),
@@ -173,7 +173,7 @@ IN_VAIN: dict[str, tuple[list[Heartbeat], str | None, int | None]] = {
 
 @pytest.mark.parametrize("limit", ["queue_wait_s", "deadline_s", "total_s"])
 @pytest.mark.parametrize("case", IN_VAIN)
-def test_a_wait_in_vain_for_busy_servers_ends_with_429(case: str, limit: str) -> None:
+def test_waiting_for_busy_servers_ends_with_429(case: str, limit: str) -> None:
     beats, ended, retry_after_s = IN_VAIN[case]
     request, actions = open_request(total_s=300.0) if limit == "total_s" else open_request()
     if limit == "deadline_s":
@@ -199,7 +199,7 @@ def test_a_wait_in_vain_for_busy_servers_ends_with_429(case: str, limit: str) ->
     assert (form.status, form.should_retry, form.retry_after_s) == (429, True, retry_after_s or RETRY_LATER_S)
 
 
-def test_a_running_requests_time_limit_is_no_busy_server() -> None:
+def test_a_running_requests_timeout_is_not_a_busy_server() -> None:
     request, actions = open_request(total_s=300.0, first_token_s=1000.0)
     actions.others = [worker("a", paused=WAITS)]
     fail_on(request, "a", "engine_busy")

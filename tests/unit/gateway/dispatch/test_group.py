@@ -66,7 +66,7 @@ async def test_the_first_failure_ends_all_and_is_the_answer() -> None:
     assert (ends, len(group.mailbox)) == ([Ended(group.failure)], 0)
 
 
-async def test_a_caller_that_leaves_ends_it_without_a_failure() -> None:
+async def test_a_client_that_leaves_ends_it_without_a_failure() -> None:
     group, requests, _ = open_group()
     for request in requests:
         request.cancel(1.0)
@@ -74,7 +74,7 @@ async def test_a_caller_that_leaves_ends_it_without_a_failure() -> None:
     assert (group.outcome, group.failure) == ("cancelled", None)
 
 
-async def test_while_all_wait_there_is_one_sign_of_life() -> None:
+async def test_while_all_wait_there_is_one_keep_alive() -> None:
     group, requests, _ = open_group(queued_comment_s=10.0)
     for request in requests:
         request.on_tick(10.0, connected=True)
@@ -84,7 +84,7 @@ async def test_while_all_wait_there_is_one_sign_of_life() -> None:
     assert place.position == COUNT
 
 
-def test_each_request_makes_room_for_what_is_unread() -> None:
+def test_each_request_adds_to_the_bound_on_unread_bytes() -> None:
     group, (first, *_), _ = open_group()
     first.on_frame("w", accepted(), 1.0)
     seq = 0

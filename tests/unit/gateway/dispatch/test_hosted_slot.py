@@ -16,7 +16,7 @@ def slot_of(pool: Any, called: list[str]) -> HostedSlot:
     return HostedSlot(pool, 2, reservation)
 
 
-def test_its_capacity_comes_back_once() -> None:
+def test_its_capacity_is_released_once() -> None:
     """A worker accepts the attempt, which later ends: its capacity is released only once."""
     pool: Any = SimpleNamespace(promised=5)
     slot = slot_of(pool, [])
@@ -26,7 +26,7 @@ def test_its_capacity_comes_back_once() -> None:
     assert pool.promised == 3
 
 
-async def test_its_money_is_kept_while_a_worker_may_have_taken_the_attempt_after_all() -> None:
+async def test_its_money_stays_reserved_while_a_worker_may_have_accepted_the_attempt() -> None:
     request, _ = open_request()
     called: list[str] = []
     anything: Any = SimpleNamespace()

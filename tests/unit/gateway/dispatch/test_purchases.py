@@ -44,7 +44,7 @@ def test_an_answer_is_not_paid_for_more_than_twice(case: str) -> None:
     assert plays[-1][2] in request.failure.message
 
 
-def test_another_pool_is_asked_before_the_end() -> None:
+def test_another_pool_is_tried_before_giving_up() -> None:
     request, actions = open_request(max_attempts=MAX_ATTEMPTS)
     actions.others = [worker("a"), worker("b")]
     for number in range(1, 3):
@@ -56,7 +56,7 @@ def test_another_pool_is_asked_before_the_end() -> None:
     assert "w-b" not in request.log.avoid
 
 
-def test_places_that_differ_are_a_server_that_is_killed() -> None:
+def test_breaks_at_different_points_are_failures_of_the_server() -> None:
     request, _ = open_request(max_attempts=MAX_ATTEMPTS)
     for number in range(1, MAX_ATTEMPTS * PROGRESS_ALLOWANCE):
         request.on_frame("w", Accepted(ID, number, 0, "w", "a", "provider", "region", 1.0), 1.0)

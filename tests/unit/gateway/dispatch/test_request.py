@@ -22,7 +22,7 @@ from tests.unit.gateway.dispatch.opened_requests import (
 )
 
 
-async def test_the_usual_way() -> None:
+async def test_a_complete_answer() -> None:
     request, actions = open_request()
     for frame in (accepted(), tokens(1, "a"), tokens(2, "b", finish_reason="stop"), finished(3)):
         request.on_frame("w", frame, 1.0)
@@ -55,7 +55,7 @@ async def test_another_worker_with_the_same_attempt_is_stopped() -> None:
     assert [worker for worker, _ in actions.fenced] == ["other", "other"]
 
 
-async def test_a_gap_is_asked_for_once_in_a_while() -> None:
+async def test_a_gap_is_requested_again_periodically() -> None:
     request, actions = open_request()
     request.on_frame("w", accepted(), 1.0)
     request.on_frame("w", tokens(2), 1.0)
@@ -106,8 +106,8 @@ async def test_the_next_attempt_sends_only_the_rest_of_the_prompts_logprobs() ->
     for frame in (accepted(2), of_prompt(1, 1, 2), tokens(2, "a", attempt=2, finish_reason="stop"), finished(3, 2)):
         request.on_frame("w", frame, 2.0)
     assert (request.outcome, request.completion_tokens, request.first_token_s) == ("ok", 1, 2.0)
-    told = [event for event in await request.mailbox.take() if isinstance(event, Tokens)]
-    assert [len(frame.prompt_logprobs or ()) for frame in told] == [2, 1, 0]
+    frames = [event for event in await request.mailbox.take() if isinstance(event, Tokens)]
+    assert [len(frame.prompt_logprobs or ()) for frame in frames] == [2, 1, 0]
     assert actions.published == [2]
 
 
@@ -125,14 +125,14 @@ async def test_no_token_at_all_can_be_a_whole_answer() -> None:
     assert (request.outcome, request.completion_tokens, request.first_token_s) == ("ok", 0, None)
 
 
-async def test_no_judgement_while_the_queue_server_is_away() -> None:
+async def test_workers_are_not_lost_while_the_queue_server_is_unavailable() -> None:
     request, actions = open_request()
     request.on_frame("w", accepted(), 1.0)
     request.on_tick(30.0, connected=False)
     assert (request.state, actions.published, actions.asked) == (State.RUNNING, [], [])
 
 
-async def test_probes_then_the_next_attempt() -> None:
+async def test_a_silent_worker_is_probed_and_then_given_up() -> None:
     request, actions = open_request()
     request.on_frame("w", accepted(), 0.0)
     request.on_frame("w", tokens(1), 0.0)
@@ -145,7 +145,7 @@ async def test_probes_then_the_next_attempt() -> None:
     assert now_s == attempts_module.SILENCE_LIMIT_S + attempts_module.MAX_PROBES * attempts_module.PROBE_PERIOD_S
 
 
-async def test_an_answered_probe_starts_the_count_anew() -> None:
+async def test_an_answered_probe_resets_the_count() -> None:
     request, actions = open_request(first_token_s=1000)
     request.on_frame("w", accepted(), 0.0)
     for tick in range(1, 200):
@@ -156,7 +156,7 @@ async def test_an_answered_probe_starts_the_count_anew() -> None:
     assert len(actions.asked) > 20
 
 
-async def test_a_forgotten_attempt_goes_on_elsewhere() -> None:
+async def test_a_forgotten_attempt_continues_elsewhere() -> None:
     request, actions = open_request()
     request.on_frame("w", accepted(), 1.0)
     request.on_frame("w", tokens(1), 1.0)
@@ -192,7 +192,7 @@ async def test_an_attempt_that_was_moved_counts_as_in_the_header() -> None:
     assert request.attempt == 2
 
 
-async def test_whoever_was_taken_before_goes_first_also_where_it_is_moved() -> None:
+async def test_a_request_that_was_accepted_before_goes_first_even_if_moved() -> None:
     request, _ = open_request()
     request.on_frame("w", accepted(), 1.0)
     lose_worker(request, 1.0)  # before its first token
@@ -238,7 +238,7 @@ async def test_cancelled_counts_are_the_workers_own() -> None:
 
 
 @pytest.mark.parametrize("last", [finished, failed])
-async def test_nobody_pays_for_what_a_worker_claims_beyond_what_can_be(last: Callable[..., Frame]) -> None:
+async def test_implausible_token_counts_are_not_charged(last: Callable[..., Frame]) -> None:
     # A stolen worker's count for a canceled request once produced a row and a bill of 10^9 tokens.
     for n, silence_s, most in ((1, 0.0, 98), (3, 0.0, 98 + 2 * 100), (1, -0.95, 50)):
         request, _ = open_request(n=n)
@@ -249,7 +249,7 @@ async def test_nobody_pays_for_what_a_worker_claims_beyond_what_can_be(last: Cal
         assert (request.state, request.completion_tokens) == (State.ENDED, 2 + most)
 
 
-async def test_a_failed_request_bills_no_less_than_what_came() -> None:
+async def test_a_failed_request_is_charged_for_received_tokens() -> None:
     request, _ = open_request()
     request.on_frame("w", accepted(), 1.0)
     request.on_frame("w", tokens(1, ids=(1, 2)), 1.0)
@@ -271,7 +271,7 @@ async def test_a_failed_request_bills_no_less_than_what_came() -> None:
         accepted(),
     ],
 )
-async def test_what_nobody_asked_for_ends_the_attempt(lie: Frame) -> None:
+async def test_output_that_was_not_requested_ends_the_attempt(lie: Frame) -> None:
     request, actions = open_request(n=2, prompt_logprobs=0)
     request.on_frame("w", accepted(), 1.0)
     request.on_frame("w", tokens(1, ids=(1, 2), index=1, finish_reason="stop"), 1.0)
@@ -287,14 +287,14 @@ async def test_what_nobody_asked_for_ends_the_attempt(lie: Frame) -> None:
 @pytest.mark.parametrize(
     "lie", [{"pool": "a\0b"}, {"region": "r" * 256}, {"queue_ms": float("nan")}, {"queue_ms": -1.0}]
 )
-async def test_a_worker_that_cannot_be_is_not_accepted(lie: dict[str, Any]) -> None:
+async def test_an_implausible_acceptance_is_refused(lie: dict[str, Any]) -> None:
     request, actions = open_request()
     request.on_frame("w", msgspec.structs.replace(accepted(), **lie), 1.0)
     assert (request.state, request.accepted, request.log.avoid) == (State.QUEUED, None, ("w",))
     assert actions.published == [2]
 
 
-async def test_a_frame_of_an_unknown_kind_is_done_without_and_a_broken_one_is_the_workers_fault() -> None:
+async def test_a_frame_of_an_unknown_kind_is_skipped_and_a_broken_one_fails_the_attempt() -> None:
     request, actions = open_request()
     for frame in (accepted(), tokens(1, "a"), UnreadableFrame(ID, 1, 2, "z", "unknown"), tokens(3, "b")):
         request.on_frame("w", frame, 1.0)
@@ -303,7 +303,7 @@ async def test_a_frame_of_an_unknown_kind_is_done_without_and_a_broken_one_is_th
     assert (request.attempt, request.log.failures[0].reason) == (2, "token ids below 0")
 
 
-async def test_who_answers_without_having_accepted_is_not_heard() -> None:
+async def test_output_of_a_worker_that_did_not_accept_is_dropped() -> None:
     request, actions = open_request()
     request.on_frame("w", tokens(0), 1.0)
     assert (request.state, request.completion_tokens, actions.published) == (State.QUEUED, 0, [2])
@@ -319,7 +319,7 @@ async def test_who_answers_without_having_accepted_is_not_heard() -> None:
         Timings(1.0, 1.0, 1.0, 2**70),
     ],
 )
-async def test_timings_that_cannot_be_and_a_cache_larger_than_the_prompt_count_for_nothing(timings: Timings) -> None:
+async def test_implausible_timings_and_cached_tokens_are_ignored(timings: Timings) -> None:
     request, _ = open_request()
     request.on_frame("w", accepted(), 1.0)
     request.on_frame("w", tokens(1, finish_reason="stop"), 2.0)

@@ -45,7 +45,7 @@ async def test_cancelled_while_queued() -> None:
     assert (request.state, request.completion_tokens) == (State.ENDED, 0)
 
 
-async def test_a_job_that_is_stored_only_after_the_cancellation_is_not_wanted() -> None:
+async def test_a_job_stored_after_the_cancellation_is_deleted() -> None:
     request, _ = open_request()
     assert request.stored(1, 7)
     request.cancel(1.0)
@@ -56,17 +56,17 @@ class Account:
     """A reservation that records how it is settled."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.settled: list[Any] = []
 
     def settle(self, *tokens: int) -> None:
-        self.told.append(tokens)
+        self.settled.append(tokens)
 
     def refund(self) -> None:
-        self.told.append("refunded")
+        self.settled.append("refunded")
 
 
-@pytest.mark.parametrize(("runs", "told"), [(False, (0, 0, 0)), (True, (3, 0, 2))])
-async def test_a_request_that_no_worker_took_counts_and_costs_nothing(runs: bool, told: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("runs", "settled"), [(False, (0, 0, 0)), (True, (3, 0, 2))])
+async def test_a_request_that_no_worker_accepted_costs_nothing(runs: bool, settled: tuple[int, int, int]) -> None:
     request, _ = open_request()
     account: Any = Account()
     request.admission = replace(request.admission, reservation=account)
@@ -76,11 +76,11 @@ async def test_a_request_that_no_worker_took_counts_and_costs_nothing(runs: bool
     request.cancel(2.0)
     request.on_tick(2.0 + TimeoutSettings().cancel_s, connected=True)
     settle_limits(request)
-    assert account.told == [told]
+    assert account.settled == [settled]
 
 
 @pytest.mark.parametrize("runs", [False, True])
-async def test_a_cancelled_request_holds_its_place_while_its_worker_runs_it(runs: bool) -> None:
+async def test_a_canceled_request_counts_as_concurrent_while_its_worker_runs_it(runs: bool) -> None:
     request, _ = open_request()
     if runs:
         request.on_frame("w", accepted(), 1.0)
@@ -121,7 +121,7 @@ async def test_timeouts(limits: dict[str, Any], frames: list[Frame], code: Error
     assert (request.failure.code, request.state) == (code, State.STOPPING)
 
 
-async def test_signs_of_life_for_those_who_stream() -> None:
+async def test_streams_get_keep_alives() -> None:
     for stream in (True, False):
         request, _ = open_request(stream=stream, queued_comment_s=10.0)
         for now_s in (9.9, 10.0, 15.0, 20.0):
@@ -145,7 +145,7 @@ async def test_a_client_that_lags_too_far_behind() -> None:
     assert await request.mailbox.take() == [Ended(request.failure)]
 
 
-async def test_those_that_leave_in_order_cost_no_attempt() -> None:
+async def test_drained_workers_do_not_use_up_attempts() -> None:
     request, actions = open_request(max_attempts=1)
     for attempt in range(1, 10):
         request.on_frame("w", accepted(attempt), 1.0)
@@ -155,7 +155,7 @@ async def test_those_that_leave_in_order_cost_no_attempt() -> None:
     assert request.log.avoid == ()
 
 
-async def test_a_job_that_nobody_keeps_is_given_up_at_last() -> None:
+async def test_a_job_that_keeps_vanishing_is_given_up() -> None:
     request, actions = open_request(max_attempts=1)
     while request.state is State.QUEUED:
         request.job_vanished(request.attempt, 1.0)
@@ -174,7 +174,7 @@ async def test_the_first_retry_is_immediate_and_later_ones_wait_a_little_longer_
     assert 0.05 <= second <= 0.1 <= third <= 0.2 <= fourth <= 0.4
 
 
-async def test_an_answer_that_gets_on_outlives_many_workers_but_not_any_number() -> None:
+async def test_an_answer_with_progress_survives_many_lost_workers_but_not_all() -> None:
     request, actions = open_request(max_attempts=2)
     while request.state is not State.ENDED:
         request.on_frame("w", accepted(request.attempt), 1.0)
@@ -195,7 +195,7 @@ async def test_a_lost_worker_ends_the_wait_for_its_counts() -> None:
     assert actions.held == []
 
 
-async def test_only_attempts_that_their_workers_cannot_record_are_recorded_here() -> None:
+async def test_only_attempts_of_lost_workers_are_recorded_by_the_gateway() -> None:
     request, actions = open_request()
     request.on_frame("w", accepted(), 1.0)
     request.on_frame("w", tokens(1, ids=(1, 2)), 1.0)

@@ -34,20 +34,20 @@ def begun(*, stream: bool = True, n: int = 1, trusted: bool = False) -> OpenRequ
     return request
 
 
-def test_who_may_take_a_request() -> None:
+def test_which_workers_may_take_a_request() -> None:
     fresh, _ = open_request()
     assert not live(NEW).is_changed(fresh)
     request = begun()
     assert needed_revision(request).weights == "old"
     assert not live(NEW, OLD).is_changed(request)
     assert live(NEW).is_changed(request)
-    assert not live().is_changed(request), "nobody is there: somebody of its own may come, as ever"
+    assert not live().is_changed(request), "without live workers it keeps waiting"
     assert not live(NEW, None).is_changed(request), "an older worker does not tell"
     draining = LiveRevisions([beat(NEW), beat(OLD, draining=True)])
     assert draining.is_changed(request)
 
 
-def test_what_nobody_has_begun_is_free() -> None:
+def test_a_request_without_output_may_run_anywhere() -> None:
     request, _ = open_request()
     request.on_frame("w", replace(accepted(), revision="old"), 0.1)
     lose_worker(request, 1.0)
@@ -76,7 +76,7 @@ def test_a_stream_that_has_begun_waits_and_then_ends_with_an_error() -> None:
     assert request.failure.code is ErrorCode.MODEL_CHANGED
 
 
-def test_an_answer_that_nobody_has_seen_starts_again() -> None:
+def test_an_unsent_answer_starts_again() -> None:
     request = begun(stream=False, n=2)
     restart_or_fail(request, WAIT_S, 10.3)
     assert (request.state, request.attempt) == (State.QUEUED, 3)
@@ -105,6 +105,6 @@ def test_a_prompt_of_another_tokenizer_is_not_kept_waiting() -> None:
 
 def test_only_workers_of_its_queue_count() -> None:
     request = begun(trusted=True)
-    assert not live(NEW).is_changed(request), "nobody is there who may take it"
+    assert not live(NEW).is_changed(request), "no live worker may take it"
     assert LiveRevisions([beat(NEW, trusted=True), beat(OLD)]).is_changed(request)
     assert not LiveRevisions([beat(NEW), beat(OLD, trusted=True)]).is_changed(request)

@@ -50,7 +50,7 @@ def test_only_the_lifecycle_writes_to_a_request() -> None:
     assert [f"{path}: {what}" for path in others for what in assigned(path.read_text())] == []
 
 
-def test_another_writer_would_be_seen() -> None:
+def test_another_writer_would_be_found() -> None:
     assert [
         *assigned("request.state = ENDED\nrequest.current.seq += 1\nself.request = body\nstate = request.state")
     ] == [
@@ -59,7 +59,7 @@ def test_another_writer_would_be_seen() -> None:
     ]
 
 
-def test_no_state_is_left_but_as_it_is_drawn() -> None:
+def test_only_drawn_transitions_are_allowed() -> None:
     request, _ = open_request()
     request.end_at_once(Failure(ErrorCode.INTERNAL_ERROR, "broken"), 1.0)
     with pytest.raises(RuntimeError, match="cannot become running: it is ended"):
@@ -76,7 +76,7 @@ def test_it_is_settled_once_its_answer_is_closed() -> None:
     assert (request.state, actions.ends, actions.statuses) == (State.SETTLED, 1, [200])
 
 
-def test_it_is_settled_once_its_worker_has_told_the_counts() -> None:
+def test_it_is_settled_once_its_worker_reported_the_counts() -> None:
     request, actions = open_request()
     request.on_frame("w", accepted(), 1.0)
     request.close(None, 2.0)
@@ -86,7 +86,7 @@ def test_it_is_settled_once_its_worker_has_told_the_counts() -> None:
 
 
 @pytest.mark.parametrize(("is_answered", "status"), [(True, 200), (False, 503)])
-def test_a_process_that_ends_settles_it_as_it_stands(is_answered: bool, status: int) -> None:
+def test_shutdown_settles_it_in_its_current_state(is_answered: bool, status: int) -> None:
     request, actions = open_request()
     request.on_frame("w", accepted(), 1.0)
     if is_answered:  # but read slowly

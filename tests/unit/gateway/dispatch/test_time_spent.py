@@ -23,7 +23,7 @@ def in_ledger(request: OpenRequest) -> tuple[float | None, ...]:
     return record.engine_queue_ms, record.prefill_ms, record.decode_ms, record.preemptions
 
 
-def test_of_one_attempt_it_is_what_the_engine_says() -> None:
+def test_one_attempt_has_the_engines_timings() -> None:
     request, _ = open_request()
     request.on_frame("w", accepted(), 2.0)
     request.on_frame("w", tokens(1, finish_reason="stop"), 3.0)
@@ -32,7 +32,7 @@ def test_of_one_attempt_it_is_what_the_engine_says() -> None:
     assert in_ledger(request) == (5.0, 40.0, 300.0, 2)
 
 
-def test_of_a_rescued_request_it_is_the_sum_also_of_what_was_lost() -> None:
+def test_a_rescued_request_has_the_sum_including_lost_attempts() -> None:
     request, _ = open_request()
     request.on_frame("w", accepted(), 1.0)  # waited 1 s
     request.on_frame("w", tokens(1), 1.5)
@@ -49,7 +49,7 @@ def test_of_a_rescued_request_it_is_the_sum_also_of_what_was_lost() -> None:
     assert in_ledger(request) == (11.0, 1450.0, 660.0, 1)
 
 
-def test_of_one_that_is_cancelled_it_is_what_it_took() -> None:
+def test_a_canceled_request_has_the_time_it_took() -> None:
     request, _ = open_request()
     request.on_frame("w", accepted(), 1.0)
     request.cancel(2.0)
@@ -59,7 +59,7 @@ def test_of_one_that_is_cancelled_it_is_what_it_took() -> None:
 
 
 @pytest.mark.parametrize("code", ["engine_error", "invalid_request"])
-def test_of_one_that_fails_for_good_each_attempt_counts_once(code: str) -> None:
+def test_each_failed_attempt_counts_once(code: str) -> None:
     request, _ = open_request(max_attempts=1)
     request.on_frame("w", accepted(), 1.0)
     frame = Failed("req_1", 1, 1, code, "boom", retryable=code == "engine_error", timings=Timings(1.0, 2.0, 3.0, 4))
@@ -68,14 +68,14 @@ def test_of_one_that_fails_for_good_each_attempt_counts_once(code: str) -> None:
     assert in_ledger(request) == (1.0, 2.0, 3.0, 4)
 
 
-def test_of_one_that_no_worker_took_nothing_is_known() -> None:
+def test_a_request_that_no_worker_accepted_has_no_times() -> None:
     request, _ = open_request()
     request.cancel(1.0)
     request.on_tick(10.0, connected=True)
     assert in_ledger(request) == (None, None, None, None)
 
 
-def test_an_engine_that_does_not_tell_is_measured_from_outside() -> None:
+def test_without_engine_timings_the_gateways_times_count() -> None:
     request, _ = open_request()
     for frame, now_s in ((accepted(), 1.0), (tokens(1), 1.5), (tokens(2, finish_reason="stop"), 2.5)):
         request.on_frame("w", frame, now_s)

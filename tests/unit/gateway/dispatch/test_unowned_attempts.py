@@ -20,7 +20,7 @@ class Cancels:
         self.attempts.cancelled(worker_id, cancel, self.now_s)
 
 
-def test_each_gets_a_cancel_and_again_while_it_goes_on() -> None:
+def test_each_gets_repeated_cancels_while_it_continues() -> None:
     table = Cancels()
     table.attempts.on_frame("w", Accepted("r", 1, 0, "w", "p", "p", "r", 0.0), 0.0)
     for tick in range(1, 100):
@@ -30,7 +30,7 @@ def test_each_gets_a_cancel_and_again_while_it_goes_on() -> None:
     assert table.cancels == [("w", "r", 1)] * 3 + [("v", "r", 1)]
 
 
-def test_what_was_cancelled_already_has_time_to_end() -> None:
+def test_a_canceled_attempt_has_time_to_end() -> None:
     table = Cancels()
     table.attempts.cancelled("w", Cancel("r", 1), 0.0)
     table.attempts.on_frame("w", tokens("r"), REPEAT_S / 2)

@@ -158,7 +158,7 @@ def test_nothing_is_admitted_beyond_a_limit_and_nothing_leaks(steps: list[tuple[
 
 
 def lost_with_crashes(world: World, steps: list[tuple[Any, ...]]) -> int:
-    """Return the presumed spending of crashed gateways, which excludes reported spending."""
+    """Return reported minus actual spending after a crash, which is never positive; 0 without a crash."""
     crashed = any(what == "crash" for what, *_ in steps)
     difference = world.account.spent_nano_usd - world.account.presumed_nano_usd - world.spent
     if crashed:
@@ -166,7 +166,7 @@ def lost_with_crashes(world: World, steps: list[tuple[Any, ...]]) -> int:
     return difference if crashed else 0
 
 
-def test_all_that_wait_get_whole_slices_in_order() -> None:
+def test_waiting_requests_are_granted_whole_and_in_order() -> None:
     held = Slice()
     needs: tuple[Amounts, ...] = ((1, 300, 1, 0), (1, 200, 1, 0), (1, 100, 1, 0))
     report, _ = held.begin_report(TERMS, needs, NOON_S, keep_idle=True)
@@ -174,7 +174,7 @@ def test_all_that_wait_get_whole_slices_in_order() -> None:
     assert result.granted == (2, 400, 2, 0)  # too little for the second, enough for the third
 
 
-def test_what_a_vanished_gateway_held_is_used_or_comes_back() -> None:
+def test_amounts_of_a_vanished_gateway_are_used_or_freed() -> None:
     world = World()
     for _ in range(5):
         world.ask("g1", (1, 10, 1, 100))
@@ -188,7 +188,7 @@ def test_what_a_vanished_gateway_held_is_used_or_comes_back() -> None:
     assert free_amounts(world.account, LIMITS)[:3] == LIMITS[:3]
 
 
-def test_a_recount_counts_what_the_living_have_reported_and_the_ledger_does_not_know_yet() -> None:
+def test_a_recount_includes_reports_of_live_gateways_that_the_ledger_lacks() -> None:
     # Regression: if the ledger's sum exceeded the live gateways' reports, it was taken for all spending. The dead
     # gateways' spending was then refunded by as much as the ledger lagged behind the live ones.
     world = World()
@@ -209,7 +209,7 @@ def test_a_recount_counts_what_the_living_have_reported_and_the_ledger_does_not_
     assert (account.spent_nano_usd, account.presumed_nano_usd) == (400 + 60, 0)
 
 
-def test_a_gateway_that_wakes_after_a_recount_gives_nothing_back_twice() -> None:
+def test_a_gateway_that_wakes_after_a_recount_refunds_nothing_twice() -> None:
     world = World()
     world.ask("g1", (1, 10, 1, 100))
     frozen, taken = world.running.pop()
@@ -240,7 +240,7 @@ def test_a_new_period_begins_with_nothing_spent_and_old_requests_settle_for_noth
     assert free_amounts(world.account, LIMITS)[Kind.MONEY] == LIMITS[Kind.MONEY]
 
 
-def test_a_gateway_with_a_slow_clock_does_not_begin_the_old_day_again() -> None:
+def test_a_gateway_with_a_slow_clock_does_not_restart_the_old_day() -> None:
     world = World()
     world.now_s = midnight_s = NOON_S + 12 * 3600
     world.ask("g1", (1, 10, 1, 600))
@@ -251,7 +251,7 @@ def test_a_gateway_with_a_slow_clock_does_not_begin_the_old_day_again() -> None:
     assert world.account.spent_nano_usd == 600
 
 
-def test_money_held_the_day_before_is_none_of_the_new_days() -> None:
+def test_money_held_on_the_old_day_does_not_count_on_the_new_day() -> None:
     """Its clock is slow, so it reports the old day."""
     world = World()
     world.now_s = midnight_s = NOON_S + 12 * 3600
@@ -265,7 +265,7 @@ def test_money_held_the_day_before_is_none_of_the_new_days() -> None:
     assert free_amounts(account, LIMITS)[Kind.MONEY] == LIMITS[Kind.MONEY]
 
 
-def test_a_lease_is_over_for_others_a_little_later_than_it_says() -> None:
+def test_a_lease_ends_later_for_other_gateways() -> None:
     world = World()
     world.ask("g1", (1, 10, 1, 100))
     end_s = world.account.leases["g1"].expires_unix_ms / 1000
@@ -273,7 +273,7 @@ def test_a_lease_is_over_for_others_a_little_later_than_it_says() -> None:
     assert "g1" not in as_of(world.account, TERMS, end_s + CLOCK_SLACK_S + 0.1).leases
 
 
-def test_whoever_comes_back_has_spent_what_it_says() -> None:
+def test_a_gateway_that_returns_has_spent_what_it_reports() -> None:
     world = World()
     world.ask("g1", (1, 10, 1, 100))
     world.now_s += LEASE_S + CLOCK_SLACK_S + 0.1
@@ -288,14 +288,14 @@ def test_whoever_comes_back_has_spent_what_it_says() -> None:
 
 
 @pytest.mark.parametrize("keeps_money", [False, True])
-def test_money_that_a_recount_has_given_back_is_not_used(keeps_money: bool) -> None:
+def test_money_freed_by_a_recount_is_not_used(keeps_money: bool) -> None:
     held = Slice()
     held.idle = [2, 30, 1, 400]
     held.presumed_dead(keeps_money=keeps_money)
     assert held.idle == [0, 0, 0, 400 if keeps_money else 0]
 
 
-def test_what_was_spent_is_told_again_where_another_was_quicker() -> None:
+def test_spending_is_reported_again_after_a_conflict() -> None:
     world = World()
     world.ask("g1", (1, 10, 1, 100))
     world.end(0, 0.7)
@@ -305,7 +305,7 @@ def test_what_was_spent_is_told_again_where_another_was_quicker() -> None:
     assert world.account.spent_nano_usd == 70
 
 
-def test_what_comes_back_too_late_to_be_told_is_left_to_the_window() -> None:
+def test_a_late_refund_of_a_rate_is_left_to_the_window() -> None:
     for late_s, idle in ((REFUNDABLE_S - 1, 30), (REFUNDABLE_S, 0)):
         held = Slice()
         held.idle = [1, 40, 1, 0]

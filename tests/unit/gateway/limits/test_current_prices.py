@@ -7,7 +7,7 @@ from gateway.limits.prices import CurrentPrices
 from tests.waiting import until
 
 
-async def test_a_price_that_the_book_has_ended_is_the_configurations(sqlite_url: str) -> None:
+async def test_a_configured_price_applies_after_the_price_books_ended(sqlite_url: str) -> None:
     """A gateway that starts before the ledger uses its configured price, although the price book ended it."""
     engine = create_engine(sqlite_url)
     old, kept = (ConfiguredPrice(name, CLIENTS, Price(1, 1, 1)) for name in ("old", "kept"))

@@ -21,7 +21,7 @@ def limit(prompt_tokens: int, **rest: Any) -> int:
     return output_limit(given.pop("limits"), given.pop("model"), prompt_tokens=prompt_tokens, **given)
 
 
-def test_what_the_context_leaves() -> None:
+def test_max_tokens_defaults_to_the_rest_of_the_context() -> None:
     assert limit(40) == 60
     assert limit(99) == 1
     assert limit(40, model=ModelSettings(default_max_tokens=10)) == 10
@@ -60,7 +60,7 @@ def test_prompt_and_total_limits() -> None:
         assert caught.value.code == "too_many_tokens"
 
 
-def test_nothing_to_answer_and_too_much_asked() -> None:
+def test_empty_prompts_and_too_many_tokens() -> None:
     with pytest.raises(InvalidParameter, match="has no tokens"):
         limit(0)
     with pytest.raises(InvalidParameter) as caught:

@@ -36,7 +36,7 @@ def test_it_comes_back_once() -> None:
     assert (local.slice.idle, any(local.slice.busy)) == ([10, 200, 3, 500], False)
 
 
-def test_what_is_reserved_later_is_used_once() -> None:
+def test_a_later_reservation_is_used_once() -> None:
     local = local_account()
     reservation = reserve(local, (1, 0, 1, 0))
     more = (0, 50, 0, 100)
@@ -46,7 +46,7 @@ def test_what_is_reserved_later_is_used_once() -> None:
     assert (local.slice.idle, any(local.slice.busy)) == ([9, 175, 3, 500], False)
 
 
-def test_what_is_idle_here_is_not_hoped_for_from_others() -> None:
+def test_own_idle_amounts_are_not_expected_from_other_gateways() -> None:
     """Regression: a request waited until limits were reported as unavailable, instead of getting the rest."""
     local = local_account()
     local.slice.idle = [5, 100, 1, 0]

@@ -22,7 +22,7 @@ class Ledger:
         self.wanted.append(payload)
 
 
-async def test_what_a_writer_has_taken_is_not_in_the_ledger_yet() -> None:
+async def test_delivered_records_are_not_yet_in_the_ledger() -> None:
     ledger: Any = Ledger(6, 9, 10)
     await until_ledger_is_current(ledger)
     assert (ledger.written, ledger.wanted) == ([], [b"10"])

@@ -21,23 +21,23 @@ def account(lease_ends_s: float = NOW_S + 5, at_s: float = NOW_S) -> Account:
     return Account(PROTOCOL_VERSION, used, period, spent_nano_usd=7, leases={"g1": lease})
 
 
-def test_what_requests_hold_is_used_and_what_a_gateway_keeps_ahead_is_not() -> None:
+def test_reservations_count_as_used_and_idle_amounts_do_not() -> None:
     assert taken_amounts(account(), TERMS, NOW_S) == (3, 240, 2, 37)
 
 
-def test_a_vanished_gateway_frees_its_places_and_uses_up_the_rest() -> None:
+def test_a_vanished_gateway_frees_concurrency_and_uses_up_the_rest() -> None:
     ended_s = NOW_S - CLOCK_SLACK_S - 1
     assert taken_amounts(account(ended_s), TERMS, NOW_S) == (5, 300, 0, 57)
 
 
-def test_an_account_that_nobody_has_written_since_is_over_with_its_window_and_its_period() -> None:
+def test_an_old_account_expires_with_its_window_and_its_period() -> None:
     later_s = NOW_S + WINDOW_S
     assert taken_amounts(account(later_s), TERMS, later_s) == (0, 40, 2, 37)
     next_month_s = NOW_S + 86_400
     assert taken_amounts(account(next_month_s), TERMS, next_month_s) == (0, 40, 2, 0)
 
 
-def test_only_what_has_a_limit_is_told_and_never_less_than_nothing_is_left() -> None:
+def test_only_kinds_with_a_limit_are_reported_and_the_rest_is_never_negative() -> None:
     found = uses(Limits((None, 100, None, 5), "total"), (9, 130, 9, None), NOW_S)
     assert found == (LimitUsage(Kind.TOKENS, 100, 130), LimitUsage(Kind.MONEY, 5, None))
     assert [one.left for one in found] == [0, None]

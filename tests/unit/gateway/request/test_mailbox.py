@@ -35,7 +35,7 @@ async def read(mailbox: Mailbox) -> list[Event]:
     return events
 
 
-async def test_what_is_read_late_is_what_was_put() -> None:
+async def test_late_reads_return_the_same_events() -> None:
     mailbox = Mailbox()
     put: list[Event] = [tokens(number) for number in range(3 * LOOSE_EVENTS)]
     put += [StillWaiting("running"), tokens(999, LOGPROBS), Ended()]
@@ -46,7 +46,7 @@ async def test_what_is_read_late_is_what_was_put() -> None:
     assert mailbox.held_bytes == 0
 
 
-async def test_a_reader_gets_little_at_once_of_what_is_much() -> None:
+async def test_a_reader_gets_a_large_backlog_in_batches() -> None:
     mailbox = Mailbox()
     for number in range(2 * TAKEN_AT_ONCE):
         mailbox.put_tokens(tokens(number, LOGPROBS))
@@ -65,7 +65,7 @@ async def test_a_reader_that_keeps_up_gets_frames_as_they_came() -> None:
         assert taken is frame
 
 
-def test_log_probabilities_weigh_what_their_bytes_do() -> None:
+def test_log_probabilities_count_by_their_bytes() -> None:
     """As objects, those of one token with 20 alternatives take about 5 kB."""
     mailbox = Mailbox()
     for number in range(100):
@@ -90,7 +90,7 @@ def test_all_of_a_whole_answer_is_there_until_it_is_cleared() -> None:
     assert (list(mailbox.tokens()), mailbox.held_bytes) == ([], 0)
 
 
-async def test_whoever_waits_for_what_is_thrown_away_is_told() -> None:
+async def test_a_reader_of_dropped_events_is_notified() -> None:
     mailbox, cuts = Mailbox(), []
     mailbox.on_cut = lambda: cuts.append(1)
     mailbox.put(tokens(1))
@@ -102,7 +102,7 @@ async def test_whoever_waits_for_what_is_thrown_away_is_told() -> None:
     assert cuts == [1]
 
 
-async def test_a_failure_outlives_what_is_thrown_away() -> None:
+async def test_a_failure_survives_dropped_events() -> None:
     mailbox, end = Mailbox(), Ended(Failure(ErrorCode.TOTAL_TIMEOUT, "late"))
     mailbox.put(tokens(1))
     mailbox.put(end)
@@ -137,7 +137,7 @@ def fill(mailbox: Mailbox, least_bytes: int) -> None:
         mailbox.put_tokens(tokens(1, LOGPROBS))
 
 
-def test_a_tenant_beyond_its_share_loses_the_answer_that_takes_most() -> None:
+def test_a_tenant_beyond_its_share_loses_its_largest_answer() -> None:
     keeping = Keeping(400_000)
     large, small, other = (keeping.mailbox(*who) for who in (("a", "large"), ("a", "small"), ("b", "other")))
     fill(large, 60_000)
@@ -149,7 +149,7 @@ def test_a_tenant_beyond_its_share_loses_the_answer_that_takes_most() -> None:
     assert keeping.unread.held_bytes == small.held_bytes + other.held_bytes
 
 
-def test_beyond_the_whole_room_the_largest_tenant_gives_way() -> None:
+def test_beyond_the_total_the_largest_tenant_loses_an_answer() -> None:
     keeping = Keeping(400_000)
     share = 400_000 // TENANT_SHARE
     tenants = [keeping.mailbox(f"t{number}", f"t{number}") for number in range(TENANT_SHARE)]

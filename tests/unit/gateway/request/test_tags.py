@@ -41,7 +41,7 @@ def test_a_header_beyond_the_bounds_is_refused_by_name(text: str, said: str) -> 
     assert refused.value.param == TAGS_HEADER
 
 
-def test_the_body_has_the_last_word_and_both_together_are_bounded() -> None:
+def test_the_body_overrides_the_header_and_both_together_are_bounded() -> None:
     assert request_tags(None, None) is None
     assert request_tags({"a": "1"}, None) == {"a": "1"}
     assert request_tags({"a": "1", "b": "2"}, {"b": "3"}) == {"a": "1", "b": "3"}

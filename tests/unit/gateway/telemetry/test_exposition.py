@@ -146,14 +146,14 @@ async def test_buckets_are_at_least_those_of_vllm(name: str, bounds: str) -> Non
     assert {*map(float, bounds.split()), math.inf} <= buckets
 
 
-async def test_every_family_says_what_it_is_and_ours_are_called_ours() -> None:
+async def test_every_family_has_help_and_own_names_have_the_prefix() -> None:
     found = await scrape(snapshot(answered_series(), beat()))
     assert all(family.documentation for family in found.families.values())
     prefixes = {name.partition("_")[0].partition(":")[0] for name in found.families}
     assert prefixes == {"vllm", "spillway", "process", "python"}
 
 
-async def test_openmetrics_is_given_to_who_asks_for_it() -> None:
+async def test_openmetrics_on_request() -> None:
     text, content_type = await exposition(
         snapshot(answered_series(), beat()), "application/openmetrics-text;version=1.0.0"
     )
@@ -186,7 +186,7 @@ async def test_samples_keep_the_colons_of_their_names_in_every_format(accept: st
     assert {"vllm:num_requests_running", "vllm:time_to_first_token_seconds_bucket"} <= names
 
 
-async def test_workers_that_pull_nothing_say_why_and_do_not_count() -> None:
+async def test_paused_workers_have_a_reason_and_do_not_count() -> None:
     states = {"w1": None, "w2": Paused("401"), "w3": Paused("429", 20_000)}
     found = await scrape(snapshot(None, *(beat(name, paused=paused) for name, paused in states.items())))
     paused = found.families["spillway_worker_paused"].samples
@@ -219,16 +219,16 @@ async def test_an_engines_series_are_what_its_heartbeat_says() -> None:
     assert found.values("vllm:iteration_tokens_total_bucket", worker_id="w1", le="8.0") == [5]
 
 
-async def test_a_worker_whose_engine_does_not_tell_is_still_a_worker() -> None:
+async def test_a_worker_without_engine_statistics_is_listed() -> None:
     found = await scrape(snapshot(None, beat(stats=None, draining=True)))
     assert found.values("vllm:num_requests_running") == []
     assert found.values("spillway_worker_info", worker_id="w1", tier="spot", engine_kind="spillway") == [1]
     assert found.values("spillway_worker_draining", worker_id="w1") == [1]
 
 
-async def test_models_that_are_not_configured_are_no_label() -> None:
-    found = await scrape(snapshot(None, beat(models=("somebody/elses",))))
-    assert "somebody/elses" not in found.label_values()
+async def test_models_that_are_not_configured_are_not_labels() -> None:
+    found = await scrape(snapshot(None, beat(models=("other/model",))))
+    assert "other/model" not in found.label_values()
 
 
 async def test_every_configured_model_says_how_many_workers_it_has() -> None:
@@ -246,7 +246,7 @@ async def test_a_workers_clock_and_the_oldest_job_are_shown() -> None:
     assert found.values("spillway_model_unusable", model_name="m") == [0]
 
 
-async def test_a_requests_phases_make_up_its_whole() -> None:
+async def test_a_requests_phases_add_up_to_its_latency() -> None:
     found = await scrape(snapshot(answered_series()))
     where = {"model_name": "m", "pool": "pool", "provider": "provider", "region": "region"}
     sums = {
@@ -274,7 +274,7 @@ async def test_a_requests_phases_make_up_its_whole() -> None:
     assert found.value("spillway_attempts_total", **where) == 1
 
 
-async def test_what_failed_or_was_cancelled_is_counted_and_no_latency() -> None:
+async def test_failed_and_canceled_requests_count_without_latency() -> None:
     series = RequestSeries()
     given_up, _ = open_request(max_attempts=1)
     given_up.on_frame("w", accepted(), 1.0)
@@ -293,7 +293,7 @@ async def test_what_failed_or_was_cancelled_is_counted_and_no_latency() -> None:
     assert found.value("spillway_queue_wait_seconds_count") == 1
 
 
-async def test_money_is_what_callers_are_charged_what_hosted_apis_charge_and_what_machines_cost() -> None:
+async def test_money_series_are_charges_hosted_costs_and_machine_prices() -> None:
     series = answered_series()
     untaken, _ = open_request()
     untaken.cancel(1.0)
@@ -309,7 +309,7 @@ async def test_money_is_what_callers_are_charged_what_hosted_apis_charge_and_wha
     assert found.value("spillway_worker_busy_seconds_total", worker_id="w1") == 4.5
 
 
-async def test_a_rescue_is_no_overhead_and_has_its_reason() -> None:
+async def test_a_rescue_is_not_overhead_and_has_a_reason() -> None:
     series = RequestSeries()
     request, _ = open_request()
     request.on_frame("w", accepted(), 1.0)

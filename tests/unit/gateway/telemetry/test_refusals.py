@@ -24,7 +24,7 @@ KEY = Principal("key_a", "key of a", "team_a", "team of a", "org")
 NOON = 1_800_000_000_000 // MINUTE_MS * MINUTE_MS
 
 
-class Told:
+class RecordedRefusals:
     """A refusal log and its records for the ledger, with a settable clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,14 +59,14 @@ class Told:
 
 
 @pytest.fixture
-async def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    return Told(monkeypatch)
+async def refusals(monkeypatch: pytest.MonkeyPatch) -> RecordedRefusals:
+    return RecordedRefusals(monkeypatch)
 
 
-async def test_a_refusal_names_key_team_and_model(told: Told, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_refusal_names_key_team_and_model(refusals: RecordedRefusals, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    told.refuse(InsufficientQuota("Used up."), principal=KEY, model="short", method="POST", client="10.0.0.1")
-    [record] = told.named
+    refusals.refuse(InsufficientQuota("Used up."), principal=KEY, model="short", method="POST", client="10.0.0.1")
+    [record] = refusals.named
     assert (record.key_id, record.key_name, record.team_id, record.organisation_id) == (
         "key_a",
         "key of a",
@@ -79,7 +79,7 @@ async def test_a_refusal_names_key_team_and_model(told: Told, caplog: pytest.Log
         "Used up.",
         "demo",
     )
-    assert told.counts() == {(0, "insufficient_quota", "key_a", "demo"): 1}
+    assert refusals.counts() == {(0, "insufficient_quota", "key_a", "demo"): 1}
     [line] = [vars(line)["fields"] for line in caplog.records if line.message == "request refused"]
     assert (line["key_name"], line["team_id"], line["model"]) == ("key of a", "team_a", "short")
 
@@ -93,57 +93,61 @@ async def test_a_refusal_names_key_team_and_model(told: Told, caplog: pytest.Log
         (None, None),
     ],
 )
-async def test_what_was_asked_is_not_told(told: Told, error: Refused | None, message: str | None) -> None:
-    told.refuse(error)
-    assert [record.message for record in told.named] == [message]
+async def test_refusals_do_not_include_request_content(
+    refusals: RecordedRefusals, error: Refused | None, message: str | None
+) -> None:
+    refusals.refuse(error)
+    assert [record.message for record in refusals.named] == [message]
 
 
-async def test_texts_are_such_as_a_database_takes(told: Told) -> None:
-    told.refuse(InvalidApiKey(), path="/v1/\0/\ud800" + "x" * 9999, model="\0\udfff", method="G\0T")
-    [record] = told.named
+async def test_texts_can_be_stored_by_every_database(refusals: RecordedRefusals) -> None:
+    refusals.refuse(InvalidApiKey(), path="/v1/\0/\ud800" + "x" * 9999, model="\0\udfff", method="G\0T")
+    [record] = refusals.named
     assert record.path.startswith("/v1/\ufffd/?xxx")
     assert len(record.path) == refusal_records.MAX_TEXT_CHARS
     assert (record.model, record.method) == ("\ufffd?", "G\ufffdT")
 
 
-async def test_every_refusal_counts_in_its_minute(told: Told) -> None:
+async def test_every_refusal_counts_in_its_minute(refusals: RecordedRefusals) -> None:
     for minute in range(3):
         for _ in range(10 * minute + 1):
-            told.refuse(InsufficientQuota(), principal=KEY)
-            told.log.flush()  # repeated flushes change nothing
-        told.now_unix_ms += MINUTE_MS
-    assert told.counts() == {(n * MINUTE_MS, "insufficient_quota", "key_a", ""): 10 * n + 1 for n in range(3)}
-    told.now_unix_ms = NOON  # clock set back: nothing is counted twice or lost
-    told.refuse(InsufficientQuota(), principal=KEY)
-    assert told.counts()[2 * MINUTE_MS, "insufficient_quota", "key_a", ""] == 22
-    assert len(set(told.ids)) == len(told.ids)
+            refusals.refuse(InsufficientQuota(), principal=KEY)
+            refusals.log.flush()  # repeated flushes change nothing
+        refusals.now_unix_ms += MINUTE_MS
+    assert refusals.counts() == {(n * MINUTE_MS, "insufficient_quota", "key_a", ""): 10 * n + 1 for n in range(3)}
+    refusals.now_unix_ms = NOON  # clock set back: nothing is counted twice or lost
+    refusals.refuse(InsufficientQuota(), principal=KEY)
+    assert refusals.counts()[2 * MINUTE_MS, "insufficient_quota", "key_a", ""] == 22
+    assert len(set(refusals.ids)) == len(refusals.ids)
 
 
-async def test_counts_leave_by_themselves(told: Told) -> None:
-    told.refuse(InvalidApiKey(), request_id="")
+async def test_counts_are_published_periodically(refusals: RecordedRefusals) -> None:
+    refusals.refuse(InvalidApiKey(), request_id="")
     async with asyncio.timeout(30):
-        while not told.records:
+        while not refusals.records:
             await asyncio.sleep(0.01)
-    assert [record.refusals for record in told.records] == [1]
+    assert [record.refusals for record in refusals.records] == [1]
 
 
-async def test_a_flood_is_counted_whole_and_named_in_part(told: Told) -> None:
+async def test_a_flood_is_fully_counted_and_partly_recorded(refusals: RecordedRefusals) -> None:
     for _ in range(1000):
-        told.refuse(InsufficientQuota(), principal=KEY)
-    told.refuse(InvalidApiKey())
-    assert [record.code for record in told.named] == ["insufficient_quota"] * NAMED_A_SECOND_EACH + ["invalid_api_key"]
+        refusals.refuse(InsufficientQuota(), principal=KEY)
+    refusals.refuse(InvalidApiKey())
+    assert [record.code for record in refusals.named] == ["insufficient_quota"] * NAMED_A_SECOND_EACH + [
+        "invalid_api_key"
+    ]
     for number in range(1000):
-        told.refuse(InvalidApiKey(), principal=replace(KEY, key_id=f"key_{number}"))
-    assert len(told.named) == NAMED_A_SECOND
-    told.now_unix_ms += 1000
-    told.refuse(InvalidApiKey())
-    assert len(told.named) == NAMED_A_SECOND + 1
-    assert sum(told.counts().values()) == 2002
+        refusals.refuse(InvalidApiKey(), principal=replace(KEY, key_id=f"key_{number}"))
+    assert len(refusals.named) == NAMED_A_SECOND
+    refusals.now_unix_ms += 1000
+    refusals.refuse(InvalidApiKey())
+    assert len(refusals.named) == NAMED_A_SECOND + 1
+    assert sum(refusals.counts().values()) == 2002
 
 
-async def test_groups_of_a_minute_are_bounded(told: Told) -> None:
+async def test_groups_of_a_minute_are_bounded(refusals: RecordedRefusals) -> None:
     for number in range(MAX_GROUPS + 500):
-        told.refuse(InvalidApiKey(), principal=replace(KEY, key_id=f"key_{number}"))
-    counts = told.counts()
+        refusals.refuse(InvalidApiKey(), principal=replace(KEY, key_id=f"key_{number}"))
+    counts = refusals.counts()
     assert len(counts) == MAX_GROUPS + 1
     assert counts[0, "invalid_api_key", "", ""] == 500

@@ -135,7 +135,7 @@ GLM_TEXTS = """<tool_call>f
 <arg_key>maybe</arg_key>
 <arg_value>{"b": 1}</arg_value>
 </tool_call>"""
-GLM_TOLD = (
+GLM_ARGUMENTS = (
     r"""{"city": "\n\"<tool_call></tool_call><arg_key>\"\n", "s": "12345678901234567890", "maybe": "{\"b\": 1}"}"""
 )
 GLM = [
@@ -155,7 +155,7 @@ GLM = [
         "<tool_call>f<arg_key>a</arg_key><arg_value>5</arg_value></tool_call><tool_call>f</tool_call>",
         [("call", "f"), ("arguments", '{"a": 5}'), ("call", "f"), ("arguments", "{}")],
     ),
-    (GLM_TEXTS, [("call", "f"), ("arguments", GLM_TOLD)]),  # unchanged: line ends, marks, and text like JSON
+    (GLM_TEXTS, [("call", "f"), ("arguments", GLM_ARGUMENTS)]),  # unchanged: line ends, marks, and text like JSON
     *(
         (
             f"<tool_call>f\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",

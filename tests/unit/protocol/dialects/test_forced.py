@@ -199,7 +199,7 @@ def test_a_named_tool_is_called_once_after_reasoning_that_the_prompt_began(
         ("kimi_k2", "kimi_k2", KIMI_K2.call),
     ],
 )
-def test_where_tools_are_strict_every_call_that_begins_is_valid(
+def test_strict_tools_make_every_begun_call_valid(
     engine: LLMEngine, tokenizer: PreTrainedTokenizerFast, tool_parser: str, reasoning_parser: str, begin: str
 ) -> None:
     form = AnswerForm(dialect_of(tool_parser, reasoning_parser, tokenizer), TOOLS)
@@ -216,7 +216,7 @@ def test_where_tools_are_strict_every_call_that_begins_is_valid(
     assert any(not calls for calls, _, _ in read)
 
 
-def test_only_strict_tools_are_bound_where_the_model_may_choose(
+def test_only_strict_tools_are_constrained_if_the_model_may_choose(
     engine: LLMEngine, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     dialect = dialect_of("hermes", "none", tokenizer)
@@ -284,7 +284,7 @@ def test_an_answer_has_its_form_or_is_a_call(
             assert is_answer(tokenizer, grammar, text) == bool(tools)
 
 
-def test_texts_that_are_not_quoted(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_unquoted_strings(tokenizer: PreTrainedTokenizerFast) -> None:
     properties = {"why": {"type": "string"}, "days": {"type": "integer"}}
     tool = Tool("f", {"type": "object", "properties": properties, "required": ["why"]}, is_strict=True)
     form = AnswerForm(dialect_of("qwen3_coder", "none", tokenizer), (tool,))
@@ -340,7 +340,7 @@ def test_texts_between_tags(tokenizer: PreTrainedTokenizerFast) -> None:
         (["s"], "must be an object"),
     ],
 )
-def test_what_cannot_be_forced_between_tags(properties: object, message: str) -> None:
+def test_bounds_that_cannot_be_enforced_between_tags(properties: object, message: str) -> None:
     tool = Tool("f", {"type": "object", "properties": properties}, is_strict=True)
     form = AnswerForm(dialect_of("glm45", "none", None), (tool,))
     with pytest.raises(ValueError, match=message):
@@ -349,7 +349,7 @@ def test_what_cannot_be_forced_between_tags(properties: object, message: str) ->
 
 
 @pytest.mark.parametrize("parser", ["qwen3_coder", "glm45"])
-def test_a_tool_that_is_not_strict_takes_any_arguments_beside_one_that_is(
+def test_a_lenient_tool_next_to_a_strict_one_takes_any_arguments(
     tokenizer: PreTrainedTokenizerFast, parser: str
 ) -> None:
     free = Tool("f", {"type": "object", "properties": {"a": {"type": "integer"}}}, is_strict=False)
@@ -361,7 +361,7 @@ def test_a_tool_that_is_not_strict_takes_any_arguments_beside_one_that_is(
     assert not is_answer(tokenizer, grammar, text.format("get"))
 
 
-def test_several_calls_at_once_and_no_more_than_wanted(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_several_calls_up_to_the_allowed_number(tokenizer: PreTrainedTokenizerFast) -> None:
     for parser, section, written in (
         ("deepseek_v3", DEEPSEEK_V3, "function<｜tool▁sep｜>get\n```json\n{}\n```"),
         ("deepseek_v31", DEEPSEEK_V31, "get<｜tool▁sep｜>{}"),
@@ -390,9 +390,7 @@ def test_calls_that_look_like_answers_are_not_mixed_with_them() -> None:
     assert form.grammar(must_call=True, content=Grammar("json_object", "")) is not None
 
 
-def test_resumed_anywhere_a_forced_call_is_the_undisturbed_one(
-    engine: LLMEngine, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_forced_call_is_the_same_when_resumed_anywhere(engine: LLMEngine, tokenizer: PreTrainedTokenizerFast) -> None:
     form = AnswerForm(dialect_of("hermes", "none", tokenizer), TOOLS[1:2], is_single_call=True)
     grammar = form.grammar(must_call=True, content=None)
     sampling = sampling_of(grammar, {}, seed=0)

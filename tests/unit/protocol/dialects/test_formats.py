@@ -43,7 +43,7 @@ SCHEMA = {
 }
 TOOLS = tuple(Tool(name, SCHEMA, is_strict=False) for name in ("f", "get_weather"))
 SHORT = {Kind.CONTENT: "content", Kind.REASONING: "reasoning", Kind.CALL: "call", Kind.ARGUMENTS: "arguments"}
-Told = list[tuple[str, str]]
+Events = list[tuple[str, str]]
 
 
 def form_of(
@@ -54,11 +54,11 @@ def form_of(
     return AnswerForm(dialect, tools, **rest)
 
 
-def told(form: AnswerForm, parts: Iterable[str]) -> Told:
+def read_events(form: AnswerForm, parts: Iterable[str]) -> Events:
     """Return all pieces, with adjacent ones of the same kind joined."""
     parser = form.parser()
     pieces = [piece for part in parts for piece in parser.push(part, is_last=False)]
-    together: Told = []
+    together: Events = []
     for kind, text, _ in [*pieces, *parser.push("", is_last=True)]:
         name = SHORT[kind]
         if together and together[-1][0] == name != "call":
@@ -68,19 +68,21 @@ def told(form: AnswerForm, parts: Iterable[str]) -> Told:
     return together
 
 
-def check_every_cut(form: AnswerForm, text: str, expected: Told) -> None:
-    assert told(form, [text]) == expected
-    assert told(form, text) == expected
+def check_every_cut(form: AnswerForm, text: str, expected: Events) -> None:
+    assert read_events(form, [text]) == expected
+    assert read_events(form, text) == expected
     for place in range(len(text)):
-        assert told(form, [text[:place], text[place:]]) == expected
+        assert read_events(form, [text[:place], text[place:]]) == expected
     source = random.Random(3)
     for _ in range(20):
         places = sorted(source.sample(range(len(text) + 1), min(5, len(text))))
-        assert told(form, [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]) == expected
+        assert (
+            read_events(form, [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]) == expected
+        )
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
-def test_calls(parser: str, text: str, expected: Told) -> None:
+def test_calls(parser: str, text: str, expected: Events) -> None:
     check_every_cut(form_of(parser, "harmony" if parser == "harmony" else "none"), text, expected)
 
 
@@ -102,24 +104,24 @@ def test_calls(parser: str, text: str, expected: Told) -> None:
         ),
     ],
 )
-def test_reasoning(text: str, expected: Told, begins_in_reasoning: bool) -> None:
+def test_reasoning(text: str, expected: Events, begins_in_reasoning: bool) -> None:
     form = form_of("hermes", "deepseek_r1", begins_in_reasoning=begins_in_reasoning)
     check_every_cut(form, text, expected)
 
 
 @settings(max_examples=100)
 @given(parser=st.sampled_from(["hermes", "harmony"]), is_open=st.booleans(), source=st.randoms(use_true_random=False))
-def test_it_is_known_where_reasoning_was(parser: str, is_open: bool, source: random.Random) -> None:
+def test_stretches_of_reasoning_are_known(parser: str, is_open: bool, source: random.Random) -> None:
     form = form_of(parser, "harmony" if parser == "harmony" else "think", begins_in_reasoning=is_open)
     text = "".join(source.choice(FRAGMENTS) for _ in range(source.randrange(25)))
-    reader, told_reasoning = form.parser(), ""
+    reader, reasoning = form.parser(), ""
     for place in range(0, len(text) + 1, 3):
         pieces = reader.push(text[place : place + 3], is_last=place + 3 > len(text))
-        told_reasoning += "".join(piece.text for piece in pieces if piece.kind is Kind.REASONING)
-    assert "".join(text[begin:end] for begin, end in reader.reasoning) == told_reasoning
+        reasoning += "".join(piece.text for piece in pieces if piece.kind is Kind.REASONING)
+    assert "".join(text[begin:end] for begin, end in reader.reasoning) == reasoning
 
 
-def test_calls_within_reasoning_that_was_not_closed() -> None:
+def test_calls_within_unclosed_reasoning() -> None:
     call = f"{KIMI_CALL}functions.f:0{KIMI_SEP}{{}}{KIMI_CALLED}"
     expected = [("reasoning", "I look."), ("call", "f"), ("arguments", "{}")]
     form = form_of("kimi_k2", "kimi_k2", begins_in_reasoning=True)
@@ -140,7 +142,7 @@ def test_calls_within_reasoning_that_was_not_closed() -> None:
         (["f:3", "f"], ["functions.f:3", "functions.f:4"]),
     ],
 )
-def test_calls_are_known_by_the_ids_that_the_model_gave_them(heads: list[str], expected: list[str]) -> None:
+def test_calls_keep_the_models_ids(heads: list[str], expected: list[str]) -> None:
     calls = "".join(f"{KIMI_CALL}{head}{KIMI_SEP}{{}}{KIMI_CALLED}" for head in heads)
     for width in (1, 5, 1000):
         text = f"{KIMI_BEGIN}{calls}{KIMI_END}"
@@ -149,7 +151,7 @@ def test_calls_are_known_by_the_ids_that_the_model_gave_them(heads: list[str], e
         assert [piece.call_id for piece in pieces if piece.kind is Kind.CALL] == expected
 
 
-def test_a_text_that_may_be_null_is_told_as_it_comes() -> None:
+def test_a_nullable_string_is_streamed() -> None:
     parser = form_of("glm45").parser()
     parser.push("<tool_call>f\n<arg_key>maybe</arg_key>\n<arg_value>", is_last=False)
     for part in ("x" * 30, "y" * MAX_HELD_CHARS):
@@ -163,13 +165,13 @@ def test_reasoning_between_other_marks_and_without_tools() -> None:
     check_every_cut(form, text, [("reasoning", "So."), ("content", 'Hi [TOOL_CALLS][{"name": "f", "arguments": {}}]')])
 
 
-def test_a_single_call_where_no_more_are_wanted() -> None:
+def test_only_one_call_if_no_more_are_allowed() -> None:
     text = '<tool_call>{"name":"f","arguments":{}}</tool_call><tool_call>{"name":"f","arguments":{"a":1}}</tool_call>.'
     expected = [("call", "f"), ("arguments", "{}"), ("content", ".")]
     check_every_cut(form_of("hermes", is_single_call=True), text, expected)
 
 
-def test_arguments_are_told_as_they_come_and_marks_never() -> None:
+def test_arguments_are_streamed_and_marks_are_not() -> None:
     parser = form_of("hermes").parser()
     parts = ["Hi", " <tool", "_call>\n{", '"name": "f", "arg', 'uments": {"a', '": 1', "}}\n</tool", "_call>"]
     seen = [parser.push(part, is_last=False) for part in parts]
@@ -185,22 +187,22 @@ def test_arguments_are_told_as_they_come_and_marks_never() -> None:
     ]
 
 
-def test_what_is_held_has_a_limit() -> None:
+def test_held_text_has_a_limit() -> None:
     spaces = " " * (MAX_LAYOUT_CHARS + 10)
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     expected = [("content", " " * 10), ("call", "f"), ("arguments", "{}")]
-    assert told(form_of("hermes"), [spaces + call]) == told(form_of("hermes"), spaces + call) == expected
+    assert read_events(form_of("hermes"), [spaces + call]) == read_events(form_of("hermes"), spaces + call) == expected
     endless = '<tool_call>{"arguments": [' + "1," * MAX_HELD_CHARS
-    assert told(form_of("hermes"), [endless, "2]}"]) == [("content", endless + "2]}")]
+    assert read_events(form_of("hermes"), [endless, "2]}"]) == [("content", endless + "2]}")]
     members = "<tool_call>{" + '"a": 1, ' * MAX_HELD_CHARS
     parser = form_of("hermes").parser()
     assert "".join(piece.text for piece in parser.push(members, is_last=False))[:100] == members[:100]
 
 
-def test_brackets_without_end_are_a_text() -> None:
+def test_endless_brackets_are_text() -> None:
     nested = "[" * 100_000  # deeper than the JSON parser's limit
     text = f"<tool_call><function=f><parameter=a>{nested[: MAX_HELD_CHARS // 2]}</parameter></function></tool_call>"
-    arguments = json.loads(told(form_of("qwen3_coder"), [text])[1][1])
+    arguments = json.loads(read_events(form_of("qwen3_coder"), [text])[1][1])
     assert arguments == {"a": nested[: MAX_HELD_CHARS // 2]}
 
 
@@ -223,9 +225,7 @@ def seconds_of(form: AnswerForm, parts: list[str]) -> float:
         (form_of("glm45"), True, "<tool_call>f\n", 4_000),
     ],
 )
-def test_sixteen_times_the_text_takes_nowhere_near_its_square_as_long(
-    form: AnswerForm, whole: bool, repeated: str, many: int
-) -> None:
+def test_reading_time_is_not_quadratic(form: AnswerForm, whole: bool, repeated: str, many: int) -> None:
     """Regression: an answer with quadratic cost blocked all others for seconds."""
     parts = [
         [repeated * n] if whole else ["<tool_call><function=f><parameter=a>", *[repeated] * n]
@@ -254,15 +254,15 @@ FRAGMENTS = [
     parts=st.lists(st.sampled_from(FRAGMENTS), max_size=25),
     source=st.randoms(use_true_random=False),
 )
-def test_any_text_is_told_the_same_however_it_is_cut(
+def test_pieces_do_not_depend_on_how_the_text_is_split(
     parser: str, begins_in_reasoning: bool, parts: list[str], source: random.Random
 ) -> None:
     reasoning_parser = "harmony" if parser == "harmony" else source.choice(["none", "think", "kimi_k2"])
     form = form_of(parser, reasoning_parser, begins_in_reasoning=begins_in_reasoning)
     text = "".join(parts)
-    whole = told(form, [text])
-    assert told(form, text) == told(form, parts) == whole
+    whole = read_events(form, [text])
+    assert read_events(form, text) == read_events(form, parts) == whole
     places = sorted(source.sample(range(len(text) + 1), min(4, len(text))))
-    assert told(form, [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]) == whole
+    assert read_events(form, [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]) == whole
     if [kind for kind, _ in whole] == ["content"] and parser != "harmony" and reasoning_parser == "none":
         assert whole[0][1] == text

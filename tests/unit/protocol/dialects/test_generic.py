@@ -58,11 +58,11 @@ def test_the_system_message_describes_tools() -> None:
     ],
     ids=["chatml", "agents", "alternating", "no system", "tools known"],
 )
-async def test_a_conversation_with_tools_is_told_as_text(template: str, notes: set[str]) -> None:
+async def test_a_conversation_with_tools_is_rendered_as_text(template: str, notes: set[str]) -> None:
     tokens = await tokens_of(template, tool_parser="generic")
-    told = set[str]()
-    text = await prompt_of(tokens, [SYSTEM, HI, CALLED, RESULT], tools=TOOLS, notes=told)
-    assert told == notes
+    found = set[str]()
+    text = await prompt_of(tokens, [SYSTEM, HI, CALLED, RESULT], tools=TOOLS, notes=found)
+    assert found == notes
     places = [text.index(part) for part in ("Be kind.", PROMPT, "Hi", AS_TEXT, RESULT_AS_TEXT)]
     assert places == sorted(places)
     without = await prompt_of(tokens, [SYSTEM, HI, CALLED, RESULT], notes=set[str]())  # tool_choice "none"
@@ -80,9 +80,7 @@ async def test_a_conversation_with_tools_is_told_as_text(template: str, notes: s
         (RULES["no rule"], True, False, False),
     ],
 )
-def test_the_grammar_of_calls_may_be_left_out(
-    template: str, strict: bool, must_call: bool, optional: bool | None
-) -> None:
+def test_the_grammar_of_calls_is_optional(template: str, strict: bool, must_call: bool, optional: bool | None) -> None:
     dialect = Dialect.of(template, {}, knows_tools=template != CHATML)
     assert dialect is not None
     form = AnswerForm(dialect, (Tool("look", {"type": "object"}, is_strict=strict),))

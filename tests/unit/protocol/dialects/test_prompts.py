@@ -66,7 +66,7 @@ def test_a_tool_without_parameters_takes_none() -> None:
     ]
 
 
-def test_a_template_that_refuses_says_so() -> None:
+def test_a_templates_refusal_is_reported() -> None:
     twice = {**CONVERSATION[1], "tool_calls": [CALL, CALL]}
     request = parse_chat(json.dumps({"model": "m", "messages": [twice]}).encode())
     template = ChatTemplate(tool_templates.LLAMA_STYLE, {"bos_token": BOS})
@@ -111,7 +111,7 @@ def test_a_templates_format_is_found(style: str, parser: str, marks: bool, has_r
         ("", False, None, False),  # a completion model
     ],
 )
-def test_the_generic_form_is_for_templates_that_know_no_tools(
+def test_the_generic_format_is_for_templates_without_tools(
     template: str, knows_tools: bool, tool_parser: str | None, is_generic: bool
 ) -> None:
     dialect = Dialect.of(template, {}, knows_tools=knows_tools, tool_parser=tool_parser)
@@ -128,7 +128,7 @@ def test_only_kimis_calls_end_its_reasoning() -> None:
     assert [bool(dialect and dialect.thinking and dialect.thinking.ended_by) for dialect in dialects] == [True, False]
 
 
-def test_what_settings_say_comes_first() -> None:
+def test_settings_take_precedence() -> None:
     hermes, harmony = tool_templates.HERMES_STYLE, tool_templates.HARMONY_STYLE
     assert Dialect.of(CHATML, {}, tool_parser="none") is None
     assert Dialect.of("", {}) is None

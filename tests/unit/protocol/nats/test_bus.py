@@ -68,13 +68,13 @@ async def test_applying_the_topology_again_changes_nothing_and_loses_nothing(bus
     )
 
 
-async def test_changed_bounds_are_applied_to_the_stream_that_is_there(bus: Bus) -> None:
+async def test_changed_bounds_are_applied_to_an_existing_stream(bus: Bus) -> None:
     await topology.apply(bus, [MODEL], topology.QueueBounds(max_jobs=7), limit_s=HANGS_S)
     info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
     assert info["config"]["max_msgs"] == 7
 
 
-async def test_a_pull_takes_no_more_than_was_asked_for(bus: Bus) -> None:
+async def test_a_pull_receives_at_most_the_requested_number(bus: Bus) -> None:
     taker = Taker()
     consumer = await consumer_of(bus, taker)
     for number in range(5):
@@ -89,7 +89,7 @@ async def test_a_pull_takes_no_more_than_was_asked_for(bus: Bus) -> None:
     assert consumer.outstanding() == 7
 
 
-async def test_a_parked_pull_ends_by_itself(bus: Bus) -> None:
+async def test_a_parked_pull_expires(bus: Bus) -> None:
     consumer = await consumer_of(bus, Taker())
     await consumer.pull(3, expires_s=0.2)
     assert consumer.outstanding() == 3
@@ -98,7 +98,7 @@ async def test_a_parked_pull_ends_by_itself(bus: Bus) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_acknowledged_messages_leave_the_queue_and_refused_ones_come_again(bus: Bus) -> None:
+async def test_acknowledged_messages_leave_the_queue_and_refused_ones_are_redelivered(bus: Bus) -> None:
     taker = Taker()
     consumer = await consumer_of(bus, taker)
     await publish(bus, 1)
@@ -131,9 +131,9 @@ async def test_a_deleted_message_is_gone_and_deleting_again_says_so(bus: Bus) ->
     assert await bus.delete_message(subjects.INTERACTIVE_STREAM, sequence) is False
 
 
-async def test_errors_have_their_kinds(bus: Bus) -> None:
+async def test_errors_have_specific_types(bus: Bus) -> None:
     with pytest.raises(BusTimeout):
-        await bus.request("nobody.listens", b"", timeout_s=5)
+        await bus.request("no.responder", b"", timeout_s=5)
     with pytest.raises(ApiError):
         await bus.api("STREAM.INFO.NOPE")
     with pytest.raises(PayloadTooLarge):
@@ -194,14 +194,14 @@ async def test_model_cards_and_tokenizers_are_stored_once_and_found(bus: Bus) ->
         await objects.get_object(bus, subjects.ARTIFACTS_BUCKET, "nothing-here")
 
 
-async def test_an_object_without_its_parts_is_not_waited_for(bus: Bus) -> None:
+async def test_an_object_without_its_chunks_fails_at_once(bus: Bus) -> None:
     await objects.put_object(bus, subjects.ARTIFACTS_BUCKET, "t", b"data")
     await bus.api(f"STREAM.PURGE.OBJ_{subjects.ARTIFACTS_BUCKET}", {"filter": f"$O.{subjects.ARTIFACTS_BUCKET}.C.>"})
     with pytest.raises(BusError, match="chunks are missing"):
         await objects.get_object(bus, subjects.ARTIFACTS_BUCKET, "t")
 
 
-async def test_deleting_an_object_twice_is_fine(bus: Bus) -> None:
+async def test_deleting_an_object_is_idempotent(bus: Bus) -> None:
     await objects.put_object(bus, subjects.PROMPTS_BUCKET, "p", b"data")
     for _ in range(2):
         await objects.delete_object(bus, subjects.PROMPTS_BUCKET, "p")

@@ -19,9 +19,9 @@ class Server:
     async def ask(self) -> float:
         there_s, back_s = self.ways_s.pop(0) if self.ways_s else (0.0, 0.0)
         self.now_s += there_s
-        told_s = self.now_s + self.ahead_s
+        reply_s = self.now_s + self.ahead_s
         self.now_s += back_s
-        return told_s
+        return reply_s
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return Server(monkeypatch)
 
 
-async def test_the_quickest_answer_tells_the_time(server: Server) -> None:
+async def test_the_fastest_reply_sets_the_time(server: Server) -> None:
     clock = ServerClock(server.ask, lambda: 7.0)
     assert (clock.now_s(), clock.skew_s) == (7.0, 0.0)  # not measured yet
     server.ways_s = [(0.0, 1.0), (0.01, 0.0), (0.4, 0.0)]
@@ -48,7 +48,7 @@ async def test_another_server_may_have_another_time(server: Server) -> None:
     assert clock.now_s() == server.now_s + 1003
 
 
-async def test_a_wrong_clock_is_told_now_and_then(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_wrong_clock_is_logged_periodically(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     clock = ServerClock(server.ask, lambda: server.now_s + 1000 - 2.5)
     for _ in range(4):
         await clock.measure()
@@ -58,6 +58,6 @@ async def test_a_wrong_clock_is_told_now_and_then(server: Server, caplog: pytest
     assert "2.5 s behind the queue server's" in caplog.text
 
 
-async def test_a_right_clock_is_not_worth_a_word(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_correct_clock_is_not_logged(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     await ServerClock(server.ask, lambda: server.now_s + 1000.9).measure()
     assert not caplog.records

@@ -6,7 +6,7 @@ from protocol.nats.bus import Deadlines, _end, shared_deadlines, wait_until_done
 from tests.waiting import HANGS_S
 
 
-async def test_what_is_late_is_told_in_its_order_and_the_rest_is_left_alone() -> None:
+async def test_due_entries_are_reported_in_order() -> None:
     late: list[str] = []
     deadlines = Deadlines(0.05, late.append)
     for thing in ("a", "b", "c"):

@@ -61,7 +61,7 @@ async def test_everything_put_is_stored_once_and_records_share_messages(bus: Bus
     assert max(map(len, messages)) == MESSAGE_RECORDS
 
 
-async def test_a_record_alone_is_not_kept_waiting_for_company(bus: Bus) -> None:
+async def test_a_single_record_is_not_delayed(bus: Bus) -> None:
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10)) as outbox:
         outbox.put("r.1", record(1))
         async with asyncio.timeout(HANGS_S):
@@ -70,7 +70,7 @@ async def test_a_record_alone_is_not_kept_waiting_for_company(bus: Bus) -> None:
     assert await stored(bus) == [[1]]
 
 
-async def test_what_is_awaited_leaves_at_once_with_all_that_waits(bus: Bus) -> None:
+async def test_an_awaited_record_is_sent_at_once_with_all_waiting_ones(bus: Bus) -> None:
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10, spacing_s=3600.0)) as outbox:
         await asyncio.wait([outbox.put("first", record(0))], timeout=HANGS_S)
         outbox.put("patient", record(1))
@@ -92,7 +92,7 @@ async def test_records_survive_a_dead_server(bus: Bus, nats_server: NatsServer) 
     assert sorted(number for message in await stored(bus) for number in message) == list(range(500))
 
 
-async def test_a_message_whose_answer_was_lost_is_stored_once(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_with_a_lost_reply_is_stored_once(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     publish_durable = bus.publish_durable
     tries: list[str] = []
 
@@ -112,7 +112,7 @@ async def test_a_message_whose_answer_was_lost_is_stored_once(bus: Bus, monkeypa
     assert await stored(bus) == [[0, 1, 2]]
 
 
-async def test_a_record_no_server_can_take_does_not_block_the_others(bus: Bus) -> None:
+async def test_an_unstorable_record_does_not_block_others(bus: Bus) -> None:
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10)) as outbox:
         outbox.put("large", bytes(bus.client.max_payload + 1))
         outbox.put("small", record(1))
@@ -131,9 +131,7 @@ async def lose_the_stream(bus: Bus) -> None:
     await bus.api(f"STREAM.DELETE.{subjects.USAGE_STREAM}")
 
 
-async def test_what_the_server_does_not_store_goes_to_disk_and_from_there_into_the_stream(
-    bus: Bus, tmp_path: Path
-) -> None:
+async def test_unstored_records_go_to_disk_and_then_into_the_stream(bus: Bus, tmp_path: Path) -> None:
     await lose_the_stream(bus)
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10, spool=Spool(tmp_path))) as outbox:
         kept = [outbox.put(f"r{number}", record(number)) for number in range(100)]
@@ -146,7 +144,7 @@ async def test_what_the_server_does_not_store_goes_to_disk_and_from_there_into_t
     assert sorted(number for message in await stored(bus) for number in message) == list(range(101))
 
 
-async def test_an_orderly_end_leaves_on_disk_what_is_not_stored(bus: Bus, tmp_path: Path) -> None:
+async def test_a_clean_shutdown_spools_unstored_records(bus: Bus, tmp_path: Path) -> None:
     # Regression: a clean restart of a gateway while the server stored nothing lost 16 of 16 records.
     await lose_the_stream(bus)
     spool = Spool(tmp_path)

@@ -54,7 +54,7 @@ def test_trusted_pools_and_others_share_no_consumer(worker: Permissions) -> None
         assert may_publish(trusted, subjects.model_card_subject(model))
 
 
-def test_a_worker_speaks_under_its_own_id(worker: Permissions) -> None:
+def test_a_worker_publishes_only_under_its_own_id(worker: Permissions) -> None:
     own, others = "pool=20a.box.w1", ("pool=20a.box2.w1", "pool=20b.box.w1", "w1", "pool=20a.box", "pool=20a.box.w1.x")
     for say in (
         lambda worker_id: subjects.frames_by_worker_subject("fr.g1", worker_id),
@@ -65,7 +65,7 @@ def test_a_worker_speaks_under_its_own_id(worker: Permissions) -> None:
         assert not [other for other in others if may_publish(worker, say(other))]
 
 
-def test_all_that_a_worker_says_crosses_into_the_account_of_the_streams(worker: Permissions) -> None:
+def test_all_subjects_of_a_worker_cross_into_the_streams_account(worker: Permissions) -> None:
     """Frames are exported to the other account; all else are its services, and all of them are used."""
     served = SERVICES_FOR_WORKERS.values()
     for subject in worker.publish:
@@ -75,7 +75,7 @@ def test_all_that_a_worker_says_crosses_into_the_account_of_the_streams(worker: 
         assert any(matches(pattern, subject.replace(">", "x")) for subject in worker.publish), pattern
 
 
-def test_nobody_may_do_everything() -> None:
+def test_no_part_may_do_everything() -> None:
     for part in (*PARTS, "worker"):
         allowed = of_worker("p", "n", MODELS, subjects.LANES) if part == "worker" else of_part(part)
         for subject in (*allowed.publish, *allowed.subscribe):
@@ -83,7 +83,7 @@ def test_nobody_may_do_everything() -> None:
         assert len(set(allowed.publish)) == len(allowed.publish)
 
 
-def test_only_gateways_make_streams_and_jobs() -> None:
+def test_only_gateways_create_streams_and_jobs() -> None:
     for part in ("ledger", "fleet", "admin"):
         for subject in ("rq.m.h0", "$JS.API.STREAM.CREATE.RQ", "$JS.API.STREAM.DELETE.RQ", "fr.g.w"):
             assert not may_publish(of_part(part), subject)

@@ -32,7 +32,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.spool"))
 
 
-def test_what_was_appended_comes_back_in_order_and_once(tmp_path: Path) -> None:
+def test_appended_records_are_returned_once_and_in_order(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool")
     records = [(f"r{number}", bytes([number])) for number in range(6)]
     spool.append(records[:3])
@@ -51,7 +51,7 @@ def test_segments_are_bounded(tmp_path: Path) -> None:
     assert [record_id for record_id, _ in drained(spool)] == ["r0", "r1", "r2"]
 
 
-def test_what_a_dead_process_left_is_taken_over_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
+def test_segments_of_dead_processes_are_taken_over_and_those_of_live_ones_are_not(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
@@ -73,7 +73,7 @@ def test_a_torn_end_loses_nothing_before_it(tmp_path: Path, torn: bytes) -> None
     assert drained(heir) == [("whole", b"1"), ("later", b"2")]
 
 
-def test_it_refuses_what_is_beyond_its_bound(tmp_path: Path) -> None:
+def test_it_refuses_records_beyond_its_bound(tmp_path: Path) -> None:
     spool = Spool(tmp_path, max_bytes=100)
     spool.append([("r", bytes(50))])
     with pytest.raises(SpoolFull):
@@ -81,7 +81,7 @@ def test_it_refuses_what_is_beyond_its_bound(tmp_path: Path) -> None:
     assert drained(spool) == [("r", bytes(50))]
 
 
-def test_a_write_that_fails_halfway_leaves_nothing_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_write_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spool = Spool(tmp_path)
     spool.append([("before", b"1")])
 
