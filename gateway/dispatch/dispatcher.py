@@ -434,7 +434,7 @@ class Dispatcher:
         if request.worker_id is not None:
             how = rescue(request, self._registry.last_beat(request.worker_id))
             if how is not None:
-                log.info("request %s continues by %s at %s", request.request_id, how, request.worker_id)
+                log.info("request %s resumes by %s on worker %s", request.request_id, how, request.worker_id)
             self._by_worker.setdefault(request.worker_id, {})[request.request_id] = request
             self._detector.on_work()
 

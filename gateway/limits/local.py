@@ -228,7 +228,7 @@ class Slice:
         self._usual = self._taken_soon(now_s) if keep_idle else NOTHING
         self._taken, self._reported_s = [0, 0, 0, 0], now_s
         wanted = self._usual
-        if keep_idle:  # return idle amounts: other gateways may need them
+        if keep_idle:  # else return all idle amounts, which other gateways may need
             for one in needs:
                 wanted = plus(wanted, one)
         given = tuple(max(0, idle - most) for idle, most in zip(self.idle, wanted, strict=True))

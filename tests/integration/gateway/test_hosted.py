@@ -263,7 +263,7 @@ async def test_who_asks_for_hosted_without_leave_is_told(start_gateway: Start, m
     for key, body, words in (
         (stays, {"allow_hosted": True}, "'allow_hosted' policy"),
         (stays, {}, "'allow_hosted' policy"),
-        (leaves, {"allow_hosted": False}, "the request says"),
+        (leaves, {"allow_hosted": False}, "the request sets"),
     ):
         refused = await ask(gateway, key, extra_body=body)
         assert (refused.status_code, refused.code, refused.param) == (403, "hosted_not_allowed", "allow_hosted")

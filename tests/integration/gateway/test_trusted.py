@@ -31,7 +31,7 @@ async def test_who_finds_no_pool_of_the_right_trust_is_told_at_once(start_gatewa
     gateway = await start_gateway()
     refused = await ask(gateway, confidential)
     assert (refused.status_code, refused.code, refused.param) == (404, "no_trusted_pool", "model")
-    assert "demands trusted pools" in refused.message
+    assert "requires trusted pools" in refused.message
     both, only = await start_gateway(**BOTH), await start_gateway(**ONLY)
     refused = await ask(only, only.key)
     assert (refused.status_code, refused.code, refused.param) == (404, "only_trusted_pools", "model")

@@ -73,6 +73,6 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CredentialsError, match=r"nats\.ca_file: .*nothing"):
         access_options(None, tmp_path / "nothing.pem", "gateway")
     (tmp_path / "w.creds").write_text("-----BEGIN NATS USER JWT-----\nx\n------END NATS USER JWT------\n")
-    for name, words in (("nothing.creds", "No such file"), ("w.creds", "no credentials of a NATS user")):
+    for name, words in (("nothing.creds", "No such file"), ("w.creds", "not the credentials of a NATS user")):
         with pytest.raises(CredentialsError, match=words):
             access_options(tmp_path / name, None, "gateway")

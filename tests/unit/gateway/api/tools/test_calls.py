@@ -279,7 +279,7 @@ async def test_refusals_name_the_field(start_model: StartModel) -> None:
     gateway = await start_model(LLAMA_STYLE)
     status, param, message = await refusal(gateway, response_format={"type": "json_object"})
     assert (status, param) == (400, "response_format")
-    assert "look like JSON" in message
+    assert "calls as JSON" in message
 
     async def refuse(attempt: Attempt) -> None:
         await attempt.accept()
