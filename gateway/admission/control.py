@@ -300,10 +300,10 @@ class AdmissionControl:
 
     def _queue_refusal(self, admission: Admission, capacity: ModelCapacity, waiting: int) -> Failure | None:
         limits, use = self._limits, self._models[admission.queue]
-        most = limits.max_queued_requests
+        bound = limits.max_queued_requests
         if not capacity.workers and self.capacity.wait_s(admission.queue, admission.hosted) is None:
-            most = min(most, limits.max_queued_without_workers)
-        if waiting >= most:
+            bound = min(bound, limits.max_queued_without_workers)
+        if waiting >= bound:
             message = f"{waiting} requests already wait for this model."
             return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED, message, admission)
         # A prompt that exceeds the bound alone is admitted if none waits: otherwise it never could be.
@@ -464,8 +464,8 @@ class AdmissionControl:
             del self._tenants[ticket.admission.principal.tenant]
 
 
-def _tenant_refusal(code: ErrorCode, requests: int, most: int | None, where: str) -> Failure | None:
-    if most is None or requests < most:
+def _tenant_refusal(code: ErrorCode, requests: int, limit: int | None, where: str) -> Failure | None:
+    if limit is None or requests < limit:
         return None
-    message = f"This key may have {most} requests {where} at a time."
+    message = f"This key may have {limit} requests {where} at a time."
     return Failure(code, message, retry_after_s=UNKNOWN_RETRY_AFTER_S)

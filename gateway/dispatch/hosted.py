@@ -22,8 +22,8 @@ from protocol.job import Failed, Finished
 
 # Providers count prompts with their own tokenizers: the reserved cost is this multiple of the gateway's count.
 PROMPT_MARGIN: Final = 1.25
-REST_S: Final = 5.0  # a pool that did not accept a job in time gets none for this long
-SHUT_S: Final = 1.0  # before an amount that a cap refused is tried again
+PAUSE_S: Final = 5.0  # a pool that did not accept a job in time gets none for this long
+CAP_RETRY_S: Final = 1.0  # before an amount that a cap refused is tried again
 
 
 def caps_of(name: str, settings: HostedPoolSettings) -> tuple[tuple[str, Limits], ...]:
@@ -46,34 +46,34 @@ class HostedPool:
         self.caps = caps_of(name, settings)
         self.promised = 0  # sequences of published attempts that heartbeats do not include yet
         self._capacities = capacities
-        self._rests_until_s = 0.0  # monotonic clock
-        self._shut_until_s = 0.0
-        self._shut_from_nano_usd = 0
+        self._paused_until_s = 0.0  # monotonic clock
+        self._refused_until_s = 0.0
+        self._refused_nano_usd = 0
 
-    def is_away(self, model: str, now_s: float) -> bool:
-        """Return whether none of its workers is alive, or it rests after a failure."""
-        return now_s < self._rests_until_s or not self._capacities[model].workers
+    def is_unavailable(self, model: str, now_s: float) -> bool:
+        """Return whether none of its workers is alive, or it pauses after a failure."""
+        return now_s < self._paused_until_s or not self._capacities[model].workers
 
     def has_room(self, model: str, sequences: int) -> bool:
         """Return whether its workers have this many free sequences."""
         return self._capacities[model].free_sequences - self.promised >= sequences
 
-    def is_shut(self, needed_nano_usd: int, now_s: float) -> bool:
-        """Return whether its caps recently refused this amount."""
+    def is_over_cap(self, needed_nano_usd: int, now_s: float) -> bool:
+        """Return whether an amount exceeds a cap, or its caps recently refused it."""
         caps = (terms.limits[Kind.MONEY] or 0 for _, terms in self.caps)
-        too_dear = any(needed_nano_usd > cap for cap in caps)
-        return too_dear or (now_s < self._shut_until_s and needed_nano_usd >= self._shut_from_nano_usd)
+        too_expensive = any(needed_nano_usd > cap for cap in caps)
+        return too_expensive or (now_s < self._refused_until_s and needed_nano_usd >= self._refused_nano_usd)
 
-    def shut(self, needed_nano_usd: int, now_s: float) -> None:
+    def note_cap_refusal(self, needed_nano_usd: int, now_s: float) -> None:
         """Note that its caps refused this amount: do not ask again for a while."""
-        self._shut_until_s, self._shut_from_nano_usd = now_s + SHUT_S, needed_nano_usd
+        self._refused_until_s, self._refused_nano_usd = now_s + CAP_RETRY_S, needed_nano_usd
 
-    def rest(self, now_s: float) -> None:
+    def pause(self, now_s: float) -> None:
         """Note that it did not accept a job in time."""
-        self._rests_until_s = now_s + REST_S
+        self._paused_until_s = now_s + PAUSE_S
 
 
-def most_cost_nano_usd(price: TokenPrice | None, prompt_tokens: int, completion_tokens: int) -> int:
+def max_cost_nano_usd(price: TokenPrice | None, prompt_tokens: int, completion_tokens: int) -> int:
     """Return the most that a request may cost the operator, from the gateway's token counts."""
     return 0 if price is None else price.charge_nano_usd(math.ceil(prompt_tokens * PROMPT_MARGIN), 0, completion_tokens)
 
@@ -104,7 +104,7 @@ class HostedSlot:
         elif not frame.completion_tokens:
             self._counts = (0, 0, 0)
 
-    def leave_room(self) -> None:
+    def release_capacity(self) -> None:
         """Release the capacity: a worker accepted the attempt and reports it in heartbeats, or the attempt ended."""
         if self._holds_room:
             self._holds_room = False
@@ -112,7 +112,7 @@ class HostedSlot:
 
     def settle(self) -> None:
         """Settle the attempt's cost; if unknown, the reserved amount."""
-        self.leave_room()
+        self.release_capacity()
         if self._counts is None:
             self._reservation.settle_in_full()
         else:
@@ -120,7 +120,7 @@ class HostedSlot:
 
     def refund(self) -> None:
         """Refund the attempt: no worker ran it."""
-        self.leave_room()
+        self.release_capacity()
         self._reservation.refund()
 
 
@@ -129,7 +129,7 @@ class HostedSlot:
 # All hosted pools: the cheapest one that can take a request.
 
 # Why a request is not at a hosted pool although it may be, as reported to its client while it waits.
-AWAY: Final = "away"  # no pool has a worker, or all rest
+AWAY: Final = "away"  # no pool has a worker, or all pause
 FULL: Final = "full"
 CAP_REACHED: Final = "cap-reached"
 
@@ -181,10 +181,10 @@ class HostedPools:
             if wanted.model not in pool.models or pool.provider not in wanted.providers or pool.name in tried:
                 continue
             price = self._prices.of(wanted.model, wanted.unix_ms, pool.name)
-            cost = most_cost_nano_usd(price, wanted.prompt_tokens, wanted.completion_tokens)
-            if pool.is_away(wanted.model, now_s) or (fits is not None and not fits(pool)):
+            cost = max_cost_nano_usd(price, wanted.prompt_tokens, wanted.completion_tokens)
+            if pool.is_unavailable(wanted.model, now_s) or (fits is not None and not fits(pool)):
                 continue
-            if pool.is_shut(cost, now_s) or (pool.caps and price is None):
+            if pool.is_over_cap(cost, now_s) or (pool.caps and price is None):
                 why = CAP_REACHED
             elif not pool.has_room(wanted.model, wanted.sequences):
                 why = FULL if why == AWAY else why
@@ -200,7 +200,7 @@ class HostedPools:
             reservation = await self._quotas.reserve_money(pool.caps, cost, price)
         except (LimitReached, Unavailable) as error:
             pool.promised -= sequences
-            pool.shut(cost if isinstance(error, LimitReached) else 0, time.monotonic())
+            pool.note_cap_refusal(cost if isinstance(error, LimitReached) else 0, time.monotonic())
             return None
         except BaseException:
             pool.promised -= sequences

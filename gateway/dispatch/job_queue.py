@@ -100,9 +100,9 @@ class Streams:
 # a time, the least recently looked up first. A job that is missing twice has vanished.
 
 QUIET_S: Final = 2.0  # wait of a job before its first lookup; longer than topology.ACK_WAIT_S
-LOOK_GAP_S: Final = 1.0  # between two lookups of the same job
+LOOKUP_GAP_S: Final = 1.0  # between two lookups of the same job
 ROUND_PERIOD_S: Final = 0.5
-LOOKS_PER_ROUND: Final = 50  # about 0.2 ms of server time each, so at most 2%
+LOOKUPS_PER_ROUND: Final = 50  # about 0.2 ms of server time each, so at most 2%
 
 
 class JobLookups:
@@ -110,7 +110,7 @@ class JobLookups:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._looked_s: dict[tuple[str, int], float] = {}
+        self._looked_up_s: dict[tuple[str, int], float] = {}
         self._missing: set[tuple[str, int]] = set()
 
     async def start(self) -> None:
@@ -133,23 +133,23 @@ class JobLookups:
             if not self._bus.connected:
                 continue
             try:
-                await self.look(requests())
+                await self.look_up(requests())
             except BusError as error:
                 log.debug("cannot look up waiting jobs: %s", error)
 
-    async def look(self, requests: Iterable[OpenRequest]) -> None:
+    async def look_up(self, requests: Iterable[OpenRequest]) -> None:
         """Look up the jobs that are due. Raises BusError if the server does not answer."""
         now_s = time.monotonic()
         waiting = {(r.request_id, r.attempt): r for r in requests if _is_due(r, now_s)}
-        self._looked_s = {key: looked_s for key, looked_s in self._looked_s.items() if key in waiting}
+        self._looked_up_s = {key: looked_s for key, looked_s in self._looked_up_s.items() if key in waiting}
         self._missing &= waiting.keys()
-        due = [key for key in waiting if now_s - self._looked_s.get(key, float("-inf")) >= LOOK_GAP_S]
-        due.sort(key=lambda key: (key not in self._missing, self._looked_s.get(key, float("-inf"))))
-        for key in due[:LOOKS_PER_ROUND]:
-            self._looked_s[key] = now_s
-            await self._look_at(key, waiting[key])
+        due = [key for key in waiting if now_s - self._looked_up_s.get(key, float("-inf")) >= LOOKUP_GAP_S]
+        due.sort(key=lambda key: (key not in self._missing, self._looked_up_s.get(key, float("-inf"))))
+        for key in due[:LOOKUPS_PER_ROUND]:
+            self._looked_up_s[key] = now_s
+            await self._look_up_one(key, waiting[key])
 
-    async def _look_at(self, key: tuple[str, int], request: OpenRequest) -> None:
+    async def _look_up_one(self, key: tuple[str, int], request: OpenRequest) -> None:
         request_id, attempt = key
         sequence = request.current.stream_sequence
         if sequence is None or not request.waits_for_worker(attempt):

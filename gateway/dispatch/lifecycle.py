@@ -594,7 +594,7 @@ class OpenRequest(RequestState):
         self._enter(State.RUNNING)
         self._note_worker(worker_id, frame, now_s)
         if self.current.hosted is not None:
-            self.current.hosted.leave_room()
+            self.current.hosted.release_capacity()
         self._queue_wait.spend(now_s - self.current.queued_s)
         self.ticket.accepted(worker_id)
         return None

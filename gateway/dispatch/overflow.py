@@ -99,7 +99,7 @@ class Overflow:
             slot = request.current.hosted
             if slot is not None:
                 if now_s - slot.made_s >= TAKEN_LIMIT_S:
-                    slot.pool.rest(now_s)
+                    slot.pool.pause(now_s)
                     request.move(request.attempt, None, now_s)
             elif request.request_id not in self._moving and self._has_waited(request, now_s):
                 offer = self._offer(request)
@@ -165,7 +165,7 @@ class Overflow:
         if current.accepted is not None:
             slot.settle()
             return
-        slot.leave_room()
+        slot.release_capacity()
         key = (request.request_id, current.number)
         self._lingering[key] = slot
         asyncio.get_running_loop().call_later(LINGER_S, self._refund, key)

@@ -24,16 +24,16 @@ SMALLEST_BYTES: Final = MAX_NAME_CHARS  # a smaller body cannot have a field tha
 _encode_json = msgspec.json.Encoder().encode
 
 
-def check_text(text: str | None, param: str, most_chars: int) -> None:
+def check_text(text: str | None, param: str, max_chars: int) -> None:
     """Raise InvalidParameter if a text is too long."""
-    if text is not None and len(text) > most_chars:
-        raise _too_large(param, f"{most_chars} characters", len(text))
+    if text is not None and len(text) > max_chars:
+        raise _too_large(param, f"{max_chars} characters", len(text))
 
 
-def check_items(count: int, param: str, most_items: int) -> None:
+def check_items(count: int, param: str, max_items: int) -> None:
     """Raise InvalidParameter if there are too many items."""
-    if count > most_items:
-        raise _too_large(param, f"{most_items} items", count)
+    if count > max_items:
+        raise _too_large(param, f"{max_items} items", count)
 
 
 def check_object(value: dict[str, Any] | None, param: str) -> None:

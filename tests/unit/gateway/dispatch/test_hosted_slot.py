@@ -20,7 +20,7 @@ def test_its_capacity_is_released_once() -> None:
     """A worker accepts the attempt, which later ends: its capacity is released only once."""
     pool: Any = SimpleNamespace(promised=5)
     slot = slot_of(pool, [])
-    slot.leave_room()
+    slot.release_capacity()
     slot.settle()
     slot.refund()
     assert pool.promised == 3
