@@ -43,12 +43,12 @@ from protocol.usage import AttemptRecord
 
 
 def attempt_id(request_id: str, attempt: int) -> str:
-    """Name an attempt: the engine's request id, and the message id of its usage record."""
+    """Return an attempt's id: the engine's request id, and the message id of its usage record."""
     return f"{request_id}.{attempt}"
 
 
 class Attempt:
-    """The worker's state of one attempt; all its frames, encoded, until some time after its end."""
+    """The worker's state of one attempt, with all its encoded frames. Kept for a while after its end."""
 
     __slots__ = (
         "cached_tokens",
@@ -77,11 +77,11 @@ class Attempt:
     def __init__(self, job: Job, delivery: Delivery, cost: Cost) -> None:
         self.id = attempt_id(job.request_id, job.attempt)
         self.job = job
-        self.lane = delivery.subject.rpartition(".")[2]  # of subjects.LANES: where it was pulled from
+        self.lane = delivery.subject.rpartition(".")[2]  # the lane that it was pulled from, of subjects.LANES
         self.cost = cost
-        self.deliveries = delivery.deliveries  # of its message, this one included
+        self.deliveries = delivery.deliveries  # of its message, including this one
         self.prompt_tokens = billed_prompt_tokens_of(job) if job.hosted else prompt_tokens_of(job)
-        self.holds_credit = False  # `cost` is taken from the worker's credit
+        self.holds_credit = False  # `cost` has been taken from the worker's credit
         self.in_engine = False
         complete = {point.index for point in job.resume if point.finish_reason is not None}
         self.live = set(range(job.answers)) - complete  # choices or inputs that have not ended
@@ -89,17 +89,17 @@ class Attempt:
         self.started_unix_ms = unix_now_ms()
         self.queue_ms = float(max(0, self.started_unix_ms - delivery.stored_unix_ms))
         self.ttft_ms: float | None = None
-        self.cached_tokens = 0  # of the prompt: what the engine did not have to compute for the first token
-        self.completion_tokens = 0  # made here, over all choices
-        self.made = [0] * job.answers  # of these, by choice
-        self.provided = 0  # choices that have ended with an API's own counts
-        self.timings: dict[int, SequenceTimings] = {}  # by choice, the newest that the engine reported
+        self.cached_tokens = 0  # prompt tokens that the engine did not compute for the first token
+        self.completion_tokens = 0  # generated here, over all choices
+        self.made = [0] * job.answers  # completion tokens by choice
+        self.provided = 0  # choices that ended with the provider's own counts
+        self.timings: dict[int, SequenceTimings] = {}  # by choice: the latest that the engine reported
         self.was_cancelled = False
         self.frames: list[bytes] = []  # by seq
         self.replay_bytes = 0
 
     def add(self, frame: Frame) -> bytes:
-        """Keep a frame for replay; return it encoded."""
+        """Keep a frame for replay and return it encoded."""
         encoded = encode(frame)
         self.frames.append(encoded)
         self.replay_bytes += len(encoded)
@@ -107,7 +107,7 @@ class Attempt:
 
     @property
     def is_batch(self) -> bool:
-        """True if it only fills what interactive work leaves idle."""
+        """True if it only uses capacity that interactive work leaves idle."""
         return self.lane == LOW_LANE
 
     def elapsed_ms(self) -> float:
@@ -116,11 +116,11 @@ class Attempt:
 
     @property
     def first_token_s(self) -> float:
-        """When its first token came (monotonic clock); infinite before."""
+        """Return when its first token came (monotonic clock); infinite before that."""
         return math.inf if self.ttft_ms is None else self.pulled_s + self.ttft_ms / 1000
 
     def remaining_s(self, now_s: float) -> float:
-        """Return how long it may still run, at most and at its pace so far; infinite while a choice has no pace yet."""
+        """Return an upper bound of its remaining time at its pace so far; infinite while a choice has no pace yet."""
         if self.ttft_ms is None:
             return math.inf
         running_s = now_s - self.pulled_s - self.ttft_ms / 1000
@@ -142,7 +142,7 @@ class Attempt:
         queue_ms = min([choice.queue_ms for choice in timings.values()])
         first_token_ms = min([choice.queue_ms + choice.prefill_ms for choice in timings.values()])
         end_ms = max([choice.queue_ms + choice.prefill_ms + choice.decode_ms for choice in timings.values()])
-        if self.live and self.ttft_ms is not None:  # it is broken off: these go on until now
+        if self.live and self.ttft_ms is not None:  # still running: its phase lasts until now
             end_ms = max(end_ms, first_token_ms + self.elapsed_ms() - self.ttft_ms)
         if self.job.pooling is not None:  # vectors are all prefill
             first_token_ms = end_ms
@@ -152,14 +152,14 @@ class Attempt:
     # --- frames: each takes the next sequence number ------------------------------------------------------------------
 
     def accepted(self, settings: WorkerSettings, revision: str, counted_by: CountedBy) -> bytes:
-        """Make the first frame."""
+        """Return the first frame."""
         job = self.job
         names = (settings.worker_id, settings.pool, settings.provider, settings.region)
         how = (self.queue_ms, settings.tier, revision, counted_by)
         return self.add(Accepted(job.request_id, job.attempt, 0, *names, *how))
 
     def dropped(self, fields: tuple[str, ...]) -> bytes:
-        """Make a frame of the fields that are left out."""
+        """Return a frame that names the dropped fields."""
         return self.add(Dropped(self.job.request_id, self.job.attempt, len(self.frames), fields))
 
     def tokens(
@@ -170,7 +170,7 @@ class Attempt:
         finish_reason: str | None,
         logprobs: tuple[TokenLogprob, ...] | None,
     ) -> bytes:
-        """Make a frame of what one step yielded for one choice, and count its tokens."""
+        """Return a frame with one step's output for one choice, and count its tokens."""
         if token_ids:
             self.completion_tokens += len(token_ids)
             self.made[index] += len(token_ids)
@@ -182,7 +182,7 @@ class Attempt:
         )
 
     def deltas(self, output: ChatOutput) -> bytes:
-        """Make a frame of what came for one choice from an API, and count it: as estimated, at its end as reported."""
+        """Return a frame with an API's output for one choice, and count it: an estimate until reported at the end."""
         if output.parts and self.ttft_ms is None:
             self.ttft_ms = self.elapsed_ms()
         usage, index, job = output.usage, output.index, self.job
@@ -195,7 +195,7 @@ class Attempt:
         return self.add(Deltas(*head, output.parts, output.tokens, reason, usage))
 
     def _count(self, index: int, usage: ChatUsage) -> None:
-        """Count a choice that has ended; each was asked for by itself, and so has had the prompt to itself."""
+        """Count a finished choice. Each choice was a separate request, so each paid for the whole prompt."""
         self.made[index] = usage.completion_tokens
         self.prompt_tokens = usage.prompt_tokens + (self.prompt_tokens if self.provided else 0)
         self.cached_tokens += min(usage.cached_tokens, usage.prompt_tokens)
@@ -203,23 +203,23 @@ class Attempt:
 
     @property
     def is_counted_by_provider(self) -> bool:
-        """True once an API has returned its own counts of all choices."""
+        """True once the API has returned counts for every choice."""
         asked = self.job.answers - sum(point.finish_reason is not None for point in self.job.resume)
         return self.provided == asked
 
     def prompt_logprobs(self, index: int, logprobs: tuple[PromptLogprob, ...]) -> bytes:
-        """Make a frame of what is known of the prompt's next tokens."""
+        """Return a frame with log-probabilities of prompt tokens."""
         job = self.job
         frame = Tokens(job.request_id, job.attempt, len(self.frames), index, (), "", prompt_logprobs=logprobs)
         return self.add(frame)
 
     def vector(self, index: int, values: bytes) -> bytes:
-        """Make the frame that answers one input."""
+        """Return the frame that answers one input."""
         job = self.job
         return self.add(Vector(job.request_id, job.attempt, len(self.frames), index, values))
 
     def finished(self) -> bytes:
-        """Make the last frame of an attempt whose choices have all ended."""
+        """Return the last frame of an attempt whose choices have all ended."""
         return self.add(
             Finished(
                 self.job.request_id,
@@ -235,7 +235,7 @@ class Attempt:
         )
 
     def failed(self, code: str, message: str, *, retryable: bool, param: str | None) -> bytes:
-        """Make the last frame of an attempt that ends without an answer."""
+        """Return the last frame of an attempt that ends without an answer."""
         return self.add(
             Failed(
                 self.job.request_id,
@@ -255,14 +255,14 @@ class Attempt:
 #
 # The ledger's record of one attempt.
 
-OUTBOX_RECORDS: Final = 2048  # not yet stored; from there on the worker pulls nothing
+OUTBOX_RECORDS: Final = 2048  # records not yet stored; from this number on the worker pulls nothing
 Outcome = Literal["ok", "cancelled", "failed"]
 
 
 def attempt_record(
     settings: WorkerSettings, engine: AnyEngine, attempt: Attempt, outcome: Outcome, error_code: str | None
 ) -> AttemptRecord:
-    """Make the record of an attempt that ends now."""
+    """Return the record of an attempt that ends now."""
     timings = attempt.engine_timings()
     return AttemptRecord(
         v=PROTOCOL_VERSION,
@@ -302,7 +302,7 @@ def _counted_by(engine: AnyEngine, attempt: Attempt) -> CountedBy:
 
 # --- replay -----------------------------------------------------------------------------------------------------------
 #
-# Attempts that have ended here not long ago, so that frames lost on the way can still be sent again.
+# Recently ended attempts, kept so that lost frames can be sent again.
 
 KEEP_S: Final = 30.0
 KEEP_ATTEMPTS: Final = 4096
@@ -310,7 +310,7 @@ KEEP_BYTES: Final = 64 * 1024 * 1024  # of encoded frames
 
 
 class RecentAttempts:
-    """Ended attempts by id, oldest first; past any of the three bounds the oldest go."""
+    """Ended attempts by id, oldest first. Above any of the three bounds the oldest are dropped."""
 
     def __init__(
         self,
@@ -319,7 +319,7 @@ class RecentAttempts:
         keep_attempts: int = KEEP_ATTEMPTS,
         keep_bytes: int = KEEP_BYTES,
     ) -> None:
-        """``clock_s``: default: the monotonic clock."""
+        """``clock_s`` defaults to the monotonic clock."""
         self._clock_s = clock_s or time.monotonic
         self._keep_attempts = keep_attempts
         self._keep_bytes = keep_bytes
@@ -336,7 +336,7 @@ class RecentAttempts:
         self._drop_oldest()
 
     def get(self, id_: str) -> Attempt | None:
-        """Return an attempt that ended within KEEP_S, if it is still here."""
+        """Return an attempt that ended within KEEP_S, or None."""
         self._drop_oldest()
         entry = self._ended.get(id_)
         return entry[1] if entry else None

@@ -1,4 +1,4 @@
-"""Which certificates pools believe of servers that they ask by HTTPS."""
+"""The certificate authorities that workers trust for HTTPS."""
 
 import ssl
 from functools import cache
@@ -8,5 +8,5 @@ from protocol.http_client import httpx
 
 @cache
 def authorities() -> ssl.SSLContext:
-    """Return the authorities of SSL_CERT_FILE or SSL_CERT_DIR, else those of certifi; read once: it takes 40 ms."""
+    """Return the authorities of SSL_CERT_FILE or SSL_CERT_DIR, else certifi's. Cached: loading takes 40 ms."""
     return httpx.create_ssl_context()

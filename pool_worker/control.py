@@ -1,4 +1,4 @@
-"""Handles requests to this worker: a gateway's to stop an attempt or send frames again, the fleet's to drain."""
+"""Handles control messages: a gateway's cancel and resend requests, and the fleet's drain request."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class ControlListener:
-    """The worker's own control subject."""
+    """Listens on the worker's own control subject."""
 
     def __init__(self, bus: Bus, worker_id: str, executor: Executor) -> None:
         self._bus = bus
@@ -24,7 +24,7 @@ class ControlListener:
         self._on_drain: Callable[[], None] = _ignore
 
     async def start(self, on_drain: Callable[[], None]) -> None:
-        """Listen until the connection is closed. ``on_drain``: called when the worker is asked to leave."""
+        """Listen until the connection is closed. ``on_drain`` is called when the fleet asks the worker to drain."""
         self._on_drain = on_drain
         await self._bus.subscribe(self._subject, self._on_message)
 
@@ -43,4 +43,4 @@ class ControlListener:
 
 
 def _ignore() -> None:
-    """Stand in until the worker listens."""
+    """Do nothing. Placeholder until the worker listens."""

@@ -1,10 +1,11 @@
-"""The engine's free capacity, and so the number of jobs that may be pulled.
+"""The engine's free capacity, and from it the number of jobs to pull.
 
-What a job costs is known only once it has been pulled. So the size of the next ones is guessed from the last ones: as
-many are asked for as would fit if each were as large as the largest of these, and one more only while something that
-large as the smallest of these would fit. A job that turns out not to fit waits here, and meanwhile nothing is pulled.
+A job's cost is known only after the pull, so the cost of the next jobs is estimated from the last ones. The worker
+pulls as many as would fit if each were as large as the largest recent one, and one more only while the smallest recent
+one would fit. A job that does not fit waits here, and nothing more is pulled meanwhile.
 
-Batch jobs must leave a reserve free, so that an interactive job finds room at once; an idle engine takes any of them.
+Batch jobs leave a reserve free, so that an interactive job finds room at once. An idle engine takes a batch job of any
+size.
 """
 
 from collections import deque
@@ -30,10 +31,10 @@ NOTHING: Final = Cost(0, 0)
 
 
 class Credit:
-    """The engine's free sequences and KV tokens. ``take`` and ``give_back`` must come in pairs."""
+    """The engine's free sequences and KV tokens. Pair every ``take`` with a ``give_back``."""
 
     def __init__(self, capacity: Capacity, batch_reserve: float = 0.0) -> None:
-        """Make the credit of an idle engine; ``batch_reserve`` is the share of it that batch jobs leave free."""
+        """Make the credit of an idle engine; batch jobs leave ``batch_reserve``, a share from 0 to 1, free."""
         self.capacity = capacity
         self._reserve = reserve_of(capacity, batch_reserve)
         self.free_sequences = capacity.max_sequences
@@ -43,10 +44,10 @@ class Credit:
         self.note(longest)
 
     def cost_of(self, job: Job) -> Cost:
-        """Return what a job takes: its prompt and all its output for every choice that still runs.
+        """Return what a job takes: its prompt and its maximum output for every choice that still runs.
 
-        Never more than the whole engine: a job of more choices than can run at once takes the engine for itself. Not so
-        a job of many inputs, of which each step computes only some: it never takes more than half.
+        Never more than the whole engine: a job with more choices than can run at once takes all of it. A job of many
+        inputs takes at most half, because each step computes only some of them.
         """
         if job.pooling is not None:
             return Cost(1, min(prompt_tokens_of(job), self.capacity.max_kv_tokens // 2))
@@ -60,17 +61,17 @@ class Credit:
         return cost.sequences <= free.sequences and cost.kv_tokens <= free.kv_tokens
 
     def take(self, cost: Cost) -> None:
-        """Reserve it."""
+        """Reserve capacity."""
         self.free_sequences -= cost.sequences
         self.free_kv_tokens -= cost.kv_tokens
 
     def give_back(self, cost: Cost) -> None:
-        """End a reservation."""
+        """Release capacity."""
         self.free_sequences += cost.sequences
         self.free_kv_tokens += cost.kv_tokens
 
     def note(self, cost: Cost) -> None:
-        """Remember the size of a job just pulled."""
+        """Remember the size of a pulled job."""
         self._recent.append(cost)
         self._largest = Cost(
             max(1, *(cost.sequences for cost in self._recent)), max(1, *(cost.kv_tokens for cost in self._recent))
@@ -78,7 +79,7 @@ class Credit:
         self._smallest_kv_tokens = min(cost.kv_tokens for cost in self._recent)
 
     def jobs_to_pull(self, *, is_batch: bool = False) -> int:
-        """Return how many jobs may be asked for and not yet be here, if none waits."""
+        """Return how many jobs may be outstanding if none waits here."""
         free = self._free(is_batch=is_batch)
         if free.sequences <= 0:
             return 0
@@ -95,7 +96,7 @@ class Credit:
 
 
 def reserve_of(capacity: Capacity, share: float) -> Cost:
-    """Return what batch jobs leave free: at least one sequence; nothing where there is only one, or ``share`` is 0."""
+    """Return what batch jobs leave free: at least one sequence; nothing if there is only one or ``share`` is 0."""
     if share == 0 or capacity.max_sequences == 1:
         return NOTHING
     return Cost(max(1, int(share * capacity.max_sequences)), int(share * capacity.max_kv_tokens))

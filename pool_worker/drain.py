@@ -1,11 +1,11 @@
 """Ends or hands back a worker's jobs when it must stop.
 
-    not begun                         ──at once──────────────────────────────> handed back
+    not started                       ──at once──────────────────────────────> handed back
     running, ends before the limit    ──────────────────────────────────────> ended here
-    running, cannot be sure to        ──another worker is there, or the limit is near──> handed back
+    running, may not end in time      ──another worker is there, or the limit is near──> handed back
 
-A job that is handed back loses nothing but the time of its prompt's computation: its gateway holds the tokens. So it
-goes early where somebody takes it on, and otherwise is worked on as long as that lasts.
+A hand-back costs only the prefill of the prompt: the gateway holds the tokens. So a job is handed back early if another
+worker can resume it, and otherwise runs here for as long as possible.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 
 # --- stopping ---------------------------------------------------------------------------------------------------------
 #
-# That this process shall stop, and by when.
+# Whether this process must stop, and by when.
 
 
 class Stop:
-    """The stop requested by signals and notices; the deadline only ever comes nearer."""
+    """The stop requested by signals and notices. The deadline is only ever moved closer."""
 
     def __init__(self, drain_s: float, signal_limit_s: float = math.inf) -> None:
-        """Nobody has asked yet. No drain lasts longer than ``drain_s``, one after a signal ``signal_limit_s``."""
+        """Make a stop that is not requested. A drain lasts at most ``drain_s``; after a signal, ``signal_limit_s``."""
         self.requested = asyncio.Event()
-        self.hurried = asyncio.Event()  # by a second signal
+        self.force_exit = asyncio.Event()  # by a second signal
         self.deadline_s = math.inf  # monotonic clock
         self._drain_s = drain_s
         self._signal_limit_s = signal_limit_s
@@ -46,9 +46,9 @@ class Stop:
         self.requested.set()
 
     def on_signal(self) -> None:
-        """Take SIGTERM or SIGINT: the first asks to stop, every further one to do so at once."""
+        """Handle SIGTERM or SIGINT: the first requests a stop, each further one forces it at once."""
         if self._was_signalled:
-            self.hurried.set()
+            self.force_exit.set()
         self.request(0.0 if self._was_signalled else self._signal_limit_s)
         self._was_signalled = True
 
@@ -56,7 +56,7 @@ class Stop:
 # --- drain ------------------------------------------------------------------------------------------------------------
 
 DRAIN_CHECK_S: Final = 0.1  # how often a second signal, a new worker or a change of pace is noticed
-HAND_BACK_MARGIN_S: Final = 0.5  # before the limit: for the last frames and records to leave
+HAND_BACK_MARGIN_S: Final = 0.5  # before the limit: time to send the last frames and records
 
 
 class Drain:
@@ -68,18 +68,18 @@ class Drain:
         self._others_serving = others_serving
 
     async def run(self, stop: Stop) -> None:
-        """Return when nothing is held any more."""
+        """Return when the executor holds nothing."""
         executor = self._executor
         executor.stop_accepting()
-        log.info("draining %d jobs, for at most %.1f s", len(executor.held), stop.deadline_s - time.monotonic())
+        log.info("draining %d jobs for at most %.1f s", len(executor.held), stop.deadline_s - time.monotonic())
         executor.hand_back([attempt for attempt in executor.held if not attempt.holds_credit])
         while executor.held:
             now_s = time.monotonic()
             left_s = stop.deadline_s - HAND_BACK_MARGIN_S - now_s
-            executor.hand_back([attempt for attempt in executor.held if self._shall_go(attempt, now_s, left_s)])
+            executor.hand_back([attempt for attempt in executor.held if self._should_hand_back(attempt, now_s, left_s)])
             await wait_for(executor.is_idle, DRAIN_CHECK_S)
 
-    def _shall_go(self, attempt: Attempt, now_s: float, left_s: float) -> bool:
+    def _should_hand_back(self, attempt: Attempt, now_s: float, left_s: float) -> bool:
         if left_s <= 0:
             return True
         return attempt.remaining_s(now_s) > left_s and self._others_serving(attempt.job.model)

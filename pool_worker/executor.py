@@ -1,9 +1,9 @@
-"""Runs jobs: from a delivery of the queue to a request of the engine, and from its outputs to frames.
+"""Runs jobs: turns a delivery of the queue into an engine request, and the engine's outputs into frames.
 
-A job is taken off the queue when it is accepted: its gateway hears of that and watches over it from then on. If that
-acknowledgement is lost, the queue delivers the job again: this worker then knows it and runs it no second time, and
-another is told by the gateway, which has heard of us first, to stop. Every attempt that was accepted ends exactly once,
-in `_end`, whatever happens: it sends its last frame, gives its credit back and leaves its usage record.
+The worker acknowledges a job when it accepts it: the gateway gets the "accepted" frame and watches over the job from
+then on. If the acknowledgement is lost, the queue delivers the job again. This worker then recognizes it and does not
+run it twice; on another worker, the gateway stops it. Every accepted attempt ends exactly once, in `_end`: it sends its
+last frame, returns its credit and leaves a usage record.
 """
 
 import asyncio
@@ -61,11 +61,10 @@ class Executor:
         on_pause: Callable[[], None],
         traces: "AttemptTraces | None" = None,
     ) -> None:
-        """Make an executor that holds nothing; ``revisions`` are those of its models.
+        """Make an executor without jobs; ``revisions`` are those of its models.
 
-        ``spawn`` runs a coroutine in a supervised task; ``on_end`` gets each attempt that was accepted when it has
-        ended and its credit is free again; ``on_pause`` is called when the breaker has opened or closed; ``traces``
-        makes their spans, if any are to be made.
+        ``spawn`` runs a coroutine in a supervised task. ``on_end`` gets each accepted attempt after its end, when its
+        credit is free again. ``on_pause`` is called when the breaker opens or closes. ``traces`` makes spans, if set.
         """
         self._settings = settings
         self._adapters = settings.adapters
@@ -81,11 +80,11 @@ class Executor:
         is_chat = engine.takes == TAKES_MESSAGES
         self._send: Callable[[Attempt, Any], None] = self._send_deltas if is_chat else self._send_tokens
         self._counted_by: CountedBy = "provider" if engine.takes == TAKES_MESSAGES else engine.counted_by
-        self.jobs_taken = 0  # accepted, since the start
-        self.batch_jobs_taken = 0  # of these
+        self.jobs_taken = 0  # accepted since the start
+        self.batch_jobs_taken = 0  # of these: ended by failure or handed back
         self.tokens_made = 0
         self._held: dict[str, Attempt] = {}  # pulled and not ended
-        self._waiting: deque[Attempt] = deque()  # of these, the ones without credit
+        self._waiting: deque[Attempt] = deque()  # attempts of `_held` without credit
         self._fetches: dict[str, asyncio.Task[None]] = {}  # id → fetch of its prompt
         self._recent = RecentAttempts()
         self.breaker = Breaker(self._held.values, credit.capacity.max_sequences, on_pause)
@@ -96,7 +95,7 @@ class Executor:
 
     @property
     def held(self) -> Sequence[Attempt]:
-        """The attempts that this worker owes an end."""
+        """The attempts that have not ended."""
         return tuple(self._held.values())
 
     @property
@@ -111,27 +110,27 @@ class Executor:
 
     @property
     def has_waiting_interactive(self) -> bool:
-        """True while one of these is an interactive job, which others would have to pass."""
+        """True while an interactive job is among them, which other jobs must not overtake."""
         return any(not attempt.is_batch for attempt in self._waiting)
 
-    # --- a job comes in -----------------------------------------------------------------------------------------------
+    # --- jobs arrive --------------------------------------------------------------------------------------------------
 
     def knows(self, job: Job) -> bool:
-        """Report whether this worker runs this very attempt, or has run it recently."""
+        """Report whether this worker runs this attempt, or ran it recently."""
         id_ = attempt_id(job.request_id, job.attempt)
         return id_ in self._held or self._recent.get(id_) is not None
 
     def offer(self, job: Job, delivery: Delivery) -> bool:
-        """Take a pulled job: run it, let it wait for credit, hand it back, or send its gateway the reason.
+        """Take a pulled job: run it, let it wait for credit, hand it back, or decline it.
 
-        Return whether it was accepted now, and so will come to ``on_end``.
+        Return whether it was accepted, and so will reach ``on_end``.
         """
         id_ = attempt_id(job.request_id, job.attempt)
         is_accepted = False
         if self._adopt(id_, job, delivery):
             return is_accepted
         if 0 < job.deadline_unix_ms < time.time() * 1000:
-            self.decline(job, delivery, ErrorCode.DEADLINE_EXCEEDED, "the deadline passed in the queue")
+            self.decline(job, delivery, ErrorCode.DEADLINE_EXCEEDED, "the deadline passed while the request was queued")
         elif self._is_draining:
             self._publisher.nak(delivery)
         else:
@@ -141,9 +140,9 @@ class Executor:
         return is_accepted
 
     def _adopt(self, id_: str, job: Job, delivery: Delivery) -> bool:
-        """Report whether this worker runs or ran this very attempt: the message came again, the work must not.
+        """Report whether this worker runs or ran this attempt; if so, send its frames again.
 
-        Either the queue lost our acknowledgement, or its message, and the gateway our frames; so all are sent again.
+        The queue lost the acknowledgement or the gateway lost frames.
         """
         attempt = self._held.get(id_) or self._recent.get(id_)
         if attempt is None:
@@ -154,7 +153,7 @@ class Executor:
         return True
 
     def decline(self, job: Job | JobHead, delivery: Delivery, code: ErrorCode, message: str) -> None:
-        """Take a job that no worker will run off the queue, and send its gateway the reason."""
+        """Take a job that no worker will run off the queue and send its gateway the reason."""
         frame = Failed(job.request_id, job.attempt, 0, code, message, retryable=False)
         self._publisher.send(job.reply_subject, encode(frame))
         self._publisher.ack(delivery)
@@ -174,7 +173,7 @@ class Executor:
         self._start_what_fits()
 
     def _start_what_fits(self) -> None:
-        # Ending an attempt frees credit and so comes back here; a queue of expired ones must not become a deep stack.
+        # Ending an attempt frees credit and calls this again: without the guard, many expired jobs recurse deeply.
         if self._is_starting:
             return
         self._is_starting = True
@@ -190,7 +189,7 @@ class Executor:
                 return
             self._waiting.remove(attempt)
             if 0 < attempt.job.deadline_unix_ms < time.time() * 1000:
-                self._fail(attempt, ErrorCode.DEADLINE_EXCEEDED, "the deadline passed in the worker", retryable=False)
+                self._fail(attempt, ErrorCode.DEADLINE_EXCEEDED, "the deadline passed on the worker", retryable=False)
                 continue
             self._credit.take(attempt.cost)
             attempt.holds_credit = True
@@ -212,9 +211,9 @@ class Executor:
             if attempt.job.object_key:
                 packed = unseal(packed, attempt.job.object_key, prompt_object)
         except (BusError, ProtocolError, TimeoutError) as error:
-            why_not = f"the prompt could not be fetched: {str(error) or 'too slow'}"
+            why_not = f"the prompt could not be fetched: {str(error) or 'timed out'}"
         if self._fetches.pop(attempt.id, None) is None:
-            return  # ended meanwhile: a cancellation is lost if it meets the answer (asyncio.wait_for of Python 3.11)
+            return  # already ended: asyncio.wait_for of Python 3.11 loses a cancellation that races with the result
         if packed is None:
             self._fail(attempt, ErrorCode.INTERNAL_ERROR, why_not, retryable=True)
         else:
@@ -234,7 +233,7 @@ class Executor:
                 prompt_ids = unpack_token_ids(packed)
                 request = engine_request(attempt.id, attempt.job, prompt_ids, self._adapters, engine.honoured)
                 submit = partial(engine.submit, request)
-        except ProtocolError as error:  # of a newer gateway, and a newer worker may know what it means
+        except ProtocolError as error:  # from a newer gateway: a newer worker may understand it
             self._fail(attempt, ErrorCode.INTERNAL_ERROR, str(error), retryable=True)
             return
         if not attempt.live:
@@ -243,18 +242,18 @@ class Executor:
         attempt.in_engine = True
         submit()
 
-    # --- the engine has made something --------------------------------------------------------------------------------
+    # --- engine outputs -----------------------------------------------------------------------------------------------
 
     def take(self, outputs: Sequence[SequenceOutput]) -> None:
         """Turn the outputs of one engine step into frames."""
         for output in outputs:
             attempt = self._held.get(output.request_id)
             if attempt is None:
-                continue  # ended meanwhile
+                continue  # already ended
             if output.timings is not None and output.index in attempt.live:
                 attempt.timings[output.index] = output.timings
             reason = output.finish_reason
-            if reason == "error":  # of the whole attempt, also where the choice it names was complete before
+            if reason == "error":  # for the whole attempt, even if the named choice was complete
                 self._fail_by_engine(attempt, output)
                 continue
             if output.index not in attempt.live:
@@ -299,7 +298,7 @@ class Executor:
             self._fail(attempt, ErrorCode.ENGINE_BUSY, message, retryable=True)
         elif isinstance(output, Refusal):
             code = ErrorCode.GRAMMAR_TOO_COMPLEX if output.is_too_complex else ErrorCode.INVALID_REQUEST
-            # What was taken by a worker before, one of wider limits may take again.
+            # An earlier worker accepted the job, so one with wider limits may again.
             may_retry = attempt.job.attempt > 1 and not output.is_too_complex
             self._fail(attempt, code, message, retryable=may_retry, param=output.param)
         else:
@@ -307,15 +306,15 @@ class Executor:
                 self.breaker.failed(attempt.job.request_id, message, time.monotonic())
             self._fail(attempt, ErrorCode.ENGINE_ERROR, message, retryable=True)
 
-    # --- the gateway asks ---------------------------------------------------------------------------------------------
+    # --- gateway requests ---------------------------------------------------------------------------------------------
 
     def cancel(self, request_id: str, attempt_number: int) -> None:
-        """Stop an attempt; unknown and ended ones are left alone."""
+        """Stop an attempt. Ignores unknown and ended ones."""
         attempt = self._held.get(attempt_id(request_id, attempt_number))
         if attempt is None:
             return
         if attempt.in_engine:
-            self._engine.cancel(attempt.id)  # its end comes with the next step, with exact counts
+            self._engine.cancel(attempt.id)  # the attempt ends with the next step, with exact counts
         else:
             attempt.was_cancelled = True
             self._finish(attempt)
@@ -338,24 +337,24 @@ class Executor:
         for frame in attempt.frames[max(0, from_seq) :]:
             self._publisher.send(reply_subject, frame)
 
-    # --- the worker stops ---------------------------------------------------------------------------------------------
+    # --- shutdown -----------------------------------------------------------------------------------------------------
 
     def stop_accepting(self) -> None:
         """Hand back every job that arrives from now on."""
         self._is_draining = True
 
     def hand_back(self, attempts: Sequence[Attempt]) -> None:
-        """End attempts so that their gateways, which hold all their tokens, have others resume them."""
+        """End attempts so that their gateways, which hold all tokens, resume them on other workers."""
         for attempt in attempts:
             self._fail(attempt, ErrorCode.WORKER_DRAINING, DRAINING_MESSAGE, retryable=True)
 
     def hand_back_waiting(self) -> None:
-        """Hand back what has not reached the engine: its server takes nothing for now."""
+        """Hand back jobs that have not reached the engine: its server takes no requests for now."""
         for attempt in tuple(self._waiting):
             self._fail(attempt, ErrorCode.ENGINE_BUSY, "the worker's server takes no requests for now", retryable=True)
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
-        """End every attempt so that its gateway tries again elsewhere."""
+        """End every attempt so that its gateway retries it on another worker."""
         self.stop_accepting()
         for attempt in self.held:
             self._fail(attempt, code, message, retryable=True)
@@ -363,7 +362,7 @@ class Executor:
     def abandon(self, reply_subject: str) -> None:
         """End the attempts of a gateway that is gone."""
         orphans = [attempt for attempt in self.held if attempt.job.reply_subject == reply_subject]
-        log.warning("nobody listens on %s any more: %d jobs are stopped", reply_subject, len(orphans))
+        log.warning("no listener on %s: stopping %d jobs", reply_subject, len(orphans))
         for attempt in orphans:
             self._fail(attempt, ErrorCode.GATEWAY_LOST, "the gateway is gone", retryable=True)
 
@@ -387,7 +386,7 @@ class Executor:
         self._publisher.send(attempt.job.reply_subject, last_frame)
         self._publisher.wake(at_once=True)
         record = attempt_record(self._settings, self._engine, attempt, outcome, error_code)
-        # Another worker may run the same attempt, until it is stopped, and leaves a record too.
+        # Another worker may run the same attempt until it is stopped, and then leaves a record too.
         self._outbox.put(f"{attempt.id}.{self._settings.worker_id}", encode(record))
         if self._traces is not None:
             self._traces.ended(attempt, outcome, error_code)

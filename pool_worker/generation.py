@@ -1,4 +1,4 @@
-"""Translates a job of the queue into a request to the engine."""
+"""Translates a job of the queue into an engine request."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -18,12 +18,12 @@ from protocol.job import TAKES_MESSAGES, Job, Markup, Sampling, decode_chat, unp
 
 
 def prompt_tokens_of(job: Job) -> int:
-    """Return the prompt's length: counted where the ids are in the job, as the gateway says where they are not."""
+    """Return the prompt's length: counted if the job holds the token ids, else as the gateway states it."""
     return len(job.prompt_ids) // 4 or job.prompt_tokens
 
 
 def billed_prompt_tokens_of(job: Job) -> int:
-    """Return what a hosted API reads: for each choice that it is asked for, the prompt and what is made already."""
+    """Return what a hosted API reads: for each choice, the prompt and the output so far."""
     if job.pooling is not None:
         return prompt_tokens_of(job)
     ended = sum(point.finish_reason is not None for point in job.resume)
@@ -38,20 +38,20 @@ def engine_request(
     adapters: Collection[str] = (),
     honoured: Collection[str] = SAMPLING_DEFAULTS,
 ) -> GenerationRequest | PoolingRequest:
-    """Translate a job; ``honoured``: see ``sampling_params``. Raises ProtocolError if it does not fit together."""
+    """Translate a job; ``honoured``: see ``sampling_params``. Raises ProtocolError if the job is inconsistent."""
     if job.pooling is None:
         return generation_request(request_id, job, prompt_ids, adapters, honoured)
     return pooling_request(request_id, job, job.pooling, prompt_ids)
 
 
 def pooling_request(request_id: str, job: Job, pooling: Pooling, prompt_ids: list[int]) -> PoolingRequest:
-    """Translate a job of several inputs, less those that are answered. Raises ProtocolError."""
+    """Translate a job of several inputs, except those already answered. Raises ProtocolError."""
     lengths = unpack_token_ids(pooling.lengths)
     firsts = unpack_token_ids(pooling.first_lengths) or lengths
     if sum(lengths) != len(prompt_ids) or len(firsts) != len(lengths):
         raise ProtocolError(f"inputs of {sum(lengths)} tokens in a prompt of {len(prompt_ids)}")
     if pooling.task not in get_args(PoolingTask):
-        raise ProtocolError(f"an unknown task, {pooling.task!r}")
+        raise ProtocolError(f"unknown task {pooling.task!r}")
     answered = {point.index for point in job.resume}
     spans = enumerate(pairwise(accumulate(lengths, initial=0)))
     inputs = [
@@ -75,7 +75,7 @@ def chat_request(
 
 
 def can_go_on(job: Job, engine: Engine) -> bool:
-    """Report whether an engine can take a job, and resume the answers that others have begun."""
+    """Report whether an engine can take a job and resume its answers."""
     begun = [point for point in job.resume if point.finish_reason is None]
     if begun and not engine.continues:
         return False
@@ -92,12 +92,10 @@ def generation_request(
     adapters: Collection[str] = (),
     honoured: Collection[str] = SAMPLING_DEFAULTS,
 ) -> GenerationRequest:
-    """Translate a job, whose model is one of the engine's ``adapters`` or the engine's own.
+    """Translate a job whose model is the engine's own or one of its ``adapters``.
 
-    Raises ProtocolError if a resume point's tokens are not whole 32-bit integers.
-
-    Choices that are already complete go in as well: the engine ends them again at once, and the others keep the
-    numbers that their seeds depend on.
+    Complete choices are included: the engine ends them again at once, and the other choices keep their indexes, which
+    determine their seeds. Raises ProtocolError if a resume point's tokens are not whole 32-bit integers.
     """
     resume = tuple(ResumePoint(p.index, tuple(unpack_token_ids(p.token_ids)), p.text_chars) for p in job.resume)
     adapter = job.model if job.model in adapters else None
@@ -114,16 +112,16 @@ def generation_request(
 
 
 def content_finder(markup: Markup | None) -> Callable[[], ContentFinder] | None:
-    """Return what makes the ``content_finder`` of a choice; None where all of an answer is content."""
+    """Return a factory of the ``content_finder`` of a choice; None if the whole answer is content."""
     return None if markup is None else partial(ContentFinder, AnswerForm.of_markup(markup))
 
 
 def sampling_params(sampling: Sampling, honoured: Collection[str] = SAMPLING_DEFAULTS) -> SamplingParams:
-    """Return a job's sampling parameters with the model's own defaults of those that are ``honoured``.
+    """Return a job's sampling parameters, with the model's own defaults of those that are ``honoured``.
 
-    Raises ProtocolError for a grammar of a kind that is not known.
+    Raises ProtocolError for an unknown kind of grammar.
     """
     if sampling.grammar is not None and sampling.grammar.kind not in get_args(GrammarKind):
-        raise ProtocolError(f"a grammar of the unknown kind {sampling.grammar.kind!r}")
+        raise ProtocolError(f"unknown kind of grammar {sampling.grammar.kind!r}")
     usable = sampling_defaults(sampling.defaults)
     return replace(sampling, **{name: value for name, value in usable.items() if name in honoured})

@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 # --- engine stats -----------------------------------------------------------------------------------------------------
 #
-# An engine's statistics as they travel in the worker's heartbeats.
+# Converts an engine's statistics for heartbeats.
 
 
 def wire_stats(stats: types.EngineStats, waiting_jobs: int) -> EngineStats:
-    """Translate; ``waiting_jobs`` are here and not yet in the engine."""
+    """Convert statistics; ``waiting_jobs`` are on this worker but not yet in the engine."""
     counters = stats.counters
     return EngineStats(
         running=stats.running,
@@ -55,9 +55,9 @@ def _histogram(counts: types.HistogramCounts) -> Histogram:
 
 # --- cards ------------------------------------------------------------------------------------------------------------
 #
-# Publishes how to count and render prompts for the models this worker serves.
+# Publishes how to count and render prompts for the models that this worker serves.
 
-AGAIN_AFTER_S: Final = 1.0  # at the earliest
+AGAIN_AFTER_S: Final = 1.0  # minimum interval
 
 
 class ModelCards:
@@ -75,7 +75,7 @@ class ModelCards:
         self._is_due.set()
 
     async def run(self) -> None:
-        """Publish as often as asked to; cancel it to stop."""
+        """Publish on request until canceled."""
         while True:
             await self._is_due.wait()
             self._is_due.clear()
@@ -83,7 +83,7 @@ class ModelCards:
             await asyncio.sleep(AGAIN_AFTER_S)
 
     async def publish(self) -> None:
-        """Publish all cards, however long it takes until the buckets exist."""
+        """Publish all cards, waiting for the buckets to exist."""
         has_failed = False
         for wait_s in backoff_s():
             try:
@@ -91,7 +91,7 @@ class ModelCards:
                     await publish_model_card(self._bus, card, tokenizer_json)
             except BusError as error:
                 if not has_failed:
-                    log.warning("model cards cannot be published yet: %s", error)
+                    log.warning("cannot publish model cards yet: %s", error)
                 has_failed = True
                 await asyncio.sleep(wait_s)
             else:
@@ -100,12 +100,12 @@ class ModelCards:
 
 # --- heartbeat --------------------------------------------------------------------------------------------------------
 
-# How NATS' key-value buckets mark an entry as deleted, its history too (ADR-8).
+# NATS' key-value buckets mark a deleted entry with this header (ADR-8).
 PURGE_HEADERS: Final = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
 
 
 class HeartbeatPublisher:
-    """Puts a Heartbeat into the registry again and again, until the entry is removed."""
+    """Renews this worker's Heartbeat in the registry until the entry is removed."""
 
     def __init__(
         self,
@@ -130,23 +130,23 @@ class HeartbeatPublisher:
         self._subject = subjects.heartbeat_subject(settings.worker_id)
         self._started_unix_ms = unix_now_ms()
         self._beat_s = time.monotonic()
-        self._busy_s = 0.0  # held at least one job when beating: to the heartbeat exact
+        self._busy_s = 0.0  # seconds with at least one job, up to the last heartbeat
         self._is_failing = False
 
     async def run(self) -> None:
-        """Beat for ever; cancel it to stop."""
+        """Send heartbeats until canceled."""
         while True:
             await self.beat()
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
     async def beat(self) -> None:
-        """Put one heartbeat."""
+        """Send one heartbeat."""
         self._note_busy()
         try:
             await self._bus.publish(self._subject, encode(self._heartbeat()))
         except BusError as error:
             if not self._is_failing:
-                log.warning("no heartbeat can be sent: %s", error)
+                log.warning("cannot send the heartbeat: %s", error)
             self._is_failing = True
         else:
             self._is_failing = False
@@ -158,15 +158,15 @@ class HeartbeatPublisher:
         self._beat_s = now_s
 
     async def remove(self) -> None:
-        """Take the worker out of the registry."""
+        """Remove the worker from the registry."""
         try:
             await self._bus.publish(self._subject, b"", headers=PURGE_HEADERS)
         except BusError as error:
-            log.warning("the registry entry stays until it expires: %s", error)
+            log.warning("cannot remove the registry entry; it will expire: %s", error)
 
     def _heartbeat(self) -> Heartbeat:
         settings, capacity = self._settings, self._credit.capacity
-        # Behind a closed gate nothing is free: nobody who will not wait is to be let in for the sake of it.
+        # Behind a closed gate nothing is free, so that gateways admit no request that will not wait.
         paused = self._executor.breaker.report(time.monotonic())
         takes_jobs = paused is None and any(map(self._gate.is_open, settings.models))
         return Heartbeat(

@@ -1,4 +1,4 @@
-"""The worker process: start the engine, connect, serve until asked to stop."""
+"""The worker process: start the engine, connect, and serve until asked to stop."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from protocol.process import Restarts, on_stop_signals, unless_set, wait_for
 if TYPE_CHECKING:
     from pool_worker.traces import AttemptTraces
 
-RESTART_WINDOW_S: Final = 1800.0  # a large model loads for minutes
+RESTART_WINDOW_S: Final = 1800.0  # a large model takes minutes to load
 FIRST_RESTART_WAIT_S: Final = 0.1
 
 log = logging.getLogger(__name__)
@@ -29,10 +29,9 @@ log = logging.getLogger(__name__)
 async def run(settings: WorkerSettings, on_ready: OnReady | None = None) -> None:
     """Serve until SIGTERM, SIGINT or a notice, then drain and return; a second signal cuts the drain short.
 
-    ``on_ready`` is called with the task of the models when jobs are about to be pulled: once, and again after each
-    restart of a server that is ours; with None when a server has broken. Raises EngineDiedError if the engine does not
-    start or is lost, and is not to be started again (its jobs have been handed back by then), and BusError if no queue
-    server answers at first.
+    ``on_ready`` is called with the models' task when the worker is about to pull jobs, at first and after each restart
+    of an owned server; with None when a server breaks. Raises EngineDiedError if the engine fails to start or is lost
+    and is not to be restarted (its jobs are handed back by then), and BusError if no queue server answers at first.
     """
     stop = Stop(settings.drain_s, notices.signal_limit_s(settings.notice))
     with on_stop_signals(stop.on_signal):
@@ -40,13 +39,13 @@ async def run(settings: WorkerSettings, on_ready: OnReady | None = None) -> None
 
 
 async def _live(settings: WorkerSettings, stop: Stop, on_ready: OnReady | None) -> None:
-    """Serve with one engine after another, where its server's process is ours and so can be started again."""
+    """Serve with one engine after another if the worker owns the server's process and can restart it."""
     engine = settings.engine
     restarts = None
     if isinstance(engine, ServerEngineSettings) and engine.exec is not None:
         restarts = Restarts(engine.exec_restarts, RESTART_WINDOW_S, FIRST_RESTART_WAIT_S)
     for life in itertools.count(1):
-        # Each life is a worker of its own: what is said of the one that died is not meant for the next.
+        # Each life has its own worker id: messages for the dead worker must not reach its successor.
         own = settings if life == 1 else settings.model_copy(update={"worker_id": f"{settings.worker_id}-{life}"})
         try:
             await _live_once(own, stop, on_ready)
@@ -55,9 +54,9 @@ async def _live(settings: WorkerSettings, stop: Stop, on_ready: OnReady | None) 
                 raise
             wait_s = restarts.wait_s()
             if wait_s is None:
-                times = f"{restarts.most + 1} deaths within {restarts.window_s:g} s"
-                raise EngineDiedError(f"given up after {times}, the last: {death}") from death
-            log.error("%s; starting the server again in %.1f s", death, wait_s)  # noqa: TRY400  # no bug of ours
+                times = f"{restarts.most + 1} crashes within {restarts.window_s:g} s"
+                raise EngineDiedError(f"giving up after {times}; last error: {death}") from death
+            log.error("%s; restarting the server in %.1f s", death, wait_s)  # noqa: TRY400  # not a bug here
             if not await wait_for(stop.requested, wait_s):
                 continue
         return
@@ -94,7 +93,7 @@ async def connect(settings: WorkerSettings) -> Bus:
 
 
 def _api_prefix(settings: WorkerSettings) -> str:
-    """Return how calls of JetStream's API begin: through a leaf node, only those that name the domain pass."""
+    """Return the prefix of JetStream API calls: a leaf node passes only calls that name the domain."""
     if settings.nats_credentials is not None:
         return WORKERS_API
     return API if settings.nats_domain is None else f"$JS.{settings.nats_domain}.API"
@@ -105,7 +104,7 @@ async def _traces(settings: WorkerSettings) -> AsyncIterator["AttemptTraces | No
     if settings.telemetry.otlp_endpoint is None:
         yield None
         return
-    # Only here: without traces, OpenTelemetry is not needed.
+    # Imported here: OpenTelemetry is optional without traces.
     from pool_worker.traces import AttemptTraces  # noqa: PLC0415
     from protocol.tracing import Tracing  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""The other workers, as one worker sees them: by their heartbeats, and by the server's news of lost connections."""
+"""The other workers as this worker sees them, from their heartbeats and the server's reports of lost connections."""
 
 import itertools
 import logging
@@ -24,11 +24,10 @@ log = logging.getLogger(__name__)
 
 # --- gateway watch ----------------------------------------------------------------------------------------------------
 #
-# Notices gateways that are gone: the tokens of their requests have no reader, so the engine's capacity goes to others.
+# Detects gateways that are gone: the tokens of their requests have no reader, so their attempts are stopped.
 #
-# A gateway listens for frames as long as it lives, and the server reports to the sender that a message has no listener.
-# So each gateway gets an empty step now and then, which it does not answer; only the server's "no responders" comes
-# back.
+# A gateway listens for frames throughout its life, and the server tells a sender that a message has no listener. Each
+# gateway is therefore probed with an empty step frame. It does not answer; only the server's "no responders" returns.
 
 GONE_AFTER_PROBES: Final = 3  # in a row, without a listener
 
@@ -42,7 +41,7 @@ class _Missing:
 
 
 class GatewayWatch:
-    """Ends the attempts of gateways that are gone permanently."""
+    """Ends the attempts of gateways that are permanently gone."""
 
     def __init__(self, bus: Bus, settings: WorkerSettings, executor: Executor) -> None:
         self._bus = bus
@@ -51,12 +50,12 @@ class GatewayWatch:
         self._probe = encode(StepFrame(PROTOCOL_VERSION, settings.worker_id, ()))
         self._inbox = bus.client.new_inbox()
         self._numbers = itertools.count(1)
-        self._probed: dict[str, str] = {}  # number of a probe of this round → whom it went to
-        self._missed: set[str] = set()  # of this round: those who did not listen
+        self._probed: dict[str, str] = {}  # probe number, in this round → reply subject
+        self._missed: set[str] = set()  # reply subjects without a listener in this round
         self._missing: dict[str, _Missing] = {}
 
     async def run(self) -> None:
-        """Watch for ever; cancel it to stop."""
+        """Watch until canceled."""
         await self._bus.subscribe(f"{self._inbox}.*", self._on_reply)
         self._bus.on_reconnect(self._forget)
         while True:
@@ -64,7 +63,7 @@ class GatewayWatch:
             try:
                 await self._probe_all()
             except BusError as error:
-                log.warning("gateways cannot be looked for: %s", error)
+                log.warning("cannot probe gateways: %s", error)
                 await self._forget()
 
     async def _probe_all(self) -> None:
@@ -72,7 +71,7 @@ class GatewayWatch:
         self._missing = {gateway: self._missing[gateway] for gateway in self._missed & gateways}
         self._missed.clear()
         self._probed.clear()
-        if not self._bus.connected:  # then it is we who are gone
+        if not self._bus.connected:  # the worker itself was disconnected
             await self._forget()
             return
         for gateway in gateways:
@@ -92,7 +91,7 @@ class GatewayWatch:
             self._executor.abandon(gateway)
 
     async def _forget(self) -> None:
-        """Start over: nothing that was seen before a reconnect proves anything."""
+        """Start over: observations from before a reconnect prove nothing."""
         self._probed.clear()
         self._missed.clear()
         self._missing.clear()
@@ -100,11 +99,11 @@ class GatewayWatch:
 
 # --- peers ------------------------------------------------------------------------------------------------------------
 
-INFORMED_AFTER_S: Final = 1.5 * HEARTBEAT_PERIOD_S  # of listening: by then every live worker's heartbeat has arrived
+INFORMED_AFTER_S: Final = 1.5 * HEARTBEAT_PERIOD_S  # by then every live worker's heartbeat has arrived
 
 
 class Peers:
-    """The models served by others. One that drains, pauses, has departed or is silent for ``silence_s`` serves none."""
+    """The models that others serve. A worker that drains, pauses, left or is silent for ``silence_s`` serves none."""
 
     def __init__(
         self,
@@ -115,10 +114,10 @@ class Peers:
         trusted: bool = False,
         silence_s: float = HEARTBEAT_LIMIT_S,
     ) -> None:
-        """Make an empty view; ``worker_id`` is the one worker that is not a peer.
+        """Make an empty view; ``worker_id`` is this worker, which is not a peer.
 
-        Hosted pools have lanes of their own: theirs are only those of ``hosted_pool``, and nobody's others. Likewise
-        what demands trusted pools is taken by ``trusted`` workers alone, who take nothing else.
+        A hosted pool serves only its own lanes, so its peers are the workers of ``hosted_pool``. Likewise only
+        ``trusted`` workers take jobs that demand trusted pools, and they take no others.
         """
         self._bus = bus
         self._worker_id = worker_id
@@ -138,12 +137,12 @@ class Peers:
         await self._bus.subscribe(subjects.DISCONNECTS, self._on_disconnect)
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` whenever a worker comes, goes or begins to drain; not when one merely falls silent."""
+        """Call ``callback`` when a worker joins, leaves or starts to drain, but not when one falls silent."""
         self._on_change.append(callback)
 
     @property
     def is_informed(self) -> bool:
-        """True once it has listened for long enough to have received every worker's heartbeat."""
+        """True once it has listened long enough to have received every worker's heartbeat."""
         return time.monotonic() - self._listening_since_s >= INFORMED_AFTER_S
 
     def others_serving(self, model: str, revision: str = "") -> bool:
@@ -156,7 +155,7 @@ class Peers:
         return any(revision.tokenizer == tokenizer for revision in peers)
 
     def start_tpots_ms(self, pool: str) -> list[float]:
-        """Return what the other workers of a pool have measured at their start."""
+        """Return the TPOT that the other workers of a pool measured at their start."""
         paces = [peer.pace for peer in self._live() if peer.pool == pool and peer.pace is not None]
         return [pace.tpot_ms for pace in paces if pace.tpot_ms]
 
@@ -166,7 +165,7 @@ class Peers:
         return any(model in peer.models and PULL_PRIORITIES[peer.tier] < priority for peer in self._of_same_lanes())
 
     def _of_same_lanes(self) -> list[Heartbeat]:
-        """Those who can take what this worker can."""
+        """Return the peers that serve the same lanes as this worker."""
         return [
             peer
             for peer in self._live()
@@ -186,7 +185,7 @@ class Peers:
 
     async def _on_heartbeat(self, message: Msg) -> None:
         worker_id = subjects.worker_of_heartbeat(message.subject)
-        if worker_id == self._worker_id or "Status" in (message.headers or {}):  # the server's answer to somebody
+        if worker_id == self._worker_id or "Status" in (message.headers or {}):  # the server's reply to another client
             return
         heartbeat = _read(message)
         if heartbeat is None or not heartbeat.takes_jobs or heartbeat.tier not in PULL_PRIORITIES:
@@ -208,7 +207,7 @@ class Peers:
             self._notify()
 
     async def _on_reconnected(self) -> None:
-        # Silence proved nothing while our own connection was gone.
+        # Silence proves nothing while this worker was disconnected.
         self._listening_since_s = time.monotonic()
 
     def _notify(self) -> None:
@@ -217,15 +216,15 @@ class Peers:
 
 
 def _serves(peer: Heartbeat, model: str, revision: str) -> bool:
-    reported = peer.revisions[model].weights if model in peer.revisions else ""  # an older worker may have the same
+    reported = peer.revisions[model].weights if model in peer.revisions else ""  # an older worker states no revision
     return model in peer.models and (not (revision and reported) or revision == reported)
 
 
 def _read(message: Msg) -> Heartbeat | None:
-    """Decode; None where the entry was removed, or speaks another protocol or in another's name: no peer of ours."""
+    """Decode; None if the entry was removed, is of another protocol version, or names another worker."""
     sender = subjects.worker_of_heartbeat(message.subject)
     try:
         return decode_heartbeat(message.data, sender) if message.data else None
     except ProtocolError as error:
-        log.warning("an undecodable heartbeat on %s: %s", message.subject, error)
+        log.warning("cannot decode the heartbeat on %s: %s", message.subject, error)
         return None

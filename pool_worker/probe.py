@@ -1,4 +1,4 @@
-"""Probes of a broken server: a request of our own, for as few tokens as there can be, until one is answered."""
+"""Probes of a broken server: small requests of the worker's own, until one is answered."""
 
 import asyncio
 import time
@@ -18,17 +18,17 @@ NAME: Final = "spillway-probe"
 QUESTION: Final = "1"
 MAX_TOKENS: Final = 16  # some APIs refuse fewer
 PROMPT_TOKENS: Final = 4
-MARGIN_S: Final = 5.0  # beyond the engine's own limit of a silent stream
-HUNG_PROBES: Final = 2  # that end in silence, one after the other: a server that is ours is started again
+MARGIN_S: Final = 5.0  # on top of the engine's own limit for silent streams
+HUNG_PROBES: Final = 2  # consecutive silent probes before an owned server is restarted
 
 
 class Prober:
-    """Asks the server of one worker while its breaker says that it is broken."""
+    """Probes the server of one worker while its breaker is open."""
 
     def __init__(
         self, engine: AnyEngine, breaker: Breaker, *, model: str, silence_s: float, is_ours: bool = False
     ) -> None:
-        """``is_ours``: the server can be started again, which a hung one needs."""
+        """``is_ours``: the worker owns the server and can restart it when it hangs."""
         self._engine = engine
         self._breaker = breaker
         self._model = model
@@ -36,16 +36,16 @@ class Prober:
         self._is_ours = is_ours
         self._silences = 0  # probes in a row
         self._number = 0
-        self._asked: str | None = None  # the probe that runs
+        self._asked: str | None = None  # the running probe
         self._is_answered = False
         self._error: str | None = None
         self._busy: Busy | None = None
         self._changed = asyncio.Event()
         self._prompt: list[int] = []
-        self.opened = asyncio.Event()  # set when there may be something to probe
+        self.opened = asyncio.Event()  # set when a probe may be due
 
     def take(self, outputs: Sequence[SequenceOutput]) -> None:
-        """Take what an engine step made, if a probe runs."""
+        """Read an engine step's outputs, if a probe is running."""
         for output in outputs if self._asked is not None else ():
             if output.request_id != self._asked:
                 continue
@@ -54,11 +54,11 @@ class Prober:
             if output.finish_reason == "error" and not isinstance(output, Refusal):
                 self._error = output.error or "the engine gave no reason"
             elif output.finish_reason != "cancelled":
-                self._is_answered = True  # also by a refusal: it reads what it is asked
+                self._is_answered = True  # a refusal also proves that the server reads requests
             self._changed.set()
 
     async def run(self) -> EngineDiedError:
-        """Probe whenever the server is broken, for ever; return why a hung server has to be started again."""
+        """Probe while the server is broken; return why a hung server must be restarted."""
         while True:
             await self.opened.wait()
             self.opened.clear()
@@ -67,11 +67,11 @@ class Prober:
                 await asyncio.sleep(wait_s)
                 wait_s = await self._probe()
                 if self._is_ours and self._silences >= HUNG_PROBES:
-                    return EngineDiedError(f"the server is hung: {self._breaker.reason}")
+                    return EngineDiedError(f"the server hangs: {self._breaker.reason}")
 
     async def _probe(self) -> float:
-        """Ask once; return the seconds until the next time."""
-        if self._breaker.reason is None:  # a running stream has shown it meanwhile
+        """Probe once; return the seconds until the next probe."""
+        if self._breaker.reason is None:  # a running stream has proved it meanwhile
             return 0.0
         reason = await self._why_not()
         now_s = time.monotonic()
@@ -84,7 +84,7 @@ class Prober:
         return 0.0
 
     async def _why_not(self) -> str | None:
-        """Return why a probe was not answered, None if it was."""
+        """Return why a probe failed; None if it was answered."""
         self._number += 1
         self._asked = request_id = f"{NAME}-{self._number}"
         self._is_answered, self._error, self._busy = False, None, None
@@ -96,7 +96,7 @@ class Prober:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            self._error = f"a probe was not answered within {limit_s:g} s"
+            self._error = f"no answer to a probe within {limit_s:g} s"
         finally:
             self._asked = None
             self._engine.cancel(request_id)

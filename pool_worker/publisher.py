@@ -1,7 +1,7 @@
-"""Everything the worker says about jobs: one message of frames per gateway and engine step, then acknowledgements.
+"""Sends frames and acknowledgements: one message of frames per gateway and engine step, then acknowledgements.
 
-Callers only add; one task sends, so that frames of an attempt leave in the order of their numbers. What cannot be sent
-is dropped: the gateway notices the gap and asks for it again.
+Callers only add; one task sends, so that an attempt's frames leave in order. A message that cannot be sent is dropped:
+the gateway notices the gap and asks for the frames again.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from protocol.nats.bus import HEADER_ROOM_BYTES, Bus
 from protocol.nats.pull import Delivery
 
 PACE_S: Final = (
-    0.002  # between two messages; steps of a faster engine share one, and each message costs all three processes
+    0.002  # between two messages: steps of a faster engine share one, since each message costs CPU in three processes
 )
-STEP_ROOM_BYTES: Final = 256  # a StepFrame without its frames
+STEP_ROOM_BYTES: Final = 256  # of a StepFrame without its frames
 
 log = logging.getLogger(__name__)
 
 
 class _EncodedStep(msgspec.Struct, array_like=True):
-    """A StepFrame whose frames are encoded already; the same on the wire."""
+    """A StepFrame with encoded frames; the same on the wire."""
 
     v: int
     worker_id: str
@@ -33,7 +33,7 @@ class _EncodedStep(msgspec.Struct, array_like=True):
 
 
 class Publisher:
-    """Sends frames and acknowledgements. ``run`` must be running for anything to leave."""
+    """Sends frames and acknowledgements while ``run`` is running."""
 
     def __init__(self, bus: Bus, worker_id: str) -> None:
         self._bus = bus
@@ -41,7 +41,7 @@ class Publisher:
         self._frames: dict[str, list[bytes]] = {}  # reply subject → encoded frames
         self._acks: list[Delivery] = []
         self._naks: list[tuple[Delivery, float]] = []
-        self._sending = asyncio.Lock()  # so that a flush ends only when nothing is on its way any more
+        self._sending = asyncio.Lock()  # held while sending, so that a flush ends when nothing is in flight
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._next_flush_s = 0.0  # the loop's clock
@@ -49,7 +49,7 @@ class Publisher:
         self._is_failing = False
 
     def send(self, reply_subject: str, frame: bytes) -> None:
-        """Add a frame to the next message to ``reply_subject``; it leaves after ``wake``."""
+        """Add a frame to the next message to ``reply_subject``. Call ``wake`` to send it."""
         frames = self._frames.get(reply_subject)
         if frames is None:
             self._frames[reply_subject] = [frame]
@@ -57,17 +57,17 @@ class Publisher:
             frames.append(frame)
 
     def ack(self, delivery: Delivery) -> None:
-        """Take a job off the queue once the frames added before have been sent."""
+        """Take a job off the queue after the frames added so far have been sent."""
         self._acks.append(delivery)
 
     def nak(self, delivery: Delivery, delay_s: float = 0.0) -> None:
-        """Leave a job to others, from ``delay_s`` on."""
+        """Return a job to the queue, for delivery after ``delay_s``."""
         self._naks.append((delivery, delay_s))
 
     def wake(self, *, at_once: bool = False) -> None:
-        """Send what has been added: now, if it is urgent or ``PACE_S`` has passed since the last message.
+        """Send what has been added: now if ``at_once`` or ``PACE_S`` has passed since the last message.
 
-        A first frame never waits behind silence, and a short answer ends without waiting for its pace.
+        So a first frame is sent immediately, and a short answer ends without delay.
         """
         if at_once or self._loop.time() >= self._next_flush_s:
             self._wake.set()
@@ -75,7 +75,7 @@ class Publisher:
             self._timer = self._loop.call_at(self._next_flush_s, self._wake.set)
 
     async def run(self) -> None:
-        """Send for ever; cancel it to stop."""
+        """Send until canceled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -101,7 +101,7 @@ class Publisher:
                 await pull.ack(self._bus, delivery)
             for delivery, delay_s in naks:
                 await pull.nak(self._bus, delivery, delay_s)
-        except BusError as error:  # the job comes again: to us, who know it, or to another, whom its gateway stops
+        except BusError as error:  # the job is redelivered, here or to another worker, which the gateway stops
             self._note_failure(error)
 
     async def _send_steps(self, reply_subject: str, encoded: list[bytes]) -> None:
@@ -117,12 +117,12 @@ class Publisher:
 
     def _note_failure(self, error: BusError) -> None:
         if not self._is_failing:
-            log.warning("frames could not be sent, gateways will ask for them: %s", error)
+            log.warning("could not send frames; gateways will ask for them: %s", error)
         self._is_failing = True
 
 
 def split_frames(encoded: list[bytes], limit_bytes: int) -> list[list[bytes]]:
-    """Cut a list of frames, in order, into parts of at most ``limit_bytes`` (or one frame, if that is larger)."""
+    """Split a list of frames, in order, into parts of at most ``limit_bytes`` (or one frame, if that is larger)."""
     if sum(map(len, encoded)) <= limit_bytes:
         return [encoded]
     parts: list[list[bytes]] = [[]]

@@ -1,12 +1,12 @@
-"""The spans of one worker's attempts; imported only where traces are on.
+"""The spans of one worker's attempts. Imported only if traces are on.
 
     chat <model>              accepted → ended, in the trace that the job names
     ├── engine queue
     ├── prefill
     └── decode
 
-All are made when the attempt ends, of what is known of it then. A worker that is killed leaves none of those that ran:
-its gateway tells what it has seen of them (an event "attempt failed").
+All spans are made when the attempt ends. A killed worker leaves no spans of running attempts: the gateway records them
+as events "attempt failed".
 """
 
 import time
@@ -88,10 +88,10 @@ class AttemptTraces:
 
 
 def phases(attempt: Attempt, timings: Timings, start_ns: int, end_ns: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, start, end) of each phase in the engine, which tells durations only.
+    """Yield (name, start, end) of each phase in the engine, which reports only durations.
 
-    The first token is where they are fastened to the clock, or the end where none was made. No phase leaves the
-    attempt's span, which the engine's clock and ours might otherwise let happen by some microseconds.
+    Phases are aligned at the first token, or at the end if there was none. They are clipped to the attempt's span:
+    the engine's clock may differ by some microseconds.
     """
     if attempt.ttft_ms is not None:
         at_ns = start_ns + int(attempt.ttft_ms * _NANOS_PER_MS)

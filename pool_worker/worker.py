@@ -1,7 +1,7 @@
 """One worker's parts and the order in which they start and stop.
 
-the way out   publisher, outbox                                 first up, last down
-the work      engine steps, pulls, heartbeat, cards   ends by a drain, or when one of them fails
+outgoing   publisher, outbox                                 first up, last down
+work       engine steps, pulls, heartbeat, cards             end by a drain, or when one of them fails
 """
 
 import asyncio
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 STOP_PULLING_LIMIT_S: Final = 1.0
 OUTBOX_FLUSH_LIMIT_S: Final = 10.0  # at shutdown
-HURRIED_FLUSH_LIMIT_S: Final = 1.0  # after a second signal
+FORCED_FLUSH_LIMIT_S: Final = 1.0  # after a second signal
 CANCEL_AGAIN_S: Final = 0.5
 
-OnReady = Callable[[str | None], None]  # the task of its models: "generate", "embed" or "score"; None: not ready
+OnReady = Callable[[str | None], None]  # the models' task: "generate", "embed" or "score"; None: not ready
 
 log = logging.getLogger(__name__)
 
 
 class Worker:
-    """A connected worker whose engine has started. Make it inside the TaskGroup that its small tasks shall live in."""
+    """A connected worker whose engine has started. Make it inside the TaskGroup that runs its small tasks."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Worker:
         self._tasks = tasks
         self._engine = engine
         credit = Credit(capacity, settings.batch_reserve)
-        self._must_look = asyncio.Event()  # there may be more room for jobs, or a gate has opened
+        self._refill_needed = asyncio.Event()  # set when there may be more room for jobs, or a gate has opened
         self._publisher = Publisher(bus, settings.worker_id)
         self._peers = Peers(
             bus,
@@ -91,7 +91,7 @@ class Worker:
             tier=settings.tier,
             models=settings.models,
             trusted=settings.trusted,
-            on_open=self._must_look.set,
+            on_open=self._refill_needed.set,
         )
         self._consumer = Consumer(
             bus,
@@ -100,13 +100,13 @@ class Worker:
             worker_id=settings.worker_id,
             lanes=settings.lanes,
             trusted=settings.trusted,
-            strange_deliveries=settings.strange_deliveries,
+            max_unreadable_deliveries=settings.max_unreadable_deliveries,
             executor=self._executor,
             job_filter=JobFilter(settings, engine, self._peers, revisions),
             credit=credit,
             outbox=self._outbox,
             gate=self._gate,
-            must_look=self._must_look,
+            refill_needed=self._refill_needed,
             on_foreign_tokens=self._cards.publish_again,
         )
         self._prober = None
@@ -118,9 +118,9 @@ class Worker:
         self._control = ControlListener(bus, settings.worker_id, self._executor)
         self._on_ready: OnReady | None = None
         self._is_measured = asyncio.Event()
-        self._has_less = False  # the server; this worker leaves
+        self._has_less = False  # the server has shrunk; this worker leaves
         self._watch = None
-        if settings.watch is not None and engine.takes != TAKES_MESSAGES:  # an API is nobody's machine
+        if settings.watch is not None and engine.takes != TAKES_MESSAGES:  # an API has no node of this pool
             self._watch = NodeWatch(
                 settings.watch,
                 engine,
@@ -137,7 +137,7 @@ class Worker:
             revisions=revisions,
             pace=lambda: None if self._watch is None else self._watch.report(),
         )
-        # What an API has begun is ended here as long as that lasts: elsewhere it may not go on.
+        # A hosted API's answers end here, for as long as the drain lasts: other workers may not resume them.
         is_chat = engine.takes == TAKES_MESSAGES
         self._drain = Drain(
             self._executor,
@@ -149,15 +149,15 @@ class Worker:
     async def serve(self, stop: Stop, on_ready: OnReady | None) -> None:
         """Work until ``stop`` is requested or the provider gives a notice, then drain.
 
-        Raises EngineDiedError once its jobs have been handed back, also where the node was too slow to stay, or its
-        server takes less than when this worker has told its pool.
+        Raises EngineDiedError once its jobs have been handed back. This includes a node that is too slow for its pool
+        and a server that takes less than it did at the worker's start.
         """
         self._on_ready = on_ready
         sending = [self._tasks.create_task(self._publisher.run()), self._tasks.create_task(self._outbox.run())]
         try:
             await self._work(stop)
         finally:
-            self._executor.fail_all(ErrorCode.INTERNAL_ERROR, "the worker failed")  # nothing is left in good times
+            self._executor.fail_all(ErrorCode.INTERNAL_ERROR, "the worker failed")  # normally none are left
             await self._publisher.flush()
             await self._flush_outbox(stop)
             await self._heart.remove()
@@ -168,16 +168,16 @@ class Worker:
                 await notices.reallocate(self._settings.notice, self._settings.notice_url, self._watch.reason)
             raise NodeTooSlowError(f"this node is too slow: {self._watch.reason}")
         if self._has_less:
-            raise EngineDiedError(f"the worker has left its pool: {self._executor.breaker.change}")
+            raise EngineDiedError(f"the worker left its pool: {self._executor.breaker.change}")
 
     async def _flush_outbox(self, stop: Stop) -> None:
         flushing = asyncio.create_task(self._outbox.flush(OUTBOX_FLUSH_LIMIT_S))
-        hurried = asyncio.create_task(stop.hurried.wait())
-        await asyncio.wait({flushing, hurried}, return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
+        force_exit = asyncio.create_task(stop.force_exit.wait())
+        await asyncio.wait({flushing, force_exit}, return_when=asyncio.FIRST_COMPLETED)
+        force_exit.cancel()
         if not flushing.done():
             flushing.cancel()
-            await self._outbox.flush(HURRIED_FLUSH_LIMIT_S)
+            await self._outbox.flush(FORCED_FLUSH_LIMIT_S)
 
     async def _work(self, stop: Stop) -> None:
         async with asyncio.TaskGroup() as work:
@@ -225,7 +225,7 @@ class Worker:
         self._on_ready(task if self._executor.breaker.is_ready else None)
 
     async def _beat(self) -> None:
-        await self._is_measured.wait()  # until then it would seem to have room for jobs
+        await self._is_measured.wait()  # before that, its heartbeat would offer room for jobs
         await self._heart.run()
 
     async def _run_engine(self) -> EngineDiedError:
@@ -239,7 +239,7 @@ class Worker:
         except EngineDiedError as error:
             death = error
         else:
-            death = EngineDiedError("the engine stopped by itself")
+            death = EngineDiedError("the engine stopped unexpectedly")
         return self._died(death)
 
     async def _probe(self) -> EngineDiedError:
@@ -250,7 +250,7 @@ class Worker:
         return self._died(await self._prober.run())
 
     def _died(self, death: EngineDiedError) -> EngineDiedError:
-        log.error("the engine died, %d jobs are handed back: %s", len(self._executor.held), death)
+        log.error("the engine died; handing back %d jobs: %s", len(self._executor.held), death)
         self._executor.fail_all(ErrorCode.ENGINE_DIED, str(death))
         return death
 
@@ -264,10 +264,10 @@ class Worker:
             stop.request()
 
     async def _watch_facts(self, stop: Stop) -> None:
-        """Take no jobs for a server that is another, and leave where it only has less than before."""
+        """Take no jobs while the server's facts differ, and leave the pool if its limits have shrunk."""
         facts = self._engine.facts_watch
         if facts is not None:
-            await self._is_measured.wait()  # as heartbeats do
+            await self._is_measured.wait()  # the heartbeat period
             await facts.run(lambda change: self._executor.breaker.changed(change, time.monotonic()))
             self._has_less = True
             stop.request()
@@ -281,23 +281,23 @@ class Worker:
             async with asyncio.timeout(STOP_PULLING_LIMIT_S):
                 await self._consumer.stop()
         except TimeoutError:
-            log.warning("pulls were not ended within %g s", STOP_PULLING_LIMIT_S)
+            log.warning("pulls did not end within %g s", STOP_PULLING_LIMIT_S)
 
     def _on_attempt_ended(self, attempt: Attempt) -> None:
         self._consumer.settle(attempt)
         if self._watch is not None:
             self._watch.ended(attempt)
-        self._must_look.set()
+        self._refill_needed.set()
 
     def _on_pause(self) -> None:
-        """Note that the server takes requests no longer, or again."""
+        """React to the breaker opening or closing."""
         breaker = self._executor.breaker
         if breaker.is_open(time.monotonic()):
             self._executor.hand_back_waiting()
         self._report_readiness()
         if self._prober is not None:
             self._prober.opened.set()
-        self._must_look.set()
+        self._refill_needed.set()
         self._tasks.create_task(self._heart.beat(), name="heartbeat of a pause")
 
     async def _on_reconnected(self) -> None:
@@ -306,7 +306,7 @@ class Worker:
 
 
 async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
-    """Cancel until all have ended: Python 3.11's ``wait_for`` forgets a cancellation that meets its answer."""
+    """Cancel until all have ended: ``wait_for`` of Python 3.11 loses a cancellation that races with the result."""
     while tasks:
         for task in tasks:
             task.cancel()

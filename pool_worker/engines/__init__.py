@@ -24,7 +24,7 @@ def create(settings: EngineSettings) -> AnyEngine:
             from pool_worker.engines.sidecar.engine import SideCarEngine  # noqa: PLC0415 - as below
 
             return SideCarEngine(settings, create)
-        from pool_worker.engines.server import ServerEngine  # noqa: PLC0415 - brings an HTTP client
+        from pool_worker.engines.server import ServerEngine  # noqa: PLC0415 - needs an HTTP client
         from pool_worker.engines.token_source import HttpSource  # noqa: PLC0415 - likewise
 
         return ServerEngine(settings, partial(HttpSource, settings))
@@ -37,6 +37,6 @@ def create(settings: EngineSettings) -> AnyEngine:
         from pool_worker.engines.chat_server import ChatServerEngine  # noqa: PLC0415 - likewise
 
         return ChatServerEngine(settings)
-    from pool_worker.engines.local import LocalEngine  # noqa: PLC0415 - brings torch, which other engines do without
+    from pool_worker.engines.local import LocalEngine  # noqa: PLC0415 - needs torch, which other engines do not
 
     return LocalEngine(settings)

@@ -17,7 +17,7 @@ from protocol.job import CountedBy, Input, ModelCard
 
 
 class EngineDiedError(ExpectedError):
-    """The engine is lost; the worker must exit so that its jobs continue elsewhere."""
+    """The engine is lost; the worker must exit so that its jobs resume elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Capacity:
 
     max_sequences: int  # or pooling jobs
     max_kv_tokens: int
-    max_model_len: int  # prompt + output tokens of one sequence
-    # The engine's own report, whatever the settings say; None: unknown.
+    max_model_len: int  # prompt and output tokens of one sequence
+    # Reported by the engine, whatever the settings say; None: unknown.
     server_max_sequences: int | None = None
     server_max_kv_tokens: int | None = None
 
@@ -36,17 +36,17 @@ class Engine(Protocol):
     """An engine's interface. Every method is called on the worker's event loop.
 
     The life cycle is ``start`` → (``submit`` | ``cancel`` | iterate ``steps``)* → ``stop``. The two kinds below differ
-    in what may be submitted.
+    in what they accept.
     """
 
     name: str
     takes: Input
-    continues: bool  # it can continue an answer begun by another engine
-    honoured: frozenset[str]  # fields of SamplingParams; of a model's own defaults, the others are left out
+    continues: bool  # it can resume an answer that another engine began
+    honoured: frozenset[str]  # fields of SamplingParams that it supports; others are left out of a model's own defaults
 
     @property
     def facts_watch(self) -> FactsWatch | None:
-        """Whether its server is still the same, known after ``start``; None: the engine cannot become another."""
+        """Watches whether the server stays the same, once started; None: the engine cannot change."""
         ...
 
     async def start(self) -> Capacity:
@@ -76,7 +76,7 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Free all resources. Running requests are dropped without further output."""
+        """Free all resources. Drops running requests without further output."""
         ...
 
 
@@ -87,12 +87,12 @@ class TokenEngine(Engine, Protocol):
     counted_by: CountedBy
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
-        """Accept a request. Never blocks; a request the engine must refuse ends in ``steps`` with a Refusal."""
+        """Accept a request. Never blocks; a request that the engine refuses ends in ``steps`` with a Refusal."""
         ...
 
 
 class ChatEngine(Engine, Protocol):
-    """An engine that receives conversations. ``steps`` yields ``ChatOutput`` for all but failures."""
+    """An engine that receives conversations. ``steps`` yields ``ChatOutput``, except for failures."""
 
     takes: Literal["messages"]
 

@@ -9,22 +9,22 @@ from protocol.job import Chat, ChatUsage, Part
 
 @dataclass(frozen=True, slots=True)
 class ChatPoint:
-    """The state in which another worker left a choice."""
+    """How far another worker got with a choice."""
 
     index: int
     text: str  # already sent to the client
-    tokens: int  # that it has used up
+    tokens: int  # used up so far
     is_complete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One conversation and what to do with it. `resume` holds at most one point per choice."""
+    """One conversation and its parameters. `resume` holds at most one point per choice."""
 
     request_id: str
     chat: Chat
     sampling: SamplingParams
-    prompt_tokens: int  # as the gateway has estimated them
+    prompt_tokens: int  # as the gateway estimated them
     resume: tuple[ChatPoint, ...] = ()
     cache_salt: str = ""  # as in GenerationRequest
 
@@ -34,6 +34,6 @@ class ChatOutput(SequenceOutput):
     """The output of one choice; `text` and `token_ids` stay empty."""
 
     parts: tuple[Part, ...] = ()
-    tokens: int = 0  # that these parts have, as estimated
+    tokens: int = 0  # estimated tokens of these parts
     usage: ChatUsage | None = field(default=None)  # with the finish reason
     is_filtered: bool = False  # stopped by a content filter

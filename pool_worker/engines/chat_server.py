@@ -1,12 +1,12 @@
 """A server or a hosted API that takes messages, as an engine: a conversation in, parts of an answer out.
 
-    submit ──> one stream a choice (POST) ──deltas──> parts, estimated counts ──> steps
+    submit ──> one stream per choice (POST) ──deltas──> parts, estimated counts ──> steps
 
-No token ids come back: counts are estimated while an answer is made, and are the provider's at its end. Stop strings
-are looked for here, in the content alone, and never sent: servers look in reasoning and calls, too, most do not tell
-which of them they have found, and some take none. An answer that one has ended is counted by estimation. What another
-worker has begun continues as an assistant's message, where the format says that the server takes one. What differs
-between APIs is in ``chat_formats``; the way to them, with its limits and faults, is ``server_connection``.
+Such servers return no token ids: counts are estimated during the answer and replaced by the provider's at its end. Stop
+strings are searched here, in the content only, and not sent to the server: servers also search reasoning and calls,
+most do not report which string they found, and some support none. An answer that ends at a stop string keeps its
+estimated counts. A partial answer of another worker is resumed with an assistant message, if the format supports that.
+API differences are in ``chat_formats``; the connection, its limits and faults are in ``server_connection``.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ from pool_worker.settings import AnyChatSettings
 from protocol.generation import SamplingParams
 from protocol.job import PROTOCOL_VERSION, TAKES_MESSAGES, Chat, ChatUsage, ModelCard, Part
 
-CHARS_PER_TOKEN: Final = 4.0  # of English text, by OpenAI's own rule of thumb
+CHARS_PER_TOKEN: Final = 4.0  # of English text, by OpenAI's rule of thumb
 DEFAULT_SEQUENCES: Final = 64
-ANY_NAME: Final = frozenset({"sglang", "tgi"})  # of ChatFormat.server: one model, which is asked by whatever name
+ANY_NAME: Final = frozenset({"sglang", "tgi"})  # values of ChatFormat.server: one model, whatever name is requested
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class ChatServerEngine(StreamingEngine[ChatRequest, "ChatChoice"]):
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> Capacity:
-        """Wait until a server of one's own is ready; a hosted API is there. Raises EngineDiedError."""
+        """Wait until a self-hosted server is ready; a hosted API needs no wait. Raises EngineDiedError."""
         health_path = self._format.health_path
         if health_path is not None:
             await self._connection.wait_until_ready(health_path)
@@ -85,7 +85,7 @@ class ChatServerEngine(StreamingEngine[ChatRequest, "ChatChoice"]):
         return Capacity(self._sequences, self._sequences * length, length)
 
     async def _watch_facts(self) -> None:
-        """Remember what the server serves, where it tells."""
+        """Record what the server serves, if it reports that."""
         if self._format.server is None:
             return
         reader = FactsReader(self._connection, self._format.server)
@@ -93,7 +93,7 @@ class ChatServerEngine(StreamingEngine[ChatRequest, "ChatChoice"]):
         try:
             facts = await reader.read(model)
         except FactsUnread as error:
-            log.info("a change of the server will not be noticed: %s", error)
+            log.info("changes of the server will not be detected: %s", error)
             return
         if model is not None and facts.model != model:
             log.warning("%s does not serve %s; it serves: %s", self.place, model, facts.model)
@@ -103,7 +103,7 @@ class ChatServerEngine(StreamingEngine[ChatRequest, "ChatChoice"]):
         self._connection.facts_watch = self.facts_watch
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
-        """Return None: it has no tokenizer, so gateways count by their own configuration."""
+        """Return a card without a tokenizer: gateways count prompts by their own configuration."""
         facts = None if self.facts_watch is None else self.facts_watch.before
         revision = self._settings.revision or default_revision(self.name, self._settings.model, facts)
         card = ModelCard(
@@ -125,7 +125,7 @@ class ChatServerEngine(StreamingEngine[ChatRequest, "ChatChoice"]):
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def fitted(self, request: ChatRequest) -> tuple[ChatRequest, tuple[str, ...]]:
-        """Return a request without the fields that the API lacks, where these are dropped, and their names."""
+        """Return a request without unsupported fields, if the settings say to drop them, and their names."""
         if self._settings.unsupported != "drop":
             return request, ()
         chat, params, dropped = without_unsupported(request.chat, request.sampling, self._format)
@@ -140,7 +140,7 @@ class ChatServerEngine(StreamingEngine[ChatRequest, "ChatChoice"]):
     # --- one choice ---------------------------------------------------------------------------------------------------
 
     def _failed(self, choice: "ChatChoice", error: str) -> ChatOutput:
-        # Once it has said why it ended, nothing is missing but perhaps its usage.
+        # After the reported end, only the usage can be missing.
         return choice.finish() if choice.ended_by else choice.end("error", error)
 
     async def _generate(self, choice: "ChatChoice") -> None:
@@ -172,11 +172,11 @@ class _Answer:
 
     @property
     def has_begun(self) -> bool:
-        """True if the caller has a part of it."""
+        """True if the caller has part of it."""
         return self._choice.has_begun
 
     def take(self, event: Mapping[str, Any]) -> Taken:
-        """Read an event; the answer is whole with its end and its usage, or with a stop string."""
+        """Read an event; the answer is complete with its end and usage, or at a stop string."""
         delta = self._reader.read(event)
         self._take(self._choice, delta)
         if self._choice.is_stopped:
@@ -187,7 +187,7 @@ class _Answer:
         return Taken.SOME if has_content else Taken.NOTHING
 
     def done(self) -> bool:
-        """End the answer if there is one."""
+        """End the answer if one has begun."""
         if self._choice.ended_by is None:
             self._take(self._choice, self._reader.done())
             if not self.has_begun:
@@ -197,38 +197,38 @@ class _Answer:
 
 
 class ChatChoice:
-    """One choice of a request whose answer somebody else makes."""
+    """One choice of a request whose answer a server makes."""
 
     def __init__(self, request: ChatRequest, point: ChatPoint) -> None:
-        """Make a choice that begins where ``point`` says."""
+        """Make a choice that continues at ``point``."""
         self.request_id = request.request_id
         self.index = point.index
         self.prompt_tokens = request.prompt_tokens
         self.clock = SequenceClock(added_s=time.monotonic())
         self.ended_by: EndReason | None = None
         self.usage: ChatUsage | None = None
-        self.has_ended = False  # and said so
+        self.has_ended = False  # and the server has reported its end
         self._request = request
         self._point = point
-        self.is_stopped = False  # by a stop string
+        self.is_stopped = False  # at a stop string
         self._stops = StopStrings(request.sampling.stop)
         self._chars = 0
         self._reported_tokens = 0
 
     @property
     def has_begun(self) -> bool:
-        """True if a part of it has come."""
+        """True once a part has arrived."""
         return self._chars > 0
 
     def ask(self, model: str) -> ChatServerRequest:
-        """Return what the server is asked for."""
+        """Return the request to the server."""
         params, chat = self._request.sampling, self._request.chat
         seed = None if params.seed is None else params.seed + self._point.index * SEED_STRIDE
         limit = max(1, params.max_tokens - self._point.tokens) if chat.is_limited else None
         return ChatServerRequest(model, chat, params, limit, seed, self._point.text, self._request.cache_salt)
 
     def take(self, delta: ChatDelta) -> ChatOutput | None:
-        """Take what one event says; return what it yields, None if that is nothing yet."""
+        """Read one event; return its output, or None if there is none yet."""
         self.ended_by = delta.ended_by or self.ended_by
         self.usage = delta.usage or self.usage
         self._chars += sum(len(part.text) for part in delta.parts)
@@ -244,7 +244,7 @@ class ChatChoice:
         return self._output(parts=tuple(parts), tokens=tokens)
 
     def _unstopped(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """Yield parts up to a stop string, without the end of a text that may become one."""
+        """Yield parts up to a stop string, holding back text that may become one."""
         params = self._request.sampling
         for part in parts:
             if part.kind != "text":
@@ -263,7 +263,7 @@ class ChatChoice:
         return [Part("text", text)] if text else []
 
     def finish(self) -> ChatOutput:
-        """End as the server has said, with its counts or, where it gives none, ours."""
+        """End with the server's reason and counts; without its counts, with estimates."""
         self.has_ended = True
         usage = self.usage or ChatUsage("estimate", self.prompt_tokens, self._reported_tokens)
         output = self._output(usage=usage, is_filtered=self.ended_by == "content_filter")
@@ -272,7 +272,7 @@ class ChatChoice:
         return output
 
     def end(self, reason: FinishReason, error: str | None = None) -> ChatOutput:
-        """End without an end."""
+        """End without a reported end."""
         self.has_ended = True
         output = self._output()
         output.finish_reason, output.error, output.timings = reason, error, self.clock.timings()

@@ -1,7 +1,7 @@
-"""Events from bytes to objects, with characters whole that a server has cut into halves.
+"""Decodes events, joining characters that a server has split across two events.
 
-JSON writes a character beyond U+FFFF as two escapes, and some servers cut between them: one half in one delta, the
-other in the next. A half without its other is U+FFFD, as everywhere in Unicode.
+JSON writes a character above U+FFFF as two escapes, a surrogate pair, and some servers split between them: one half in
+one delta, the other in the next. A half without its counterpart becomes U+FFFD, as Unicode specifies.
 """
 
 import json
@@ -12,11 +12,11 @@ import msgspec
 from protocol.wire import UNDECODABLE
 
 UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}"
-MAX_DEPTH: Final = 64  # of an event with half a character
+MAX_DEPTH: Final = 64  # per event with half a character
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _Path = tuple[str | int, ...]
-_FIRST = range(0xD800, 0xDC00)  # the code points of the first halves, and of the second
+_FIRST = range(0xD800, 0xDC00)  # code points of the first halves, and of the second
 _SECOND = range(0xDC00, 0xE000)
 
 
@@ -24,7 +24,7 @@ class EventDecoder:
     """Decodes the events of one answer."""
 
     def __init__(self) -> None:
-        self._half: tuple[_Path, str] | None = None  # the first half at the end of a text, and where that stands
+        self._half: tuple[_Path, str] | None = None  # the first half at the end of a text, and the path to it
 
     def read(self, data: bytes) -> dict[str, Any]:
         """Decode one event. Raises one of UNDECODABLE."""
@@ -68,7 +68,7 @@ def _with_halves(data: bytes) -> dict[str, Any]:
 
 
 def _prepend(event: dict[str, Any], path: _Path, half: str) -> bool:
-    """Put half a character before the text at its place, UNKNOWN where none follows; False where that may be later."""
+    """Put half a character before the text at ``path``, UNKNOWN if none follows; False if it may come later."""
     place: Any = event
     try:
         for step in path[:-1]:

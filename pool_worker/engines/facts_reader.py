@@ -1,4 +1,4 @@
-"""Reads what a server of a known kind tells of itself: its page of facts, and how its tokenizer reads a sample."""
+"""Reads a server's facts: its page of facts, and how its tokenizer encodes a sample text."""
 
 from dataclasses import replace
 from urllib.parse import quote
@@ -13,19 +13,19 @@ class FactsReader:
     """The facts of one server."""
 
     def __init__(self, connection: ServerConnection, kind: str) -> None:
-        """``kind``: of FORMATS."""
+        """``kind``: a key of FORMATS."""
         self._connection = connection
         self._format = FORMATS[kind]
         self._tokenizer_page = TOKENIZER_PAGES.get(kind)
 
     async def read(self, model: str | None) -> ServerFacts:
-        """Return what it tells of ``model`` now, or of the first that it serves. Raises FactsUnread."""
+        """Return the server's facts about ``model``, or about the first model it serves. Raises FactsUnread."""
         path = with_model(self._format.facts_path, model or "")
         facts = await self._connection.facts(path, lambda answer: facts_again(self._format, answer, model))
         return await self.completed(facts)
 
     async def completed(self, facts: ServerFacts) -> ServerFacts:
-        """Return what the page of facts says together with the sample."""
+        """Return the facts with the tokenizer's sample added."""
         page = self._tokenizer_page
         if page is None:
             return facts
@@ -34,5 +34,5 @@ class FactsReader:
 
 
 def with_model(template: str, model: str) -> str:
-    """Return a path with the model's name in its place."""
+    """Return a path with the model's name filled in."""
     return template.replace("{model}", quote(model, safe=""))

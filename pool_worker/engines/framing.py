@@ -17,9 +17,9 @@ Framing = Literal[
     "AWS event stream",
     "server-sent events in an AWS event stream",
 ]
-CLOSED: Final = b'{"closed":true}'  # an event of ours: the body is at its end, and was not cut
-DONE: Final = b"[DONE]"  # what servers write instead of a last event; no JSON object, as all other events are
-SHOWN_BYTES: Final = 200  # of what is no event, in the error
+CLOSED: Final = b'{"closed":true}'  # synthetic event: the body ended without being cut
+DONE: Final = b"[DONE]"  # sent by servers instead of a last event; unlike all other events, not a JSON object
+SHOWN_BYTES: Final = 200  # of a non-event, in the error
 
 
 class MalformedEvent(Exception):
@@ -27,7 +27,7 @@ class MalformedEvent(Exception):
 
 
 class ServerFailure(Exception):
-    """The server reports in its stream that the request failed. ``status``: what HTTP would have said, if known."""
+    """The server reports in its stream that the request failed. ``status``: the matching HTTP status, if known."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -37,9 +37,10 @@ class ServerFailure(Exception):
 async def sse_events(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     """Yield the data of each server-sent event, and DONE for ``[DONE]``.
 
-    Events are read as WHATWG specifies them (https://html.spec.whatwg.org/multipage/server-sent-events.html). Servers
-    have three more habits: no blank line between events, none after the last, and JSON instead of a stream. Raises
-    MalformedEvent for an event that is too long, and for an answer that has no event and is no JSON, such as a page.
+    Events are read as WHATWG specifies them (https://html.spec.whatwg.org/multipage/server-sent-events.html), and three
+    deviations of servers are accepted: no blank line between events, none after the last, and JSON instead of a stream.
+    Raises MalformedEvent for an event that is too long, and for an answer without events that is not JSON, such as a
+    page.
     """
     lines_of_body = _sse_lines(body)
     event, has_begun, ignored = _SseEvent(), False, b""
@@ -56,7 +57,7 @@ async def sse_events(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     if (data := event.take()) is not None:
         yield data
     elif ignored and not has_begun:
-        raise MalformedEvent(f"it has no event, and begins with {ignored.decode(errors='replace')!r}")
+        raise MalformedEvent(f"it has no event and begins with {ignored.decode(errors='replace')!r}")
 
 
 class _SseEvent:
@@ -68,13 +69,13 @@ class _SseEvent:
         self._is_error = False
 
     def continues_with(self, line: bytes) -> bool:
-        """Return whether a line may belong to the event, although a server leaves out blank lines."""
+        """Return whether a line belongs to the current event, for servers that omit blank lines."""
         if not line:
             return False
         return len(self._data) != 1 or line.startswith(b":") or not _is_whole(self._data[0])
 
     def read(self, line: bytes) -> bool:
-        """Add a line; return False if it is no line of an event. Raises MalformedEvent for an event too long."""
+        """Add a line; return False if it is not an event's line. Raises MalformedEvent for an event that is too long."""
         name, _, value = line.partition(b":")
         if name == b"data":
             self._data.append(value.removeprefix(b" "))
@@ -83,7 +84,7 @@ class _SseEvent:
                 raise MalformedEvent(f"an event has more than {MAX_EVENT_BYTES} bytes")
         elif name == b"event":
             self._is_error = value.strip() == b"error"
-        elif name == b"error":  # a field of llama.cpp's own
+        elif name == b"error":  # a custom field of llama.cpp
             self._data, self._is_error = [value.strip()], True
         return name in {b"", b"data", b"event", b"error", b"id", b"retry"}
 
@@ -107,7 +108,7 @@ def _is_whole(data: bytes) -> bool:
 
 
 def _error_event(data: bytes) -> bytes:
-    """Return an event of the type ``error`` as one that has ``error``."""
+    """Return an event of the type ``error`` as one with the field ``error``."""
     try:
         told = msgspec.json.decode(data)
     except UNDECODABLE:
@@ -118,9 +119,9 @@ def _error_event(data: bytes) -> bytes:
 
 
 async def _sse_lines(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield each line without its end, which is CR, LF or both, and without a byte order mark before the first."""
+    """Yield each line without its end (CR, LF or both) and without a byte order mark before the first."""
     is_first, is_after_cr = True, False
-    rest = bytearray()  # of a line whose end has not come: added to, as a copy for each of many small pieces takes long
+    rest = bytearray()  # of an unfinished line: a bytearray, because copying for each small piece is slow
     async for piece in body:
         chunk = piece.removeprefix(b"\n") if is_after_cr else piece
         is_after_cr = chunk.endswith(b"\r") if chunk else is_after_cr and not piece
@@ -141,7 +142,7 @@ async def _sse_lines(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 
 
 async def _documents(first: bytes, more: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the JSON that stands where events should: an object a line, or one over all lines, or a list of them."""
+    """Yield JSON sent instead of events: an object per line, one object over all lines, or a list of objects."""
     if first.lstrip()[:1] == b"{" and _is_whole(first):
         yield first
         async for line in more:
@@ -159,13 +160,13 @@ async def _documents(first: bytes, more: AsyncIterator[bytes]) -> AsyncIterator[
     try:
         elements = msgspec.json.decode(document, type=list[msgspec.Raw])
     except UNDECODABLE as error:
-        raise MalformedEvent(f"its JSON is cut or malformed: {error}") from error
+        raise MalformedEvent(f"its JSON is truncated or malformed: {error}") from error
     for element in elements:
         yield bytes(element)
 
 
 async def sse_events_to_the_close(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield the same, and CLOSED after the last event, if there was any, where nothing else tells the answer's end."""
+    """Yield events like ``sse_events``, and CLOSED after the last, if only the close of the stream ends an answer."""
     has_begun = False
     async for data in sse_events(body):
         has_begun = True
@@ -176,8 +177,8 @@ async def sse_events_to_the_close(body: AsyncIterable[bytes]) -> AsyncIterator[b
 
 
 async def lines(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield each line that is not empty. Raises MalformedEvent for one that is too long."""
-    rest = bytearray()  # of a line whose end has not come: added to, as a copy for each of many small pieces takes long
+    """Yield each non-empty line. Raises MalformedEvent for one that is too long."""
+    rest = bytearray()  # of an unfinished line: a bytearray, because copying for each small piece is slow
     async for chunk in body:
         *whole, last = chunk.split(b"\n")
         if whole:
@@ -200,7 +201,7 @@ async def aws_events(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 
 
 async def sse_events_in_aws_events(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield the server-sent events whose bytes are the events' payloads, cut anywhere. Raises likewise."""
+    """Yield the server-sent events in the payloads of AWS events, split at arbitrary places. Raises likewise."""
 
     async def payloads() -> AsyncIterator[bytes]:
         async for _, payload in _aws_messages(body):
@@ -212,7 +213,7 @@ async def sse_events_in_aws_events(body: AsyncIterable[bytes]) -> AsyncIterator[
 
 async def _aws_messages(body: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, bytes]]:
     """Yield type and payload of each message of ``application/vnd.amazon.eventstream``."""
-    # The extra `aws`, which all other pools do without.
+    # Needs the extra `aws`, which other pools do not.
     from botocore.eventstream import EventStreamBuffer, ParserError  # noqa: PLC0415
 
     buffer = EventStreamBuffer()

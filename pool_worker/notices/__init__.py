@@ -23,31 +23,31 @@ SOURCES: Final[dict[NoticeKind, type[NoticeSource]]] = {
     "salad": SaladNotices,
 }
 REALLOCATORS: Final[dict[NoticeKind, type[SaladNotices]]] = {"salad": SaladNotices}
-# Where SIGTERM itself is the notice: how long before the end it comes.
+# Where SIGTERM itself is the notice: how long before the machine ends it arrives.
 SIGNAL_NOTICE_S: Final[dict[NoticeKind, float]] = {"runpod": 5.0}
 
-NOTICE_MARGIN_S: Final = 1.0  # of the time a notice leaves: it may be that much old when it is seen
+NOTICE_MARGIN_S: Final = 1.0  # share of the notice's time that may be used: the notice may be old when it is seen
 ANSWER_LIMIT_S: Final = 2.0
 
 log = logging.getLogger(__name__)
 
 
 def signal_limit_s(kind: NoticeKind) -> float:
-    """Return how long a drain may last that a signal began; infinite where the provider sets no limit."""
+    """Return how long a drain after a signal may last; infinite if the provider sets no limit."""
     return SIGNAL_NOTICE_S.get(kind, math.inf) - NOTICE_MARGIN_S
 
 
 async def watch(
     kind: NoticeKind, url: str | None, running_jobs: Callable[[], int], on_notice: Callable[[float], None]
 ) -> None:
-    """Ask the provider until it gives a notice, then call ``on_notice`` with the seconds that may be used, and return.
+    """Poll the provider until it gives a notice, then call ``on_notice`` with the seconds left to use, and return.
 
-    ``url`` replaces the address of the provider's metadata server. Returns at once where a provider has none.
+    ``url`` replaces the address of the provider's metadata server. Returns at once if the provider has none.
     """
     source_class = SOURCES.get(kind)
     if source_class is None:
         return
-    # Metadata servers are asked directly, never through a proxy.
+    # Metadata servers are link-local: never use a proxy.
     async with httpx.AsyncClient(
         base_url=url or source_class.default_url, timeout=ANSWER_LIMIT_S, verify=authorities(), trust_env=False
     ) as client:
@@ -57,7 +57,7 @@ async def watch(
 
 
 async def reallocate(kind: NoticeKind, url: str | None, reason: str) -> None:
-    """Ask the provider for another machine; whatever goes wrong with that is only logged."""
+    """Ask the provider for another machine; failures are only logged."""
     source_class = REALLOCATORS.get(kind)
     if source_class is None:
         return
@@ -67,26 +67,26 @@ async def reallocate(kind: NoticeKind, url: str | None, reason: str) -> None:
         try:
             await source_class(client, lambda: 0).reallocate(reason)
         except (NoticeError, httpx.HTTPError) as error:
-            log.warning("no other machine can be had: %s", str(error) or type(error).__name__)
+            log.warning("cannot get another machine: %s", str(error) or type(error).__name__)
         else:
             log.warning("asked for another machine")
 
 
 async def _wait_for_notice(source: NoticeSource) -> Notice:
-    """Poll until there is a notice, through all failures; each series of them is logged once."""
+    """Poll until there is a notice, through all failures; log each series of failures once."""
     waits = None
     while True:
         try:
             notice = await source.poll()
         except (NoticeError, httpx.HTTPError) as error:
             if waits is None:
-                log.warning("no notices can be had, trying again: %s", str(error) or type(error).__name__)
+                log.warning("cannot read reclaim notices; retrying: %s", str(error) or type(error).__name__)
                 waits = backoff_s()
             await asyncio.sleep(next(waits))
             continue
         if notice is not None:
             return notice
         if waits is not None:
-            log.warning("notices can be had again")
+            log.warning("reclaim notices are readable again")
             waits = None
         await asyncio.sleep(source.period_s)

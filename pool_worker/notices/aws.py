@@ -1,4 +1,4 @@
-"""EC2 spot instances: a notice two minutes ahead, through the instance metadata service, version 2."""
+"""EC2 spot instances: a notice two minutes ahead, from the instance metadata service, version 2."""
 
 import logging
 import time
@@ -12,8 +12,8 @@ from pool_worker.notices.base import Notice, NoticeError, checked
 from protocol.http_client import httpx
 from protocol.wire import UNDECODABLE
 
-TOKEN_TTL_S: Final = 21600  # the longest that the service grants
-LONGEST_NOTICE_S: Final = 120.0  # whatever our clock says
+TOKEN_TTL_S: Final = 21600  # the maximum that the service grants
+LONGEST_NOTICE_S: Final = 120.0  # minimum, in case the local clock is wrong
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _decode_action: Final = msgspec.json.Decoder(_InstanceAction).decode
 
 
 class AwsNotices:
-    """Asks for the instance action; a rebalance recommendation, which often comes first, is only logged."""
+    """Polls for the instance action. A rebalance recommendation, which often comes first, is only logged."""
 
     default_url: ClassVar[str] = "http://169.254.169.254"
     period_s: ClassVar[float] = 1.0
@@ -55,10 +55,10 @@ class AwsNotices:
             return
         if await self._get("/latest/meta-data/events/recommendations/rebalance") is not None:
             self._has_logged_rebalance = True
-            log.warning("EC2 expects that it will soon want this spot instance back")
+            log.warning("EC2 recommends a rebalance: this spot instance may be reclaimed soon")
 
     async def _get(self, path: str) -> httpx.Response | None:
-        """Fetch what may not be there (404: None), with a token that may have expired."""
+        """Fetch a path that may not exist (404: None), renewing an expired token."""
         had_token = self._token is not None
         answer = await self._client.get(path, headers={"X-aws-ec2-metadata-token": await self._fetch_token()})
         if answer.status_code == httpx.codes.UNAUTHORIZED and had_token:
@@ -71,6 +71,6 @@ class AwsNotices:
             headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
             token = checked(await self._client.put("/latest/api/token", headers=headers)).text
             if not (token.isascii() and token.isprintable()):
-                raise NoticeError("the session token cannot be sent back")
+                raise NoticeError("the session token is not valid in a header")
             self._token = token
         return self._token

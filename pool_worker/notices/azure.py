@@ -12,7 +12,7 @@ from protocol.http_client import httpx
 from protocol.wire import UNDECODABLE
 
 HEADERS: Final = {"Metadata": "true"}
-ENDING_EVENTS: Final = {"Preempt", "Terminate"}  # by Azure; by whoever scales the set in
+ENDING_EVENTS: Final = {"Preempt", "Terminate"}  # by Azure; by the owner of the scale set
 
 
 class _Event(msgspec.Struct, rename="pascal"):
@@ -29,7 +29,7 @@ _decode_events: Final = msgspec.json.Decoder(_ScheduledEvents).decode
 
 
 class AzureNotices:
-    """Asks for the events of the VM's whole group and picks those that name this VM."""
+    """Polls the events of the VM's whole group and picks those that name this VM."""
 
     default_url: ClassVar[str] = "http://169.254.169.254"
     period_s: ClassVar[float] = 1.0
@@ -58,7 +58,7 @@ class AzureNotices:
 
 
 def _notice(event: _Event) -> Notice:
-    """Return the notice of an event. Raises ValueError if its time is no date."""
+    """Return the notice of an event. Raises ValueError if its time is not a date."""
     seconds_left = 0.0
     if event.not_before:
         seconds_left = max(0.0, parsedate_to_datetime(event.not_before).timestamp() - time.time())

@@ -1,7 +1,7 @@
-"""The plug point for notices: how a provider says that it is about to take a machine away.
+"""The interface for notices: how a provider announces that it will take a machine away.
 
-One file per provider in this folder, one registry in ``__init__``. A provider's metadata server is asked again and
-again; whatever goes wrong with it, the worker continues working.
+One file per provider in this folder, one registry in ``__init__``. The worker polls a provider's metadata server and
+keeps working if that fails.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Notice:
 
 
 class NoticeSource(Protocol):
-    """Asks one provider, through a client for its metadata server; ``running_jobs`` returns how busy this worker is."""
+    """Polls one provider through a client for its metadata server; ``running_jobs`` returns this worker's load."""
 
     default_url: ClassVar[str]
     period_s: ClassVar[float]  # between two polls
@@ -32,12 +32,12 @@ class NoticeSource(Protocol):
     def __init__(self, client: httpx.AsyncClient, running_jobs: Callable[[], int]) -> None: ...
 
     async def poll(self) -> Notice | None:
-        """Ask once; None if the machine stays. Raises NoticeError or httpx.HTTPError."""
+        """Poll once; None if the machine stays. Raises NoticeError or httpx.HTTPError."""
         ...
 
 
 def checked(answer: httpx.Response) -> httpx.Response:
     """Return the answer if it is a 200. Raises NoticeError."""
     if answer.status_code != httpx.codes.OK:
-        raise NoticeError(f"{answer.request.url} answers {answer.status_code}")
+        raise NoticeError(f"{answer.request.url} answered {answer.status_code}")
     return answer

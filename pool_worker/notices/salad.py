@@ -1,4 +1,4 @@
-"""SaladCloud nodes: they go without a notice, but which of them go when a group shrinks can be influenced."""
+"""SaladCloud nodes: they give no notice, but a deletion cost steers which ones go when a group shrinks."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -19,19 +19,19 @@ class SaladNotices:
         self._cost: int | None = None  # as last set
 
     async def poll(self) -> Notice | None:
-        """Implement ``base.NoticeSource``; there is never a notice."""
+        """Implement ``base.NoticeSource``; never returns a notice."""
         cost = self._running_jobs()
         if cost != self._cost:
             answer = await self._client.put(
                 "/v1/deletion-cost", json={"deletion_cost": cost}, headers={"Metadata": "true"}
             )
             if not answer.is_success:
-                raise NoticeError(f"{answer.request.url} answers {answer.status_code}")
+                raise NoticeError(f"{answer.request.url} answered {answer.status_code}")
             self._cost = cost
         return None
 
     async def reallocate(self, reason: str) -> None:
-        """Ask for another machine; the container ends soon. Raises NoticeError or httpx.HTTPError."""
+        """Ask for another machine; this container ends soon. Raises NoticeError or httpx.HTTPError."""
         answer = await self._client.post("/v1/reallocate", json={"reason": reason}, headers={"Metadata": "true"})
         if not answer.is_success:
-            raise NoticeError(f"{answer.request.url} answers {answer.status_code}")
+            raise NoticeError(f"{answer.request.url} answered {answer.status_code}")

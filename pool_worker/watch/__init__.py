@@ -1,1 +1,1 @@
-"""Checks that this node is fast enough to stay in its pool: measured at the start, and judged while it works."""
+"""Checks that this node is fast enough for its pool: measures it at the start and judges it while it works."""

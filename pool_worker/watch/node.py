@@ -1,4 +1,4 @@
-"""Watches this node's pace, and has it leave where that stays too low."""
+"""Watches this node's pace and makes it leave if that stays too low."""
 
 import asyncio
 import logging
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class NodeTooSlowError(EngineDiedError):
-    """The node has left its pool, because it was too slow for too long."""
+    """The node left its pool because it was too slow for too long."""
 
 
 class NodeWatch:
-    """One worker's pace. ``reason`` says why it must leave, once it must."""
+    """One worker's pace. ``reason`` says why it must leave; None until then."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class NodeWatch:
         *,
         peers_tpot_ms: Callable[[], Sequence[float]],
     ) -> None:
-        """``peers_tpot_ms`` gives what the pool's other workers have measured at their start."""
+        """``peers_tpot_ms`` returns the TPOT that the pool's other workers measured at their start."""
         self._settings = settings
         self._engine = engine
         self._pace = Pace(settings, capacity.max_kv_tokens)
@@ -41,28 +41,28 @@ class NodeWatch:
         self.reason: str | None = None
 
     async def measure(self, model: str) -> None:
-        """Measure the idle engine; to be done before there are jobs. Where that is impossible, it is only said so."""
+        """Measure the idle engine, before there are jobs. A failure to measure is only logged."""
         benchmark, settings = self._benchmark, self._settings
         if benchmark is None:
             return
         try:
             start, loads = await benchmark.run(model, settings.start_limit_s)
         except NotMeasured as error:
-            log.warning("this node's pace was not measured, and is judged only by its own later: %s", error)
+            log.warning("could not measure this node's pace; judging it only by its later pace: %s", error)
         else:
             self._pace.measured(start, loads)
             log.info(
-                "measured at the start: %.1f ms a token, first token after %.0f ms; %s",
+                "measured at start: %.1f ms per token, first token after %.0f ms; %s",
                 start.tpot_s * 1000,
                 start.ttft_s * 1000,
-                ", ".join(f"{batch} at once: {tpot_s * 1000:.1f} ms" for batch, _, tpot_s in loads),
+                ", ".join(f"batch of {batch}: {tpot_s * 1000:.1f} ms" for batch, _, tpot_s in loads),
             )
             self._leave(self._pace.too_slow_at_the_start())
         finally:
             self._benchmark = None
 
     def took(self, outputs: Sequence[SequenceOutput]) -> bool:
-        """Report whether outputs of the engine were for us: while it is being measured there are no others."""
+        """Report whether outputs of the engine belong to the measurement; while it runs there are no others."""
         if self._benchmark is None:
             return False
         self._benchmark.take(outputs)
@@ -76,7 +76,7 @@ class NodeWatch:
             self._pace.first_token(time.monotonic(), timings.prefill_ms / 1000, computed)
 
     async def run(self) -> None:
-        """Judge; return when the node must leave."""
+        """Judge until the node must leave."""
         while self.reason is None:
             await asyncio.sleep(self._settings.period_s)
             if self._benchmark is None:
@@ -85,10 +85,10 @@ class NodeWatch:
     def _leave(self, reason: str | None) -> None:
         if reason is not None:
             self.reason = reason
-            log.error("this node is too slow and leaves: %s", reason)
+            log.error("this node is too slow and leaves its pool: %s", reason)
 
     def report(self) -> WirePace:
-        """Return the pace that heartbeats report."""
+        """Return the pace for heartbeats."""
         start = self._pace.start
         return WirePace(
             tpot_ms=0.0 if start is None else start.tpot_s * 1000,

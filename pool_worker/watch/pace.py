@@ -1,12 +1,12 @@
-"""Is an engine slower than it should be? Judged at comparable load, so that a big batch is no fault.
+"""Detects an engine that is slower than it should be, at comparable load: a large batch is not a fault.
 
-A sample is one second: the mean gap between tokens (TPOT), at so many sequences, so long contexts, and so many prompt
-tokens computed beside. Each of these numbers is rounded to a power, and the three make the sample's *class*. What is
-*normal* for a class is the fastest stretch that this engine has shown in it, the start's measurement included; a class
-is not judged before it has a normal. The *slowdown* is the time that the last half minute's gaps took, over what they
-take normally. First tokens are judged likewise, by prompt length and batch.
+A sample is one second: the mean gap between tokens (TPOT), at a number of sequences, a context length, and a number of
+prompt tokens computed in the same second. Each of the three numbers is rounded to a power, and together they form the
+sample's *class*. The *normal* of a class is the fastest stretch that this engine has shown in it, including the
+measurement at the start; a class without a normal is not judged. The *slowdown* is the time that the gaps of the last
+half minute took, divided by their normal time. First tokens are judged the same way, by prompt length and batch.
 
-Limits in milliseconds are of one request alone: they become limits of the slowdown by the start's measurement.
+Limits in milliseconds are for a single request. The measurement at the start converts them to limits of the slowdown.
 """
 
 import math
@@ -19,11 +19,11 @@ from typing import Final
 from engine.types import EngineStats
 from pool_worker.settings import WatchSettings
 
-TTFT_STRETCH: Final = 10  # requests that make a normal
-MIN_SHARE: Final = 0.5  # of a stretch: fewer in the window say nothing, unless they took the share of it, too
-MIN_PEERS: Final = 2  # whose measurements at the start make a median worth comparing with
+TTFT_STRETCH: Final = 10  # requests for a normal
+MIN_SHARE: Final = 0.5  # per stretch: fewer are not judged, unless they fill the minimum share of the window
+MIN_PEERS: Final = 2  # measurements at the start that make a median meaningful
 CONTEXT_POWER: Final = 4
-SHORT_CONTEXT: Final = 1024  # shorter ones make no difference; nor do fewer prompt tokens a second than the next
+SHORT_CONTEXT: Final = 1024  # minimum that makes a difference; so is the next, for prompt tokens a second
 PROMPT_POWER: Final = 4
 FEW_PROMPT_TOKENS: Final = 64
 
@@ -32,7 +32,7 @@ Class = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class StartFigures:
-    """One request alone, on the idle engine."""
+    """A single request on the idle engine."""
 
     tpot_s: float
     ttft_s: float
@@ -40,7 +40,7 @@ class StartFigures:
 
 @dataclass(slots=True)
 class _Stretch:
-    """Measurements of a class: its normal, and the stretch that may become one."""
+    """Measurements of a class: its normal, and the current stretch, which may become the normal."""
 
     normal_s: float | None = None
     total_s: float = 0.0
@@ -49,19 +49,19 @@ class _Stretch:
 
 @dataclass(slots=True)
 class SlowdownDetector:
-    """Durations of one kind beside what is normal for their class."""
+    """Durations of one kind, compared with the normal of their class."""
 
     stretch: int
     window_s: float
-    classes: dict[Class, _Stretch] = field(default_factory=dict)  # powers are few, so these are, too
+    classes: dict[Class, _Stretch] = field(default_factory=dict)  # bounded, as there are few powers
     judged: deque[tuple[float, int, float, float]] = field(default_factory=deque)  # when, count, time, normal time
 
     def seed(self, class_: Class, mean_s: float) -> None:
-        """Note a normal that was measured."""
+        """Set the normal of a class."""
         self.classes[class_] = _Stretch(normal_s=mean_s)
 
     def add(self, now_s: float, class_: Class, total_s: float, count: int) -> None:
-        """Take ``count`` durations of one class."""
+        """Add ``count`` durations of one class."""
         known = self.classes.setdefault(class_, _Stretch())
         if known.normal_s is not None:
             self.judged.append((now_s, count, total_s, count * known.normal_s))
@@ -73,7 +73,7 @@ class SlowdownDetector:
             known.total_s, known.count = 0.0, 0
 
     def value(self, now_s: float) -> float | None:
-        """Return the slowdown of the window; None while that holds too little."""
+        """Return the slowdown of the window; None while it holds too little."""
         while self.judged and now_s - self.judged[0][0] > self.window_s:
             self.judged.popleft()
         count = sum(count for _, count, _, _ in self.judged)
@@ -84,7 +84,7 @@ class SlowdownDetector:
 
 
 class Pace:
-    """Judges one engine, second by second. Pure: the time and the measurements are passed in."""
+    """Judges one engine, second by second. Pure: callers pass the time and the measurements."""
 
     def __init__(self, settings: WatchSettings, kv_tokens: int) -> None:
         self._settings = settings
@@ -93,18 +93,18 @@ class Pace:
         self._ttft = SlowdownDetector(TTFT_STRETCH, settings.window_s)
         self._last: tuple[float, EngineStats] | None = None
         self._slow_s = 0.0
-        self._has_news = False  # since it was judged last
+        self._has_news = False  # since the last judgment
         self.start: StartFigures | None = None
-        self.slowdown: float | None = None  # of TPOT, as last seen
+        self.slowdown: float | None = None  # latest, of TPOT
 
     def measured(self, start: StartFigures, loads: Sequence[tuple[int, int, float]]) -> None:
-        """Take what was measured at the start; ``loads``: (batch, context tokens, TPOT in seconds)."""
+        """Take the measurement at the start; ``loads``: (batch, context tokens, TPOT in seconds)."""
         self.start = start
         for batch, context, tpot_s in loads:
             self._tpot.seed(_tpot_class(batch, context, 0), tpot_s)
 
     def too_slow_at_the_start(self) -> str | None:
-        """Say why the node should not even begin; None if it should."""
+        """Return why the node must not start work; None if it may."""
         settings, start = self._settings, self.start
         if start is None:
             return None
@@ -113,19 +113,19 @@ class Pace:
             ("max_ttft_ms", start.ttft_s, settings.max_ttft_ms),
         ):
             if limit_ms is not None and took_s * 1000 > limit_ms:
-                return f"{took_s * 1000:.1f} ms for one request alone, above {name} = {limit_ms:g}"
+                return f"{took_s * 1000:.1f} ms for a single request, above {name} = {limit_ms:g}"
         return None
 
     def first_token(self, now_s: float, prefill_s: float, prompt_tokens: int) -> None:
-        """Note a request's time in the engine before its first token; ``prompt_tokens``: that were computed for it."""
+        """Note a request's time in the engine before its first token; ``prompt_tokens``: those computed for it."""
         running = self._last[1].running if self._last is not None else 0
         self._has_news = True
         self._ttft.add(now_s, (_power(running, 2), _power(prompt_tokens, PROMPT_POWER)), prefill_s, 1)
 
     def judge(self, now_s: float, stats: EngineStats, peers_tpot_ms: Sequence[float] = ()) -> str | None:
-        """Take the engine's statistics, once a second; say why the node should leave, None while it need not.
+        """Take the engine's statistics, once a second; return why the node must leave, or None.
 
-        ``peers_tpot_ms``: what the other workers of the pool have measured at their start.
+        ``peers_tpot_ms``: what the pool's other workers measured at their start.
         """
         last, self._last = self._last, (now_s, stats)
         if last is None:
@@ -147,7 +147,7 @@ class Pace:
         total_s = after.inter_token_s.total - before.inter_token_s.total
         prompt_tokens = after.counters.prompt_tokens - before.counters.prompt_tokens
         first, second = self._class_of(before, prompt_tokens), self._class_of(after, prompt_tokens)
-        if gaps > 0 and first == second:  # while the load changes, it is like no other
+        if gaps > 0 and first == second:  # a changing load is comparable to none
             self._has_news = True
             self._tpot.add(now_s, second, total_s, gaps)
 
@@ -175,7 +175,7 @@ class Pace:
         median_ms, own_ms = statistics.median(peers_tpot_ms), self.start.tpot_s * 1000
         if own_ms <= self._settings.max_slowdown * median_ms:
             return []
-        return [f"{own_ms:.1f} ms a token alone, where the pool's median is {median_ms:.1f} ms"]
+        return [f"{own_ms:.1f} ms per token for a single request, while the pool's median is {median_ms:.1f} ms"]
 
 
 def _tpot_class(running: int, context: float, prompt_tokens: int) -> Class:
@@ -184,5 +184,5 @@ def _tpot_class(running: int, context: float, prompt_tokens: int) -> Class:
 
 
 def _power(number: float, base: int) -> int:
-    """Round up to a power; return its exponent: 0 for 1, -1 for nothing."""
+    """Round up to a power and return its exponent: 0 for 1, -1 for nothing."""
     return -1 if number < 1 else math.ceil(math.log(number, base) - 1e-9)

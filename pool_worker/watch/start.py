@@ -1,4 +1,4 @@
-"""Measures the engine's speed before it has any job, with a few requests of our own, for a bounded time."""
+"""Measures the engine's speed before it has any job, with a few test requests, for a bounded time."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ from protocol.generation import SamplingParams
 PROMPT_TOKENS: Final = 256
 NEW_TOKENS: Final = 33
 WARM_UP_TOKENS: Final = 4
-BATCHES: Final = (1, 1, 4, 16, 64)  # alone twice, of which the faster counts
+BATCHES: Final = (1, 1, 4, 16, 64)  # a single request runs twice; the faster counts
 NAME: Final = "spillway-watch"
 
 Load = tuple[int, int, float]  # batch, context tokens, TPOT in seconds
@@ -30,7 +30,7 @@ class NotMeasured(Exception):
 
 @dataclass(slots=True)
 class _Seen:
-    """One request of ours."""
+    """One test request."""
 
     tokens: int = 0
     first_s: float = 0.0
@@ -38,7 +38,7 @@ class _Seen:
 
 
 class StartBenchmark:
-    """Asks the engine, and takes its outputs as long as there are no others."""
+    """Submits test requests and reads their outputs while there are no others."""
 
     def __init__(self, engine: TokenEngine, capacity: Capacity, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
@@ -55,7 +55,7 @@ class StartBenchmark:
         self._params = SamplingParams(temperature=0.0, ignore_eos=True)
 
     async def run(self, model: str, limit_s: float) -> tuple[StartFigures, list[Load]]:
-        """Measure what the time allows: one request alone, then batches. Raises NotMeasured if not even the first."""
+        """Measure what the time allows: a single request, then batches. Raises NotMeasured if the first fails."""
         if self._prompt_tokens < 1:
             raise NotMeasured("the model's context is too short")
         words = await asyncio.to_thread(number_tokens, self._engine, model)
@@ -75,16 +75,16 @@ class StartBenchmark:
                     loads.append((batch, self._prompt_tokens + NEW_TOKENS // 2, tpot_s))
         except TimeoutError:
             if alone is None:
-                raise NotMeasured(f"it has not answered {NEW_TOKENS} tokens within {limit_s:g} s") from None
+                raise NotMeasured(f"no answer of {NEW_TOKENS} tokens within {limit_s:g} s") from None
         finally:
             for request_id in self._live:
                 self._engine.cancel(request_id)
         if alone is None:
-            raise NotMeasured("nothing fits")
+            raise NotMeasured("no request fits into the engine")
         return alone, loads
 
     def take(self, outputs: Sequence[SequenceOutput]) -> None:
-        """Take what an engine step made."""
+        """Read an engine step's outputs."""
         now_s = self._clock_s()
         for output in outputs:
             seen = self._seen.get(output.request_id)
@@ -108,7 +108,7 @@ class StartBenchmark:
         except NotMeasured:
             if not self._params.ignore_eos:
                 raise
-            self._params = replace(self._params, ignore_eos=False)  # not every server knows it
+            self._params = replace(self._params, ignore_eos=False)  # not every server supports it
             return await self._run_once(words, batch, new_tokens, start_s)
 
     async def _run_once(self, words: Sequence[int], batch: int, new_tokens: int, start_s: float) -> tuple[float, float]:
@@ -117,7 +117,7 @@ class StartBenchmark:
         requests = []
         for _ in range(batch):
             self._number += 1
-            prompt = self._source.choices(words, k=self._prompt_tokens)  # which no cache knows
+            prompt = self._source.choices(words, k=self._prompt_tokens)  # not in any prefix cache
             requests.append(GenerationRequest(f"{NAME}-{self._number}", prompt, params))
         self._seen = {request.request_id: _Seen() for request in requests}
         self._live = set(self._seen)
@@ -130,7 +130,7 @@ class StartBenchmark:
             raise NotMeasured(self._error)
         seen = list(self._seen.values())
         if any(one.tokens < 2 for one in seen):
-            raise NotMeasured("it answered with fewer than two tokens")
+            raise NotMeasured("an answer had fewer than two tokens")
         tpot_s = sum((one.last_s - one.first_s) / (one.tokens - 1) for one in seen) / len(seen)
         return tpot_s, sum(one.first_s - start_s for one in seen) / len(seen)
 
@@ -142,7 +142,7 @@ def _faster(one: StartFigures | None, other: StartFigures) -> StartFigures:
 
 
 def number_tokens(engine: TokenEngine, model: str) -> list[int]:
-    """Return ids of ordinary tokens: those of numbers, which every tokenizer has."""
+    """Return the ids of ordinary tokens: numbers, which every tokenizer has."""
     _, tokenizer_json = engine.model_card(model)
     text = " ".join(map(str, range(1000)))
     return sorted(set(Tokenizer.from_str(tokenizer_json.decode()).encode(text, add_special_tokens=False).ids))

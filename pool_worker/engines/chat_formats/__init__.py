@@ -1,4 +1,4 @@
-"""Wire formats of servers and hosted APIs that take messages: the registry."""
+"""Registry of the wire formats of servers and hosted APIs that take messages."""
 
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.chat_formats.anthropic import AnthropicFormat
@@ -16,12 +16,12 @@ from protocol.distribution import needing
 
 
 def chat_format(settings: AnyChatSettings) -> ChatFormat:
-    """Make the format that the settings ask for. Raises EngineDiedError where it needs what is not installed."""
+    """Return the configured format. Raises EngineDiedError if it needs a package that is not installed."""
     if isinstance(settings, AnthropicSettings):
         return AnthropicFormat(settings)
     if isinstance(settings, BedrockSettings):
         with needing("aws", key="engine.kind", error=EngineDiedError):
-            from pool_worker.engines.chat_formats.bedrock import BedrockFormat  # noqa: PLC0415 - brings botocore
+            from pool_worker.engines.chat_formats.bedrock import BedrockFormat  # noqa: PLC0415 - needs botocore
         return BedrockFormat(settings)
     if isinstance(settings, SageMakerSettings):
         with needing("aws", key="engine.kind", error=EngineDiedError):
@@ -29,7 +29,7 @@ def chat_format(settings: AnyChatSettings) -> ChatFormat:
         return SageMakerFormat(settings)
     if isinstance(settings, VertexSettings):
         with needing("gcp", key="engine.kind", error=EngineDiedError):
-            from pool_worker.engines.chat_formats.vertex import VertexFormat  # noqa: PLC0415 - brings google-auth
+            from pool_worker.engines.chat_formats.vertex import VertexFormat  # noqa: PLC0415 - needs google-auth
         return VertexFormat(settings)
     if isinstance(settings, VertexAnthropicSettings):
         with needing("gcp", key="engine.kind", error=EngineDiedError):

@@ -1,7 +1,7 @@
 """Anthropic's Messages API: ``POST /v1/messages``, a stream of named events.
 
-Its documentation: https://platform.claude.com/docs/en/api/messages and …/docs/en/build-with-claude/streaming; what its
-versions take: …/docs/en/api/versioning.
+Documentation: https://platform.claude.com/docs/en/api/messages and …/docs/en/build-with-claude/streaming; versions:
+…/docs/en/api/versioning.
 """
 
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -28,8 +28,8 @@ from protocol.http_client import httpx
 from protocol.job import Call, Chat, ChatUsage, Part, Tool
 
 _SAMPLED: Final = {name: name for name in ("temperature", "top_p", "top_k")}
-_NO_LONGER_SAMPLED: Final = "2026-10-21"  # the version that took them away
-_UNPAID: Final = "credit balance"  # in what a 400 says that is about the account
+_NO_LONGER_SAMPLED: Final = "2026-10-21"  # the version that removed them
+_UNPAID: Final = "credit balance"  # marks a 400 that is about the account
 
 
 class AnthropicFormat:
@@ -44,7 +44,7 @@ class AnthropicFormat:
     takes_tools = True
 
     def __init__(self, settings: ClaudeSettings) -> None:
-        """Speak the version that the settings name."""
+        """Use the version in the settings."""
         self._settings = settings
         self.continues = settings.continues
         self._names = {} if settings.api_version == _NO_LONGER_SAMPLED else _SAMPLED
@@ -66,7 +66,7 @@ class AnthropicFormat:
         return "/v1/messages"
 
     def body(self, ask: ChatServerRequest) -> dict[str, Any]:
-        """Build the body of a streaming request. Raises RequestRejected for what the API does not take."""
+        """Build the body of a streaming request. Raises RequestRejected for anything that the API does not take."""
         refuse_continuation(ask, self)
         conversation = alternate(ask, _Blocks())
         body: dict[str, Any] = {
@@ -86,7 +86,7 @@ class AnthropicFormat:
             return {"thinking": {"type": "disabled"}}
         is_begun = ask.chat.continues_last or bool(ask.prefix)
         must_call = ask.chat.tool_choice == "required" or ask.chat.only_tool is not None
-        if not self._settings.thinks or is_begun or must_call:  # with which the API does not let it think
+        if not self._settings.thinks or is_begun or must_call:  # the API forbids thinking with these
             return {}
         return {"thinking": {"type": "adaptive", "display": "summarized"}}
 
@@ -108,7 +108,7 @@ class _VersionAndKey(httpx.Auth):
 
 
 class _Blocks:
-    """The blocks of a message's content."""
+    """Builds the blocks of a message's content."""
 
     def text(self, text: str) -> Block:
         return {"type": "text", "text": text}
@@ -122,7 +122,7 @@ class _Blocks:
 
 def _tools(chat: Chat, conversation: Conversation) -> dict[str, Any]:
     if not chat.tools:
-        # The API wants to know the tools of earlier calls, also where none may be called any more.
+        # The API requires the tools of earlier calls, even where no call is allowed.
         names = dict.fromkeys(call.name for call in conversation.called.values())
         stubs = [_tool(Tool(name)) for name in names]
         return {"tools": stubs, "tool_choice": {"type": "none"}} if stubs else {}
@@ -179,9 +179,9 @@ class _OutputDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """The usage that ``message_start`` and ``message_delta`` report together."""
+    """The usage of ``message_start`` and ``message_delta`` combined."""
 
-    input_tokens: Count  # beside those that were written to the cache, or read from it
+    input_tokens: Count  # excludes tokens written to or read from the cache
     output_tokens: Count
     cache_creation_input_tokens: Count | None = None
     cache_read_input_tokens: Count | None = None
@@ -204,11 +204,11 @@ class _Reader:
     def __init__(self, owed: str) -> None:
         self._overlap = Overlap(owed)
         self._usage: dict[str, Any] = {}
-        self._call: int | None = None  # the block whose arguments come
+        self._call: int | None = None  # the block whose arguments are being streamed
         self._has_arguments = False
 
     def read(self, reported: Mapping[str, Any]) -> ChatDelta:
-        """Read one event; skip events of unknown kinds, as the API asks. Raises MalformedEvent or ServerFailure."""
+        """Read one event; skip events of unknown kinds, as the API requires. Raises MalformedEvent or ServerFailure."""
         event = read_event(reported, _Event)
         if event.type == "error":
             raise ServerFailure(str(event.error))
@@ -227,7 +227,7 @@ class _Reader:
         return ChatDelta()
 
     def done(self) -> ChatDelta:
-        """Return nothing but the end: all else has come."""
+        """Return the end; all else has been read."""
         return ChatDelta(ended_by="stop")
 
     def _begin(self, index: int, block: _Content) -> list[Part]:
@@ -235,13 +235,13 @@ class _Reader:
             self._call, self._has_arguments = index, False
             return [Part("call", block.name, block.id)]
         if block.type not in {"text", "thinking", "redacted_thinking"}:
-            raise MalformedEvent(f"a block of the type {block.type!r}, which was not asked for")
+            raise MalformedEvent(f"an unexpected block of the type {block.type!r}")
         return self._said(block.text, block.thinking)
 
     def _parts(self, index: int, delta: _Delta) -> list[Part]:
         if delta.type == "input_json_delta":
             if index != self._call:
-                raise MalformedEvent("arguments of a call that has not begun, or has ended")
+                raise MalformedEvent("arguments of a call that has not begun or has ended")
             self._has_arguments |= bool(delta.partial_json)
             return [Part("arguments", delta.partial_json)] if delta.partial_json else []
         return self._said(delta.text, delta.thinking)
@@ -252,7 +252,7 @@ class _Reader:
 
 
 def _usage_of(reported: Mapping[str, Any]) -> ChatUsage | None:
-    """Return what the API says; None where that cannot be, so that it is estimated."""
+    """Return the reported usage; None if it is missing or implausible, so that it is estimated."""
     usage = read_counts(reported, _Usage)
     if usage is None:
         return None

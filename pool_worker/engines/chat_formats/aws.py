@@ -1,4 +1,4 @@
-"""Common parts of Amazon's APIs: signatures (version 4, by the extra ``aws``) and the meaning of errors."""
+"""Common parts of Amazon's APIs: signatures (version 4, with the extra ``aws``) and the meaning of errors."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
@@ -17,12 +17,12 @@ from protocol.http_client import httpx
 
 _THROTTLED: Final = frozenset({"ThrottlingException", "Throttling", "TooManyRequestsException", "SlowDown"})
 _INVALID: Final = frozenset({"", "ValidationException", "ValidationError"})
-# What a validation error says that is about the pool's configuration: no client can mend it.
+# Parts of validation errors that are about the pool's configuration, which no client can fix.
 _ABOUT_THE_POOL: Final = ("model identifier is invalid", "on-demand throughput", "not found", "end of its life")
 
 
 def auth_of(settings: AwsSettings, service: str) -> httpx.Auth | None:
-    """Return what signs requests; None where there is an API key. Raises EngineDiedError without credentials."""
+    """Return the request signer; None if there is an API key. Raises EngineDiedError without credentials."""
     if settings.api_key is not None:
         return None
     try:
@@ -30,12 +30,12 @@ def auth_of(settings: AwsSettings, service: str) -> httpx.Auth | None:
     except BotoCoreError as error:
         raise EngineDiedError(f"engine.aws_profile: {error}") from error
     if credentials is None:
-        raise EngineDiedError("engine: no AWS credentials, neither in the environment nor of a profile or a role")
+        raise EngineDiedError("engine: no AWS credentials in the environment, a profile or a role")
     return SignatureV4(credentials, service, settings.aws_region)
 
 
 class SignatureV4(httpx.Auth):
-    """Signs each request, with credentials that may have to be renewed."""
+    """Signs each request, renewing credentials that expire."""
 
     requires_request_body = True
 
@@ -48,7 +48,7 @@ class SignatureV4(httpx.Auth):
     async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
         """Add the credentials to the request."""
         try:
-            # Renewing asks another service, and blocks.
+            # Renewing calls another service and blocks.
             frozen = await asyncio.to_thread(self._credentials.get_frozen_credentials)
         except BotoCoreError as error:
             raise CredentialsError(f"no AWS credentials: {error}", request=request) from error
@@ -60,12 +60,12 @@ class SignatureV4(httpx.Auth):
 
 
 def meant_by_aws(status: int, headers: Mapping[str, str], text: str) -> int:
-    """Read the error's type: a 400 may be about anything."""
+    """Return the status that the error's type stands for: a 400 may mean anything."""
     if status != httpx.codes.BAD_REQUEST:
         return status
     kind = headers.get("x-amzn-errortype", "").split(":")[0]
     if kind in _THROTTLED:
         return httpx.codes.TOO_MANY_REQUESTS
-    if kind not in _INVALID:  # credentials that have expired, a quota, …
+    if kind not in _INVALID:  # expired credentials, a quota, …
         return httpx.codes.FORBIDDEN
     return httpx.codes.NOT_FOUND if any(said in text for said in _ABOUT_THE_POOL) else status

@@ -1,9 +1,9 @@
-"""The interface of wire formats of messages: requests to continue a conversation, and their answers.
+"""The interface of wire formats for messages: requests to continue a conversation, and their answers.
 
-One file a format in this folder, one registry in ``__init__``, and one conformance suite that all must pass
-(``tests/conformance/test_chat_engines.py``). A format is pure: it makes bodies and reads events. The connection, its
-limits and faults are ``pool_worker.engines.server_connection``'s; what cuts a body into events is a ``Framing``, which
-yields the JSON object of each event, also where the wire is no text (AWS' event streams).
+One file per format in this folder, one registry in ``__init__``, and one conformance suite that all must pass
+(``tests/conformance/test_chat_engines.py``). A format is pure: it builds bodies and reads events.
+``pool_worker.engines.server_connection`` handles the connection, its limits and its faults. A ``Framing`` splits the
+body into events and yields each as a JSON object, even for binary streams (AWS' event streams).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,13 +22,12 @@ from protocol.generation import SamplingParams
 from protocol.http_client import httpx
 from protocol.job import DROPPABLE, THINKING, Chat, ChatUsage, Part
 
-# What is done for every format: one stream a choice, which ends at a stop string, and a body that says how long the
-# answer may be.
+# Handled here for every format: one stream per choice, which ends at a stop string, and the maximum length in the body.
 DONE_HERE: Final = frozenset({"n", "max_tokens", "stop", "include_stop_str_in_output"})
-# What means nothing where no token ids come back, or what the conversation says itself.
+# Meaningless without token ids, or already expressed by the conversation.
 WITHOUT_MEANING: Final = frozenset({"skip_special_tokens", "grammar"})
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]  # of tokens, as an API tells it
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]  # maximum that an API may report
 
 _Counts = TypeVar("_Counts", bound=msgspec.Struct)
 
@@ -40,10 +39,10 @@ class ChatServerRequest:
     model: str  # as the server calls it
     chat: Chat
     params: SamplingParams
-    max_tokens: int | None  # output tokens, still to come; None: the caller has named no limit
+    max_tokens: int | None  # output tokens still allowed; None: the caller set no limit
     seed: int | None  # of this choice
-    prefix: str = ""  # what the answer says already: to be gone on with, not to be repeated
-    cache_salt: str = ""  # of the tenant, for a server that takes one; empty: none
+    prefix: str = ""  # the answer so far, to be continued without repetition
+    cache_salt: str = ""  # of the tenant, for servers that take one; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,60 +50,60 @@ class ChatDelta:
     """The content of one event."""
 
     parts: Sequence[Part] = ()
-    ended_by: EndReason | None = None  # no part follows; a usage may. Calls of tools end by "stop"
-    usage: ChatUsage | None = None  # of the whole choice so far: what comes last counts
+    ended_by: EndReason | None = None  # no part follows, but usage may. Tool calls end with "stop"
+    usage: ChatUsage | None = None  # of the whole choice so far: the last one counts
 
 
 class AnswerReader(Protocol):
-    """Reads the events of one stream, in order; knows what came before."""
+    """Reads the events of one stream, in order. Stateful."""
 
     def read(self, event: Mapping[str, Any]) -> ChatDelta:
         """Read one event. Raises MalformedEvent or ServerFailure."""
         ...
 
     def done(self) -> ChatDelta:
-        """Return what is left where the server says that this is all. Raises MalformedEvent."""
+        """Return the rest of the answer when the server signals its end. Raises MalformedEvent."""
         ...
 
 
 class ChatFormat(Protocol):
-    """One API's way to be asked."""
+    """The wire format of one API."""
 
-    framing: Framing  # its name: of FRAMINGS
-    health_path: str | None  # GET; None: it has none, and only answers tell
-    # Whose page of facts it has, of ``formats.FORMATS``; None: a hosted API, asked by the model's name.
+    framing: Framing  # a key of FRAMINGS
+    health_path: str | None  # GET; None: no health page, only answers show its health
+    # Key of ``formats.FORMATS``, for its page of facts; None: a hosted API, which takes the model's name.
     server: str | None
-    honoured: frozenset[str]  # the fields of SamplingParams that it honours, beside DONE_HERE
-    schemas: frozenset[str]  # what of "json_object" and "json_schema" an answer can be made to follow
-    max_temperature: float  # that it takes
-    efforts: Sequence[str] | None  # that it takes as ``reasoning_effort``; None: any
-    thinking: Collection[bool]  # whether it can be asked to reason, and not to
+    honoured: frozenset[str]  # supported fields of SamplingParams besides DONE_HERE
+    schemas: frozenset[str]  # which of "json_object" and "json_schema" it supports
+    max_temperature: float  # maximum
+    efforts: Sequence[str] | None  # supported values of ``reasoning_effort``; None: any
+    thinking: Collection[bool]  # whether reasoning can be switched on and off
     takes_tools: bool
-    continues: bool  # it continues with an assistant's message (``ChatServerRequest.prefix``) without repeating it
+    continues: bool  # it continues an assistant message (``ChatServerRequest.prefix``) without repeating it
 
     def auth(self) -> httpx.Auth | None:
-        """Return what signs every request; None: the settings' API key goes as a bearer token."""
+        """Return the signer of every request; None: the API key in the settings is sent as a bearer token."""
         ...
 
     def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
-        """Return the status that an error means by HTTP, where the API tells it by another."""
+        """Return the HTTP status that an error stands for, if the API reports it with another."""
         ...
 
     def path(self, ask: ChatServerRequest) -> str:
-        """Return where to post, relative to the settings' URL."""
+        """Return the path to post to, relative to the settings' URL."""
         ...
 
     def body(self, ask: ChatServerRequest) -> dict[str, Any]:
-        """Make the body of a request for a stream."""
+        """Build the body of a streaming request."""
         ...
 
     def reader(self, ask: ChatServerRequest) -> AnswerReader:
-        """Return what reads the answer to one request."""
+        """Return a reader of the answer to one request."""
         ...
 
 
 class HeaderAuth(httpx.Auth):
-    """An API key in a header of its own."""
+    """An API key in a custom header."""
 
     def __init__(self, name: str, key: SecretStr) -> None:
         """Send ``key`` as the header ``name``."""
@@ -118,21 +117,21 @@ class HeaderAuth(httpx.Auth):
 
 
 def refuse_unknown(chat: Chat, params: SamplingParams, chat_format: ChatFormat) -> None:
-    """Raise RequestRejected for the first thing asked for that would not be honoured: nothing is silently dropped."""
+    """Raise RequestRejected for the first unsupported field or value: nothing is dropped silently."""
     for name, reason in _not_honoured(chat, params, chat_format):
         raise RequestRejected(name, reason)
     if chat.tools and not chat_format.takes_tools:
-        raise RequestRejected("tools", "this pool's API does not take tools")
+        raise RequestRejected("tools", "this pool's API does not support tools")
     if chat.schema is not None:
         kind = "json_object" if chat.schema.schema is None else "json_schema"
         if kind not in chat_format.schemas:
-            raise RequestRejected("response_format", f"this pool's API cannot follow a {kind}")
+            raise RequestRejected("response_format", f"this pool's API does not support {kind}")
 
 
 def without_unsupported(
     chat: Chat, params: SamplingParams, chat_format: ChatFormat
 ) -> tuple[Chat, SamplingParams, tuple[str, ...]]:
-    """Leave out what the API lacks and the answer's form does not depend on; return the names of that, too."""
+    """Drop unsupported fields that do not affect the answer's form; return their names too."""
     names = [name for name, _ in _not_honoured(chat, params, chat_format) if name in DROPPABLE]
     unset = {name: getattr(_UNSET, name) for name in names if hasattr(_UNSET, name)}
     unsaid = {_OF_CHAT[name]: None for name in names if name in _OF_CHAT}
@@ -140,17 +139,17 @@ def without_unsupported(
 
 
 def _not_honoured(chat: Chat, params: SamplingParams, chat_format: ChatFormat) -> Iterator[tuple[str, str]]:
-    """Yield each field asked for that would not be honoured, and why not."""
+    """Yield each unsupported field of the request, and why it is refused."""
     known = {*DONE_HERE, *WITHOUT_MEANING, *chat_format.honoured}
     for name in SamplingParams.__struct_fields__:
         if name not in known and getattr(params, name) != getattr(_UNSET, name):
             yield name, _lacks(name)
     if "temperature" in known and params.temperature > chat_format.max_temperature:
-        yield "temperature", f"this pool's API takes a 'temperature' of at most {chat_format.max_temperature:g}"
+        yield "temperature", f"this pool's API supports a 'temperature' of at most {chat_format.max_temperature:g}"
     effort, efforts = chat.reasoning_effort, chat_format.efforts
     if effort is not None and efforts is not None and effort not in efforts:
         name = "reasoning_effort"
-        yield name, f"this pool's API takes as '{name}' {', '.join(efforts)}" if efforts else _lacks(name)
+        yield name, f"this pool's API supports as '{name}': {', '.join(efforts)}" if efforts else _lacks(name)
     if chat.thinks is not None and chat.thinks not in chat_format.thinking:
         yield THINKING, _lacks(THINKING)
 
@@ -160,7 +159,7 @@ def _lacks(name: str) -> str:
 
 
 def sampling(ask: ChatServerRequest, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the caller has set, under an API's own names; what they have not is the API's own default."""
+    """Return the parameters that the caller set, under the API's names; the API's defaults apply to the rest."""
     fields: dict[str, Any] = {}
     for name, api_name in names.items():
         value = ask.seed if name == "seed" else getattr(ask.params, name)
@@ -174,13 +173,13 @@ _OF_CHAT: Final = {"reasoning_effort": "reasoning_effort", THINKING: "thinks"}  
 
 
 def refuse_continuation(ask: ChatServerRequest, chat_format: ChatFormat) -> None:
-    """Raise RequestRejected where an answer is begun, and the API does not go on with one."""
+    """Raise RequestRejected if an answer must be continued and the API cannot do that."""
     if (ask.chat.continues_last or ask.prefix) and not chat_format.continues:
         raise RequestRejected("continue_final_message", _lacks("continue_final_message"))
 
 
 def read_event(event: Mapping[str, Any], kind: type[_Counts]) -> _Counts:
-    """Return an event as what the API's documents say of it. Raises MalformedEvent."""
+    """Decode an event as the API documents it. Raises MalformedEvent."""
     try:
         return msgspec.convert(event, kind)
     except msgspec.ValidationError as error:
@@ -188,7 +187,7 @@ def read_event(event: Mapping[str, Any], kind: type[_Counts]) -> _Counts:
 
 
 def read_counts(reported: object, kind: type[_Counts]) -> _Counts | None:
-    """Return what the API says of tokens; None where that cannot be, so that it is estimated."""
+    """Return the reported token counts; None if they are implausible, so that they are estimated."""
     try:
         return msgspec.convert(reported, kind)
     except msgspec.ValidationError:

@@ -1,6 +1,6 @@
 """Amazon Bedrock's ConverseStream: one format for all its models, a binary stream of events.
 
-Its documentation: https://docs.aws.amazon.com/bedrock/latest/APIReference/API_runtime_ConverseStream.html.
+Documentation: https://docs.aws.amazon.com/bedrock/latest/APIReference/API_runtime_ConverseStream.html.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -45,7 +45,7 @@ class BedrockFormat:
     takes_tools = True
 
     def __init__(self, settings: BedrockSettings) -> None:
-        """Ask as the settings say."""
+        """Use the settings."""
         self._settings = settings
         self.continues = settings.continues
 
@@ -62,7 +62,7 @@ class BedrockFormat:
         return f"/model/{quote(ask.model, safe='')}/converse-stream"
 
     def body(self, ask: ChatServerRequest) -> dict[str, Any]:
-        """Build the body of a streaming request. Raises RequestRejected for what the API does not take."""
+        """Build the body of a streaming request. Raises RequestRejected for anything that the API does not take."""
         refuse_continuation(ask, self)
         conversation = alternate(ask, _Blocks())
         body: dict[str, Any] = {
@@ -82,7 +82,7 @@ class BedrockFormat:
 
 
 class _Blocks:
-    """The blocks of a message's content."""
+    """Builds the blocks of a message's content."""
 
     def text(self, text: str) -> Block:
         return {"text": text}
@@ -96,8 +96,8 @@ class _Blocks:
 
 def _tools(chat: Chat, conversation: Conversation) -> dict[str, Any]:
     if not chat.tools:
-        if conversation.called:  # it has no way to forbid tools, and wants to know those of earlier calls
-            raise RequestRejected("tools", "this pool's API takes no calls of tools without tools")
+        if conversation.called:  # the API cannot forbid tool calls, and requires the tools of earlier calls
+            raise RequestRejected("tools", "this pool's API does not support tool calls in messages without tools")
         return {}
     choice: dict[str, Any] = {"auto": {}}
     if chat.only_tool is not None:
@@ -136,7 +136,7 @@ class _ToolUse(msgspec.Struct, rename="camel"):
 
 
 class _Reasoning(msgspec.Struct):
-    text: str = ""  # else a signature, or what is not to be read
+    text: str = ""  # otherwise a signature or redacted content
 
 
 class _Delta(msgspec.Struct, rename="camel"):
@@ -158,14 +158,14 @@ class _MessageStop(msgspec.Struct, rename="camel"):
 
 
 class _Usage(msgspec.Struct, rename="camel"):
-    input_tokens: Count  # beside those that were written to a cache, or read from it
+    input_tokens: Count  # excludes tokens written to or read from a cache
     output_tokens: Count
     cache_read_input_tokens: Count = 0
     cache_write_input_tokens: Count = 0
 
 
 class _Event(msgspec.Struct, rename="camel"):
-    """One of these."""
+    """One event; exactly one field is set."""
 
     content_block_start: _Content | None = None
     content_block_delta: _Content | None = None
@@ -179,7 +179,7 @@ class _Reader:
 
     def __init__(self, owed: str) -> None:
         self._overlap = Overlap(owed)
-        self._call: int | None = None  # the block whose arguments come
+        self._call: int | None = None  # the block whose arguments are being streamed
         self._has_arguments = False
 
     def read(self, reported: Mapping[str, Any]) -> ChatDelta:
@@ -197,7 +197,7 @@ class _Reader:
         return ChatDelta(usage=None if event.metadata is None else _usage_of(event.metadata.get("usage")))
 
     def done(self) -> ChatDelta:
-        """Return nothing but the end: all else has come."""
+        """Return the end; all else has been read."""
         return ChatDelta(ended_by="stop")
 
     def _begin(self, block: _Content) -> list[Part]:
@@ -210,7 +210,7 @@ class _Reader:
         delta = block.delta or _Delta()
         if delta.tool_use is not None:
             if block.content_block_index != self._call:
-                raise MalformedEvent("arguments of a call that has not begun, or has ended")
+                raise MalformedEvent("arguments of a call that has not begun or has ended")
             self._has_arguments |= bool(delta.tool_use.input)
             return [Part("arguments", delta.tool_use.input)] if delta.tool_use.input else []
         if delta.reasoning_content is not None:
@@ -220,7 +220,7 @@ class _Reader:
 
 
 def _usage_of(reported: object) -> ChatUsage | None:
-    """Return what the API says; None where that cannot be, so that it is estimated."""
+    """Return the reported usage; None if it is missing or implausible, so that it is estimated."""
     usage = read_counts(reported, _Usage)
     if usage is None:
         return None

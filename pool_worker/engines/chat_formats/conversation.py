@@ -1,7 +1,7 @@
-"""A conversation as APIs take it in which user and assistant alternate, and say blocks: texts, calls, their results.
+"""Conversations for APIs in which user and assistant alternate, and messages are blocks: texts, calls and results.
 
-System messages at the beginning stand beside it; later ones become text of the user, where they stand. What such an API
-could not tell apart is refused by name.
+System messages at the beginning are kept separately; later ones become user messages in place. Anything that such an
+API could not represent is refused with its name.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,45 +24,45 @@ _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Blocks(Protocol):
-    """One API's form of the blocks of a message."""
+    """Builds the blocks of one API's messages."""
 
     def text(self, text: str) -> Block:
-        """Write a text, which is not empty."""
+        """Build a block of non-empty text."""
         ...
 
     def call(self, call: Call, arguments: msgspec.Raw) -> Block:
-        """Write a call, whose arguments are a JSON object."""
+        """Build a tool call; its arguments are a JSON object."""
         ...
 
     def result(self, call: Call, text: str) -> Block:
-        """Write what a call resulted in."""
+        """Build the result of a tool call."""
         ...
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation in which neighbouring messages have different roles, and each has at least one block."""
+    """A conversation whose neighboring messages have different roles, each with at least one block."""
 
     system: list[str] = field(default_factory=list)
     messages: list[tuple[Role, list[Block]]] = field(default_factory=list)
-    called: dict[str, Call] = field(default_factory=dict)  # by their ids
+    called: dict[str, Call] = field(default_factory=dict)  # by id
 
 
 def alternate(ask: ChatServerRequest, blocks: Blocks) -> Conversation:
-    """Write a conversation, the begun answer at its end. Raises RequestRejected."""
+    """Build a conversation that ends with the partial answer, if any. Raises RequestRejected."""
     turns = list(ask.chat.turns)
     if ask.chat.continues_last:
         turns.pop()
     elif turns[-1].role == "assistant":
-        raise RequestRejected("messages", "this pool's API would go on with the assistant's message at the end")
+        raise RequestRejected("messages", "this pool's API would continue an assistant message at the end")
     conversation = Conversation()
     for turn in _later_systems_as_user(turns):
         _take(conversation, turn, blocks)
-    if not conversation.messages and conversation.system:  # which needs a message of the user
+    if not conversation.messages and conversation.system:  # the API requires a user message
         _add(conversation, "user", [blocks.text(text) for text in conversation.system])
         conversation.system = []
     if not conversation.messages:
-        raise RequestRejected("messages", "this pool's API needs a message of the user")
+        raise RequestRejected("messages", "this pool's API requires a user message")
     said = _begun(ask).rstrip()
     if said:
         _add(conversation, "assistant", [blocks.text(said)])
@@ -70,9 +70,9 @@ def alternate(ask: ChatServerRequest, blocks: Blocks) -> Conversation:
 
 
 def _later_systems_as_user(turns: Sequence[Turn]) -> Iterator[Turn]:
-    """Yield system messages after the beginning as the user's: the API takes none there.
+    """Yield system messages after the beginning as user messages: the API takes no system messages there.
 
-    The result of a call must follow it: what stands between them comes after it.
+    A tool result must directly follow its call, so messages between the two are moved behind it.
     """
     has_begun = False
     waiting: list[Turn] = []
@@ -90,7 +90,7 @@ def _later_systems_as_user(turns: Sequence[Turn]) -> Iterator[Turn]:
 
 
 def owed(ask: ChatServerRequest) -> str:
-    """Return the blanks at the end of what the client has of the answer: no API takes them there."""
+    """Return the trailing whitespace of the partial answer, which no API takes at the end of a message."""
     begun = _begun(ask)
     return begun[len(begun.rstrip()) :]
 
@@ -102,21 +102,21 @@ def _begun(ask: ChatServerRequest) -> str:
 
 def _take(conversation: Conversation, turn: Turn, blocks: Blocks) -> None:
     if turn.name is not None and turn.role != "tool":
-        raise RequestRejected("messages", "this pool's API takes no 'name' in a message")
+        raise RequestRejected("messages", "this pool's API does not support 'name' in a message")
     text = turn.content or ""
     if turn.role in _SYSTEM_ROLES:
         conversation.system += [text] if text else []
     elif turn.role == "tool":
         call = conversation.called.get(turn.call_id or "")
         if call is None:
-            raise RequestRejected("messages", f"a result of a call that was not made, {turn.call_id!r}")
+            raise RequestRejected("messages", f"a result for the unknown call {turn.call_id!r}")
         _add(conversation, "user", [blocks.result(call, text)])
     else:
         conversation.called |= {call.id: call for call in turn.calls}
         said = [blocks.text(text)] if text else []
         said += [blocks.call(call, _arguments(call)) for call in turn.calls]
         if not said:
-            raise RequestRejected("messages", "this pool's API takes no empty message")
+            raise RequestRejected("messages", "this pool's API does not support empty messages")
         _add(conversation, "assistant" if turn.role == "assistant" else "user", said)
 
 
@@ -131,26 +131,26 @@ def _arguments(call: Call) -> msgspec.Raw:
     try:
         _decode(call.arguments or "{}")
     except UNDECODABLE as error:
-        raise RequestRejected("messages", f"the arguments of the call {call.id!r} are no JSON object") from error
+        raise RequestRejected("messages", f"the arguments of the call {call.id!r} are not a JSON object") from error
     return msgspec.Raw((call.arguments or "{}").encode())
 
 
 def schema_of(parameters: str | None) -> msgspec.Raw:
-    """Return the schema of a tool's arguments, where it has none that of any object."""
+    """Return the schema of a tool's arguments; by default, any object."""
     return msgspec.Raw((parameters or '{"type":"object","properties":{}}').encode())
 
 
 class Overlap:
-    """The beginning of an answer that the client has already."""
+    """Removes the beginning of an answer that the client already has."""
 
     def __init__(self, text: str) -> None:
-        """Expect ``text`` before anything new."""
+        """Expect ``text`` before new text."""
         self._text = text
 
     def cut(self, text: str) -> str:
-        """Return what is new. Raises MalformedEvent where the answer does not begin so."""
+        """Return the new text. Raises MalformedEvent if the answer begins differently."""
         known = min(len(text), len(self._text))
         if text[:known] != self._text[:known]:
-            raise MalformedEvent("the answer does not go on with the message it was given")
+            raise MalformedEvent("the answer does not continue the given message")
         self._text = self._text[known:]
         return text[known:]

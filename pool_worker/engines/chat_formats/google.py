@@ -1,6 +1,6 @@
 """Common parts of the formats of Google's Vertex AI: model paths, the meaning of errors, access tokens.
 
-Tokens come by the extra ``gcp``. They are renewed before they expire, off the event loop.
+Tokens need the extra ``gcp``. They are renewed before they expire, off the event loop.
 """
 
 import asyncio
@@ -18,25 +18,25 @@ from pool_worker.settings import GoogleSettings
 from protocol.http_client import httpx
 
 SCOPE: Final = "https://www.googleapis.com/auth/cloud-platform"
-TOKEN_LIMIT_S: Final = 10.0  # how long who gives out tokens may take
+TOKEN_LIMIT_S: Final = 10.0  # time limit for a token request
 
 
 def model_path(settings: GoogleSettings, publisher: str, model: str) -> str:
-    """Return where a publisher's model is."""
+    """Return the path of a publisher's model."""
     place = f"projects/{settings.project}/locations/{settings.location}"
     return f"/v1/{place}/publishers/{publisher}/models/{quote(model, safe='@')}"
 
 
 def meant_by_google(status: int, text: str) -> int:
-    """Say what an error is: a project without billing, or a place without the model, is no mistake of the client."""
+    """Return what an error means: missing billing, or a location without the model, is not the client's fault."""
     return httpx.codes.FORBIDDEN if status == httpx.codes.BAD_REQUEST and "FAILED_PRECONDITION" in text else status
 
 
 class AccessToken(httpx.Auth):
-    """The token of the credentials that Google's own chain finds."""
+    """The access token of the credentials from Google's default chain."""
 
     def __init__(self) -> None:
-        """Find the credentials. Raises EngineDiedError where there are none."""
+        """Find the credentials. Raises EngineDiedError if there are none."""
         try:
             self._credentials, _ = google.auth.default(scopes=[SCOPE], request=_ask)
         except GoogleAuthError as error:
@@ -46,7 +46,7 @@ class AccessToken(httpx.Auth):
     async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
         """Add the credentials to the request."""
         async with self._renewing:
-            if not self._credentials.valid:  # which it is not any more some minutes before it expires
+            if not self._credentials.valid:  # false some minutes before it expires
                 try:
                     await asyncio.to_thread(self._credentials.refresh, _ask)
                 except GoogleAuthError as error:
@@ -66,7 +66,7 @@ class _Answer:
     data: bytes
 
 
-def _ask(  # what google-auth calls a request: its own bring another HTTP client
+def _ask(  # a google.auth.transport.Request, without another HTTP client
     url: str,
     method: str = "GET",
     body: Any = None,  # noqa: ANN401  # bytes or text

@@ -1,7 +1,7 @@
 """OpenAI's chat format: ``POST …/chat/completions``, a stream of ``chat.completion.chunk``.
 
-Its documentation: https://platform.openai.com/docs/api-reference/chat-streaming. Who else speaks it, and what differs
-there, is in ``openai_profiles``.
+Documentation: https://platform.openai.com/docs/api-reference/chat-streaming. Other servers that speak it, and how they
+differ, are in ``openai_profiles``.
 """
 
 import math
@@ -32,11 +32,11 @@ class OpenAIChatFormat:
     """OpenAI's chat format as a ChatFormat."""
 
     framing: Framing = "server-sent events"
-    max_temperature = math.inf  # gateways bound it
+    max_temperature = math.inf  # the gateway limits it
     takes_tools = True
 
     def __init__(self, settings: OpenAIChatSettings) -> None:
-        """Speak it as one profile does."""
+        """Use the profile in the settings."""
         self._profile = profile = PROFILES[settings.profile]
         self._settings = settings
         self.health_path, self.server = profile.health_path, profile.server
@@ -62,7 +62,7 @@ class OpenAIChatFormat:
         return (path or self._profile.path).format(model=ask.model, api_version=self._settings.api_version)
 
     def body(self, ask: ChatServerRequest) -> dict[str, Any]:
-        """Build the body of a streaming request. Raises RequestRejected for what only some APIs take."""
+        """Build the body of a streaming request. Raises RequestRejected for fields that this API does not take."""
         profile, chat = self._profile, ask.chat
         body: dict[str, Any] = {"model": ask.model, "messages": self._messages(ask), "stream": True}
         if profile.asks_for_usage:
@@ -99,7 +99,7 @@ class OpenAIChatFormat:
         message: dict[str, Any] = {"role": turn.role, "content": turn.content}
         if turn.name is not None and turn.role != "tool":
             if not self._profile.takes_names:
-                raise RequestRejected("messages", "this pool's API takes no 'name' in a message")
+                raise RequestRejected("messages", "this pool's API does not support 'name' in a message")
             message["name"] = turn.name
         if turn.calls:
             message["tool_calls"] = [_call_object(call) for call in turn.calls]
@@ -115,7 +115,7 @@ class OpenAIChatFormat:
             fields["tool_choice"] = {"type": "function", "function": {"name": chat.only_tool}}
         elif chat.tool_choice is not None:
             fields["tool_choice"] = self._profile.must_call if chat.tool_choice == "required" else chat.tool_choice
-        if chat.is_single_call and self._profile.takes_single_call:  # the gateway leaves out further calls
+        if chat.is_single_call and self._profile.takes_single_call:  # the gateway drops further calls
             fields["parallel_tool_calls"] = False
         return fields
 
@@ -135,9 +135,9 @@ def _is_continued(ask: ChatServerRequest) -> bool:
 
 
 def _sampling(ask: ChatServerRequest, profile: Profile) -> dict[str, Any]:
-    """Return what the caller has set; the API's own defaults apply to the rest."""
+    """Return the parameters that the caller set; the API's defaults apply to the rest."""
     params = ask.params
-    fields: dict[str, Any] = {"temperature": params.temperature}  # its default is not everywhere the same
+    fields: dict[str, Any] = {"temperature": params.temperature}  # its default differs between APIs
     for name in _DEFAULTS.keys() & profile.honoured:
         value = getattr(params, name)
         if value != _DEFAULTS[name]:
@@ -203,13 +203,13 @@ class _Delta(msgspec.Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[CallDelta] | CallDelta | None = None  # TGI's older releases tell one as it is
+    tool_calls: list[CallDelta] | CallDelta | None = None  # TGI's older releases send one object instead of a list
 
 
 class _Choice(msgspec.Struct):
     index: int = 0
     delta: _Delta | None = None
-    message: _Delta | None = None  # of an answer that comes whole although a stream was asked for
+    message: _Delta | None = None  # for an answer that is not streamed although a stream was requested
     finish_reason: str | None = None
 
 
@@ -223,7 +223,7 @@ class _Reader:
     """Reads the chunks of one choice."""
 
     def __init__(self, repeated: str) -> None:
-        """``repeated``: what the answer begins with although it was asked to be gone on with."""
+        """``repeated``: what the server repeats of the message that it continues."""
         self._repeated = repeated
         self._calls = CallReader()
 
@@ -235,14 +235,14 @@ class _Reader:
             return ChatDelta(usage=usage)
         choice = chunk.choices[0]
         if choice.index != 0 or len(chunk.choices) > 1:
-            raise MalformedEvent("an event of a choice that was not asked for")
+            raise MalformedEvent("an event of an unexpected choice")
         said = choice.delta or choice.message
         parts = [] if said is None else self._parts(said)
         ended_by = end_of(choice.finish_reason)
         return ChatDelta(parts if ended_by is None else [*parts, *self._calls.end()], ended_by, usage)
 
     def done(self) -> ChatDelta:
-        """Return the calls that have waited for an end."""
+        """Return the calls that were held back."""
         return ChatDelta(self._calls.end(), ended_by="stop")
 
     def _parts(self, delta: _Delta) -> list[Part]:
@@ -260,16 +260,16 @@ class _Reader:
         return [*parts, *self._calls.read(calls)]
 
     def _text(self, text: str) -> list[Part]:
-        """Return a text without what it repeats of the message it continues with."""
+        """Return a text without the repeated beginning."""
         known = min(len(text), len(self._repeated))
         if text[:known] != self._repeated[:known]:
-            raise MalformedEvent("the answer does not go on with the message it was given")
+            raise MalformedEvent("the answer does not continue the given message")
         self._repeated = self._repeated[known:]
         return [Part("text", text[known:])] if text[known:] else []
 
 
 def _content_parts(part: Mapping[str, Any]) -> list[Part]:
-    """Return what a part of a content says that is a list: so Mistral tells its reasoning."""
+    """Return the parts of a content item in a list: Mistral's reasoning format."""
     read = read_event(part, _ContentPart)
     if read.type == "text":
         return [Part("text", read.text)]
@@ -279,7 +279,7 @@ def _content_parts(part: Mapping[str, Any]) -> list[Part]:
 
 
 def _usage_of(reported: object) -> ChatUsage | None:
-    """Return what the provider says; None where that cannot be, so that it is estimated."""
+    """Return the reported usage; None if it is missing or implausible, so that it is estimated."""
     if not isinstance(reported, dict):
         return None
     prompt, completion = count(reported.get("prompt_tokens")), count(reported.get("completion_tokens"))

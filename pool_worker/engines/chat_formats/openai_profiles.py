@@ -1,7 +1,7 @@
-"""Differences between servers with OpenAI's chat format: one record each, by their own documentation.
+"""Differences between servers that speak OpenAI's chat format: one record each, from their documentation.
 
-Fields that an API lacks are refused by name; nothing is dropped. Where a document does not say that an assistant's
-message is gone on with, it is not. The documents are listed in docs/reference/engines.md.
+Fields that an API lacks are refused by name; nothing is dropped. An assistant message is continued only if the
+server's documents say so. The documents are listed in docs/reference/engines.md.
 """
 
 from collections.abc import Mapping
@@ -20,26 +20,26 @@ class Profile:
     """One server's or API's profile. The defaults are OpenAI's."""
 
     path: str = "/v1/chat/completions"  # ``{model}`` and ``{api_version}`` are filled in
-    health_path: str | None = None  # None: a hosted API, which is not asked how it does
+    health_path: str | None = None  # None: a hosted API, without health checks
     server: str | None = None  # as ChatFormat.server
-    key_header: str | None = None  # None: the key goes as a bearer token
+    key_header: str | None = None  # None: the key is sent as a bearer token
     honoured: frozenset[str] = _OPENAI
     schemas: frozenset[str] = _BOTH_SCHEMAS
     limit_field: str = "max_tokens"
     seed_field: str = "seed"
-    must_call: str = "required"  # its ``tool_choice`` where a tool must be called
-    takes_names: bool = True  # of who speaks
+    must_call: str = "required"  # its ``tool_choice`` that forces a tool call
+    takes_names: bool = True  # the ``name`` of a message's author
     takes_effort: bool = True  # ``reasoning_effort``
     takes_single_call: bool = True  # ``parallel_tool_calls``
-    # What the body has where the model is to reason, and where it is not to, as far as it can be asked.
+    # Body fields that switch reasoning on and off, where possible.
     thinking: Mapping[bool, dict[str, Any]] = field(default_factory=dict)
-    salt_field: str | None = None  # it keeps the cached prompts of different values of this field apart
-    asks_for_usage: bool = True  # ``stream_options``; else usage comes by itself
-    # How an assistant's message is gone on with; None: not at all.
-    in_last_message: dict[str, Any] | None = None  # what this message has then
-    in_body: dict[str, Any] = field(default_factory=dict)  # and what the body has
-    continued_path: str | None = None  # where it is asked then, if elsewhere
-    repeats_prefix: bool = False  # its answer begins with that message
+    salt_field: str | None = None  # the field that separates prompt caches
+    asks_for_usage: bool = True  # ``stream_options``; otherwise usage is always sent
+    # Fields that continue an assistant message; None: not supported.
+    in_last_message: dict[str, Any] | None = None  # on the message
+    in_body: dict[str, Any] = field(default_factory=dict)  # in the body
+    continued_path: str | None = None  # another path for this, if any
+    repeats_prefix: bool = False  # its answer repeats that message
 
 
 _BY_TEMPLATE: Final[Mapping[bool, dict[str, Any]]] = {

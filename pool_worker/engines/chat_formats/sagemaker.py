@@ -1,7 +1,8 @@
 """An endpoint of Amazon SageMaker whose container speaks OpenAI's chat format (vLLM's, TGI's and SGLang's do).
 
-``InvokeEndpointWithResponseStream`` hands the body to the container, and its stream back in payload parts that are cut
-anywhere: https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_runtime_InvokeEndpointWithResponseStream.html.
+``InvokeEndpointWithResponseStream`` passes the body to the container and returns its stream in payload parts that are
+split at arbitrary places:
+https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_runtime_InvokeEndpointWithResponseStream.html.
 """
 
 import re
@@ -16,7 +17,7 @@ from pool_worker.engines.framing import Framing
 from pool_worker.settings import OpenAIChatSettings, SageMakerSettings
 from protocol.http_client import httpx
 
-# What a ModelError says of the container's answer, in the head of a body that may be long.
+# The container's status in the body of a ModelError, which may be long.
 _ANSWERED: Final = re.compile(r'"OriginalStatusCode":\s*(\d{3})|(?:client|server) error \((\d{3})\)')
 
 
@@ -26,19 +27,19 @@ class SageMakerFormat(OpenAIChatFormat):
     framing: Framing = "server-sent events in an AWS event stream"
 
     def __init__(self, settings: SageMakerSettings) -> None:
-        """Ask the container as its profile says."""
+        """Use the profile of the container's server."""
         names = settings.model_fields_set & OpenAIChatSettings.model_fields.keys() - {"kind"}
         asked = {name: getattr(settings, name) for name in names} | {"url": settings.url, "profile": settings.profile}
         super().__init__(OpenAIChatSettings(kind="openai_chat", **asked))
         self._endpoint = settings
-        self.health_path = self.server = None  # of the container, which only the endpoint reaches
+        self.health_path = self.server = None  # of the container, reachable only through the endpoint
 
     def auth(self) -> httpx.Auth | None:
         """Return the authentication of every request; None for a bearer token."""
         return auth_of(self._endpoint, "sagemaker")
 
     def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
-        """Read the container's own answer from a ModelError's body."""
+        """Return the container's status from a ModelError's body."""
         if status == httpx.codes.FAILED_DEPENDENCY and (answered := _ANSWERED.search(text)):
             return int(answered[1] or answered[2])
         return meant_by_aws(status, headers, text)

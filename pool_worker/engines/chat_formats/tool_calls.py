@@ -1,8 +1,8 @@
-"""Calls of tools, as the deltas of servers that imitate OpenAI's tell them: never two calls in one, none in two.
+"""Reads tool calls from the deltas of servers that imitate OpenAI's. Never merges two calls or splits one.
 
-By OpenAI's documents a delta has its call's ``index``, the first one of a call its ``id`` and name, and calls come one
-after the other. Servers leave out the index or give every call the same, repeat ids and names in each delta, tell
-several calls in one delta or by turns, and tell arguments as an object, or none at all.
+In OpenAI's format, a delta carries its call's ``index``, the first delta of a call its ``id`` and name, and calls come
+one after another. Other servers omit the index or give every call the same one, repeat ids and names in each delta, mix
+several calls in one delta or interleave them, and send arguments as an object or not at all.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from pool_worker.engines.framing import MalformedEvent
 from protocol.job import Part
 from protocol.wire import UNDECODABLE
 
-MAX_CALLS: Final = 128  # of one answer
+MAX_CALLS: Final = 128  # per answer
 
 
 class FunctionDelta(msgspec.Struct):
-    """What a delta says of the function."""
+    """The function part of a delta."""
 
     name: str | None = None
     arguments: str | dict[str, Any] | None = None
 
 
 class CallDelta(msgspec.Struct):
-    """What a delta says of one call."""
+    """A delta of one call."""
 
     index: int | None = None
     id: str | None = None
@@ -43,7 +43,7 @@ class _Call:
 
     @property
     def is_whole(self) -> bool:
-        """True if the arguments are a JSON object, after which nothing can come."""
+        """True if the arguments are a JSON object, so that nothing can follow."""
         if not self.arguments.rstrip().endswith("}"):
             return False
         try:
@@ -53,7 +53,7 @@ class _Call:
         return True
 
     def news(self) -> list[Part]:
-        """Return what has not been told yet."""
+        """Return the parts that have not been sent yet."""
         parts = []
         if not self.is_told:
             parts.append(Part("call", self.name, self.id))
@@ -65,19 +65,18 @@ class _Call:
 
 
 class CallReader:
-    """Reads the deltas of one choice's calls, and tells one call after the other.
+    """Reads the deltas of one choice's calls, and returns the calls one after another.
 
-    The open call is told as it comes. What comes of another meanwhile waits until the open one is whole, or the answer
-    has ended.
+    The open call is returned as it arrives. Later calls wait until the open one is complete or the answer ends.
     """
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []  # in the order of their beginnings
-        self._open = 0  # the call that is told now; those before it have been told
-        self._latest: _Call | None = None  # of which the last delta was
+        self._calls: list[_Call] = []  # in order of their first deltas
+        self._open = 0  # index of the call being sent; earlier ones are complete
+        self._latest: _Call | None = None  # the call of the last delta
 
     def read(self, deltas: Sequence[CallDelta]) -> list[Part]:
-        """Return what is to be told after the deltas of one event. Raises MalformedEvent."""
+        """Return the parts to send after one event's deltas. Raises MalformedEvent."""
         for delta in deltas:
             function = delta.function or FunctionDelta()
             call = self._latest = self._call_of(delta, function)
@@ -97,7 +96,7 @@ class CallReader:
         return parts
 
     def end(self) -> list[Part]:
-        """Return what has waited until the end of the answer. Raises MalformedEvent for a call without a name."""
+        """Return what was held back, at the end of the answer. Raises MalformedEvent for a call without a name."""
         parts = []
         for call in self._calls[self._open :]:
             if not call.name:
@@ -109,7 +108,7 @@ class CallReader:
         return parts
 
     def _call_of(self, delta: CallDelta, function: FunctionDelta) -> _Call:
-        """Return the call that a delta belongs to, begun if it is new."""
+        """Return the delta's call, which may be new."""
         known = self._known(delta)
         if known is not None and not self._begins(known, delta, function):
             known.name = known.name or function.name or ""
@@ -119,7 +118,7 @@ class CallReader:
             raise MalformedEvent("arguments of a call that has not begun")
         if len(self._calls) == MAX_CALLS:
             raise MalformedEvent(f"more than {MAX_CALLS} calls")
-        is_double = any(call.id == delta.id for call in self._calls)  # the gateway makes another
+        is_double = any(call.id == delta.id for call in self._calls)  # the gateway assigns another id
         call = _Call(delta.index, "" if is_double else delta.id or "", function.name or "")
         self._calls.append(call)
         return call
@@ -133,7 +132,7 @@ class CallReader:
 
     @staticmethod
     def _begins(known: _Call, delta: CallDelta, function: FunctionDelta) -> bool:
-        """Return whether a delta begins another call than the one that has its index, or has none."""
+        """Return whether a delta begins a new call although its index, or none, matches ``known``."""
         if not function.name or not known.name:
             return False
         if delta.id and known.id:

@@ -1,6 +1,6 @@
 """Gemini on Google's Vertex AI: ``streamGenerateContent``, a stream of server-sent events.
 
-Its documentation: https://cloud.google.com/vertex-ai/generative-ai/docs/model-reference/inference.
+Documentation: https://cloud.google.com/vertex-ai/generative-ai/docs/model-reference/inference.
 """
 
 import secrets
@@ -36,7 +36,7 @@ _NAMES: Final = {
     "seed": "seed",
 }
 _ROLES: Final = {"user": "user", "assistant": "model"}
-# Calls have a signature of the thinking behind them, which no client sends back; this one stands for any:
+# Calls require a signature of the model's thinking, which no client returns; this placeholder is accepted instead:
 # https://cloud.google.com/vertex-ai/generative-ai/docs/thought-signatures.
 _ANY_SIGNATURE: Final = "skip_thought_signature_validator"
 
@@ -52,10 +52,10 @@ class VertexFormat:
     max_temperature = 2.0
     efforts: Sequence[str] | None = ("minimal", "low", "medium", "high")
     takes_tools = True
-    continues = False  # no document says that it continues with a model's message
+    continues = False  # not documented to continue a model's message
 
     def __init__(self, settings: VertexSettings) -> None:
-        """Ask as the settings say."""
+        """Use the settings."""
         self._settings = settings
         self.thinking: Collection[bool] = {True} if settings.thinks else ()
 
@@ -73,7 +73,7 @@ class VertexFormat:
         return f"{model_path(self._settings, 'google', ask.model)}:streamGenerateContent?alt=sse"
 
     def body(self, ask: ChatServerRequest) -> dict[str, Any]:
-        """Build the body of a streaming request. Raises RequestRejected for what the API does not take."""
+        """Build the body of a streaming request. Raises RequestRejected for anything that the API does not take."""
         refuse_continuation(ask, self)
         conversation = alternate(ask, _Parts())
         body: dict[str, Any] = {
@@ -100,7 +100,7 @@ class VertexFormat:
 
 
 class _Parts:
-    """The parts of a content."""
+    """Builds the parts of a content."""
 
     def text(self, text: str) -> Block:
         return {"text": text}
@@ -169,8 +169,8 @@ class _PromptFeedback(msgspec.Struct, rename="camel"):
 class _Usage(msgspec.Struct, rename="camel"):
     prompt_token_count: Count
     candidates_token_count: Count = 0
-    thoughts_token_count: Count = 0  # beside the candidates'
-    cached_content_token_count: Count = 0  # of the prompt's
+    thoughts_token_count: Count = 0  # in addition to the candidates'
+    cached_content_token_count: Count = 0  # part of the prompt's
 
 
 class _Chunk(msgspec.Struct, rename="camel"):
@@ -192,13 +192,13 @@ class _Reader:
             return ChatDelta(usage=usage)
         [candidate, *more] = chunk.candidates
         if more or candidate.index:
-            raise MalformedEvent("a candidate that was not asked for")
+            raise MalformedEvent("an unexpected candidate")
         said = [] if candidate.content is None else candidate.content.parts
         parts = [part for one in said for part in _parts_of(one)]
         return ChatDelta(parts, end_of(candidate.finish_reason), usage)
 
     def done(self) -> ChatDelta:
-        """Return nothing but the end: all else has come."""
+        """Return the end; all else has been read."""
         return ChatDelta(ended_by="stop")
 
 
@@ -211,7 +211,7 @@ def _parts_of(part: _Part) -> list[Part]:
 
 
 def _usage_of(reported: object) -> ChatUsage | None:
-    """Return what the API says; None where that cannot be, so that it is estimated."""
+    """Return the reported usage; None if it is missing or implausible, so that it is estimated."""
     usage = read_counts(reported, _Usage)
     if usage is None:
         return None

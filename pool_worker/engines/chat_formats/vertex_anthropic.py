@@ -1,7 +1,7 @@
 """Claude on Google's Vertex AI: Anthropic's Messages API behind ``streamRawPredict``.
 
-Its documentation: https://platform.claude.com/docs/en/build-with-claude/claude-on-vertex-ai. The model is in the path,
-the version in the body; all else is Anthropic's.
+Documentation: https://platform.claude.com/docs/en/build-with-claude/claude-on-vertex-ai. The model is in the path and
+the version in the body; everything else is Anthropic's format.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class VertexAnthropicFormat(AnthropicFormat):
     """Claude on Vertex AI as a ChatFormat."""
 
     def __init__(self, settings: VertexAnthropicSettings) -> None:
-        """Ask as the settings say."""
+        """Use the settings."""
         super().__init__(settings)
         self._place = settings
 

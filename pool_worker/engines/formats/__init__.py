@@ -1,4 +1,4 @@
-"""Wire formats of inference servers that are asked in token ids or in text: the registry."""
+"""Registry of the wire formats of inference servers that take token ids or text."""
 
 from typing import Final
 

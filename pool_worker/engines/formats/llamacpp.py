@@ -1,6 +1,6 @@
 """llama.cpp's own server: ``POST /completion`` with token ids in and out.
 
-Its documentation: https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
+Documentation: https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
 """
 
 from collections.abc import Mapping
@@ -46,12 +46,12 @@ class LlamaCppFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """Read the server's one model, whose context is divided among its slots."""
+        """Read the facts of the server's only model, whose context is divided among its slots."""
         settings = answer.get("default_generation_settings")
         context = limit(settings.get("n_ctx")) if isinstance(settings, dict) else None
         slots = limit(answer.get("total_slots"))
         if context is None or slots is None:
-            raise MalformedEvent("/props names no n_ctx and total_slots")
+            raise MalformedEvent("/props has no n_ctx and total_slots")
         template, path = answer.get("chat_template"), answer.get("model_path")
         return ServerFacts(
             only_model(model, answer.get("model_alias"), path) or "default",
@@ -63,7 +63,7 @@ class LlamaCppFormat:
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
-        """Build the body of a streaming request. The server's defaults (top_k 40, min_p 0.05, …) are off."""
+        """Build the body of a streaming request. Switches off the server's defaults (top_k 40, min_p 0.05, …)."""
         params = ask.params
         body: dict[str, Any] = {
             "prompt": list(ask.token_ids),
@@ -78,7 +78,7 @@ class LlamaCppFormat:
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "repeat_penalty": params.repetition_penalty,
-            "repeat_last_n": len(ask.token_ids) + ask.max_tokens,  # penalties are over the whole text
+            "repeat_last_n": len(ask.token_ids) + ask.max_tokens,  # penalties apply to the whole text
             "logit_bias": [[token_id, bias] for token_id, bias in params.logit_bias.items()],
             "ignore_eos": params.ignore_eos,
         }

@@ -1,6 +1,6 @@
-"""LMDeploy's own endpoint: ``POST /generate`` with ``input_ids``; every event has the ids that are new.
+"""LMDeploy's own endpoint: ``POST /generate`` with ``input_ids``; every event has only the new ids.
 
-Its schema, from which this is written: lmdeploy/serve/openai/protocol.py (GenerateReqInput, GenerateReqOutput) and
+Written from its schema: lmdeploy/serve/openai/protocol.py (GenerateReqInput, GenerateReqOutput) and
 endpoints/generate.py of https://github.com/InternLM/lmdeploy
 """
 
@@ -31,7 +31,7 @@ class LMDeployFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """Read the served model; the server tells no length."""
+        """Read the served model; the server reports no length."""
         return model_of(answer, model)
 
     @staticmethod
@@ -49,7 +49,7 @@ class LMDeployFormat:
             "repetition_penalty": params.repetition_penalty,
             "ignore_eos": params.ignore_eos,
             "stop_token_ids": list(params.stop_token_ids),
-            "include_stop_str_in_output": True,  # the token that ended it is wanted among the ids
+            "include_stop_str_in_output": True,  # include the token that ended it
             "skip_special_tokens": False,
         }
 

@@ -20,14 +20,14 @@ _VLLM_LABEL: Final = re.compile(rb'(kv_cache_size_tokens|num_gpu_blocks|block_si
 
 @dataclass(frozen=True, slots=True)
 class MemoryPage:
-    """The page on which a server reports it, and a parser of that page: None if the number is missing."""
+    """The page on which a server reports it, and a parser of that page, which returns None if the number is missing."""
 
     path: str
     read: Callable[[bytes], int | None]
 
 
 def _vllm(page: bytes) -> int | None:
-    """Add up the engines of one server: with data parallelism it has several."""
+    """Return the sum over the engines of one server: with data parallelism it has several."""
     total = 0
     for labels in _VLLM_CACHE.findall(page):
         fields = {name: int(value) for name, value in _VLLM_LABEL.findall(labels)}

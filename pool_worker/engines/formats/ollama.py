@@ -1,6 +1,6 @@
 """Ollama: ``POST /api/generate`` in raw mode; lines of JSON instead of server-sent events, and no token ids.
 
-Its documentation: https://docs.ollama.com/api/generate and https://docs.ollama.com/openapi.yaml
+Documentation: https://docs.ollama.com/api/generate and https://docs.ollama.com/openapi.yaml
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class OllamaFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """Find the model asked for, or the first that is there; the server tells no length here."""
+        """Find the requested model, or the first one; the server reports no length here."""
         models = answer.get("models")
         entries = [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
         digests = {str(one.get("name")): one.get("digest") for one in entries}
@@ -95,8 +95,8 @@ class OllamaFormat:
         said = event.get("response")
         if not isinstance(said, str):
             raise MalformedEvent("an event without a response")
-        if event.get("thinking"):  # it has cut the answer into two, and nobody knows where
-            raise MalformedEvent("the server takes the model's thinking out of its answer")
+        if event.get("thinking"):  # the answer was split in two at an unknown place
+            raise MalformedEvent("the server separated the model's thinking from its answer")
         if event.get("done") is not True:
             return Delta(text=said)
         reason = event.get("done_reason")

@@ -1,6 +1,6 @@
-"""Any server with OpenAI's ``POST /v1/completions``: text in, text out; and what all that imitate it have in common.
+"""Any server with OpenAI's ``POST /v1/completions``: text in, text out. Also the common parts of its imitations.
 
-Its documentation: https://platform.openai.com/docs/api-reference/completions
+Documentation: https://platform.openai.com/docs/api-reference/completions
 """
 
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ class OpenAICompletionsFormat:
 
 
 def model_of(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-    """Read ``/v1/models``: the model asked for, or the first. Raises MalformedEvent."""
+    """Read ``/v1/models``: the requested model, or the first. Raises MalformedEvent."""
     models = answer.get("data")
     entries = [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
     chosen = next((one for one in entries if model is None or one.get("id") == model), None)
@@ -75,25 +75,25 @@ def model_of(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
 
 
 def choice_of(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return an event's choice, None if it has none. Raises MalformedEvent."""
+    """Return an event's choice; None if it has none. Raises MalformedEvent."""
     choices = event.get("choices")
     if not choices:
         return None
     if not isinstance(choices, list):
-        raise MalformedEvent("choices that are no list")
+        raise MalformedEvent("choices that are not a list")
     if not isinstance(choices[0], dict):
-        raise MalformedEvent("a choice that is no object")
+        raise MalformedEvent("a choice that is not an object")
     return choices[0]
 
 
 def ended_by(choice: Mapping[str, Any]) -> str | None:
-    """Return whether a choice ended by "stop" or "length", None where it goes on. Raises ServerFailure for neither."""
+    """Return "stop" or "length" if the choice has ended, else None. Raises ServerFailure for any other reason."""
     reason = choice.get("finish_reason")
     return None if reason is None or reason == "" else end_of_tokens(reason)
 
 
 def cached_of(event: Mapping[str, Any]) -> int:
-    """Return how much of the prompt the usage says was cached; nothing where it says nothing that makes sense."""
+    """Return the cached prompt tokens by the usage; 0 if they are missing or implausible."""
     usage = event.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     return count(details.get("cached_tokens")) or 0 if isinstance(details, dict) else 0

@@ -1,6 +1,6 @@
 """SGLang's own endpoint: ``POST /generate`` with ``input_ids``; every event repeats the output from its first token.
 
-Its documentation: https://docs.sglang.ai/basic_usage/native_api.html and .../sampling_params.html
+Documentation: https://docs.sglang.ai/basic_usage/native_api.html and .../sampling_params.html
 """
 
 from collections.abc import Mapping
@@ -37,11 +37,11 @@ class SGLangFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """Read the server's one model; it tells no length here."""
+        """Read the server's only model; it reports no length here."""
         path = answer.get("model_path")
         served = only_model(model, answer.get("served_model_name"), path)
         if served is None:
-            raise MalformedEvent("/get_model_info names no model_path")
+            raise MalformedEvent("/get_model_info has no model_path")
         return ServerFacts(
             served,
             weights=text(path),
@@ -82,7 +82,7 @@ class SGLangFormat:
             raise MalformedEvent("an event without meta_info")
         output = ids(event.get("output_ids"), "output_ids")
         made = reported.get("completion_tokens")
-        # Servers with --stream-output-ids-incremental give only what is new: the count tells which of the two it is.
+        # Servers with --stream-output-ids-incremental send only new ids; the count tells which form it is.
         is_whole = len(output) == made if isinstance(made, int) else True
         new = output[seen_tokens:] if is_whole else output
         reason = reported.get("finish_reason")

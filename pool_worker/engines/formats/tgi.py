@@ -1,7 +1,7 @@
-"""Text Generation Inference: ``POST /generate_stream``. Asked in text; every event has a token's id.
+"""Text Generation Inference: ``POST /generate_stream``. Takes text; every event has a token's id.
 
-Its schema, from which this is written: docs/openapi.json of
-https://github.com/huggingface/text-generation-inference (GenerateRequest, GenerateParameters, StreamResponse)
+Written from its schema: docs/openapi.json of https://github.com/huggingface/text-generation-inference
+(GenerateRequest, GenerateParameters, StreamResponse)
 """
 
 from collections.abc import Mapping
@@ -35,12 +35,12 @@ class TgiFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """Read the server's one model."""
+        """Read the server's only model."""
         path = answer.get("model_id")
         if not isinstance(path, str):
-            raise MalformedEvent("/info names no model_id")
+            raise MalformedEvent("/info has no model_id")
         length, requests = answer.get("max_total_tokens"), answer.get("max_concurrent_requests")
-        memory = answer.get("max_batch_total_tokens")  # not of every release
+        memory = answer.get("max_batch_total_tokens")  # not in every release
         return ServerFacts(
             only_model(model, path) or path,
             limit(length),
@@ -52,7 +52,7 @@ class TgiFormat:
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
-        """Build the body of a streaming request. Neutral values are out of bounds, so omitted."""
+        """Build the body of a streaming request. Neutral values are out of its bounds, so they are omitted."""
         params = ask.params
         parameters: dict[str, Any] = {
             "max_new_tokens": ask.max_tokens,
@@ -84,7 +84,7 @@ class TgiFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """Read one event. The last event has the details, and an end token that ended it."""
+        """Read one event. The last event has the details and the end token, if one ended it."""
         del seen_tokens
         try:
             read = msgspec.convert(event, _Event)

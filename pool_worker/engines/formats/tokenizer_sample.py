@@ -1,6 +1,6 @@
-"""How a server's tokenizer reads a sample text, for servers that tell: another tokenizer would read it differently.
+"""How a server's tokenizer encodes a sample text, for servers that offer this: it reveals a changed tokenizer.
 
-vLLM, SGLang, llama.cpp and TGI have ``/tokenize``, each with fields of its own; LMDeploy has ``/v1/encode``.
+vLLM, SGLang, llama.cpp and TGI have ``/tokenize``, each with its own fields; LMDeploy has ``/v1/encode``.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,14 +18,14 @@ SAMPLE: Final = "Spillways 2026: naïve Ñandús, 你好, мир!\n\tdef f(x): r
 
 @dataclass(frozen=True, slots=True)
 class TokenizerPage:
-    """Where a server is asked to read a text, and how."""
+    """The page that encodes a text, and its fields."""
 
     path: str  # POST
-    body: Callable[[str], dict[str, Any]]  # of the model's name
-    field: str | None  # of the answer that has the ids; None: the answer is a list of tokens with an id each
+    body: Callable[[str], dict[str, Any]]  # field of the model's name
+    field: str | None  # field of the ids in the answer; None: the answer is a list of tokens with an id each
 
     def sample_of(self, page: bytes) -> str | None:
-        """Return the ids in an answer as text; None where there are none."""
+        """Return the ids in an answer as text; None if there are none."""
         try:
             answer = msgspec.json.decode(page)
             told = [one["id"] for one in answer] if self.field is None else answer[self.field]

@@ -1,10 +1,10 @@
 """NVIDIA Triton's generate extension: ``POST /v2/models/M/generate_stream``, text in and text out.
 
-What a request may have is the model's own, and its metadata says it: the vLLM backend takes all parameters as JSON in
-``sampling_parameters``; models of the TensorRT-LLM backend, and one's own, have an input for each. Errors in the stream
-come as events, with status 200.
+The fields of a request depend on the model, and its metadata lists them: the vLLM backend takes all parameters as JSON
+in ``sampling_parameters``; models of the TensorRT-LLM backend, and custom models, have an input for each. Errors in the
+stream are events, with status 200.
 
-Its documentation: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_generate.md;
+Documentation: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_generate.md;
 of the backends: src/utils/request.py of .../vllm_backend, and all_models/inflight_batcher_llm/ensemble/config.pbtxt of
 .../tensorrtllm_backend
 """
@@ -41,7 +41,7 @@ class TritonFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """Read the model's metadata, which tells no length."""
+        """Read the model's metadata, which has no length."""
         inputs, outputs = (_names(answer.get(key)) for key in ("inputs", "outputs"))
         if "text_input" not in inputs or "text_output" not in outputs:
             raise MalformedEvent("the model has no text_input and text_output")
@@ -64,7 +64,7 @@ class TritonFormat:
         }
         given |= {"max_tokens": ask.max_tokens, "min_tokens": ask.min_tokens}
         if params.temperature == 0 and "top_k" in given:
-            given["top_k"] = 1  # greedy also where a temperature of 0 is none
+            given["top_k"] = 1  # greedy even for models without a temperature of 0
         body: dict[str, Any] = {"text_input": ask.text} | {name: True for name in _FLAGS if name in inputs}
         if "sampling_parameters" in inputs:
             seed = {} if ask.seed is None else {"seed": ask.seed}
@@ -75,14 +75,14 @@ class TritonFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """Read one event. Only some backends tell the reason of the end; for others, closing the stream is the end."""
+        """Read one event. Only some backends report why an answer ends; otherwise it ends with the stream."""
         del seen_tokens
         if event.get("closed") is True:
             return Delta(ended_by="eos")
         said, reason = event.get("text_output"), event.get("finish_reason")
         if not isinstance(said, str):
             raise MalformedEvent("an event without text_output")
-        if reason in (None, "", "None"):  # no set: anything may stand there
+        if reason in (None, "", "None"):  # not a set: the value may be unhashable
             return Delta(text=said)
         return Delta(text=said, ended_by=_ENDS.get(str(reason)) or end_of_tokens(reason))
 

@@ -1,7 +1,7 @@
-"""TensorRT-LLM's ``trtllm-serve``: ``POST /v1/completions`` with a prompt of ids, answered in ids without detokenising.
+"""TensorRT-LLM's ``trtllm-serve``: ``POST /v1/completions`` with a prompt of ids, answered in ids without detokenizing.
 
-Its schema, from which this is written: tensorrt_llm/serve/openai_protocol.py (CompletionRequest, which forbids unknown
-fields; CompletionResponseStreamChoice.token_ids) and postprocess_handlers.py (ids where ``detokenize`` is false) of
+Written from its schema: tensorrt_llm/serve/openai_protocol.py (CompletionRequest, which forbids unknown
+fields; CompletionResponseStreamChoice.token_ids) and postprocess_handlers.py (ids if ``detokenize`` is false) of
 https://github.com/NVIDIA/TensorRT-LLM
 """
 
@@ -31,7 +31,7 @@ class TrtLlmFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """Read the served model; the server tells no length."""
+        """Read the served model; the server reports no length."""
         return model_of(answer, model)
 
     @staticmethod
@@ -57,7 +57,7 @@ class TrtLlmFormat:
             "min_tokens": ask.min_tokens,
             "ignore_eos": params.ignore_eos,
             "stop_token_ids": list(params.stop_token_ids),
-            "include_stop_str_in_output": True,  # the token that ended it is wanted among the ids
+            "include_stop_str_in_output": True,  # include the token that ended it
         }
         if params.logit_bias:
             body["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}

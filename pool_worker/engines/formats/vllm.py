@@ -1,6 +1,6 @@
 """vLLM's OpenAI-compatible server: ``POST /v1/completions`` with a prompt of ids and ``return_token_ids``.
 
-Its documentation: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
+Documentation: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class VllmFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """Find the model asked for, or the first."""
+        """Find the requested model, or the first."""
         return model_of(answer, model)
 
     @staticmethod
@@ -64,7 +64,7 @@ class VllmFormat:
 
 
 def sampling(ask: ServerRequest) -> dict[str, Any]:
-    """Return what is asked for, by the names that vLLM's API and its ``SamplingParams`` have in common."""
+    """Return the parameters by the names that vLLM's API shares with its ``SamplingParams``."""
     params = ask.params
     fields: dict[str, Any] = {
         "max_tokens": ask.max_tokens,

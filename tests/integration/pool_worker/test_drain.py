@@ -8,7 +8,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from pool_worker.drain import HAND_BACK_MARGIN_S
-from pool_worker.worker import HURRIED_FLUSH_LIMIT_S
+from pool_worker.worker import FORCED_FLUSH_LIMIT_S
 from protocol import job as m
 from protocol import subjects
 from protocol.errors import ErrorCode
@@ -135,7 +135,7 @@ async def test_a_second_signal_waits_for_no_queue_server(gateway: PlayingGateway
     finally:
         process.kill()
     assert code == 0, log
-    assert f"not stored within {HURRIED_FLUSH_LIMIT_S:g} s" in log
+    assert f"not stored within {FORCED_FLUSH_LIMIT_S:g} s" in log
     assert "1 records" in log
 
 

@@ -174,7 +174,7 @@ async def test_a_lost_engine_hands_its_jobs_back_and_ends_the_process(gateway: P
     assert await gateway.stored_attempts() == 4
     assert await gateway.queued() == 0
     assert code == 1
-    assert "the engine died, 4 jobs are handed back: scripted crash after 4 tokens" in log
+    assert "the engine died; handing back 4 jobs: scripted crash after 4 tokens" in log
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

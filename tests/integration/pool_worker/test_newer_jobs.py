@@ -47,7 +47,7 @@ async def test_a_newer_worker_gets_it_and_the_older_one_goes_on_with_its_own(
 
 
 async def test_where_nobody_understands_it_its_gateway_is_told(gateway: PlayingGateway, nats_url: str) -> None:
-    settings = settings_for(nats_url).model_copy(update={"strange_deliveries": 3})
+    settings = settings_for(nats_url).model_copy(update={"max_unreadable_deliveries": 3})
     async with running_worker(settings):
         last = await gateway.end_of(await publish_newer(gateway))
         assert isinstance(last, m.Failed)

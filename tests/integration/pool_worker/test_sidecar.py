@@ -158,7 +158,7 @@ async def test_a_server_that_is_frozen_is_killed_and_started_again(
     process.send_signal(signal.SIGTERM)
     code, log = await ended(process)
     assert code == 0, log
-    assert re.search(r"is lost.*; starting the server again in [\d.]+ s", log)
+    assert re.search(r"is lost.*; restarting the server in [\d.]+ s", log)
     assert log.count("server: listening") == 2  # its log is in ours, of both lives
     assert server.is_gone()
 
@@ -168,7 +168,7 @@ async def test_a_server_that_is_never_ready_is_started_again_until_enough(nats_u
     process = start_process(server.settings(nats_url, ready_s=0.2, exec_restarts=1))
     code, log = await ended(process)
     assert code == 1
-    assert "given up after 2 deaths" in log[log.rindex("EngineDiedError") :]
+    assert "giving up after 2 crashes" in log[log.rindex("EngineDiedError") :]
     assert log.count("started the server: ") == 2
     assert server.is_gone()
 
@@ -229,7 +229,7 @@ async def test_a_server_that_never_starts_ends_the_worker_with_its_last_words(na
     code, log = await ended(process)
     assert code == 1
     last = log[log.rindex("EngineDiedError") :]
-    assert "given up after 3 deaths" in last
+    assert "giving up after 3 crashes" in last
     assert "exit code 3" in last
     assert "no such model: m" in last
     assert len(server.events("started")) == 3

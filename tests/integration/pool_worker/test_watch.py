@@ -107,7 +107,7 @@ async def test_a_worker_that_nobody_watches_says_nothing_of_its_pace(gateway: Pl
 
 @pytest.mark.parametrize(
     ("engine", "reason"),
-    [({"inter_token_s": 30.0}, "has not answered 33 tokens within 0.3 s"), ({"max_model_len": 20}, "too short")],
+    [({"inter_token_s": 30.0}, "no answer of 33 tokens within 0.3 s"), ({"max_model_len": 20}, "too short")],
 )
 async def test_what_cannot_be_measured_is_said(engine: dict[str, Any], reason: str) -> None:
     settings = settings_for("nats://nowhere", **engine)
@@ -127,5 +127,5 @@ async def test_what_cannot_be_measured_is_said(engine: dict[str, Any], reason: s
 
 
 def test_only_providers_that_can_are_asked_for_another_machine(nats_url: str) -> None:
-    with pytest.raises(ValueError, match="watch.reallocate: needs a notice of salad"):
+    with pytest.raises(ValueError, match="watch.reallocate: requires notice to be one of salad"):
         watched(nats_url, {"reallocate": True})

@@ -48,14 +48,14 @@ def held() -> Held:
 def test_some_failures_in_a_row_open_it(held: Held) -> None:
     for number in range(FAILURES - 1):
         held.breaker.failed(f"r{number}", BROKEN, 1.0)
-    assert held.breaker.places(1.0) is None
+    assert held.breaker.job_allowance(1.0) is None
     held.breaker.failed("another", BROKEN, 1.0)
-    assert (held.breaker.places(1.0), held.breaker.report(1.0), held.changes) == (0, Paused(BROKEN), 1)
+    assert (held.breaker.job_allowance(1.0), held.breaker.report(1.0), held.changes) == (0, Paused(BROKEN), 1)
 
 
 def test_a_server_that_has_changed_is_out_until_it_is_what_it_was(held: Held) -> None:
     held.breaker.changed(change := "the server has changed: model: a before, b now", 1.0)
-    assert (held.breaker.places(1.0), held.breaker.report(1.0), held.changes) == (
+    assert (held.breaker.job_allowance(1.0), held.breaker.report(1.0), held.changes) == (
         0,
         Paused(change, has_changed=True),
         1,
@@ -65,13 +65,13 @@ def test_a_server_that_has_changed_is_out_until_it_is_what_it_was(held: Held) ->
     held.breaker.closed(3.0)  # a probe is answered, by the other model
     assert held.breaker.report(3.0) == Paused(change, has_changed=True)
     held.breaker.changed(None, 4.0)
-    assert (held.breaker.places(4.0), held.breaker.report(4.0), held.breaker.is_ready) == (1, None, True)
+    assert (held.breaker.job_allowance(4.0), held.breaker.report(4.0), held.breaker.is_ready) == (1, None, True)
 
 
 def test_one_request_that_fails_again_and_again_does_not(held: Held) -> None:
     for _ in range(10 * FAILURES):
         held.breaker.failed("poison", BROKEN, 1.0)
-    assert held.breaker.places(1.0) is None
+    assert held.breaker.job_allowance(1.0) is None
 
 
 def test_a_token_in_between_begins_the_count_again(held: Held) -> None:
@@ -103,16 +103,16 @@ def test_probes_come_ever_later_until_a_request_is_answered(held: Held) -> None:
 def test_it_begins_again_slowly(held: Held) -> None:
     held.break_it(1.0)
     held.breaker.closed(5.0)
-    assert held.breaker.places(5.0) == 1
+    assert held.breaker.job_allowance(5.0) == 1
     first = held.begin()
-    assert held.breaker.places(6.0) == 0
+    assert held.breaker.job_allowance(6.0) == 0
     first.ttft_ms = 6500.0
-    assert held.breaker.places(7.0) == 2
+    assert held.breaker.job_allowance(7.0) == 2
     held.end(first, 8.0)
-    assert held.breaker.places(8.0) == 3
+    assert held.breaker.job_allowance(8.0) == 3
     for _ in range(SEQUENCES // 2):
         held.end(held.begin(first_token_s=9.0), 10.0)
-    assert held.breaker.places(10.0) is None
+    assert held.breaker.job_allowance(10.0) is None
 
 
 def test_a_stream_that_was_begun_before_it_broke_proves_nothing(held: Held) -> None:
@@ -130,12 +130,12 @@ def test_nothing_is_pulled_for_as_long_as_the_server_asks(held: Held) -> None:
     held.breaker.asked_to_wait(20.0, "429", 1.0)
     held.breaker.asked_to_wait(19.5, "429", 1.2)  # what ran beside it says the same
     held.breaker.asked_to_wait(2.0, "429", 1.3)
-    assert held.breaker.places(20.9) == 0
+    assert held.breaker.job_allowance(20.9) == 0
     assert held.breaker.report(11.0) == Paused("429", 10_000)
     assert held.changes == 1
     assert held.breaker.report(21.0) is None
     del held.attempts[:]
-    assert held.breaker.places(21.0) == 4  # half of what ran
+    assert held.breaker.job_allowance(21.0) == 4  # half of what ran
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Times at which the worker pulls nothing, although the engine has room."""
+"""Conditions under which the worker pulls nothing although the engine has room."""
 
 import asyncio
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from protocol.nats.outbox import Outbox
 
 
 def consumer(
-    *, connected: bool = True, draining: bool = False, waiting: str = "", records: int = 0, places: int | None = None
+    *, connected: bool = True, draining: bool = False, waiting: str = "", records: int = 0, allowance: int | None = None
 ) -> Consumer:
     bus: Any = SimpleNamespace(
         connected=connected, api_prefix="$JS.API", client=SimpleNamespace(new_inbox=lambda: "inbox")
@@ -22,7 +22,7 @@ def consumer(
         is_draining=draining,
         waiting_jobs=int(bool(waiting)),
         has_waiting_interactive=waiting == "interactive",
-        breaker=SimpleNamespace(places=lambda _now_s: places),
+        breaker=SimpleNamespace(job_allowance=lambda _now_s: allowance),
     )
     gate: Any = SimpleNamespace(is_open=lambda _model: True)
     outbox = Outbox(bus, "usage.attempt", 2)
@@ -31,33 +31,33 @@ def consumer(
     credit = Credit(Capacity(8, 1000, 100), batch_reserve=0.25)
     parts: dict[str, Any] = {
         "worker_id": "w",
-        "strange_deliveries": 40,
+        "max_unreadable_deliveries": 40,
         "executor": executor,
         "job_filter": None,
         "credit": credit,
         "outbox": outbox,
         "gate": gate,
     }
-    return Consumer(bus, ("m",), "spot", **parts, must_look=asyncio.Event(), on_foreign_tokens=lambda: None)
+    return Consumer(bus, ("m",), "spot", **parts, refill_needed=asyncio.Event(), on_foreign_tokens=lambda: None)
 
 
-async def test_there_is_room_in_good_times_and_less_for_batch() -> None:
+async def test_a_healthy_worker_has_room_and_less_for_batch() -> None:
     assert consumer(records=1).room() == 8
     assert consumer(records=1).room(is_batch=True) == 6
 
 
 @pytest.mark.parametrize(
     "reason",
-    [{"connected": False}, {"draining": True}, {"waiting": "interactive"}, {"records": 2}, {"places": 0}],
+    [{"connected": False}, {"draining": True}, {"waiting": "interactive"}, {"records": 2}, {"allowance": 0}],
     ids=str,
 )
-async def test_there_is_none(reason: dict[str, Any]) -> None:
+async def test_a_blocked_worker_has_no_room(reason: dict[str, Any]) -> None:
     assert consumer(**reason).room() == 0
     assert consumer(**reason).room(is_batch=True) == 0
 
 
-async def test_a_server_that_comes_back_gets_few_jobs_at_first() -> None:
-    assert consumer(places=2).room() == 2
+async def test_a_recovering_server_gets_few_jobs() -> None:
+    assert consumer(allowance=2).room() == 2
 
 
 async def test_a_batch_job_that_waits_for_room_stops_only_batch() -> None:

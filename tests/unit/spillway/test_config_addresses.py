@@ -170,7 +170,7 @@ def test_a_url_with_a_path_is_accepted(tmp_path: Path, pool: str, url: str) -> N
 def test_a_url_of_azures_other_api_is_refused(tmp_path: Path) -> None:
     url = '"https://x.openai.azure.com/openai/v1"'
     done = check(tmp_path, CHAT.format(profile="azure").format(value=url))
-    assert (done.exit_code, "pools.p.engine: url: the profile 'azure' asks" in done.stderr) == (1, True)
+    assert (done.exit_code, "pools.p.engine: url: profile 'azure' needs" in done.stderr) == (1, True)
 
 
 def test_the_file_is_named_as_everywhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def test_a_command_brings_its_own_url(started: Started) -> None:
         (("--exec", "serve", *WITHOUT_FILE), "pools.runpod.engine.url"),
         (("--exec", "serve {port}", "--engine-url", "http://localhost", *WITHOUT_FILE), "{port} must be in both"),
         (("--exec", "serve 'x", "--engine-url", "http://localhost", *WITHOUT_FILE), "exec: No closing quotation"),
-        (("--exec", " ", "--engine-url", "http://localhost", *WITHOUT_FILE), "exec: names no command"),
+        (("--exec", " ", "--engine-url", "http://localhost", *WITHOUT_FILE), "exec: must name a command"),
         (("--engine-url", "http://localhost", "--engine-kind", "vlm", *WITHOUT_FILE), "kind"),
         (("--engine-url", "http://localhost", "--set", "tear=spot", *WITHOUT_FILE), "pools.runpod.tear"),
     ],

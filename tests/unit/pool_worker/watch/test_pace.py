@@ -112,8 +112,8 @@ def test_an_idle_node_is_neither_slow_nor_cured() -> None:
     [
         ({}, None),
         ({"max_tpot_ms": 10.5, "max_ttft_ms": 105.0}, None),
-        ({"max_tpot_ms": 9.5}, "10.0 ms for one request alone, above max_tpot_ms = 9.5"),
-        ({"max_ttft_ms": 95.0}, "100.0 ms for one request alone, above max_ttft_ms = 95"),
+        ({"max_tpot_ms": 9.5}, "10.0 ms for a single request, above max_tpot_ms = 9.5"),
+        ({"max_ttft_ms": 95.0}, "100.0 ms for a single request, above max_ttft_ms = 95"),
     ],
 )
 def test_a_node_may_be_too_slow_from_the_start(settings: dict[str, float], reason: str | None) -> None:
@@ -127,7 +127,7 @@ def test_the_pools_median_counts_where_there_are_others() -> None:
     node.peers = [3.0, 4.0, 30.0]
     reason = node.works(200, 0.010)
     assert reason is not None
-    assert "10.0 ms a token alone, where the pool's median is 4.0 ms" in reason
+    assert "10.0 ms per token for a single request, while the pool's median is 4.0 ms" in reason
 
 
 def test_a_node_that_hardly_makes_tokens_is_judged_by_few() -> None:
