@@ -1,7 +1,7 @@
 """Spillway's continuous-batching engine: any causal language model of transformers, many requests in one batch.
 
-It knows nothing of NATS or HTTP and imports none of Spillway's other packages. The scheduler, the block pool and the
-records below need no torch, so `LLMEngine` is loaded on first use.
+It does not depend on NATS, HTTP or Spillway's other packages. The scheduler, the block pool and the records below need
+no torch, so `LLMEngine` is loaded on first use.
 """
 
 from typing import TYPE_CHECKING

@@ -23,11 +23,11 @@ def check_request(request: GenerationRequest, info: EngineInfo) -> None:
     if total > info.max_model_len:
         raise RequestRejected(
             "max_tokens",
-            f"{len(request.prompt_ids)} prompt tokens and {request.sampling.max_tokens} output tokens are more than "
+            f"{len(request.prompt_ids)} prompt tokens and {request.sampling.max_tokens} output tokens exceed "
             f"the model's {info.max_model_len}",
         )
     if total > info.kv_tokens:
-        raise RequestRejected("max_tokens", f"{total} tokens are more than the KV pool's {info.kv_tokens}")
+        raise RequestRejected("max_tokens", f"{total} tokens exceed the KV pool's {info.kv_tokens}")
 
 
 def _check_sampling(params: SamplingParams, info: EngineInfo) -> None:

@@ -25,16 +25,15 @@ from engine.errors import EngineCorrupted
 
 # --- prefix keys ------------------------------------------------------------------------------------------------------
 #
-# Keys for blocks of tokens that cover everything their keys and values depend on. Imports no torch.
+# Keys for blocks of tokens that cover everything their keys and values depend on.
 #
-# The keys and values of a token depend on it, on all tokens before it, and on the adapter that computed them. So a
-# block's key is the hash of its tokens and of the key of the block before it, or for the first block of the adapter's
-# name, as in vLLM's prefix caching. The hash is cryptographic: with a weaker one, a client could craft a prompt that is
-# answered from another client's blocks.
+# The keys and values of a token depend on the token, on all tokens before it, and on the adapter that computed them.
+# So a block's key is the hash of its tokens and of the previous block's key, or of the adapter's name for the first
+# block, as in vLLM's prefix caching. The hash is cryptographic: with a weaker one, a client could craft a prompt that
+# is answered from another client's blocks.
 #
-# A request's salt is hashed into its first block's key, so that only requests of the same salt find each other's
-# blocks: otherwise the count of cached tokens tells a client whether another one has sent the same prompt, block by
-# block.
+# A request's salt is hashed into its first block's key, so that only requests of the same salt share blocks. Otherwise
+# the count of cached tokens would tell a client, block by block, whether another client sent the same prompt.
 
 KEY_BYTES: Final = 16
 
@@ -42,7 +41,7 @@ KEY_BYTES: Final = 16
 def extend_keys(
     keys: list[bytes], token_ids: Sequence[int], block_size: int, adapter: str | None = None, cache_salt: str = ""
 ) -> None:
-    """Append the keys of those whole blocks of `token_ids`, computed with `adapter`, that `keys` does not have yet."""
+    """Append the missing keys of the whole blocks of `token_ids`, computed with `adapter`."""
     for start in range(len(keys) * block_size, len(token_ids) - block_size + 1, block_size):
         digest = blake2b(keys[-1] if keys else _root(adapter, cache_salt), digest_size=KEY_BYTES)
         digest.update(array("I", token_ids[start : start + block_size]).tobytes())
@@ -50,7 +49,7 @@ def extend_keys(
 
 
 def _root(adapter: str | None, cache_salt: str) -> bytes:
-    """Return the parent of the first block's key: another one for each adapter and each salt."""
+    """Return the parent of the first block's key; it differs by adapter and salt."""
     return blake2b(repr((adapter, cache_salt)).encode(), digest_size=KEY_BYTES).digest()
 
 
@@ -66,9 +65,9 @@ class BlockPool:
         self._references = [0] * total_blocks
         self._keys: list[bytes | None] = [None] * total_blocks
         self._block_of: dict[bytes, int] = {}
-        self._cached: dict[int, None] = {}  # the longest unused first
+        self._cached: dict[int, None] = {}  # least recently used first
         self._blank_blocks = total_blocks
-        # Maximal blank runs as (first block, one past the last), in order; never two that touch.
+        # Maximal blank runs as (first block, one past the last), in order; adjacent runs are joined.
         self._blank_runs: list[tuple[int, int]] = [(0, total_blocks)] if total_blocks else []
 
     @property
@@ -93,7 +92,7 @@ class BlockPool:
     def allocate(self, count: int, after: int | None = None) -> list[range]:
         """Allocate `count` blocks in as few runs as possible, the first right after block `after` if that one is blank.
 
-        The caller owns one reference to each. Cached blocks are evicted where the blank ones do not suffice. Raises
+        The caller owns one reference to each. Evicts cached blocks if there are not enough blank ones. Raises
         ValueError if fewer are free: check `free_blocks` first.
         """
         if count > self.free_blocks:
@@ -129,7 +128,7 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, runs: Sequence[range]) -> None:
-        """Drop one owner of each block. Of those that stay cached, the prompt's first is evicted last."""
+        """Drop one owner of each block. Of blocks that stay cached, the prompt's first is evicted last."""
         for run in reversed(runs):
             for block in reversed(run):
                 self._release_block(block)
@@ -143,7 +142,7 @@ class BlockPool:
             self._block_of[key] = block
 
     def forget(self, runs: Sequence[range]) -> None:
-        """Drop the keys of these blocks, because their contents are not to be trusted."""
+        """Drop the keys of these blocks: their contents are invalid."""
         for run in runs:
             for block in run:
                 if block in self._cached:
@@ -171,7 +170,7 @@ class BlockPool:
             raise EngineCorrupted("keys and blocks disagree")
 
     def _take_at(self, start: int, count: int) -> range | None:
-        """Take up to `count` blocks from the blank run that begins at `start`, if one does."""
+        """Take up to `count` blocks from the blank run that begins at `start`, or return None."""
         at = bisect_right(self._blank_runs, (start, 0))
         if at == len(self._blank_runs) or self._blank_runs[at][0] != start:
             return None

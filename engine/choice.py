@@ -1,4 +1,4 @@
-"""One choice of a request from token to shown text: stop conditions, detokenisation, resumption."""
+"""One choice of a request, from tokens to text: stop conditions, detokenization, resumption."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -15,30 +15,30 @@ from protocol.generation import PromptLogprob, SamplingParams, TokenLogprob
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
 #
-# Guesses at the next tokens from the sequence's own text (n-gram speculation). Imports no torch.
+# Drafts the next tokens from the sequence's own text (n-gram speculation).
 #
-# Where the last tokens have occurred before, the tokens that followed may follow again: quotations, code, lists. A
-# guess is computed beside the next token, and every guessed token that the sampler then chooses as well saves one step.
-# The rest is discarded, so the answer is exactly the one without guesses. As in vLLM's n-gram method and in prompt
-# lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
+# Where the last tokens occurred before, the tokens that followed then may follow again: quotations, code, lists. A
+# draft is computed beside the next token, and every draft token that the sampler then chooses saves one step. The rest
+# is discarded, so drafts never change the answer. As in vLLM's n-gram method and in prompt lookup decoding
+# (https://github.com/apoorvumang/prompt-lookup-decoding).
 
-NGRAM_TOKENS: Final = 3  # so many last tokens must have occurred before
-PAUSE_TOKENS: Final = 16  # after a guess without a single right token, no guesses are made for this many tokens
+NGRAM_TOKENS: Final = 3  # number of last tokens that must have occurred before
+PAUSE_TOKENS: Final = 16  # after a draft without a single right token, none is made for this many tokens
 
 
 class NgramDrafts:
-    """The guesses for one sequence, whose tokens it follows."""
+    """The drafts for one sequence."""
 
     def __init__(self, token_ids: list[int], max_tokens: int) -> None:
-        """Read `token_ids` now and, as it grows, at each guess; guess at most `max_tokens` at a time."""
+        """Follow `token_ids` as it grows; draft at most `max_tokens` at a time."""
         self._token_ids = token_ids
         self._max_tokens = max_tokens
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram → the index after its last occurrence but this one
-        self._read_tokens = NGRAM_TOKENS - 1  # tokens whose n-grams are known, but for the last
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram → the index after its previous occurrence
+        self._read_tokens = NGRAM_TOKENS - 1  # number of tokens whose n-grams are indexed; the last n-gram is not
         self._pause_until = 0  # tokens
 
     def guess(self, max_tokens: int) -> list[int]:
-        """Return the tokens that may follow, at most `max_tokens`; empty if the last n-gram is new."""
+        """Return a draft of the next tokens, at most `max_tokens`; empty if the last n-gram is new."""
         tokens = self._token_ids
         while self._read_tokens < len(tokens) - 1:
             self._read_tokens += 1
@@ -49,7 +49,7 @@ class NgramDrafts:
         return [] if start is None else tokens[start : start + min(self._max_tokens, max_tokens)]
 
     def record_result(self, guessed: int, right: int) -> None:
-        """Record how many of the guessed tokens were right."""
+        """Record how many of the draft tokens were right."""
         if guessed and not right:
             self._pause_until = len(self._token_ids) + PAUSE_TOKENS
 
@@ -120,7 +120,7 @@ class Choice:
             tokens=tokens,
             text=OutputText(params, eos_ids, detokenizer, resume.text_chars, request.content_finder),
             matcher=matcher,
-            # Processors depend on the tokens before the one they change: only plain rows can be sampled ahead.
+            # Processors depend on the previous token: only plain rows can be sampled ahead.
             drafts=NgramDrafts(sequence.token_ids, draft_tokens) if draft_tokens and row.is_plain else None,
         )
 
@@ -174,7 +174,7 @@ class Choice:
 
     def _output(self, token_ids: list[int], text: str, logprobs: list[TokenLogprob] | None) -> SequenceOutput:
         clock = self.sequence.clock
-        has_ended = self.text.finish_reason is not None and clock.scheduled_s is not None  # or else by resumed text
+        has_ended = self.text.finish_reason is not None and clock.scheduled_s is not None  # else: the resumed text
         return SequenceOutput(
             self.request_id,
             self.index,

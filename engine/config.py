@@ -16,31 +16,31 @@ _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 class EngineConfig:
     """Limits and budgets of one engine; checked on construction.
 
-    `dtype="auto"` means float32 on a CPU, also where bfloat16 would be about twice as fast: in bfloat16 the rounding
-    of a batched product depends on the batch, so that an answer could depend on the other requests being served. On a
-    GPU it means bfloat16, and float16 where the GPU does not support that.
+    `dtype="auto"` means float32 on a CPU, even where bfloat16 would be about twice as fast: in bfloat16 the rounding of
+    a batched product depends on the batch, so an answer could depend on the other requests being served. On a GPU it
+    means bfloat16, or float16 if the GPU does not support that.
     """
 
     dtype: DType = "auto"
     device: str = "cpu"  # or "cuda", "cuda:1", …
-    quantize: Quantization | None = None  # "int8": linear layers in 8-bit integers, on CPUs made for it
-    max_model_len: int | None = None  # tokens of prompt and output; None: what the model was trained for
+    quantize: Quantization | None = None  # "int8": linear layers in 8-bit integers, on CPUs that support it
+    max_model_len: int | None = None  # tokens of prompt and output; None: the model's limit
     max_sequences: int = 32  # choices in one running batch
     max_waiting: int = 1024  # choices accepted but not yet running
     max_batched_tokens: int = 512  # tokens computed in one step
-    # Most memory the KV pool may take; less is taken where max_sequences can never use it. None: 1 GiB on a CPU, on a
-    # GPU what gpu_memory_utilization leaves beside the weights and the largest batch.
+    # Maximum memory of the KV pool; less is taken if max_sequences can never use it. None: 1 GiB on a CPU; on a GPU,
+    # what gpu_memory_utilization leaves beside the weights and the largest batch.
     kv_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that is used in all, if kv_bytes does not say
-    cuda_graphs: bool = True  # on a GPU, replay recorded steps where every sequence decodes
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory to use in all, if kv_bytes is None
+    cuda_graphs: bool = True  # on a GPU: replay recorded steps when every sequence decodes
     block_size: int = 16  # tokens in one KV block
-    lookahead_tokens: int = 64  # by which every running choice could grow when memory is short and another is admitted
-    prefix_cache: bool = True  # keep the blocks of ended sequences for prompts that begin with the same tokens
-    prompt_logits_bytes: int = 128 << 20  # most memory for one step's logits of prompts whose logprobs are wanted
-    draft_tokens: int = 0  # guesses computed beside the next token where a text repeats itself; 0: none
+    lookahead_tokens: int = 64  # growth kept free for each running choice before another is admitted
+    prefix_cache: bool = True  # keep the blocks of ended sequences for prompts with the same prefix
+    prompt_logits_bytes: int = 128 << 20  # maximum memory for one step's logits of prompts whose logprobs are requested
+    draft_tokens: int = 0  # draft tokens computed beside the next token where a text repeats itself; 0: none
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA: name → a PEFT folder, or its name on the hub
-    # Of torch, within one operation; None: all processors but one. With as many threads as processors, every other busy
-    # process makes all threads wait for the one it displaced: measured 10 times slower and worse on two shared cores.
+    # Torch's, within one operation; None: one less than the processors. With as many threads as processors, every other
+    # busy process stalls all threads: measured 10 times slower and worse on two shared cores.
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -56,10 +56,10 @@ class EngineConfig:
             raise ConfigError("max_batched_tokens", "must be at least max_sequences, or running sequences would starve")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                "gpu_memory_utilization", f"must be above 0, at most 1, not {self.gpu_memory_utilization}"
+                "gpu_memory_utilization", f"must be above 0 and at most 1, not {self.gpu_memory_utilization}"
             )
         if not _DEVICE.fullmatch(self.device):
-            raise ConfigError("device", f"{self.device!r} is unknown; use cpu, cuda, cuda:0, cuda:1, …")
+            raise ConfigError("device", f"unknown device {self.device!r}; use cpu, cuda, cuda:0, cuda:1, …")
 
 
 def _require_positive(name: str, value: int) -> None:

@@ -1,8 +1,8 @@
 """Logits whose masks were not ready when the forward pass was.
 
-They are sampled in a later step, as soon as their masks are ready; until then their sequences have nothing to compute,
-and the batch continues without them. The sampled token is the same as without the delay: masks and random numbers
-depend only on the position.
+They are sampled in a later step, once their masks are ready. Until then their sequences have nothing to compute, and
+the batch continues without them. The sampled token is the same as without the delay: masks and random numbers depend
+only on the position.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from engine import scheduler
 from engine.scheduler import Chunk
 from engine.text.grammar import Matcher
 
-MASKS_WAIT_S: Final = 0.005  # of a step for masks that are nearly always there before its logits
-IDLE_WAIT_S: Final = 0.005  # of a step that has nothing else to do
+MASKS_WAIT_S: Final = 0.005  # wait of a step for masks, which are nearly always ready before its logits
+IDLE_WAIT_S: Final = 0.005  # wait of a step without other work
 
 MatcherOf = Callable[[scheduler.Sequence], Matcher | None]
 
@@ -44,7 +44,7 @@ class DeferredRows:
         `logits` [R, V] has a row for each chunk and for each token of its draft; None: this step computed nothing.
         """
         for sequence in [sequence for sequence in self._rows if sequence.pending_tokens]:
-            del self._rows[sequence]  # preempted meanwhile: its tokens are computed again, this one too
+            del self._rows[sequence]  # preempted meanwhile: its tokens, including this one, are computed again
         matchers = [matcher_of(chunk.sequence) for chunk in chunks]
         wait([one.making for one in matchers if one and one.making and not one.family.is_slow], MASKS_WAIT_S)
         ready = self._take_ready(is_idle=logits is None)

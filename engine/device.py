@@ -1,4 +1,4 @@
-"""The device that the engine computes on: how it is chosen, its dtype, and copies of small data to it."""
+"""Chooses the engine's device and dtype, and copies small data to the device."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def choose_device(config: EngineConfig) -> torch.device:
     if device.index >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise ConfigError("device", f"{config.device!r} is not available: torch finds {found} GPU(s)")
-    torch.cuda.set_device(device)  # kernels are launched on the thread's own device
+    torch.cuda.set_device(device)  # kernels launch on the thread's current device
     return device
 
 

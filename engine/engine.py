@@ -3,10 +3,9 @@
     add_request → schedule → forward → sample → text → SequenceOutput
                   scheduler  runner    sampler  choice
 
-Synchronous and not thread-safe: one thread makes the engine and calls everything. Only grammars are compiled, and
-their masks made, in threads beside it; a request waits for its grammar before it is scheduled. (Making the engine in
-another thread works, but leaves a second set of OpenMP threads behind, which slowed a single small sequence by a
-third.)
+Synchronous and not thread-safe: one thread creates the engine and makes all calls. Only grammars and their masks are
+computed in other threads; a request waits for its grammar before it is scheduled. (Creating the engine in another
+thread works, but leaves a second set of OpenMP threads, which slowed a single small sequence by a third.)
 """
 
 import logging
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 
 WARM_UP_PROMPT_TOKENS: Final = 8
 WARM_UP_TOKENS: Final = 3  # of each answer
-COMPILING_WAIT_S: Final = 0.005  # of a step that has nothing to do but to wait for a grammar
+COMPILING_WAIT_S: Final = 0.005  # wait of a step whose only work is a pending grammar
 
 
 class LLMEngine:
@@ -91,10 +90,10 @@ class LLMEngine:
             )
         self._mask_maker = MaskBuilder()
         self._late_rows = DeferredRows()
-        self._compiling: dict[str, Compiling] = {}  # by request; the first come first
-        self._choices: dict[str, list[Choice]] = {}  # the unfinished ones of each request
+        self._compiling: dict[str, Compiling] = {}  # by request; oldest first
+        self._choices: dict[str, list[Choice]] = {}  # each request's unfinished choices
         self._choice_of: dict[Sequence, Choice] = {}
-        self._ready: list[SequenceOutput] = []  # what the next step yields without computing
+        self._ready: list[SequenceOutput] = []  # outputs of the next step that need no computation
         self._step_stats = StepStats()
 
     @classmethod
@@ -116,7 +115,7 @@ class LLMEngine:
         if request.request_id in self._choices or request.request_id in self._compiling:
             raise RequestRejected("request_id", f"{request.request_id!r} is already running")
         if self._waiting_choices + request.sampling.n > self._max_waiting:
-            raise RequestRejected("n", f"more than {self._max_waiting} choices would be waiting")
+            raise RequestRejected("n", f"too many choices are waiting (limit {self._max_waiting})")
         self.wake_up()
         grammar, grammars = request.sampling.grammar, self._vocabularies[request.adapter].grammars
         if grammar is None or (grammar.is_optional and not grammars.can_compile):
@@ -169,9 +168,9 @@ class LLMEngine:
                 choice.sequence.clock.added_s = one.added_s
 
     def warm_up(self) -> None:
-        """Answer a few internal requests, so that the first real one need not wait for torch's first-use setup.
+        """Answer a few internal requests, so that the first real one does not wait for torch's first-use setup.
 
-        Leaves nothing in the prefix cache and nothing in the counters.
+        Leaves the prefix cache and the counters unchanged.
         """
         prompt_tokens = min(WARM_UP_PROMPT_TOKENS, min(self.info.max_model_len, self.info.kv_tokens) - WARM_UP_TOKENS)
         if prompt_tokens < 1:
@@ -192,12 +191,12 @@ class LLMEngine:
         return isinstance(self._kv_memory, KVPool) and self._kv_memory.is_released
 
     def sleep(self) -> None:
-        """Release the KV memory, and with it the prefix cache, to the system; the next request wakes the engine up.
+        """Release the KV memory and the prefix cache to the system; the next request wakes the engine up.
 
         Raises EngineError while there are unfinished requests, or on a GPU, whose recorded steps hold the memory.
         """
         if self.has_unfinished() or not isinstance(self._kv_memory, KVPool):
-            raise EngineError("only an engine on a CPU, without requests, can sleep")
+            raise EngineError("only an idle engine on a CPU can sleep")
         self._block_pool.forget_cached()
         self._kv_memory.release()
 
@@ -205,7 +204,7 @@ class LLMEngine:
         """Allocate the KV memory again."""
         if isinstance(self._kv_memory, KVPool) and self._kv_memory.is_released:
             self._kv_memory.allocate()
-            log.info("awake: the KV memory is allocated again")
+            log.info("the KV memory is allocated again")
 
     def abort(self, request_id: str) -> None:
         """Cancel a request; the next step yields "cancelled" for each of its live choices. Idempotent."""
@@ -294,14 +293,14 @@ class LLMEngine:
             token_ids = chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1]
             try:
                 output = choice.score(prompt_logprobs(next(rows), token_ids, choice.params.prompt_logprobs or 0))
-            except LogitsNotFinite as error:  # it ends where it would have its first token
+            except LogitsNotFinite as error:  # it ends at the time of its first token
                 choice.prompt_error, choice.sequence.scored_tokens = str(error), None
             else:
                 outputs += [output] if output.prompt_logprobs else []
         return outputs
 
     def _sample(self, chunks: list[Chunk], logits: Tensor) -> list[SequenceOutput]:
-        """Sample each chunk's next token from `logits` [R, V], and those after it while the guesses are right."""
+        """Sample each chunk's next token from `logits` [R, V], and further ones while its draft is right."""
         ahead = [number for chunk in chunks for number in range(1 + chunk.draft_tokens)]
         rows = [self._choice_of[chunk.sequence].sampling_row for chunk in chunks for _ in range(1 + chunk.draft_tokens)]
         samples = iter(sample(logits, rows, ahead) if rows else [])
@@ -370,7 +369,7 @@ class LLMEngine:
 
     def _check_idle(self) -> None:
         if self._block_pool.used_blocks:
-            raise EngineCorrupted(f"{self._block_pool.used_blocks} KV blocks are in use, but no sequence is")
+            raise EngineCorrupted(f"{self._block_pool.used_blocks} KV blocks are in use, but there are no sequences")
 
 
 def _refused(choice: Choice, error: GrammarTooComplex) -> Refusal:

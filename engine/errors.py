@@ -4,8 +4,8 @@ EngineError
 ├── UnsupportedModel    the model cannot run here at all; raised while loading
 ├── ConfigError         a field of EngineConfig cannot be met; raised while loading
 ├── RequestRejected     one request can never be served; raised by add_request
-│   └── GrammarTooComplex   its grammar costs more than one request may, found out at any moment
-└── EngineCorrupted     the engine's own books do not add up; the process should end
+│   └── GrammarTooComplex   its grammar exceeds a request's cost limit; raised at any time
+└── EngineCorrupted     the engine's bookkeeping is inconsistent; the process should end
 """
 
 

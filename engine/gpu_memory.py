@@ -41,8 +41,8 @@ def kv_bytes_available(total_bytes: int, free_bytes: int, step_bytes: int, utili
         used, step, share = (size / 2**30 for size in (used_bytes, step_bytes, total_bytes * utilization))
         raise ConfigError(
             "gpu_memory_utilization",
-            f"nothing is left for the KV pool: {used:.1f} GiB are in use and the largest step takes {step:.1f} GiB, "
-            f"of {share:.1f} GiB; lower max_batched_tokens or max_sequences, or take a larger share",
+            f"no memory left for the KV pool: {used:.1f} GiB are in use and the largest step takes {step:.1f} GiB "
+            f"of {share:.1f} GiB; lower max_batched_tokens or max_sequences, or raise gpu_memory_utilization",
         )
     return left
 
@@ -51,9 +51,9 @@ def kv_bytes_available(total_bytes: int, free_bytes: int, step_bytes: int, utili
 def run_largest_step(
     model: PreTrainedModel, layer_shapes: dict[int, tuple[int, int]], config: EngineConfig, max_model_len: int
 ) -> int:
-    """Compute max_batched_tokens and sample max_sequences of them, with every sampling feature in use.
+    """Compute max_batched_tokens and sample max_sequences of them, using every sampling feature.
 
-    Returns the bytes of the KV memory allocated for it, which is free again.
+    Returns the size in bytes of the KV memory allocated for it, which is free again.
     """
     vocab_size = model.config.get_text_config().vocab_size
     tokens = config.max_batched_tokens
@@ -66,7 +66,7 @@ def run_largest_step(
     scored = min(tokens, config.max_sequences + config.prompt_logits_bytes // (4 * vocab_size))
     positions = [position for length in lengths for position in range(length)]
     logits = compute_logits(model, pool.stage([0] * tokens, positions, list(range(scored)), segments)).float()
-    # A top_p so near to 1 makes the sampler sort the whole vocabulary.
+    # With a top_p this close to 1 the sampler sorts the whole vocabulary.
     params = SamplingParams(temperature=1.0, top_p=0.999999, logprobs=0)
     row = SamplingRow(params, 0, Sequence([0], 1, 2), frozenset(), vocab_size, device=model.device)
     sample(logits[: config.max_sequences], [row] * min(scored, config.max_sequences))

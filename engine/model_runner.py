@@ -23,7 +23,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record_decoding(self, record: Recorder, *, max_sequences: int, max_model_len: int, vocab_size: int) -> None:
-        """Record the steps in which every sequence has one row, for replay, if pool and model allow it."""
+        """Record the steps in which every sequence has one row, for replay, if pool and model support it."""
         if isinstance(self._pool, PagedKVPool):
             self._graphs = record_decoding(
                 self._pool,

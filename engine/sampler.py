@@ -24,8 +24,8 @@ from protocol.generation import SamplingParams
 #
 # The sampler's randomness: one uniform number per (seed, choice, position).
 #
-# Keyed, not drawn from a running generator: what a request gets depends on nothing but its own key, so neither
-# batch-mates nor the size of the batch nor a resumption on another worker can change it.
+# Keyed, not drawn from a running generator: a request's numbers depend on its own key only, so neither the rest of the
+# batch, nor its size, nor a resumption on another worker can change them.
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -34,7 +34,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 def uniform(seed: int, index: int, position: int) -> float:
     """Return a number in [0, 1) for output token `position` (from 0) of choice `index`.
 
-    SplitMix64's finaliser chained over the three keys (Steele, Lea and Flood, OOPSLA 2014). 52 bits, so that the
+    SplitMix64's finalizer chained over the three keys (Steele, Lea and Flood, OOPSLA 2014). 52 bits, so that the
     product with a total probability mass rounds to strictly less than the mass.
     """
     state = seed & _MASK
@@ -55,7 +55,7 @@ def _mix(z: int) -> int:
 
 
 class BadWords:
-    """The words as token ids: a word's last token is forbidden where the output ends with those before it.
+    """The words as token ids: a word's last token is forbidden after its other tokens.
 
     As in vLLM, a word is banned both at the beginning of a text and after a space; other tokenizations of it are not
     banned.
@@ -78,7 +78,7 @@ def _ends_with(token_ids: list[int], end: tuple[int, ...]) -> bool:
 #
 # The logprobs of a prompt's tokens, each given those before it.
 
-SLICE_ROWS: Final = 64  # whose softmax is in memory at once
+SLICE_ROWS: Final = 64  # in memory at once for the softmax
 
 
 class LogitsNotFinite(Exception):
@@ -93,12 +93,12 @@ class RawPromptLogprob:
     """One prompt token under the model's raw distribution."""
 
     logprob: float  # natural logarithm
-    rank: int  # 1 + how many tokens are more probable
+    rank: int  # 1 + the number of more probable tokens
     top: list[tuple[int, float]]  # (token id, logprob), most probable first
 
 
 def prompt_logprobs(logits: Tensor, token_ids: list[int], count: int) -> list[RawPromptLogprob]:
-    """Describe each token by the float32 row of `logits` [R, V] of the token before it, and `count` most probable ones.
+    """Describe each token by the float32 row of `logits` [R, V] of the token before it, with the `count` most probable.
 
     Raises LogitsNotFinite.
     """
@@ -133,12 +133,12 @@ def _describe(logits: Tensor, token_ids: Tensor, count: int) -> list[RawPromptLo
 
 CPU = torch.device("cpu")
 NOT_FINITE = "the model's logits are not finite"
-_CACHED_LOGITS = 1 << 18  # of rows worked on together on a CPU: 1 MiB, and some copies of it
-_TOP_P_CANDIDATES = 256  # tokens sorted at first to find where top_p cuts; the few rows that need more are sorted whole
+_CACHED_LOGITS = 1 << 18  # of rows processed together on a CPU: 1 MiB, and some copies of it
+_TOP_P_CANDIDATES = 256  # tokens sorted at first to find the cut of top_p; few rows need a full sort
 
 
 class NothingAllowed(Exception):
-    """The request's restrictions leave no token that may come next."""
+    """The request's restrictions allow no next token."""
 
     def __init__(self) -> None:
         super().__init__(self.__doc__)
@@ -183,7 +183,7 @@ class SamplingRow:
         )
 
     def uniform(self, ahead: int) -> float:
-        """Return the uniform number for the next token, or for one so many tokens `ahead` of it."""
+        """Return the uniform number for the next token, or for the one `ahead` tokens later."""
         return uniform(self._seed, self._index, self.sequence.output_tokens + ahead)
 
     def process(self, logits: Tensor) -> None:
@@ -204,7 +204,7 @@ class SamplingRow:
         if self.sequence.output_tokens < params.min_tokens:
             ends = logits[self._min_tokens_banned]
             logits[self._min_tokens_banned] = float("-inf")
-            if self._has_mask:  # it may let nothing else follow
+            if self._has_mask:  # it may allow nothing else
                 logits[self._min_tokens_banned] = torch.where(logits.max() == float("-inf"), ends, float("-inf"))
 
     def _forbid(self, logits: Tensor) -> None:
@@ -245,7 +245,7 @@ class Sample:
 def sample(logits: Tensor, rows: list[SamplingRow], ahead: list[int] | None = None) -> list[Sample]:
     """Choose one token per row of float32 logits [R, V].
 
-    `ahead` [R] gives each row's distance in tokens from the end of its sequence: above 0 for rows after a guess.
+    `ahead` [R] gives each row's distance in tokens from the end of its sequence: above 0 for draft rows.
     """
     ahead = ahead or [0] * len(rows)
     largest, chosen = logits.max(dim=-1)
@@ -256,7 +256,7 @@ def sample(logits: Tensor, rows: list[SamplingRow], ahead: list[int] | None = No
         chosen[at], errors = _sample_processed(logits[at], [rows[i] for i in some], [ahead[i] for i in some])
         failed |= {some[number]: error for number, error in errors.items()}
     logprobs = _raw_logprobs(logits, rows, chosen)
-    # NaN and +inf surface as the largest; so does a row of only -inf. On a GPU, all above is queued while the forward
+    # NaN and +inf are the largest; so is a row of only -inf. On a GPU, everything above is queued while the forward
     # pass still runs; here the host waits for it, once.
     tokens: list[int] = chosen.where(torch.isfinite(largest), -1).tolist()
     samples = []
@@ -270,7 +270,7 @@ def sample(logits: Tensor, rows: list[SamplingRow], ahead: list[int] | None = No
 
 
 def _parts(rows: list[int], logits: Tensor) -> list[list[int]]:
-    """Split the row numbers into parts that are processed together: on a CPU, as many rows [V] as its cache holds."""
+    """Split the row numbers into parts that are processed together: on a CPU, as many rows [V] as fit its cache."""
     most = max(1, _CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     return [rows[first : first + most] for first in range(0, len(rows), most)]
 
@@ -286,7 +286,7 @@ def _sample_processed(logits: Tensor, rows: list[SamplingRow], ahead: list[int])
             try:
                 row.process(logits[i])
             except GrammarError as error:
-                failed[i] = f"the grammar could not be followed: {error}"
+                failed[i] = f"the grammar cannot be followed: {error}"
             except (GrammarTooComplex, NothingAllowed) as error:
                 failed[i] = str(error)
     tokens = logits.argmax(dim=-1)
@@ -307,7 +307,7 @@ def _draw(logits: Tensor, params: list[SamplingParams], noise: list[float]) -> T
     logits -= logits.amax(dim=-1, keepdim=True)
     logits /= temperature[:, None]
     weights = torch.exp(logits)
-    lowest = torch.log(min_p)[:, None]  # logit that stays, [R, 1]; the most probable token's is 0
+    lowest = torch.log(min_p)[:, None]  # smallest logit that stays, [R, 1]; the most probable token's is 0
     if cut := [i for i, p in enumerate(params) if 0 < p.top_k < logits.shape[1]]:
         rows = to_device(cut, torch.long, logits.device)
         lowest[rows] = torch.maximum(lowest[rows], _lowest_by_top_k(logits[rows], [params[i].top_k for i in cut]))
@@ -318,7 +318,7 @@ def _draw(logits: Tensor, params: list[SamplingParams], noise: list[float]) -> T
         weights *= logits >= lowest
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     targets = staged[:, 3:] * cumulative[:, -1:]
-    # In a row that is not finite anything could be found, also behind the end.
+    # A row that is not finite may yield any index, even one past the end.
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
 
 
@@ -329,9 +329,9 @@ def _lowest_by_top_k(logits: Tensor, top_k: list[int]) -> Tensor:
 
 
 def _lowest_by_top_p(logits: Tensor, weights: Tensor, lowest: Tensor, top_p: Tensor, candidates: int) -> Tensor:
-    """Return the logit at which, from the largest down, the mass of each row [R, V] reaches top_p of what stays so far.
+    """Return the logit at which, from the largest down, each row's mass [R, V] reaches top_p of the remaining mass.
 
-    Only this many `candidates` are sorted at first; whether they sufficed is all that the host has to wait for.
+    Only `candidates` tokens are sorted at first; the host waits only to learn whether they sufficed.
     """
     candidates = min(candidates, logits.shape[1])
     mass = (weights * (logits >= lowest)).sum(dim=-1, keepdim=True)
@@ -356,7 +356,7 @@ def _largest(logits: Tensor, count: int) -> Tensor:
 
 
 def _raw_logprobs(logits: Tensor, rows: list[SamplingRow], tokens: Tensor) -> dict[int, RawLogprobs]:
-    """Return the logprobs of the rows that asked for them, by row; `tokens` [R] are those chosen."""
+    """Return the logprobs of the rows that requested them, by row; `tokens` [R] are the chosen ones."""
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not wanted:
         return {}

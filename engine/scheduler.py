@@ -1,14 +1,14 @@
 """Chooses the tokens that the next step computes. Imports no torch.
 
-One rule, and no prefill or decode phase: each step lets every sequence's computed tokens catch up with the tokens it
-has, inside a budget of tokens. A long prompt is computed in chunks beside the others' single tokens; a resumed or
-preempted sequence is one with more tokens to catch up on, and one whose prompt is cached has fewer.
+There is one rule, and no prefill or decode phase: within a budget of tokens, each step computes the tokens that each
+sequence has but has not computed. A long prompt is computed in chunks beside the others' single tokens. A resumed or
+preempted sequence has more tokens to compute, and one whose prompt is cached has fewer.
 
-    waiting ──admitted: cached blocks taken over, others allocated──> running ──removed: blocks released──> gone
-       ^                                                                 │
-       └──────────────────── preempted: blocks released ─────────────────┘
+    waiting ──admitted: cached blocks reused, others allocated──> running ──removed: blocks released──> gone
+       ^                                                              │
+       └──────────────────── preempted: blocks released ──────────────┘
 
-Memory. A sequence gets blocks for its whole length while that costs nothing. Where memory is short it gets them as it
+Memory. A sequence gets blocks for its whole length while that costs nothing. When memory is short it gets them as it
 grows, and is admitted only if every sequence could grow by `lookahead_tokens`. If they all grow further, the newest is
 preempted: it releases its blocks and waits, before all others, to compute them again, except those still cached. The
 oldest can always continue, because the pool can hold any single sequence.
@@ -24,7 +24,7 @@ from engine.step_stats import SequenceClock
 from engine.types import EngineCounters
 
 NOTHING: Final = range(0)
-MAX_PASSED_OVER: Final = 64  # waiting sequences that are looked at to find one that need not wait for another's prompt
+MAX_PASSED_OVER: Final = 64  # waiting sequences that are checked to find one that need not wait for another's prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -32,17 +32,17 @@ class Sequence:
     """One choice as the scheduler sees it."""
 
     token_ids: list[int]  # prompt and output; grows by one with each sampled token
-    prompt_tokens: int  # how many of token_ids are the prompt
+    prompt_tokens: int  # number of prompt tokens in token_ids
     max_total_tokens: int  # prompt and max_tokens
-    computed_tokens: int = 0  # how many of token_ids have their keys and values in the pool
+    computed_tokens: int = 0  # number of token_ids whose keys and values are in the pool
     block_runs: list[range] = field(default_factory=list)  # its blocks, in order of its tokens; empty while waiting
-    block_keys: list[bytes] = field(default_factory=list)  # of its whole blocks of tokens, as far as they were needed
-    registered_blocks: int = 0  # how many of its blocks, from the first, were offered to the cache
-    draft: list[int] = field(default_factory=list)  # guesses at what follows token_ids, for the next step only
-    adapter: str | None = None  # what its tokens are computed with
-    cache_salt: str = ""  # it shares cached blocks with sequences of the same salt only
-    cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
-    scored_tokens: int | None = None  # of the prompt: how many logprobs are known; None: they are not wanted
+    block_keys: list[bytes] = field(default_factory=list)  # of its whole blocks of tokens, computed as needed
+    registered_blocks: int = 0  # number of its first blocks that are registered in the cache
+    draft: list[int] = field(default_factory=list)  # draft tokens after token_ids, for the next step only
+    adapter: str | None = None  # the adapter that computes its tokens
+    cache_salt: str = ""  # only sequences of the same salt share its cached blocks
+    cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission; None before it
+    scored_tokens: int | None = None  # number of known prompt logprobs; None: not requested
     clock: SequenceClock = field(default_factory=SequenceClock)
 
     @property
@@ -121,13 +121,13 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.max_scored_tokens = max_scored_tokens
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # the longest admitted first
+        self.running: list[Sequence] = []  # longest admitted first
         self.counters = EngineCounters()
         self._lookahead_tokens = lookahead_tokens
         self._prefix_cache = prefix_cache
         self._pending_keys: dict[
             bytes, int
-        ] = {}  # keys of blocks that running sequences will have computed; how many each
+        ] = {}  # keys of blocks that running sequences will compute, with their number
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; the caller ensures that the pool could hold it."""
@@ -148,8 +148,8 @@ class Scheduler:
         """Choose the next step's chunks, oldest sequence first.
 
         A chunk that does not catch up takes the rest of the budget, so at most one sequence, the newest, is in the
-        middle of its prompt, and a long prompt cannot stall the streams before it. (Sequences whose prompt is scored
-        take no more than the budget for logits; the others continue beside them.)
+        middle of its prompt, and a long prompt cannot stall the older streams. (Sequences whose prompt is scored take
+        at most the budget for logits; the others continue beside them.)
         """
         budget, scored_budget = self.max_batched_tokens, self.max_scored_tokens
         chunks: list[Chunk] = []
@@ -162,7 +162,7 @@ class Scheduler:
             if tokens and self._ensure_blocks(sequence, sequence.computed_tokens + tokens):
                 draft_tokens = 0
                 if sequence.draft and tokens == sequence.pending_tokens:
-                    spare = budget - tokens - (len(self.running) - number)  # one token for each sequence comes first
+                    spare = budget - tokens - (len(self.running) - number)  # reserve one token for each sequence
                     draft_tokens = self._allocate_draft(sequence, spare)
                 chunks.append(Chunk(sequence, tokens, draft_tokens))
                 budget -= tokens + draft_tokens
@@ -210,7 +210,7 @@ class Scheduler:
         return True
 
     def _allocate_draft(self, sequence: Sequence, spare_tokens: int) -> int:
-        """Allocate blocks for its draft and return how many draft tokens fit; never preempts a sequence for a guess."""
+        """Allocate blocks for its draft and return how many draft tokens fit; never preempts a sequence for a draft."""
         tokens = max(0, min(len(sequence.draft), spare_tokens))
         missing = self.block_pool.blocks_for(len(sequence.token_ids) + tokens) - sequence.held_blocks
         if missing > self.block_pool.free_blocks - len(self.running):
@@ -276,10 +276,10 @@ class Scheduler:
         return None
 
     def _cacheable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Return the keys of its blocks without the last token's: at least one token must be computed for logits."""
+        """Return the keys of its blocks, except the last token's: at least one token must be computed for logits."""
         if self._prefix_cache:
             self._extend_keys(sequence)
-        # Logits are not cached: where they are needed, tokens must be computed.
+        # Logits are not cached: tokens that need them must be computed.
         needless = (sequence.scored_tokens or 1) if sequence.is_unscored else len(sequence.token_ids)
         return sequence.block_keys[: (needless - 1) // self.block_pool.block_size]
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from engine.types import EngineCounters, EngineStats, HistogramCounts, SequenceTimings
 
-# vLLM's buckets, and below them some for models that take a few milliseconds a step.
+# vLLM's buckets, and smaller ones for models that take a few milliseconds per step.
 INTER_TOKEN_BOUNDS_S: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0,
@@ -39,11 +39,11 @@ class Histogram:
 
 @dataclass(slots=True)
 class SequenceClock:
-    """The moments at which a sequence passed from one phase into the next, on the monotonic clock."""
+    """The times at which a sequence entered each phase, on the monotonic clock."""
 
     added_s: float = 0.0
     scheduled_s: float | None = None  # the first time
-    first_token_s: float | None = None  # that this engine made
+    first_token_s: float | None = None  # made by this engine
     last_token_s: float | None = None
     preemptions: int = 0
 
@@ -53,7 +53,7 @@ class SequenceClock:
         return self.first_token_s is not None and self.first_token_s == self.last_token_s
 
     def timings(self) -> SequenceTimings:
-        """Return the time spent in each phase; the current phase ends at the last token, or else now."""
+        """Return the time spent in each phase; the current phase ends at the last token, or now if there is none."""
         if self.scheduled_s is None:
             return SequenceTimings(_ms(self.added_s, time.monotonic()), 0.0, 0.0, self.preemptions)
         queue_ms = _ms(self.added_s, self.scheduled_s)
@@ -69,7 +69,7 @@ class StepStats:
     def __init__(self) -> None:
         self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
-        self._last_s: float | None = None  # when the last step's tokens came
+        self._last_s: float | None = None  # time of the last step's tokens
 
     def snapshot(self, *, running: int, waiting: int, kv_usage: float, counters: EngineCounters) -> EngineStats:
         """Return an engine's statistics at this moment."""
@@ -79,7 +79,7 @@ class StepStats:
     def record_tokens(self, clocks: Iterable[SequenceClock], now_s: float) -> None:
         """Record that the sequence of each clock has now yielded one token, or several in one step.
 
-        Those that had one in the last step as well, usually all, have the same gap: it is counted once for all.
+        Sequences that also had one in the last step, usually all, have the same gap, which is counted once for all.
         """
         last_s, steady = self._last_s, 0
         for clock in clocks:

@@ -12,25 +12,25 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
 
 
 class ContentFinder(Protocol):
-    """Finds what of one choice's text is content: neither reasoning, nor a call, nor their markup."""
+    """Finds the content in one choice's text: neither reasoning, nor a tool call, nor their markup."""
 
     @property
     def read_chars(self) -> int:
-        """Number of characters of the text that are known to be content, or not."""
+        """Number of characters of the text that have been classified as content or not."""
         ...
 
     def push(self, text: str, *, is_last: bool) -> list[tuple[int, int]]:
-        """Add text; return begin and end, in the complete text, of each new stretch of content."""
+        """Add text; return the begin and end, in the complete text, of each new stretch of content."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The state of a choice that another worker began: continue it, repeat nothing."""
+    """The state of a choice that another worker began: continue it without repetition."""
 
     index: int  # the choice
     token_ids: tuple[int, ...]  # the output tokens it already has, from its first
-    text_chars: int  # characters (code points) of its text the client already has
+    text_chars: int  # characters (code points) of its text that the client already has
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class GenerationRequest:
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     resume: tuple[ResumePoint, ...] = ()
-    scored_tokens: int = 0  # of the prompt, from its first: how many logprobs the client has already
-    adapter: str | None = None  # one of EngineConfig.adapters; None: the model as it is
-    cache_salt: str = ""  # only requests of the same salt find each other's prompts in the prefix cache
+    scored_tokens: int = 0  # number of prompt logprobs, from the first, that the client already has
+    adapter: str | None = None  # one of EngineConfig.adapters; None: the model itself
+    cache_salt: str = ""  # only requests of the same salt share prompts in the prefix cache
     content_finder: Callable[[], ContentFinder] | None = None  # makes one for a choice; None: all text is content
 
 
@@ -57,7 +57,7 @@ class SequenceTimings:
     queue_ms: float  # added → first scheduled
     prefill_ms: float  # first scheduled → first token
     decode_ms: float  # first token → last token
-    preemptions: int = 0  # how often it was preempted; the lost time counts in the phase in which it happened
+    preemptions: int = 0  # number of preemptions; the lost time counts in the phase in which it happened
 
 
 @dataclass(slots=True)
@@ -66,13 +66,13 @@ class SequenceOutput:
 
     request_id: str
     index: int  # the choice, 0 … n-1
-    token_ids: list[int]  # new tokens; empty for a mere flush of text or an end without a token
+    token_ids: list[int]  # new tokens; empty for flushed text or an end without a token
     text: str  # new text that is safe to show
-    logprobs: list[TokenLogprob] | None = None  # one per new token, if asked for
+    logprobs: list[TokenLogprob] | None = None  # one per new token, if requested
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for the model's own end
-    error: str | None = None  # why, when finish_reason is "error"
-    cached_tokens: int = 0  # of the prompt: how many were found in the prefix cache
+    error: str | None = None  # the reason, if finish_reason is "error"
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
     prompt_logprobs: list[PromptLogprob] | None = None  # the next ones, in order; all of them before the first token
     vector: bytes | None = None  # of a PoolingInput: 32-bit floats, little-endian
     timings: SequenceTimings | None = None  # with the first token, and at the choice's end
@@ -96,7 +96,7 @@ class SequenceOutput:
 class Refusal(SequenceOutput):
     """The end of a request that can never be served: the client's error, so it is not retried."""
 
-    param: str | None = None  # the request field at fault
+    param: str | None = None  # the invalid request field
     is_too_complex: bool = False  # its grammar is: no worker may retry it, not even one with wider limits
 
     @classmethod
@@ -109,12 +109,12 @@ class Refusal(SequenceOutput):
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """A LoRA adapter that is loaded."""
+    """A loaded LoRA adapter."""
 
     name: str
-    ranks: tuple[int, int]  # the least and the greatest of its layers
+    ranks: tuple[int, int]  # the lowest and the highest of its layers
     layers: int  # linear layers that it changes
-    bytes: int  # of its weights, as they are held
+    bytes: int  # of its weights in memory
     digest: str  # of its files
 
 
@@ -128,15 +128,15 @@ class EngineInfo:
     kv_tokens: int  # capacity of the KV pool
     eos_token_ids: tuple[int, ...]
     dtype: str  # "float32", "bfloat16", "float16"
-    quantize: str | None  # "int8": what linear layers compute in instead
+    quantize: str | None  # "int8": the type that linear layers use instead
     device: str
     vocab_size: int  # width of the logits
-    parameters: int  # of the model, counted once where shared
+    parameters: int  # of the model, counted once if shared
     adapters: tuple[AdapterInfo, ...] = ()
 
 
 def sequences_that_fit(info: EngineInfo, *, shortest: int = 256) -> dict[int, int]:
-    """Return, for lengths from `shortest` doubling up to the longest, how many such sequences run at once."""
+    """Return, for lengths doubling from `shortest` up to the longest, how many such sequences run at once."""
     lengths = []
     while shortest < info.max_model_len:
         lengths.append(shortest)
@@ -149,13 +149,13 @@ class EngineCounters:
     """Counters since the engine was created; they never decrease."""
 
     computed_tokens: int = 0  # passed through the model
-    prompt_tokens: int = 0  # of sequences that were admitted, cached ones included
-    queried_tokens: int = 0  # of prompts, looked for in the prefix cache
-    cached_tokens: int = 0  # of these, found there, and so not computed
+    prompt_tokens: int = 0  # of admitted sequences, including cached ones
+    queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
+    cached_tokens: int = 0  # of these, tokens found and so not computed
     generated_tokens: int = 0  # sampled
     drafts: int = 0
-    guessed_tokens: int = 0  # computed beside the next token
-    right_tokens: int = 0  # of these, as many as were then sampled
+    guessed_tokens: int = 0  # draft tokens computed
+    right_tokens: int = 0  # of these, tokens then sampled
     preemptions: int = 0
 
 
@@ -163,8 +163,8 @@ class EngineCounters:
 class HistogramCounts:
     """The number of values in each bucket."""
 
-    bounds: tuple[float, ...]  # upper ones, rising; a value equal to one belongs to its bucket
-    counts: tuple[int, ...]  # of each bucket alone; one more than bounds, for what is beyond the last
+    bounds: tuple[float, ...]  # upper bounds, ascending; a value equal to one belongs to its bucket
+    counts: tuple[int, ...]  # per bucket; one more than bounds, for values above the last
     total: float  # sum of all values
 
 
@@ -173,8 +173,8 @@ class EngineStats:
     """An engine's statistics at one moment."""
 
     running: int  # sequences in the batch
-    waiting: int  # sequences that are not, preempted ones included
-    kv_usage: float  # share of the KV pool that sequences hold, 0 to 1; what is merely cached is free
+    waiting: int  # sequences not in the batch, including preempted ones
+    kv_usage: float  # share of the KV pool that sequences hold, 0 to 1; cached blocks count as free
     counters: EngineCounters
     step_tokens: HistogramCounts  # tokens computed in one step
     inter_token_s: HistogramCounts  # between two steps that yielded tokens for the same sequence
@@ -187,4 +187,4 @@ class EngineLoad:
     running: int
     waiting: int
     free_sequences: int  # that could start without waiting
-    free_kv_tokens: int  # unreserved tokens of the KV pool, those the waiting sequences will take already subtracted
+    free_kv_tokens: int  # unreserved tokens of the KV pool, minus those that waiting sequences will take

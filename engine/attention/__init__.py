@@ -1,1 +1,1 @@
-"""Attention of a batch over its keys and values: on torch, on our CPU kernels, and paged on GPUs."""
+"""Attention of a batch over its keys and values: with torch, with CPU kernels in C, and paged on GPUs."""

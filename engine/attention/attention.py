@@ -23,8 +23,8 @@ from engine.cpu.attention_kernel import AttentionKernel, ChunkTable, DecodeTable
 from engine.errors import UnsupportedModel
 
 ATTENTION_NAME = "spillway_packed"  # what the function is registered as
-MIN_SHARED_TOKENS = 64  # from here on, reading a prefix once for several sequences pays for putting the parts together
-MAX_PARTS = 4  # of a fragmented context; more of them are copied together first
+MIN_SHARED_TOKENS = 64  # from this length on, reading a prefix once for several sequences outweighs merging the parts
+MAX_PARTS = 4  # of a fragmented context; a more fragmented one is copied together first
 
 
 class AttentionBatch(Protocol):
@@ -107,7 +107,7 @@ class KVPool:
         return not self._layers
 
     def allocate(self) -> None:
-        """Allocate the memory; blank if it was released before."""
+        """Allocate the memory. It is zeroed if it was released before."""
         for layer, (heads, dim) in self._layer_shapes.items():
             if layer not in self._layers:
                 self._layers[layer] = (self._map(heads, dim), self._map(heads, dim))
@@ -133,7 +133,7 @@ class KVPool:
         )
 
     def kernel(self, layer: int) -> AttentionKernel | None:
-        """Return the compiled kernel for a layer; None where only torch's attention is available."""
+        """Return the compiled kernel for a layer; None if only torch's attention is available."""
         return attention_kernel(self._layer_shapes[layer][1], self._dtype)
 
     def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ class KVPool:
     def read(self, layer: int, runs: list[range], first: int, end: int) -> tuple[Tensor, Tensor]:
         """Return keys and values (1, Hkv, end - first, D) of a sequence whose tokens lie in `runs` of slots.
 
-        A view where one run holds them all, which is the usual case; a copy otherwise.
+        Usually a view, because one run holds them all; otherwise a copy.
         """
         parts = [self.view(layer, part) for part in _slots(runs, first, end)]
         if len(parts) == 1:
@@ -157,7 +157,7 @@ class KVPool:
         return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
 
     def view(self, layer: int, slots: range) -> tuple[Tensor, Tensor]:
-        """Return the keys and values (1, Hkv, len(slots), D) at slots that follow each other."""
+        """Return the keys and values (1, Hkv, len(slots), D) of consecutive slots."""
         keys, values = self._layers[layer]
         return keys.narrow(2, slots.start, len(slots)), values.narrow(2, slots.start, len(slots))
 
@@ -182,7 +182,7 @@ class Segment:
     """The rows of one sequence in a packed batch."""
 
     rows: int  # its new tokens
-    context: int  # its tokens in the pool after this step, the new ones included
+    context: int  # its tokens in the pool after this step, including the new ones
     runs: list[range]  # slots of its tokens, in order
 
 
@@ -351,17 +351,17 @@ class _DecodePlan:
 
     groups: list[tuple[range, list[int]]]  # shared slots, and the sequences that share them
     own: list[list[range]]  # by sequence: the slots it reads on its own
-    tables: DecodeTables  # the same for our kernel
+    tables: DecodeTables  # the same for the C kernel
 
 
 def _sharing(segments: list[Segment]) -> list[tuple[range, list[int]]]:
-    """Find the segments that begin with the same slots, and the slots that are common to each group."""
+    """Find the segments that begin with the same slots, and the common slots of each group."""
     by_start: dict[int, list[int]] = {}
     for number, segment in enumerate(segments):
         by_start.setdefault(segment.runs[0].start, []).append(number)
     groups = []
     for start, members in by_start.items():
-        # The last token's own slot is nobody else's.
+        # The last token's slot is never shared.
         shared = min(min(len(segments[number].runs[0]), segments[number].context - 1) for number in members)
         if len(members) > 1 and shared >= MIN_SHARED_TOKENS:
             groups.append((range(start, start + shared), members))

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Recording:
     inputs: StepInputs
-    packed: Tensor  # what `inputs` are views of, but for the tables
+    packed: Tensor  # the tensor that `inputs` are views of, except for the tables
     replay: Replay
 
 
@@ -98,7 +98,7 @@ class CudaGraphRecorder:
 
     def __call__(self, step: Callable[[], None]) -> Replay:
         """Raise RuntimeError where the step makes the host wait, before anything is recorded."""
-        step()  # compiles kernels and makes the libraries' workspaces
+        step()  # compiles kernels and allocates the libraries' workspaces
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -106,7 +106,7 @@ class CudaGraphRecorder:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         graph = torch.cuda.CUDAGraph()
-        # The process's other threads may use the GPU meanwhile.
+        # Other threads of the process may use the GPU during the capture.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             step()
         return graph.replay
@@ -132,5 +132,5 @@ def record_decoding(
             vocab_size=vocab_size,
         )
     except RuntimeError as error:
-        log.warning("decoding runs without CUDA graphs, which makes small batches slower: %s", error)
+        log.warning("cannot record CUDA graphs; small batches will decode more slowly: %s", error)
         return None

@@ -10,7 +10,7 @@ from engine.attention.paged_attention import PagedAttention, PagedKVPool, attend
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
-CPU_KV_BYTES: Final = 1 << 30  # on a CPU, where nothing else is configured
+CPU_KV_BYTES: Final = 1 << 30  # on a CPU, by default
 
 
 def make_kv_memory(
@@ -38,7 +38,7 @@ def kv_tokens_within(
     dtype: torch.dtype,
     max_model_len: int,
 ) -> int:
-    """Return the KV pool's capacity in tokens: whole blocks within kv_bytes, and no more than can ever be used."""
+    """Return the KV pool's capacity in tokens: whole blocks within kv_bytes, at most as many as can ever be used."""
     block_bytes = config.block_size * bytes_per_token(layer_shapes, dtype)
     blocks_per_sequence = -(-max_model_len // config.block_size)
     blocks = min(kv_bytes // block_bytes, blocks_per_sequence * config.max_sequences)

@@ -26,11 +26,11 @@ class PagedStep:
 
     slots: Tensor  # [T]: where each row's key and value go; slot = page · page size + offset
     starts: Tensor  # [S + 1]: each sequence's first row, and T
-    contexts: Tensor  # [S]: each sequence's tokens in the pool after this step, the new ones included
+    contexts: Tensor  # [S]: each sequence's tokens in the pool after this step, including the new ones
     tables: Tensor  # [S, P]: each sequence's pages, in order of its tokens
-    longest_rows: int  # the most rows of one sequence; 1: all of them decode
-    longest_context: int  # the most tokens of one sequence, or more
-    has_decoding: bool  # whether any sequence has one row only
+    longest_rows: int  # max rows of one sequence; 1: all of them decode
+    longest_context: int  # upper bound of the tokens of one sequence
+    has_decoding: bool  # whether any sequence has exactly one row
 
 
 # (query [T, Hq, D], keys and values [pages, page size, Hkv, D], step, options) → [T, Hq, D]
@@ -40,7 +40,7 @@ PagedAttention = Callable[[Tensor, Tensor, Tensor, PagedStep, AttentionOptions],
 class PagedKVPool:
     """Keys and values of every layer: per layer two tensors [pages, page size, Hkv, D].
 
-    One page is unknown to the scheduler: rows that only pad a batch are written to it.
+    One extra page, which the scheduler never assigns, receives the rows that pad a batch.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PagedKVPool:
     ) -> None:
         """`layer_shapes` gives (Hkv, D) for each layer; `slots` is a multiple of `page_size`.
 
-        `attention` by default is the reference.
+        `attention` defaults to the reference.
         """
         self.page_size = page_size
         pages = slots // page_size + 1
@@ -127,7 +127,7 @@ class PagedKVPool:
         return self._attention(query[0].transpose(0, 1), keys, values, step, options)[None]
 
     def _on_host(self, *shape: int) -> Tensor:
-        # A copy from pinned memory need not be waited for; torch keeps the memory until it is done.
+        # Copies from pinned memory are asynchronous; torch keeps the memory until they are done.
         return torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
     def _write_tables(self, tables: np.ndarray, segments: list[Segment], used_pages: list[int]) -> None:

@@ -16,9 +16,9 @@ class AttentionOptions:
     """A layer's settings for its attention."""
 
     scale: float
-    window: int | None  # a query sees this many last tokens, itself included; None: all
+    window: int | None  # a query sees this many last tokens, including itself; None: all
     softcap: float | None  # scores become softcap · tanh(score / softcap) (Gemma 2)
-    sinks: Tensor | None  # [Hq]: one more logit in each head's softmax, without a value (gpt-oss)
+    sinks: Tensor | None  # [Hq]: an additional logit in each head's softmax, without a value (gpt-oss)
 
 
 def merge(parts: list[Attended]) -> Attended:

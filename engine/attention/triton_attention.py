@@ -1,6 +1,6 @@
 """Attention over a paged pool by Triton's kernels (`triton_kernels`): divides a step's work for a GPU.
 
-Not tuned on any card: tiles are small enough for the shared memory of every GPU since Ampere.
+Not tuned for any card: tiles fit into the shared memory of every GPU since Ampere.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from engine.attention.paged_attention import PagedStep
 from engine.attention.torch_attention import AttentionOptions
 
 MAX_SPLITS: Final = 32
-TILE_BYTES: Final = 16_384  # of the keys that a program looks at together
-MIN_TILE, MAX_TILE = 16, 64  # rows or keys; tensor cores multiply no fewer than 16
+TILE_BYTES: Final = 16_384  # of the keys that a program processes at once
+MIN_TILE, MAX_TILE = 16, 64  # rows or keys; tensor cores require at least 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class _Work:
 
     tiles: int
     splits: int  # of each row's keys
-    tile_rows: int  # rows of one sequence that a program takes
-    tile: int  # these rows times the heads that share keys, filled up to a power of two
+    tile_rows: int  # rows of one sequence per program
+    tile: int  # these rows times the heads that share keys, padded to a power of two
     is_decoding: bool
 
 
@@ -42,7 +42,7 @@ def attend(
 ) -> Tensor:
     """Attend as `paged_attention.PagedAttention`: query [T, Hq, D], keys and values [pages, page size, Hkv, D].
 
-    The keys of a decoding row are split among `splits` programs; None: among as many as occupy the GPU.
+    The keys of a decoding row are split among `splits` programs; None: as many as occupy the GPU.
     """
     rows, query_heads, dim = query.shape
     kv_heads = keys.shape[2]
@@ -58,7 +58,7 @@ def attend(
     if step.longest_rows > 1:
         tile_rows = max(1, tile_keys // groups)
         tile = max(MIN_TILE, triton.next_power_of_2(tile_rows * groups))
-        # Each sequence has its share of the rows, and may begin one tile more.
+        # Each sequence has its share of the rows, rounded up to whole tiles.
         work = _Work(rows // tile_rows + sequences, 1, tile_rows, tile, is_decoding=False)
         _launch(work, query, keys, values, step, options, output)
     return output

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 _LOG2_E: Final = tl.constexpr(1.4426950408889634)
-# What changes from step to step must not choose between variants of a kernel: compiling one takes a second.
+# Values that change from step to step must not select kernel variants: compiling one takes a second.
 _VARYING: Final = ("starts", "contexts", "tables", "table_stride", "sequences", "splits")
 
 
@@ -46,9 +46,9 @@ def attend_tiles(
     groups: tl.constexpr,  # Hq / Hkv
     dim: tl.constexpr,
     padded_dim: tl.constexpr,  # a power of two
-    tile_rows: tl.constexpr,  # rows of one sequence that a program takes
-    tile: tl.constexpr,  # tile_rows · groups, filled up to a power of two
-    tile_keys: tl.constexpr,  # keys that it looks at together
+    tile_rows: tl.constexpr,  # rows of one sequence per program
+    tile: tl.constexpr,  # tile_rows · groups, padded to a power of two
+    tile_keys: tl.constexpr,  # keys processed at once
     is_decoding: tl.constexpr,
     is_partial: tl.constexpr,  # whether the keys are split
     has_softcap: tl.constexpr,
@@ -62,7 +62,7 @@ def attend_tiles(
         sequence = number
         first = 0
     else:
-        # Sequence s has the programs from starts[s] // tile_rows + s on: enough for it, and found by bisection.
+        # Programs starts[s] // tile_rows + s and following belong to sequence s: enough for it, and found by bisection.
         low = 0
         high = sequences
         while high - low > 1:
@@ -92,7 +92,7 @@ def attend_tiles(
         other=0.0,
     )
 
-    # The keys that any row of the tile sees, and of these this split's share.
+    # The keys that any row of the tile sees, and this split's share of them.
     end = context - rows + tl.minimum(first + tile_rows, rows)
     begin = end * 0
     if window > 0:
@@ -104,7 +104,7 @@ def attend_tiles(
 
     largest = tl.full([tile], float("-inf"), tl.float32)
     total = tl.zeros([tile], tl.float32)
-    if has_sinks and split == 0:  # a logit that has no value
+    if has_sinks and split == 0:  # an additional logit without a value
         largest = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
         total += 1.0
     found = tl.zeros([tile, padded_dim], tl.float32)
@@ -124,7 +124,7 @@ def attend_tiles(
             is_visible &= key_position[None, :] > position[:, None] - window
         scores = tl.where(is_visible, scores * _LOG2_E, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # where nothing was visible yet
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # nothing was visible yet
         weights = tl.exp2(scores - reference[:, None])
         kept = tl.exp2(largest - reference)
         total = total * kept + tl.sum(weights, 1)
@@ -133,7 +133,7 @@ def attend_tiles(
         found += tl.dot(weights.to(tile_of_values.dtype), tile_of_values, input_precision="ieee")
         largest = new_largest
 
-    total = tl.where(total == 0.0, 1.0, total)  # where nothing was visible
+    total = tl.where(total == 0.0, 1.0, total)  # nothing was visible
     found = found / total[:, None]
     if is_partial:
         at_head = (sequence * kv_heads * groups + head) * splits + split
@@ -150,8 +150,8 @@ def attend_tiles(
 
 @triton.jit(do_not_specialize=("starts", "splits"))
 def merge_splits(
-    parts,  # [S, Hq, splits, D], each normalised by its own total
-    lses,  # [S, Hq, splits], base 2; -inf where a split saw no keys
+    parts,  # [S, Hq, splits, D], each normalized by its own total
+    lses,  # [S, Hq, splits], base 2; -inf if a split saw no keys
     output,  # [T, Hq, D]
     starts,
     splits,

@@ -1,1 +1,1 @@
-"""Kernels of our own for CPUs, in C, compiled for the machine when a pool starts."""
+"""CPU kernels in C, compiled for the machine when a pool starts."""

@@ -1,11 +1,11 @@
 /* Attention over the KV pool of attention.py: of all decoding sequences in one call, and of a sequence's many rows.
  *
- * torch's own kernel takes one sequence at a time, as their contexts lie anywhere; at some hundred tokens the calls
- * cost more than reading the keys does, and with many rows it reaches a seventh of the CPU's speed. native.py compiles
- * this for the CPU that it runs on and for one HEAD_DIM, a multiple of LANES.
+ * torch's kernel takes one sequence at a time, because contexts are scattered. At a few hundred tokens the calls cost
+ * more than reading the keys, and with many rows it reaches a seventh of the CPU's speed. native.py compiles this for
+ * the local CPU and for one HEAD_DIM, a multiple of LANES.
  *
  * The softmax is flash attention's: tile by tile, with a running maximum. Each row and head is computed by one thread
- * in one order, so a row's result does not depend on who else is in the batch.
+ * in a fixed order, so a row's result does not depend on the rest of the batch.
  */
 
 #include <float.h>
@@ -30,7 +30,7 @@ static float attend_tile(
         weights[t] = sum(products);
         top = weights[t] > top ? weights[t] : top;
     }
-    for (int t = tokens; t < TILE; t++) weights[t] = -FLT_MAX; /* becomes a weight of nearly 0, times no value */
+    for (int t = tokens; t < TILE; t++) weights[t] = -FLT_MAX; /* its weight is nearly 0, and it has no value */
     for (int t = 0; t < TILE; t += LANES) {
         vec exponentials = exponential(load(weights + t) - top);
         store(weights + t, exponentials);
@@ -70,7 +70,7 @@ static void attend(
     }
 }
 
-/* Store each sequence's new key and value in the pool, then attend to all that it sees. Strides are in floats.
+/* Store each sequence's new key and value in the pool, then attend to all visible slots. Strides are in floats.
  *
  * pool_keys, pool_values: [kv_heads, slots, HEAD_DIM]; output: [sequences, kv_heads, group, HEAD_DIM]; lse, the
  * log-sum-exp of the scores: [sequences, kv_heads, group]. Of sequence n, rows[n] is its row in the step, new_slots[n]
@@ -98,9 +98,9 @@ void decode_attention(
 
 /* --- many rows of one sequence ---------------------------------------------------------------------------------- */
 
-enum { KEYS = 64, SPAN = 8, QUERIES = 96 }; /* tokens of a tile; tiles laid out at a time; rows of a thread's task */
-/* Rows whose sums stay in registers, and so many vectors of each: with AVX-512, 24 of 32 registers. A vector of ours is
- * two registers of AVX, which has 16; were there more sums, most would be in memory, and the compiler would take long. */
+enum { KEYS = 64, SPAN = 8, QUERIES = 96 }; /* tokens per tile; tiles laid out at a time; rows per thread task */
+/* Rows whose sums stay in registers, and vectors of each: with AVX-512, 24 of 32 registers. With AVX, a vector is two
+ * of 16 registers; with more sums, most would be in memory, and compilation would be slow. */
 #ifdef __AVX512F__
 enum { ROWS = 6, GROUP = 4 };
 #else
@@ -119,7 +119,7 @@ static inline float most(vec v) {
     return v[0] > v[1] ? v[0] : v[1];
 }
 
-/* Tokens that follow each other in the pool, their keys turned. */
+/* Consecutive tokens in the pool, with transposed keys. */
 typedef struct {
     float keys[HEAD_DIM][KEYS];
     const float *values;
@@ -127,11 +127,11 @@ typedef struct {
     int tokens;
 } Tile;
 
-/* Rows of one head that follow each other, and what they have seen so far, relative to the largest score. */
+/* Consecutive rows of one head, and their partial softmax, relative to the largest score so far. */
 typedef struct {
     float queries[ROWS][HEAD_DIM], output[ROWS][HEAD_DIM];
-    vec totals[ROWS]; /* of the softmax; a row's is the sum of its lanes */
-    vec largest;      /* a row's in its lane */
+    vec totals[ROWS]; /* of the softmax; a row's total is the sum of its lanes */
+    vec largest;      /* one row per lane */
 } Rows;
 
 /* sums [ROWS][vectors] += left [ROWS, steps] · right [steps, vectors]. */
@@ -153,7 +153,7 @@ static inline __attribute__((always_inline)) void add_values(
     EACH_ROW EACH_VECTOR store(rows->output[r] + dim + v * LANES, sums[r][v]);
 }
 
-/* Some of the rows' scores of a tile's keys, those of GROUP vectors. */
+/* Some rows' scores for GROUP vectors of a tile's keys. */
 static inline __attribute__((always_inline)) void score_group(
     vec scores[ROWS][KEYS / LANES], int first, const Rows *rows, const Tile *tile) {
     enum { vectors = GROUP };
@@ -162,11 +162,11 @@ static inline __attribute__((always_inline)) void score_group(
     EACH_ROW EACH_VECTOR scores[r][first + v] = sums[r][v];
 }
 
-/* The rows attend to a tile; row r sees its tokens from first + r on and before end + r. */
+/* Attend to a tile; row r sees its tokens from first + r to before end + r. */
 static void attend_rows(Rows *rows, const Tile *tile, int64_t first, int64_t end, float scale) {
     enum { vectors = KEYS / LANES };
     const ints numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    int is_whole = first + ROWS <= 1 && end >= KEYS && tile->tokens == KEYS; /* of every row */
+    int is_whole = first + ROWS <= 1 && end >= KEYS && tile->tokens == KEYS; /* for every row */
     vec scores[ROWS][vectors], before = rows->largest;
     float weights[ROWS][KEYS];
     for (int first_of_group = 0; first_of_group < vectors; first_of_group += GROUP)
@@ -186,7 +186,7 @@ static void attend_rows(Rows *rows, const Tile *tile, int64_t first, int64_t end
         rows->largest[r] = largest > before[r] ? largest : before[r];
     }
     vec fades = exponential(before - rows->largest);
-    for (int r = 0; r < ROWS; r++) { /* not unrolled: 24 exponentials take the compiler seconds */
+    for (int r = 0; r < ROWS; r++) { /* not unrolled: compiling 24 exponentials takes seconds */
         vec total = rows->totals[r] * fades[r];
         EACH_VECTOR {
             vec exponentials = exponential(scores[r][v] * scale - rows->largest[r]);
@@ -203,13 +203,13 @@ static void attend_rows(Rows *rows, const Tile *tile, int64_t first, int64_t end
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Where the reading of a sequence's tokens has come to. */
+/* The read position in a sequence's tokens. */
 typedef struct {
     int64_t part, slot, position;
 } Cursor;
 
-/* Lay out tiles of one head that have tokens from position `first` to `last`; returns how many, and in `is_last`
- * whether there are no more. */
+/* Lay out the tiles of one head with tokens from position `first` to `last`; returns their number, and in `is_last`
+ * whether they are the last. */
 static int lay_out(
     Tile tiles[SPAN], Cursor *cursor, int *is_last, const float *keys, const float *values, const int64_t *parts,
     int64_t count, int64_t first, int64_t last) {
@@ -236,11 +236,11 @@ static int lay_out(
     return filled;
 }
 
-/* The last `rows` tokens of a sequence of `context` attend to those before them and to themselves, each to `window` at
- * most. Their keys and values are in the pool already. Strides are in floats.
+/* The last `rows` tokens of a sequence of `context` attend to earlier tokens and to themselves, each to at most
+ * `window`. Their keys and values are already in the pool. Strides are in floats.
  *
- * pool_keys, pool_values: [kv_heads, slots, HEAD_DIM]; parts [count, 2]: slots that follow each other, first and end,
- * of the tokens from `first` on; output: [rows, kv_heads, group, HEAD_DIM]; lse: [rows, kv_heads, group].
+ * pool_keys, pool_values: [kv_heads, slots, HEAD_DIM]; parts [count, 2]: consecutive slots, first and end, of the
+ * tokens from `first` on; output: [rows, kv_heads, group, HEAD_DIM]; lse: [rows, kv_heads, group].
  */
 void chunk_attention(
     const float *query, int64_t query_head, int64_t query_row, const float *pool_keys, const float *pool_values,
@@ -250,11 +250,11 @@ void chunk_attention(
     int64_t before = context - rows; /* the position of row 0 */
     const size_t bytes = HEAD_DIM * sizeof *output;
 #pragma omp parallel for schedule(dynamic, 1) collapse(2)
-    for (int64_t task = tasks - 1; task >= 0; task--) /* the longest first */
+    for (int64_t task = tasks - 1; task >= 0; task--) /* longest first */
         for (int64_t h = 0; h < kv_heads; h++) {
             int64_t start = task * QUERIES, end = smaller(start + QUERIES, rows);
             int64_t blocks = (end - start + ROWS - 1) / ROWS;
-            vec largest[group][QUERIES / ROWS], totals[group][QUERIES]; /* what was seen; the output keeps its own */
+            vec largest[group][QUERIES / ROWS], totals[group][QUERIES]; /* partial softmaxes; their sums are in the output */
             Cursor cursor = {0, parts[0], first};
             Tile tiles[SPAN];
             for (int is_first = 1, is_last = 0; !is_last; is_first = 0) {
@@ -267,7 +267,7 @@ void chunk_attention(
                     float *results[ROWS];
                     Rows state;
                     for (int64_t r = 0; r < ROWS; r++) {
-                        int64_t there = row + smaller(r, own - 1); /* rows that are missing repeat the last */
+                        int64_t there = row + smaller(r, own - 1); /* missing rows repeat the last one */
                         results[r] = output + (there * heads + head) * HEAD_DIM;
                         memcpy(state.queries[r], query + head * query_head + there * query_row, bytes);
                         if (is_first)
@@ -278,7 +278,7 @@ void chunk_attention(
                     }
                     state.largest = is_first ? (vec){} - FLT_MAX : largest[g][block];
                     for (Tile *tile = tiles; tile < tiles + filled; tile++) {
-                        int64_t newest = before + row - tile->position; /* of the tile's tokens, row 0 itself */
+                        int64_t newest = before + row - tile->position; /* the tile's token that is row 0 itself */
                         if (newest + own - 1 >= 0 && newest + 1 - window < tile->tokens)
                             attend_rows(&state, tile, newest + 1 - window, newest + 1, scale);
                     }

@@ -1,4 +1,4 @@
-"""Attention by attention.c; torch's own is used where that cannot be compiled."""
+"""Attention by attention.c; without a compiler, torch's is used."""
 
 import ctypes
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class ChunkTable:
     rows: int  # the sequence's last tokens
     context: int  # all its tokens
     first: int  # the first token that any row sees
-    window: int | None  # a row sees this many last tokens, itself included
+    window: int | None  # a row sees this many last tokens, including itself
     parts: Tensor  # int64 [parts, 2]: slots that follow each other, first and end, of the tokens from `first` on
 
     @classmethod
@@ -133,7 +133,7 @@ def begin_compiling(head_dim: int, dtype: torch.dtype) -> None:
 
 @cache
 def attention_kernel(head_dim: int, dtype: torch.dtype) -> AttentionKernel | None:
-    """Return the kernel for heads of this dimension, or None where torch's own attention must be used."""
+    """Return the kernel for heads of this dimension; None if torch's attention must be used."""
     library = compiled(_SOURCE, f"HEAD_DIM={head_dim}") if _is_for(head_dim, dtype) else None
     return None if library is None else AttentionKernel(library)
 

@@ -16,11 +16,11 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-LANES: Final = 16  # floats of a vector in these files: widths are multiples of it
+LANES: Final = 16  # floats per vector in these files: widths are multiples of it
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64  # as the files' functions take them
 COMPILING_LIMIT_S: Final = 30.0
 _COMPILERS: Final = ThreadPoolExecutor(max_workers=2, thread_name_prefix="compiler")
-# OpenMP's functions are found in torch's own library, so that both use the same threads.
+# OpenMP's functions come from torch's own library, so that both share threads.
 _OPTIONS: Final = ("-O2", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 
 
@@ -38,7 +38,7 @@ def compiled(source: str, *definitions: str) -> ctypes.CDLL | None:
 def _compile(source: str, definitions: tuple[str, ...]) -> ctypes.CDLL | None:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        log.info("no C compiler (gcc) is installed; without %s the engine is slower", source)
+        log.info("no C compiler (gcc) found; running without %s, which is slower", source)
         return None
     path = Path(__file__).with_name(source)
     with tempfile.TemporaryDirectory(prefix="spillway-") as folder:
@@ -49,5 +49,7 @@ def _compile(source: str, definitions: tuple[str, ...]) -> ctypes.CDLL | None:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILING_LIMIT_S)  # noqa: S603
             return ctypes.CDLL(str(library))
         except (OSError, subprocess.SubprocessError) as error:
-            log.warning("without %s the engine is slower: %s", source, getattr(error, "stderr", None) or error)
+            log.warning(
+                "cannot compile %s; running without, slower: %s", source, getattr(error, "stderr", None) or error
+            )
             return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.cpu.native import INTEGER, LANES, POINTER, compiled
 
 PANELS_SOURCE: Final = "panels.c"
-_PANEL: Final = 64  # outputs that oneDNN lays out together where registers have 512 bits
+_PANEL: Final = 64  # outputs per panel in oneDNN's layout for 512-bit registers
 _MATRICES: Final[Sequence[type[Any]]] = [POINTER, INTEGER, INTEGER, POINTER, INTEGER]  # rows, weights, outputs
 
 
@@ -53,14 +53,14 @@ class PanelKernel:
 
 
 def panel_kernel(packed: int, weight: Tensor) -> PanelKernel | None:
-    """Return the kernel if it can read what oneDNN keeps at `packed` for a weight [outputs, inputs], float32 or int8.
+    """Return the kernel if it can read oneDNN's memory at `packed` for a weight [outputs, inputs], float32 or int8.
 
     oneDNN's layout depends on the CPU and is not documented, so its first and last panel are compared.
     """
     outputs, inputs = weight.shape
     if outputs % _PANEL or inputs % LANES:
         return None
-    together = 4 // weight.itemsize  # inputs of an output that lie side by side
+    together = 4 // weight.itemsize  # adjacent inputs of one output
     panel_bytes = _PANEL * inputs * weight.itemsize
     for panel in (0, outputs // _PANEL - 1):
         own = weight[panel * _PANEL : (panel + 1) * _PANEL]

@@ -1,31 +1,31 @@
 /* Products of rows with weights that oneDNN has packed in panels of 64 outputs: [outputs / 64][inputs][64], or for
  * integers [outputs / 64][inputs / 4][64][4].
  *
- * While sequences decode there are few rows, and what takes time is to read the weights; oneDNN's kernels do it at
- * three quarters of the memory's speed. Here a part of a panel that fits into the first cache is multiplied with all
- * rows, a block of them at a time, whose sums stay in registers; meanwhile the next part is fetched. native.py compiles
- * this for the CPU that it runs on.
+ * While sequences decode there are few rows, and reading the weights dominates; oneDNN's kernels read them at three
+ * quarters of the memory's speed. Here a part of a panel that fits into the L1 cache is multiplied with all rows, a
+ * block at a time, whose sums stay in registers, while the next part is prefetched. native.py compiles this for the
+ * local CPU.
  *
- * Each sum is made in the same order however many rows there are, so a row's result does not depend on the others.
+ * Each sum has a fixed order for any number of rows, so a row's result does not depend on the others.
  */
 
 #include "vectors.h"
 
-enum { PANEL = 64, VECTORS = PANEL / LANES }; /* outputs of a panel; its vectors */
-enum { BLOCK_ROWS = 6 };                      /* of a block: its 24 sums stay in the 32 registers */
-enum { LINE = 64, LINES = 4, STEPS = 128 };   /* bytes; lines of a panel that a step reads; steps of a part, 32 KiB */
-enum { AHEAD = 4096 };                        /* bytes from what is read to what is fetched meanwhile */
+enum { PANEL = 64, VECTORS = PANEL / LANES }; /* outputs per panel; vectors per panel */
+enum { BLOCK_ROWS = 6 };                      /* per block: its 24 sums fit into the 32 registers */
+enum { LINE = 64, LINES = 4, STEPS = 128 };   /* bytes; lines of a panel per step; steps per part, 32 KiB */
+enum { AHEAD = 4096 };                        /* bytes between reading and prefetching */
 
 typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1)));
 
-/* A part of a panel, as one block of rows reads it, and what is fetched meanwhile. */
+/* A part of a panel, as one block of rows reads it, and the lines to prefetch. */
 typedef struct {
     const char *weights, *ahead;
     int64_t steps, lines; /* lines to fetch in each step */
     int is_first, is_last; /* of the panel */
 } Part;
 
-/* Of several blocks, each fetches its share of the part that comes next. A single one reads this part from memory. */
+/* With several blocks, each prefetches its share of the next part. A single block reads this part from memory. */
 static Part part_of(const void *panel, int64_t panel_steps, int64_t first, int64_t block, int64_t blocks) {
     int64_t left = panel_steps - first, steps = left < STEPS ? left : STEPS, size = steps * LINES * LINE;
     const char *weights = (const char *)panel + first * LINES * LINE;
@@ -41,8 +41,8 @@ static inline __attribute__((always_inline)) void fetch(Part part, int64_t step)
 #define EACH_ROW _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++)
 #define EACH_VECTOR _Pragma("GCC unroll 4") for (int v = 0; v < VECTORS; v++)
 
-/* `block` for each part of a thread's panels and each block of rows; it sees at, part, row, and rows as a constant, so
- * that each sum has its register. */
+/* Runs `block` for each part of a thread's panels and each block of rows, with at, part, row, and rows as a constant,
+ * so that each sum has its register. */
 #define EACH_BLOCK(weights, panel_steps, block) \
     int64_t blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS; \
     _Pragma("omp parallel for schedule(static)") \
@@ -104,9 +104,9 @@ static inline ints load_ints(const void *at) {
 }
 
 /* Round a row to unsigned bytes around 128; returns its largest magnitude, which becomes 127 steps. A row of zeros
- * becomes anything, and is then multiplied with its largest, 0. */
+ * rounds to anything, and is then multiplied by its largest magnitude, 0. */
 static float round_row(const float *row, int64_t inputs, uint8_t *rounded) {
-    ints most = {}; /* a float's bits without the sign are in its order, and what is not a number is above all */
+    ints most = {}; /* a float's bits without the sign sort like its magnitude, with NaN above all */
     for (int64_t k = 0; k < inputs; k += LANES) {
         ints size = (ints)load(row + k) & 0x7fffffff, larger = size > most;
         most = (size & larger) | (most & ~larger);
@@ -117,7 +117,7 @@ static float round_row(const float *row, int64_t inputs, uint8_t *rounded) {
     memcpy(&largest, &bits, sizeof largest);
     float steps = 127.0f / largest;
     for (int64_t k = 0; k < inputs; k += LANES) {
-        vec shifted = load(row + k) * steps + 128.5f; /* half a step: the conversion cuts off */
+        vec shifted = load(row + k) * steps + 128.5f; /* half a step: the conversion truncates */
         *(bytes *)(rounded + k) = __builtin_convertvector(__builtin_convertvector(shifted, ints), bytes);
     }
     return largest;
@@ -148,19 +148,19 @@ static inline __attribute__((always_inline)) void int8_block(
     }
     EACH_ROW EACH_VECTOR {
         vec product = __builtin_convertvector(sums[r][v], vec) * load(scales + v * LANES) * largest[r];
-        /* So that the addition is never made one operation with it: that would depend on the number of rows. */
+        /* Prevents fusing the addition into one operation, which would depend on the number of rows. */
         __asm__("" : "+v"(product));
         store(output + r * outputs + v * LANES, bias ? product + load(bias + v * LANES) : product);
     }
 }
 
-/* As multiply_float, in integers. offsets [outputs] take off what rounding adds to the rows: -128 times the sum of an
- * output's weights. scales [outputs]: what an integer of an output is worth where a row's largest magnitude is 1.
- * rounded [count, inputs] and largest [count] are room to work in. */
+/* As multiply_float, in integers. offsets [outputs] compensate the rows' bias of 128: -128 times the sum of an output's
+ * weights. scales [outputs]: the value of an output's integer step for a row whose largest magnitude is 1.
+ * rounded [count, inputs] and largest [count] are work space. */
 void multiply_int8(
     const float *input, int64_t count, int64_t inputs, const int8_t *weights, int64_t outputs, const int32_t *offsets,
     const float *scales, const float *bias, uint8_t *rounded, float *largest, float *output) {
-#pragma omp parallel for schedule(static) if (count > BLOCK_ROWS) /* for fewer, waking threads takes longer */
+#pragma omp parallel for schedule(static) if (count > BLOCK_ROWS) /* for fewer rows, waking threads takes longer */
     for (int64_t row = 0; row < count; row++)
         largest[row] = round_row(input + row * inputs, inputs, rounded + row * inputs);
 #define BLOCK(rows) \

@@ -59,6 +59,6 @@ class CpuRowKernels:
 
 @cache
 def cpu_row_kernels() -> CpuRowKernels | None:
-    """Return the compiled kernels; None where there is no C compiler."""
+    """Return the compiled kernels; None without a C compiler."""
     library = compiled(ROWS_SOURCE)
     return None if library is None else CpuRowKernels(library)

@@ -1,10 +1,10 @@
-/* What a layer does with its rows beside products and attention: each in one pass instead of torch's four to eight. */
+/* A layer's row operations other than products and attention: each in one pass instead of torch's four to eight. */
 
 #include <math.h>
 
 #include "vectors.h"
 
-enum { ALONE = 8192 }; /* floats that one thread is done with before others are awake */
+enum { ALONE = 8192 }; /* floats that one thread finishes before other threads wake up */
 
 /* input / sqrt(mean(input²) + epsilon) · weight, for each row. */
 void rms_norm(
@@ -32,7 +32,7 @@ void silu_multiply(
         }
 }
 
-/* Rotary position embedding of rows [heads, rows, dim], whose halves are turned against each other: output
+/* Rotary position embedding of rows [heads, rows, dim], which rotates their halves: output
  * [rows, heads, dim] = x · cos + (minus the second half, first half) · sin. cos, sin: [rows, dim]. Strides are in
  * floats. */
 void rotate(

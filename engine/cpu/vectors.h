@@ -1,4 +1,4 @@
-/* Vectors of floats, for the C files of this folder. The types are GCC's; where registers are narrower, a vector is
+/* Vectors of floats, for the C files of this folder. The types are GCC's; with narrower registers, a vector takes
  * several of them. */
 
 #ifndef SPILLWAY_VECTORS_H
@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { LANES = 16 }; /* floats of a vector */
+enum { LANES = 16 }; /* floats per vector */
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ints __attribute__((vector_size(LANES * 4)));
@@ -20,7 +20,7 @@ static inline vec load(const float *at) {
 
 static inline void store(float *at, vec value) { memcpy(at, &value, sizeof value); }
 
-/* Of each lane, where the mask is all ones, a; else b. */
+/* For each lane: a if the mask is all ones, else b. */
 static inline vec choose(ints mask, vec a, vec b) { return (vec)(((ints)a & mask) | ((ints)b & ~mask)); }
 
 static inline float sum(vec v) {
@@ -32,10 +32,10 @@ static inline float sum(vec v) {
 
 /* e^x for x <= 0: a power of two times a polynomial (Cephes' expf). */
 static inline vec exponential(vec x) {
-    const float least = -87.0f; /* less would leave the exponent's range */
+    const float least = -87.0f; /* smaller values would underflow the exponent */
     x = choose(x < least, (vec){} + least, x);
     vec scaled = x * 1.44269504f - 0.5f;
-    ints whole = __builtin_convertvector(scaled, ints); /* cuts off, so that the rest is within +-0.5 */
+    ints whole = __builtin_convertvector(scaled, ints); /* truncates, so that the rest is within +-0.5 */
     vec count = __builtin_convertvector(whole, vec);
     vec rest = x - count * 0.693359375f + count * 2.12194440e-4f;
     vec y = rest * 1.9875691500e-4f + 1.3981999507e-3f;

@@ -3,8 +3,8 @@
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. An adapter adds s·B·A to the weights of some
 linear layers, with s = alpha / rank, or alpha / √rank with `use_rslora`. The tensors' names identify the layers.
 
-Anything not read here would silently be missing from the answers. So everything else an adapter contains is refused:
-every configuration key that is not known to be harmless, and every tensor that is not such an A or B.
+Anything ignored here would silently change the answers. So everything else in an adapter is refused: every
+configuration key that is not known to be harmless, and every tensor that is not such an A or B.
 """
 
 import json
@@ -29,11 +29,11 @@ from engine.types import AdapterInfo
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
 _TENSOR_NAME: Final = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<matrix>[AB])\.weight")
-_PLAIN_INITS: Final = ("gaussian", "eva", "orthogonal")  # all others change the base's weights, or which are trained
+_PLAIN_INITS: Final = ("gaussian", "eva", "orthogonal")  # the others change the base's weights
 _READ_KEYS: Final = frozenset(
     {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"}
 )
-# About training, the base's location, or the choice of layers, which the tensors' names already give.
+# About training, the base's location, or the choice of layers, which the tensors' names specify.
 _HARMLESS_KEYS: Final = frozenset(
     {
         "auto_mapping",
@@ -63,7 +63,7 @@ class Adapter:
 
     info: AdapterInfo
     weights: dict[str, tuple[Tensor, Tensor]]  # by layer: Aᵀ (in, rank) and s·Bᵀ (rank, out)
-    tokenizer: PreTrainedTokenizerBase | None  # its own, if its folder has one
+    tokenizer: PreTrainedTokenizerBase | None  # if its folder has one
 
 
 def load_adapter(name: str, path: str, model: PreTrainedModel) -> Adapter:
@@ -105,9 +105,9 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
 
 def _check_config(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{CONFIG_NAME}: peft_type = {config.get('peft_type')!r}; only 'LORA' is served")
+        raise ValueError(f"{CONFIG_NAME}: peft_type = {config.get('peft_type')!r}; only 'LORA' is supported")
     if config.get("bias", "none") != "none":
-        raise ValueError(f"{CONFIG_NAME}: bias = {config['bias']!r} is not served; only 'none' is")
+        raise ValueError(f"{CONFIG_NAME}: bias = {config['bias']!r} is not supported; only 'none' is")
     init = config.get("init_lora_weights", True)
     if not isinstance(init, bool) and init not in _PLAIN_INITS:
         raise ValueError(
@@ -116,7 +116,7 @@ def _check_config(config: Mapping[str, Any]) -> None:
         )
     for key, value in config.items():
         if value and key not in _READ_KEYS | _HARMLESS_KEYS:
-            raise ValueError(f"{CONFIG_NAME}: {key} = {json.dumps(value)} is not served")
+            raise ValueError(f"{CONFIG_NAME}: {key} = {json.dumps(value)} is not supported")
 
 
 def _weights(
@@ -124,7 +124,7 @@ def _weights(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     pairs = _pairs(tensors)
     if not pairs:
-        raise ValueError(f"{WEIGHTS_NAME} holds no tensors of LoRA")
+        raise ValueError(f"{WEIGHTS_NAME} has no LoRA tensors")
     weights = {}
     for layer, (a, b) in pairs.items():
         _check_layer(layer, a, b, model)
@@ -138,7 +138,7 @@ def _weights(
 
 
 def _transposed(matrix: Tensor, scale: float, model: PreTrainedModel) -> Tensor:
-    """Return scale · matrixᵀ, contiguous and in the model's dtype, as rows are multiplied with it."""
+    """Return scale · matrixᵀ, contiguous and in the model's dtype."""
     return (matrix.float() * scale).t().contiguous().to(model.dtype)
 
 
@@ -148,7 +148,7 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     for name, tensor in tensors.items():
         match = _TENSOR_NAME.fullmatch(name)
         if match is None:
-            raise ValueError(f"{WEIGHTS_NAME}: the tensor {name} is not served; only lora_A and lora_B are")
+            raise ValueError(f"{WEIGHTS_NAME}: the tensor {name} is not supported; only lora_A and lora_B are")
         found.setdefault(match["layer"], {})[match["matrix"]] = tensor
     for layer, matrices in found.items():
         if len(matrices) < 2:
@@ -162,21 +162,21 @@ def _check_layer(layer: str, a: Tensor, b: Tensor, model: PreTrainedModel) -> No
     except AttributeError:
         raise ValueError(f"{type(model).__name__} has no layer {layer}") from None
     if module is model.get_output_embeddings():
-        raise ValueError(f"{layer}: adapters of the output layer are not served")
+        raise ValueError(f"{layer}: adapters of the output layer are not supported")
     if isinstance(module, Conv1D):  # GPT-2's linear layer: its weight is (in, out)
         shape = tuple(module.weight.shape)
     elif type(module) is nn.Linear:
         shape = module.in_features, module.out_features
     else:
-        raise ValueError(f"{layer}: adapters of {type(module).__name__} are not served, only of linear layers")
+        raise ValueError(f"{layer}: adapters of {type(module).__name__} are not supported, only of linear layers")
     if (a.shape[1], b.shape[0]) != shape or a.shape[0] != b.shape[1]:
         raise ValueError(
-            f"{layer} maps {shape[0]} to {shape[1]}, which lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} do not"
+            f"{layer} maps {shape[0]} to {shape[1]}, but lora_A is {tuple(a.shape)} and lora_B is {tuple(b.shape)}"
         )
 
 
 def _of_layer(patterns: Mapping[str, float] | None, layer: str, default: float) -> float:
-    """Return the value of the first pattern that is the layer's name or the end of it, as PEFT chooses it."""
+    """Return the value of the first pattern that equals the layer's name or its end, as in PEFT."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
             return value

@@ -14,15 +14,15 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 PAGE_BYTES: Final = 2 << 20  # of a huge page, on x86-64 and with 4 KiB pages on arm64
-_MADV_COLLAPSE: Final = 25  # Linux 6.1 and later: copy what is there now; Python has no name for it
+_MADV_COLLAPSE: Final = 25  # Linux 6.1 and later: copies the current contents; not in Python's mmap
 
-Range = tuple[int, int]  # addresses: the first byte, and the one after the last
+Range = tuple[int, int]  # addresses: the first byte, and one past the last
 
 
 def use_huge_pages(ranges: Iterable[Range]) -> None:
-    """Move the memory at these addresses, and the rest of the pages that they touch, to huge pages.
+    """Move the memory at these addresses, widened to whole huge pages, to huge pages.
 
-    Does nothing where the system has none free; kernels before 6.1 move the memory gradually, later.
+    Does nothing if the system has none free. Kernels before 6.1 move the memory gradually, later.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -34,7 +34,7 @@ def use_huge_pages(ranges: Iterable[Range]) -> None:
 
 
 def _whole_pages(ranges: Iterable[Range]) -> Iterator[Range]:
-    """Widen the ranges to whole pages, and join those that then meet."""
+    """Widen the ranges to whole pages, and join those that then overlap or touch."""
     widened = sorted((first // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES) for first, end in ranges)
     current: Range | None = None
     for first, end in widened:

@@ -1,9 +1,9 @@
 """Linear layers in the form that this CPU computes fastest, or in 8-bit integers.
 
 Measured with weights from main memory, as in a real step (2 threads, float32): oneDNN's own layout is 1.1 to 4 times
-faster than `nn.Linear` from eight rows on, on Intel and on AMD. Our own kernel (panels.c) reads that layout too: in
+faster than `nn.Linear` from eight rows on, on Intel and on AMD. The kernel in panels.c reads that layout too: in
 float32 it takes 20 to 30 % less time for the few rows of a step that only decodes, and in 8-bit integers half the time
-for few and a sixth less for hundreds.
+for few rows and a sixth less for hundreds.
 """
 
 from typing import Final
@@ -15,12 +15,12 @@ from engine.config import Quantization
 from engine.cpu.panel_kernel import panel_kernel
 from engine.errors import ConfigError
 
-FEW_ROWS: Final = 64  # up to here our kernel is clearly faster in float32; from twice as many on, oneDNN's is
-_PACKED_FOR_ROWS: Final = 32  # oneDNN's layout for a few rows also serves one row and hundreds; measured 1 … 256
+FEW_ROWS: Final = 64  # up to here panels.c is clearly faster in float32; from twice as many on, oneDNN is
+_PACKED_FOR_ROWS: Final = 32  # oneDNN's layout for so many rows suits one row and hundreds, too; measured 1 … 256
 
 
 def memory_of(module: nn.Module) -> tuple[int, int] | None:
-    """Return the addresses of the weights that oneDNN keeps for a module: the first, and the one after the last."""
+    """Return the addresses of the weights that oneDNN keeps for a module: the first, and one past the last."""
     if not isinstance(module, PackedLinear | Int8Linear):
         return None
     first = _address_of(module.packed)
@@ -54,12 +54,12 @@ class PackedLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """The product in 8-bit integers: weights rounded once, one scale per output; rows as they come, one scale per row.
+    """The product in 8-bit integers: weights rounded once, with a scale per output; rows per call, with a scale each.
 
     Sums are exact 32-bit integers, so a row's result does not depend on the rest of the batch.
     """
 
-    _ZERO_POINT: Final = 128  # rows are unsigned bytes: what the CPU multiplies with signed weights
+    _ZERO_POINT: Final = 128  # rows are unsigned bytes: the CPU multiplies those with signed weights
     _LARGEST: Final = 127
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -69,7 +69,7 @@ class Int8Linear(nn.Module):
         self.packed: Tensor = torch.ops.onednn.qlinear_prepack(rounded, None)
         self._address = _address_of(self.packed)
         self._kernel = panel_kernel(self._address, rounded)
-        # A row's own scale, its largest magnitude / 127, comes after the product.
+        # A row's own scale, its largest magnitude / 127, is applied after the product.
         self._scales = scales / self._LARGEST
         self._offsets = -self._ZERO_POINT * rounded.sum(dim=1, dtype=torch.int32)
         self._zero_points = torch.zeros(len(weight), dtype=torch.int64)
@@ -84,24 +84,24 @@ class Int8Linear(nn.Module):
 
     def _multiply_by_onednn(self, rows: Tensor) -> Tensor:
         largest = rows.abs().amax(dim=-1, keepdim=True)
-        # Half a step is added because the conversion truncates. A row of zeros becomes arbitrary, then times zero.
+        # Half a step is added because the conversion truncates. A row of zeros rounds to anything, times zero.
         shifted = (rows * torch.div(self._LARGEST, largest)).add_(self._ZERO_POINT + 0.5)
         products: Tensor = torch.ops.onednn.qlinear_pointwise(
             shifted.to(torch.uint8), 1.0, self._ZERO_POINT, self.packed, self._scales, self._zero_points,
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
-        products = products.view(*rows.shape[:-1], len(self._scales))  # of no rows at all, a dimension would be missing
+        products = products.view(*rows.shape[:-1], len(self._scales))  # with no rows, a dimension would be missing
         return products.mul_(largest)
 
 
 def check_quantization(quantize: Quantization | None, *, device: str, dtype: torch.dtype) -> None:
-    """Raise ConfigError where this machine cannot compute in 8-bit integers."""
+    """Raise ConfigError if this machine cannot compute in 8-bit integers."""
     if quantize is None:
         return
     if device != "cpu" or dtype is not torch.float32:
-        raise ConfigError("quantize", "int8 is for float32 models on a CPU")
+        raise ConfigError("quantize", "int8 requires a float32 model on a CPU")
     if not torch.cpu._is_vnni_supported():  # noqa: SLF001 - no public equivalent exists
-        raise ConfigError("quantize", "int8 needs a CPU with AVX-512 VNNI; it would be slower than float32 here")
+        raise ConfigError("quantize", "int8 requires a CPU with AVX-512 VNNI; it would be slower than float32 here")
 
 
 def make_fast_linear(weight: Tensor, bias: Tensor | None, quantize: Quantization | None) -> nn.Module:

@@ -1,7 +1,7 @@
-"""LoRA adapters in the forward pass: every row of a batch with its own, or with none.
+"""LoRA adapters in the forward pass: every row of a batch uses its own adapter or none.
 
-A wrapper stands in place of each linear layer that an adapter changes. It lets the layer compute all rows, then adds
-each adapter's part to that adapter's rows: y[rows] += (x[rows] · Aᵀ) · s·Bᵀ. The runner assigns the rows before the
+A wrapper replaces each linear layer that an adapter changes. It lets the layer compute all rows, then adds each
+adapter's part to that adapter's rows: y[rows] += (x[rows] · Aᵀ) · s·Bᵀ. The runner assigns the rows before the
 forward pass.
 """
 
@@ -28,7 +28,7 @@ class AdapterRows:
         self.groups: list[tuple[str, Tensor]] = []  # adapter, its rows [n]
 
     def set(self, rows: Mapping[str, Sequence[int]], device: torch.device) -> None:
-        """Set each adapter's rows [n]; rows without an adapter stay as the model computes them."""
+        """Set each adapter's rows [n]; the other rows use the model alone."""
         self.groups = [(adapter, to_device(numbers, torch.long, device)) for adapter, numbers in rows.items()]
 
 
@@ -43,7 +43,7 @@ class LoraLinear(nn.Module):
         self._weights = weights
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map (…, in) to (…, out); all dimensions but the last are rows, in the batch's order."""
+        """Map (…, in) to (…, out); all dimensions except the last are rows, in the batch's order."""
         output: Tensor = self.base(inputs)
         for adapter, rows in self._rows.groups:
             if adapter in self._weights:
@@ -71,5 +71,5 @@ def attach_adapters(model: PreTrainedModel, adapters: Sequence[Adapter]) -> Adap
         model.set_submodule(layer, wrappers[layer])
     for layer in probe_rows(model, wrappers) if wrappers else ():
         field = f"adapters.{owners[layer].info.name}"
-        raise ConfigError(field, f"{layer} computes only some of a batch's tokens; adapters of it are not served")
+        raise ConfigError(field, f"{layer} computes only some of a batch's tokens; adapters of it are not supported")
     return rows

@@ -1,7 +1,7 @@
 """Loads a causal language model of transformers and verifies that this engine computes it correctly.
 
-The check is by behaviour, not by a list of names: the model's own forward with transformers' eager attention is the
-reference, and the packed forward has to agree with it. A model that keeps state outside the KV pool (state-space and
+The check compares results instead of names: the model's own forward with transformers' eager attention is the
+reference, and the packed forward must agree with it. A model that keeps state outside the KV pool (state-space and
 convolution layers, shared caches) disagrees and is refused.
 """
 
@@ -38,7 +38,7 @@ from engine.model.projections import make_fast, watch_siblings
 from engine.model.row_modules import speed_up_rows
 from engine.model.weights import check_whole, weight_files
 
-_OTHER_ENGINE = "use a pool of another engine (vLLM, or a remote server) for it"
+_OTHER_ENGINE = "use a pool with another engine (vLLM, or a remote server) for it"
 _PROBE_TOKENS = 12
 # Differences that rounding explains, relative to the logits' spread (Euclidean norms). Wrong attention gives about 1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -48,8 +48,8 @@ _QUANTIZED_TOLERANCE = 0.4
 def load_model(name: str, config: EngineConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load weights and tokenizer by hub name or local path.
 
-    Raises OSError (transformers) if they cannot be found, UnsupportedModel if there is no causal model of that type or
-    its weights are not safetensors or not whole, ConfigError if the device is not available.
+    Raises OSError (transformers) if they cannot be found; UnsupportedModel if it is not a causal model, or its weights
+    are not safetensors or are incomplete; ConfigError if the device is not available.
     """
     check_whole(weight_files(name))
     device = choose_device(config)
@@ -85,10 +85,10 @@ class KVProbe:
 def prepare_model(
     model: PreTrainedModel, block_size: int, quantize: Quantization | None = None
 ) -> dict[int, tuple[int, int]]:
-    """Switch the model to packed attention and fast linear layers, in place; return layer → (Hkv, D) that it stores.
+    """Switch the model to packed attention and fast linear layers, in place; return the stored layer → (Hkv, D).
 
-    The model is on the device where it will run, and is checked with that device's KV memory. Raises
-    UnsupportedModel if the packed forward cannot be, or is not, the model's own; ConfigError for `quantize`.
+    The model must be on its final device, and is checked with that device's KV memory. Raises UnsupportedModel if the
+    packed forward fails or differs from the model's own; ConfigError for `quantize`.
     """
     check_quantization(quantize, device=model.device.type, dtype=model.dtype)
     _refuse_by_declaration(model)
@@ -142,10 +142,10 @@ def max_model_len(text_config: PreTrainedConfig, config: EngineConfig) -> int:
     limit = min((length for length in limits if length), default=None)
     if config.max_model_len is None:
         if limit is None:
-            raise ConfigError("max_model_len", "the model does not declare its context length; set it")
+            raise ConfigError("max_model_len", "the model does not declare its context length; set max_model_len")
         return int(limit)
     if limit is not None and config.max_model_len > limit:
-        raise ConfigError("max_model_len", f"{config.max_model_len} is more than the {limit} tokens the model supports")
+        raise ConfigError("max_model_len", f"{config.max_model_len} exceeds the model's {limit} tokens")
     return config.max_model_len
 
 
@@ -162,7 +162,7 @@ def _refuse_by_declaration(model: PreTrainedModel) -> None:
     name = type(model).__name__
     text_config = model.config.get_text_config()
     if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{name} does not let its attention be replaced; {_OTHER_ENGINE}")
+        raise UnsupportedModel(f"{name} does not allow its attention to be replaced; {_OTHER_ENGINE}")
     if getattr(text_config, "kv_lora_rank", None):
         raise UnsupportedModel(f"{name} uses multi-head latent attention; {_OTHER_ENGINE}")
     kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -209,9 +209,9 @@ def _difference_from_reference(
     reference: Tensor,
     block_size: int,
 ) -> float:
-    """Compute the prompt twice in one batch, in chunks of different sizes; return the error, 1 if all is wrong."""
+    """Compute the prompt twice in one batch, in chunks of different sizes; return the relative error, at most 1."""
     dtype = model.dtype
-    slots = -(-_PROBE_TOKENS // block_size) * block_size  # of each of the two
+    slots = -(-_PROBE_TOKENS // block_size) * block_size  # of each copy
     memory = make_kv_memory(layer_shapes, 2 * slots, block_size, dtype, model.device)
     runs = [[range(slots)], [range(slots, 2 * slots)]]
     token_ids = prompt[0].tolist()

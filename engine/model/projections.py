@@ -1,7 +1,7 @@
-"""A model's linear layers, made fast: laid out for the CPU or rounded to integers, and joined where they can be.
+"""Replaces a model's linear layers by fast ones, packed for the CPU or in integers, and joined where possible.
 
-Layers that map the same rows, such as the projections to queries, keys and values, become one product: fewer and
-larger calls. They are found by observation: siblings that receive the identical tensor while the model runs once.
+Layers with the same input, such as the projections to queries, keys and values, become one product: fewer and larger
+calls. They are found by observation: siblings that receive the identical tensor while the model runs once.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from engine.config import Quantization
 from engine.model.huge_pages import use_huge_pages
 from engine.model.linear import make_fast_linear, memory_of
 
-Siblings = list[tuple[nn.Module, list[str]]]  # a module, and the names of its linear layers that map the same rows
+Siblings = list[tuple[nn.Module, list[str]]]  # a module, and the names of its linear layers with the same input
 
 
 class SharedProjection:
@@ -24,13 +24,13 @@ class SharedProjection:
     def __init__(self, product: nn.Module, widths: list[int]) -> None:
         self._product = product
         self._widths = widths
-        self._rows: Tensor | None = None  # whose parts are being taken
+        self._rows: Tensor | None = None  # the input of the current product
         self._parts: dict[int, Tensor] = {}
 
     def part(self, number: int, rows: Tensor) -> Tensor:
         """Return part `number` (…, width) of the product with `rows` (…, in), computed at the first layer's call."""
         if rows is not self._rows or number not in self._parts:
-            self._rows = rows  # kept so that no other tensor can get the same identity
+            self._rows = rows  # kept, so that no other tensor can get the same identity
             self._parts = dict(enumerate(self._product(rows).split_with_sizes(self._widths, dim=-1)))
         part = self._parts.pop(number)
         if not self._parts:
@@ -69,9 +69,9 @@ def watch_siblings(model: nn.Module) -> Iterator[Siblings]:
 
 
 def make_fast(model: nn.Module, siblings: Siblings, quantize: Quantization | None) -> None:
-    """Replace the model's plain `nn.Linear` layers, those of `siblings` by one product for each group.
+    """Replace the model's plain `nn.Linear` layers; each group of `siblings` becomes one product.
 
-    A weight that is also used elsewhere (the embedding of a tied model) stays where it is, beside its copy.
+    A weight that is also used elsewhere (the embedding of a tied model) is kept beside its copy.
     """
     made = []
     for parent, names in siblings:

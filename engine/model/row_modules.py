@@ -1,6 +1,6 @@
 """Norms, gated layers and rotary embeddings in one pass over their rows instead of torch's many.
 
-They are recognised by their output on random float32 rows: a module that does not compute the formula is kept.
+They are recognized by their output on random float32 rows: a module that does not compute the formula is kept.
 """
 
 import copy
@@ -20,7 +20,7 @@ _TOLERANCE: Final = 1e-5  # of the largest output
 
 
 class RowKernels(Protocol):
-    """What computes rows on one kind of device. A result has its rows' dtype."""
+    """Computes rows on one kind of device. Results have the rows' dtype."""
 
     @property
     def multiple(self) -> int:
@@ -83,16 +83,16 @@ class RotaryEmbedding:
 
 
 def _as_rows(projected: Tensor) -> Tensor:
-    """Reshape (…, width) to (rows, width), without a copy where it is a part of a wider product."""
+    """Reshape (…, width) to (rows, width), without a copy if it is part of a wider product."""
     rows = projected.flatten(0, -2)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def speed_up_rows(model: nn.Module) -> None:
-    """Replace the recognised modules in place; the model's results stay the same.
+    """Replace the recognized modules in place; the model's results stay the same.
 
-    Does nothing where there are no kernels: without a C compiler or Triton, for other devices, and for models of
-    several dtypes or of another one than float32 on a CPU.
+    Does nothing without kernels: without a C compiler or Triton, on other devices, and for models with several dtypes
+    or, on a CPU, another one than float32.
     """
     kinds = {(parameter.device, parameter.dtype) for parameter in model.parameters()}
     if len(kinds) != 1:
@@ -142,7 +142,7 @@ def _gated_layer(kernels: RowKernels, module: nn.Module) -> GatedLayer | None:
         return None
     if gate.out_features % kernels.multiple:
         return None
-    # With small products in the place of its own, which may be gigabytes.
+    # With small products instead of its own, which may be gigabytes.
     width = _PROBE_WIDTH
     small = [nn.Linear(width, 2 * width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)]
     original = copy.deepcopy(module, {id(own): other for own, other in zip((gate, up, down), small, strict=True)})
@@ -154,8 +154,8 @@ def _gated_layer(kernels: RowKernels, module: nn.Module) -> GatedLayer | None:
 def _bind_rotary(kernels: RowKernels, attention: nn.Module) -> None:
     """Make a layer's forward call a `RotaryEmbedding` instead of its module's function, if they compute the same.
 
-    transformers has no hook for it, and other models of the process keep theirs: the name is rebound for this layer's
-    forward only.
+    transformers has no hook for it, and the process's other models keep the function: the name is rebound for this
+    layer's forward only.
     """
     rotary = RotaryEmbedding(kernels)
     forward, dim = type(attention).forward, getattr(attention, "head_dim", None)
@@ -168,7 +168,7 @@ def _bind_rotary(kernels: RowKernels, attention: nn.Module) -> None:
     cos, sin = _random(1, _PROBE_ROWS, dim), _random(1, _PROBE_ROWS, dim) + 1
     try:
         expected = original(query, key, cos, sin)
-    except (TypeError, RuntimeError):  # it asks for something else
+    except (TypeError, RuntimeError):  # it needs other arguments
         return
     if not all(map(_is_close, rotary(query, key, cos, sin), expected)):
         return
@@ -182,13 +182,13 @@ def _computes_the_same(module: nn.Module, other: nn.Module, width: int) -> bool:
     rows = _random(_PROBE_ROWS, width)
     try:
         expected = module(rows)
-    except (TypeError, RuntimeError):  # it asks for something else than rows
+    except (TypeError, RuntimeError):  # it needs other arguments than rows
         return False
     return isinstance(expected, Tensor) and _is_close(other(rows), expected)
 
 
 def _random(*shape: int) -> Tensor:
-    """Draw numbers on the CPU, the same for every device, and move them to the current one."""
+    """Draw numbers on the CPU, equal for every device, and move them to the current one."""
     drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu")
     return drawn.to(torch.get_default_device())
 

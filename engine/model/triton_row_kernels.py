@@ -20,7 +20,7 @@ def rms_norm(
     width: tl.constexpr,
     padded_width: tl.constexpr,  # a power of two
 ):
-    """Normalise one row: program (R)."""
+    """Normalize one row: program (R)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, padded_width)
     is_column = columns < width
@@ -69,7 +69,7 @@ def rotate(
     padded_half: tl.constexpr,  # a power of two
     tile_heads: tl.constexpr,
 ):
-    """Turn the halves of some heads of one row against each other: program (T, tiles of the Hq + Hkv heads)."""
+    """Rotate the halves of some heads of one row: program (T, tiles of the Hq + Hkv heads)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)
     key_head = head - query_heads

@@ -1,6 +1,6 @@
 """Norms, gates and rotary embeddings of rows on a GPU: one kernel each (`triton_row_kernels`), not torch's many.
 
-A decoding step of few sequences is a chain of kernels that each take microseconds, so their number decides its time.
+A decoding step of few sequences is a chain of kernels of a few microseconds each, so their number determines its time.
 """
 
 from typing import Final

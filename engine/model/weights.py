@@ -1,8 +1,8 @@
-"""Finds a model's weight files and computes its revision, so that equal names mean equal weights.
+"""Finds a model's weight files and computes its revision, so that equal revisions mean equal weights.
 
 Only safetensors are read: a pickle (``pytorch_model.bin``) can run arbitrary code. A revision is the digest of
-everything that determines a model's answers: the weights, byte for byte, its configurations, and the dtype it computes
-in. Two pools of one revision may continue each other's answers.
+everything that determines a model's answers: the bytes of the weights, the configurations and the dtype. Two pools of
+one revision may resume each other's answers.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ SAFE_NAME: Final = "model.safetensors"
 SAFE_INDEX_NAME: Final = "model.safetensors.index.json"
 PICKLE_NAMES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 ADAPTER_PICKLE_NAMES: Final = ("adapter_model.bin",)
-CONFIG_NAMES: Final = ("config.json", "generation_config.json")  # the second tells which tokens end an answer
-# Keys of configurations that say who has written them, and nothing about the model.
+CONFIG_NAMES: Final = ("config.json", "generation_config.json")  # the second lists the tokens that end an answer
+# Configuration keys that identify the writer, not the model.
 _NO_MEANING: Final = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 REVISION_CHARS: Final = 16
-HASHING_THREADS: Final = 4  # SHA-256 takes a second for 1 to 2 GB; reading is what the loading does anyway
+HASHING_THREADS: Final = 4  # SHA-256 takes a second for 1 to 2 GB; loading reads the files anyway
 
 
 def optional_file(name: str, file_name: str) -> Path | None:
@@ -35,7 +35,7 @@ def optional_file(name: str, file_name: str) -> Path | None:
 
 
 def weight_files(name: str) -> list[Path]:
-    """Return the files that hold a model's weights. Raises UnsupportedModel where they are not safetensors."""
+    """Return the files that hold a model's weights. Raises UnsupportedModel if they are not safetensors."""
     if (index := optional_file(name, SAFE_INDEX_NAME)) is not None:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         return [path for shard in shards if (path := optional_file(name, shard)) is not None]
@@ -46,7 +46,7 @@ def weight_files(name: str) -> list[Path]:
 
 
 def check_whole(files: Iterable[Path]) -> None:
-    """Raise UnsupportedModel, naming the file, if one is damaged or was not copied to its end. Reads headers only."""
+    """Raise UnsupportedModel, naming the file, if one is damaged or truncated. Reads headers only."""
     for path in files:
         try:
             with safe_open(path, framework="pt"):
@@ -59,17 +59,17 @@ def check_whole(files: Iterable[Path]) -> None:
 
 
 def refuse_pickles(name: str, file_names: Iterable[str], *, unless: str) -> None:
-    """Raise UnsupportedModel, naming the file, if the weights are in a format that could run code.
+    """Raise UnsupportedModel, naming the file, if the weights are in a format that can run code.
 
-    ``unless``: the check passes if this file exists, which is then read instead.
+    ``unless``: the check passes if this file exists, because it is read instead.
     """
     if optional_file(name, unless) is not None:
         return
     for file_name in file_names:
         if optional_file(name, file_name) is not None:
             raise UnsupportedModel(
-                f"{name} has its weights in {file_name}, which may run any code when it is read; only safetensors are "
-                f"loaded: convert it (safetensors.torch.save_file), or take a revision of the model that has them"
+                f"{name} has its weights in {file_name}, which can run arbitrary code. Only safetensors are "
+                f"supported: convert it (safetensors.torch.save_file), or use a revision of the model that has them"
             )
 
 

@@ -2,8 +2,8 @@
 
     add_request → choose → group by length → forward → SequenceOutput
 
-Synchronous and not thread-safe, with the same surface as ``LLMEngine``. Requests take turns, an input each, so that a
-request of thousands does not keep a small one waiting; an input is computed whole.
+Synchronous and not thread-safe, with the same interface as ``LLMEngine``. Requests take turns, one input each, so that
+a request with thousands of inputs does not delay a small one; an input is always computed whole.
 """
 
 import os
@@ -22,7 +22,7 @@ from engine.pooling.pooling_types import PoolingInfo, PoolingInput, PoolingReque
 from engine.step_stats import SequenceClock, StepStats
 from engine.types import EngineCounters, EngineStats, FinishReason, SequenceOutput
 
-# Inputs of a step are computed together while the longest has at most so many times the shortest's tokens.
+# Inputs are computed together if the longest has at most this many times the tokens of the shortest.
 LIKE_LENGTHS = 1.5
 
 WARM_UP_TOKENS = 128
@@ -31,10 +31,10 @@ Chosen = tuple[PoolingRequest, PoolingInput]
 
 
 class PoolingEngine:
-    """One model and the inputs that wait for it."""
+    """One model and its waiting inputs."""
 
     info: PoolingInfo
-    tokenizers: dict[str | None, PreTrainedTokenizerBase]  # as LLMEngine has it
+    tokenizers: dict[str | None, PreTrainedTokenizerBase]  # as in LLMEngine
 
     def __init__(self, model: PooledModel, tokenizer: PreTrainedTokenizerBase, config: EngineConfig) -> None:
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))
@@ -43,9 +43,9 @@ class PoolingEngine:
         self._model = model
         self._max_inputs = config.max_sequences
         self._max_tokens = config.max_batched_tokens
-        self._waiting: OrderedDict[str, tuple[PoolingRequest, deque[PoolingInput]]] = OrderedDict()  # by turn
+        self._waiting: OrderedDict[str, tuple[PoolingRequest, deque[PoolingInput]]] = OrderedDict()  # in turn
         self._clocks: dict[str, SequenceClock] = {}  # of each request that has not ended
-        self._ready: list[SequenceOutput] = []  # what the next step yields without computing
+        self._ready: list[SequenceOutput] = []  # outputs of the next step that need no computation
         self._running = 0  # inputs of the step in progress
         self._counters = EngineCounters()
         self._step_stats = StepStats()
@@ -54,11 +54,11 @@ class PoolingEngine:
     def from_pretrained(
         cls, model: str, task: PoolingTask, config: EngineConfig, options: PoolingOptions
     ) -> "PoolingEngine":
-        """Load a model by hub name or local path. Raises as ``load_pooled_model`` does."""
+        """Load a model by hub name or local path. Raises like ``load_pooled_model``."""
         return cls(*load_pooled_model(model, task, config, options), config)
 
     def add_request(self, request: PoolingRequest) -> None:
-        """Queue a request's inputs. Raises RequestRejected, naming the field, for what can never be served."""
+        """Queue a request's inputs. Raises RequestRejected, naming the field, for a request it can never serve."""
         self._check(request)
         if request.request_id in self._waiting:
             raise RequestRejected("request_id", f"{request.request_id!r} is already running")
@@ -74,7 +74,7 @@ class PoolingEngine:
             del self._clocks[request_id]
 
     def warm_up(self) -> None:
-        """Compute an internal input, so that the first real one need not wait for torch's first-use setup."""
+        """Compute an internal input, so that the first real one does not wait for torch's first-use setup."""
         ids = [token_id % self.info.vocab_size for token_id in range(min(WARM_UP_TOKENS, self.info.max_model_len))]
         self._model.vectors([PoolingInput(0, ids, len(ids))])
 
@@ -142,15 +142,15 @@ class PoolingEngine:
     def _check(self, request: PoolingRequest) -> None:
         info = self.info
         if request.task != info.task:
-            raise RequestRejected("model", f"it is served for {info.task}, not for {request.task}")
+            raise RequestRejected("model", f"the model is served for {info.task}, not for {request.task}")
         if request.dimensions is not None and not info.takes_dimensions(request.dimensions):
-            raise RequestRejected("dimensions", f"the model's vectors cannot have {request.dimensions}")
+            raise RequestRejected("dimensions", f"the model does not support {request.dimensions} dimensions")
         for one in request.inputs:
             if not one.token_ids:
                 raise RequestRejected("prompt_ids", f"input {one.index} is empty")
             if len(one.token_ids) > info.max_model_len:
                 message = (
-                    f"input {one.index} has {len(one.token_ids)} tokens, more than the model's {info.max_model_len}"
+                    f"input {one.index} has {len(one.token_ids)} tokens; the model's limit is {info.max_model_len}"
                 )
                 raise RequestRejected("prompt_ids", message)
             if not 0 <= min(one.token_ids) <= max(one.token_ids) < info.vocab_size:
@@ -159,7 +159,7 @@ class PoolingEngine:
 
 
 def _batches_by_length(chosen: Iterable[Chosen]) -> list[list[Chosen]]:
-    """Cut a step's inputs into batches that pad little."""
+    """Group a step's inputs into batches with little padding."""
     groups: list[list[Chosen]] = []
     for one in sorted(chosen, key=lambda chosen: len(chosen[1].token_ids)):
         length = len(one[1].token_ids)

@@ -18,7 +18,7 @@ from engine.pooling.pooling_types import PoolingKind
 Task = Literal["generate", "embed", "score"]
 
 _CLASSIFIER = "ForSequenceClassification"
-_ENCODERS = ("Model", "ForMaskedLM", "ForPreTraining")  # how architectures without a head for text end
+_ENCODERS = ("Model", "ForMaskedLM", "ForPreTraining")  # endings of the names of architectures without a text head
 _POOLING_KINDS: dict[str, PoolingKind] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -29,17 +29,17 @@ _POOLING_NAMES: dict[str, PoolingKind] = {"cls": "cls", "mean": "mean", "lasttok
 
 @dataclass(frozen=True, slots=True)
 class PoolingFolder:
-    """The settings declared by the files beside the weights; None where undeclared."""
+    """The settings declared by the files beside the weights; None: undeclared."""
 
     pooling: PoolingKind | None = None
     normalize: bool | None = None
-    max_tokens: int | None = None  # that the model was trained with, where fewer than it can do
+    max_tokens: int | None = None  # sequence length used in training, if below the model's limit
 
 
 def task_of(name: str, requested: Task | None) -> Task:
-    """Return a model's task: the requested one if the model supports it, or by default the one its files declare.
+    """Return a model's task: the requested one if supported, or by default the one that its files declare.
 
-    Raises UnsupportedModel where the model does not support the requested task, OSError where the model is missing.
+    Raises UnsupportedModel if the model does not support the requested task, OSError if the model is missing.
     """
     architecture = next(iter(AutoConfig.from_pretrained(name).architectures or ()), "")
     if architecture.endswith(_CLASSIFIER):
@@ -57,7 +57,7 @@ def task_of(name: str, requested: Task | None) -> Task:
 def read_pooling_folder(name: str) -> PoolingFolder:
     """Read the files that sentence-transformers wrote beside the weights, if they exist.
 
-    Raises UnsupportedModel for a step of the computation that is not implemented.
+    Raises UnsupportedModel for a processing step that is not implemented.
     """
     limits = _read_json(name, "sentence_bert_config.json") or {}
     if limits.get("do_lower_case"):
@@ -90,7 +90,7 @@ def score_activation(config: PreTrainedConfig) -> Literal["sigmoid", "identity"]
 
 
 def matryoshka_of(config: PreTrainedConfig) -> tuple[bool, tuple[int, ...]]:
-    """Return whether vectors may be shortened, and to which lengths; none: to any (keys as vLLM reads them)."""
+    """Return whether vectors may be shortened, and to which lengths; empty: any (keys as vLLM reads them)."""
     lengths = tuple(getattr(config, "matryoshka_dimensions", None) or ())
     return bool(lengths) or bool(getattr(config, "is_matryoshka", False)), lengths
 
@@ -105,7 +105,7 @@ def _pooling_kind(config: dict[str, Any]) -> PoolingKind:
     return kind
 
 
-def _read_json(name: str, file: str) -> Any:  # noqa: ANN401 - whatever the file holds
+def _read_json(name: str, file: str) -> Any:  # noqa: ANN401 - any JSON
     path = cached_file(
         name, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )

@@ -51,11 +51,11 @@ class PooledModel:
     """One model and the pooling of its last hidden states into a vector."""
 
     def __init__(self, model: PreTrainedModel, info: PoolingInfo) -> None:
-        """Raise UnsupportedModel if a vector depends on the batch in which it is computed."""
+        """Raise UnsupportedModel if a vector depends on the rest of its batch."""
         self.info = info
         self._model = model.train(mode=False).requires_grad_(requires_grad=False)
         config = model.config.get_text_config()
-        # A decoder's own classifier finds its last token by the padding's id, which an input may end with.
+        # A decoder's classifier locates its last token by the padding's id, which an input may end with.
         self._head = getattr(model, "score", None) if info.task == "score" else None
         self._body = model if self._head is None else getattr(model, model.base_model_prefix)
         takes = inspect.signature(self._body.forward).parameters
@@ -66,7 +66,7 @@ class PooledModel:
         self._check_padding()
 
     def vectors(self, inputs: Sequence[PoolingInput]) -> Tensor:
-        """Compute one batch; return float32 [inputs, dimensions] in the machine's memory."""
+        """Compute one batch; return float32 [inputs, dimensions] in host memory."""
         lengths = torch.tensor([len(one.token_ids) for one in inputs])
         longest = int(lengths.max())
         ids = torch.full((len(inputs), longest), self._pad_id)
@@ -91,7 +91,7 @@ class PooledModel:
         return logits if self._squash is None else self._squash(logits.float())
 
     def _check_padding(self) -> None:
-        """Compare a short input's vector computed alone with the one computed beside a longer input."""
+        """Compare a short input's vector computed alone and beside a longer input."""
         probes = [self._probe(length) for length in _PROBE_LENGTHS]
         alone, together = self.vectors(probes[:1])[0], self.vectors(probes)[0]
         error = float((alone - together).norm() / (alone.norm() + 1e-6))
@@ -131,7 +131,7 @@ def load_pooled_model(
     except ValueError as error:
         raise UnsupportedModel(f"{name}: {error}") from error
     if model.config.is_encoder_decoder:
-        raise UnsupportedModel(f"{type(model).__name__} is both encoder and decoder, which is not supported")
+        raise UnsupportedModel(f"{type(model).__name__} is an encoder-decoder model, which is not supported")
     tokenizer = AutoTokenizer.from_pretrained(name)
     info = _info(name, task, model, tokenizer=tokenizer, folder=folder, config=config, options=options)
     return PooledModel(model, info), tokenizer
@@ -178,7 +178,7 @@ def _is_decoder(config: PreTrainedConfig) -> bool:
 def _max_input_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: PoolingFolder, config: EngineConfig
 ) -> int:
-    """Return the longest input, in tokens: the configured length, or by default the model's."""
+    """Return the longest input in tokens: the configured length, by default the model's."""
     possible = max_model_len(model.config.get_text_config(), config) - _count_reserved_positions(model, config)
     if config.max_model_len is not None:
         return config.max_model_len
@@ -189,7 +189,7 @@ def _max_input_tokens(
 def _count_reserved_positions(model: PreTrainedModel, config: EngineConfig) -> int:
     """Return how many positions no token can have: RoBERTa and its descendants count from the padding's id on.
 
-    Raises ConfigError where more was configured than remains.
+    Raises ConfigError if more is configured than remains.
     """
     tables = [table for name, table in model.named_modules() if name.endswith("position_embeddings")]
     reserved = max(
@@ -197,7 +197,5 @@ def _count_reserved_positions(model: PreTrainedModel, config: EngineConfig) -> i
     )
     trained = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if reserved and trained and (config.max_model_len or 0) > trained - reserved:
-        raise ConfigError(
-            "max_model_len", f"{config.max_model_len} is more than the {trained - reserved} tokens the model supports"
-        )
+        raise ConfigError("max_model_len", f"{config.max_model_len} exceeds the model's {trained - reserved} tokens")
     return reserved

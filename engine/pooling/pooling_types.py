@@ -14,7 +14,7 @@ class PoolingInput:
 
     index: int  # its number in the request
     token_ids: Sequence[int]
-    first_tokens: int  # of these, the ones of a pair's first text, which have token type 0; all, where there is no pair
+    first_tokens: int  # number of tokens of a pair's first text, which have token type 0; without a pair, of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class PoolingRequest:
     request_id: str
     task: PoolingTask
     inputs: Sequence[PoolingInput]
-    dimensions: int | None = None  # keep so many leading components, normalised again where all are
+    dimensions: int | None = None  # number of leading components to keep, normalized again if whole vectors are
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class PoolingInfo:
     pooling: PoolingKind | None  # None for scores
     normalize: bool  # every vector has length 1
     is_matryoshka: bool  # leading components are a vector too
-    matryoshka_dimensions: tuple[int, ...]  # how many of them; empty: any number
+    matryoshka_dimensions: tuple[int, ...]  # allowed numbers of components; empty: any
     dtype: str
     device: str
     vocab_size: int
     parameters: int
 
     def takes_dimensions(self, dimensions: int) -> bool:
-        """Report whether a vector's first ``dimensions`` components are a vector too."""
+        """Report whether a vector's first ``dimensions`` components are a valid vector."""
         allowed = self.matryoshka_dimensions or range(1, self.dimensions + 1)
         return dimensions == self.dimensions or (self.is_matryoshka and dimensions in allowed)

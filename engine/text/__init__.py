@@ -1,1 +1,1 @@
-"""From token ids to text, and the forms that the text must have."""
+"""Conversion of token ids to text, and the constraints on that text."""

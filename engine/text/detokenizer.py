@@ -1,4 +1,4 @@
-"""Turns token ids into text, one token at a time, without ever showing half a character.
+"""Turns token ids into text, one token at a time, never showing half a character.
 
 `tokenizers.DecodeStream` is not used: it raises on text whose earlier bytes are not valid UTF-8, and decodes an ever
 longer tail again while a model emits such bytes. Byte-level vocabularies (GPT-2's and its descendants') are decoded
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
-_CONTEXT_TOKENS = 6  # of the prompt: enough to know about a leading space and an unfinished character
+_CONTEXT_TOKENS = 6  # of the prompt: enough to detect a leading space and an unfinished character
 _MAX_PENDING_TOKENS = 3  # an unfinished UTF-8 character is at most three bytes, each at least part of a token
 _REPLACEMENT = "\ufffd"
 
@@ -25,13 +25,13 @@ class Tokenizer(Protocol):
 
     @property
     def all_special_ids(self) -> list[int]:
-        """The ids of the tokens that have names, such as eos_token."""
+        """The ids of named tokens, such as eos_token."""
 
     def __len__(self) -> int:
-        """Return the size of the vocabulary, added tokens included."""
+        """Return the size of the vocabulary, including added tokens."""
 
     @property
-    def encode(self) -> Any:  # noqa: ANN401  # transformers' overloads say more than is needed
+    def encode(self) -> Any:  # noqa: ANN401  # transformers' overloads are more specific than needed
         """Convert text to ids."""
 
     @property
@@ -68,11 +68,11 @@ class TokenText:
         self.bytes_of = lru_cache(maxsize=1 << 18)(self._compute_bytes)
 
     def text_of(self, token_id: int) -> str:
-        """Return one token's text, U+FFFD where its bytes are not whole characters."""
+        """Return one token's text, with U+FFFD for bytes that are not whole characters."""
         return self.bytes_of(token_id).decode("utf-8", errors="replace")
 
     def ids_of(self, text: str) -> list[int]:
-        """Return a text's token ids, without the tokens that begin or end a prompt."""
+        """Return a text's token ids, without special tokens at its beginning and end."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
@@ -83,7 +83,7 @@ class TokenText:
         return _ComparingDetokenizer(self, context, skip_special_tokens)
 
     def is_special(self, token_id: int) -> bool:
-        """Report whether `skip_special_tokens` leaves this token out."""
+        """Report whether `skip_special_tokens` omits this token."""
         return token_id in self._special_ids
 
     def _compute_bytes(self, token_id: int) -> bytes:
@@ -128,12 +128,12 @@ class _ByteLevelDetokenizer:
 
 
 class _ComparingDetokenizer:
-    """Handles decoders that look at neighbours: a token's text is what it adds to the decoded tail."""
+    """Handles decoders that look at neighbors: a token's text is what it adds to the decoded tail."""
 
     def __init__(self, tokens: TokenText, context: list[int], skip_special_tokens: bool) -> None:
         self._tokens = tokens
         self._skip_special_tokens = skip_special_tokens
-        self._shown = context  # tokens whose text is out; the neighbours of the next ones
+        self._shown = context  # tokens whose text was returned; the neighbors of the next ones
         self._shown_text = self._decode(context)
         self._pending: list[int] = []
 
@@ -154,7 +154,7 @@ class _ComparingDetokenizer:
     def _show(self, count: int) -> str:
         shown, self._pending = self._pending[:count], self._pending[count:]
         text = self._added_text(shown)
-        if text:  # tokens without text are no neighbours: the next one would lose its leading space
+        if text:  # tokens without text are not neighbors: the next one would lose its leading space
             self._shown, self._shown_text = shown, self._decode(shown)
         return text
 
@@ -170,7 +170,7 @@ class _ComparingDetokenizer:
 
 
 def _decoder_of(tokenizer: Tokenizer) -> Callable[..., str]:
-    """Return the fastest way to decode ids: transformers' own wrapper takes five times as long as what it calls."""
+    """Return the fastest way to decode ids: transformers' wrapper takes five times as long as the backend it calls."""
     backend = _decoding_backend(tokenizer)
     return tokenizer.decode if backend is None else backend.decode  # type: ignore[no-any-return]
 
@@ -186,7 +186,7 @@ def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
 
 
 def _decoding_backend(tokenizer: Tokenizer) -> Any:  # noqa: ANN401  # a `tokenizers.Tokenizer`
-    """Return what decodes for the tokenizer, if that is all of its decoding."""
+    """Return the tokenizer's decoding backend, if nothing else is needed to decode."""
     cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
     return None if cleans_up else getattr(tokenizer, "backend_tokenizer", None)
 

@@ -1,15 +1,15 @@
 """Answers that follow a grammar: a mask over the vocabulary at every token, from llguidance.
 
-llguidance (https://github.com/guidance-ai/llguidance) keeps an Earley parser over the answer so far and says which
-tokens may follow. A mask takes about 50 µs, a large schema up to a second to compile, and both release the GIL: so
+llguidance (https://github.com/guidance-ai/llguidance) runs an Earley parser over the answer so far and returns the
+allowed next tokens. A mask takes about 50 µs, a large schema up to a second to compile, and both release the GIL: so
 grammars are compiled, and masks computed, in separate threads beside the running batch. These threads do not use torch,
 which would start a set of OpenMP threads for each.
 
 A grammar of one line can take a second for each mask, and more with every token. So the CPU time of one answer's
-grammar is limited: for a single mask, and for all of them together, which get an allowance plus a fixed amount for
-every token. Past that the request fails permanently. The batch does not wait for late masks (``deferred_rows``), and
-grammars known to be slow have a separate thread. Consuming a token costs a part of the mask before it, which has tried
-all tokens: so the limit of a mask bounds it, too.
+grammar is limited: for a single mask, and for all of them together, which get an allowance plus a fixed amount per
+token. Above that the request fails permanently. The batch does not wait for late masks (``deferred_rows``), and
+grammars known to be slow have a separate thread. Consuming a token costs part of its mask, which tried all tokens, so
+the limit of a mask bounds that too.
 """
 
 import json
@@ -34,24 +34,24 @@ from engine.text.grammar_check import COMPILE_CPU_S, PARSER_LIMITS, GrammarCheck
 from engine.types import GenerationRequest
 from protocol.generation import Grammar
 
-COMPILING_THREADS: Final = 2  # so that one enormous schema does not hold up all others
-MAX_COMPILED: Final = 64  # grammars kept for those who ask with the same one again
+COMPILING_THREADS: Final = 2  # so that one enormous schema does not delay all others
+MAX_COMPILED: Final = 64  # cached grammars
 MAX_SOURCE_CHARS: Final = 200_000
-WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,20}"  # between the parts of JSON: some models never stop making it
+WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,20}"  # between parts of JSON: some models never stop emitting it
 ANY_OBJECT: Final = '{"type": "object"}'
-# CPU time. With 120,000 tokens and a schema of 450 fields, the heaviest that llguidance follows, a mask takes 0.0012 s
-# and the slowest one 0.008; of ordinary schemas 0.0001 and 0.003.
+# CPU time. With 120,000 tokens and a schema of 450 fields, the largest that llguidance accepts, a mask takes 0.0012 s
+# on average and 0.008 s at most; for ordinary schemas 0.0001 and 0.003.
 MASK_LIMIT_S: Final = 0.05
-SLOW_MASK_S: Final = 0.002  # whose last mask took longer is served by the thread for such
+SLOW_MASK_S: Final = 0.002  # a grammar whose last mask took longer moves to the thread for slow ones
 MASKS_ALLOWANCE_S: Final = 1.0
 MASKS_PER_TOKEN_S: Final = 0.005
-TOKENS_ALLOWANCE_S: Final = 0.25  # for the taking of tokens, which happens in the engine's thread
+TOKENS_ALLOWANCE_S: Final = 0.25  # for consuming tokens, which happens in the engine's thread
 TOKENS_PER_TOKEN_S: Final = 0.0005
 _SCHEMA_ERROR: Final = "failed to compile JSON schema: "
 _EXCERPT: Final = re.compile(r" *\d+ \| | +\^+$")  # a line of the grammar, or the mark below it
-_ADVICE_OF_OPTION: Final = re.compile(r"Enable 'coerce_one_of'[^\n]*")  # which Spillway does not offer
-_NOT_ALLOWED: Final = "satisfy the grammar"  # llguidance's words for a token that may not come
-# What each byte of a mask, a bit for each token, the lowest first, adds to the logits of its eight tokens.
+_ADVICE_OF_OPTION: Final = re.compile(r"Enable 'coerce_one_of'[^\n]*")  # an option that Spillway does not offer
+_NOT_ALLOWED: Final = "satisfy the grammar"  # llguidance's message for a token that is not allowed
+# What each byte of a mask (one bit per token, lowest first) adds to the logits of its eight tokens.
 _ADDED: Final = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
 
 
@@ -75,11 +75,11 @@ class Budget:
 class Family:
     """The state shared by all matchers of one compiled grammar, which share a lock in llguidance.
 
-    While one of them computes a mask, another that consumes a token waits for it, and with it the whole batch.
+    While one of them computes a mask, another that consumes a token waits for it, and the whole batch with it.
     """
 
     def __init__(self) -> None:
-        self.is_slow = False  # its latest mask was
+        self.is_slow = False  # whether its latest mask was slow
         self.making: list[Future[None]] = []  # masks in the thread for slow ones
 
     @property
@@ -106,7 +106,7 @@ class Matcher:
         self._masks = Budget(MASKS_ALLOWANCE_S, MASKS_PER_TOKEN_S)
         self._tokens = Budget(TOKENS_ALLOWANCE_S, TOKENS_PER_TOKEN_S)
         self._mask: NDArray[np.float32] | GrammarError | GrammarTooComplex | None = None  # None: not made yet
-        self.making: Future[None] | None = None  # of the mask for the next token, in another thread
+        self.making: Future[None] | None = None  # of the next token's mask, in another thread
 
     @property
     def is_complete(self) -> bool:
@@ -120,7 +120,7 @@ class Matcher:
 
     @property
     def too_complex(self) -> GrammarTooComplex | None:
-        """The error that ends the answer because its grammar costs too much; None otherwise."""
+        """The error that ends the answer because its grammar costs too much; otherwise None."""
         return self._mask if isinstance(self._mask, GrammarTooComplex) else None
 
     def make_mask(self) -> None:
@@ -129,12 +129,12 @@ class Matcher:
         mask = self._matcher.compute_bitmask()
         cost_s = self._clock() - began_s
         self.family.is_slow = cost_s > SLOW_MASK_S
-        if self._matcher.is_error():  # one of its own limits: whatever else may be wrong shows before
+        if self._matcher.is_error():  # an llguidance limit was hit: other errors would have shown earlier
             self._mask = self._give_up(self._matcher.get_error())
         elif not self._masks.spend(cost_s) or cost_s > MASK_LIMIT_S:
-            self._mask = self._give_up("it takes too long to find out which tokens may come next")
+            self._mask = self._give_up("computing the allowed tokens takes too long")
         elif mask.count(0) == len(mask):
-            self._mask = GrammarError("no token of the vocabulary may come next")
+            self._mask = GrammarError("no token of the vocabulary is allowed")
         else:
             self._mask = np.take(_ADDED, np.frombuffer(mask, dtype=np.uint8), axis=0).reshape(-1)
 
@@ -152,7 +152,7 @@ class Matcher:
         logits += torch.from_numpy(mask[: len(logits)]).to(logits.device)
 
     def discard_mask(self) -> None:
-        """Discard the mask of a token that is no longer needed; one computed together with others is still computed."""
+        """Discard the mask of a token that is no longer needed; one in a batch of masks is still computed."""
         if self.making in self.family.making:
             self.making.cancel()
 
@@ -177,7 +177,7 @@ class CompiledGrammar:
     """A grammar whose compilation has at least begun."""
 
     grammar: Grammar
-    outcome: Future[LLMatcher | RequestRejected]  # at the beginning of an answer; or why there is none
+    outcome: Future[LLMatcher | RequestRejected]  # at the beginning of an answer; or the error
     family: Family
 
     @property
@@ -210,11 +210,11 @@ class Compiling:
 
     request: GenerationRequest
     grammar: CompiledGrammar
-    added_s: float  # of the monotonic clock
+    added_s: float  # monotonic clock
 
 
 class MaskBuilder:
-    """Computes masks in two threads: one of them for slow grammars, so that no other waits for them."""
+    """Computes masks in two threads, one of them for slow grammars, so that no other grammar waits for them."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
@@ -222,7 +222,7 @@ class MaskBuilder:
 
     def begin(self, matchers: Sequence[Matcher]) -> None:
         """Start to compute masks for the next tokens. Until each is used, its matcher must not consume a token."""
-        matchers = [matcher for matcher in matchers if matcher.making is None]  # else preempted while it was made
+        matchers = [matcher for matcher in matchers if matcher.making is None]  # others were preempted
         usual = [matcher for matcher in matchers if not matcher.family.is_slow]
         if usual:
             making = self._thread.submit(_make_masks, usual)
@@ -250,7 +250,7 @@ class GrammarCompiler:
         compile_cpu_s: float = COMPILE_CPU_S,
     ) -> None:
         self._threads = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="grammar-compiler")
-        self._tokenizer: Future[LLTokenizer] | None = None  # takes up to a second; None: it cannot follow grammars
+        self._tokenizer: Future[LLTokenizer] | None = None  # takes up to a second; None: it does not support grammars
         self._check: GrammarCheck | None = None
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             as_json = tokenizer.backend_tokenizer.to_str()
@@ -259,19 +259,19 @@ class GrammarCompiler:
                 from_tokenizer, tokenizer, n_vocab=vocab_size, eos_token=list(eos_ids)
             )
         self._added_tokens = tuple(tokenizer.get_added_vocab())  # their texts
-        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # the longest unused first
+        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # least recently used first
 
     @property
     def can_compile(self) -> bool:
-        """False if the model's tokenizer cannot follow grammars."""
+        """False if the model's tokenizer does not support grammars."""
         return self._tokenizer is not None
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Start to compile a grammar, unless already done. Raises RequestRejected for errors that are cheap to find."""
+        """Start to compile a grammar, unless already done. Raises RequestRejected for cheaply detected errors."""
         if self._tokenizer is None or self._check is None:
-            raise RequestRejected(grammar.field, "this model's tokenizer cannot follow grammars")
+            raise RequestRejected(grammar.field, "this model's tokenizer does not support grammars")
         if len(grammar.source) > MAX_SOURCE_CHARS:
-            raise RequestRejected(grammar.field, f"the {grammar.kind} has more than {MAX_SOURCE_CHARS} characters")
+            raise RequestRejected(grammar.field, f"the {grammar.kind} exceeds {MAX_SOURCE_CHARS} characters")
         if grammar not in self._compiled:
             outcome = self._threads.submit(self._compile, grammar, self._tokenizer, self._check)
             self._compiled[grammar] = CompiledGrammar(grammar, outcome, Family())
@@ -296,7 +296,7 @@ class GrammarCompiler:
                 if not matcher.is_error():
                     return matcher
                 error = matcher.get_error()
-        except (ValueError, RecursionError) as not_read:  # a schema that is no JSON, or nested too deeply
+        except (ValueError, RecursionError) as not_read:  # a schema that is not JSON, or nested too deeply
             error = str(not_read)
         except TooExpensive as why:
             return GrammarTooComplex(grammar.field, f"the {grammar.kind} is too complex: {why}")
@@ -305,7 +305,7 @@ class GrammarCompiler:
 
 
 def _readable(error: str) -> str:
-    """Return llguidance's error without an excerpt of the grammar, which Spillway may have written, and its options."""
+    """Return llguidance's error without its excerpt of the grammar, which Spillway may have written, and options."""
     lines = [line for line in error.rstrip().split("\n") if not _EXCERPT.match(line)]
     kept = "\n".join(lines).rstrip().rpartition(_SCHEMA_ERROR)[2]
     return _ADVICE_OF_OPTION.sub("Use anyOf, or alternatives that exclude each other.", kept)
@@ -318,8 +318,8 @@ def _source(grammar: Grammar, added_tokens: Collection[str]) -> str:
         return str(LLMatcher.grammar_from_lark(grammar.source))
     schema = ANY_OBJECT if grammar.kind == "json_object" else grammar.source
     if any(text in schema for text in added_tokens) and isinstance(parsed := json.loads(schema), dict):
-        # Where the next bytes are forced, llguidance allows only its tokenizer's tokens for them. For the text of an
-        # added token that is the added token, which it then rejects. So forcing is switched off.
+        # If the next bytes are forced, llguidance allows only its tokenizer's tokens for them: for the text of an added
+        # token that is the added token, which it then rejects. So forcing is off.
         spaced = json.dumps({**parsed, "x-guidance": {"whitespace_pattern": WHITESPACE}})
         return str(LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\nstart: %json {spaced}\n'))
     return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))

@@ -1,7 +1,7 @@
 """Checks that a grammar can be compiled at an acceptable cost, in a separate process that can be killed.
 
-A schema of 40 kB (800 ``patternProperties``) takes llguidance 145 s, with all of its limits in place, and a thread
-cannot be stopped. So each grammar is compiled first in a child process. The kernel limits the child's CPU time
+A schema of 40 kB (800 ``patternProperties``) takes llguidance 145 s even with all of its limits, and a thread cannot be
+stopped. So each grammar is compiled first in a child process. The kernel limits the child's CPU time
 (``ITIMER_PROF`` counts its own work, however busy the machine is) and memory; if the child dies, only that request
 fails. The child's tokenizer has the single bytes and the added tokens only: nearly all of the work, and nearly all
 possible errors, do not depend on the rest, so a new child starts in a fraction of a second.
@@ -9,7 +9,7 @@ possible errors, do not depend on the rest, so a new child starts in a fraction 
     compiler's thread ──{"source", "cpu_s"}──> child
     compiler's thread <─────── {"error"} ───── child
 
-The child runs this file as a script, which therefore imports no other module of Spillway.
+The child runs this file as a script, so it imports no other module of Spillway.
 """
 
 import json
@@ -28,17 +28,17 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import pre_tokenizers
 
 COMPILE_CPU_S: Final = 3.0  # of CPU time; a schema of 3,000 fields takes 0.3 to 1
-COMPILE_MEMORY_BYTES: Final = 1 << 30  # beyond what the process has at its start; that schema takes 51 MiB
+COMPILE_MEMORY_BYTES: Final = 1 << 30  # above the process's size at its start; that schema takes 51 MiB
 # Unlike llguidance's default of 50,000; a schema of 450 fields, the largest that its rows hold, needs less than 10,000.
 STEP_MAX_ITEMS: Final = 10_000
-# Of all compilations. "Verbose" errors would tell of the parser's state, page after page.
+# For all compilations. "Verbose" errors would contain pages of parser state.
 PARSER_LIMITS: Final = LLParserLimits(verbose_errors=False, step_max_items=STEP_MAX_ITEMS)
-END_LIMIT_S: Final = 5.0  # for a killed child to be gone
+END_LIMIT_S: Final = 5.0  # for a killed child to exit
 KEPT_VARIABLES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "PYTHONHOME")
 
 
 class TooExpensive(Exception):
-    """Compiling the grammar takes more time or memory than one request may cost."""
+    """Compiling the grammar takes more time or memory than one request may use."""
 
 
 class GrammarCheck:
@@ -63,11 +63,11 @@ class GrammarCheck:
 
 
 class _Child:
-    """One process, which ends with this object and with the process that started it."""
+    """One process, which ends with this object and with its parent process."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         command = [sys.executable, "-I", __file__]  # isolated: neither the folder nor the environment adds modules
-        # A grammar is a caller's text: what reads it must not find the queue's credentials in its environment.
+        # A grammar is a caller's text: its parser must not have the queue's credentials in its environment.
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         self._process = subprocess.Popen(  # noqa: S603 - no client input
             command,
@@ -101,12 +101,12 @@ def _end(process: subprocess.Popen[str], questions: IO[str], answers: IO[str]) -
     process.kill()
     process.wait(END_LIMIT_S)
     answers.close()
-    with suppress(BrokenPipeError):  # what was written last may not have left our buffer
+    with suppress(BrokenPipeError):  # the last question may still be in the buffer
         questions.close()
 
 
 def _kill_reason(status: int) -> str:
-    return "it takes too long to compile" if status == -signal.SIGPROF else "it takes too much memory to compile"
+    return "compiling it takes too long" if status == -signal.SIGPROF else "compiling it takes too much memory"
 
 
 def _write(pipe: IO[str], message: Mapping[str, Any]) -> None:
@@ -119,7 +119,7 @@ def _write(pipe: IO[str], message: Mapping[str, Any]) -> None:
 
 def main() -> None:
     """Answer questions from standard input until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, whose end closes our input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which closes standard input when it ends
     setup = json.loads(sys.stdin.readline() or sys.exit())
     tokenizer = _byte_tokenizer(setup["added_tokens"], setup["vocab_size"], setup["eos_ids"])
     held_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def _byte_tokenizer(added_tokens: list[Any], vocab_size: int, eos_ids: list[int]) -> LLTokenizer:
-    """Return a tokenizer of the single bytes, with the added tokens where they are in the model's own."""
+    """Return a tokenizer of the single bytes, with the added tokens at the model's own ids."""
     taken = {token["id"] for token in added_tokens}
     free_ids = (number for number in range(vocab_size + 256) if number not in taken)
     bytes_ = {char: next(free_ids) for char in sorted(pre_tokenizers.ByteLevel.alphabet())}

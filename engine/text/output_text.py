@@ -1,6 +1,6 @@
-"""The output tokens of one choice as text: detokenisation, stop conditions, and the part already sent to the client.
+"""The output tokens of one choice as text: detokenization, stop conditions, and the part already sent to the client.
 
-Imports no torch: remote engines answer with token ids, and their text is produced here as for Spillway's own engine.
+Imports no torch: remote engines return token ids, and their text is produced here as for Spillway's own engine.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class OutputText:
         self.stop_reason: int | str | None = None  # the stop string or stop token id that ended it
 
     def read(self, token_id: int, *, is_complete: bool = False) -> str:
-        """Append one output token; return new text for the client. ``is_complete``: its grammar allows nothing more."""
+        """Append one output token; return new text for the client. ``is_complete``: its grammar allows no more."""
         params = self._params
         self.produced_tokens += 1
         if token_id in self._eos_ids or token_id in params.stop_token_ids:
@@ -86,7 +86,7 @@ class OutputText:
         return released
 
     def _flush(self) -> str:
-        """Return the text that is held back, unless a stop string has ended it already."""
+        """Return the text that is held back, unless a stop string has already ended it."""
         text = "" if self.finish_reason is not None else self._apply_stops(self._detokenizer.flush())
         return text if self.finish_reason is not None else text + self._taken(*self._stops.end())
 

@@ -1,7 +1,7 @@
 """Finds stop strings in streamed text and holds back only what could still become one.
 
-Uses the automaton of Aho and Corasick (Communications of the ACM 18, 1975, 333-340): however long and however many the
-strings are, and wherever the text is cut, each character costs a step or two.
+Uses the automaton of Aho and Corasick (Communications of the ACM 18, 1975, 333-340): each character costs a step or
+two, whatever the length and number of the strings, and wherever the text is split.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Final
 
 from engine.types import ContentFinder
 
-CACHED_AUTOMATA: Final = 16  # for the choices of one request; of 8 KiB, one takes 2.5 MiB
+CACHED_AUTOMATA: Final = 16  # for the choices of one request; 8 KiB of strings take 2.5 MiB
 ROOT: Final = 0
 
 
@@ -19,11 +19,9 @@ class Automaton:
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self.strings = strings
-        self.edges: list[dict[str, int]] = [
-            {}
-        ]  # of each node: by the next character, the beginning that is longer by it
+        self.edges: list[dict[str, int]] = [{}]  # of each node: next character → the prefix longer by it
         self.depth = [0]  # of each node: characters
-        self.fallback = [ROOT]  # of each node: the longest beginning that it ends with
+        self.fallback = [ROOT]  # of each node: the longest prefix that it ends with
         self.found = [-1]  # of each node: number of the longest string that it ends with; -1: none
         for number, string in enumerate(strings):
             self._add(number, string)
@@ -44,7 +42,7 @@ class Automaton:
 
     def _link(self) -> None:
         nodes = list(self.edges[ROOT].values())
-        for node in nodes:  # the shortest first; it grows meanwhile
+        for node in nodes:  # shortest first; it grows during the loop
             for char, longer in self.edges[node].items():
                 self.fallback[longer] = self.after(self.fallback[node], char)
                 if self.found[longer] < 0:
@@ -72,7 +70,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; return what may be shown now, and the stop string that was found (nothing follows it).
+        """Add text; return the text that may be shown now, and the stop string that was found (nothing follows it).
 
         If several end in this text, the one that begins first is returned.
         """
@@ -96,11 +94,11 @@ class StopStrings:
         return released, None
 
     def skip(self, text: str) -> str:
-        """Take text in which a stop string means nothing; return it."""
+        """Pass through text in which stop strings do not apply; return it."""
         return text
 
     def end(self) -> tuple[str, str | None]:
-        """Return the text held back, which the choice ended without completing a stop string, and None."""
+        """Return the text that was held back, without a complete stop string, and None."""
         released, self._held, self._node = self._held, "", ROOT
         return released, None
 
@@ -111,28 +109,28 @@ class StopStrings:
 
 
 class ContentStopStrings:
-    """Stop strings as ``StopStrings``, looked for in the content alone. One does not span two stretches of it."""
+    """Stop strings as ``StopStrings``, searched in the content only. One does not span two stretches of it."""
 
     def __init__(self, stops: tuple[str, ...], finder: ContentFinder) -> None:
         self._stops = StopStrings(stops)
         self._finder = finder
         self._held = ""
-        self._begin = 0  # offset of what is held in the complete text
-        self._skipped = 0  # characters at the beginning in which a stop string means nothing
+        self._begin = 0  # offset of the held text in the complete text
+        self._skipped = 0  # characters at the beginning to which stop strings do not apply
         self._looked_at = 0  # offset in the complete text
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; return what may be shown now, and the stop string that was found (nothing follows it)."""
+        """Add text; return the text that may be shown now, and the stop string that was found (nothing follows it)."""
         return self._read(text, is_last=False)
 
     def skip(self, text: str) -> str:
-        """Take text in which a stop string means nothing; return it."""
+        """Pass through text in which stop strings do not apply; return it."""
         self._finder.push(text, is_last=False)
         self._begin = self._skipped = self._skipped + len(text)
         return text
 
     def end(self) -> tuple[str, str | None]:
-        """Return the text held back, up to a stop string if there is one, and that."""
+        """Return the text that was held back, up to a stop string if there is one, and that string."""
         return self._read("", is_last=True)
 
     def _read(self, text: str, *, is_last: bool) -> tuple[str, str | None]:
@@ -161,7 +159,7 @@ class ContentStopStrings:
 def stop_strings(
     stops: tuple[str, ...], content_finder: Callable[[], ContentFinder] | None
 ) -> StopStrings | ContentStopStrings:
-    """Return what finds one choice's stop strings; ``content_finder``: see ``GenerationRequest``."""
+    """Return a finder of one choice's stop strings; ``content_finder``: see ``GenerationRequest``."""
     if content_finder is None or not stops:
         return StopStrings(stops)
     return ContentStopStrings(stops, content_finder())

@@ -1,4 +1,4 @@
-"""One tokenizer's knowledge of tokens: their text, those that end an answer, and grammars over them."""
+"""One tokenizer's tokens: their text, those that end an answer, and grammars over them."""
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,12 +17,12 @@ class Vocabulary:
         self.grammars = GrammarCompiler(tokenizer, model.config.get_text_config().vocab_size, self.eos_token_ids)
 
     def of_adapter(self, own: PreTrainedTokenizerBase | None) -> "Vocabulary":
-        """Return the vocabulary of an adapter: this one, unless its own tokenizer differs."""
+        """Return the vocabulary of an adapter: this one, unless the adapter's tokenizer differs."""
         return self if own is None or _are_equivalent(own, self._tokenizer) else Vocabulary(self._model, own)
 
 
 def _are_equivalent(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    # Trainers save the base's tokenizer with every adapter; a copy for each would cost much memory.
+    # Trainers save the base's tokenizer with every adapter; a copy for each would take much memory.
     if not (one.is_fast and other.is_fast) or one.special_tokens_map != other.special_tokens_map:
         return False
     return bool(one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str())

@@ -75,7 +75,7 @@ class _SseEvent:
         return len(self._data) != 1 or line.startswith(b":") or not _is_whole(self._data[0])
 
     def read(self, line: bytes) -> bool:
-        """Add a line; return False if it is not an event's line. Raises MalformedEvent for an event that is too long."""
+        """Add a line; return False if it is not an event's line. Raises MalformedEvent for too long an event."""
         name, _, value = line.partition(b":")
         if name == b"data":
             self._data.append(value.removeprefix(b" "))

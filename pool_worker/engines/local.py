@@ -1,9 +1,9 @@
-"""Our own engine (package ``engine``), stepping in a thread of its own.
+"""Spillway's own engine (package ``engine``), running in a dedicated thread.
 
     event loop ──inbox (submit, cancel)──> engine thread ──one call per step──> event loop
 
-The thread sleeps while there is nothing to do, and waits when it is STEPS_AHEAD steps ahead of what the worker has
-taken. torch lets go of the GIL while it computes, so the event loop runs meanwhile.
+The thread sleeps while idle, and waits while it is STEPS_AHEAD steps ahead of what the worker has read. torch releases
+the GIL while it computes, so the event loop keeps running.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ STOP_LIMIT_S: Final = 10.0  # for the step in progress
 log = logging.getLogger(__name__)
 
 _Message = GenerationRequest | PoolingRequest | str  # a request to add, or the id of one to cancel
-_Tokenizers = dict[str | None, PreTrainedTokenizerBase]  # of the model (None), and of adapters that have their own
+_Tokenizers = dict[str | None, PreTrainedTokenizerBase]  # of the model (None), and of adapters with their own
 
 
 class LocalEngine:
@@ -62,16 +62,16 @@ class LocalEngine:
         self._inbox_changed = threading.Condition()
         self._is_stopping = False
         self._may_step = threading.Semaphore(STEPS_AHEAD)
-        self._steps: deque[list[SequenceOutput]] = deque()  # computed, not yet taken; at most STEPS_AHEAD
+        self._steps: deque[list[SequenceOutput]] = deque()  # computed but not read; at most STEPS_AHEAD
         self._steps_changed = asyncio.Event()
         self._death: EngineDiedError | None = None
         self._engine: LLMEngine | PoolingEngine
         self._loop: asyncio.AbstractEventLoop
         self._loaded: asyncio.Future[tuple[Capacity, _Tokenizers]]
         self._tokenizers: _Tokenizers
-        self._weights = ""  # its revision, without adapters
+        self._weights = ""  # without adapters
         self._sampling: dict[str, float] = {}  # the model's own defaults
-        self._tokenizer_jsons: dict[str, bytes] = {}  # by object name: most adapters have that of their model
+        self._tokenizer_jsons: dict[str, bytes] = {}  # by object name: most adapters share their model's
         self._max_model_len = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -144,7 +144,7 @@ class LocalEngine:
             self._inbox_changed.notify()
         self._may_step.release()
         self._steps_changed.set()
-        has_loaded = self._max_model_len > 0  # else nobody can hurry it, and the thread ends with the process
+        has_loaded = self._max_model_len > 0  # otherwise the thread cannot be interrupted
         if has_loaded:
             await asyncio.to_thread(self._thread.join, STOP_LIMIT_S)
 
@@ -163,8 +163,8 @@ class LocalEngine:
             started_s = time.monotonic()
             engine.warm_up()
             log.info("warmed up in %.1f s", time.monotonic() - started_s)
-        except Exception as error:  # noqa: BLE001 - whatever a model folder can do wrong, the operator shall read it
-            reason = EngineDiedError(f"{self._settings.path} cannot be loaded: {str(error) or type(error).__name__}")
+        except Exception as error:  # noqa: BLE001 - a model folder can fail in any way, and the operator needs the reason
+            reason = EngineDiedError(f"cannot load {self._settings.path}: {str(error) or type(error).__name__}")
             self._call(self._end_loading, reason)
             return
         self._engine = engine
@@ -188,7 +188,7 @@ class LocalEngine:
             if isinstance(engine, LLMEngine) and not (messages or engine.has_unfinished()):
                 engine.sleep()
                 log.info(
-                    "no request for %g s: the KV memory is given back until the next", self._settings.sleep_after_s
+                    "no request for %g s: releasing the KV memory until the next one", self._settings.sleep_after_s
                 )
                 continue
             outputs: list[SequenceOutput] = [refusal for message in messages if (refusal := _obey(engine, message))]
@@ -198,7 +198,7 @@ class LocalEngine:
                 self._call(self._take, outputs)
 
     def _next_messages(self, engine: LLMEngine | PoolingEngine) -> list[_Message]:
-        """Take what is in the inbox; wait for it, at most until it is time to sleep, if there is nothing to compute."""
+        """Take the messages in the inbox; if there is nothing to compute, wait for one until it is time to sleep."""
         can_sleep = isinstance(engine, LLMEngine) and not engine.is_sleeping
         wait_s = self._settings.sleep_after_s if can_sleep else None
         with self._inbox_changed:
@@ -210,7 +210,7 @@ class LocalEngine:
         return messages
 
     def _call(self, function: Callable[[Any], None], argument: object) -> None:
-        """Run a function on the event loop, unless that is closed: the process ends, nobody waits for it."""
+        """Run a function on the event loop. Does nothing if the loop is closed: the process is ending."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, argument)
 
@@ -218,7 +218,7 @@ class LocalEngine:
 
     def _end_loading(self, outcome: tuple[Capacity, _Tokenizers] | EngineDiedError) -> None:
         if self._loaded.done():
-            return  # nobody waits any more
+            return  # no longer awaited
         if isinstance(outcome, EngineDiedError):
             self._loaded.set_exception(outcome)
         else:
@@ -234,7 +234,7 @@ class LocalEngine:
 
 
 def _load(settings: LocalEngineSettings) -> tuple[LLMEngine | PoolingEngine, str]:
-    """Load a model of any kind; return it and the revision of its weights."""
+    """Load a model of any kind; return it with the revision of its weights."""
     task = task_of(settings.path, settings.task)
     refuse_settings_of_other_tasks(settings, task)
     digest = WeightsDigest(settings.path)
@@ -248,9 +248,9 @@ def _load(settings: LocalEngineSettings) -> tuple[LLMEngine | PoolingEngine, str
 
 
 def load(settings: LocalEngineSettings) -> LLMEngine:
-    """Load a model for text, and its adapters.
+    """Load a text model and its adapters.
 
-    Raises whatever transformers and the engine raise for what they cannot load.
+    Raises what transformers and the engine raise for a model that cannot be loaded.
     """
     disable_progress_bar()  # the worker's output is a log
     engine = LLMEngine.from_pretrained(settings.path, engine_config(settings))
@@ -262,7 +262,7 @@ def _require_tokenizer_json(tokenizers: _Tokenizers) -> None:
     for adapter, tokenizer in tokenizers.items():
         if not tokenizer.is_fast:
             whose = "it" if adapter is None else f"adapters.{adapter}"
-            raise ValueError(f"{whose} has no tokenizer.json, which gateways count tokens with")
+            raise ValueError(f"{whose} has no tokenizer.json, which gateways need to count tokens")
 
 
 def _capacity(settings: LocalEngineSettings, info: EngineInfo) -> Capacity:
@@ -272,7 +272,7 @@ def _capacity(settings: LocalEngineSettings, info: EngineInfo) -> Capacity:
             *(adapter.name, "-".join(map(str, sorted(set(adapter.ranks)))), adapter.layers, adapter.bytes / 2**20),
         )
     fits = ", ".join(f"{count} of {length}" for length, count in sequences_that_fit(info).items())
-    log.info("%d tokens of KV memory hold so many sequences of so many tokens: %s", info.kv_tokens, fits)
+    log.info("%d tokens of KV memory fit these numbers of sequences by length: %s", info.kv_tokens, fits)
     kv_tokens = int(info.kv_tokens * settings.kv_overcommit)
     return Capacity(info.max_sequences, kv_tokens, info.max_model_len, info.max_sequences, info.kv_tokens)
 
@@ -281,7 +281,7 @@ def engine_config(settings: LocalEngineSettings) -> EngineConfig:
     """Translate the settings. Raises ConfigError."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
     if settings.sleep_after_s is not None and device != "cpu":
-        raise ConfigError("sleep_after_s", "only an engine on a CPU can sleep")
+        raise ConfigError("sleep_after_s", "only supported on a CPU")
     chosen: dict[str, Any] = {"kv_bytes": settings.kv_mib and settings.kv_mib * 1024 * 1024}
     return EngineConfig(
         dtype=settings.dtype,
@@ -303,7 +303,7 @@ def engine_config(settings: LocalEngineSettings) -> EngineConfig:
 def _batched_tokens(settings: LocalEngineSettings, device: str) -> int:
     if settings.max_batched_tokens is not None:
         return settings.max_batched_tokens
-    # A CPU computes prompts a fifth slower in steps of 2,048, and running streams stand still for as long.
+    # A CPU computes prompts a fifth slower in steps of 2,048, and running streams stall for as long.
     return max(512 if device == "cpu" else 2048, settings.max_sequences)
 
 
@@ -315,7 +315,7 @@ def _obey(engine: LLMEngine | PoolingEngine, message: _Message) -> SequenceOutpu
         _add(engine, message)
     except RequestRejected as error:
         return Refusal.of(message.request_id, error)
-    except Exception as error:  # noqa: BLE001  # one request's prompt or resumed text must not end its batch-mates
+    except Exception as error:  # noqa: BLE001  # one bad request must not end the others in its batch
         return SequenceOutput.failure(message.request_id, repr(error))
     return None
 
@@ -328,11 +328,11 @@ def _add(engine: LLMEngine | PoolingEngine, request: GenerationRequest | Pooling
             engine.add_request(request)
         case _:
             made = "vectors" if isinstance(engine, PoolingEngine) else "text"
-            raise RequestRejected("model", f"it makes {made} and nothing else")
+            raise RequestRejected("model", f"this model makes {made} only")
 
 
 def _chat_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the model's chat templates by their names; one that has none is "default"."""
+    """Return the model's chat templates by name; one without a name is "default"."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         return template

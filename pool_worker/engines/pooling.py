@@ -11,7 +11,7 @@ from pool_worker.engines.base import Capacity
 from pool_worker.settings import LocalEngineSettings
 from protocol.generation import PoolingCard
 
-# How many steps' tokens a worker holds: enough that a step is always full, and the rest stays where others can take it.
+# Number of full steps that a worker holds: steps are always full, and other jobs stay available to other workers.
 STEPS_HELD: Final = 16
 
 _OF_VECTORS: Final = ("pooling", "normalize", "matryoshka")
@@ -22,11 +22,11 @@ _OF_TEXT: Final = (
 
 
 def refuse_settings_of_other_tasks(settings: LocalEngineSettings, task: Task) -> None:
-    """Raise ConfigError, naming the key, for a setting that would do nothing."""
+    """Raise ConfigError, naming the key, for a setting that has no effect on the task."""
     others = {"generate": _OF_VECTORS, "embed": _OF_TEXT, "score": (*_OF_TEXT, *_OF_VECTORS)}[task]
     for name in others:
         if getattr(settings, name) != LocalEngineSettings.model_fields[name].default:
-            raise ConfigError(name, f"means nothing for the task {task!r}")
+            raise ConfigError(name, f"has no effect on the task {task!r}")
 
 
 def pooling_options(settings: LocalEngineSettings) -> PoolingOptions:
@@ -35,7 +35,7 @@ def pooling_options(settings: LocalEngineSettings) -> PoolingOptions:
 
 
 def pooling_capacity(config: EngineConfig, info: PoolingInfo) -> Capacity:
-    """Return how much may wait in the worker. No input takes memory of its own while it waits."""
+    """Return how much may wait in the worker. A waiting input uses no engine memory."""
     tokens = max(STEPS_HELD * config.max_batched_tokens, 2 * info.max_model_len)
     return Capacity(config.max_sequences, tokens, info.max_model_len)
 

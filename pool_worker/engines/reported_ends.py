@@ -1,4 +1,4 @@
-"""The words by which servers say how an answer has ended."""
+"""The words that servers use to report how an answer ended."""
 
 import logging
 from typing import Final, Literal
@@ -7,7 +7,7 @@ from pool_worker.engines.framing import MalformedEvent, ServerFailure
 
 EndReason = Literal["stop", "length", "content_filter"]
 
-# In lower case, without what is no letter. A choice that calls tools has stopped.
+# In lower case, letters only. A choice that calls tools has stopped.
 _ENDS: Final[dict[str, EndReason]] = {
     **dict.fromkeys(
         ("stop", "stopped", "stopsequence", "eos", "eostoken", "endturn", "end", "endofturn", "done", "complete"),
@@ -58,15 +58,15 @@ _logged: set[str] = set()
 
 
 def end_of(word: object) -> EndReason | None:
-    """Return how an answer has ended, None where it has not.
+    """Return how an answer ended; None if it has not.
 
-    A word that nobody knows ends an answer as ``stop`` does, and is logged once. Raises ServerFailure for one that
-    means a failure, MalformedEvent for what is no word.
+    An unknown word counts as ``stop`` and is logged once. Raises ServerFailure for a word that means failure, and
+    MalformedEvent for a value that is not a word.
     """
     if word is None or word == "":
         return None
     if not isinstance(word, str):
-        raise MalformedEvent(f"the reason of an end is {str(word)[:MAX_WORD_CHARS]}")
+        raise MalformedEvent(f"the finish reason is {str(word)[:MAX_WORD_CHARS]}")
     letters = "".join(filter(str.isalpha, word)).lower()
     if letters in _FAILURES:
         raise ServerFailure(f"the server ended the answer with {word[:MAX_WORD_CHARS]!r}")
@@ -76,11 +76,11 @@ def end_of(word: object) -> EndReason | None:
             return None
         if letters not in _logged and len(_logged) < MAX_LOGGED_WORDS:
             _logged.add(letters)
-            log.warning("a server ended an answer with %r, which nobody knows: taken as a stop", word[:MAX_WORD_CHARS])
+            log.warning("treating the unknown finish reason %r as a stop", word[:MAX_WORD_CHARS])
         return "stop"
     return ended
 
 
 def end_of_tokens(word: object) -> Literal["stop", "length"]:
-    """Return how a choice has ended of which a server says that it has. Raises as ``end_of`` does."""
+    """Return how a choice ended that the server reports as ended. Raises like ``end_of``."""
     return "length" if end_of(word) == "length" else "stop"

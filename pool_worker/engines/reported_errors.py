@@ -1,4 +1,4 @@
-"""Errors that a server reports inside an answer with status 200, and what status HTTP would have said them by."""
+"""Errors that a server reports inside an answer with status 200, and their matching HTTP statuses."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -6,8 +6,8 @@ from typing import Any, Final
 from pool_worker.engines.framing import ServerFailure
 
 STATUSES: Final = range(400, 600)
-# Words of errors, in lower case and without what is no letter, with their statuses: OpenAI's, Anthropic's and Google's
-# documents, and what vLLM, SGLang, TGI and llama.cpp write.
+# Words in errors, in lower case and letters only, with their statuses: from the documents of OpenAI, Anthropic and
+# Google, and from vLLM, SGLang, TGI and llama.cpp.
 _WORDS: Final[dict[str, int]] = {
     "invalidrequesterror": 400,
     "badrequesterror": 400,
@@ -54,7 +54,7 @@ _FIELDS: Final = (
 
 
 def failure_in(event: Mapping[str, Any]) -> ServerFailure | None:
-    """Return the failure that an event reports, None if it reports none: ``"error": null`` is no error."""
+    """Return the failure that an event reports; None if it reports none: ``"error": null`` is not an error."""
     error = event.get("error")
     if error is None and event.get("object") == "error":  # vLLM's older releases
         error = event

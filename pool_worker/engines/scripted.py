@@ -1,19 +1,19 @@
 """The scripted engine: a first-class fake whose answers depend on the prompt alone, with chosen timing and faults.
 
-Where ``faults_from_prompt`` is on, directives in the prompt's text ask for something special; of each kind the last
-one counts. ``k`` is a number of output tokens of one choice. A fault strikes only a request that resumes nothing, so
-that the next worker gets past it; with ``after=0`` there is nothing to resume, and every worker fails.
+With ``faults_from_prompt``, directives in the prompt's text request special behavior; the last one of each kind counts.
+``k`` is a number of output tokens of one choice. Only a request that resumes nothing fails, so that the next worker
+succeeds; with ``after=0`` there is nothing to resume, so every worker fails.
 
-    directive            what happens
+    directive            effect
     ─────────────────    ────────────────────────────────────────────────────────────────────────────────
-    [[tokens=k]]         the answer is exactly k tokens long and then ends by itself ("stop")
-    [[fail after=k]]     after k tokens the choice ends in an error; nothing else is hurt
-    [[stall after=k]]    after k tokens the choice makes no more, until it is cancelled
+    [[tokens=k]]         the answer is exactly k tokens long and then ends normally ("stop")
+    [[fail after=k]]     after k tokens the choice ends in an error; other requests are unaffected
+    [[stall after=k]]    after k tokens the choice makes no more, until it is canceled
     [[crash after=k]]    after k tokens the engine is lost (EngineDiedError)
-    [[exit after=k]]     after k tokens the process is gone at once, as if killed with SIGKILL
+    [[exit after=k]]     after k tokens the process exits at once, as if killed with SIGKILL
 
-With another task than "generate" it makes vectors instead, which depend on the input alone (``scripted_vectors``): one
-for each input and step, and ``k`` counts inputs.
+With another task than "generate" it makes vectors, which depend on the input alone (``scripted_vectors``): one per
+input and step, and ``k`` counts inputs.
 
 Time passes in steps, as in a real engine: all running choices get their next token in the same step, at most one step
 every ``inter_token_s``; a choice joins ``ttft_s`` after its start.
@@ -52,7 +52,7 @@ from protocol.job import PROTOCOL_VERSION, CountedBy, ModelCard
 from protocol.nats.objects import tokenizer_object_name
 
 SIGKILL_EXIT_CODE: Final = 137
-TOO_COMPLEX: Final = "[[too complex]]"  # a grammar's source: it is refused like one that costs too much
+TOO_COMPLEX: Final = "[[too complex]]"  # the source of a grammar that is refused as too expensive
 _DIRECTIVE: Final = re.compile(r"\[\[(?:tokens=(\d+)|(fail|stall|crash|exit) after=(\d+))\]\]")
 
 
@@ -77,7 +77,7 @@ class Directives:
 
 
 class ScriptedChoice:
-    """One choice on its way: the same text state as a real engine's, without a model.
+    """One running choice: the same text state as in a real engine, without a model.
 
     waiting ──free sequence──> running ──> ended
                                   └─stall──> stalled ──cancel──^
@@ -97,15 +97,15 @@ class ScriptedChoice:
         self.answer_tokens = wishes.tokens or script.answer_tokens(self.seed)
         self.fault = None if request.resume else wishes.fault
         self.fault_at = wishes.after
-        self.made = 0  # output tokens, the resumed ones included
+        self.made = 0  # output tokens, including resumed ones
         self.stops = stop_strings(request.sampling.stop, request.content_finder)
-        self.chars_to_skip = 0  # of text that the client already has
-        self.ready_s = 0.0  # monotonic clock: when its first token may come
+        self.chars_to_skip = 0  # characters that the client already has
+        self.ready_s = 0.0  # monotonic clock: earliest time of its first token
         self.prompt_tokens = len(request.prompt_ids)
         self.clock = SequenceClock(added_s=time.monotonic())
 
     def resume(self, point: ResumePoint) -> SequenceOutput | None:
-        """Take the tokens another worker has made; return text that was held back then, or the end if it is one."""
+        """Take another worker's tokens; return text that was held back, or the end if they contain it."""
         self.chars_to_skip = point.text_chars
         text, reason, stopped_by = "", None, None
         for token_id in point.token_ids:
@@ -140,7 +140,7 @@ class ScriptedChoice:
         return SequenceOutput(self.request_id, self.index, [], "", None, reason, None, error, timings=timings)
 
     def _read(self, token_id: int) -> tuple[str, FinishReason | None, int | str | None]:
-        """Take one token into the text; return new text, why the choice ends with it, and what stopped it."""
+        """Add one token to the text; return the new text, the finish reason and what stopped it, if it ended."""
         self.made += 1
         params = self.params
         may_stop = self.made > params.min_tokens
@@ -197,7 +197,7 @@ class ScriptedEngine:
         self._waiting: deque[ScriptedChoice | ScriptedInput] = deque()
         self._running: list[ScriptedChoice | ScriptedInput] = []
         self._stalled: list[ScriptedChoice | ScriptedInput] = []
-        self._ready: list[SequenceOutput] = []  # what the next step yields without making tokens
+        self._ready: list[SequenceOutput] = []  # outputs of the next step that need no token
         self._wake = asyncio.Event()
         self._last_step_s = 0.0
         self._counters = EngineCounters()
@@ -205,7 +205,7 @@ class ScriptedEngine:
         self._is_stopped = False
 
     async def start(self) -> Capacity:
-        """Do nothing but say what fits."""
+        """Return the capacity."""
         settings = self._settings
         held = settings.max_sequences, settings.max_kv_tokens
         return Capacity(*held, settings.max_model_len, *held)
@@ -230,16 +230,16 @@ class ScriptedEngine:
             check_pooling(request, self._settings)
             return
         if self._settings.task != "generate":
-            raise RequestRejected("model", "it makes vectors and nothing else")
+            raise RequestRejected("model", "this model makes vectors only")
         check_request(request, self._info)
         grammar = request.sampling.grammar
         if grammar is not None and not grammar.is_optional:
             if grammar.source == TOO_COMPLEX:
                 raise GrammarTooComplex(grammar.field, "the grammar is too complex")
-            raise RequestRejected(grammar.field, "the scripted engine's words follow no grammar")
+            raise RequestRejected(grammar.field, "the scripted engine cannot follow a grammar")
         for field in ("prompt_logprobs", "allowed_token_ids", "bad_words"):
             if getattr(request.sampling, field) not in (None, ()):
-                raise RequestRejected(field, "the scripted engine has no probabilities")
+                raise RequestRejected(field, "the scripted engine has no log-probabilities")
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
         """Accept a request without blocking."""
@@ -265,7 +265,7 @@ class ScriptedEngine:
                 self._waiting.append(choice)
 
     def _inputs(self, request: PoolingRequest) -> list[ScriptedInput]:
-        resumes = bool(request.inputs) and len(request.inputs) <= request.inputs[-1].index  # some are answered already
+        resumes = bool(request.inputs) and len(request.inputs) <= request.inputs[-1].index  # some are already answered
         wishes = self._wishes([token for one in request.inputs for token in one.token_ids])
         fault = None if resumes else wishes.fault
         return [
@@ -322,7 +322,7 @@ class ScriptedEngine:
             self._running.append(choice)
 
     async def _wait_for_step(self) -> None:
-        """Return when the next step is due or there is something else to tell; let others run in any case."""
+        """Return when the next step is due or another output is ready; always yield to other tasks."""
         if self._ready:
             await asyncio.sleep(0)
             return
@@ -342,7 +342,7 @@ class ScriptedEngine:
         self._wake.clear()
 
     def _due_s(self) -> float:
-        """Return when the next step is due: a step after the last one, and not before a choice is ready."""
+        """Return when the next step is due: one interval after the last step, and not before a choice is ready."""
         next_s = self._last_step_s + self._settings.inter_token_s
         if self._settings.ttft_s == 0:
             return next_s

@@ -1,6 +1,6 @@
-"""The scripted engine's vectors: computed from the input and nothing else, without a model.
+"""The scripted engine's vectors, computed from the input without a model.
 
-An embedding is a unit vector of components drawn from a hash of the token ids; a score, a number from 0 to 1.
+An embedding is a unit vector of components derived from a hash of the token ids; a score is a number from 0 to 1.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from protocol.job import pack_token_ids
 
 
 class ScriptedInput:
-    """One input on its way: like a ScriptedChoice that ends with its first step."""
+    """One running input: like a ScriptedChoice that ends with its first step."""
 
     __slots__ = ("_dimensions", "_input", "_request", "clock", "fault", "made", "prompt_tokens", "ready_s")
 
@@ -56,7 +56,7 @@ class ScriptedInput:
 
 
 def scripted_vector(one: PoolingInput, dimensions: int) -> bytes:
-    """Return an input's vector; one component alone is a score. Fewer components are the first of more, normalised."""
+    """Return an input's normalized vector; a single component is a score. Shorter ones are prefixes of longer ones."""
     seed = pack_token_ids(one.token_ids) + pack_token_ids([one.first_tokens])
     draws = hashlib.shake_128(seed).digest(2 * dimensions)
     numbers = [number / 65536 for number in struct.unpack(f"<{dimensions}H", draws)]
@@ -68,7 +68,7 @@ def scripted_vector(one: PoolingInput, dimensions: int) -> bytes:
 
 
 def pooling_card(settings: ScriptedEngineSettings) -> PoolingCard | None:
-    """Say what is made instead of text; None where it is text."""
+    """Return what the model makes instead of text; None if it makes text."""
     if settings.task == "generate":
         return None
     return PoolingCard(settings.task, 1 if settings.task == "score" else settings.dimensions, is_matryoshka=True)
@@ -77,7 +77,7 @@ def pooling_card(settings: ScriptedEngineSettings) -> PoolingCard | None:
 def check_pooling(request: PoolingRequest, settings: ScriptedEngineSettings) -> None:
     """Raise RequestRejected, naming the field, as a real engine does."""
     if request.task != settings.task:
-        raise RequestRejected("model", f"it is served for {settings.task}, not for {request.task}")
+        raise RequestRejected("model", f"the model is served for {settings.task}, not for {request.task}")
     if request.dimensions is not None and request.dimensions > settings.dimensions:
         raise RequestRejected("dimensions", f"{request.dimensions} is more than {settings.dimensions}")
     for one in request.inputs:

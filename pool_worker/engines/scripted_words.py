@@ -1,7 +1,7 @@
 """The scripted engine's language: a tokenizer built in code, and answers computed from the prompt.
 
-The vocabulary is the 256 bytes, one token per common word with its leading space, and the beginnings of those words:
-every merge extends a beginning by one letter, so a word is always one token, whatever stands around it.
+The vocabulary is the 256 bytes, one token per common word with its leading space, and the prefixes of those words:
+every merge extends a prefix by one letter, so a word is always one token, in any context.
 """
 
 import hashlib
@@ -38,12 +38,12 @@ CHAT_TEMPLATE: Final = (
 SHORTEST_ANSWER: Final = 16  # tokens
 LONGEST_ANSWER: Final = 96
 _SPACE: Final = "Ġ"  # how the byte-level alphabet writes a space
-_SENTENCE_TOKENS: Final = 12  # every so many tokens, one is a full stop
+_SENTENCE_TOKENS: Final = 12  # one token in so many is a full stop
 _MASK: Final = (1 << 64) - 1
 
 
 def build_tokenizer(further_token: str = "") -> Tokenizer:
-    """Build the tokenizer; the same every time, but for a ``further_token``."""
+    """Build the tokenizer; it is always the same except for ``further_token``."""
     vocabulary = {letter: id_ for id_, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
     for word in WORDS:
@@ -75,27 +75,27 @@ class Script:
 
     @cached_property
     def text_of(self) -> dict[int, str]:
-        """The text of every token that an answer may hold."""
+        """The text of every token that an answer may contain."""
         return {id_: self.tokenizer.decode([id_]) for id_ in (*self._word_ids, self._stop_id)}
 
     def answer_seed(self, prompt_ids: Sequence[int], choice: int) -> int:
-        """Return what an answer depends on: the prompt, the number of the choice, and the revision; nothing else."""
+        """Return the seed of an answer: it depends only on the prompt, the choice's index and the revision."""
         reported = self._salt + pack_token_ids(prompt_ids)
         digest = hashlib.blake2b(reported, digest_size=8, person=b"%d" % choice).digest()
         return int.from_bytes(digest, "little")
 
     def answer_tokens(self, seed: int) -> int:
-        """Return how long the whole answer is."""
+        """Return the length of the whole answer."""
         return SHORTEST_ANSWER + seed % (LONGEST_ANSWER - SHORTEST_ANSWER + 1)
 
     def token_at(self, seed: int, place: int) -> int:
-        """Return the token at one place of an answer, counted from 0."""
+        """Return the token at a position of an answer, counted from 0."""
         if place % _SENTENCE_TOKENS == _SENTENCE_TOKENS - 1:
             return self._stop_id
         return self._word_ids[_mixed(seed + place) % len(self._word_ids)]
 
     def logprob_at(self, seed: int, place: int, alternatives: int) -> TokenLogprob:
-        """Make up the log-probability of one token and of its likeliest alternatives, itself the first."""
+        """Invent the log-probability of one token and of its likeliest alternatives, starting with itself."""
         chosen = self.token_at(seed, place)
         likelihood = -((_mixed(seed - place) % 1000) + 1) / 1000
         others = islice((id_ for id_ in self._word_ids if id_ != chosen), max(0, alternatives - 1))

@@ -1,12 +1,11 @@
-"""An inference server as an engine: token ids in, token ids out, so that nothing is lost on the way.
+"""An inference server as an engine: token ids in, token ids out, so that answers can be resumed exactly.
 
-    submit ──> one stream a choice, of a ``TokenSource`` ──token ids──> text, stop conditions ──> steps
+    submit ──> one stream per choice, from a ``TokenSource`` ──token ids──> text, stop conditions ──> steps
 
-The server only makes tokens; one that takes or gives text is understood by ``text_tokens``. The tokens' text, stop
-strings, the count and the end are made here, as for our own engine, so that a choice can go on at any other pool of the
-model from the very tokens it has. How the server is reached is in ``token_source`` (by its URL) and ``vllm_inprocess``.
-A server that does not answer, or that makes no tokens for any of its streams, is lost (EngineDiedError), and the
-worker's jobs go elsewhere.
+The server only makes tokens; ``text_tokens`` adapts servers that take or return text. The tokens' text, stop strings,
+counts and finish reasons are produced here, as for Spillway's own engine, so that any other pool of the model can
+resume a choice from its exact tokens. ``token_source`` (by URL) and ``vllm_inprocess`` reach the server. A server that
+does not answer, or makes no tokens for any stream, is lost (EngineDiedError), and the worker's jobs resume elsewhere.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ class ServerEngine(StreamingEngine[GenerationRequest | PoolingRequest, ServerCho
     def __init__(
         self, settings: TokenServerSettings, source_of: Callable[[Callable[[str], None]], TokenSource]
     ) -> None:
-        """``source_of`` makes the way to the server; it is given what to call, with the reason, where that is lost."""
+        """``source_of`` makes the way to the server; its argument is called with the reason when the server is lost."""
         super().__init__()
         self.name: str = settings.kind
         self._settings = settings
@@ -61,17 +60,17 @@ class ServerEngine(StreamingEngine[GenerationRequest | PoolingRequest, ServerCho
         self._tokens: TokenText
         self._info: EngineInfo
         self._facts: ServerFacts
-        self._text: TextTokens | None = None  # where the server is asked in text
+        self._text: TextTokens | None = None  # set for servers that take text
         self.takes: Literal["ids", "text"] = self._abilities.asked_in
-        self.continues = True  # answers that another worker has begun
+        self.continues = True  # answers that another worker began
         self.counted_by: CountedBy = "engine" if self._abilities.answers_in == "ids" else "estimate"
-        self.honoured: frozenset[str]  # fields of SamplingParams that are honoured
+        self.honoured: frozenset[str]  # supported fields of SamplingParams
         self.facts_watch: FactsWatch | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> Capacity:
-        """Wait until the server is ready, and learn what it can hold. Raises EngineDiedError."""
+        """Wait until the server is ready, and read its limits. Raises EngineDiedError."""
         settings = self._settings
         try:
             self._tokenizer = await asyncio.to_thread(TokenizerFolder, Path(settings.tokenizer))
@@ -85,8 +84,8 @@ class ServerEngine(StreamingEngine[GenerationRequest | PoolingRequest, ServerCho
         self.honoured = done_here(self._abilities.answers_in) | (facts.honoured or self._abilities.honoured)
         lengths = [one for one in (settings.max_model_len, facts.max_model_len) if one is not None]
         if not lengths:
-            raise EngineDiedError(f"engine.max_model_len: required, since {self.place} does not tell")
-        length = min(lengths)  # more than the server takes would be refused to callers
+            raise EngineDiedError(f"engine.max_model_len: required, because {self.place} does not report it")
+        length = min(lengths)  # the server would refuse more
         sequences = settings.max_sequences or facts.max_sequences or 64
         kv_tokens = settings.max_kv_tokens or facts.max_kv_tokens or sequences * length
         self._places = asyncio.Semaphore(sequences)
@@ -118,7 +117,7 @@ class ServerEngine(StreamingEngine[GenerationRequest | PoolingRequest, ServerCho
     def _learn_text(self) -> TextTokens:
         text = TextTokens(self._tokenizer, self._tokens, adds_bos=self._source.adds_bos)
         if self._abilities.answers_in == "text" and not text.can_write():
-            raise EngineDiedError(f"engine.tokenizer: {self._settings.tokenizer} cannot say every text in tokens")
+            raise EngineDiedError(f"engine.tokenizer: {self._settings.tokenizer} cannot encode every text")
         return text
 
     def _may_continue(self, text: TextTokens) -> bool:
@@ -153,14 +152,14 @@ class ServerEngine(StreamingEngine[GenerationRequest | PoolingRequest, ServerCho
 
     def _choices(self, request: GenerationRequest | PoolingRequest) -> list[ServerChoice]:
         if not isinstance(request, GenerationRequest):
-            raise RequestRejected("model", "this pool's server makes text and nothing else")
+            raise RequestRejected("model", "this pool's server makes text only")
         check_request(request, self._info)
         request = without_optional_grammar(request, self._abilities.grammars)
         params = request.sampling
         refuse_unknown(params, self.honoured, self._abilities.grammars, self.name)
         if params.grammar is not None and any(point.token_ids for point in request.resume):
-            # The server would begin the grammar again in the middle of the answer.
-            raise RequestRejected(params.grammar.field, "this pool's server cannot go on with a half-made answer to it")
+            # The server would restart the grammar in the middle of the answer.
+            raise RequestRejected(params.grammar.field, "this pool's server cannot resume an answer with a grammar")
         choices = [ServerChoice(request, index, self._tokens, self._tokenizer.eos_ids) for index in range(params.n)]
         for choice in choices:
             if (output := choice.replay()) is not None:
@@ -178,14 +177,14 @@ class ServerEngine(StreamingEngine[GenerationRequest | PoolingRequest, ServerCho
 
     def _ask(self, choice: ServerChoice) -> ServerRequest:
         if choice.is_resumed and not self.continues:
-            raise AttemptFailed("this pool's server may lose a blank where it continues with a text")
+            raise AttemptFailed("this pool's server may lose a space when it resumes a text")
         try:
             return choice.ask(self._facts, self._info.max_model_len, self._text, self._abilities.answers_in)
         except UnwritableError as error:
             raise AttemptFailed(str(error)) from error
 
     def _take(self, choice: ServerChoice, delta: Delta) -> bool:
-        """Take an event; return whether the choice has ended."""
+        """Read a delta; return whether the choice has ended."""
         output = choice.take(delta)
         if output is not None:
             if output.token_ids:

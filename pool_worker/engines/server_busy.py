@@ -1,12 +1,12 @@
-"""A server that asks to wait: how long, by what it answers, and the end of a request that it did not begin.
+"""Servers that ask clients to wait: for how long, by their answer, and the end of the request that they refused.
 
-Servers say it in ways of their own, and the first that is there counts:
+Servers report the time in different ways; the first one present counts:
 
     retry-after-ms            Azure OpenAI, OpenAI: milliseconds
     retry-after               seconds, or a date (RFC 9110)
     "retryDelay": "34s"       Google, in the body; "try again in 6.6s" is OpenAI's
-    …ratelimit…reset…         when a limit is whole again: OpenAI ("6m0s"), Anthropic (a time), IETF's draft (seconds),
-                              others (seconds since 1970, or milliseconds); of several, what is used up decides
+    …ratelimit…reset…         when a limit resets: OpenAI ("6m0s"), Anthropic (a time), IETF's draft (seconds),
+                              others (seconds since 1970, or milliseconds); of several, the exhausted ones count
 """
 
 import datetime as dt
@@ -31,9 +31,9 @@ _DRAFT: Final = re.compile(r"\bt=(\d+)")  # IETF's draft since its eighth versio
 
 @dataclass(slots=True)
 class Busy(SequenceOutput):
-    """The end of a request that the server did not begin. Nobody has failed: it waits with others."""
+    """The end of a request that the server did not begin. Not a failure: the request waits again."""
 
-    wait_s: float | None = None  # as the server asks; None: it did not say how long
+    wait_s: float | None = None  # as the server asks; None: it gave no time
 
     @classmethod
     def of(cls, request_id: str, index: int, error: "ServerBusy") -> "Busy":
@@ -42,7 +42,7 @@ class Busy(SequenceOutput):
 
 
 class ServerBusy(Exception):
-    """The server did not begin a request, and asks to wait; ``wait_s``: how long, if it says that."""
+    """The server did not begin a request and asks to wait; ``wait_s``: for how long, if it gave a time."""
 
     def __init__(self, message: str, wait_s: float | None) -> None:
         super().__init__(message)
@@ -50,8 +50,8 @@ class ServerBusy(Exception):
 
 
 def asked_wait_s(headers: Mapping[str, str], body: str, now_unix_s: float) -> float | None:
-    """Return how long a busy server asks to wait; None if it does not say. Header names are lower-case."""
-    now_unix_s = _server_time(headers) or now_unix_s  # its dates are by its own clock
+    """Return how long a busy server asks to wait; None if it gives no time. Header names are lower-case."""
+    now_unix_s = _server_time(headers) or now_unix_s  # by the server's clock, which its dates are relative to
     for name, unit_s in (("retry-after-ms", 0.001), ("x-ms-retry-after-ms", 0.001), ("retry-after", 1.0)):
         value = headers.get(name, "").strip()
         if _NUMBER.fullmatch(value):
@@ -67,7 +67,7 @@ def asked_wait_s(headers: Mapping[str, str], body: str, now_unix_s: float) -> fl
 
 
 def _reset_s(headers: Mapping[str, str], now_unix_s: float) -> float | None:
-    """Return when the limits that are used up are whole again; where that is unknown, when the first one is."""
+    """Return when all exhausted limits have reset; if none is known to be exhausted, when the first limit resets."""
     resets = list(_resets(headers, now_unix_s))
     used_up = [wait_s for wait_s, is_used_up in resets if is_used_up]
     if used_up:
@@ -106,7 +106,7 @@ def _duration_s(value: str) -> float | None:
 
 
 def _until(value: str, now_unix_s: float) -> float | None:
-    """Return the seconds until a date, of RFC 9110 or RFC 3339."""
+    """Return the seconds until a date in the format of RFC 9110 or RFC 3339."""
     try:
         time = dt.datetime.fromisoformat(value) if value[:4].isdigit() else parsedate_to_datetime(value)
         return max(0.0, _as_utc(time).timestamp() - now_unix_s)

@@ -1,4 +1,4 @@
-"""One choice of a request whose tokens, or whose text, an inference server makes."""
+"""One choice of a request whose tokens or text an inference server makes."""
 
 import time
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.text_tokens import AnswerText, TextTokens, UnwritableError
 from protocol.generation import TokenLogprob
 
-SEED_STRIDE: Final = 1_000_003  # choices of one seeded request differ
+SEED_STRIDE: Final = 1_000_003  # gives the choices of a seeded request different seeds
 
 
 class ServerChoice:
-    """Choice ``index``: the tokens it has, the state of its text, and what is still to be asked for."""
+    """One choice: its tokens, the state of its text, and what to request from the server."""
 
     def __init__(self, request: GenerationRequest, index: int, tokens: TokenText, eos_ids: frozenset[int]) -> None:
-        """Make a choice of a checked request, resumed where the request says so; see ``replay``."""
+        """Make a choice of a checked request, resumed if the request says so; see ``replay``."""
         params = request.sampling
         self.request_id = request.request_id
         self.index = index
         self.params = params
         self.prompt_tokens = len(request.prompt_ids)
         self.clock = SequenceClock(added_s=time.monotonic())
-        self.streamed_tokens = 0  # that have come from the server
+        self.streamed_tokens = 0  # received from the server
         self._prompt_ids = request.prompt_ids
         self._cache_salt = request.cache_salt
         resume = next((point for point in request.resume if point.index == index), ResumePoint(index, (), 0))
@@ -37,11 +37,11 @@ class ServerChoice:
         detokenizer = tokens.detokenizer(request.prompt_ids, skip_special_tokens=params.skip_special_tokens)
         self.text = OutputText(params, self._eos_ids, detokenizer, resume.text_chars, request.content_finder)
         self._cached_tokens = 0
-        self._answer: AnswerText | None = None  # of a server that answers in text
+        self._answer: AnswerText | None = None  # for a server that answers in text
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of its prompt and of its output so far."""
+        """Tokens of its prompt and its output so far."""
         return self.prompt_tokens + self.text.produced_tokens
 
     @property
@@ -51,11 +51,11 @@ class ServerChoice:
 
     @property
     def is_resumed(self) -> bool:
-        """True if another worker has begun it."""
+        """True if another worker began it."""
         return bool(self._resumed_ids)
 
     def replay(self) -> SequenceOutput | None:
-        """Read the resumed tokens; return what the client has not seen of their text, or the end if it is one."""
+        """Read the resumed tokens; return their text that the client lacks, or the end if they contain it."""
         text = ""
         for token_id in self._resumed_ids:
             text += self.text.read(token_id)
@@ -64,9 +64,9 @@ class ServerChoice:
         return self._output([], text, None) if text or self.text.finish_reason else None
 
     def ask(self, facts: ServerFacts, max_model_len: int, text: TextTokens | None, answers_in: Medium) -> ServerRequest:
-        """Return what the server is asked for; ``text``: how it is written out, for a server that is asked in text.
+        """Return the request to the server; ``text`` converts it for a server that takes text.
 
-        Raises RequestRejected or UnwritableError for what cannot be written.
+        Raises RequestRejected or UnwritableError if it cannot be converted.
         """
         params, done = self.params, len(self._resumed_ids)
         written = ""
@@ -75,7 +75,7 @@ class ServerChoice:
             if answers_in == "text":
                 self._answer = AnswerText(text, owed)
             elif owed:
-                raise UnwritableError("the answer was cut in a character, which this pool's server cannot finish")
+                raise UnwritableError("the answer was cut inside a character, which this pool's server cannot resume")
         return ServerRequest(
             facts=facts,
             token_ids=[*self._prompt_ids, *self._resumed_ids],
@@ -89,7 +89,7 @@ class ServerChoice:
         )
 
     def take(self, delta: Delta) -> SequenceOutput | None:
-        """Take what one event says; return what it yields, None if that is nothing. Raises MalformedEvent."""
+        """Read one event; return its output, or None if there is none. Raises MalformedEvent."""
         self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
         reported, is_cut = delta.token_ids, False
         if self._answer is not None:
@@ -111,14 +111,14 @@ class ServerChoice:
         return self._output(token_ids, text, logprobs)
 
     def _end_as_reported(self, ended_by: str, token_ids: list[int]) -> str:
-        """End as the server says, where the tokens do not show it yet."""
-        if ended_by == "eos" and self._eos_ids:  # it is not among the ids, but is a token like others
+        """End as the server reports, if the tokens do not show the end yet."""
+        if ended_by == "eos" and self._eos_ids:  # not among the ids, but counted like other tokens
             token_id = min(self._eos_ids)
             token_ids.append(token_id)
             return self.text.read(token_id)
-        # Where the answer came as text, the server's count is another than ours.
+        # For answers in text, the server's count differs from ours.
         if ended_by == "length" and self._answer is None and self.text.produced_tokens < self.params.max_tokens:
-            raise MalformedEvent(f"it ended for its length after {self.text.produced_tokens} tokens")
+            raise MalformedEvent(f"it ended at its maximum length after {self.text.produced_tokens} tokens")
         return self.text.end("length" if ended_by == "length" else "stop")
 
     def _logprobs(self, token_ids: list[int], scored: Sequence[Scored] | None) -> list[TokenLogprob] | None:
@@ -126,7 +126,7 @@ class ServerChoice:
         if wanted is None:
             return None
         scores = list(scored or ())[: len(token_ids)]
-        if len(scores) < len(token_ids):  # of an end token that was not among the ids
+        if len(scores) < len(token_ids):  # for an end token that was not among the ids
             scores += [Scored(0.0)] * (len(token_ids) - len(scores))
         return [self._described(token_id, one, wanted) for token_id, one in zip(token_ids, scores, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The HTTP client of one pool's server: address, certificates, proxy, and what goes with each request."""
+"""The HTTP client of one pool's server: address, certificates, proxy, and the headers of each request."""
 
 import base64
 import contextlib
@@ -15,10 +15,10 @@ from protocol.http_client import httpx
 
 OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 
-MIN_SECRET_CHARS: Final = 6  # a shorter value is a part of many words
+MIN_SECRET_CHARS: Final = 6  # a shorter secret occurs in many words
 MASK: Final = "***"
 
-# What OpenSSL says where the other side will not become another one by itself.
+# OpenSSL reasons that no retry will change.
 _FINAL_REASONS: Final = (
     "CERTIFICATE_REQUIRED",
     "BAD_CERTIFICATE",
@@ -29,7 +29,7 @@ _FINAL_REASONS: Final = (
 
 
 class CredentialsError(httpx.RequestError):
-    """There are no credentials to send: whoever gives them out has refused."""
+    """There are no credentials to send: their source refused or failed."""
 
 
 def client_of(
@@ -60,13 +60,13 @@ def _proxy(url: str, verify: ssl.SSLContext) -> httpx.Proxy:
 
 
 def _certificates(settings: ConnectionSettings) -> ssl.SSLContext:
-    """Return who vouches for the server, and our own certificate. Raises EngineDiedError."""
+    """Return the trusted authorities, with the client certificate. Raises EngineDiedError."""
     ca_file, client_cert_file = settings.ca_file, settings.client_cert_file
     with _named("SSL_CERT_FILE" if ca_file is None else "engine.ca_file", ca_file):
         if ca_file is not None:
             context = ssl.create_default_context(cafile=str(ca_file))
         else:
-            # A certificate of our own must not reach other servers.
+            # A client certificate must not reach other servers.
             context = authorities() if client_cert_file is None else httpx.create_ssl_context()
     if client_cert_file is not None:
         with _named("engine.client_cert_file, engine.client_key_file", client_cert_file):
@@ -84,11 +84,11 @@ def _named(key: str, path: Path | None) -> Iterator[None]:
 
 
 def _no_password() -> str:
-    raise ValueError("its key has a password: store it without one")
+    raise ValueError("the private key has a password; store it without one")
 
 
 def root_of(url: str, api_paths: Sequence[str]) -> str:
-    """Return a URL without what it has of an API's path already: servers are often named by ``…/v1``."""
+    """Return a URL without a trailing API path: servers are often named as ``…/v1``."""
     parts = urlsplit(url)
     path = parts.path.rstrip("/").split("/")
     for api_path in api_paths:
@@ -100,17 +100,17 @@ def root_of(url: str, api_paths: Sequence[str]) -> str:
 
 
 def shown(url: str) -> str:
-    """Return a URL for logs and errors: without user, password and query."""
+    """Return a URL for logs and errors, without user, password and query."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")).rstrip("/")
 
 
 def secrets_of(settings: ConnectionSettings) -> tuple[str, ...]:
-    """Return what goes with requests and must not be shown where a server or a proxy repeats it, the longest first."""
+    """Return the secrets in requests, which must be masked where a server or proxy echoes them, the longest first."""
     values = [value.get_secret_value() for value in settings.headers.values()]
     if settings.api_key is not None:
         values.append(settings.api_key.get_secret_value())
-    secrets = {part for value in values for part in (value, value.rpartition(" ")[2])}  # "Bearer …" without the word
+    secrets = {part for value in values for part in (value, value.rpartition(" ")[2])}  # "Bearer …" without the scheme
     if settings.proxy is not None:
         user, _, password = urlsplit(settings.proxy.get_secret_value()).netloc.rpartition("@")[0].partition(":")
         credentials = f"{unquote(user)}:{unquote(password)}"
@@ -119,7 +119,7 @@ def secrets_of(settings: ConnectionSettings) -> tuple[str, ...]:
 
 
 def hidden(text: str, secrets: Sequence[str]) -> str:
-    """Return a text without these secrets, nor the beginning of one where the text has been cut."""
+    """Return a text without these secrets, including a secret's prefix at a truncated end."""
     for secret in secrets:
         text = text.replace(secret, MASK)
         for length in range(min(len(secret) - 1, len(text)), MIN_SECRET_CHARS - 1, -1):
@@ -130,15 +130,15 @@ def hidden(text: str, secrets: Sequence[str]) -> str:
 
 
 def final_advice(error: BaseException) -> str | None:
-    """Return what to do about a connection that will fail again and again; None: it may work the next time."""
+    """Return what to do about a connection error that retries cannot fix; None: a retry may succeed."""
     cause: BaseException | None = error
     if isinstance(error, CredentialsError):
         return "engine: check the pool's credentials"
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
-            return "name who vouches for its certificate: engine.ca_file, or the variable SSL_CERT_FILE"
+            return "set the authority that signed its certificate: engine.ca_file, or the variable SSL_CERT_FILE"
         if isinstance(cause, ssl.SSLError) and any(reason in str(cause) for reason in _FINAL_REASONS):
             is_plain = "WRONG_VERSION_NUMBER" in str(cause)
-            return "is it http:// instead of https://?" if is_plain else "engine.client_cert_file: what it asks for"
+            return "is it http:// instead of https://?" if is_plain else "set engine.client_cert_file"
         cause = cause.__cause__ or cause.__context__
     return None

@@ -1,9 +1,9 @@
-"""The way to an inference server: streams asked of it by HTTP, their limits, and what becomes of its faults.
+"""The connection to an inference server: HTTP streams, their limits, and the handling of the server's faults.
 
-What a server does wrong is one of three: the request's own fault (RequestRejected: nobody tries again), this attempt's
-(AttemptFailed: another pool continues), or the whole server's (``lost``: the worker leaves, its jobs go elsewhere). One
-that is only too busy is no fault (ServerBusy: the request waits with others). Silence is counted in what is said of the
-answer, not in bytes. What is asked and what the events mean is the caller's; a ``Framing`` cuts a body into events.
+A fault concerns the request (RequestRejected: not retried), this attempt (AttemptFailed: another pool resumes it) or
+the whole server (``lose``: the worker leaves and its jobs go elsewhere). A busy server is not a fault (ServerBusy: the
+request waits again). Silence is measured by the answer's content, not by bytes. Callers define requests and interpret
+events; a ``Framing`` splits a body into events.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from protocol.wire import UNDECODABLE
 HEALTH_PERIOD_S: Final = 1.0
 PAGE_LIMIT_S: Final = 5.0
 PAGE_LIMIT_BYTES: Final = 4 * 1024 * 1024
-LONGEST_WAIT_HERE_S: Final = 0.25  # that a stream waits for a busy server; longer waits are for the queue
-BUSY_TRIES: Final = 3  # of one stream, before it goes back to the queue
-RETRY_SHARE: Final = 0.2  # of all streams: how many may be asked for again, so that retries cannot amplify an overload
+LONGEST_WAIT_HERE_S: Final = 0.25  # maximum wait of a stream for a busy server; longer waits belong in the queue
+BUSY_TRIES: Final = 3  # per stream, before it goes back to the queue
+RETRY_SHARE: Final = 0.2  # retries per stream, so that they cannot amplify an overload
 MAX_RETRIES_SAVED: Final = 10.0
 MAX_ERROR_CHARS: Final = 500
-SILENCE_STEPS: Final = 20  # in a silence limit: so exactly it is kept, without a timer for each event
-SILENCED_STREAMS: Final = 3  # in a row: a server is lost that says no more in so many
+SILENCE_STEPS: Final = 20  # per silence limit: its accuracy, without a timer for each event
+SILENCED_STREAMS: Final = 3  # in a row: then the server is lost
 BUSY_STATUSES: Final = frozenset({429, 503, 529})
 CREDENTIAL_STATUSES: Final = frozenset({401, 403})
 REFUSED_STATUSES: Final = frozenset({400, 413, 422})  # about this request; all others are about the server or its key
@@ -50,40 +50,40 @@ log = logging.getLogger(__name__)
 _HEADERS: Final = {"content-type": "application/json", "accept": "text/event-stream, application/x-ndjson"}
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
-Meant = Callable[[int, Mapping[str, str], str], int]  # an error's status, headers and the head of its body → its status
+Meant = Callable[[int, Mapping[str, str], str], int]  # status, headers, start of the body → the status it stands for
 
 
 class AttemptFailed(Exception):
-    """This server did not answer to the end; another may."""
+    """This server did not finish the answer; another may."""
 
 
 class Taken(enum.Enum):
-    """What an event says of the answer."""
+    """How an event advances the answer."""
 
-    NOTHING = enum.auto()  # as a comment does: it ends no silence
+    NOTHING = enum.auto()  # like a comment: the stream counts as silent
     SOME = enum.auto()
-    ALL = enum.auto()  # nothing more is wanted
+    ALL = enum.auto()  # complete
 
 
 class Answer(Protocol):
-    """Takes what a server answers to one request."""
+    """Reads a server's answer to one request."""
 
     @property
     def has_begun(self) -> bool:
-        """True if something has come that the caller has seen."""
+        """True once the caller has received part of it."""
         ...
 
     def take(self, event: Mapping[str, Any]) -> Taken:
-        """Take an event. Raises MalformedEvent or ServerFailure."""
+        """Read an event. Raises MalformedEvent or ServerFailure."""
         ...
 
     def done(self) -> bool:
-        """Hear from the server that that was all; return whether it can be. Raises MalformedEvent."""
+        """Note the server's end; return whether the answer can be complete. Raises MalformedEvent."""
         ...
 
 
 class ServerConnection:
-    """Streams of one server, and its health. ``lose`` is called once with the reason why the server is lost."""
+    """Streams of one server, and its health. ``lose`` is called once with the reason when the server is lost."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class ServerConnection:
         *,
         is_ours: bool = False,
     ) -> None:
-        """Open nothing yet. ``auth`` signs what is sent, where an API key as a bearer token is not enough.
+        """Open nothing yet. ``auth`` signs requests, if a bearer token is not enough.
 
-        ``api_paths`` are those that the settings' URL may end in. ``is_ours``: the server is an inference engine of
-        ours, which may hang; a hosted API is never lost for silence. Raises EngineDiedError.
+        ``api_paths``: paths that the settings' URL may end in. ``is_ours``: the server is a self-hosted engine, which
+        may hang; a hosted API is never lost for silence. Raises EngineDiedError.
         """
         self._settings = settings
         self._lose = lose
@@ -106,16 +106,16 @@ class ServerConnection:
         self._is_ours = is_ours
         timeout = httpx.Timeout(settings.silence_s, connect=settings.connect_s, pool=None)
         self._client = client_of(settings, api_paths=api_paths, auth=auth, timeout=timeout)
-        self.place = shown(str(self._client.base_url))  # for people
+        self.place = shown(str(self._client.base_url))  # for logs and errors
         self._secrets = secrets_of(settings)
-        self._prefilling = 0  # streams that have said nothing of their answer yet
-        self._silenced = 0  # others, in a row, that have fallen silent
+        self._prefilling = 0  # streams without any content yet
+        self._silenced = 0  # streams, in a row, that fell silent
         self._retries = MAX_RETRIES_SAVED
         self._is_watched = False
         self._is_reachable = asyncio.Event()
         self._is_reachable.set()
-        self.facts_watch: FactsWatch | None = None  # None: the server is not asked what it serves
-        self._vouchers = 0  # streams that run, of a server that was the same when they began
+        self.facts_watch: FactsWatch | None = None  # None: what the server serves is not checked
+        self._vouchers = 0  # running streams that began on the unchanged server
 
     async def close(self) -> None:
         """Close every connection."""
@@ -124,7 +124,7 @@ class ServerConnection:
     # --- health -------------------------------------------------------------------------------------------------------
 
     async def wait_until_ready(self, health_path: str, facts_path: str | None = None) -> dict[str, Any]:
-        """Return what a ready server answers at ``facts_path``, if it has one. Raises EngineDiedError."""
+        """Wait for a ready server; return its answer at ``facts_path``, if given. Raises EngineDiedError."""
         wait = Readiness(self.place, self._settings.ready_s)
         while True:
             try:
@@ -133,15 +133,15 @@ class ServerConnection:
                     return {}
                 return _decode((await self._client.get(facts_path)).raise_for_status().content)
             except UNDECODABLE as error:
-                raise EngineDiedError(f"{self.place}{facts_path} answers no JSON object: {error}") from error
+                raise EngineDiedError(f"{self.place}{facts_path} did not answer with a JSON object: {error}") from error
             except httpx.HTTPError as error:
                 self._raise_if_final(error)
                 await wait.not_yet(_reason(error))
 
     async def check_credentials(self, path: str) -> None:
-        """Post an empty request, to see whether the server would refuse any. Raises EngineDiedError.
+        """Post an empty request, to check whether the server accepts the credentials. Raises EngineDiedError.
 
-        It costs nothing, and every API that we know judges the credentials first.
+        It costs nothing: every known API checks credentials first.
         """
         place = shown(self.place + path)
         try:
@@ -154,15 +154,15 @@ class ServerConnection:
         except (httpx.HTTPError, TimeoutError) as error:
             if isinstance(error, httpx.HTTPError):
                 self._raise_if_final(error)
-            log.warning("%s cannot be reached yet: %s", place, _reason(error))
+            log.warning("cannot reach %s yet: %s", place, _reason(error))
             return
         if status in CREDENTIAL_STATUSES:
             raise EngineDiedError(_refused_credentials(place, status, self._hidden(text)))
         if status == httpx.codes.NOT_FOUND:
-            log.warning("%s answers 404; are engine.url and engine.model right? %s", place, self._hidden(text))
+            log.warning("%s answered 404; check engine.url and engine.model: %s", place, self._hidden(text))
 
     def _raise_if_final(self, error: httpx.HTTPError) -> None:
-        """Raise EngineDiedError for what no waiting changes."""
+        """Raise EngineDiedError for an error that waiting cannot fix."""
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in CREDENTIAL_STATUSES:
             place, text = shown(str(error.request.url)), error.response.text[:MAX_ERROR_CHARS]
             refused = _refused_credentials(place, error.response.status_code, self._hidden(text))
@@ -172,17 +172,15 @@ class ServerConnection:
             raise EngineDiedError(f"{self.place}: {_reason(error)}; {advice}") from error
 
     async def facts(self, path: str, facts_of: Callable[[dict[str, Any]], ServerFacts]) -> ServerFacts:
-        """Return what the server says of itself now. Raises FactsUnread."""
+        """Return the server's current facts. Raises FactsUnread."""
         page = await self.page(path)
         try:
             return facts_of(_decode(page))
         except (MalformedEvent, *UNDECODABLE) as error:
-            raise FactsUnread(
-                f"{self.place}{path}: {error}" if page else f"{self.place}{path} shows nothing"
-            ) from error
+            raise FactsUnread(f"{self.place}{path}: {error}" if page else f"{self.place}{path} is empty") from error
 
     async def page(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Return what a ready server shows at ``path``, or to a body posted there; b"" for nothing, or too much."""
+        """Return the server's answer at ``path``, to ``body`` if given; b"" if it is empty or too large."""
         page, method = b"", "GET" if body is None else "POST"
         try:
             async with asyncio.timeout(PAGE_LIMIT_S), self._client.stream(method, path, json=body) as response:
@@ -197,10 +195,10 @@ class ServerConnection:
         return page
 
     async def watch(self, health_path: str) -> None:
-        """Ask for the server's health until it is lost."""
+        """Poll the server's health until it is lost."""
         healthy_s = time.monotonic()
         self._is_watched = True
-        was_refused = False  # the last time
+        was_refused = False  # of the last healthy answer
         while True:
             await asyncio.sleep(HEALTH_PERIOD_S)
             try:
@@ -220,17 +218,17 @@ class ServerConnection:
     # --- streams ------------------------------------------------------------------------------------------------------
 
     async def stream(self, path: str, body: Mapping[str, Any], framing: Framing, answer: Answer) -> None:
-        """Post a body and hand over each event of the answer, until ``answer`` has all.
+        """Post a body and pass on each event of the answer until ``answer`` is complete.
 
-        A server that is too busy for a moment is asked again, within limits. Raises RequestRejected, AttemptFailed and
-        ServerBusy; ``answer`` may raise MalformedEvent and ServerFailure, which become AttemptFailed.
+        Retries a briefly busy server, within limits. Raises RequestRejected, AttemptFailed and ServerBusy;
+        MalformedEvent and ServerFailure from ``answer`` become AttemptFailed.
         """
         try:
             await self._stream(path, body, framing, answer)
         except AttemptFailed as error:
             if error.__cause__ is None or isinstance(error.__cause__, httpx.TransportError):
-                self._note_reconnect()  # it may have been started anew
-            log.warning("%s: %s", shown(self.place + path), error)  # the error itself reaches callers
+                self._note_reconnect()  # the server may have been restarted
+            log.warning("%s: %s", shown(self.place + path), error)  # callers get the error itself
             raise
 
     async def _stream(self, path: str, body: Mapping[str, Any], framing: Framing, answer: Answer) -> None:
@@ -247,7 +245,7 @@ class ServerConnection:
             await asyncio.sleep(busy.wait_s or 0.0)
 
     async def _stream_once(self, path: str, content: bytes, framing: Framing, answer: Answer) -> ServerBusy | None:
-        """Read one stream; return what a server says that is too busy to begin one."""
+        """Read one stream; return the answer of a server that is too busy to begin one."""
         timeout = httpx.Timeout(None, connect=self._settings.connect_s)
         try:
             async with (
@@ -263,22 +261,22 @@ class ServerConnection:
                     if isinstance(taken, ServerBusy):
                         return taken
                     if taken is Taken.ALL:
-                        return None  # the connection is closed, which tells the server to stop
+                        return None  # closing the connection makes the server stop
                     if taken is Taken.SOME:
                         heard()
         except httpx.ConnectError as error:
             if await self._is_there_again():
                 return ServerBusy("the server was away", 0.0)
-            raise AttemptFailed(f"the server cannot be reached: {_reason(error)}") from error
+            raise AttemptFailed(f"cannot reach the server: {_reason(error)}") from error
         except (MalformedEvent, *UNDECODABLE, ServerFailure, httpx.HTTPError) as error:
             raise AttemptFailed(self._hidden(_fault(error))) from error
         raise AttemptFailed("the server's answer has no end")
 
     @contextlib.asynccontextmanager
     async def _checked(self) -> AsyncIterator[Callable[[int], Awaitable[ServerBusy | None]]]:
-        """Read, while a stream begins, whether the server is the same, where no running stream vouches for that.
+        """Check, while a stream begins, that the server is unchanged, unless a running stream proves it.
 
-        What is yielded is asked before anything of an answer with that status is believed, and returns a reason not to.
+        Yields a function to call with the answer's status before reading it; it returns a reason to reject the answer.
         """
         watch, checking, is_voucher = self.facts_watch, None, False
         if watch is not None and not (watch.is_proved and self._vouchers):
@@ -309,9 +307,9 @@ class ServerConnection:
 
     @contextlib.asynccontextmanager
     async def _limited_silence(self) -> AsyncIterator[Callable[[], None]]:
-        """Limit how long a stream says nothing of its answer; what is yielded is called when it does."""
+        """Limit how long a stream sends no content; call the yielded function when content arrives."""
         silence_s, loop = self._settings.silence_s, asyncio.get_running_loop()
-        heard_s: float | None = None  # when the limit was last set anew
+        heard_s: float | None = None  # when the limit was last extended
 
         def heard() -> None:
             nonlocal heard_s
@@ -332,20 +330,20 @@ class ServerConnection:
             self._prefilling -= heard_s is None
 
     def _silence(self, *, has_begun: bool) -> str:
-        """Say that a stream is silent; where others that had begun are, too, a server that is ours is lost."""
+        """Return the error of a silent stream. If several begun streams are silent, a self-hosted server is lost."""
         silence_s = self._settings.silence_s
         if not has_begun:
-            return f"no token within {silence_s:g} s (engine.silence_s: raise it where long prompts take longer)"
+            return f"no token within {silence_s:g} s (engine.silence_s; raise it if long prompts take longer)"
         self._silenced += 1
-        # A long prefill may hold up all other streams.
+        # A long prefill may delay all other streams.
         if self._is_ours and self._silenced >= SILENCED_STREAMS and not self._prefilling:
-            self._lose(f"it is healthy, and makes no tokens for {silence_s:g} s (engine.silence_s)")
+            self._lose(f"it is healthy but made no tokens for {silence_s:g} s (engine.silence_s)")
         return f"the server was silent for {silence_s:g} s (engine.silence_s)"
 
     async def _taken(
         self, response: httpx.Response, framing: Framing, answer: Answer
     ) -> AsyncIterator[Taken | ServerBusy]:
-        """Hand over the events of a stream, and yield what each says. Raises what ``answer`` and ``_judged`` raise."""
+        """Pass events to ``answer``; yield how each advances it. Raises what ``answer`` and ``_judged`` raise."""
         events = EventDecoder()
         try:
             async for data in FRAMINGS[framing](response.aiter_bytes()):
@@ -365,17 +363,17 @@ class ServerConnection:
             yield _judged(failure.status, text, response.headers)
 
     async def _refused(self, response: httpx.Response) -> ServerBusy:
-        """Return what a busy server says. Raises RequestRejected or AttemptFailed for all else."""
+        """Return a busy server's error. Raises RequestRejected or AttemptFailed for any other error."""
         text = (await _head_of(response)).decode(errors="replace")
         status = self._meant(response.status_code, response.headers, text)
         return _judged(status, self._hidden(text), response.headers)
 
     def _hidden(self, text: str) -> str:
-        """Return what a server says without what it was sent: pages of errors repeat the request's head."""
+        """Return the server's text without secrets: error pages echo request headers."""
         return hidden(text, self._secrets)
 
     async def _is_there_again(self) -> bool:
-        """Wait for the watch's word: who failed at once where nobody listens would swallow the whole queue."""
+        """Wait for the health check: failing at once while the server is down would drain the whole queue."""
         self._note_reconnect()
         if not self._is_watched:
             return False
@@ -384,7 +382,7 @@ class ServerConnection:
 
 
 def _judged(status: int, text: str, headers: Mapping[str, str]) -> ServerBusy:
-    """Return what a busy server says. Raises RequestRejected or AttemptFailed for all else."""
+    """Return a busy server's error. Raises RequestRejected or AttemptFailed for any other error."""
     if status in BUSY_STATUSES:
         return ServerBusy(f"the server is busy: it answered {status}: {text}", asked_wait_s(headers, text, time.time()))
     if status in REFUSED_STATUSES:
@@ -393,7 +391,7 @@ def _judged(status: int, text: str, headers: Mapping[str, str]) -> ServerBusy:
 
 
 def _fault(error: Exception) -> str:
-    """Say what went wrong with one stream."""
+    """Return what went wrong with one stream."""
     if isinstance(error, ServerFailure):
         return f"the server failed: {str(error)[:MAX_ERROR_CHARS]}"
     if isinstance(error, httpx.HTTPError):
@@ -413,7 +411,7 @@ async def _head_of(response: httpx.Response) -> bytes:
 
 
 def _refused_credentials(place: str, status: int, text: str) -> str:
-    return f"{place} refuses the credentials (engine.api_key or what stands for it): it answered {status}: {text}"
+    return f"{place} rejected the credentials (engine.api_key or other credentials) with {status}: {text}"
 
 
 def _reason(error: Exception) -> str:

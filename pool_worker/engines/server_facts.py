@@ -1,10 +1,10 @@
-"""What a server tells of itself, read again: whether it is still the server that this worker has joined the pool for.
+"""Watches a server's facts: whether it is still the server for which this worker joined the pool.
 
     same ──another model, weights, tokenizer or template──> out ──the first ones again──> same
-     └──a shorter context, fewer sequences, fewer fields──> left: a worker that starts anew has the new limits
+     └──a shorter context, fewer sequences, fewer fields──> left: the worker restarts with the new limits
 
-It is read after each sign of a reconnect, before an answer begins that no running one vouches for, and from time to
-time. A read that fails is no change. What a change does to the worker is the worker's (ADR 22).
+Facts are read after each sign of a reconnect, before an answer begins unless a running stream proves them, and
+periodically. A failed read is not a change. ADR 22 describes how the worker reacts to a change.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from typing import Final
 from pool_worker.engines.formats.base import ServerFacts
 from protocol.process import wait_for
 
-FACTS_LIMIT_S: Final = 10.0  # for one read
-AGAIN_AFTER_S: Final = 1.0  # where a read fails after a reconnect
-SHORTEST_PERIOD: Final = 0.5  # of the period: the workers of a pool do not ask all at once
-MAX_VALUE_CHARS: Final = 60  # of a fact, in a reason
+FACTS_LIMIT_S: Final = 10.0  # per read
+AGAIN_AFTER_S: Final = 1.0  # after a failed read following a reconnect
+SHORTEST_PERIOD: Final = 0.5  # share of the period: the workers of a pool must not all ask at once
+MAX_VALUE_CHARS: Final = 60  # of a fact's value in a reason
 
-# Another value of these is another server: its answers are not the ones that callers of the pool ask for.
+# A change of one of these makes it another server: its answers are not those of the pool.
 IDENTITY: Final = {
     "model": "model",
     "weights": "weights",
@@ -32,20 +32,20 @@ IDENTITY: Final = {
     "tokenizer_sample": "token ids of a sample text",
     "template": "chat template",
 }
-# Less of these is a server that refuses what this worker takes; more does no harm.
+# With less of one of these, the server refuses requests that this worker takes; more is harmless.
 LIMITS: Final = {"max_model_len": "context length", "max_sequences": "sequences at once"}
-ABILITIES: Final = {"inputs": "inputs", "honoured": "honoured fields"}
+ABILITIES: Final = {"inputs": "inputs", "honoured": "supported fields"}
 
 log = logging.getLogger(__name__)
 
 
 class FactsUnread(Exception):
-    """The server does not say what it serves: it is loading, busy or away."""
+    """The server does not report what it serves: it is loading, busy or away."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A fact that differs from what it was when the worker started."""
+    """A fact that differs from its value at the worker's start."""
 
     fact: str
     before: str
@@ -57,7 +57,7 @@ class Change:
 
 
 def changes(before: ServerFacts, now: ServerFacts) -> Iterator[Change]:
-    """Yield what is a reason to leave the pool. What is unknown before or now is none."""
+    """Yield the changes that require leaving the pool. A fact that is unknown before or now is not a change."""
     for name, fact in IDENTITY.items():
         known, told = getattr(before, name), getattr(now, name)
         if known is not None and told is not None and known != told:
@@ -73,7 +73,7 @@ def changes(before: ServerFacts, now: ServerFacts) -> Iterator[Change]:
 
 
 def in_use(facts: ServerFacts, max_model_len: int, max_sequences: int) -> ServerFacts:
-    """Return facts without the room that this worker does not use: losing that is no reason to leave."""
+    """Return facts limited to the capacity that this worker uses: losing the rest is no reason to leave."""
     length, sequences = facts.max_model_len, facts.max_sequences
     return replace(
         facts,
@@ -83,49 +83,49 @@ def in_use(facts: ServerFacts, max_model_len: int, max_sequences: int) -> Server
 
 
 class FactsWatch:
-    """The facts of one server since the worker's start. ``change`` says what differs; None while nothing does."""
+    """The facts of one server since the worker's start. ``change`` says what differs; None if nothing does."""
 
     def __init__(self, read: Callable[[], Awaitable[ServerFacts]], before: ServerFacts, period_s: float) -> None:
-        """``read`` asks the server; it raises FactsUnread."""
+        """``read`` queries the server; it raises FactsUnread."""
         self._read = read
         self.before = before
         self._period_s = period_s
         self._reading = asyncio.Lock()
-        self._read_s = time.monotonic()  # when the last read began, as the next
-        self._proved_s = self._read_s  # of those that succeeded
-        self._reconnected_s = -1.0  # the last sign
+        self._read_s = time.monotonic()  # start of the last read; so is the next
+        self._proved_s = self._read_s  # that succeeded
+        self._reconnected_s = -1.0  # the last sign of a reconnect
         self._is_due = asyncio.Event()
         self._is_failing = False
         self.change: str | None = None
-        self.is_another = False  # not only a smaller one
+        self.is_another = False  # not only smaller limits
 
     def reconnected(self) -> None:
-        """Note a sign that the server may have been started anew: nothing is asked of it before it is read again."""
+        """Note that the server may have been restarted: it must be read before it is used again."""
         self._reconnected_s = time.monotonic()
         self._is_due.set()
 
     @property
     def is_proved(self) -> bool:
-        """True if the server was read since the last sign of a reconnect, and is the same."""
+        """True if the server was read, unchanged, since the last sign of a reconnect."""
         return self._proved_s > self._reconnected_s and self.change is None
 
     async def check(self) -> None:
-        """Read the facts, by a read that begins now."""
+        """Read the facts; the read begins now."""
         await self._read_since(time.monotonic())
 
     def doubt(self, *, is_answer: bool) -> str | None:
-        """Return why nothing is taken from the server: it has changed, or it may have, and what it says is an answer.
+        """Return why nothing may be taken from the server: it changed, or it may have changed and sends an answer.
 
-        Where a read fails, the server passes for the same unless it was reconnected.
+        If a read fails, the server counts as unchanged unless it was reconnected.
         """
         if self.change is None and is_answer and not self.is_proved:
-            return "the server was reconnected, and does not say yet what it serves"
+            return "the server was reconnected and does not report yet what it serves"
         return self.change
 
     async def run(self, on_change: Callable[[str | None], None]) -> None:
-        """Read again when it is time; return when a worker that starts anew is better off.
+        """Read when it is time; return when the worker should restart with new limits.
 
-        ``on_change`` is called with the reason when the server has changed, and with None when it is as it was.
+        ``on_change`` is called with the reason when the server has changed, and with None when it has changed back.
         """
         reported: str | None = None
         while True:
@@ -145,7 +145,7 @@ class FactsWatch:
         return self._period_s * random.uniform(SHORTEST_PERIOD, 1.0)  # noqa: S311
 
     async def _read_since(self, since_s: float) -> None:
-        """Read the facts, once for all who want that at the same time."""
+        """Read the facts, once for all concurrent callers."""
         async with self._reading:
             if self._read_s <= since_s:
                 begun_s = time.monotonic()
@@ -158,7 +158,7 @@ class FactsWatch:
                 now = await self._read()
         except (FactsUnread, TimeoutError) as error:
             if not self._is_failing:
-                log.warning("the server does not say what it serves: %s", str(error) or "no answer in time")
+                log.warning("the server does not report what it serves: %s", str(error) or "no answer in time")
             self._is_failing = True
             return
         self._is_failing = False
@@ -172,8 +172,8 @@ class FactsWatch:
         self.change, self.is_another = change, any(one.is_identity for one in found)
         self._is_due.set()
         if change is None:
-            log.info("the server is again what it was at the start")
+            log.info("the server serves again what it did at the start")
         elif self.is_another:
-            log.error("%s; no jobs until it is what it was: if this is meant, restart the worker", change)
+            log.error("%s; no jobs until it changes back. If the change is intended, restart the worker", change)
         else:
-            log.error("%s; this worker leaves, to start anew with these limits", change)
+            log.error("%s; this worker leaves, to restart with the new limits", change)

@@ -1,8 +1,8 @@
-"""What engines in front of a server do alike: a task for each choice, limited places, steps, and statistics.
+"""Common base of engines in front of a server: a task per choice, limited concurrency, steps, and statistics.
 
-    submit ──> _choices ──> one task a choice: _generate ──outputs──> steps
+    submit ──> _choices ──> one task per choice: _generate ──outputs──> steps
 
-What is asked of the server, and what its answers mean, is each engine's own (``server``, ``chat_server``).
+Subclasses (``server``, ``chat_server``) define requests to the server and interpret its answers.
 """
 
 import abc
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Choice(Protocol):
-    """One choice of a request, as a server answers it."""
+    """One choice of a request, answered by a server."""
 
     request_id: str
     index: int
@@ -51,12 +51,12 @@ _Choice = TypeVar("_Choice", bound=Choice)
 class StreamingEngine(abc.ABC, Generic[_Request, _Choice]):
     """The base of engines in front of a server; see ``base.Engine`` for the life cycle."""
 
-    place: str  # where the server is, for people
-    _places: asyncio.Semaphore  # as many choices are streamed at once
+    place: str  # the server's address, for logs and errors
+    _places: asyncio.Semaphore  # limits concurrent streams
 
     def __init__(self) -> None:
         self._tasks: dict[str, dict[_Choice, asyncio.Task[None]]] = {}  # by request
-        self._ready: deque[SequenceOutput] = deque()  # what the next step yields
+        self._ready: deque[SequenceOutput] = deque()  # outputs of the next step
         self._changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._death: EngineDiedError | None = None
@@ -72,22 +72,22 @@ class StreamingEngine(abc.ABC, Generic[_Request, _Choice]):
 
     @abc.abstractmethod
     async def _generate(self, choice: _Choice) -> None:
-        """Stream a choice to its end, in ``_turn``. Raises RequestRejected, ServerBusy and AttemptFailed."""
+        """Stream a choice to its end, within ``_turn``. Raises RequestRejected, ServerBusy and AttemptFailed."""
 
     @abc.abstractmethod
     def _kv_usage(self, live: Sequence[_Choice]) -> float:
-        """Return the share of the server's memory that these choices take."""
+        """Return the share of the server's memory that these choices use."""
 
     @abc.abstractmethod
     async def _disconnect(self) -> None:
-        """Leave the server; nothing streams any more."""
+        """Disconnect from the server; no stream is running."""
 
     def _lose(self, reason: str) -> None:
         self._death = EngineDiedError(f"{self.place} is lost: {reason}")
         self._changed.set()
 
     async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
-        """Return what has come from all streams since the last step."""
+        """Yield what arrived from all streams since the last step."""
         while not self._is_stopped:
             if self._ready:
                 outputs = list(self._ready)
@@ -162,17 +162,17 @@ class StreamingEngine(abc.ABC, Generic[_Request, _Choice]):
             self._put(self._failed(choice, str(error)))
         except RequestRejected as error:
             self._put(Refusal.of(choice.request_id, error))
-        except Exception as error:  # whatever one stream does, the others go on
+        except Exception as error:  # one stream's failure must not affect others
             log.exception("a stream of %s failed", choice.request_id)
             self._put(choice.end("error", repr(error)))
 
     def _failed(self, choice: _Choice, error: str) -> SequenceOutput:
-        """Return the end of a choice that the server has not answered to the end."""
+        """Return the end of a choice whose answer the server did not finish."""
         return choice.end("error", error)
 
     @contextlib.asynccontextmanager
     async def _turn(self, choice: _Choice) -> AsyncIterator[None]:
-        """Wait for a place, and hold it."""
+        """Wait for a slot and hold it."""
         self._waiting += 1
         try:
             await self._places.acquire()
@@ -188,7 +188,7 @@ class StreamingEngine(abc.ABC, Generic[_Request, _Choice]):
             self._places.release()
 
     def _count(self, choice: _Choice, tokens: int) -> None:
-        """Count tokens that have come."""
+        """Count received tokens."""
         self._stats.record_tokens([choice.clock], time.monotonic())
         self._stats.step_tokens.observe(tokens)
         self._counters.generated_tokens += tokens

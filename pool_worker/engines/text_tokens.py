@@ -1,8 +1,8 @@
-"""Text where a server takes or gives no token ids: prompts written out, and answers read as tokens again.
+"""Converts between tokens and text for servers that take or return text.
 
-What the caller sees must be the old text and then the new, whatever cut them apart. So a prompt is only written out
-where its bytes are text, and where no ordinary words of it would be read as special tokens; and an answer is taken for
-whichever tokens have exactly its bytes. How many they are is our count: the server may have made others.
+The caller must see the old text followed by the new, wherever they were separated. So a prompt is converted only if its
+bytes are valid text and none of its ordinary words would be read as special tokens; and an answer becomes tokens with
+exactly its bytes. Their number is our count: the server's own tokens may differ.
 """
 
 import codecs
@@ -14,8 +14,8 @@ from engine.text.detokenizer import TokenText
 from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.tokenizer_folder import TokenizerFolder
 
-MAX_TOKEN_BYTES: Final = 64  # of a token that an answer is read as
-_CHAR_BYTES: Final = 4  # of a character in UTF-8, at most
+MAX_TOKEN_BYTES: Final = 64  # of a token in an answer
+_CHAR_BYTES: Final = 4  # maximum of a UTF-8 character
 _PROBE: Final = "so \n it  goes:\t{é} 世界 🙂"
 
 
@@ -24,10 +24,10 @@ class UnwritableError(Exception):
 
 
 class TextTokens:
-    """A model's vocabulary, for a server that knows it only as text."""
+    """A model's vocabulary, for a server that handles text only."""
 
     def __init__(self, tokenizer: TokenizerFolder, tokens: TokenText, *, adds_bos: bool | None) -> None:
-        """Learn the vocabulary; ``adds_bos``: the server begins what it reads with BOS; None: if the tokenizer does."""
+        """Read the vocabulary; ``adds_bos``: the server adds BOS itself; None: if the tokenizer does."""
         self._tokenizer = tokenizer
         self._tokens = tokens
         begins = tokenizer.encode("", add_special_tokens=True)[:1]
@@ -44,7 +44,7 @@ class TextTokens:
         return self._shown(self.ids(b"x"), _PROBE) == _PROBE
 
     def keeps_blanks(self) -> bool:
-        """Report whether an answer decoded without its context keeps its first blank."""
+        """Report whether an answer decoded without its context keeps its leading space."""
         return self._shown([], " x") == " x"
 
     def _shown(self, context: Sequence[int], text: str) -> str:
@@ -52,29 +52,29 @@ class TextTokens:
         return "".join(map(detokenizer.push, self.ids(text.encode()))) + detokenizer.flush()
 
     def written(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> tuple[str, bytes]:
-        """Return a choice so far as text, and the bytes that what follows must begin with.
+        """Return a choice's text so far, and the bytes with which its continuation must begin.
 
-        These are of a character that the output's last tokens have not finished: the server is asked for it again. BOS
-        is left out where the server adds it. Raises RequestRejected for a prompt that is no text, and UnwritableError
-        for an output that is none.
+        Those bytes are an unfinished character at the end of the output, which the server must repeat. BOS is omitted
+        if the server adds it. Raises RequestRejected for a prompt that is not text, and UnwritableError for such an
+        output.
         """
         prompt = list(prompt_ids)
         if prompt[0] == self._bos_id:
             del prompt[0]
         if not self._is_text(prompt):
-            raise RequestRejected("prompt_ids", "this pool's server takes text, and these tokens are none")
+            raise RequestRejected("prompt_ids", "this pool's server takes text, and these tokens are not valid text")
         whole = self.finished(output_ids)
         owed = self._bytes(output_ids[len(whole) :])
         if not self._is_text(whole):
-            raise UnwritableError("what the answer has so far is no text, which is all that this pool's server takes")
+            raise UnwritableError("the answer so far is not valid text, and this pool's server takes only text")
         ids = prompt + whole
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         if self._special(self._tokenizer.encode(text, add_special_tokens=False)) != self._special(ids):
-            raise RequestRejected("prompt_ids", "this pool's server would take words of the prompt for special tokens")
+            raise RequestRejected("prompt_ids", "this pool's server would read words of the prompt as special tokens")
         return text, owed
 
     def ids(self, data: bytes) -> list[int]:
-        """Return tokens that have exactly these bytes, each as long as can be. Raises MalformedEvent."""
+        """Return tokens with exactly these bytes, each as long as possible. Raises MalformedEvent."""
         found, start = [], 0
         while start < len(data):
             ends = range(min(len(data), start + self._longest), start, -1)
@@ -86,7 +86,7 @@ class TextTokens:
         return found
 
     def finished(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens without those that begin a character and do not finish it."""
+        """Return the tokens without those that begin an unfinished character at the end."""
         left = list(token_ids)
         while left and _ends_in_a_character(self._bytes(left[-_CHAR_BYTES:])):
             left.pop()
@@ -107,25 +107,25 @@ class TextTokens:
 
 
 class AnswerText:
-    """One choice's answer in text, as tokens."""
+    """One choice's answer in text, converted to tokens."""
 
     def __init__(self, tokens: TextTokens, owed: bytes) -> None:
-        """``owed``: what the answer must begin with, which the caller has already."""
+        """``owed``: bytes with which the answer must begin, and which the caller already has."""
         self._tokens = tokens
         self._owed = owed
 
     def read(self, text: str, room: int) -> tuple[list[int], bool]:
-        """Return the tokens of what is new, and whether they are more than ``room`` and so cut. Raises MalformedEvent.
+        """Return the tokens of the new text, and whether they were cut to ``room``. Raises MalformedEvent.
 
-        They are cut between characters, so that nobody sees a half of one.
+        They are cut between characters.
         """
         try:
             data = text.encode()
         except UnicodeEncodeError as error:
-            raise MalformedEvent(f"its text is none: {error}") from error
+            raise MalformedEvent(f"its text is invalid: {error}") from error
         had, data = data[: len(self._owed)], data[len(self._owed) :]
         if not self._owed.startswith(had):
-            raise MalformedEvent("it does not go on with the character in which the answer was cut")
+            raise MalformedEvent("it does not continue the character at which the answer was cut")
         self._owed = self._owed[len(had) :]
         ids = self._tokens.ids(data)
         return (ids, False) if len(ids) <= room else (self._tokens.finished(ids[:room]), True)

@@ -17,43 +17,43 @@ from pool_worker.settings import ServerEngineSettings
 
 
 class TokenSource(Protocol):
-    """The way to one server. The order of life is ``start`` → (``stream`` | ``watch``)* → ``close``."""
+    """The way to one server. The life cycle is ``start`` → (``stream`` | ``watch``)* → ``close``."""
 
-    place: str  # where the server is, for people
+    place: str  # the server's address, for logs and errors
     abilities: type[Abilities]
-    adds_bos: bool | None  # ServerEngineSettings has what these two mean, for one that is asked in text
+    adds_bos: bool | None  # see ServerEngineSettings for these two, which apply to servers that take text
     continues: bool | None
 
     async def start(self) -> ServerFacts:
-        """Wait until the server is ready; return what it tells of itself. Raises EngineDiedError."""
+        """Wait until the server is ready; return its facts. Raises EngineDiedError."""
         ...
 
     def watch_facts(self, before: ServerFacts) -> FactsWatch | None:
-        """Have nothing streamed by a server that is no longer what it was; None where it cannot become another."""
+        """Guard streams against a changed server; return None if the server cannot change."""
         ...
 
     async def watch(self) -> None:
-        """Look after the server's health until it is lost, and say so."""
+        """Watch the server's health until it is lost, and report that."""
         ...
 
     async def stream(self, ask: ServerRequest, take: Callable[[Delta], bool]) -> None:
-        """Hand over what follows in one choice, until ``take`` says that it has all.
+        """Pass the continuation of one choice to ``take`` until that returns True.
 
-        Raises RequestRejected and AttemptFailed; ``take`` may raise MalformedEvent, which becomes the latter. When it
-        is cancelled, it ends the server's work, too.
+        Raises RequestRejected and AttemptFailed; MalformedEvent from ``take`` becomes AttemptFailed. Cancellation also
+        ends the server's work.
         """
         ...
 
     async def close(self) -> None:
-        """Leave the server. Nothing is streaming any more."""
+        """Disconnect from the server. No stream is running."""
         ...
 
 
 class HttpSource:
-    """A server behind a URL, spoken to in its wire format: see TokenSource."""
+    """A server behind a URL, with its wire format: see TokenSource."""
 
     def __init__(self, settings: ServerEngineSettings, lose: Callable[[str], None]) -> None:
-        """Connect to nothing yet. ``lose`` is called once with the reason why the server is lost."""
+        """Open no connection yet. ``lose`` is called once with the reason when the server is lost."""
         self._format = FORMATS[settings.kind]
         self.abilities: type[Abilities] = self._format
         self.adds_bos = settings.adds_bos
@@ -74,7 +74,7 @@ class HttpSource:
         try:
             facts = self._format.facts(answer, settings.model)
         except MalformedEvent as error:
-            raise EngineDiedError(f"{self.place} is no {settings.kind} server: {error}") from error
+            raise EngineDiedError(f"{self.place} is not a {settings.kind} server: {error}") from error
         memory = MEMORY_PAGES.get(settings.kind)
         if memory is not None:
             facts = replace(facts, memory_tokens=memory.read(await self._connection.page(memory.path)))
@@ -85,7 +85,7 @@ class HttpSource:
         return facts if honours is None else replace(facts, honoured=frozenset(honours))
 
     def watch_facts(self, before: ServerFacts) -> FactsWatch:
-        """Read the facts again before streams, and whenever else it is time."""
+        """Check the facts before streams and periodically."""
 
         async def read() -> ServerFacts:
             return self._as_configured(await self._reader.read(before.model))
@@ -128,5 +128,5 @@ class _Answer:
         return Taken.SOME if delta.token_ids or delta.text or delta.ended_by else Taken.NOTHING
 
     def done(self) -> bool:
-        """End the answer as an end token would: the server has not said how."""
+        """End the answer as an end token would: the server gave no reason."""
         return self.has_begun and self._take(Delta(ended_by="eos"))

@@ -1,4 +1,4 @@
-"""A model's tokenizer as its files say, without transformers: for workers whose engine runs elsewhere.
+"""Loads a model's tokenizer from its files without transformers, for workers whose engine runs elsewhere.
 
 Reads Hugging Face's tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
 """
@@ -20,12 +20,12 @@ class TokenizerFolderError(Exception):
 
 
 class TokenizerFolder:
-    """A tokenizer with the names that ``engine.text.detokenizer`` knows it by, and what a model card says of it."""
+    """A tokenizer with the interface that ``engine.text.detokenizer`` expects, and its facts for the model card."""
 
-    clean_up_tokenization_spaces = False  # only tokenizers from before byte-level vocabularies change their text
+    clean_up_tokenization_spaces = False  # only tokenizers older than byte-level vocabularies change their text
 
     def __init__(self, path: Path) -> None:
-        """Read a folder, or a tokenizer.json with what stands beside it. Raises TokenizerFolderError."""
+        """Read a folder, or a tokenizer.json with the files beside it. Raises TokenizerFolderError."""
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
             self.backend_tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -52,7 +52,7 @@ class TokenizerFolder:
         return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Return the vocabulary's entries, as they are written there."""
+        """Return the vocabulary's entries as written there."""
         return [self.backend_tokenizer.id_to_token(token_id) for token_id in token_ids]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -67,7 +67,7 @@ class TokenizerFolder:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return what a file beside the tokenizer says; nothing where there is none."""
+    """Return the content of a file beside the tokenizer; empty if there is none."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
@@ -78,13 +78,13 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: object) -> str:
-    """Return a special token's text, which older files wrap into an object."""
+    """Return a special token's text, which older files wrap in an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the chat templates by their names; one that has none is "default"."""
+    """Return the chat templates by name; one without a name is "default"."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return {"default": file.read_text()}

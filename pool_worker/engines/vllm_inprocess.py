@@ -1,8 +1,8 @@
-"""vLLM's AsyncLLM in the worker's own process: token ids in, token ids out, with no HTTP between.
+"""vLLM's AsyncLLM in the worker's own process: token ids in, token ids out, without HTTP.
 
-Its documentation: https://docs.vllm.ai/en/latest/api/vllm/v1/engine/async_llm/. The computing is done in a process that
-vLLM starts and ends, its engine core; where that dies, the engine is lost. vLLM is no requirement of ours: it is
-imported when such an engine starts.
+Documentation: https://docs.vllm.ai/en/latest/api/vllm/v1/engine/async_llm/. vLLM computes in a process that it starts
+and ends, its engine core; if that dies, the engine is lost. vLLM is not a dependency of Spillway: it is imported when
+such an engine starts.
 """
 
 import asyncio
@@ -41,14 +41,14 @@ class VllmInProcess:
     continues: bool | None = None
 
     def __init__(self, settings: VllmInProcessSettings, lose: Callable[[str], None]) -> None:
-        """Import and load nothing yet. ``lose`` is called with the reason why the engine is lost."""
+        """Import and load nothing yet. ``lose`` is called with the reason when the engine is lost."""
         self._settings = settings
         self._lose = lose
         self._vllm: _Started | None = None
-        self._numbers = count()  # of the requests, whose ids must be vLLM's own: a cancelled one may come again
+        self._numbers = count()  # vLLM needs unique request ids, and a canceled request may return
         self._last_seen_s = 0.0  # monotonic clock: the last output of any stream
         self._running = 0  # streams
-        self._prefilling = 0  # of these, the ones without a token
+        self._prefilling = 0  # streams without a token
 
     async def start(self) -> ServerFacts:
         """Start vLLM and return its facts. It may take minutes: vLLM loads the model and may compile it."""
@@ -59,7 +59,7 @@ class VllmInProcess:
             if isinstance(outcome, EngineDiedError):
                 if not starting.done():
                     starting.set_exception(outcome)
-            elif starting.done():  # nobody waits any more
+            elif starting.done():  # no longer awaited
                 outcome.engine.shutdown()
             else:
                 starting.set_result(outcome)
@@ -69,13 +69,13 @@ class VllmInProcess:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(end, outcome)
 
-        # No thread of the loop's pool: the process must be able to end while vLLM still starts.
+        # Not in the loop's thread pool: the process must be able to end while vLLM still starts.
         threading.Thread(target=run, name="vllm start", daemon=True).start()
         self._vllm = started = await starting
         return _facts(started.engine.vllm_config)
 
     def watch_facts(self, before: ServerFacts) -> None:
-        """Watch nothing: it lives and dies with this process."""
+        """Return None: vLLM lives and dies with this process."""
 
     async def watch(self) -> None:
         """Check the server's health until it is lost."""
@@ -101,9 +101,9 @@ class VllmInProcess:
             raise AttemptFailed(f"vLLM failed: {error.__cause__ or error}") from error
         except TimeoutError:
             silence_s = self._settings.silence_s
-            # None of its other streams says more, and none is read in, which may take long and hold up all others.
+            # All streams are silent, and none is in a prefill, which may take long and delay all others.
             if not self._prefilling and time.monotonic() - self._last_seen_s >= silence_s:
-                self._lose(f"it makes no tokens for {silence_s:g} s (engine.silence_s)")
+                self._lose(f"it made no tokens for {silence_s:g} s (engine.silence_s)")
             raise AttemptFailed(f"vLLM was silent for {silence_s:g} s (engine.silence_s)") from None
         except (MalformedEvent, ServerFailure) as error:
             raise AttemptFailed(f"vLLM failed: {error}") from error
@@ -127,11 +127,11 @@ class VllmInProcess:
                     has_begun = True
                     limit.reschedule(loop.time() + silence_s)
                     if take(_delta(output)):
-                        return  # closed, it tells the engine core to stop
+                        return  # closing it makes the engine core stop
         except TimeoutError:
             if has_begun:
                 raise
-            advice = "engine.silence_s: raise it where long prompts take longer"
+            advice = "engine.silence_s; raise it if long prompts take longer"
             raise AttemptFailed(f"no token within {silence_s:g} s ({advice})") from None
         finally:
             self._prefilling -= not has_begun
@@ -139,7 +139,7 @@ class VllmInProcess:
 
     @property
     def _started(self) -> "_Started":
-        assert self._vllm is not None  # noqa: S101  # the order of life
+        assert self._vllm is not None  # noqa: S101  # start was called
         return self._vllm
 
     async def close(self) -> None:
@@ -150,15 +150,15 @@ class VllmInProcess:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """An AsyncLLM, and what of vLLM's package is needed to ask it."""
+    """An AsyncLLM, and the parts of vLLM's package needed to use it."""
 
     engine: Any  # AsyncLLM
     package: Any  # vllm.sampling_params
     refusal: type[Exception]  # this request can never be served
-    failure: type[Exception]  # whatever else goes wrong
+    failure: type[Exception]  # any other failure
 
     def sampling_params(self, ask: ServerRequest) -> object:
-        """Return what is asked for as vLLM has it."""
+        """Return the parameters as vLLM's SamplingParams."""
         reported = sampling(ask)
         structured = reported.pop("structured_outputs", None)
         if structured is not None:
@@ -167,8 +167,8 @@ class _Started:
 
 
 def _start(settings: VllmInProcessSettings) -> _Started | EngineDiedError:
-    """Import vLLM and start its engine; return why that cannot be, for people to act on."""
-    # A forked engine core would share our signals' way to the event loop, and its end would be taken for ours.
+    """Import vLLM and start its engine; on failure, return the reason for the operator."""
+    # A forked engine core would share the event loop's signal handling, and its exit would look like the worker's.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     try:
         arguments = importlib.import_module("vllm.engine.arg_utils")
@@ -186,7 +186,7 @@ def _start(settings: VllmInProcessSettings) -> _Started | EngineDiedError:
             **{"disable_log_stats": True, **settings.engine_args, **given, "model": settings.model}
         )
         engine = async_llm.AsyncLLM.from_engine_args(reported)
-    except Exception as error:  # whatever a model or an argument can do wrong, the operator shall read it
+    except Exception as error:  # a model or an argument can fail in any way, and the operator needs the reason
         log.exception("vLLM did not start")
         return EngineDiedError(f"vLLM cannot serve {settings.model}: {str(error) or type(error).__name__}")
     return _Started(engine, package, errors.VLLMClientError, errors.VLLMError)

@@ -156,7 +156,7 @@ async def test_after_a_broken_stream_even_a_busy_server_is_read_before_the_next(
         replay.facts = 503  # it loads
         loading = await driver.answer(request("loading"))
         assert (loading.token_ids, driver.answers["beside", 0].finish_reason) == ([], None)
-        assert "does not say yet what it serves" in (loading.error or "")
+        assert "does not report yet what it serves" in (loading.error or "")
         replay.facts = told(kind, OTHER[kind], ["2"] if kind == "triton" else "other")
         another = await driver.answer(request("another"))
         assert (another.token_ids, driver.answers["beside", 0].finish_reason) == ([], None)

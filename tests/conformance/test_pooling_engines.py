@@ -135,8 +135,8 @@ async def test_a_refused_request_names_its_field_and_hurts_nobody(
     ("task", "given", "says"),
     [
         ("embed", {"task": "generate"}, "BertModel is for embed, not for generate"),
-        ("embed", {"kv_mib": 64}, "kv_mib: means nothing for the task 'embed'"),
-        ("score", {"pooling": "cls"}, "pooling: means nothing for the task 'score'"),
+        ("embed", {"kv_mib": 64}, "kv_mib: has no effect on the task 'embed'"),
+        ("score", {"pooling": "cls"}, "pooling: has no effect on the task 'score'"),
     ],
 )
 async def test_settings_that_do_not_fit_are_named(

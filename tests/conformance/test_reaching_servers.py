@@ -140,7 +140,9 @@ async def test_servers_are_asked_where_they_are(tokenizer: str, kind: str, suffi
             known = {"kind": kind, "url": url, "tokenizer": tokenizer, "max_model_len": 100}
             engine = engines.create(SETTINGS.validate_python(known))
             if kind == "auto":  # whose owner this server does not tell
-                with pytest.raises(EngineDiedError, match=f"^http://{HOST}:{server.port}{prefix} does not tell"):
+                with pytest.raises(
+                    EngineDiedError, match=f"^cannot detect the kind of server at http://{HOST}:{server.port}{prefix};"
+                ):
                     await engine.start()
                 await engine.stop()
             else:
@@ -336,7 +338,7 @@ async def test_a_server_that_refuses_the_key_is_said_at_the_start(tokenizer: str
         engine = engines.create(
             SETTINGS.validate_python({"kind": kind, "url": url, "tokenizer": tokenizer, "max_model_len": 100})
         )
-        with pytest.raises(EngineDiedError, match=rf"^{url}.* refuses the credentials \(engine\.api_key"):
+        with pytest.raises(EngineDiedError, match=rf"^{url}.* rejected the credentials \(engine\.api_key"):
             await engine.start()
         await engine.stop()
 
@@ -358,7 +360,7 @@ async def test_an_api_that_refuses_the_key_is_said_at_the_start(more: dict[str, 
         server.status = status
         url = f"http://{HOST}:{server.port}"
         engine = engines.create(SETTINGS.validate_python({"url": url, "model": "m", **more}))
-        with pytest.raises(EngineDiedError, match=rf"^{url}/.* refuses the credentials .*answered {status}"):
+        with pytest.raises(EngineDiedError, match=rf"^{url}/.* rejected the credentials .*with {status}"):
             await engine.start()
         await engine.stop()
 
@@ -440,7 +442,7 @@ async def test_a_refusal_at_the_start_does_not_show_what_was_sent(
         own = {"tokenizer": tokenizer} if kind == "vllm" else {"profile": "openai", "model": "m"}
         more = {**SECRETS, "proxy": str(SECRETS["proxy"]).format(port=proxy.port), **own}
         engine = engines.create(SETTINGS.validate_python({"kind": kind, "url": "http://api.example", **more}))
-        with pytest.raises(EngineDiedError, match="refuses the credentials") as refused:
+        with pytest.raises(EngineDiedError, match="rejected the credentials") as refused:
             await engine.start()
         await engine.stop()
         told = f"{refused.value} {caplog.text} {engine!r}"
@@ -458,4 +460,4 @@ def test_what_counts_as_a_secret() -> None:
 
 async def test_an_unreachable_api_starts_and_its_errors_name_it(caplog: pytest.LogCaptureFixture) -> None:
     async with started(chat("http://127.0.0.1:1")):
-        assert "http://127.0.0.1:1/v1/chat/completions cannot be reached yet" in caplog.text
+        assert "cannot reach http://127.0.0.1:1/v1/chat/completions yet" in caplog.text

@@ -298,7 +298,7 @@ async def test_a_server_that_makes_no_tokens_any_longer_is_lost(tokenizer: str, 
         ends = await asyncio.gather(*streams, return_exceptions=True)
         await connection.close()
     assert {str(end) for end in ends} == {f"the server was silent for {SHORT_S:g} s (engine.silence_s)"}
-    assert lost == ([f"it is healthy, and makes no tokens for {SHORT_S:g} s (engine.silence_s)"] if is_ours else [])
+    assert lost == ([f"it is healthy but made no tokens for {SHORT_S:g} s (engine.silence_s)"] if is_ours else [])
 
 
 class Heard:
@@ -318,7 +318,7 @@ async def test_a_long_prefill_is_no_broken_server(tokenizer: str) -> None:
         async with driving(settings(replay, tokenizer, silence_s=SHORT_S)) as driver:
             replay.faults.append(_stalled_after(0))
             answer = await driver.answer(request("long"))
-            assert "no token within 1 s (engine.silence_s: raise it" in (answer.error or "")
+            assert "no token within 1 s (engine.silence_s; raise it" in (answer.error or "")
             assert (await driver.answer(request("after"))).finish_reason == "length"
 
 

@@ -137,7 +137,7 @@ async def test_a_long_prefill_is_no_lost_engine(tmp_path: Path, vllm: VllmReplay
     vllm.faults.append(lambda: 0)
     driver.engine.submit(request("long"))
     (answer,) = await driver.end_of("long")
-    assert "no token within 0.2 s (engine.silence_s: raise it" in (answer.error or "")
+    assert "no token within 0.2 s (engine.silence_s; raise it" in (answer.error or "")
     assert not running.done()
     await driver.engine.stop()
     await running
@@ -147,7 +147,7 @@ async def test_an_engine_that_makes_no_tokens_is_lost(tmp_path: Path, vllm: Vllm
     driver, running = await lost(tmp_path, silence_s=0.2)
     vllm.faults.append(lambda: 3)
     driver.engine.submit(request("silent"))
-    with pytest.raises(EngineDiedError, match="it makes no tokens"):
+    with pytest.raises(EngineDiedError, match="it made no tokens"):
         await running
     assert len(driver.answers["silent", 0].token_ids) == 3
     await driver.engine.stop()

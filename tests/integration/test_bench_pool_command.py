@@ -205,7 +205,7 @@ def test_a_server_that_fails_a_load_is_measured_on(configured: Callable[..., lis
                 "tokenizer": str(DEMO_MODEL_PATH),
                 "exec": "sh -c 'echo no such model; exit 3' {port}",
             },
-            "the server ended with exit code 3; its last words: no such model",
+            "the server ended with exit code 3; last log lines: no such model",
         ),
         ({"kind": "scripted", "task": "embed"}, "pools.p: serves embeddings"),
         ({"kind": "spillway", "path": "./nowhere"}, "pools.p: "),

@@ -53,9 +53,9 @@ class OllamaFormat:
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
-        """Make the body, with all defaults of the server and the model's file switched off.
+        """Build the body, with all defaults of the server and the model's file switched off.
 
-        Without ``num_ctx`` it would cut the prompt, and with ``shift`` forget its beginning, without a word.
+        Without ``num_ctx`` it would silently truncate the prompt, and with ``shift`` silently drop its beginning.
         """
         params = ask.params
         options: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""Beside an inference server: owning its process, finding out what it is, and waiting until it is ready."""
+"""A local inference server: owns its process, detects its kind, and waits until it is ready."""

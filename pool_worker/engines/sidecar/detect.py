@@ -1,4 +1,4 @@
-"""Detection of the kind of inference server at a URL, from its own answers.
+"""Detects the kind of inference server at a URL from its answers.
 
 OpenAI-style servers name themselves as the owner of their models; the others have pages of their own.
 """
@@ -35,7 +35,7 @@ def _by_owner(answer: _Answer) -> str | None:
     return OWNERS.get(str(first.get("owned_by"))) if isinstance(first, dict) else None
 
 
-# Asked in this order: who has a page of his own often has an OpenAI-style one, too.
+# In this order: a server with a page of its own often has an OpenAI-style one, too.
 PROBES: Final[tuple[tuple[str, Callable[[_Answer], str | None]], ...]] = (
     ("/v1/models", _by_owner),
     ("/props", lambda answer: "llamacpp" if "total_slots" in answer else None),
@@ -62,16 +62,16 @@ async def detect(settings: ServerEngineSettings, wait: Readiness | None = None) 
                 await wait.not_yet(str(error) or type(error).__name__)
                 continue
             if kind is None and statuses & {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-                raise EngineDiedError(f"{url} refuses the credentials (engine.api_key)")
+                raise EngineDiedError(f"{url} rejected the credentials (engine.api_key)")
             if kind is None:
-                raise EngineDiedError(f"{url} does not tell what server it is: say so with --engine-kind (engine.kind)")
+                raise EngineDiedError(f"cannot detect the kind of server at {url}; set --engine-kind (engine.kind)")
             return kind
 
 
 async def _ask(client: httpx.AsyncClient) -> tuple[str | None, set[int]]:
-    """Return a server's kind, and the statuses that it answered.
+    """Return a server's kind, and the statuses of its answers.
 
-    Raises httpx.HTTPError without an answer, or if it says to retry later.
+    Raises httpx.HTTPError if it does not answer, or asks to retry later.
     """
     statuses: set[int] = set()
     for path, kind_of in PROBES:

@@ -1,9 +1,9 @@
-"""An engine that is a server beside us: which kind it is is found out, and its process may be ours.
+"""A local server as an engine: its kind is detected if not configured, and the worker may own its process.
 
-    start ──> the server's process (where `exec` names one) ──> its kind (where it is not told) ──> the engine for it
-                       └── its end ends the engine, whose worker hands its jobs back and starts a new one
+    start ──> the server's process (if `exec` is set) ──> its kind (if not configured) ──> the engine for that kind
+                       └── its end ends the engine; the worker hands its jobs back and starts a new one
 
-Everything else is the engine's that speaks the server's wire format.
+The engine for the kind does everything else.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ class SideCarEngine:
     """A server of detected or configured kind as an engine; see ``base.Engine`` for the life cycle."""
 
     def __init__(self, settings: ServerEngineSettings, create: Callable[[EngineSettings], AnyEngine]) -> None:
-        """``create`` makes the engine for a server that runs and whose kind is known."""
+        """``create`` makes the engine for a running server of known kind."""
         self.name: str = settings.kind
-        # These are known once the server is.
+        # Known once the server is.
         self.takes: Literal["ids", "text"] = "ids"
         self.continues = True
         self.counted_by: CountedBy = "engine"
@@ -59,7 +59,7 @@ class SideCarEngine:
             await asyncio.wait({starting})
 
     async def _end_with(self, process: ServerProcess) -> None:
-        """Wait until the process has ended; then nothing more comes of the engine either."""
+        """Wait until the process has ended; then end the engine's outputs."""
         self._death = await process.wait()
         if self._inner is not None:
             await self._inner.stop()
@@ -82,7 +82,7 @@ class SideCarEngine:
             known = settings
         inner = self._create(known)
         if inner.takes == TAKES_MESSAGES:
-            raise EngineDiedError(f"engine.kind: {inner.name} takes messages, and is configured by its name")
+            raise EngineDiedError(f"engine.kind: {inner.name} takes messages; configure it by its name")
         self._inner, self.name, self.takes = inner, inner.name, inner.takes
         capacity = await inner.start()
         self.continues, self.counted_by, self.honoured = inner.continues, inner.counted_by, inner.honoured
@@ -98,7 +98,7 @@ class SideCarEngine:
 
     @property
     def _started(self) -> TokenEngine:
-        assert self._inner is not None  # noqa: S101  # the order of life
+        assert self._inner is not None  # noqa: S101  # start was called
         return self._inner
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
@@ -118,7 +118,7 @@ class SideCarEngine:
         return self._started.stats()
 
     async def stop(self) -> None:
-        """Close the engine, and end the server if it is ours."""
+        """Close the engine, and end an owned server."""
         if self._ending is not None:
             self._ending.cancel()
             await asyncio.wait({self._ending})

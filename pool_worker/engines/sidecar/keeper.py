@@ -1,11 +1,11 @@
-"""A separate program that ends one server process, and all it started, together with the worker that owns it.
+"""A separate program that ends a server process and all its descendants together with the worker that owns it.
 
     python keeper.py STOP_LIMIT_S COMMAND…
 
-The worker holds the other end of our standard input and writes nothing: its end, however it came about (SIGKILL too),
-is the order to stop. The server gets SIGTERM, and SIGKILL after the limit; what it has left behind is killed
-with it, so that port and GPU are free for the next one. We exit as it did. Imports nothing of ours: it must start at
-once, and stay small.
+The worker holds the other end of this program's standard input and writes nothing: end of file, for any cause (SIGKILL
+too), means stop. The server gets SIGTERM, and SIGKILL after the limit; its remaining descendants are killed with it, so
+that port and GPU are free for the next one. The exit code is the server's. Imports nothing of Spillway, to start fast
+and stay small.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from functools import partial
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
-COMMAND_NOT_FOUND: Final = 127  # exit codes of a shell, as is the next
+COMMAND_NOT_FOUND: Final = 127  # a shell's exit codes; so is the next
 KILLED: Final = 128
 
 
@@ -27,30 +27,30 @@ def main() -> int:
     """Run the command; return its exit code."""
     stop_limit_s, command = float(sys.argv[1]), sys.argv[2:]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the worker, which closes our input when it is time
+        signal.signal(number, signal.SIG_IGN)  # meant for the worker, which closes standard input when it is time
     try:
         server = subprocess.Popen(  # noqa: S603  # the operator's own command
             command,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=partial(_like_any_other_process, os.getpid()),  # noqa: PLW1509  # there are no threads yet
+            preexec_fn=partial(_like_any_other_process, os.getpid()),  # noqa: PLW1509  # no threads yet
         )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)  # noqa: T201
         return COMMAND_NOT_FOUND
     threading.Thread(target=_end_with_the_worker, args=(server, stop_limit_s), daemon=True).start()
     code = server.wait()
-    _signal_all(server, signal.SIGKILL)  # what has outlived it
+    _signal_all(server, signal.SIGKILL)  # remaining descendants
     return code if code >= 0 else KILLED - code
 
 
 def _like_any_other_process(keeper: int) -> None:
-    """Undo what we ignore, and die with us should we be killed. ``keeper``: our process id."""
+    """Undo ignored signals, and die together with the keeper. ``keeper``: its process id."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:  # we were killed before that: nobody would end it
+        if os.getppid() != keeper:  # the keeper was killed before prctl: nothing would end this process
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -65,7 +65,7 @@ def _end_with_the_worker(server: "subprocess.Popen[bytes]", stop_limit_s: float)
 
 
 def _signal_all(server: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left of its group
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # its group is empty
         os.killpg(server.pid, number)
 
 

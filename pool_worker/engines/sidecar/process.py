@@ -1,8 +1,8 @@
-"""The server that a pool's ``exec`` names, as a process of ours: its life, its log in ours, and its last words.
+"""The process of a server that a pool's ``exec`` names: its life, and its output in the worker's log.
 
-    worker ──owns──> keeper ──owns──> server (a group of its own) ──> whatever it starts
+    worker ──owns──> keeper ──owns──> server (its own process group) ──> its descendants
 
-The keeper (``keeper.py``) ends the server when we close its input, or are gone.
+The keeper (``keeper.py``) ends the server when its input is closed or the worker dies.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from pool_worker.engines.base import EngineDiedError
 from protocol.process import PORT_PLACE, ending, stop_process, without_own_variables
 
 KEEPER: Final = Path(__file__).with_name("keeper.py")
-KEEPER_MARGIN_S: Final = 5.0  # past the server's own limit, for the keeper to bury it
+KEEPER_MARGIN_S: Final = 5.0  # on top of the server's own limit, for the keeper to end
 READ_BYTES: Final = 64 * 1024
-LOG_LINE_BYTES: Final = 4096  # longer ones are cut
-LOG_LINES_PER_S: Final = 50  # on average; a burst may have so many times the next
+LOG_LINE_BYTES: Final = 4096  # longer lines are cut
+LOG_LINES_PER_S: Final = 50  # average; a burst may have the next number of seconds' worth
 LOG_BURST_S: Final = 10
 LAST_WORDS: Final = 10
 LAST_WORDS_CHARS: Final = 300  # of each
@@ -35,7 +35,7 @@ class ServerProcess:
     """One life of the server."""
 
     def __init__(self, command: str, stop_limit_s: float, keeper_margin_s: float = KEEPER_MARGIN_S) -> None:
-        """``command``: as for a shell, but none runs it; ``{port}`` in it becomes a free port."""
+        """``command`` is split like a shell's, but no shell runs it; ``{port}`` becomes a free port."""
         self.port = _free_port() if PORT_PLACE in command else None
         self._command = [part.replace(PORT_PLACE, str(self.port)) for part in shlex.split(command)]
         self._stop_limit_s = stop_limit_s
@@ -45,34 +45,34 @@ class ServerProcess:
         self._copying: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start it; it is not ready yet. Raises EngineDiedError if there is no such program."""
+        """Start the process; the server is not ready yet. Raises EngineDiedError if there is no such program."""
         self._keeper = await asyncio.create_subprocess_exec(
             *(sys.executable, "-S", str(KEEPER), str(self._stop_limit_s), *self._command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for us, who drain first
+            start_new_session=True,  # Ctrl-C is for the worker, which drains first
             env=_environment(os.environ, self.port),
         )
-        assert self._keeper.stdout is not None  # noqa: S101  # asked for above
+        assert self._keeper.stdout is not None  # noqa: S101  # requested above
         self._copying = asyncio.create_task(self._lines.copy(self._keeper.stdout), name="server log")
         log.info("started the server: %s", shlex.join(self._command))
 
     async def wait(self) -> EngineDiedError:
-        """Wait until it has ended; return why, with its last words."""
-        assert self._keeper is not None  # noqa: S101  # it has been started
+        """Wait until it has ended; return why, with its last log lines."""
+        assert self._keeper is not None  # noqa: S101  # start was called
         code = await self._keeper.wait()
         if self._copying is not None:
-            # Who inherited the pipe may keep it open.
+            # Processes that inherited the pipe may keep it open.
             await asyncio.wait({self._copying}, timeout=self._keeper_margin_s)
-        return EngineDiedError(f"the server ended with {ending(code)}; its last words:\n  {self._lines.last_words()}")
+        return EngineDiedError(f"the server ended with {ending(code)}; last log lines:\n  {self._lines.last_lines()}")
 
     async def stop(self) -> None:
-        """End it, by SIGTERM or by SIGKILL after its limit. Safe to call in any state."""
+        """End it, by SIGTERM, or by SIGKILL after its limit. Safe in any state."""
         keeper = self._keeper
         if keeper is None:
             return
-        assert keeper.stdin is not None  # noqa: S101  # asked for above
+        assert keeper.stdin is not None  # noqa: S101  # requested above
         margin_s = self._keeper_margin_s
         limit_s = self._stop_limit_s + margin_s
         await stop_process(keeper, "the server", limit_s, keeper.stdin.close, killed_limit_s=margin_s)
@@ -82,7 +82,7 @@ class ServerProcess:
 
 
 class LogLines:
-    """The server's output as lines of our log: cut where they are long, and left out where there are too many."""
+    """Copies the server's output to the worker's log: long lines are cut, and lines above a rate are dropped."""
 
     def __init__(self) -> None:
         self._last: deque[str] = deque(maxlen=LAST_WORDS)
@@ -90,13 +90,13 @@ class LogLines:
         self._filled_s: float | None = None
         self._left_out = 0
 
-    def last_words(self) -> str:
+    def last_lines(self) -> str:
         """Return the last lines."""
         return "\n  ".join(self._last) or "(none)"
 
     async def copy(self, stream: asyncio.StreamReader) -> None:
         """Copy until the end."""
-        head, is_cut = b"", False  # of the line that is being read
+        head, is_cut = b"", False  # of an unfinished line
         while chunk := await stream.read(READ_BYTES):
             *ended, rest = chunk.split(b"\n")
             for part in ended:
@@ -118,7 +118,7 @@ class LogLines:
             self._left_out += 1
             return
         if self._left_out:
-            log.warning("%d lines of the server's log were left out: more than %d/s", self._left_out, LOG_LINES_PER_S)
+            log.warning("dropped %d lines of the server's log: more than %d/s", self._left_out, LOG_LINES_PER_S)
             self._left_out = 0
         log.info("server: %s", text)
 

@@ -1,4 +1,4 @@
-"""Waiting for a server that loads and compiles: bounded, and saying now and then why it is not ready yet."""
+"""A bounded wait for a server that loads and compiles; logs at intervals why it is not ready."""
 
 import asyncio
 import logging
@@ -27,11 +27,11 @@ class Readiness:
         self._next_log_s = first_log_s
 
     async def not_yet(self, reason: str) -> None:
-        """Wait until it may be asked again. Raises EngineDiedError once that has lasted too long."""
+        """Wait before the next check. Raises EngineDiedError if the wait has lasted too long."""
         waited_s = time.monotonic() - self._started_s
         if waited_s >= self._limit_s:
             raise EngineDiedError(f"{self._url} is not ready after {waited_s:.0f} s: {reason}")
         if waited_s >= self._next_log_s:
             self._next_log_s = waited_s + LOG_PERIOD_S
-            log.info("%s is not ready after %.0f s of at most %.0f s: %s", self._url, waited_s, self._limit_s, reason)
+            log.info("%s is not ready after %.0f s (limit %.0f s): %s", self._url, waited_s, self._limit_s, reason)
         await asyncio.sleep(self._period_s)

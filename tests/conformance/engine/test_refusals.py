@@ -22,11 +22,11 @@ from tests.unit.engine.tiny_models import SHAPE, VOCAB_SIZE, llama, make_engine,
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "state_space": (
         MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, state_size=8),
-        "does not let its attention be replaced",
+        "does not allow its attention to be replaced",
     ),
     "alibi": (
         BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=64, n_layer=2, n_head=4),
-        "does not let its attention be replaced",
+        "does not allow its attention to be replaced",
     ),
     "latent_attention": (
         DeepseekV3Config(

@@ -83,6 +83,6 @@ async def test_each_model_has_its_card(gateway: PlayingGateway, nats_url: str, p
 async def test_an_adapter_that_cannot_be_served_ends_the_start_with_its_name(pool: Pool, tmp_path: Path) -> None:
     adapters = {"formal": pool.engine.adapters["formal"], "lost": str(tmp_path / "lost")}
     engine = engines.create(pool.engine.model_copy(update={"adapters": adapters}))
-    with pytest.raises(EngineDiedError, match=r"base cannot be loaded: adapters\.lost: .*lost"):
+    with pytest.raises(EngineDiedError, match=r"cannot load .*base: adapters\.lost: .*lost"):
         await engine.start()
     await engine.stop()

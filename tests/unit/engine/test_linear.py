@@ -180,7 +180,7 @@ def test_an_int8_engine_says_so_and_computes_in_integers() -> None:
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float32), ("cpu", torch.bfloat16)])
 def test_int8_is_refused_where_it_cannot_be_computed(device: str, dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigError, match="quantize: int8 is for float32 models on a CPU"):
+    with pytest.raises(ConfigError, match="quantize: int8 requires a float32 model on a CPU"):
         check_quantization("int8", device=device, dtype=dtype)
 
 

@@ -318,14 +318,14 @@ def refusal(base: PreTrainedModel, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("lora", "because"),
     [
-        ({"use_dora": True}, "adapter_config.json: use_dora = true is not served"),
-        ({"modules_to_save": ["norm"]}, 'adapter_config.json: modules_to_save = ["norm"] is not served'),
-        ({"bias": "lora_only"}, "adapter_config.json: bias = 'lora_only' is not served; only 'none' is"),
-        ({"lora_bias": True}, "adapter_config.json: lora_bias = true is not served"),
+        ({"use_dora": True}, "adapter_config.json: use_dora = true is not supported"),
+        ({"modules_to_save": ["norm"]}, 'adapter_config.json: modules_to_save = ["norm"] is not supported'),
+        ({"bias": "lora_only"}, "adapter_config.json: bias = 'lora_only' is not supported; only 'none' is"),
+        ({"lora_bias": True}, "adapter_config.json: lora_bias = true is not supported"),
         ({"trainable_token_indices": [3]}, "adapter_config.json: trainable_token_indices = "),
         ({"layer_replication": [[0, 1], [0, 2]]}, "adapter_config.json: layer_replication = "),
         ({"target_modules": ["embed_tokens"]}, "the tensor base_model.model.model.embed_tokens."),
-        ({"target_modules": ["lm_head"]}, "the tensor base_model.model.lm_head.base_layer.weight is not served"),
+        ({"target_modules": ["lm_head"]}, "the tensor base_model.model.lm_head.base_layer.weight is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' may have changed the base's weights"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -338,7 +338,7 @@ def test_what_is_no_plain_lora_is_refused(served: Served, tmp_path: Path, lora: 
 def test_what_does_not_fit_the_model_is_refused(served: Served, tmp_path: Path) -> None:
     other = make_model(LlamaConfig(**SHAPE | {"hidden_size": 32}))
     write_adapter(other, tmp_path / "shape", seed=1, r=2, target_modules=["q_proj"])
-    assert "model.layers.0.self_attn.q_proj maps 64 to 64, which lora_A (2, 32)" in refusal(
+    assert "model.layers.0.self_attn.q_proj maps 64 to 64, but lora_A is (2, 32)" in refusal(
         served.base, tmp_path / "shape"
     )
     deeper = make_model(LlamaConfig(**SHAPE | {"num_hidden_layers": 3}))
@@ -351,8 +351,8 @@ def test_files_that_are_missing_or_disagree_are_refused(served: Served, own_fold
     config = json.loads(config_path.read_text())
     for change, because in (
         ({"r": 3}, "model.layers.0.self_attn.q_proj: rank 2, but adapter_config.json says 3"),
-        ({"peft_type": "IA3"}, "peft_type = 'IA3'; only 'LORA' is served"),
-        ({"some_new_trick": 7}, "some_new_trick = 7 is not served"),
+        ({"peft_type": "IA3"}, "peft_type = 'IA3'; only 'LORA' is supported"),
+        ({"some_new_trick": 7}, "some_new_trick = 7 is not supported"),
     ):
         config_path.write_text(json.dumps(config | change))
         assert because in refusal(served.base, own_folder)

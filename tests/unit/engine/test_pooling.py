@@ -152,10 +152,10 @@ def test_a_vector_that_is_not_finite_fails_alone(folder: Path) -> None:
 
 def test_the_longest_input(folder: Path, tmp_path: Path) -> None:
     assert make_engine(folder, max_model_len=16).info.max_model_len == 16
-    with pytest.raises(ConfigError, match=f"max_model_len: {MAX_TOKENS + 1} is more than the {MAX_TOKENS}"):
+    with pytest.raises(ConfigError, match=f"max_model_len: {MAX_TOKENS + 1} exceeds the model's {MAX_TOKENS}"):
         make_engine(folder, max_model_len=MAX_TOKENS + 1)
     roberta = save_embedder(tmp_path, "roberta")
-    with pytest.raises(ConfigError, match=f"max_model_len: {MAX_TOKENS + 1} is more than the {MAX_TOKENS}"):
+    with pytest.raises(ConfigError, match=f"max_model_len: {MAX_TOKENS + 1} exceeds the model's {MAX_TOKENS}"):
         make_engine(roberta, max_model_len=MAX_TOKENS + 1)
     (roberta / "sentence_bert_config.json").write_text('{"max_seq_length": 24, "do_lower_case": false}')
     assert make_engine(roberta).info.max_model_len == 24

@@ -45,7 +45,7 @@ def triton(*inputs: str, **more: Any) -> Page:
 
 
 MODEL, WEIGHTS, VERSION, TEMPLATE = "model", "weights", "version of the weights", "chat template"
-LENGTH, SEQUENCES, FIELDS, INPUTS = "context length", "sequences at once", "honoured fields", "inputs"
+LENGTH, SEQUENCES, FIELDS, INPUTS = "context length", "sequences at once", "supported fields", "inputs"
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_what_is_owed_may_come_in_pieces_but_must_come(text_tokens: TextTokens) 
     answer = AnswerText(text_tokens, smile[:2])
     assert answer.read("", 9) == ([], False)
     assert answer.read("🙂", 9)[0] == text_tokens.ids(smile[2:])
-    with pytest.raises(MalformedEvent, match="does not go on with the character"):
+    with pytest.raises(MalformedEvent, match="does not continue the character"):
         AnswerText(text_tokens, smile[:2]).read("x", 9)
 
 
@@ -125,7 +125,7 @@ def test_special_tokens_of_the_prompt_are_written_out(folder: TokenizerFolder, t
 
 
 def test_words_that_would_become_special_tokens_are_refused(text_tokens: TextTokens) -> None:
-    with pytest.raises(RequestRejected, match="would take words of the prompt for special tokens"):
+    with pytest.raises(RequestRejected, match="would read words of the prompt as special tokens"):
         text_tokens.written(text_tokens.ids(b"he said <eot> and"), [])
 
 
