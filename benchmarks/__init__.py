@@ -1,1 +1,1 @@
-"""Benchmarks: each prints one JSON line last; results, also the disappointing ones, go into LOG.md."""
+"""Benchmarks. Each prints one JSON line last. Results, including disappointing ones, are recorded in LOG.md."""

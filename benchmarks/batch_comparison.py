@@ -1,15 +1,15 @@
-"""One batch while its engines die, and whoever feeds it does once: Spillway's ``/v1/batches`` beside LiteLLM's runner.
+"""One batch while its engines crash, and its feeder once: Spillway's ``/v1/batches`` beside LiteLLM's runner.
 
 Both have two scripted engines of the same known speed and the same file of lines. Every ``KILL_PERIOD_S`` one of the
-engine processes gets SIGKILL, in turn, and is started again a second later; in the fault "both" the process that feeds
-the batch gets it, too, once, when a third of the time that the batch takes at best has passed. Spillway has one gateway
-here and nothing set that is not set by default; LiteLLM's side, and what is missing of it, is in
-``peers/litellm_batch.py``. It may have as many lines open as the engines have places (by default it has 4).
+engine processes gets SIGKILL, in turn, and is restarted a second later. In the fault "both", the process that feeds the
+batch gets it once as well, after a third of the batch's shortest possible time. Spillway has one gateway here, with
+default settings. LiteLLM's side, and what it lacks, is described in ``peers/litellm_batch.py``; it may have as many
+lines open as the engines have slots (its default is 4).
 
-Each line in the result files is compared with what the undisturbed engine says: *answered* lines are right and there
-once; *failed* ones stand in the error file; *missing* and *repeated* ones must be none; *submitted*: how often the
-client had to hand in the batch, each time all of it runs again. ``seconds`` from handing in to the end, beside
-``least_s``, what the engines need for it undisturbed.
+Each line in the result files is compared with the undisturbed engine's answer: *answered* lines are right and occur
+once; *failed* ones are in the error file; *missing* and *repeated* ones must be zero; *submitted*: how often the client
+had to submit the batch, which runs all of it again. ``seconds`` from the first submission to the end, beside
+``least_s``, the time that the undisturbed engines need.
 
     python -m benchmarks.batch_comparison [--only spillway|litellm] [--fault engines|both] [--lines 1500]
 """
@@ -54,32 +54,32 @@ SHAPE: Final = EngineShape(slots=32, token_ms=50)
 TOKENS: Final = 40
 ENGINES: Final = 2
 KILL_PERIOD_S: Final = 5.0
-FEEDER_DIES_AT: Final = 1 / 3  # of the least time
+FEEDER_DIES_AT: Final = 1 / 3  # share of the shortest possible time
 LIMIT_S: Final = 600.0
 POLL_S: Final = 0.5
-RETRIES: Final = 20  # of the client, while the gateway is being started again
+RETRIES: Final = 20  # of the client, while the gateway restarts
 FAULTS: Final = ("engines", "both")
 ROOT: Final = Path(__file__).resolve().parents[1]
 
 
 @dataclass
 class RunningBatch:
-    """A system with a batch that has been handed in."""
+    """A system with a submitted batch."""
 
     engines: Sequence[EngineProcess]
     kill_feeder: Callable[[], Awaitable[None]]
-    wait: Callable[[], Awaitable[tuple[list[Any], list[Any], int]]]  # → lines of both files, times it was submitted
+    wait: Callable[[], Awaitable[tuple[list[Any], list[Any], int]]]  # → lines of both files, number of submissions
 
 
 def line(number: int) -> dict[str, Any]:
-    """One line of the file."""
+    """Return one line of the file."""
     message = {"role": "user", "content": prompt(number)}
     body = {"model": "scripted", "max_tokens": 2 * TOKENS, "messages": [message]}
     return {"custom_id": str(number), "method": "POST", "url": PATH, "body": body}
 
 
 def prompt(number: int) -> str:
-    """What a line asks."""
+    """Return a line's prompt."""
     return f"Line {number}: what is there to say? [[tokens={TOKENS}]]"
 
 
@@ -88,7 +88,7 @@ def prompt(number: int) -> str:
 
 @asynccontextmanager
 async def spillway(folder: Path, lines: bytes) -> AsyncIterator[RunningBatch]:
-    """Spillway with one gateway and two workers."""
+    """Run Spillway with one gateway and two workers."""
     async with (
         spillway_with_two_workers(folder, SHAPE) as (system, workers),
         openai.AsyncOpenAI(
@@ -146,7 +146,7 @@ class _Runner:
 
 @asynccontextmanager
 async def litellm_runner(folder: Path, lines: bytes) -> AsyncIterator[RunningBatch]:
-    """LiteLLM's runner before two engine servers with vLLM's waiting room."""
+    """Run LiteLLM's runner in front of two engine servers that queue like vLLM."""
     (folder / "lines.jsonl").write_bytes(lines)
     async with two_engine_servers(folder, SHAPE, UNBOUNDED) as servers:
         runner = _Runner(folder, [server.port for server in servers])
@@ -161,7 +161,7 @@ async def litellm_runner(folder: Path, lines: bytes) -> AsyncIterator[RunningBat
 
         async def wait() -> tuple[list[Any], list[Any], int]:
             assert runner.process is not None
-            while (code := await runner.process.wait()) == -signal.SIGKILL:  # noqa: ASYNC110  # it is started again
+            while (code := await runner.process.wait()) == -signal.SIGKILL:  # noqa: ASYNC110  # it is restarted
                 await asyncio.sleep(POLL_S)
             if code:
                 raise ChildProcessError(f"LiteLLM's runner ended with exit code {code}; see {folder / 'litellm.log'}")
@@ -189,7 +189,7 @@ SYSTEMS: Final = {"spillway": spillway, "litellm": litellm_runner}
 
 
 async def measure(name: str, fault: str, count: int) -> dict[str, Any]:
-    """One system under one fault."""
+    """Measure one system under one fault."""
     lines = b"".join(json.dumps(line(number)).encode() + b"\n" for number in range(count))
     least_s = count * TOKENS * SHAPE.token_ms / 1000 / (ENGINES * SHAPE.slots)
     with tempfile.TemporaryDirectory(prefix="spillway-batches-") as folder:
@@ -229,7 +229,7 @@ async def _kill_feeder(batch: RunningBatch, after_s: float, kills: Counter[str])
 
 
 def judge(answered: Sequence[Any], failed: Sequence[Any], count: int) -> dict[str, Any]:
-    """Compare with what the undisturbed engine says."""
+    """Compare the results with the undisturbed engine's answers."""
     answers = ScriptedAnswers()
     seen = Counter(one["custom_id"] for one in [*answered, *failed])
     texts = {one["custom_id"]: one["response"]["body"]["choices"][0]["message"]["content"] for one in answered}
@@ -264,7 +264,7 @@ if __name__ == "__main__":
     parser.add_argument("--fault", choices=FAULTS)
     parser.add_argument("--lines", type=int, default=1500)
     arguments = parser.parse_args()
-    # asyncio ends all processes in order on SIGINT, also where a shell ignores that for us; a SIGTERM shall do no less.
+    # asyncio shuts down cleanly on SIGINT, even where a shell ignores it for this process; SIGTERM must do the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     uvloop.run(main(arguments))

@@ -1,16 +1,16 @@
-"""A batch of a million lines: what it takes of memory, processor time and disk, from its upload to its last result.
+"""A batch of a million lines: its memory, CPU time and disk space, from the upload to the last result.
 
-A whole Spillway as it is by default (one gateway, which feeds, an embedded nats-server, ledger writer, SQLite) and one
-worker with the scripted engine, which answers each line with one token at once: what is measured is around it. A file
-of short chats is uploaded, then validated and indexed, then fed until all is done or ``--feed-s`` have passed; what is
-left then is cancelled, so that it has its line in the error file. In the end the two files are read: every
-``custom_id`` must be there once.
+A whole Spillway with default settings (one gateway, which feeds, an embedded nats-server, ledger writer, SQLite) and
+one worker with the scripted engine, which answers each line with one token immediately, so that only the rest is
+measured. A file of short chats is uploaded, validated, indexed, and then fed until all lines are done or ``--feed-s``
+have passed; the remaining lines are canceled, so each of them gets a line in the error file. At the end both files are
+read: every ``custom_id`` must occur once.
 
-*MiB* is resident memory, of the gateway (the process that indexes is told apart: its highest), nats-server, ledger
-writer and worker, at several moments; *grown* is how much more the highest of the last fifth of the feeding is than the
-highest of its second fifth (the first warms up; nats-server remembers the ids of two minutes' messages). *CPU ms a
-line* is user and system time of each process while lines were fed, over the lines that were done. *Disk* is what lies
-in the data folder; the open index, which has no name any more, is told with the moments.
+*MiB* is resident memory of the gateway (the indexing process separately: its highest), nats-server, ledger writer and
+worker, at several times; *grown* is the maximum in the last fifth of the feeding minus the maximum in its second fifth
+(the first fifth warms up; nats-server remembers the ids of two minutes' messages). *CPU ms per line* is user and system
+time of each process while lines were fed, divided by the lines done. *Disk* is the size of the data folder; the open
+index, which is an unlinked file, is reported at each time.
 
     python -m benchmarks.batch_million [--lines 1000000] [--feed-s 600]
 """
@@ -38,7 +38,7 @@ from gateway.batches.store import OVER, Status
 
 PATH: Final = "/v1/chat/completions"
 SAMPLE_S: Final = 2.0
-LINE_S: Final = 600.0  # a call, however long: a file of hundreds of MB is one
+LINE_S: Final = 600.0  # per call: uploads of hundreds of MB take long
 SETTINGS: Final[dict[str, Any]] = {
     "models": {"instant": {}},
     "pools": {"instant": {"models": ["instant"], "engine": {"kind": "scripted"}}},
@@ -57,7 +57,7 @@ def write_lines(path: Path, count: int) -> None:
 
 
 def disk_mib(folder: Path) -> dict[str, float]:
-    """What lies in the data folder: files of clients and results, queue, SQL, indexes that are still being made."""
+    """Return the sizes in the data folder: clients' files and results, queue, SQL, and unfinished indexes."""
 
     def size(paths: list[Path]) -> float:
         return round(sum(path.stat().st_blocks * 512 for path in paths if path.is_file()) / MIB, 1)
@@ -71,7 +71,7 @@ def disk_mib(folder: Path) -> dict[str, float]:
 
 
 def open_mib(pid: int) -> float:
-    """Size of the files that a process holds open and that have no name any more: the index."""
+    """Return the size of the unlinked files that a process holds open: the index."""
     found = 0
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -93,7 +93,7 @@ class Gauge:
     indexer_mib: float = 0.0
 
     async def run(self) -> None:
-        """Sample for ever."""
+        """Sample until canceled."""
         while True:
             self.samples.append((time.monotonic(), self.done, self.now()))
             for child in psutil.Process(self.pids["gateway"]).children():
@@ -104,11 +104,11 @@ class Gauge:
             await asyncio.sleep(SAMPLE_S)
 
     def now(self) -> dict[str, float]:
-        """MiB of each process."""
+        """Return the MiB of each process."""
         return {name: round(psutil.Process(pid).memory_info().rss / MIB, 1) for name, pid in self.pids.items()}
 
     def peaks(self, from_s: float, until_s: float) -> dict[str, float]:
-        """The highest of a time."""
+        """Return each process's maximum in a time span."""
         within = [mib for at_s, _, mib in self.samples if from_s <= at_s <= until_s] or [self.now()]
         return {name: max(mib[name] for mib in within) for name in self.pids}
 
@@ -123,7 +123,7 @@ class Client:
         )
 
     async def upload(self, path: Path) -> str:
-        """Upload a file, read from the disk as it goes."""
+        """Upload a file, streamed from disk."""
         with path.open("rb") as file:  # httpx reads it in pieces
             form = {"file": ("lines.jsonl", file)}
             answer = await self._http.post("/v1/files", files=form, data={"purpose": "batch"})
@@ -151,7 +151,7 @@ class Client:
                 yield line
 
     async def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         await self._http.aclose()
 
     def _body(self, answer: httpx.Response) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Client:
 
 
 async def measure(folder: Path, count: int, feed_s: float) -> dict[str, Any]:
-    """Everything, one after the other."""
+    """Run everything, one step after the other."""
     source, data = folder / "lines.jsonl", folder / "data"
     data.mkdir()
     await asyncio.to_thread(write_lines, source, count)
@@ -225,7 +225,7 @@ async def measure(folder: Path, count: int, feed_s: float) -> dict[str, Any]:
 async def _feed(
     client: Client, batch_id: str, gauge: Gauge, *, until_s: float, moment: Callable[[str], None], count: int
 ) -> None:
-    """Wait until all is done, or for a time; ten moments on the way."""
+    """Wait until all lines are done or the time is over; report at ten points."""
     first_s, told = time.monotonic(), 1
     while time.monotonic() < until_s:
         batch = await client.batch(batch_id)
@@ -250,7 +250,7 @@ def _grown(gauge: Gauge, began_s: float, fed_s: float) -> dict[str, float]:
 
 
 async def _check(client: Client, batch: dict[str, Any], count: int) -> dict[str, int]:
-    """Read both files: how many lines are there, and how many of them are missing or there again."""
+    """Read both files; return the number of lines, and of missing and repeated ones."""
     seen = bytearray(count)
     lines = 0
     for file_id in (batch["output_file_id"], batch["error_file_id"]):
@@ -273,7 +273,7 @@ if __name__ == "__main__":
     parser.add_argument("--lines", type=int, default=1_000_000)
     parser.add_argument("--feed-s", type=float, default=600.0)
     arguments = parser.parse_args()
-    # asyncio ends all processes in order on SIGINT, also where a shell ignores that for us; a SIGTERM shall do no less.
+    # asyncio shuts down cleanly on SIGINT, even where a shell ignores it for this process; SIGTERM must do the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     uvloop.run(main(arguments))

@@ -1,24 +1,23 @@
-"""What feeding a batch in the order of its prefixes gains on a real engine, beside the order in which its lines stand.
+"""What feeding a batch in the order of its prefixes gains on a real engine, compared with the file's order.
 
-A file has ``prefixes`` times ``each`` lines in random order: a beginning that ``each`` of them share (a long system
-prompt, examples, a document), an end of their own, and an answer of a fixed length. The lines are indexed by
-``gateway.batches.index`` itself and read in the order in which the feeder reads them, or in that of the file.
-Spillway's own engine with a pool's default settings, float32, gets them in that order, as many at once as the feeder
-keeps open: every sequence taken, and a few more that wait. *Ratio*: lines per second in the feeder's order over those
-in the file's; *cpu ratio*: lines per second of CPU time, which says the same where other work shares the machine.
+A file has ``prefixes`` times ``each`` lines in random order: a prefix that ``each`` of them share (a long system
+prompt, examples, a document), their own suffix, and an answer of a fixed length. The lines are indexed by
+``gateway.batches.index`` itself and read in the feeder's order or in the file's. Spillway's own engine with a pool's
+default settings, float32, gets them in that order, as many at once as the feeder keeps open: every sequence in use, and
+a few more waiting. *Ratio*: lines per second in the feeder's order divided by those in the file's; *cpu ratio*: the
+same per second of CPU time, which is comparable even if other work shares the machine.
 
-Order can gain something only where beginnings are shared and the cache does not hold all of them anyway, so there are
-three workloads, in tokens; the memory for keys and values is told as how many tokens it holds:
+Order can only help if prefixes are shared and the cache does not hold all of them anyway, so there are three workloads,
+in tokens; the KV memory is given as the number of tokens that it holds:
 
-- *shared*: beginnings of 512, ends of 32, answers of 16; together a good deal larger than the memory;
-- *mixed*: beginnings of 256, ends of 128, answers of 64: less is shared, and more time goes into answers;
-- *fits*: as *shared*, but all beginnings fit into the memory: here order should gain next to nothing.
+- *shared*: prefixes of 512, suffixes of 32, answers of 16; together much larger than the memory;
+- *mixed*: prefixes of 256, suffixes of 128, answers of 64: less is shared, and more time goes into answers;
+- *fits*: as *shared*, but all prefixes fit into the memory: here order should gain almost nothing.
 
-The model is the demo model (a Llama of 4 layers that comes with the repository) or, by ``--model``, a larger Llama with
-random weights, where tokens cost more beside what each step costs anyway; the tokens are random. The two orders
-alternate (file, feeder; feeder, file; ...), ``--pairs`` times after a warm-up; medians with quartiles over the pairs. A
-first token that no other run has keeps the cache of one run from the next. One engine: with several workers each of
-them computes a beginning once.
+The model is the demo model (a Llama of 4 layers in this repository) or, with ``--model``, a larger Llama with random
+weights, where tokens cost more relative to the cost of a step; the tokens are random. The two orders alternate (file,
+feeder; feeder, file; ...), ``--pairs`` times after a warm-up; medians with quartiles over the pairs. A unique first
+token keeps the cache of one run from the next. One engine: with several workers, each computes a prefix once.
 
     python -m benchmarks.batch_order [--pairs 4] [--only shared] [--model 68M]
 """
@@ -55,7 +54,7 @@ PATH: Final = "/v1/completions"
 DEMO: Final = "demo"
 SEED: Final = 20
 VOCAB_SIZE: Final = 3072
-THREADS: Final = 1  # of two, one waits for the other wherever the machine is not quiet
+THREADS: Final = 1  # with two threads, one would wait for the other on a busy machine
 SEQUENCES: Final = 8
 FLOAT_BYTES: Final = 4
 ORDERS: Final = ("file", "feeder")
@@ -63,7 +62,7 @@ ORDERS: Final = ("file", "feeder")
 
 @dataclass(frozen=True)
 class Workload:
-    """Lines that share beginnings; lengths in tokens."""
+    """Lines with shared prefixes; lengths in tokens."""
 
     prefixes: int
     each: int
@@ -73,7 +72,7 @@ class Workload:
     kv_tokens: int  # that fit into the memory
 
     def lines(self, salt: int) -> list[list[int]]:
-        """The prompts in random order."""
+        """Return the prompts in random order."""
         source = random.Random(SEED)
         prompts = [
             [salt, *prefix, *source.choices(range(3, VOCAB_SIZE), k=self.own_tokens)]
@@ -92,7 +91,7 @@ WORKLOADS: Final = {
 
 
 def in_feeding_order(prompts: Sequence[Sequence[int]], folder: Path) -> list[list[int]]:
-    """Return the prompts as the feeder reads them from its index."""
+    """Return the prompts in the order in which the feeder reads them from its index."""
     lines = b"".join(
         json.dumps(
             {"custom_id": str(number), "method": "POST", "url": PATH, "body": {"model": DEMO, "prompt": prompt}}
@@ -124,7 +123,7 @@ class Run:
 
 
 def feed(engine: LLMEngine, prompts: Sequence[Sequence[int]], answer_tokens: int) -> Run:
-    """Answer all prompts, taken in this order as the feeder opens them."""
+    """Answer all prompts in this order, opening them as the feeder does."""
     params = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True)
     names = ("computed_tokens", "prompt_tokens", "cached_tokens", "generated_tokens")
     before = [getattr(engine.counters, name) for name in names]
@@ -141,13 +140,13 @@ def feed(engine: LLMEngine, prompts: Sequence[Sequence[int]], answer_tokens: int
 
 
 def kv_bytes_per_token(model: Path) -> int:
-    """Return what the keys and values of one token take in float32."""
+    """Return the bytes of one token's keys and values in float32."""
     config: Any = LlamaConfig.from_pretrained(model)
     return int(config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * FLOAT_BYTES)
 
 
 def measure(model: Path, workload: Workload, pairs: int, scratch: Path) -> dict[str, Any]:
-    """Both orders in turns."""
+    """Measure both orders alternately."""
     kv_mib = workload.kv_tokens * kv_bytes_per_token(model) // 2**20
     engine = load(LocalEngineSettings(path=str(model), threads=THREADS, max_sequences=SEQUENCES, kv_mib=kv_mib))
     runs: dict[str, list[Run]] = {order: [] for order in ORDERS}
@@ -164,7 +163,7 @@ def measure(model: Path, workload: Workload, pairs: int, scratch: Path) -> dict[
 
 
 def figures(workload: Workload, runs: dict[str, list[Run]]) -> dict[str, Any]:
-    """Medians and quartiles."""
+    """Return medians and quartiles."""
     lines = workload.prefixes * workload.each
     pairs = list(zip(runs["file"], runs["feeder"], strict=True))
     ratios, cpu_ratios = ([getattr(a, name) / getattr(b, name) for a, b in pairs] for name in ("seconds", "cpu_s"))
@@ -189,7 +188,7 @@ def figures(workload: Workload, runs: dict[str, list[Run]]) -> dict[str, Any]:
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """Lower and upper; of fewer than two values, the value."""
+    """Return the lower and upper quartile; of fewer than two values, the value."""
     cuts = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return [round(cuts[0], 2), round(cuts[2], 2)]
 

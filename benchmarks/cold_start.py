@@ -1,11 +1,10 @@
-"""How long a worker takes from the start of its process until it takes jobs, by where its weights are.
+"""The time from the start of a worker's process until it takes jobs, by the location of its weights.
 
-- *cold*: the weights are on the disk of a volume, and not one byte of them in the system's page cache: what the first
-  start on a machine costs.
-- *warm*: the same once more: what each further start there costs.
-- *no weights*: a scripted engine: what is left is Python, and the connection to the queue server.
+- *cold*: the weights are on a volume's disk and not in the page cache: the first start on a machine.
+- *warm*: the same again: each further start there.
+- *no weights*: a scripted engine: only Python and the connection to the queue server.
 
-The models are Llamas of random float32 weights. The engine is our own, on a CPU. Needs no network.
+The models are Llamas with random float32 weights. The engine is Spillway's own, on a CPU. Needs no network.
 
     python -m benchmarks.cold_start [--sizes 68M 125M] [--runs 3]
 """
@@ -58,7 +57,7 @@ async def measure(sizes: list[str], runs: int) -> dict[str, Any]:
             save_model(size, weights)
             pools[size] = {"models": [size], "engine": {"kind": "spillway", "path": str(weights)}}
         async with running(folder, {"models": {pool: {} for pool in pools}, "pools": pools}, {}):
-            await _start_s("scripted", folder)  # compiles what Python has not compiled yet
+            await _start_s("scripted", folder)  # compiles Python bytecode
             results["no weights"] = await _times("scripted", folder, runs)
             for size in sizes:
                 weights = folder / f"weights-{size}"

@@ -1,4 +1,4 @@
-"""CPU time of named process trees over a window, and how much of the machine others used meanwhile."""
+"""CPU time of named process trees over a window, and the CPU that other processes used meanwhile."""
 
 import asyncio
 import os
@@ -10,33 +10,33 @@ from typing import Final
 
 import psutil
 
-OWN: Final = "load client"  # this very process
+OWN: Final = "load client"  # this process
 SETTLE_CHECK_S: Final = 0.4
-SETTLED_CORES: Final = 0.1  # all trees together; heartbeats alone need less
+SETTLED_CORES: Final = 0.1  # of all trees together; heartbeats alone need less
 SETTLE_LIMIT_S: Final = 30.0
 
 
 @dataclass(slots=True)
 class Window:
-    """The CPU and wall time used between the window's start and its end."""
+    """The CPU and wall time between the window's start and its end."""
 
     cpu_s: dict[str, float] = field(default_factory=dict)  # by name of the tree: user + system
     wall_s: float = 0.0
-    others_cores: float = 0.0  # busy cores that belong to nobody measured
+    others_cores: float = 0.0  # cores kept busy by unmeasured processes
     stolen_cores: float = (
-        0.0  # what the hypervisor gave to other machines; it makes all CPU times longer, up to twofold
+        0.0  # cores that the hypervisor gave to other machines; this increases all CPU times, up to twofold
     )
 
 
 class CpuMeter:
-    """Reads user + system time, to 10 ms, of process trees. The calling process is always among them."""
+    """Reads user + system time, to 10 ms, of process trees. Always includes the calling process."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._roots = {name: psutil.Process(pid) for name, pid in pids.items()}
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        """Measure what happens inside; the window is filled when it closes."""
+        """Measure the body of the ``with`` statement; the window is filled when it closes."""
         window = Window()
         before, machine_before = self._read(), psutil.cpu_times()
         yield window
@@ -52,7 +52,7 @@ class CpuMeter:
         window.stolen_cores = passed["steal"] / max(window.wall_s, 1e-9)
 
     async def settle(self) -> None:
-        """Wait until the work that a load leaves behind (usage records above all) is done. Raises TimeoutError."""
+        """Wait until the work after a load (mainly usage records) is done. Raises TimeoutError."""
         deadline_s = time.monotonic() + SETTLE_LIMIT_S
         before_s = sum(self._read().values())
         while time.monotonic() < deadline_s:

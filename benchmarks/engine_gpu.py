@@ -1,20 +1,20 @@
-"""Output tokens per second of Spillway's engine on an NVIDIA GPU, beside the floor that memory sets and its peer.
+"""Output tokens per second of Spillway's engine on an NVIDIA GPU, beside its memory-bandwidth floor and its peer.
 
-Metrics, for 1, 8, 64 and 256 requests of 512 random prompt tokens, handed over together, 128 new tokens each, greedy:
+Metrics, for 1, 8, 64 and 256 requests of 512 random prompt tokens, submitted together, 128 new tokens each, greedy:
 
-- *TTFT*: from handing over to each request's first token, mean and last.
-- *tokens/s*: new tokens divided by the time from handing over to the last one, prompts included.
-- *decode tokens/s*: new tokens after all have their first, divided by the time from then on.
-- *share of the floor*: a decoding step must at least read the weights and every sequence's keys and values once; that
-  many bytes, divided by the bandwidth of a large copy on this very card, over the mean time of a decoding step.
+- *TTFT*: from submission to each request's first token, mean and last.
+- *tokens/s*: new tokens divided by the time from submission to the last one, including prompts.
+- *decode tokens/s*: new tokens after each request has its first, divided by the time from then on.
+- *share of the floor*: a decoding step must at least read the weights and every sequence's keys and values once. That
+  number of bytes, divided by the bandwidth of a large copy on this card, over the mean time of a decoding step.
 
-The peer is transformers' continuous batching with its own choices (CUDA graphs among them), in tokens/s, its manager
-already running. Every figure is the median over rounds, after one that warms up; for each batch size the engine runs
+The peer is transformers' continuous batching with its defaults (including CUDA graphs), in tokens/s, with its manager
+already running. Every figure is the median over rounds, after one warm-up round; for each batch size the engine runs
 first.
 
 The model is a Llama of 1.2 billion random bfloat16 parameters (the shape of Llama 3.2 1B), made on the card with a
-fixed seed, with a byte-level tokenizer as most models have; `--model` takes another from a folder. Needs no network,
-but a GPU with some 24 GB.
+fixed seed, with a byte-level tokenizer as most models have; `--model` loads another from a folder. Needs no network,
+but a GPU with about 24 GB.
 
     python -m benchmarks.engine_gpu [--model FOLDER] [--rounds 3] [--without-peer]
 """
@@ -57,7 +57,7 @@ class Wave:
     total_s: float
 
     def figures(self, floor_step_s: float) -> dict[str, float]:
-        """Return the metrics, given how long a decoding step takes at least."""
+        """Return the metrics, given the shortest possible time of a decoding step."""
         requests = len(self.first_s)
         decoding_s = self.total_s - max(self.first_s)
         return {
@@ -106,7 +106,7 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights that a step reads: all but the embedding, of which it reads some rows."""
+    """Return the bytes of the weights that a step reads: all except the embedding, of which it reads some rows."""
     embeddings: Any = model.get_input_embeddings()
     embedding = embeddings.weight
     read = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
@@ -159,7 +159,7 @@ def engine_wave(engine: LLMEngine, prompts: list[list[int]]) -> Wave:
 
 
 def peer_tokens_per_s(model: PreTrainedModel, waves: list[list[list[int]]]) -> list[float]:
-    generating: Any = model  # by a mixin without types
+    generating: Any = model  # from an untyped mixin
     generation = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
     rates = []
     with (

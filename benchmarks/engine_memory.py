@@ -1,12 +1,13 @@
 """The time saved by the prefix cache and lost to preemption, on a CPU.
 
-- *shared prefix*: 32 requests at once, 512 tokens that all have in common and 32 of their own, 32 new tokens each. Time
-  to first token of each, counted from handing over, and output tokens per second; with the cache off, an empty cache
-  ("cold": the prefix is computed once, by the first), and once more with the prefix in it ("warm").
-- *overload*: 64 requests of random lengths (prompts of 32 to 256 tokens, 16 to 256 new ones, 256 asked for) into memory
-  for a quarter of them; *outgrow*: 40 that become as long as they may (prompts of 16 to 64 tokens, 128 to 512 new
-  ones). Reserving each one's whole length is compared with growing and preempting. The recompute tax is the share of
-  tokens computed more than once; the longest pause is the most steps that a stream stood still, having given way.
+- *shared prefix*: 32 requests at once, with 512 common tokens and 32 of their own, 32 new tokens each. Time to first
+  token of each, counted from submission, and output tokens per second; with the cache off, with an empty cache ("cold":
+  the first request computes the prefix), and with the prefix in it ("warm").
+- *overload*: 64 requests of random lengths (prompts of 32 to 256 tokens, 16 to 256 new ones, a limit of 256) with
+  memory for a quarter of them; *outgrow*: 40 requests that reach their limit (prompts of 16 to 64 tokens, 128 to 512
+  new ones). Reserving each one's whole length is compared with growing and preempting. The recompute tax is the share
+  of tokens computed more than once; the longest pause is the largest number of steps for which preemption stopped a
+  stream.
 
 The model is a Llama of 68 M random float32 parameters. Needs no network.
 
@@ -44,7 +45,7 @@ def random_tokens(source: random.Random, count: int) -> list[int]:
 
 
 def wave(engine: LLMEngine, requests: list[GenerationRequest]) -> dict[str, float]:
-    """Hand all over at once; return TTFT and throughput."""
+    """Submit all requests at once; return TTFT and throughput."""
     start_s = time.perf_counter()
     for request in requests:
         engine.add_request(request)
@@ -74,7 +75,7 @@ def shared_prefix(model: LlamaForCausalLM, threads: int) -> dict[str, dict[str, 
 
     without = make_engine(model, max_sequences=SHARING, threads=threads, prefix_cache=False)
     cached = make_engine(model, max_sequences=SHARING, threads=threads)
-    wave(without, requests(random_tokens(source, PREFIX_TOKENS)))  # warms up
+    wave(without, requests(random_tokens(source, PREFIX_TOKENS)))  # warm up
     prefix = random_tokens(source, PREFIX_TOKENS)
     return {
         "off": wave(without, requests(prefix)),
@@ -85,12 +86,12 @@ def shared_prefix(model: LlamaForCausalLM, threads: int) -> dict[str, dict[str, 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that all come at once."""
+    """Requests that arrive at once."""
 
     requests: int
     prompts: tuple[int, int]  # tokens, from and to
     outputs: tuple[int, int]
-    asked: int | None  # max_tokens; None: as many as it will have
+    asked: int | None  # max_tokens; None: the actual length
 
 
 OVERLOADS = {
@@ -111,7 +112,7 @@ def overload(model: LlamaForCausalLM, threads: int, load: Load) -> dict[str, dic
     for name, lookahead in {"reserve": {"lookahead_tokens": config.max_position_embeddings}, "preempt": {}}.items():
         under_test = make_engine(model, **limits, **lookahead)
         for number, (prompt, (_, output)) in enumerate(zip(prompts, wanted, strict=True)):
-            # Where only the longest answer is asked for, it is not known beforehand where one ends.
+            # If every request sets the largest limit, its real end is not known beforehand.
             params = SamplingParams(temperature=0.0, max_tokens=load.asked or output, ignore_eos=True)
             under_test.add_request(GenerationRequest(f"{number}.{output}", prompt, params))
         found[name] = until_the_end(under_test, sum(prompt + output for prompt, output in wanted) - load.requests)

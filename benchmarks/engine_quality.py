@@ -1,12 +1,12 @@
 """The quality lost to 8-bit integers: the demo model in float32 and with quantize = "int8", on the same fixed texts.
 
-- *answers*: the written answers to the demo's held-out questions, which training never saw in these words;
-- *licence*: the repository's LICENSE, a text unlike any the model was trained on.
+- *answers*: the written answers to the demo's held-out questions, whose wording was not in training;
+- *licence*: the repository's LICENSE, a text unlike any that the model was trained on.
 
-Perplexity is exp of the mean negative log-probability of each token after those before it (of answers: the answer's
-tokens only); *top-1 agreement* is the share of those places where both engines find the same token most probable;
-*same greedy answers* is the share of every eighth question that both engines answer word for word alike, and *as
-written* the share that is the written answer.
+Perplexity is exp of the mean negative log-probability of each token given those before it (for answers: of the answer's
+tokens only). *Top-1 agreement* is the share of these positions where both engines find the same token most probable.
+*Same greedy answers* is the share of every eighth question for which both engines give identical answers, and *as
+written* the share that equals the written answer.
 
     python -m benchmarks.engine_quality [--model FOLDER] [--threads 2]
 """
@@ -36,7 +36,7 @@ from protocol.generation import PromptLogprob
 from spillway.config import DEMO_MODEL_PATH
 
 LICENCE: Final = Path(__file__).resolve().parents[1] / "LICENSE"
-PIECE_TOKENS: Final = 512  # of the licence, scored at once
+PIECE_TOKENS: Final = 512  # of the license, scored at once
 GREEDY_EVERY: Final = 8
 QUANTIZED: Final[tuple[Literal["int8"] | None, ...]] = (None, "int8")
 
@@ -74,7 +74,7 @@ def licence_pieces(tokenizer: PreTrainedTokenizerBase) -> list[Scored]:
 
 
 def run(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> list[list[SequenceOutput]]:
-    """Return the outputs of each prompt; as many at once as the engine runs at once."""
+    """Return the outputs of each prompt, with the engine's maximum concurrency."""
     outputs: list[list[SequenceOutput]] = [[] for _ in prompts]
     for start in range(0, len(prompts), engine.info.max_sequences):
         for number, prompt in enumerate(prompts[start : start + engine.info.max_sequences], start):
@@ -86,7 +86,7 @@ def run(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> 
 
 
 def score(engine: LLMEngine, texts: list[Scored]) -> tuple[float, list[int]]:
-    """Return the perplexity, and the most probable token at each place that counts."""
+    """Return the perplexity, and the most probable token at each counted position."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     counted: list[PromptLogprob] = []
     for text, outputs in zip(texts, run(engine, [text.token_ids for text in texts], params), strict=True):

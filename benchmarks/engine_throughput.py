@@ -1,26 +1,26 @@
 """Output tokens per second and time to first token beside other systems, on a CPU: one model, one run.
 
-*Tokens per second*: `batch` requests of 128 random prompt tokens are handed over together and each yields the same
-number of new tokens, greedily, ends ignored. All new tokens are divided by the wall time from handing over to the last
-one, so the prompts' computation is included. *TTFT*: one request of 1,024 prompt tokens and one new one.
+*Tokens per second*: `batch` requests of 128 random prompt tokens are submitted together, and each yields the same
+number of new tokens, greedily, ignoring end tokens. All new tokens are divided by the wall time from submission to the
+last one, including the prompts' computation. *TTFT*: one request of 1,024 prompt tokens and one new one.
 
 - `spillway`: this repository's engine with a pool's default settings, float32; `spillway-int8`: with quantize = "int8";
 - `generate`: transformers' `model.generate` with its default attention, one static batch;
-- `continuous`: transformers' continuous batching, its manager already running;
-- `vllm`: vLLM for CPUs, compiled, in an environment of its own (made on demand, see ``peers/vllm.py``).
+- `continuous`: transformers' continuous batching, with its manager already running;
+- `vllm`: vLLM for CPUs, compiled, in a separate environment (made on demand, see ``peers/vllm.py``).
 
-The model is a Llama of 125 M random float32 parameters, saved as a folder that each system loads by itself. Each runs
-in a process of its own with the same number of threads. In every round each system in turn, another one first each
-time, answers the same prompts, which are new in every round, so that no prefix cache knows them. The first round warms
-up and does not count; the medians of the others do. While one runs, the others wait for their input; "idle CPU" is the
-largest share of a core that they used all the same. Answers are compared with those of `generate`: rounding differs,
-so that with random weights a few go another way where two tokens are about equally probable (many with int8; what it
-does to a trained model is measured by ``engine_quality``).
+The model is a Llama of 125 M random float32 parameters, saved as a folder that each system loads itself. Each runs in a
+separate process with the same number of threads. In every round the systems answer the same prompts in turn, with
+another system first each time; prompts are new in every round, so no prefix cache helps. The first round warms up and
+does not count; the result is the median of the others. While one system runs, the others wait for input; "idle CPU" is
+the largest share of a core that they used meanwhile. Answers are compared with those of `generate`: rounding differs,
+so with random weights some diverge where two tokens are about equally probable (many with int8; ``engine_quality``
+measures its effect on a trained model).
 
     python -m benchmarks.engine_throughput [--systems generate vllm …] [--quick] [--picture FILE.png]
 
-Same for all: float32 (but for int8), caches on, threads; loading and compiling are outside of the time. Not the same:
-vLLM need not detokenise; its threads are Intel's as its guide recommends, the others' are torch's own.
+Equal for all: float32 (except int8), caches on, threads; loading and compiling are not timed. Not equal: vLLM does not
+detokenize; it uses Intel's threads as its guide recommends, the others use torch's.
 """
 
 import argparse
@@ -73,7 +73,7 @@ OURS: Final = ("spillway", "spillway-int8")
 
 
 class SystemFailed(Exception):
-    """A system's process ended or did not answer; the message ends with its last words."""
+    """A system's process ended or did not answer; the message includes the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,19 @@ class Load:
         return "ttft_ms" if self.new_tokens == 1 else f"batch_{self.batch}"
 
     def figure(self, seconds: float) -> float:
-        """Milliseconds to the first token, or tokens per second."""
+        """Return milliseconds to the first token, or tokens per second."""
         return 1000 * seconds if self.new_tokens == 1 else self.batch * self.new_tokens / seconds
 
 
 class System:
-    """One child of ``peers/batch_system.py``, and what was seen of it."""
+    """One child of ``peers/batch_system.py``, and its measurements."""
 
     def __init__(self, name: str, model: Path, threads: int, logs: Path) -> None:
         self.name = name
         self.seconds: dict[Load, list[float]] = {}
         self.same_answers = 0
         self.answers = 0
-        self.same_share: list[float] = []  # of each answer: tokens before the first that differs
+        self.same_share: list[float] = []  # for each answer: tokens before the first difference
         self._log = logs / f"{name}.log"
         python, extra = (vllm.PYTHON, vllm.environment(threads)) if name == "vllm" else (sys.executable, {})
         command = [str(python), "-m", "benchmarks.peers.batch_system", name, str(model), "--threads", str(threads)]
@@ -120,7 +120,7 @@ class System:
         self.version = str(self._read(START_LIMIT_S)["version"])
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], float]:
-        """Answer one batch; returns the new tokens and the seconds it took."""
+        """Answer one batch; return the new tokens and the seconds it took."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
         self._process.stdin.flush()
@@ -128,7 +128,7 @@ class System:
         return answer["outputs"], answer["seconds"]
 
     def cpu_s(self) -> float:
-        """Processor time used since it started."""
+        """Return the CPU time used since its start."""
         times = psutil.Process(self._process.pid).cpu_times()
         return times.user + times.system
 
@@ -156,7 +156,7 @@ class System:
 
 
 def default_systems() -> list[str]:
-    """All that need no environment of their own; int8 where this CPU has it."""
+    """Return all systems that need no separate environment; int8 if this CPU supports it."""
     systems = ["generate", "continuous", "spillway"]
     try:
         check_quantization("int8", device="cpu", dtype=torch.float32)
@@ -178,7 +178,7 @@ def compare(system: System, outputs: list[list[int]], reference: list[list[int]]
 
 
 def measure(systems: Sequence[System], loads: list[Load], rounds: int) -> float:
-    """Run everything; returns the idle CPU (see the module)."""
+    """Run everything; return the idle CPU (see the module)."""
     source = random.Random(SEED)
     idle_share = 0.0
     for round_ in range(rounds + 1):
@@ -213,7 +213,7 @@ def figures(system: System) -> dict[str, Any]:
 
 
 def factors(found: dict[str, dict[str, Any]], loads: list[Load]) -> dict[str, dict[str, float]]:
-    """Return by load the ratio of our figures to the best of the others."""
+    """Return, by load, the ratio of Spillway's figures to the best of the others."""
     result: dict[str, dict[str, float]] = {}
     for name in (name for name in OURS if name in found):
         result[name] = {}
@@ -240,8 +240,8 @@ def as_table(found: dict[str, dict[str, Any]], ours: dict[str, dict[str, float]]
 
 
 def draw(found: dict[str, dict[str, Any]], loads: list[Load], title: str, path: Path) -> None:
-    """Bars: tokens per second by batch, and time to first token."""
-    from matplotlib import colormaps  # noqa: PLC0415 - takes a second, of tests, too
+    """Draw bars: tokens per second by batch, and time to first token."""
+    from matplotlib import colormaps  # noqa: PLC0415 - importing takes a second, also in tests
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(12, 4.6), dpi=150, layout="constrained", facecolor="white")
@@ -287,7 +287,7 @@ def main() -> None:
     if args.quick:
         args.new_tokens, args.rounds = 16, 1
     if REFERENCE not in args.systems:
-        parser.error(f"--systems: {REFERENCE} is what the others' answers are compared with")
+        parser.error(f"--systems: {REFERENCE} is required, because the others' answers are compared with it")
     if "vllm" in args.systems:
         vllm.install()
     loads = [Load(batch, BATCH_PROMPT_TOKENS, args.new_tokens) for batch in BATCHES] + [Load(1, TTFT_PROMPT_TOKENS, 1)]

@@ -1,31 +1,31 @@
-"""The effect of a spike and of dying engines on clients: Spillway, an engine's own HTTP server and LiteLLM's proxy.
+"""The effect of a spike and of crashing engines on clients: Spillway, an engine's own HTTP server and LiteLLM's proxy.
 
-Every system has the same two scripted engines of the same speed (their work is a known constant, so all that differs is
-what stands in front of them), gets the same requests at the same times, and suffers the same faults:
+Every system has the same two scripted engines of the same speed (their work is a known constant, so only the layer in
+front of them differs), gets the same requests at the same times, and suffers the same faults:
 
-- *spike*: ten times what both engines can do together, for 30 s. Working that off takes 300 s at best.
-- *kills*: half of what both engines can do, while the engine processes get SIGKILL in turn, each 5 s after the last was
-  replaced. A killed one is started again 1 s later.
+- *spike*: ten times the capacity of both engines, for 30 s. Working that off takes 300 s at best.
+- *kills*: half the capacity of both engines, while the engine processes get SIGKILL in turn, each 5 s after the last
+  was replaced. A killed engine is restarted 1 s later.
 
-The systems (``peers/two_servers.py``): *spillway* with its defaults; *engine_bounded*, callers taking turns among two
-engine servers that refuse with a 429 beyond 128 requests each, TGI's default; *engine_unbounded*, the same without a
-bound, as vLLM; *litellm*, its proxy in front of two bounded servers, with retries, cooldown and fallbacks as its
-documentation recommends; *litellm_continuing*, the same with its continuation of cut streams switched on (off by
-default, and only for models declared to go on from an answer's beginning, which our engine server does perfectly).
+The systems (``peers/two_servers.py``): *spillway* with its defaults; *engine_bounded*, callers alternating between two
+engine servers that refuse with a 429 above 128 requests each, TGI's default; *engine_unbounded*, the same without a
+bound, like vLLM; *litellm*, its proxy in front of two bounded servers, with retries, cooldown and fallbacks as its
+documentation recommends; *litellm_continuing*, the same with its continuation of interrupted streams switched on (off
+by default, and only for models declared to support assistant prefill, which this engine server does perfectly).
 
 All requests are streamed. A caller is an official OpenAI SDK behind a common load balancer: it retries a refusal or a
-failed connection twice (0.5 to 8 s apart, or as Retry-After says), waits up to 600 s in all, and its connection is cut
-after 60 s without a byte, as nginx and AWS's load balancers do by default. What it sees in the end is one of:
+failed connection twice (0.5 to 8 s apart, or after Retry-After), waits up to 600 s in all, and its connection is cut
+after 60 s without a byte, as nginx and AWS's load balancers do by default. Its final result is one of:
 
-- *answered*: complete, letter by letter what the undisturbed engine says, and counted right in its usage;
-- *miscounted*: the same, but its usage says another number of tokens, prompt or answer, than there were;
+- *answered*: complete, identical to the undisturbed engine's answer, with the right usage;
+- *miscounted*: the same, but its usage states a wrong number of prompt or answer tokens;
 - *refused* with a status, *unreachable*, *timeout* (60 s of silence or 600 s in all), *error event* in the stream;
-- *cut*: the response ended in the middle, visibly;
-- *truncated*: presented as complete (``[DONE]``), but a part is missing: the worst, for nobody notices;
-- *changed*: presented as complete, but not what the undisturbed engine says, or longer than asked for.
+- *cut*: the response visibly ended in the middle;
+- *truncated*: presented as complete (``[DONE]``), but a part is missing: the worst result, as clients cannot see it;
+- *changed*: presented as complete, but different from the undisturbed engine's answer, or longer than requested.
 
-*Failures* are all but the answered and the miscounted. Latency counts from the time at which a request was due, retries
-included, over the answered ones. Nothing here needs much CPU; the report says how busy the whole machine was.
+*Failures* are all results except answered and miscounted. Latency counts from the time at which a request was due,
+including retries, over the answered requests. The benchmark needs little CPU; the report says how busy the machine was.
 
     python -m benchmarks.failure_comparison [--quick] [--only SYSTEM]… [--fault spike|kills] [--idle-s 60]
 """
@@ -72,17 +72,17 @@ TAIL_BYTES: Final = 400
 
 @dataclass(frozen=True)
 class Fault:
-    """One load and what goes wrong meanwhile."""
+    """One load, and the faults during it."""
 
     shape: EngineShape
     tokens: int  # of each answer
     of_capacity: float  # offered load
-    seconds: float  # how long it is offered
+    seconds: float  # duration of the load
     kill_period_s: float | None = None
 
     @property
     def rate_per_s(self) -> float:
-        """Requests offered a second."""
+        """Requests offered per second."""
         service_s = self.tokens * self.shape.token_ms / 1000
         return self.of_capacity * ENGINES * self.shape.slots / service_s
 
@@ -112,11 +112,11 @@ class Outcome:
     verdict: str
     latency_s: float
     retries: int
-    tail: str  # the last it got
+    tail: str  # its last response
 
 
 class Callers:
-    """Requests at fixed times, each by a caller of its own."""
+    """Requests at fixed times, each by a separate caller."""
 
     def __init__(self, system: ComparedSystem, fault: Fault, patience: ReadTimeouts) -> None:
         self._system = system
@@ -128,7 +128,7 @@ class Callers:
         self.ended = 0
 
     async def run(self) -> list[Outcome]:
-        """Call, and return when the last caller has seen the end."""
+        """Call, and return when the last caller has finished."""
         first_s = time.monotonic()
         calls = []
         for number in range(self.count):
@@ -181,7 +181,7 @@ def _backoff_s(record: Exchange, retry: int, chance: random.Random) -> float:
 
 
 def verdict(record: Exchange, expected: Expected) -> str:
-    """Name what the caller saw; see the module."""
+    """Return what the caller saw; see the module."""
     if record.ending == "unreachable":
         return "unreachable"
     if record.ending in {"idle", "overdue"}:
@@ -217,7 +217,7 @@ async def _show_progress(callers: Callers, status: Status) -> None:
 
 
 async def measure(name: str, fault: Fault, patience: ReadTimeouts, status: Status) -> dict[str, Any]:
-    """One system under one fault."""
+    """Measure one system under one fault."""
     with tempfile.TemporaryDirectory(prefix="spillway-failures-") as folder:
         async with SYSTEMS[name](Path(folder), fault.shape) as system:
             await Callers(system, Fault(fault.shape, 8, 0.5, 2), patience).run()  # warm up
@@ -238,7 +238,7 @@ async def measure(name: str, fault: Fault, patience: ReadTimeouts, status: Statu
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Count, and take percentiles."""
+    """Count the outcomes and compute percentiles."""
     verdicts = Counter(outcome.verdict for outcome in outcomes)
     answered_s = [outcome.latency_s for outcome in outcomes if outcome.verdict in SUCCESSES]
     failures = len(outcomes) - len(answered_s)
@@ -255,7 +255,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def print_table(fault: str, results: dict[str, dict[str, Any]], console: Console) -> None:
-    """One row a system."""
+    """Print one row per system."""
     table = Table("system", "requests", "kills", "failures", "what callers saw", "p50 s", "p99 s", "busy", title=fault)
     for name, result in results.items():
         seen = ", ".join(f"{count} {verdict}" for verdict, count in result["verdicts"].items())
@@ -285,12 +285,12 @@ async def main(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; no figures to publish")
+    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; do not publish the figures")
     parser.add_argument("--only", action="append", choices=list(SYSTEMS), help="only this system; may be repeated")
     parser.add_argument("--fault", choices=list(FAULTS))
     parser.add_argument("--idle-s", type=float, default=60.0, help="silence after which a caller's connection is cut")
     arguments = parser.parse_args()
-    # asyncio ends all processes in order on SIGINT, also where a shell ignores that for us; a SIGTERM shall do no less.
+    # asyncio shuts down cleanly on SIGINT, even where a shell ignores it for this process; SIGTERM must do the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     uvloop.run(main(arguments))

@@ -1,36 +1,36 @@
-"""The time and the cost that Spillway adds to an answer, beside LiteLLM's proxy and NVIDIA's Dynamo in the same run.
+"""The latency and CPU that Spillway adds to an answer, beside LiteLLM's proxy and NVIDIA's Dynamo in the same run.
 
-The engine is the scripted one with no time of its own (or 20 ms a token where that is said), so all that is measured is
-the path: gateway, queue, worker and back. Every process runs alone, and all of them, the load client too, share this
-machine's cores: on two cores a figure at load holds the client's disturbance.
+The engine is the scripted one without delays (or 20 ms per token where stated), so only the path is measured: gateway,
+queue, worker and back. Every process runs alone, and all of them, including the load client, share this machine's
+cores: on two cores, figures under load include the client's disturbance.
 
-- *idle*: round trip of short requests (a dozen words in, 16 tokens out, not streamed), one after the other on one
+- *idle*: round trip of short requests (a dozen words in, 16 tokens out, not streamed), one after another on one
   keep-alive connection. All of it is added latency.
-- *at load*: the same requests at 200 a second, sent at fixed times whatever the answers do, over 64 keep-alive
+- *at load*: the same requests at 200 per second, sent at fixed times regardless of the answers, over 64 keep-alive
   connections. Latency counts from the time at which a request was due, so stalls are charged in full. *TTFT* is that of
   streamed requests under the same load, to the first event with text.
-- *saturated*: the same requests as fast as they are answered, over 64 connections: how many a second there can be, and
-  what each costs when caches are warm and no process has to be woken for it.
+- *saturated*: the same requests as fast as they are answered, over 64 connections: the maximum rate, and the cost of a
+  request when caches are warm and no process has to wake up for it.
 - *inter-token*: 64 streams whose engine makes a token every 20 ms: the client's gap between two events with text, minus
-  20 ms. Negative gaps follow late events; a median far below zero means that events arrive in bunches.
-- *CPU per request*: user + system time of each process during the loads above and until the work that they leave behind
-  is done (the usage records' way into SQL), over the requests answered.
-- *CPU per token*: the same for 64 concurrent streams, at 20 ms a token and as fast as they come. What the streams'
-  beginnings and ends cost is in it.
+  20 ms. Negative gaps follow late events; a median far below zero means that events arrive in bursts.
+- *CPU per request*: user + system time of each process during the loads above and until their remaining work is done
+  (usage records on their way into SQL), divided by the requests answered.
+- *CPU per token*: the same for 64 concurrent streams, at 20 ms per token and at full speed. It includes the start and
+  end of each stream.
 
-LiteLLM stands in front of a tiny backend that answers at once (`peers/fake_backend.py`); its latencies are those
-through the proxy minus those of the backend asked directly, percentile by percentile, and its CPU is the proxy's
-alone. Where it cannot take 200 requests a second the queue grows until the load ends: the column of what it achieved
-says so, and the idle figures compare the two without load.
+LiteLLM runs in front of a tiny backend that answers at once (`peers/fake_backend.py`). Its latencies are those through
+the proxy minus those of the backend alone, percentile by percentile, and its CPU is the proxy's alone. If it cannot
+serve 200 requests per second, its queue grows until the load ends: compare the column of the achieved rate, and the
+idle figures, which have no load.
 
-Dynamo's frontend stands before two of its mockers (engines without a model) with NATS as the request plane, all at its
-defaults; its answers go back over TCP, as it has no response plane on NATS. It checks no key, keeps no ledger and
+Dynamo's frontend runs in front of two of its mockers (engines without a model) with NATS as the request plane, all with
+defaults. Its answers return over TCP, because it has no response plane on NATS. It checks no key, keeps no ledger and
 queues nothing. Its CPU is that of frontend, mockers and NATS, as Spillway's is that of gateway, workers and NATS.
 
-Percentiles are over the requests of all rounds, CPU is the median of the rounds. "Others" are the cores that processes
-outside the measurement kept busy: more than a few hundredths spoil a run. "Stolen" are those that the hypervisor gave
-to other machines, which makes every CPU time longer: a round with more of it than ``STOLEN_LIMIT_CORES`` is made again.
-Prompts are drawn with a fixed seed.
+Percentiles are over the requests of all rounds; CPU is the median of the rounds. "Others" are the cores that processes
+outside the measurement kept busy: more than a few hundredths invalidate a run. "Stolen" are those that the hypervisor
+gave to other machines, which increases every CPU time: a round above ``STOLEN_LIMIT_CORES`` is repeated. Prompts are
+drawn with a fixed seed.
 
     python -m benchmarks.gateway_overhead [--quick] [--peers litellm dynamo]
 """
@@ -77,7 +77,7 @@ TOKEN_MS: Final = 20.0
 TABLE_WIDTH: Final = 160
 LOADS: Final = ("idle", "at_load", "streamed_at_load", "saturated", "paced_streams", "instant_streams")
 STOLEN_LIMIT_CORES: Final = 0.03
-MAX_TRIES: Final = 8  # of one round, until the hypervisor leaves it alone
+MAX_TRIES: Final = 8  # per round, for a round undisturbed by the hypervisor
 PAUSE_S: Final = 10.0  # before the next try
 WORDS: Final = ("why", "does", "the", "river", "rise", "over", "a", "dam", "when", "its", "gates", "hold", "water")
 
@@ -106,7 +106,7 @@ QUICK: Final = Sizes(rounds=1, warm_up=50, idle=100, at_load=100, saturated=200,
 
 @dataclass(frozen=True)
 class Target:
-    """Something with a chat endpoint, and the processes whose CPU it costs."""
+    """A system with a chat endpoint, and the processes whose CPU is measured."""
 
     port: int
     api_key: str
@@ -117,7 +117,7 @@ class Target:
 class Round:
     """One round of one load."""
 
-    samples_ms: dict[str, list[float]]  # by what was timed
+    samples_ms: dict[str, list[float]]  # by measured quantity
     units: int  # requests, or tokens
     busy_s: float
     window: Window
@@ -127,11 +127,11 @@ class Round:
 class Load:
     """The results of one load's rounds."""
 
-    samples_ms: dict[str, list[float]] = field(default_factory=dict)  # by what was timed, over all rounds
-    cpu_us: list[dict[str, float]] = field(default_factory=list)  # by process, a unit (request or token), each round
-    others_cores: list[float] = field(default_factory=list)  # each round
-    stolen_cores: list[float] = field(default_factory=list)  # each round
-    per_s: list[float] = field(default_factory=list)  # units a second, each round
+    samples_ms: dict[str, list[float]] = field(default_factory=dict)  # by measured quantity, over all rounds
+    cpu_us: list[dict[str, float]] = field(default_factory=list)  # by process, per unit (request or token), per round
+    others_cores: list[float] = field(default_factory=list)  # per round
+    stolen_cores: list[float] = field(default_factory=list)  # per round
+    per_s: list[float] = field(default_factory=list)  # units per second, per round
 
     def add(self, measured: Round) -> None:
         """Add a round."""
@@ -144,7 +144,7 @@ class Load:
         self.per_s.append(measured.units / measured.busy_s)
 
     def summary(self) -> dict[str, Any]:
-        """Percentiles in ms, CPU in µs a unit."""
+        """Return percentiles in ms and CPU in µs per unit."""
         timed = {
             name: {"p50_ms": round(percentile(samples, 50), 3), "p99_ms": round(percentile(samples, 99), 3)}
             for name, samples in self.samples_ms.items()
@@ -160,7 +160,7 @@ class Load:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile."""
+    """Return the nearest-rank percentile."""
     return sorted(samples)[max(0, math.ceil(len(samples) * percent / 100) - 1)]
 
 
@@ -174,7 +174,7 @@ class Loads:
         self._random = random.Random(SEED)
 
     async def run(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """Warm up, then all loads, round after round. Raises LoadError if an answer is not right."""
+        """Warm up, then run all loads, round after round. Raises LoadError if an answer is wrong."""
         results = {name: Load() for name in LOADS}
         await self.warm_up()
         for number in range(self._sizes.rounds):
@@ -184,7 +184,7 @@ class Loads:
         return {name: load.summary() for name, load in results.items()}
 
     async def once(self, name: str) -> Round:
-        """One round of one of ``LOADS``. Raises LoadError if an answer is not right."""
+        """Run one round of one of ``LOADS``. Raises LoadError if an answer is wrong."""
         loads: dict[str, Callable[[], Coroutine[Any, Any, Round]]] = {
             "idle": self._idle,
             "at_load": self._at_load,
@@ -196,17 +196,17 @@ class Loads:
         return await loads[name]()
 
     async def _undisturbed(self, name: str, say: Callable[[str], None]) -> Round:
-        """A round without the hypervisor's hand in it; the last of ``MAX_TRIES`` where there is none."""
+        """Return a round undisturbed by the hypervisor, or the last of ``MAX_TRIES``."""
         for _ in range(MAX_TRIES - 1):
             measured = await self.once(name)
             if measured.window.stolen_cores <= STOLEN_LIMIT_CORES:
                 return measured
-            say(f"the hypervisor stole {measured.window.stolen_cores:.2f} cores: once more")
+            say(f"the hypervisor stole {measured.window.stolen_cores:.2f} cores; repeating the round")
             await asyncio.sleep(PAUSE_S)
         return await self.once(name)
 
     async def warm_up(self) -> None:
-        """Fill what is filled by first requests: caches, connections, allocators."""
+        """Warm up caches, connections and allocators."""
         short, streamed = self._requests(self._sizes.warm_up), self._requests(self._sizes.warm_up, stream=True)
         await load_client.sequential(HOST, self._target.port, short[: self._sizes.warm_up // 2])
         for start in range(0, self._sizes.warm_up, STREAMS):
@@ -276,7 +276,7 @@ class Loads:
                 {
                     "model": model,
                     "max_tokens": tokens,
-                    "ignore_eos": True,  # as long as asked for, not as the script would have it
+                    "ignore_eos": True,  # exactly the requested length, instead of the script's
                     "messages": [{"role": "user", "content": " ".join(self._random.choices(WORDS, k=PROMPT_WORDS))}],
                     **options,
                 },
@@ -307,7 +307,7 @@ def _read_streams(answers: Sequence[Exchange], tokens: int) -> list[Answer]:
 
 
 async def measure_spillway(folder: Path, sizes: Sizes, console: Console) -> dict[str, Any]:
-    """All loads on Spillway, and what its processes use while nobody asks for anything."""
+    """Run all loads on Spillway, and measure its idle CPU."""
     async with running_spillway(folder, TOKEN_MS) as running:
         loads = Loads(Target(running.port, running.api_key, running.pids), sizes)
         results = await loads.run(lambda line: console.print(f"[dim]spillway: {line}[/dim]"))
@@ -321,7 +321,7 @@ async def measure_spillway(folder: Path, sizes: Sizes, console: Console) -> dict
 
 
 async def measure_litellm(folder: Path, sizes: Sizes, console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All loads on LiteLLM's proxy, and on its backend directly."""
+    """Run all loads on LiteLLM's proxy, and on its backend directly."""
     async with litellm.running_litellm(folder, TOKEN_MS) as peer:
         direct = Loads(Target(peer.backend_port, "none", peer.pids), sizes)
         backend = await direct.run(lambda line: console.print(f"[dim]backend alone: {line}[/dim]"))
@@ -331,7 +331,7 @@ async def measure_litellm(folder: Path, sizes: Sizes, console: Console) -> tuple
 
 
 async def measure_dynamo(folder: Path, sizes: Sizes, console: Console) -> dict[str, Any]:
-    """All loads on Dynamo's frontend."""
+    """Run all loads on Dynamo's frontend."""
     async with dynamo.running_dynamo(folder, TOKEN_MS) as peer:
         loads = Loads(Target(peer.port, "none", peer.pids), sizes)
         return await loads.run(lambda line: console.print(f"[dim]dynamo: {line}[/dim]"))
@@ -360,7 +360,7 @@ async def main(arguments: argparse.Namespace) -> None:
         report["spillway"] = await measure_spillway(Path(folder), sizes, console)
         if "dynamo" in arguments.peers:
             report["dynamo_version"] = await asyncio.to_thread(dynamo.install)
-            # One at a time, its answers take so long that as many as of ours would take minutes a round.
+            # Answers are so slow one at a time that Spillway's number of requests would take minutes per round.
             fewer = replace(sizes, idle=min(sizes.idle, PEER_SIZES.idle))
             report["dynamo"] = await measure_dynamo(Path(folder), fewer, console)
         if "litellm" in arguments.peers:
@@ -373,9 +373,9 @@ async def main(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a sanity run of a few seconds; its figures mean little")
+    parser.add_argument("--quick", action="store_true", help="a sanity run of a few seconds; ignore its figures")
     parser.add_argument(
         "--peers", nargs="*", choices=("litellm", "dynamo"), default=["litellm"], help="without a name: none"
     )
-    gc.disable()  # the client's own pauses must not show in the latencies; a run makes little garbage with cycles
+    gc.disable()  # the client's own pauses must not appear in the latencies; a run makes few reference cycles
     uvloop.run(main(parser.parse_args()))

@@ -1,8 +1,8 @@
-"""The HTTP client of benchmarks and chaos: raw protocol callbacks, so that it costs far less than what it measures.
+"""The HTTP client of benchmarks and chaos tests: raw protocol callbacks, so it costs far less than what it measures.
 
-While a load runs, only the pieces of each body are kept, with their times of arrival (about 30 µs of CPU for a short
-request); what they mean is read when it is over (``stream_answer``). Nothing that a server does is an exception: an
-exchange says how it ended. Times are ``time.monotonic`` seconds.
+During a load it only keeps the pieces of each body, with their arrival times (about 30 µs of CPU for a short request);
+``stream_answer`` interprets them afterwards. A server's behavior never raises: an exchange records how it ended. Times
+are ``time.monotonic`` seconds.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ Ending = Literal["whole", "cut", "idle", "overdue", "left", "unreachable"]
 class ReadTimeouts:
     """The limits after which a client gives up."""
 
-    idle_s: float = 60.0  # without a byte: what nginx and AWS's load balancers allow by default
-    total_s: float = 600.0  # the official SDKs' default
+    idle_s: float = 60.0  # without a byte: the default of nginx and AWS's load balancers
+    total_s: float = 600.0  # the default of the official SDKs
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and what came back."""
+    """One request and its response."""
 
     due_s: float  # when it should have been sent; latency counts from here
-    ending: Ending = "unreachable"  # "whole": the response ended as HTTP says it should; "cut" while it is open
+    ending: Ending = "unreachable"  # "whole": the response ended as HTTP requires; "cut" while it is open
     status: int = 0
     raw_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     pieces: list[tuple[float, bytes]] = field(default_factory=list)  # (arrival, body bytes)
@@ -39,22 +39,22 @@ class Exchange:
 
     @property
     def latency_s(self) -> float:
-        """From due to the end, whatever that was."""
+        """Return the seconds from due to the end, however it ended."""
         return self.ended_s - self.due_s
 
     @property
     def body(self) -> bytes:
-        """The whole body, as far as it has come."""
+        """The body as far as it has arrived."""
         return b"".join(piece for _, piece in self.pieces)
 
     @property
     def headers(self) -> dict[str, str]:
-        """The response's headers, names in lower case; empty until they have come."""
+        """The response's headers, with names in lower case; empty until they have arrived."""
         return {name.decode().lower(): value.decode() for name, value in self.raw_headers}
 
     @property
     def request_id(self) -> str | None:
-        """The gateway's id of the request; None until the head has come."""
+        """The gateway's id of the request; None until the head has arrived."""
         return self.headers.get("x-request-id")
 
 
@@ -62,15 +62,15 @@ OnPiece = Callable[[Exchange], None]
 
 
 class Connection(asyncio.Protocol):
-    """One HTTP/1.1 connection, kept alive where the server does; it carries one request at a time.
+    """One HTTP/1.1 connection, kept alive if the server agrees; it carries one request at a time.
 
-    It drops the headers: a Python call for each of them would be a third of what a short request costs the client.
+    It drops the headers: a Python call for each would be a third of the client's cost of a short request.
     """
 
     def __init__(self) -> None:
         self.last_byte_s = time.monotonic()
         self._parser = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport | None = None  # None: not connected, or no longer
+        self._transport: asyncio.Transport | None = None  # None: not connected
         self._exchange = Exchange(0.0)
         self._ended: asyncio.Future[Exchange] | None = None
 
@@ -81,7 +81,7 @@ class Connection(asyncio.Protocol):
         return connection
 
     def send(self, request: bytes, exchange: Exchange) -> asyncio.Future[Exchange]:
-        """Send a request and fill ``exchange``; the future yields it once it has ended, in whatever way."""
+        """Send a request and fill ``exchange``; the future yields it once it has ended, successfully or not."""
         self._exchange = exchange
         self._ended = asyncio.get_running_loop().create_future()
         exchange.ending = "cut"  # until it has ended properly
@@ -92,7 +92,7 @@ class Connection(asyncio.Protocol):
         return self._ended
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -103,10 +103,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport (called by asyncio)."""
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but its type
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one, except for its type
 
     def data_received(self, data: bytes) -> None:
-        """Stamp and parse what has come (called by asyncio)."""
+        """Timestamp and parse data (called by asyncio)."""
         self.last_byte_s = time.monotonic()
         try:
             self._parser.feed_data(data)
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
             self._end(self.last_byte_s)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # asyncio fixes the signature
-        """Note the end, proper or not (called by asyncio)."""
+        """Record the end, proper or not (called by asyncio)."""
         self._transport = None
         self._end(time.monotonic())
 
@@ -123,14 +123,14 @@ class Connection(asyncio.Protocol):
         self._exchange.pieces.append((self.last_byte_s, piece))
 
     def on_message_complete(self) -> None:
-        """Note the status and the proper end (called by the parser)."""
+        """Record the status and the proper end (called by the parser)."""
         self._exchange.status = self._parser.get_status_code()
         self._exchange.ending = "whole"
         self._end(self.last_byte_s)
 
 
 class AttentiveConnection(Connection):
-    """The same with all that can be seen on the way: status and headers as they come, and each piece."""
+    """A connection that also records status and headers, and reports each piece."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class AttentiveConnection(Connection):
         self._exchange.status = self._parser.get_status_code()
 
     def on_body(self, piece: bytes) -> None:
-        """Keep a piece of the body, and say so (called by the parser)."""
+        """Keep a piece of the body, and report it (called by the parser)."""
         super().on_body(piece)
         if self.on_piece is not None:
             self.on_piece(self._exchange)
@@ -160,7 +160,7 @@ async def exchange(
     leave: asyncio.Event | None = None,
     on_piece: OnPiece | None = None,
 ) -> Exchange:
-    """Send one request on a connection of its own, and wait for its end, until patience ends or ``leave`` is set.
+    """Send one request on a new connection, and wait for its end, a timeout, or ``leave``.
 
     ``record``: filled meanwhile and returned; default: a new one, due now.
     """
@@ -204,7 +204,7 @@ async def _wait(
 
 
 def post_request(path: str, api_key: str, body: dict[str, Any], **headers: str) -> bytes:
-    """Return a whole HTTP request, ready to be written. ``headers``: with ``_`` for ``-``."""
+    """Return a complete HTTP request. ``headers``: with ``_`` for ``-``."""
     payload = json.dumps(body).encode()
     lines = [
         f"POST {path} HTTP/1.1",
@@ -218,6 +218,6 @@ def post_request(path: str, api_key: str, body: dict[str, Any], **headers: str) 
 
 
 def get_request(target: str, api_key: str) -> bytes:
-    """Return a whole HTTP request without a body. ``target``: path and query."""
+    """Return a complete HTTP request without a body. ``target``: path and query."""
     lines = [f"GET {target} HTTP/1.1", f"Host: {HOST}", f"Authorization: Bearer {api_key}"]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()

@@ -1,12 +1,11 @@
 """The rate and the cost at which one ledger writer moves usage records from the USAGE stream into SQL and its rollups.
 
-The metric. ``records`` usage records (half requests, half attempts, of hundreds of slices: see traffic) wait in the
-stream, in a real nats-server;
-then one writer process starts. ``rows_per_s`` is their number divided by the time from the writer's
-readiness until the stream holds none that is unacknowledged; ``cpu_us_per_row`` is the writer's own user and system
-time in that span, without the database server's. Both databases sync each commit (SQLite's synchronous=FULL,
-PostgreSQL's fsync=on), in fresh files on this machine's disk. Medians over ``--runs`` fresh runs; the first run of each
-database is a warm-up and not counted.
+``records`` usage records (half requests, half attempts, of hundreds of slices: see `traffic`) wait in the stream of a
+real nats-server; then one writer process starts. ``rows_per_s`` is their number divided by the time from the writer's
+readiness until the stream holds no unacknowledged record. ``cpu_us_per_row`` is the writer's own user and system time
+in that span, without the database server's. Both databases sync each commit (SQLite's synchronous=FULL, PostgreSQL's
+fsync=on), in fresh files on this machine's disk. Medians over ``--runs`` fresh runs; the first run of each database is
+a warm-up and not counted.
 
     python -m benchmarks.ledger_ingest --database sqlite postgresql --records 20000 --runs 3
 """
@@ -84,7 +83,7 @@ async def fill_stream(bus: Bus, records: int) -> None:
 
 
 def traffic(pairs: int) -> Iterator[tuple[RequestRecord, AttemptRecord]]:
-    """The traffic of benchmarks.ledger_rows, as if it came in now: requests of 24 keys, each with its last attempt."""
+    """Yield the traffic of benchmarks.ledger_rows as if it came in now: requests of 24 keys and their last attempts."""
     of_request, of_attempt = (
         {field.name for field in msgspec.structs.fields(record)} for record in (RequestRecord, AttemptRecord)
     )

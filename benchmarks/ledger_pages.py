@@ -1,11 +1,11 @@
-"""The latency of the dashboard's pages over a ledger full of synthetic traffic (benchmarks.ledger_rows fills it).
+"""The latency of the dashboard's pages over a ledger full of synthetic traffic (filled by benchmarks.ledger_rows).
 
 The metric: milliseconds from a request for a page to the last byte of its answer, over HTTP from a gateway in this
-process with a real nats-server, one request after the other. Every page of the navigation, windows of 1, 7 and 30 days,
-zones UTC and Asia/Kolkata (whose days begin in the middle of UTC's hours: the dearest to answer), each window
-``--repeats`` times with another end, so that nothing is asked twice. Charts that a page loads by requests of their own
-are lines of their own; so are pages with filters, and the log's following pages. ``p95_ms`` is over all windows and
-zones of a line; ``worst_30d_ms`` is the median of its dearer zone over 30 days. Aim: p95 <= 300 ms.
+process with a real nats-server, one request after another. It covers every page of the navigation, windows of 1, 7 and
+30 days, and the zones UTC and Asia/Kolkata (whose days begin in the middle of UTC's hours, the most expensive case),
+each window ``--repeats`` times with another end, so that no query repeats. Charts that a page loads separately are
+separate lines; so are pages with filters, and the log's following pages. ``p95_ms`` is over all windows and zones of a
+line; ``worst_30d_ms`` is the median of its slower zone over 30 days. Aim: p95 <= 300 ms.
 
     python -m benchmarks.ledger_rows --rows 1000000 --database sqlite:////tmp/ledger.db
     python -m benchmarks.ledger_pages --database sqlite:////tmp/ledger.db
@@ -89,7 +89,7 @@ _REQUEST: Final = re.compile(r'href="(/dashboard/requests/[^"?]+)"')
 
 @asynccontextmanager
 async def gateway(database_url: str) -> AsyncIterator[str]:
-    """The URL of a gateway of our own; whoever logs in is "admin"."""
+    """Yield the URL of a new gateway; every login is "admin"."""
     engine = create_engine(database_url)
     await set_password(engine, PASSWORD, "cli:benchmark")
     await engine.dispose()
@@ -110,7 +110,7 @@ async def gateway(database_url: str) -> AsyncIterator[str]:
             )
             console = mount(LoginSettings(), WebhookSettings())
             serving = asyncio.create_task(run(settings, port.set_result, stop, mount=console))
-            serving.add_done_callback(lambda _: port.done() or port.cancel())  # it could not start
+            serving.add_done_callback(lambda _: port.done() or port.cancel())  # it failed to start
             yield f"http://127.0.0.1:{await asyncio.wait_for(port, START_LIMIT_S)}"
             stop.set()
             await serving
@@ -139,7 +139,7 @@ async def measure_line(
 ) -> Taken:
     source = random.Random(SEED)
     taken_ms: Taken = defaultdict(list)
-    await one_page(browser, f"/dashboard{path}", window(last_unix_ms, 1) | query)  # warms up
+    await one_page(browser, f"/dashboard{path}", window(last_unix_ms, 1) | query)  # warm up
     for zone in ZONES:
         browser.cookies.set("spillway_zone", zone)
         for days in SPANS_DAYS:
@@ -196,7 +196,7 @@ async def last_day(database_url: str) -> tuple[int, int]:
         rows = await connection.scalar(select(func.sum(RollupRow.requests)).where(RollupRow.width_s == DAY_S))
     await engine.dispose()
     if not rows or newest is None:
-        raise SystemExit("the ledger is empty: fill it with python -m benchmarks.ledger_rows")
+        raise SystemExit("the ledger is empty; fill it with python -m benchmarks.ledger_rows")
     return int(rows), (newest // DAY_MS + 1) * DAY_MS
 
 
@@ -209,7 +209,7 @@ async def measure_all(database_url: str, repeats: int, only: str) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--database", required=True, help="URL of a ledger that benchmarks.ledger_rows has filled")
-    parser.add_argument("--repeats", type=int, default=5, help="of each page, window and zone")
+    parser.add_argument("--repeats", type=int, default=5, help="per page, window and zone")
     parser.add_argument("--only", default="", help="only lines with this in their name")
     arguments = parser.parse_args()
     result = asyncio.run(measure_all(arguments.database, arguments.repeats, arguments.only))

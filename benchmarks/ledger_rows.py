@@ -1,13 +1,13 @@
-"""A ledger full of synthetic traffic, and how long each page's queries take on it.
+"""A ledger full of synthetic traffic, and the time of each page's queries on it.
 
-The traffic: Poisson arrivals with a daily and a weekly rhythm; teams of unequal size whose keys each ask mostly for one
-model; log-normal prompts and answers; four pools, the cheaper ones taken first; now and then a lost worker, a
-cancellation, a failure. Requests and attempts are loaded in bulk, rollups built as `spillway db check-rollups --repair`
-does, machine time laid under it. Seeded: the same arguments give the same rows.
+The traffic: Poisson arrivals with a daily and a weekly rhythm; teams of unequal size whose keys each mainly use one
+model; log-normal prompts and answers; four pools, cheaper ones first; occasionally a lost worker, a cancellation, a
+failure. Requests and attempts are loaded in bulk, rollups built as by `spillway db check-rollups --repair`, with
+matching machine time. Seeded: the same arguments give the same rows.
 
-The metric: milliseconds from a query's call to its answer in this process, over ``--repeats`` calls, one after the
-other, each with another window's end, for windows of 1, 7 and all days, in the zone Asia/Kolkata (whose days begin at
-18:30 UTC: the dearest to answer). Aim: p95 <= 300 ms.
+The metric: milliseconds from a query's call to its answer in this process, over ``--repeats`` calls, one after another,
+each with another end of the window, for windows of 1, 7 and all days, in the zone Asia/Kolkata (whose days begin at
+18:30 UTC, the most expensive case). Aim: p95 <= 300 ms.
 
     python -m benchmarks.ledger_rows --rows 1000000 --database sqlite:////tmp/ledger.db
     python -m benchmarks.ledger_rows --database postgresql://user@host/empty
@@ -61,7 +61,7 @@ PRICES: Final = PriceBook(
 
 
 def requests(source: random.Random, count: int, days: int) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Rows of requests, the oldest first, each with those of its attempts."""
+    """Yield rows of requests, oldest first, each with those of its attempts."""
     keys = [(f"key_{n:02}", f"team_{n // 3}", source.choice(MODELS), source.choice(ENDPOINTS)) for n in range(24)]
     shares = [1 / (n + 1) for n in range(len(keys))]
     for number, received in enumerate(arrivals(source, count, days)):
@@ -71,7 +71,7 @@ def requests(source: random.Random, count: int, days: int) -> Iterator[tuple[dic
 
 
 def arrivals(source: random.Random, count: int, days: int) -> list[int]:
-    """Moments by a rhythm: four times as much at noon as at midnight, half at weekends."""
+    """Return arrival times: four times as many at noon as at midnight, half as many at weekends."""
     weights = []
     for hour in range(days * 24):
         moment = datetime.fromtimestamp(LAST_UNIX_MS / 1000 - (days * 24 - hour) * 3600, UTC)
@@ -144,7 +144,7 @@ def one_request(
 
 
 def machine_time(days: int) -> Iterator[dict[str, Any]]:
-    """Four workers a pool, always up, busy for half of the time."""
+    """Yield four workers per pool, always up, busy half of the time."""
     for pool, provider, region, tier, usd_per_hour, _ in POOLS:
         for worker in range(4):
             for quarter in range(days * 96):
@@ -166,7 +166,7 @@ def machine_time(days: int) -> Iterator[dict[str, Any]]:
 
 
 async def load(engine: AsyncEngine, rows: int, days: int) -> float:
-    """Fill an empty ledger and build its rollups; return how many seconds it took."""
+    """Fill an empty ledger and build its rollups; return the seconds it took."""
     started_s = time.perf_counter()
     batch: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
     for request in requests(random.Random(SEED), rows, days):
@@ -228,7 +228,7 @@ async def measure(engine: AsyncEngine, days: int, repeats: int) -> dict[str, dic
             async with engine.connect() as connection:
                 await ask(connection, window)
             taken_ms.append((time.perf_counter() - started_s) * 1000)
-        counted = sorted(taken_ms[1:])  # the first warms up
+        counted = sorted(taken_ms[1:])  # warm up
         results[name] = {
             "p50_ms": round(counted[math.ceil(len(counted) * 0.5) - 1], 1),
             "p95_ms": round(counted[math.ceil(len(counted) * 0.95) - 1], 1),
@@ -253,10 +253,10 @@ async def run(url: str, rows: int, days: int, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="requests; used only where the ledger is empty")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="requests; used only if the ledger is empty")
     parser.add_argument("--days", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--database", required=True, help="URL; filled if it holds no requests, and left so")
+    parser.add_argument("--database", required=True, help="URL; filled if it holds no requests, and not cleaned up")
     arguments = parser.parse_args()
     migrations.upgrade(arguments.database)
     result = asyncio.run(run(arguments.database, arguments.rows, arguments.days, arguments.repeats))

@@ -1,4 +1,4 @@
-"""Loads of the benchmarks: many requests, all of whose answers must be right in HTTP's terms."""
+"""The benchmarks' loads: many requests, all of whose answers must be valid HTTP with status 200."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ def _send(connection: Connection, request: bytes) -> asyncio.Future[Exchange]:
 
 
 def _checked(answers: Sequence[Exchange]) -> list[Exchange]:
-    """Return the answers of a load that is over. Raises LoadError if one is not whole, or no 200."""
+    """Return the answers of a finished load. Raises LoadError if one is not complete with status 200."""
     for answer in answers:
         if answer.ending != "whole" or answer.status != 200:
             raise LoadError(f"HTTP {answer.status}, {answer.ending}: {answer.body[:500]!r}")
@@ -29,7 +29,7 @@ def _checked(answers: Sequence[Exchange]) -> list[Exchange]:
 
 
 async def sequential(host: str, port: int, requests: Sequence[bytes]) -> list[Exchange]:
-    """One request after the other on one connection."""
+    """Send one request after another on one connection."""
     connection = await Connection.open(host, port)
     try:
         async with asyncio.timeout(ANSWER_LIMIT_S):
@@ -39,7 +39,7 @@ async def sequential(host: str, port: int, requests: Sequence[bytes]) -> list[Ex
 
 
 async def concurrent(host: str, port: int, requests: Sequence[bytes]) -> list[Exchange]:
-    """All requests at once, each on a connection of its own."""
+    """Send all requests at once, each on a separate connection."""
     connections = [await Connection.open(host, port) for _ in requests]
     try:
         async with asyncio.timeout(ANSWER_LIMIT_S):
@@ -51,7 +51,7 @@ async def concurrent(host: str, port: int, requests: Sequence[bytes]) -> list[Ex
 
 
 async def closed_loop(host: str, port: int, requests: Sequence[bytes], connections: int) -> list[Exchange]:
-    """Each connection sends its next request as soon as it has an answer: as fast as the server can."""
+    """Send each connection's next request as soon as it has an answer: as fast as the server can."""
     opened = [await Connection.open(host, port) for _ in range(connections)]
     left = iter(requests)
 
@@ -70,10 +70,10 @@ async def closed_loop(host: str, port: int, requests: Sequence[bytes], connectio
 async def open_loop(
     host: str, port: int, requests: Sequence[bytes], rate_per_s: float, connections: int
 ) -> list[Exchange]:
-    """Requests at fixed times, whether or not the earlier ones have been answered.
+    """Send requests at fixed times, whether or not earlier ones have been answered.
 
-    Latency counts from the time at which a request was due, so that a server which stalls is charged for everything
-    that it made wait (no coordinated omission), also for the wait for one of the ``connections``.
+    Latency counts from the time at which a request was due, so that a stalling server is charged for every delay (no
+    coordinated omission), including the wait for one of the ``connections``.
     """
     opened = [await Connection.open(host, port) for _ in range(connections)]
     idle: asyncio.Queue[Connection] = asyncio.Queue()
@@ -98,7 +98,7 @@ async def open_loop(
     try:
         async with asyncio.timeout(ANSWER_LIMIT_S):
             await asyncio.to_thread(_pace, due_times_s, lambda number: loop.call_soon_threadsafe(start, number))
-            await asyncio.sleep(0)  # the last start was handed over by a thread
+            await asyncio.sleep(0)  # the pacing thread has scheduled the last start
             return _checked(await asyncio.gather(*exchanges))
     finally:
         for connection in opened:
@@ -106,12 +106,12 @@ async def open_loop(
 
 
 def _pace(due_times_s: Sequence[float], tick: Callable[[int], object]) -> None:
-    """Call ``tick`` when each time has come. In a thread, since the event loop's timers only know milliseconds."""
+    """Call ``tick`` at each time. In a thread, because the event loop's timers have millisecond resolution."""
     for number, due_s in enumerate(due_times_s):
         time.sleep(max(0.0, due_s - time.monotonic()))
         tick(number)
 
 
 def completion_tokens(answer: Exchange) -> int:
-    """Output tokens of an answer that was not streamed, by its own usage."""
+    """Return the output tokens of an unstreamed answer, by its own usage."""
     return int(json.loads(answer.body)["usage"]["completion_tokens"])

@@ -1,4 +1,4 @@
-"""The code of another commit, which runs with the packages of this one."""
+"""Runs the code of another commit with the packages of this one."""
 
 import subprocess
 import tarfile
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
-# Releases up to 66518132 ask for the version of a package of this name.
+# Releases up to 66518132 look up the version of a package of this name.
 OLDER_NAME: Final = "spillway"
 
 
 def unpack(commit: str, folder: Path) -> None:
-    """Unpack a commit into ``folder``, which belongs on the search path of the processes that run it.
+    """Unpack a commit into ``folder``, to be put on the search path of the processes that run it.
 
-    Raises CalledProcessError, after git has said why, if there is no such commit.
+    Raises CalledProcessError, with git's message on stderr, if there is no such commit.
     """
     archive = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE, check=True)
     with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:

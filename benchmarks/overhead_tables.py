@@ -5,8 +5,8 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-PATH_PROCESSES: Final = ("gateway", "worker instant", "worker paced", "nats")  # what the aims count
-LATENCIES: Final = (  # (load, what was timed, how the row is called, aims for p50 and p99)
+PATH_PROCESSES: Final = ("gateway", "worker instant", "worker paced", "nats")  # counted by the aims
+LATENCIES: Final = (  # (load, measured quantity, label, aims for p50 and p99)
     ("idle", "latency", "idle: round trip", "3 / 10"),
     ("at_load", "latency", "200/s: round trip", ""),
     ("streamed_at_load", "ttft", "200/s, streamed: first token", ""),
@@ -14,7 +14,7 @@ LATENCIES: Final = (  # (load, what was timed, how the row is called, aims for p
     ("saturated", "latency", "64 at a time: round trip", ""),
     ("paced_streams", "inter_token", "64 streams, 20 ms: inter-token", ""),
 )
-COSTS: Final = (  # (load, how the row is called, divisor of µs, unit, aim)
+COSTS: Final = (  # (load, label, divisor of µs, unit, aim)
     ("idle", "request, idle", 1000, "ms", ""),
     ("at_load", "request, 200/s", 1000, "ms", "1.5"),
     ("streamed_at_load", "streamed request, 200/s", 1000, "ms", ""),
@@ -22,7 +22,7 @@ COSTS: Final = (  # (load, how the row is called, divisor of µs, unit, aim)
     ("paced_streams", "token, 64 streams, 20 ms", 1, "µs", "60"),
     ("instant_streams", "token, 64 streams, 0 ms", 1, "µs", "60"),
 )
-CORES: Final = ("others (cores)", "stolen (cores)")  # what disturbs a run
+CORES: Final = ("others (cores)", "stolen (cores)")  # disturbances of a run
 
 
 def print_tables(report: dict[str, Any], console: Console) -> None:
@@ -40,7 +40,7 @@ def _latency_table(report: dict[str, Any]) -> Table:
     for load, timed, label, aim in LATENCIES:
         row = [label, aim, *_timed(report["spillway"][load], timed)]
         if litellm:
-            # The gaps of the backend have been freed of the 20 ms already, as those of the proxy.
+            # The backend's gaps already exclude the 20 ms, like the proxy's.
             row += _timed(litellm[load], timed, report["backend"][load])
         if dynamo:
             row += _timed(dynamo[load], timed)
@@ -49,7 +49,7 @@ def _latency_table(report: dict[str, Any]) -> Table:
 
 
 def _timed(load: dict[str, Any], timed: str, direct: dict[str, Any] | None = None) -> tuple[str, str]:
-    """Return what a load took, less what it took of the backend alone, and its rate."""
+    """Return a load's latency, minus the backend's alone, and its rate."""
     p50, p99 = (load[timed][name] - (direct[timed][name] if direct else 0.0) for name in ("p50_ms", "p99_ms"))
     return f"{p50:,.2f} / {p99:,.2f}", f"{load['per_s']:,.0f}"
 
@@ -69,7 +69,7 @@ def _cost_table(report: dict[str, Any]) -> Table:
         path = sum(cpu[name] for name in PATH_PROCESSES)
         row = [label, unit, aim, f"{path:.2f}", *(f"{value:.2f}" for value in shown), *_cores(own)]
         for _, peer in peers:
-            # All its processes but the backend, which stands for the engine; of Dynamo the mockers, too.
+            # All its processes except the backend, which stands for the engine; for Dynamo including the mockers.
             cpu_us = sum(us for name, us in peer[load]["cpu_us"].items() if name not in {"backend", "load client"})
             row += [f"{cpu_us / divisor:.2f}", *_cores(peer[load])]
         table.add_row(*row)

@@ -1,10 +1,10 @@
-"""The cost of a request's and a token's path, beside an older commit's code in the same minute.
+"""The CPU cost of a request and of a token, compared with an older commit's code at the same time.
 
-A machine's speed changes by half from one quarter of an hour to the next, so two runs of ``gateway_overhead`` cannot be
-compared to a tenth. Here both commits' Spillways run at once, each with its own queue server and ledger, and get the
-loads of ``gateway_overhead`` in turns of some seconds; whoever is not asked uses a few hundredths of a core. A pair of
-turns of which the hypervisor disturbed one does not count. What is printed is the median of each, and the median of the
-pairs' ratios with its quartiles. Costs are CPU of gateway, worker and NATS (the ledger's beside them).
+A machine's speed changes by half within a quarter of an hour, so two runs of ``gateway_overhead`` cannot be compared to
+a tenth. Here both commits' Spillways run at once, each with its own queue server and ledger, and get the loads of
+``gateway_overhead`` in alternating turns of a few seconds; the idle one uses a few hundredths of a core. A pair of
+turns does not count if the hypervisor disturbed one of them. The output is the median of each, and the median of the
+pairs' ratios with its quartiles. Costs are the CPU of gateway, worker and NATS (the ledger's separately).
 
     python -m benchmarks.path_beside COMMIT [--pairs 8] [--gate 1.1]
 """
@@ -39,10 +39,10 @@ from benchmarks.gateway_overhead import (
 from benchmarks.older_code import ROOT, unpack
 from benchmarks.overhead_tables import PATH_PROCESSES
 
-MAX_TRIES_A_PAIR: Final = 4  # of all pairs together, this many times as many are made at most
+MAX_TRIES_A_PAIR: Final = 4  # relative to --pairs: the maximum number of pairs
 START_LIMIT_S: Final = 120.0
 STOP_LIMIT_S: Final = 60.0
-# Runs in the tree of the commit; says where it listens, and ends with its input.
+# Runs in the commit's tree; prints its address, and ends when its input closes.
 SYSTEM: Final = """
 import asyncio, json, sys
 from pathlib import Path
@@ -59,7 +59,7 @@ asyncio.run(main())
 
 @contextlib.asynccontextmanager
 async def system(tree: Path, folder: Path) -> AsyncIterator[Target]:
-    """The Spillway of the code in ``tree``, with this one's dependencies. Raises TimeoutError if it does not start."""
+    """Run the Spillway of the code in ``tree`` with these packages. Raises TimeoutError if it does not start."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", SYSTEM, str(folder), str(TOKEN_MS)),
         cwd=tree,
@@ -80,13 +80,13 @@ async def system(tree: Path, folder: Path) -> AsyncIterator[Target]:
 
 
 def cost_us(measured: Round, *, ledger: bool = False) -> float:
-    """CPU of the path, or of the ledger, for each request or token, in µs."""
+    """Return the CPU of the path, or of the ledger, per request or token, in µs."""
     names = ("ledger",) if ledger else PATH_PROCESSES
     return sum(measured.window.cpu_s[name] for name in names) / measured.units * 1e6
 
 
 async def compare(older: Target, newer: Target, pairs: int, console: Console) -> dict[str, Any]:
-    """Load both in turns; all loads in each pair, whose order changes. Raises LoadError if an answer is not right."""
+    """Load both alternately, all loads per pair, in changing order. Raises LoadError if an answer is wrong."""
     systems = [Loads(older, SPILLWAY_SIZES), Loads(newer, SPILLWAY_SIZES)]
     for loads in systems:
         await loads.warm_up()
@@ -143,12 +143,12 @@ def print_table(results: dict[str, Any], console: Console) -> None:
 
 
 def failed_loads(results: dict[str, Any], gate: float) -> list[str]:
-    """Return the loads whose ratio is above ``gate`` with its lower quartile, too, or that were not measured."""
+    """Return the loads whose ratio exceeds ``gate`` even at its lower quartile, or that were not measured."""
     return [name for name, row in results.items() if row.get("ratio_low", float("inf")) > gate]
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    """Return 1 where the gate is failed."""
+    """Return 1 if the gate fails."""
     console = Console(highlight=False)
     report = {"benchmark": "path_beside", "older": arguments.commit, **machine()}
     console.print(report)
@@ -169,8 +169,8 @@ async def main(arguments: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commit", help="whose code is the older one")
-    parser.add_argument("--pairs", type=int, default=8, help="turns of each load and side that must be undisturbed")
-    parser.add_argument("--gate", type=float, help="fail where a load costs more than so many times the older commit")
-    gc.disable()  # the client's own pauses must not show
+    parser.add_argument("commit", help="the commit with the older code")
+    parser.add_argument("--pairs", type=int, default=8, help="undisturbed turns needed per load and side")
+    parser.add_argument("--gate", type=float, help="fail if a load costs more than this factor of the older commit")
+    gc.disable()  # the client's own pauses must not appear in the figures
     sys.exit(uvloop.run(main(parser.parse_args())))

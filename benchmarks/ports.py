@@ -1,4 +1,4 @@
-"""Ports that nobody else takes, and waiting until somebody listens on one."""
+"""Finds free ports, and waits until a process listens on one."""
 
 import asyncio
 import atexit
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Final
 
 POLL_S: Final = 0.05
-# Below the ports that systems give to outgoing connections (Linux: from 32768, others from 49152): thousands of
-# those come and go while a load runs, and one may sit on a port for which a server is about to ask.
+# Below the ports of outgoing connections (Linux: from 32768, others from 49152): thousands of those come and go during
+# a load, and one may occupy a port that a server is about to use.
 PORTS: Final = range(10_000, 32_000)
 TRIES: Final = 1_000
-CLAIMS: Final = 64  # a process holds this many at once; the oldest is given up, used or not
+CLAIMS: Final = 64  # maximum per process; above that the oldest claim is dropped, used or not
 
 _claims: deque[socket.socket] = deque(maxlen=CLAIMS)
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that nobody listens on, and that no other process gets from here meanwhile.
+    """Return an unused TCP port of 127.0.0.1, claimed so that no other process gets it from this function.
 
-    The claim is the UDP port of the same number, which nobody here needs; it ends with the process. Raises OSError if
+    The claim is the UDP port of the same number, which is otherwise unused; it ends with the process. Raises OSError if
     no port is found.
     """
     for _ in range(TRIES):
@@ -61,4 +61,4 @@ async def wait_until_listening(process: asyncio.subprocess.Process, port: int, l
             continue
         writer.close()
         return
-    raise TimeoutError(f"nobody listens on port {port} after {limit_s:g} s; see {log}")
+    raise TimeoutError(f"no listener on port {port} after {limit_s:g} s; see {log}")

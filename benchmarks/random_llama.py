@@ -1,4 +1,4 @@
-"""Llamas with random float32 weights, made on the fly with a fixed seed: what a model has learnt changes no speed."""
+"""Llamas with random float32 weights, made on the fly with a fixed seed: speed does not depend on the values."""
 
 from itertools import islice, product
 from pathlib import Path
@@ -37,7 +37,7 @@ def make_model(size: str) -> LlamaForCausalLM:
 
 
 def empty_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that knows no text; prompts are token ids."""
+    """Return a tokenizer without text; prompts are token ids."""
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
 
 
@@ -50,7 +50,7 @@ def save_model(size: str, folder: Path) -> int:
 
 
 def byte_level_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most 143,364 tokens, one to three letters each; its text costs what that of real ones costs."""
+    """Return a tokenizer of at most 143,364 tokens of one to three letters, as fast as real ones."""
     words = ("".join(letters) for length in (1, 2, 3) for letters in product(ascii_letters, repeat=length))
     tokenizer = Tokenizer(
         models.BPE(vocab={word: number for number, word in enumerate(islice(words, vocab_size))}, merges=[])

@@ -1,12 +1,12 @@
-"""The files of Spillway that a streamed chat runs through: how much somebody reads who wants to follow one request.
+"""The files of Spillway that a streamed chat passes through: how much to read to follow one request.
 
 The metric: files of the gateway's, the worker's and the ledger writer's process in which at least one function is
-called while they answer one chat of 16 tokens by the scripted engine (``sys.setprofile``). It is the second chat: what
-is loaded or made once does not count. What runs beside it, such as heartbeats, does. Fewer is better, as long as each
-file has one subject.
+called while they answer one chat of 16 tokens with the scripted engine (``sys.setprofile``). It is the second chat, so
+that one-time work does not count. Concurrent work, such as heartbeats, does. Fewer is better, as long as each file has
+one subject.
 
     python -m benchmarks.request_files                          # this checkout
-    python -m benchmarks.request_files --checkout ../older      # another one, with a .venv of its own
+    python -m benchmarks.request_files --checkout ../older      # another one, with its own .venv
 """
 
 import argparse
@@ -25,11 +25,11 @@ import httpx
 from tests.acceptance.system import System, run_system
 
 ANSWER_LIMIT_S: Final = 120.0
-SETTLE_S: Final = 1.0  # for the record of a request to reach the ledger
+SETTLE_S: Final = 1.0  # for a request's record to reach the ledger
 TOKENS: Final = 16
 PARTS: Final = ("spillway gateway", "spillway worker", "spillway ledger")
 CONFIG: Final = '[models.scripted]\n[pools.local]\nmodels = ["scripted"]\nengine = { kind = "scripted" }\n'
-# Python imports this module by itself, in each process that finds it.
+# Python imports this module automatically in each process that finds it.
 HOOK: Final = """
 import json, os, signal, sys, threading
 
@@ -69,11 +69,11 @@ def ask(client: httpx.Client) -> None:
     answer = client.post("/v1/chat/completions", json=body)
     answer.raise_for_status()
     if "[DONE]" not in answer.text:
-        raise RuntimeError(f"the answer is cut: {answer.text[-300:]}")
+        raise RuntimeError(f"the answer was cut off: {answer.text[-300:]}")
 
 
 def measure(checkout: Path, python: Path) -> dict[str, Any]:
-    """Run one system, ask it twice, and return what the second time ran through."""
+    """Run one system, send two requests, and return the files that the second one used."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         seen, hook, config = folder / "seen", folder / "hook", folder / "spillway.toml"
@@ -94,7 +94,7 @@ def measure(checkout: Path, python: Path) -> dict[str, Any]:
 
 
 def watch(system: System, seen: Path) -> None:
-    """Ask twice; the second time the parts write down what they call."""
+    """Send two requests; for the second, the processes record the functions they call."""
     parts = [process for part in PARTS for process in system.children(part)]
     headers = {"authorization": f"Bearer {system.api_key}"}
     with httpx.Client(base_url=system.base_url, headers=headers, timeout=ANSWER_LIMIT_S) as client:
@@ -110,7 +110,7 @@ def watch(system: System, seen: Path) -> None:
     deadline_s = time.monotonic() + ANSWER_LIMIT_S
     while len(list(seen.glob("*.json"))) < len(parts):
         if time.monotonic() > deadline_s:
-            raise RuntimeError("a part has not written down what it called")
+            raise RuntimeError("a process did not record its calls")
         time.sleep(SETTLE_S / 10)
 
 

@@ -8,7 +8,7 @@ from pool_worker.engines.scripted_words import CHAT_TEMPLATE, Script, build_toke
 
 
 class ScriptedAnswers:
-    """Renders and encodes chats as Spillway does for this engine, and knows their answers."""
+    """Renders and encodes chats as Spillway does for this engine, and computes their answers."""
 
     def __init__(self) -> None:
         self._template = ChatTemplate(CHAT_TEMPLATE, {})
@@ -16,14 +16,14 @@ class ScriptedAnswers:
         self._script = Script(self._tokenizer)
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a chat."""
+        """Return the token ids of a chat."""
         return self.token_ids(self._template.render(messages))
 
     def token_ids(self, text: str) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def text(self, prompt: str, tokens: int) -> str:
-        """The first ``tokens`` tokens of the answer to a single message of a user."""
+        """Return the first ``tokens`` tokens of the answer to a single user message."""
         seed = self._script.answer_seed(self.prompt_ids([{"role": "user", "content": prompt}]), 0)
         return "".join(self._script.text_of[self._script.token_at(seed, place)] for place in range(tokens))

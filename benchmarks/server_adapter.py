@@ -1,16 +1,18 @@
-"""The cost of the adapter for inference servers, beside a plain HTTP client of the same server.
+"""The cost of the adapter for inference servers, compared with a plain HTTP client of the same server.
 
-A server with vLLM's wire format makes a token every 20 ms for each of 64 streams (`peers/token_server.py`: a process of
-its own, so that it costs neither side). It is asked in turn, round by round, by
+A server with vLLM's wire format makes a token every 20 ms for each of 64 streams (`peers/token_server.py`, a separate
+process, so it costs neither side). Two clients use it alternately, round by round:
 
-- *plain*: httpx with `json.loads` of each event's line, which is what a caller of the server's API would write, and
-- *adapter*: the engine that a side-car worker drives, `pool_worker/engines/server.py`: limits, checks of each event,
-  the tokens' text, stop conditions, steps.
+- *plain*: httpx with `json.loads` of each event's line, as a caller of the server's API would write it, and
+- *adapter*: the engine of a side-car worker, `pool_worker/engines/server.py`: limits, checks of each event, the tokens'
+  text, stop conditions, steps.
 
-- *TTFT*: from asking to the first token in hand; all streams of a round are asked at once. The aim is 3 ms more.
-- *CPU a token*: user + system time of this process over the tokens of a round, what the streams' beginnings cost
-  included. The aim is 60 µs more.
-- *late*: how much later than due a token is in hand: from the first token on, 20 ms each.
+Metrics:
+
+- *TTFT*: from the request to the first token; all streams of a round start at once. The aim is at most 3 ms more.
+- *CPU per token*: user + system time of this process over the tokens of a round, including the start of the streams.
+  The aim is at most 60 µs more.
+- *late*: how much later than due a token arrives: due is every 20 ms from the first token on.
 
 Medians over the rounds; TTFT and lateness are percentiles over all of them.
 
@@ -67,10 +69,10 @@ class Measured:
 
     ttft_ms: list[float] = field(default_factory=list)
     late_ms: list[float] = field(default_factory=list)
-    cpu_us: list[float] = field(default_factory=list)  # a token, by round
+    cpu_us: list[float] = field(default_factory=list)  # per token, by round
 
     def add(self, arrivals_s: list[list[float]], began_s: float, cpu_s: float, sizes: Sizes) -> None:
-        """Add a round: when each stream's tokens were in hand."""
+        """Add a round with the arrival times of each stream's tokens."""
         for arrived_s in arrivals_s:
             if len(arrived_s) != sizes.tokens:
                 raise RuntimeError(f"a stream has {len(arrived_s)} tokens instead of {sizes.tokens}")
@@ -90,13 +92,13 @@ class Measured:
 
 
 def percentile(values: list[float], per_cent: int) -> float:
-    """The nearest-rank percentile."""
+    """Return the nearest-rank percentile."""
     ordered = sorted(values)
     return round(ordered[min(len(ordered) - 1, len(ordered) * per_cent // 100)], 2)
 
 
 async def ask_plainly(client: httpx.AsyncClient, sizes: Sizes) -> list[list[float]]:
-    """Ask for all streams at once with httpx; return when each one's tokens were in hand."""
+    """Start all streams at once with httpx; return the arrival times of each one's tokens."""
     return list(await asyncio.gather(*[_plain_stream(client, sizes) for _ in range(sizes.streams)]))
 
 
@@ -123,7 +125,7 @@ async def _plain_stream(client: httpx.AsyncClient, sizes: Sizes) -> list[float]:
 
 
 async def ask_adapter(engine: TokenEngine, sizes: Sizes, first: int) -> list[list[float]]:
-    """Ask for all streams at once through the adapter. ``first``: of the requests' numbers, which are new each time."""
+    """Start all streams at once through the adapter. ``first``: the first request number; numbers are never reused."""
     params = SamplingParams(temperature=0.0, max_tokens=sizes.tokens, ignore_eos=True)
     arrived_s: dict[str, list[float]] = {f"r{first + number}": [] for number in range(sizes.streams)}
     for name in arrived_s:
@@ -141,7 +143,7 @@ async def ask_adapter(engine: TokenEngine, sizes: Sizes, first: int) -> list[lis
 
 
 async def measure(sizes: Sizes, rounds: int, say: Callable[[str], None]) -> tuple[Measured, Measured]:
-    """Ask in turn, plainly and through the adapter; the first round warms both up."""
+    """Measure plain client and adapter alternately; the first round warms both up."""
     plain, adapter = Measured(), Measured()
     async with _server(sizes.token_s) as url, _client(url, sizes) as client, _adapter(url, sizes) as engine:
         for number in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""A whole Spillway with scripted engines in a folder of its own, as processes whose CPU time can be told apart."""
+"""A whole Spillway with scripted engines in its own folder, as processes whose CPU time is measured separately."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ class RunningSpillway:
 
 
 def settings(token_ms: float) -> dict[str, Any]:
-    """Models and pools: ``instant`` makes tokens in no time, ``paced`` spends ``token_ms`` on each."""
+    """Return models and pools: ``instant`` makes tokens without delay, ``paced`` spends ``token_ms`` on each."""
 
     def pool(model: str, inter_token_s: float) -> dict[str, Any]:
         return {"models": [model], "engine": {"kind": "scripted", "inter_token_s": inter_token_s}}
@@ -44,7 +44,7 @@ def settings(token_ms: float) -> dict[str, Any]:
 
 
 def running_spillway(folder: Path, token_ms: float) -> AbstractAsyncContextManager[RunningSpillway]:
-    """Run it with the two models of ``settings``, a worker each; see ``running``."""
+    """Run it with the two models of ``settings``, one worker each; see ``running``."""
     workers = {f"worker {model}": model for model in ("instant", "paced")}
     return running(folder, settings(token_ms), workers)
 
@@ -53,9 +53,9 @@ def running_spillway(folder: Path, token_ms: float) -> AbstractAsyncContextManag
 async def running(
     folder: Path, models_and_pools: dict[str, Any], workers: dict[str, str]
 ) -> AsyncIterator[RunningSpillway]:
-    """Run NATS, gateway, ledger and workers (name → pool) for as long as the context lasts.
+    """Run NATS, gateway, ledger and workers (name → pool) while the context lasts.
 
-    Raises ChildError or EmbeddedNatsError with the last words of what did not start.
+    Raises ChildError or EmbeddedNatsError with the last log lines of a part that failed to start.
     """
     gateway_port, nats = free_port(), EmbeddedNats(folder, free_port())
     where = {

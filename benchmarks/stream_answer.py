@@ -1,4 +1,4 @@
-"""A streamed chat answer, taken apart when the load is over, however it ended."""
+"""A streamed chat answer, parsed after the load, however it ended."""
 
 import json
 from dataclasses import dataclass, field
@@ -12,17 +12,17 @@ class Answer:
     """The contents of a stream's events."""
 
     text: str = ""
-    texts: list[tuple[float, str]] = field(default_factory=list)  # (arrival, text) of each event that carries some
+    texts: list[tuple[float, str]] = field(default_factory=list)  # (arrival, text) of each event with text
     comments: list[tuple[float, str]] = field(default_factory=list)  # such as "queued position=…"
     finish_reason: str | None = None
     prompt_tokens: int | None = None  # by its own usage chunk
-    completion_tokens: int | None = None  # likewise
+    completion_tokens: int | None = None  # by its own usage chunk
     is_done: bool = False  # ended by [DONE]
     error: dict[str, Any] | None = None
 
 
 def read(record: Exchange) -> Answer:
-    """Take the events of a stream apart, however it ended."""
+    """Parse the events of a stream, however it ended."""
     answer, rest = Answer(), b""
     for arrived_s, piece in record.pieces:
         *events, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")

@@ -1,1 +1,1 @@
-"""Other products, each in an environment of its own, to be measured beside Spillway in the same run."""
+"""Other products, each in a separate environment, measured beside Spillway in the same run."""

@@ -1,10 +1,11 @@
-"""One system that answers batches of prompts, in a process of its own, loaded from a model folder.
+"""One system that answers batches of prompts, in a separate process, loaded from a model folder.
 
     python -m benchmarks.peers.batch_system generate MODEL_FOLDER --threads 2
 
-Reads a JSON object a line, {"prompts": [[token id, …], …], "new_tokens": n}, and answers each with
-{"seconds": …, "outputs": [[token id, …], …]}: greedy tokens, ends ignored. Its first line, once the model is loaded, is
-{"version": …}. Systems are imported where they are used: vLLM's environment does not have ours, nor ours vLLM's.
+Reads one JSON object per line, {"prompts": [[token id, …], …], "new_tokens": n}, and answers each with
+{"seconds": …, "outputs": [[token id, …], …]}: greedy tokens, ignoring end tokens. Its first line, once the model is
+loaded, is {"version": …}. Systems are imported where they are used, because vLLM's environment lacks Spillway's
+packages, and Spillway's lacks vLLM.
 """
 
 import argparse
@@ -26,7 +27,7 @@ RESULT_LIMIT_S = 60.0
 
 
 def load_generate(folder: str, threads: int) -> Run:
-    """Static batches: transformers' `model.generate` with its default attention."""
+    """Load static batching: transformers' `model.generate` with its default attention."""
     import torch
 
     model = _transformers_model(folder, threads)
@@ -44,13 +45,13 @@ def load_generate(folder: str, threads: int) -> Run:
 
 
 def load_continuous(folder: str, threads: int) -> Run:
-    """Continuous batching of transformers; its manager, which never rests, is started and ended outside of the time."""
+    """Load transformers' continuous batching; its busy-waiting manager is started and stopped outside the timing."""
     import torch
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     model = _transformers_model(folder, threads)
-    # Faster here than its own choices (larger pages, block sharing), and sized for the largest batch.
+    # Faster here than its defaults (larger pages, block sharing), and sized for the largest batch.
     settings = ContinuousBatchingConfig(
         page_size=32, num_blocks=MAX_BATCH * 16, max_batch_tokens=512, allow_block_sharing=False
     )
@@ -90,7 +91,7 @@ def _transformers_model(folder: str, threads: int) -> Any:  # noqa: ANN401 - see
 
 
 def load_vllm(folder: str, threads: int) -> Run:  # noqa: ARG001 - its threads come from the environment (vllm.py)
-    """Offline batches of vLLM in this very process, compiled; it does not detokenise."""
+    """Load vLLM for offline batches in this process, compiled; it does not detokenize."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -113,7 +114,7 @@ def load_vllm(folder: str, threads: int) -> Run:  # noqa: ARG001 - its threads c
 
 
 def load_spillway(folder: str, threads: int, **settings: Any) -> Run:  # noqa: ANN401 - a pool's settings
-    """This repository's engine, with the settings that a pool has by default; it detokenises."""
+    """Load this repository's engine with a pool's default settings; it detokenizes."""
     from engine import GenerationRequest, SamplingParams
     from pool_worker.engines.local import load
     from pool_worker.settings import LocalEngineSettings
@@ -134,7 +135,7 @@ def load_spillway(folder: str, threads: int, **settings: Any) -> Run:  # noqa: A
     return run
 
 
-# name → (how it is loaded, the package whose version is told)
+# name → (loader, package whose version is reported)
 SYSTEMS: dict[str, tuple[Callable[[str, int], Run], str]] = {
     "generate": (load_generate, "transformers"),
     "continuous": (load_continuous, "transformers"),
@@ -150,7 +151,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--threads", type=int, required=True)
     args = parser.parse_args()
-    # Whatever a library prints goes to the log, not between the answers.
+    # Libraries' output goes to the log, not between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     load, package = SYSTEMS[args.system]

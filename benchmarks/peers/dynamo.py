@@ -1,8 +1,8 @@
-"""NVIDIA Dynamo's frontend before two of its mockers (an engine without a model), with NATS as the request plane.
+"""NVIDIA Dynamo's frontend in front of two of its mockers (engines without a model), with NATS as the request plane.
 
-``instant`` makes tokens in no time, ``paced`` one every ``token_ms``. Requests go over NATS, answers over TCP straight
-from worker to frontend: Dynamo has no response plane on NATS. Discovery is a folder, there is no etcd. The frontend
-checks no key. Its environment is made on demand from the pinned set in ``dynamo.txt``.
+``instant`` makes tokens without delay, ``paced`` one every ``token_ms``. Requests go over NATS, answers over TCP
+directly from worker to frontend: Dynamo has no response plane on NATS. Discovery uses a folder instead of etcd. The
+frontend checks no key. Its environment is made on demand from the pinned set in ``dynamo.txt``.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ MODELS: Final = ("instant", "paced")
 START_LIMIT_S: Final = 120.0
 POLL_S: Final = 0.1
 STOP_LIMIT_S: Final = 10.0
-LARGEST: Final = 1e9  # tokens; beyond the edge of a profile the mocker takes no time at all
+LARGEST: Final = 1e9  # tokens; beyond the end of a profile the mocker has no delay at all
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ def install() -> str:
 
 @asynccontextmanager
 async def running_dynamo(folder: Path, token_ms: float) -> AsyncIterator[RunningDynamo]:
-    """Run NATS, mockers and frontend for as long as the context lasts; logs and state go into ``folder``.
+    """Run NATS, mockers and frontend while the context lasts; logs and state go into ``folder``.
 
-    Raises TimeoutError or ChildProcessError, naming the log, if the frontend does not come up.
+    Raises TimeoutError or ChildProcessError, naming the log, if the frontend fails to start.
     """
     port, nats = free_port(), EmbeddedNats(folder / "dynamo", free_port())
     profile = folder / "paced.npz"
@@ -83,7 +83,7 @@ async def running_dynamo(folder: Path, token_ms: float) -> AsyncIterator[Running
 
 
 async def _wait_until_served(port: int) -> None:
-    """Wait until the frontend knows both models. Raises TimeoutError."""
+    """Wait until the frontend serves both models. Raises TimeoutError."""
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client, asyncio.timeout(START_LIMIT_S):
         while len((await client.get("/v1/models")).json()["data"]) < len(MODELS):  # noqa: ASYNC110  # another process
             await asyncio.sleep(POLL_S)

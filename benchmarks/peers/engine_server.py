@@ -1,14 +1,14 @@
-"""An engine's own HTTP server: the scripted engine directly behind an OpenAI-compatible endpoint, as engines bring one.
+"""An engine's own HTTP server: the scripted engine directly behind an OpenAI-compatible endpoint.
 
-Like those, it knows its own process only: what waits, waits here; what runs, dies with it. Two kinds of waiting room
-are in use, and ``--max-concurrent`` chooses between them:
+Like the servers of real engines, it knows only its own process: requests queue there, and running ones are lost with
+it. Two kinds of queues are in use, chosen by ``--max-concurrent``:
 
-- *bounded*, as Hugging Face's TGI has it: past ``--max-concurrent-requests`` (128 by default), running ones included, a
+- *bounded*, like Hugging Face's TGI: above ``--max-concurrent-requests`` (128 by default), including running ones, a
   request is refused with a 429, "Model is overloaded";
-- *unbounded*, as vLLM has it (``--max-concurrent 0``): everything is taken, and waits in silence until it is its turn.
+- *unbounded*, like vLLM (``--max-concurrent 0``): everything is accepted and waits silently.
 
-Headers of a stream are sent at once, its first byte of body with the first token. A caller that leaves frees its slot.
-A chat that ends in an assistant's message is an answer to be continued ("assistant prefill").
+Headers of a stream are sent at once, its first byte of body with the first token. A disconnecting caller frees its
+slot. A chat that ends in an assistant message is an answer to be continued ("assistant prefill").
 
     python -m benchmarks.peers.engine_server --port 9100 --slots 4 --token-ms 50 --max-concurrent 128
 """
@@ -33,20 +33,20 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 MODEL: Final = "scripted"
-KEEP_ALIVE_S: Final = 300  # longer than a run: a proxy must not meet a connection that is just being closed
+KEEP_ALIVE_S: Final = 300  # longer than a run: a proxy must not use a connection that is being closed
 JSON_HEADERS: Final = [(b"content-type", b"application/json")]
 STREAM_HEADERS: Final = [(b"content-type", b"text/event-stream; charset=utf-8")]
 OVERLOADED: Final = {"error": {"message": "Model is overloaded", "type": "overloaded"}}
 
 
 class StreamOptions(msgspec.Struct):
-    """The part of ``stream_options`` that matters here."""
+    """The relevant part of ``stream_options``."""
 
     include_usage: bool = False
 
 
 class ChatRequest(msgspec.Struct):
-    """The part of a chat request that matters here."""
+    """The relevant part of a chat request."""
 
     messages: list[dict[str, Any]]
     max_tokens: int = 16
@@ -103,7 +103,7 @@ class EngineServer:
             await asyncio.wait({answer, caller}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._outputs[request_id]
-            self._engine.cancel(request_id)  # nothing, where it has ended
+            self._engine.cancel(request_id)  # no effect if it has ended
             for task in (answer, caller):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):

@@ -1,6 +1,6 @@
-"""A tiny OpenAI-compatible backend for proxies to stand in front of: fixed words, chosen times, next to no work.
+"""A tiny OpenAI-compatible backend for proxies: fixed words, chosen delays, almost no work.
 
-Model ``instant`` answers at once, any other model spends ``--token-ms`` before each token. Run as a program; the
+Model ``instant`` answers at once; any other model waits ``--token-ms`` before each token. Run as a program; the
 benchmark's own environment (uvicorn, msgspec) suffices.
 
     python benchmarks/peers/fake_backend.py --port 9100 --token-ms 20
@@ -18,7 +18,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-KEEP_ALIVE_S = 300  # longer than a run: a proxy must not meet a connection that is just being closed
+KEEP_ALIVE_S = 300  # longer than a run: a proxy must not use a connection that is being closed
 HEADERS = {
     False: [(b"content-type", b"application/json")],
     True: [(b"content-type", b"text/event-stream; charset=utf-8")],
@@ -26,13 +26,13 @@ HEADERS = {
 
 
 class StreamOptions(msgspec.Struct):
-    """The part of ``stream_options`` that matters here."""
+    """The relevant part of ``stream_options``."""
 
     include_usage: bool = False
 
 
 class ChatRequest(msgspec.Struct):
-    """The part of a chat request that matters here."""
+    """The relevant part of a chat request."""
 
     model: str
     max_tokens: int = 16

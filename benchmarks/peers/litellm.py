@@ -1,7 +1,7 @@
-"""LiteLLM's proxy in front of the fake backend, configured as its guide for production says.
+"""LiteLLM's proxy in front of the fake backend, configured as its production guide recommends.
 
-One worker process (its advice is one a pod), a master key checked on every request, errors only in the log, no
-database, no callbacks, no telemetry. Its environment is made on demand from the pinned set in ``litellm.txt``.
+One worker process (as recommended per pod), a master key checked on every request, only errors in the log, no database,
+no callbacks, no telemetry. Its environment is made on demand from the pinned set in ``litellm.txt``.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ litellm_settings: {{set_verbose: false, request_timeout: 600, num_retries: 0, te
 general_settings: {{master_key: {master_key}, disable_spend_logs: true, disable_error_logs: true}}
 """
 
-# Two servers of one model, as its pages on reliability recommend: retries go to the other server, a failing one is left
-# alone for a while (as long as it does by default), and there is a group to fall back to. ``continues`` is off by
-# default: it goes on with cut streams by asking a server to continue the text, where a model is declared able to.
+# Two servers of one model, as its reliability pages recommend: retries go to the other server, a failing one is avoided
+# for its default cooldown, and there is a fallback group. ``continues`` is off by default: it resumes interrupted
+# streams by asking a server to continue the text, if the model is declared to support that.
 FAILOVER_CONFIG: Final = """\
 model_list:
 {deployments}
@@ -69,9 +69,9 @@ def install() -> str:
 
 @asynccontextmanager
 async def running_litellm(folder: Path, token_ms: float) -> AsyncIterator[RunningPeer]:
-    """Run backend and proxy for as long as the context lasts; logs and configuration go into ``folder``.
+    """Run backend and proxy while the context lasts; logs and configuration go into ``folder``.
 
-    Raises TimeoutError or ChildProcessError, naming the log, if either does not come up.
+    Raises TimeoutError or ChildProcessError, naming the log, if either fails to start.
     """
     backend_port, proxy_port = free_port(), free_port()
     config = folder / "litellm.yaml"
@@ -86,7 +86,7 @@ async def running_litellm(folder: Path, token_ms: float) -> AsyncIterator[Runnin
 
 @asynccontextmanager
 async def running_failover_litellm(folder: Path, server_ports: Sequence[int], *, continues: bool) -> AsyncIterator[int]:
-    """Run the proxy in front of engine servers that are there; yields its port. Raises as ``running_litellm``."""
+    """Run the proxy in front of running engine servers; yield its port. Raises like ``running_litellm``."""
     proxy_port = free_port()
     deployments = "".join(
         DEPLOYMENT.format(group=group, port=port, continues=str(continues).lower())

@@ -1,13 +1,13 @@
-"""LiteLLM's own runner of batches for servers that have none (vLLM and the like), in a process that may be killed.
+"""LiteLLM's own batch runner for servers without batches (such as vLLM), in a process that may be killed.
 
 The proxy runs such batches only with PostgreSQL behind Prisma ("LiteLLM-executed batches need a database: set
-DATABASE_URL"), whose engines are binaries from Prisma's own site; its package does not bring them. So the runner itself
-(``litellm.proxy.batches_endpoints.litellm_executed_batches``) works here, unchanged, before LiteLLM's router, and what
-it would keep in tables is kept in files below ``--store``. What the proxy does when somebody asks for a batch is done
-once a second: one whose runner has not been heard of for 180 s fails as ``runner_lost``, "resubmit the batch". That is
-what its client does then. The process ends with the batch, ``batch.json`` says how.
+DATABASE_URL"), whose engines are binaries from Prisma's own site that its package does not include. So the runner
+itself (``litellm.proxy.batches_endpoints.litellm_executed_batches``) runs here, unchanged, with LiteLLM's router, and
+its tables are replaced by files below ``--store``. The proxy's check on each retrieval of a batch runs once a second: a
+batch whose runner has been silent for 180 s fails as ``runner_lost``, "resubmit the batch". Its client then does that.
+The process ends with the batch; ``batch.json`` has the result.
 
-Runs in LiteLLM's environment (``litellm.py``) and imports nothing of ours:
+Runs in LiteLLM's environment (``litellm.py``) and imports nothing of Spillway:
 
     python -m benchmarks.peers.litellm_batch --store FOLDER --ports 9100,9101
 """
@@ -32,7 +32,7 @@ POLL_S = 1.0
 
 
 class Store:
-    """The tables of managed objects and files, of one batch at a time."""
+    """The tables of managed objects and files, for one batch at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -43,25 +43,25 @@ class Store:
         return json.loads(self._row.read_text()) if self._row.exists() else None
 
     def write(self, batch: LiteLLMBatch) -> None:
-        """Write the row; that it was touched is a part of it."""
+        """Write the row with its update time."""
         unfinished = self._row.with_suffix(".part")
         now = datetime.now(UTC).isoformat()
         unfinished.write_text(json.dumps({"batch": batch.model_dump(mode="json"), "updated_at": now}))
         unfinished.replace(self._row)
 
     def forget(self) -> None:
-        """Move the row aside: its client submits the batch anew."""
+        """Move the row aside: its client submits the batch again."""
         number = next(n for n in itertools.count(1) if not (self._folder / f"lost-{n}.json").exists())
         self._row.rename(self._folder / f"lost-{number}.json")
 
-    # --- what the runner asks of LiteLLM's tables ---------------------------------------------------------------------
+    # --- interface of LiteLLM's tables --------------------------------------------------------------------------------
 
     def get_unified_batch_id(self, batch_id: str, model_id: str) -> str:
         """Return an id."""
         return f"{batch_id}-{model_id}"
 
     async def get_unified_file_id(self, file_id: str, **_: object) -> SimpleNamespace:
-        """Say where the lines are."""
+        """Return the path of the lines."""
         return SimpleNamespace(storage_backend="files", storage_url=file_id)
 
     async def store_unified_object_id(self, *, file_object: LiteLLMBatch, **_: object) -> None:
@@ -89,7 +89,7 @@ class Store:
         return True
 
     async def touch(self, batch_id: str, _updated_by: object) -> None:
-        """Say that the runner lives."""
+        """Record that the runner is alive."""
         batch = await self.load_batch(batch_id)
         if batch is not None:
             self.write(batch)
@@ -106,7 +106,7 @@ class Store:
 
 
 def make_runner(store: Store, ports: list[int]) -> executed.LiteLLMExecutedBatchRunner:
-    """The runner before a router as ``litellm.FAILOVER_CONFIG`` has it."""
+    """Make the runner with a router configured as in ``litellm.FAILOVER_CONFIG``."""
     deployments = [
         {
             "model_name": MODEL,
@@ -131,7 +131,7 @@ def make_runner(store: Store, ports: list[int]) -> executed.LiteLLMExecutedBatch
 
 
 async def main(folder: Path, ports: list[int]) -> None:
-    """Be proxy and client until the batch is over."""
+    """Act as proxy and client until the batch has ended."""
     store, user = Store(folder), UserAPIKeyAuth()
     runner = make_runner(store, ports)
     while True:

@@ -10,9 +10,9 @@ INSTALL_TORCH: Final = Path(__file__).resolve().parents[2] / "scripts" / "instal
 
 
 def install(name: str, package: str, *, needs_torch: bool = False, base: str = sys.executable) -> str:
-    """Make the environment that ``<name>.txt`` describes if it is not there; return the package's version in it.
+    """Create the environment described by ``<name>.txt`` if it does not exist; return the package's version in it.
 
-    ``needs_torch`` installs torch first, as our own setup does; ``base`` is the Python that it is made with. Raises
+    ``needs_torch`` installs torch first, as Spillway's setup does; ``base`` is the Python to use. Raises
     CalledProcessError.
     """
     folder, requirements = ENVIRONMENTS / name, Path(__file__).with_name(f"{name}.txt")

@@ -1,6 +1,6 @@
-"""A server with vLLM's wire format and next to no work: tokens at chosen times, as many streams as are asked for.
+"""A server with vLLM's wire format and almost no work: tokens at chosen times, for any number of streams.
 
-Streams begin when their request has come, and make a token every ``--token-ms``; with 0, all that the connection takes.
+Streams begin when their request has arrived, and yield a token every ``--token-ms``; with 0, as fast as possible.
 
     python benchmarks/peers/token_server.py --port 9100 --token-ms 20
 """
@@ -12,13 +12,13 @@ from typing import Final
 
 MODEL: Final = "tokens"
 LENGTH: Final = 2048
-FIRST_ID: Final = 40  # what comes before are special tokens
+FIRST_ID: Final = 40  # lower ids are special tokens
 IDS: Final = 250
 HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 def token_events(tokens: int) -> list[bytes]:
-    """The events of one answer, each a chunk of the body, as vLLM writes them."""
+    """Return the events of one answer, each a chunk of the body, as vLLM writes them."""
     events = []
     for place in range(tokens):
         choice = {
@@ -42,14 +42,14 @@ def _chunk(data: bytes) -> bytes:
 
 
 class TokenServer:
-    """Serves one connection after the other, or many at once."""
+    """Serves any number of connections."""
 
     def __init__(self, token_s: float) -> None:
         self._token_s = token_s
         self._events: dict[int, list[bytes]] = {}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer what comes on one connection, until it is closed."""
+        """Answer the requests of one connection until it is closed."""
         try:
             while (head := await reader.readuntil(b"\r\n\r\n")) is not None:
                 await self._answer(head, reader, writer)

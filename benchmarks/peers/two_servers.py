@@ -1,6 +1,6 @@
-"""The systems of ``failure_comparison``: two scripted engines of equal speed, and what stands in front of them.
+"""The systems of ``failure_comparison``: two scripted engines of equal speed behind different servers and proxies.
 
-Whichever engine process is killed is started again a second later, as any supervisor would.
+A killed engine process is restarted a second later, as any supervisor would do.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class EngineProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its id now."""
+        """Its current process id."""
         ...
 
     async def start(self) -> None:
@@ -64,9 +64,9 @@ async def kill_and_start(process: EngineProcess) -> None:
 
 @dataclass(frozen=True)
 class ComparedSystem:
-    """Something with a chat endpoint in front of two engines."""
+    """A system with a chat endpoint in front of two engines."""
 
-    ports: tuple[int, ...]  # callers take turns among them
+    ports: tuple[int, ...]  # callers alternate between them
     api_key: str
     engines: Sequence[EngineProcess]
 
@@ -76,7 +76,7 @@ class ComparedSystem:
 
 
 class EngineServerProcess:
-    """``peers/engine_server.py`` on a port of its own."""
+    """``peers/engine_server.py`` on its own port."""
 
     def __init__(self, folder: Path, shape: EngineShape, max_concurrent: int) -> None:
         self.port = free_port()
@@ -88,7 +88,7 @@ class EngineServerProcess:
 
     @property
     def pid(self) -> int:
-        """Its id now."""
+        """Its current process id."""
         assert self._process is not None
         return self._process.pid
 
@@ -114,7 +114,7 @@ class EngineServerProcess:
 async def two_engine_servers(
     folder: Path, shape: EngineShape, max_concurrent: int
 ) -> AsyncIterator[tuple[EngineServerProcess, ...]]:
-    """Two of the engine's own servers, ready."""
+    """Start two of the engine's own servers; yield when they are ready."""
     servers = tuple(EngineServerProcess(folder, shape, max_concurrent) for _ in range(2))
     async with AsyncExitStack() as stack:
         for server in servers:
@@ -127,21 +127,21 @@ async def two_engine_servers(
 
 @asynccontextmanager
 async def bounded_engine_servers(folder: Path, shape: EngineShape) -> AsyncIterator[ComparedSystem]:
-    """The engines' own servers with TGI's waiting room; callers take turns."""
+    """Run engine servers with TGI's queue limit; callers alternate between them."""
     async with two_engine_servers(folder, shape, TGI_MAX_CONCURRENT) as servers:
         yield ComparedSystem(tuple(server.port for server in servers), NO_KEY, servers)
 
 
 @asynccontextmanager
 async def unbounded_engine_servers(folder: Path, shape: EngineShape) -> AsyncIterator[ComparedSystem]:
-    """The engines' own servers with vLLM's waiting room; callers take turns."""
+    """Run engine servers with vLLM's unbounded queue; callers alternate between them."""
     async with two_engine_servers(folder, shape, UNBOUNDED) as servers:
         yield ComparedSystem(tuple(server.port for server in servers), NO_KEY, servers)
 
 
 @asynccontextmanager
 async def litellm_proxy(folder: Path, shape: EngineShape, *, continues: bool) -> AsyncIterator[ComparedSystem]:
-    """LiteLLM in front of the engines' own servers, with TGI's waiting room; retries and fallbacks on."""
+    """Run LiteLLM in front of engine servers with TGI's queue limit; retries and fallbacks on."""
     async with two_engine_servers(folder, shape, TGI_MAX_CONCURRENT) as servers:
         ports = [server.port for server in servers]
         async with litellm.running_failover_litellm(folder, ports, continues=continues) as proxy_port:
@@ -152,7 +152,7 @@ async def litellm_proxy(folder: Path, shape: EngineShape, *, continues: bool) ->
 async def spillway_with_two_workers(
     folder: Path, shape: EngineShape
 ) -> AsyncIterator[tuple[RunningSpillway, Sequence[EngineProcess]]]:
-    """Spillway with two workers and nothing set that is not set by default; and these workers."""
+    """Run Spillway with two workers and default settings; yield it and the workers."""
     engine = {
         "kind": "scripted",
         "inter_token_s": shape.token_ms / 1000,
@@ -170,7 +170,7 @@ async def spillway_with_two_workers(
 
 @asynccontextmanager
 async def spillway(folder: Path, shape: EngineShape) -> AsyncIterator[ComparedSystem]:
-    """Spillway, as it is by default."""
+    """Run Spillway with default settings."""
     async with spillway_with_two_workers(folder, shape) as (system, workers):
         yield ComparedSystem((system.port,), system.api_key, workers)
 

@@ -1,8 +1,8 @@
-"""vLLM for CPUs: its environment, and the variables that make it as fast as it can be on two threads.
+"""vLLM for CPUs: its environment, and the variables that make it fastest on two threads.
 
-In one process (on two cores its usual second one only takes a core away), threads unbound, Intel's OpenMP preloaded as
-its guide for CPUs says, with the idle time that vLLM itself chooses: none of its threads spins while another system is
-measured. It compiles the model with torch.compile, which needs a C++ compiler and a minute the first time.
+It runs in one process (on two cores, its usual second process only takes a core away) with unbound threads, Intel's
+OpenMP preloaded as its guide for CPUs recommends, and vLLM's own idle time: none of its threads spins while another
+system is measured. It compiles the model with torch.compile, which needs a C++ compiler and a minute the first time.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from benchmarks.peers import pinned
 
 FOLDER = pinned.ENVIRONMENTS / "vllm"
 PYTHON = FOLDER / "bin" / "python"
-KV_GIB = 1  # as much as our engine takes
+KV_GIB = 1  # as much as Spillway's engine takes
 
 
 def install() -> str:
@@ -20,7 +20,7 @@ def install() -> str:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Return the environment variables its process needs besides the current ones."""
+    """Return the environment variables that its process needs besides the current ones."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "LD_PRELOAD": str(Path(FOLDER, "lib", "libiomp5.so")),

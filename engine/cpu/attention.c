@@ -254,7 +254,7 @@ void chunk_attention(
         for (int64_t h = 0; h < kv_heads; h++) {
             int64_t start = task * QUERIES, end = smaller(start + QUERIES, rows);
             int64_t blocks = (end - start + ROWS - 1) / ROWS;
-            vec largest[group][QUERIES / ROWS], totals[group][QUERIES]; /* partial softmaxes; their sums are in the output */
+            vec largest[group][QUERIES / ROWS], totals[group][QUERIES]; /* partial softmaxes; sums are in the output */
             Cursor cursor = {0, parts[0], first};
             Tile tiles[SPAN];
             for (int is_first = 1, is_last = 0; !is_last; is_first = 0) {

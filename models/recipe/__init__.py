@@ -1,1 +1,1 @@
-"""The making of the demo model: its text, its training and its evaluation."""
+"""Makes the demo model: its text, its training and its evaluation."""

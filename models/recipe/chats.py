@@ -1,4 +1,4 @@
-"""The demo model's text: reading the data files, expanding questions into phrasings, making them untidy.
+"""The demo model's text: reads the data files, expands questions into phrasings, and adds typing noise.
 
 A data file is plain text made of blocks separated by blank lines. Lines that start with `#` are comments.
 
@@ -58,7 +58,7 @@ SYSTEM_PROMPTS = (
     "You are a friendly assistant who knows about LLM serving.",
 )
 
-# Of a turn's phrasings one in eight is kept out of training to measure generalisation, where there are at least four.
+# If a turn has at least four phrasings, one in eight is held out of training to measure generalization.
 HELD_OUT_SHARE = 8
 HELD_OUT_MIN_PHRASINGS = 4
 HELD_OUT_MAX = 16
@@ -77,7 +77,7 @@ Conversation = tuple[Turn, ...]
 
 
 def read_conversations(paths: list[Path]) -> list[Conversation]:
-    """Every block of the files as a conversation. Raises ValueError naming the file and block that is malformed."""
+    """Return every block of the files as a conversation. Raises ValueError naming the malformed file and block."""
     conversations = []
     for path in sorted(paths):
         lists: dict[str, list[str]] = {}
@@ -126,7 +126,7 @@ def _make_turn(questions: list[str], answer: str) -> Turn:
     if not answer:
         raise ValueError("a question has no answer")
     distinct = list(dict.fromkeys(questions))
-    # A fixed choice per question, so that editing one block does not move the others' held-out phrasings.
+    # A fixed choice per question, so that editing one block does not change the others' held-out phrasings.
     rng = random.Random(distinct[0])
     count = min(HELD_OUT_MAX, max(1, len(distinct) // HELD_OUT_SHARE)) if len(distinct) >= HELD_OUT_MIN_PHRASINGS else 0
     held_out = set(rng.sample(distinct[1:], count))
@@ -134,7 +134,7 @@ def _make_turn(questions: list[str], answer: str) -> Turn:
 
 
 def untidy(question: str, rng: random.Random) -> str:
-    """The question as a hurried person may type it: lower case, no full stop, a typing mistake, a word more."""
+    """Return the question as typed in a hurry: lower case, no full stop, a typing mistake, an extra word."""
     if rng.random() < 0.4:
         question = question.rstrip("?.!")
     if len(question.split()) >= 3 and rng.random() < 0.12:
@@ -155,7 +155,7 @@ def _mistype(text: str, rng: random.Random) -> str:
 
 
 def sample_messages(conversation: Conversation, rng: random.Random) -> list[dict[str, str]]:
-    """The conversation as chat messages, each question in a random trained phrasing, untidied."""
+    """Return the conversation as chat messages, each question in a random trained phrasing with typing noise."""
     messages = []
     for turn in conversation:
         messages.append({"role": "user", "content": untidy(rng.choice(turn.questions), rng)})

@@ -1,8 +1,8 @@
-"""Measure the demo model on phrasings it never saw: `python -m models.recipe.evaluate [model folder]`.
+"""Measure the demo model on unseen phrasings: `python -m models.recipe.evaluate [model folder]`.
 
 Exact: the greedy answer equals the written one. First sentence: its first sentence does. Unseen: questions from
-data/unseen.txt about things that training never named, which must get the written answer. Sampled: the same measures
-at temperature 1 over the first phrasing of every question.
+data/unseen.txt about things that are not in the training data, which must get the written answer. Sampled: the same
+measures at temperature 1 over the first phrasing of every question.
 """
 
 import argparse
@@ -22,12 +22,12 @@ GREEDY: dict[str, Any] = {"do_sample": False}
 
 
 def training_files() -> list[Path]:
-    """The data files that are trained on: all but unseen.txt."""
+    """Return the training data files: all except unseen.txt."""
     return [path for path in DATA_FOLDER.glob("*.txt") if path.name != "unseen.txt"]
 
 
 def prompts_of(conversation: Conversation, *, held_out: bool) -> list[tuple[list[dict[str, str]], str]]:
-    """(messages, expected answer) for every turn: its held-out phrasings, or else its first trained one."""
+    """Return (messages, expected answer) for every turn: its held-out phrasings, or else its first trained one."""
     history: list[dict[str, str]] = []
     prompts = []
     for turn in conversation:
@@ -48,7 +48,7 @@ def answer(
     *,
     temperature: float = 0.0,
 ) -> list[str]:
-    """The model's answers to chats, in order, computed in batches: greedy, or sampled from the whole distribution."""
+    """Return the model's answers to chats, in order, computed in batches: greedy, or sampled without truncation."""
     choice = {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0} if temperature else GREEDY
     answers: list[str] = []
     for start in range(0, len(chats), BATCH_SEQUENCES):
@@ -66,14 +66,14 @@ def answer(
 
 
 def first_sentence(text: str) -> str:
-    """The text up to its first full stop, question mark, exclamation mark or line end."""
+    """Return the text up to its first full stop, question mark, exclamation mark or line end."""
     return re.split(r"(?<=[.!?])\s|\n", text, maxsplit=1)[0]
 
 
 def evaluate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, show_misses: bool = False
 ) -> dict[str, Any]:
-    """All measures of this module's docstring as one dictionary."""
+    """Return the measures described in this module's docstring."""
     trained = read_conversations(training_files())
     unseen = read_conversations([DATA_FOLDER / "unseen.txt"])
     held_out = [prompt for conversation in trained for prompt in prompts_of(conversation, held_out=True)]
@@ -94,7 +94,7 @@ def evaluate(
 
 
 def main() -> None:
-    """Load a model folder, print the misses and the figures."""
+    """Load a model folder; print the misses and the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, default=Path("models/spillway-demo"))
     parser.add_argument("--threads", type=int, default=2)

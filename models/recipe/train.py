@@ -1,8 +1,8 @@
 """Train the demo model from the text in data/: `python -m models.recipe.train [--out FOLDER] [--steps N]`.
 
-Needs torch, transformers and tokenizers. About half an hour on one CPU core that has bfloat16 instructions.
-The loss is taken on the assistant's tokens only. Most samples are one conversation; some are several in a row, up to
-the context length, so that late positions are trained; a few are plain text, for /v1/completions.
+Needs torch, transformers and tokenizers. Takes about half an hour on one CPU core with bfloat16 instructions. The loss
+covers the assistant's tokens only. Most samples are one conversation; some are several in a row, up to the context
+length, so that late positions are trained; a few are plain text, for /v1/completions.
 """
 
 import argparse
@@ -24,17 +24,17 @@ from models.recipe.evaluate import evaluate, training_files
 END_OF_TEXT, CHAT_START, CHAT_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCABULARY = 3072
 CONTEXT_TOKENS = 2048
-BATCH_TOKENS = 2048  # padded tokens of one optimiser step
-POOL_SAMPLES = 160  # samples drawn, sorted by length and cut into batches together: little padding
+BATCH_TOKENS = 2048  # padded tokens of one optimizer step
+POOL_SAMPLES = 160  # samples drawn, sorted by length and split into batches together: little padding
 MUON_LEARNING_RATE = 3e-3  # peak, for the layers' matrices; Muon learns rare associations in fewer steps than AdamW
 ADAMW_LEARNING_RATE = 1.5e-3  # peak, for embeddings and norms
 WEIGHT_DECAY = 0.05
 WARM_UP_STEPS = 100
 DROPOUT = 0.05
-# A conversation weighs the square root of its number of phrasings: the free ones are few, but hard to learn.
+# A conversation's weight is the square root of its number of phrasings: free-form ones are few, but hard to learn.
 MIN_WEIGHT, MAX_WEIGHT = 5.0, 12.0
-SINGLE_SHARE = 0.3  # of the steps, at first, in which every sample is one conversation: it is easier to learn from
-OPENING_TOKENS = 8  # of an answer: they decide which answer it becomes, so they weigh more
+SINGLE_SHARE = 0.3  # initial share of the steps in which every sample is one conversation, which is easier to learn
+OPENING_TOKENS = 8  # tokens at the start of an answer: they decide which answer follows, so they weigh more
 OPENING_WEIGHT = 4.0
 IGNORED = -100  # label of a token without loss
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
@@ -43,7 +43,7 @@ Sample = tuple[list[int], list[int]]  # token ids, labels
 
 
 def build_tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on all text of the data files: any Unicode text round-trips."""
+    """Return a byte-level BPE tokenizer trained on all text of the data files: any Unicode text round-trips."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -68,7 +68,7 @@ def build_tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerFas
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of 3.5 million parameters with tied embeddings, randomly initialised."""
+    """Return a Llama of 3.5 million parameters with tied embeddings, randomly initialized."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -94,7 +94,7 @@ def add_dropout(model: LlamaForCausalLM) -> None:
 
 
 def chat_sample(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> Sample:
-    """Tokens of the rendered chat; labels are kept from each `assistant` header's end to the end of that message."""
+    """Return tokens of the rendered chat; labels are kept from each `assistant` header's end to the message's end."""
     tokens = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False))
     header = tokenizer.encode(f"{CHAT_START}assistant\n")
     labels = [IGNORED] * len(tokens)
@@ -114,7 +114,7 @@ def draw_sample(
     *,
     single: bool,
 ) -> Sample:
-    """One random training sample: a single conversation, or else a chat of one to many (92 %) or plain text (8 %)."""
+    """Return a random training sample: one conversation, or else a chat of one to many (92 %) or plain text (8 %)."""
     count = 1 if single else rng.choices((1, rng.randint(2, 4), rng.randint(8, 24)), (0.5, 0.3, 0.2))[0]
     chosen = rng.choices(conversations, weights, k=count)
     if not single and rng.random() < 0.08:
@@ -129,7 +129,7 @@ def draw_sample(
 def batches(
     tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], seed: int, single_steps: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (token ids, labels), each of shape [sequences, tokens], right-padded; single ones for `single_steps`."""
+    """Yield (token ids, labels) endlessly, each [sequences, tokens], right-padded; single ones for `single_steps`."""
     rng = random.Random(seed)
     phrasings = [sum(len(turn.questions) for turn in conversation) for conversation in conversations]
     weights = [min(MAX_WEIGHT, max(MIN_WEIGHT, math.sqrt(count))) for count in phrasings]
@@ -154,7 +154,7 @@ def batches(
 
 
 def step_loss(model: LlamaForCausalLM, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the labelled tokens, each answer's opening weighted.
+    """Return the mean cross-entropy of the labeled tokens, with each answer's opening weighted.
 
     Padding is on the right, so causal attention needs no mask for it.
     """
@@ -169,7 +169,7 @@ def step_loss(model: LlamaForCausalLM, tokens: torch.Tensor, labels: torch.Tenso
 
 
 def build_optimisers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for everything else; `rate` scales both learning rates."""
+    """Return Muon for the matrices inside the layers, AdamW for the rest; `rate` scales both learning rates."""
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     inside = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in inside]
@@ -180,7 +180,7 @@ def build_optimisers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.O
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to zero."""
+    """Return a linear warm-up, then a cosine down to zero."""
     if step < WARM_UP_STEPS:
         return (step + 1) / WARM_UP_STEPS
     return 0.5 * (1 + math.cos(math.pi * (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS)))
@@ -189,7 +189,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 def train(
     model: LlamaForCausalLM, stream: Iterator[tuple[torch.Tensor, torch.Tensor]], steps: int, rate: float
 ) -> float:
-    """Optimise over `steps` batches with a progress line; returns the mean loss of the last hundred."""
+    """Optimize over `steps` batches with a progress line; return the mean loss of the last hundred."""
     optimisers = build_optimisers(model, rate)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: learning_rate_factor(step, steps))
@@ -228,7 +228,7 @@ def write_folder(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fo
     model.half().save_pretrained(folder)
     model.float()
     _rewrite(folder / "config.json", {"dtype": "float32"})
-    # The names that both transformers 4 and 5 know.
+    # Names that both transformers 4 and 5 know.
     _rewrite(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     (folder / "model.safetensors").chmod(0o644)
 
