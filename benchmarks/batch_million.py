@@ -226,16 +226,16 @@ async def _feed(
     client: Client, batch_id: str, gauge: Gauge, *, until_s: float, moment: Callable[[str], None], count: int
 ) -> None:
     """Wait until all lines are done or the time is over; report at ten points."""
-    first_s, told = time.monotonic(), 1
+    first_s, reported = time.monotonic(), 1
     while time.monotonic() < until_s:
         batch = await client.batch(batch_id)
         gauge.done = batch["request_counts"]["completed"] + batch["request_counts"]["failed"]
         if batch["status"] in OVER:
             return
         passed = max(gauge.done / count, (time.monotonic() - first_s) / (until_s - first_s))
-        if passed >= told / 10:
-            moment(f"{told * 10} %")
-            told += 1
+        if passed >= reported / 10:
+            moment(f"{reported * 10} %")
+            reported += 1
         await asyncio.sleep(1.0)
 
 

@@ -68,7 +68,7 @@ def held_out_questions(tokenizer: PreTrainedTokenizerBase) -> list[Question]:
     return questions
 
 
-def licence_pieces(tokenizer: PreTrainedTokenizerBase) -> list[Scored]:
+def license_pieces(tokenizer: PreTrainedTokenizerBase) -> list[Scored]:
     token_ids = tokenizer.encode(LICENCE.read_text(), add_special_tokens=False, verbose=False)
     return [Scored(token_ids[at : at + PIECE_TOKENS], 1) for at in range(0, len(token_ids), PIECE_TOKENS)]
 
@@ -115,7 +115,7 @@ def main() -> None:
     questions = held_out_questions(tokenizer)
     texts = {
         "answers": [Scored(q.prompt_ids + q.answer_ids, len(q.prompt_ids)) for q in questions],
-        "licence": licence_pieces(tokenizer),
+        "licence": license_pieces(tokenizer),
     }
     some = questions[::GREEDY_EVERY]
     perplexity: dict[str, dict[str, float]] = {name: {} for name in texts}

@@ -111,17 +111,17 @@ def prompt_logprobs(logits: Tensor, token_ids: list[int], count: int) -> list[Ra
 
 
 def _describe(logits: Tensor, token_ids: Tensor, count: int) -> list[RawPromptLogprob]:
-    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
-    if not bool(torch.isfinite(normaliser).all()):
+    normalizer = torch.logsumexp(logits, dim=-1, keepdim=True)
+    if not bool(torch.isfinite(normalizer).all()):
         raise LogitsNotFinite
     own = logits.gather(1, token_ids)
     ranks = (logits > own).sum(dim=-1) + 1
     top = logits.topk(count, dim=-1)
     columns = (
-        (own - normaliser)[:, 0].tolist(),
+        (own - normalizer)[:, 0].tolist(),
         ranks.tolist(),
         top.indices.tolist(),
-        (top.values - normaliser).tolist(),
+        (top.values - normalizer).tolist(),
     )
     return [
         RawPromptLogprob(logprob, rank, list(zip(ids, values, strict=True)))

@@ -58,7 +58,7 @@ class Breaker:
     def failed(self, request_id: str, reason: str, now_s: float) -> None:
         """Note an attempt that the server failed before its first token."""
         if self._first_tokens():
-            self._proved(now_s)
+            self._restart_count(now_s)
         self._failed.add(request_id)
         if self.reason is None and len(self._failed) >= FAILURES:
             self.reason = reason[:MAX_REASON_CHARS]
@@ -121,7 +121,7 @@ class Breaker:
     def _restart(self, now_s: float, most: int) -> None:
         self._since_s, self._most, self._served = now_s, most, 0
 
-    def _proved(self, now_s: float) -> None:
+    def _restart_count(self, now_s: float) -> None:
         """Restart the count: a running stream got its first token after the first failure."""
         self._failed.clear()
         self._since_s = now_s

@@ -127,7 +127,7 @@ class Executor:
         """
         id_ = attempt_id(job.request_id, job.attempt)
         is_accepted = False
-        if self._adopt(id_, job, delivery):
+        if self._recognize(id_, job, delivery):
             return is_accepted
         if 0 < job.deadline_unix_ms < time.time() * 1000:
             self.decline(job, delivery, ErrorCode.DEADLINE_EXCEEDED, "the deadline passed while the request was queued")
@@ -139,7 +139,7 @@ class Executor:
         self._publisher.wake()
         return is_accepted
 
-    def _adopt(self, id_: str, job: Job, delivery: Delivery) -> bool:
+    def _recognize(self, id_: str, job: Job, delivery: Delivery) -> bool:
         """Report whether this worker runs or ran this attempt; if so, send its frames again.
 
         The queue lost the acknowledgement or the gateway lost frames.

@@ -118,7 +118,7 @@ class Worker:
         self._control = ControlListener(bus, settings.worker_id, self._executor)
         self._on_ready: OnReady | None = None
         self._is_measured = asyncio.Event()
-        self._has_less = False  # the server has shrunk; this worker leaves
+        self._has_shrunk = False  # the server has shrunk; this worker leaves
         self._watch = None
         if settings.watch is not None and engine.takes != TAKES_MESSAGES:  # an API has no node of this pool
             self._watch = NodeWatch(
@@ -167,7 +167,7 @@ class Worker:
             if self._watch.reallocates:
                 await notices.reallocate(self._settings.notice, self._settings.notice_url, self._watch.reason)
             raise NodeTooSlowError(f"this node is too slow: {self._watch.reason}")
-        if self._has_less:
+        if self._has_shrunk:
             raise EngineDiedError(f"the worker left its pool: {self._executor.breaker.change}")
 
     async def _flush_outbox(self, stop: Stop) -> None:
@@ -269,7 +269,7 @@ class Worker:
         if facts is not None:
             await self._is_measured.wait()  # the heartbeat period
             await facts.run(lambda change: self._executor.breaker.changed(change, time.monotonic()))
-            self._has_less = True
+            self._has_shrunk = True
             stop.request()
 
     async def _end_work(self, stop: Stop) -> None:

@@ -168,7 +168,7 @@ def step_loss(model: LlamaForCausalLM, tokens: torch.Tensor, labels: torch.Tenso
     return (losses * weights).sum() / weights.sum()
 
 
-def build_optimisers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the layers, AdamW for the rest; `rate` scales both learning rates."""
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     inside = {id(parameter) for parameter in matrices}
@@ -190,10 +190,10 @@ def train(
     model: LlamaForCausalLM, stream: Iterator[tuple[torch.Tensor, torch.Tensor]], steps: int, rate: float
 ) -> float:
     """Optimize over `steps` batches with a progress line; return the mean loss of the last hundred."""
-    optimisers = build_optimisers(model, rate)
+    optimizers = build_optimizers(model, rate)
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: learning_rate_factor(step, steps))
-        for optimiser in optimisers
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
+        for optimizer in optimizers
     ]
     model.train()
     losses: list[float] = []
@@ -202,8 +202,8 @@ def train(
         loss = step_loss(model, *next(stream))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimiser, schedule in zip(optimisers, schedules, strict=True):
-            optimiser.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
             schedule.step()
         model.zero_grad(set_to_none=True)
         losses = [*losses[-99:], loss.item()]

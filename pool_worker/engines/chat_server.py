@@ -63,11 +63,11 @@ class ChatServerEngine(StreamingEngine[ChatRequest, "ChatChoice"]):
         nothing = ChatServerRequest(settings.model, Chat(()), SamplingParams(), None, None)
         self._path = path = self._format.path(nothing)
         self._connection = ServerConnection(
-            settings, self._lose, self._format.auth(), self._format.meant, api_paths=(path,)
+            settings, self._lose, self._format.auth(), self._format.http_status, api_paths=(path,)
         )
-        self.place = self._connection.place
+        self.address = self._connection.address
         self._sequences = settings.max_sequences or DEFAULT_SEQUENCES
-        self._places = asyncio.Semaphore(self._sequences)
+        self._slots = asyncio.Semaphore(self._sequences)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class ChatServerEngine(StreamingEngine[ChatRequest, "ChatChoice"]):
             await self._watch_facts()
             self._watching = asyncio.create_task(self._connection.watch(health_path), name="server health")
         length = self._settings.max_model_len
-        log.info("%s at %s serves %s", self.name, self.place, self._settings.model)
+        log.info("%s at %s serves %s", self.name, self.address, self._settings.model)
         return Capacity(self._sequences, self._sequences * length, length)
 
     async def _watch_facts(self) -> None:
@@ -96,7 +96,7 @@ class ChatServerEngine(StreamingEngine[ChatRequest, "ChatChoice"]):
             log.info("changes of the server will not be detected: %s", error)
             return
         if model is not None and facts.model != model:
-            log.warning("%s does not serve %s; it serves: %s", self.place, model, facts.model)
+            log.warning("%s does not serve %s; it serves: %s", self.address, model, facts.model)
             return
         before = in_use(facts, self._settings.max_model_len, self._sequences)
         self.facts_watch = FactsWatch(lambda: reader.read(model), before, self._settings.facts_period_s)
@@ -147,7 +147,7 @@ class ChatServerEngine(StreamingEngine[ChatRequest, "ChatChoice"]):
         ask = choice.ask(self._settings.model)
         path, body = self._format.path(ask), self._format.body(ask)
         answer = _Answer(choice, self._format.reader(ask), self._take)
-        async with self._turn(choice):
+        async with self._slot(choice):
             await self._connection.stream(path, body, self._format.framing, answer)
         self._put(choice.finish())
 

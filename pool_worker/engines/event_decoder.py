@@ -37,9 +37,9 @@ class EventDecoder:
         else:
             if self._half is None:
                 return event
-        owed, self._half = self._half, None
-        if owed is not None and not _prepend(event, *owed):
-            self._half = owed
+        half, self._half = self._half, None
+        if half is not None and not _prepend(event, *half):
+            self._half = half
         whole: dict[str, Any] = self._joined(event, ())
         return whole
 

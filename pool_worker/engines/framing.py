@@ -110,12 +110,12 @@ def _is_whole(data: bytes) -> bool:
 def _error_event(data: bytes) -> bytes:
     """Return an event of the type ``error`` as one with the field ``error``."""
     try:
-        told = msgspec.json.decode(data)
+        decoded = msgspec.json.decode(data)
     except UNDECODABLE:
-        told = data.decode(errors="replace")
-    if isinstance(told, dict) and told.get("error") is not None:
+        decoded = data.decode(errors="replace")
+    if isinstance(decoded, dict) and decoded.get("error") is not None:
         return data
-    return msgspec.json.encode({"error": told})
+    return msgspec.json.encode({"error": decoded})
 
 
 async def _sse_lines(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:

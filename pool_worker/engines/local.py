@@ -191,7 +191,7 @@ class LocalEngine:
                     "no request for %g s: releasing the KV memory until the next one", self._settings.sleep_after_s
                 )
                 continue
-            outputs: list[SequenceOutput] = [refusal for message in messages if (refusal := _obey(engine, message))]
+            outputs: list[SequenceOutput] = [refusal for message in messages if (refusal := _handle(engine, message))]
             outputs += engine.step()
             if outputs:
                 self._may_step.acquire()
@@ -307,7 +307,7 @@ def _batched_tokens(settings: LocalEngineSettings, device: str) -> int:
     return max(512 if device == "cpu" else 2048, settings.max_sequences)
 
 
-def _obey(engine: LLMEngine | PoolingEngine, message: _Message) -> SequenceOutput | None:
+def _handle(engine: LLMEngine | PoolingEngine, message: _Message) -> SequenceOutput | None:
     if isinstance(message, str):
         engine.abort(message)
         return None

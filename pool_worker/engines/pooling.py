@@ -14,8 +14,8 @@ from protocol.generation import PoolingCard
 # Number of full steps that a worker holds: steps are always full, and other jobs stay available to other workers.
 STEPS_HELD: Final = 16
 
-_OF_VECTORS: Final = ("pooling", "normalize", "matryoshka")
-_OF_TEXT: Final = (
+_VECTOR_KEYS: Final = ("pooling", "normalize", "matryoshka")
+_TEXT_KEYS: Final = (
     "kv_mib", "kv_overcommit", "prefix_cache", "draft_tokens", "adapters", "quantize", "cuda_graphs",
     "gpu_memory_utilization", "sleep_after_s",
 )  # fmt: skip
@@ -23,7 +23,7 @@ _OF_TEXT: Final = (
 
 def refuse_settings_of_other_tasks(settings: LocalEngineSettings, task: Task) -> None:
     """Raise ConfigError, naming the key, for a setting that has no effect on the task."""
-    others = {"generate": _OF_VECTORS, "embed": _OF_TEXT, "score": (*_OF_TEXT, *_OF_VECTORS)}[task]
+    others = {"generate": _VECTOR_KEYS, "embed": _TEXT_KEYS, "score": (*_TEXT_KEYS, *_VECTOR_KEYS)}[task]
     for name in others:
         if getattr(settings, name) != LocalEngineSettings.model_fields[name].default:
             raise ConfigError(name, f"has no effect on the task {task!r}")

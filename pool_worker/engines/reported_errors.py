@@ -71,8 +71,8 @@ def _text(error: object) -> str:
 
 
 def _statuses(error: object, event: Mapping[str, Any]) -> Iterator[int]:
-    for told in (error, event):
-        for value in (told.get(field) for field in _FIELDS) if isinstance(told, dict) else ():
+    for source in (error, event):
+        for value in (source.get(field) for field in _FIELDS) if isinstance(source, dict) else ():
             status = _status(value)
             if status is not None:
                 yield status

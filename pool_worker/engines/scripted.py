@@ -88,15 +88,15 @@ class ScriptedChoice:
         "ready_s", "request_id", "script", "seed", "stops",
     )  # fmt: skip
 
-    def __init__(self, request: GenerationRequest, index: int, script: Script, wishes: Directives) -> None:
+    def __init__(self, request: GenerationRequest, index: int, script: Script, directives: Directives) -> None:
         self.request_id = request.request_id
         self.index = index
         self.params: SamplingParams = request.sampling
         self.script = script
         self.seed = script.answer_seed(request.prompt_ids, index)
-        self.answer_tokens = wishes.tokens or script.answer_tokens(self.seed)
-        self.fault = None if request.resume else wishes.fault
-        self.fault_at = wishes.after
+        self.answer_tokens = directives.tokens or script.answer_tokens(self.seed)
+        self.fault = None if request.resume else directives.fault
+        self.fault_at = directives.after
         self.made = 0  # output tokens, including resumed ones
         self.stops = stop_strings(request.sampling.stop, request.content_finder)
         self.chars_to_skip = 0  # characters that the client already has
@@ -252,10 +252,10 @@ class ScriptedEngine:
         if isinstance(request, PoolingRequest):
             self._waiting.extend(self._inputs(request))
             return
-        wishes = self._wishes(request.prompt_ids)
+        directives = self._directives(request.prompt_ids)
         points = {point.index: point for point in request.resume}
         for index in range(request.sampling.n):
-            choice = ScriptedChoice(request, index, self._script, wishes)
+            choice = ScriptedChoice(request, index, self._script, directives)
             output = choice.resume(points[index]) if index in points else None
             if request.sampling.max_tokens == 0:
                 output = choice.end("length")
@@ -266,14 +266,16 @@ class ScriptedEngine:
 
     def _inputs(self, request: PoolingRequest) -> list[ScriptedInput]:
         resumes = bool(request.inputs) and len(request.inputs) <= request.inputs[-1].index  # some are already answered
-        wishes = self._wishes([token for one in request.inputs for token in one.token_ids])
-        fault = None if resumes else wishes.fault
+        directives = self._directives([token for one in request.inputs for token in one.token_ids])
+        fault = None if resumes else directives.fault
         return [
-            ScriptedInput(request, one, self._settings.dimensions, fault=fault if one.index == wishes.after else None)
+            ScriptedInput(
+                request, one, self._settings.dimensions, fault=fault if one.index == directives.after else None
+            )
             for one in request.inputs
         ]
 
-    def _wishes(self, prompt_ids: Sequence[int]) -> Directives:
+    def _directives(self, prompt_ids: Sequence[int]) -> Directives:
         if not self._settings.faults_from_prompt:
             return Directives()
         return Directives.of(self._script.tokenizer.decode(list(prompt_ids), skip_special_tokens=False))
@@ -361,10 +363,10 @@ class ScriptedEngine:
         gone.update(striking)
         self._running = [choice for choice in self._running if choice not in gone]
         for choice in striking:
-            self._strike(choice, outputs)
+            self._inject_fault(choice, outputs)
         return outputs
 
-    def _strike(self, choice: ScriptedChoice | ScriptedInput, outputs: list[SequenceOutput]) -> None:
+    def _inject_fault(self, choice: ScriptedChoice | ScriptedInput, outputs: list[SequenceOutput]) -> None:
         if choice.fault == "crash":
             raise EngineDiedError(f"scripted crash after {choice.made} tokens of {choice.request_id}")
         if choice.fault == "exit":

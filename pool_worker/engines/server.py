@@ -54,7 +54,7 @@ class ServerEngine(StreamingEngine[GenerationRequest | PoolingRequest, ServerCho
         self.name: str = settings.kind
         self._settings = settings
         self._source = source = source_of(self._lose)
-        self.place = source.place
+        self.address = source.address
         self._abilities = source.abilities
         self._tokenizer: TokenizerFolder
         self._tokens: TokenText
@@ -84,11 +84,11 @@ class ServerEngine(StreamingEngine[GenerationRequest | PoolingRequest, ServerCho
         self.honoured = done_here(self._abilities.answers_in) | (facts.honoured or self._abilities.honoured)
         lengths = [one for one in (settings.max_model_len, facts.max_model_len) if one is not None]
         if not lengths:
-            raise EngineDiedError(f"engine.max_model_len: required, because {self.place} does not report it")
+            raise EngineDiedError(f"engine.max_model_len: required, because {self.address} does not report it")
         length = min(lengths)  # the server would refuse more
         sequences = settings.max_sequences or facts.max_sequences or 64
         kv_tokens = settings.max_kv_tokens or facts.max_kv_tokens or sequences * length
-        self._places = asyncio.Semaphore(sequences)
+        self._slots = asyncio.Semaphore(sequences)
         self._info = EngineInfo(
             model=facts.model,
             max_model_len=length,
@@ -104,7 +104,7 @@ class ServerEngine(StreamingEngine[GenerationRequest | PoolingRequest, ServerCho
         log.info(
             "%s at %s serves %s: %d sequences of %d tokens",
             self.name,
-            self.place,
+            self.address,
             facts.model,
             sequences,
             length,
@@ -172,7 +172,7 @@ class ServerEngine(StreamingEngine[GenerationRequest | PoolingRequest, ServerCho
         if choice.params.max_tokens == 0:
             self._put(choice.end("length"))
             return
-        async with self._turn(choice):
+        async with self._slot(choice):
             await self._source.stream(self._ask(choice), lambda delta: self._take(choice, delta))
 
     def _ask(self, choice: ServerChoice) -> ServerRequest:

@@ -71,10 +71,10 @@ class ServerChoice:
         params, done = self.params, len(self._resumed_ids)
         written = ""
         if text is not None:
-            written, owed = text.written(self._prompt_ids, self._resumed_ids)
+            written, pending = text.to_text(self._prompt_ids, self._resumed_ids)
             if answers_in == "text":
-                self._answer = AnswerText(text, owed)
-            elif owed:
+                self._answer = AnswerText(text, pending)
+            elif pending:
                 raise UnwritableError("the answer was cut inside a character, which this pool's server cannot resume")
         return ServerRequest(
             facts=facts,

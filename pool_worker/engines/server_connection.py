@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 _HEADERS: Final = {"content-type": "application/json", "accept": "text/event-stream, application/x-ndjson"}
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
-Meant = Callable[[int, Mapping[str, str], str], int]  # status, headers, start of the body → the status it stands for
+HttpStatus = Callable[[int, Mapping[str, str], str], int]  # status, headers, start of the body → its HTTP meaning
 
 
 class AttemptFailed(Exception):
@@ -90,7 +90,7 @@ class ServerConnection:
         settings: ConnectionSettings,
         lose: Callable[[str], None],
         auth: httpx.Auth | None = None,
-        meant: Meant = lambda status, _headers, _text: status,
+        http_status: HttpStatus = lambda status, _headers, _text: status,
         api_paths: Sequence[str] = OPENAI_PATHS,
         *,
         is_ours: bool = False,
@@ -102,11 +102,11 @@ class ServerConnection:
         """
         self._settings = settings
         self._lose = lose
-        self._meant = meant
+        self._http_status = http_status
         self._is_ours = is_ours
         timeout = httpx.Timeout(settings.silence_s, connect=settings.connect_s, pool=None)
         self._client = client_of(settings, api_paths=api_paths, auth=auth, timeout=timeout)
-        self.place = shown(str(self._client.base_url))  # for logs and errors
+        self.address = shown(str(self._client.base_url))  # for logs and errors
         self._secrets = secrets_of(settings)
         self._prefilling = 0  # streams without any content yet
         self._silenced = 0  # streams, in a row, that fell silent
@@ -115,7 +115,7 @@ class ServerConnection:
         self._is_reachable = asyncio.Event()
         self._is_reachable.set()
         self.facts_watch: FactsWatch | None = None  # None: what the server serves is not checked
-        self._vouchers = 0  # running streams that began on the unchanged server
+        self._proving_streams = 0  # running streams that began on the unchanged server
 
     async def close(self) -> None:
         """Close every connection."""
@@ -125,7 +125,7 @@ class ServerConnection:
 
     async def wait_until_ready(self, health_path: str, facts_path: str | None = None) -> dict[str, Any]:
         """Wait for a ready server; return its answer at ``facts_path``, if given. Raises EngineDiedError."""
-        wait = Readiness(self.place, self._settings.ready_s)
+        wait = Readiness(self.address, self._settings.ready_s)
         while True:
             try:
                 (await self._client.get(health_path)).raise_for_status()
@@ -133,7 +133,9 @@ class ServerConnection:
                     return {}
                 return _decode((await self._client.get(facts_path)).raise_for_status().content)
             except UNDECODABLE as error:
-                raise EngineDiedError(f"{self.place}{facts_path} did not answer with a JSON object: {error}") from error
+                raise EngineDiedError(
+                    f"{self.address}{facts_path} did not answer with a JSON object: {error}"
+                ) from error
             except httpx.HTTPError as error:
                 self._raise_if_final(error)
                 await wait.not_yet(_reason(error))
@@ -143,14 +145,14 @@ class ServerConnection:
 
         It costs nothing: every known API checks credentials first.
         """
-        place = shown(self.place + path)
+        place = shown(self.address + path)
         try:
             async with (
                 asyncio.timeout(self._settings.health_limit_s),
                 self._client.stream("POST", path, content=b"{}", headers=_HEADERS) as response,
             ):
                 text = (await _head_of(response)).decode(errors="replace")
-                status = self._meant(response.status_code, response.headers, text)
+                status = self._http_status(response.status_code, response.headers, text)
         except (httpx.HTTPError, TimeoutError) as error:
             if isinstance(error, httpx.HTTPError):
                 self._raise_if_final(error)
@@ -169,7 +171,7 @@ class ServerConnection:
             raise EngineDiedError(refused) from error
         advice = final_advice(error)
         if advice is not None:
-            raise EngineDiedError(f"{self.place}: {_reason(error)}; {advice}") from error
+            raise EngineDiedError(f"{self.address}: {_reason(error)}; {advice}") from error
 
     async def facts(self, path: str, facts_of: Callable[[dict[str, Any]], ServerFacts]) -> ServerFacts:
         """Return the server's current facts. Raises FactsUnread."""
@@ -177,7 +179,7 @@ class ServerConnection:
         try:
             return facts_of(_decode(page))
         except (MalformedEvent, *UNDECODABLE) as error:
-            raise FactsUnread(f"{self.place}{path}: {error}" if page else f"{self.place}{path} is empty") from error
+            raise FactsUnread(f"{self.address}{path}: {error}" if page else f"{self.address}{path} is empty") from error
 
     async def page(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """Return the server's answer at ``path``, to ``body`` if given; b"" if it is empty or too large."""
@@ -228,7 +230,7 @@ class ServerConnection:
         except AttemptFailed as error:
             if error.__cause__ is None or isinstance(error.__cause__, httpx.TransportError):
                 self._note_reconnect()  # the server may have been restarted
-            log.warning("%s: %s", shown(self.place + path), error)  # callers get the error itself
+            log.warning("%s: %s", shown(self.address + path), error)  # callers get the error itself
             raise
 
     async def _stream(self, path: str, body: Mapping[str, Any], framing: Framing, answer: Answer) -> None:
@@ -249,11 +251,11 @@ class ServerConnection:
         timeout = httpx.Timeout(None, connect=self._settings.connect_s)
         try:
             async with (
-                self._checked() as doubt,
+                self._checked() as rejection_reason,
                 self._limited_silence() as heard,
                 self._client.stream("POST", path, content=content, headers=_HEADERS, timeout=timeout) as response,
             ):
-                if (doubted := await doubt(response.status_code)) is not None:
+                if (doubted := await rejection_reason(response.status_code)) is not None:
                     return doubted
                 if response.status_code != httpx.codes.OK:
                     return await self._refused(response)
@@ -265,7 +267,7 @@ class ServerConnection:
                     if taken is Taken.SOME:
                         heard()
         except httpx.ConnectError as error:
-            if await self._is_there_again():
+            if await self._wait_until_healthy():
                 return ServerBusy("the server was away", 0.0)
             raise AttemptFailed(f"cannot reach the server: {_reason(error)}") from error
         except (MalformedEvent, *UNDECODABLE, ServerFailure, httpx.HTTPError) as error:
@@ -278,25 +280,25 @@ class ServerConnection:
 
         Yields a function to call with the answer's status before reading it; it returns a reason to reject the answer.
         """
-        watch, checking, is_voucher = self.facts_watch, None, False
-        if watch is not None and not (watch.is_proved and self._vouchers):
+        watch, checking, is_proof = self.facts_watch, None, False
+        if watch is not None and not (watch.is_proved and self._proving_streams):
             checking = asyncio.create_task(watch.check(), name="facts")
 
-        async def doubt(status: int) -> ServerBusy | None:
-            nonlocal is_voucher
+        async def rejection_reason(status: int) -> ServerBusy | None:
+            nonlocal is_proof
             if checking is not None:
                 await checking
-            reason = None if watch is None else watch.doubt(is_answer=status == httpx.codes.OK)
+            reason = None if watch is None else watch.rejection_reason(is_answer=status == httpx.codes.OK)
             if reason is not None:
                 return ServerBusy(reason, None)
-            is_voucher = True
-            self._vouchers += 1
+            is_proof = True
+            self._proving_streams += 1
             return None
 
         try:
-            yield doubt
+            yield rejection_reason
         finally:
-            self._vouchers -= is_voucher
+            self._proving_streams -= is_proof
             if checking is not None:
                 checking.cancel()
                 await asyncio.gather(checking, return_exceptions=True)
@@ -365,14 +367,14 @@ class ServerConnection:
     async def _refused(self, response: httpx.Response) -> ServerBusy:
         """Return a busy server's error. Raises RequestRejected or AttemptFailed for any other error."""
         text = (await _head_of(response)).decode(errors="replace")
-        status = self._meant(response.status_code, response.headers, text)
+        status = self._http_status(response.status_code, response.headers, text)
         return _judged(status, self._hidden(text), response.headers)
 
     def _hidden(self, text: str) -> str:
         """Return the server's text without secrets: error pages echo request headers."""
         return hidden(text, self._secrets)
 
-    async def _is_there_again(self) -> bool:
+    async def _wait_until_healthy(self) -> bool:
         """Wait for the health check: failing at once while the server is down would drain the whole queue."""
         self._note_reconnect()
         if not self._is_watched:

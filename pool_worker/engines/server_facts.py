@@ -59,17 +59,17 @@ class Change:
 def changes(before: ServerFacts, now: ServerFacts) -> Iterator[Change]:
     """Yield the changes that require leaving the pool. A fact that is unknown before or now is not a change."""
     for name, fact in IDENTITY.items():
-        known, told = getattr(before, name), getattr(now, name)
-        if known is not None and told is not None and known != told:
-            yield Change(fact, known, told, is_identity=True)
+        known, current = getattr(before, name), getattr(now, name)
+        if known is not None and current is not None and known != current:
+            yield Change(fact, known, current, is_identity=True)
     for name, fact in LIMITS.items():
-        known, told = getattr(before, name), getattr(now, name)
-        if known is not None and told is not None and told < known:
-            yield Change(fact, str(known), str(told), is_identity=False)
+        known, current = getattr(before, name), getattr(now, name)
+        if known is not None and current is not None and current < known:
+            yield Change(fact, str(known), str(current), is_identity=False)
     for name, fact in ABILITIES.items():
-        known, told = getattr(before, name) or frozenset(), getattr(now, name)
-        if told is not None and known - told:
-            yield Change(fact, ", ".join(sorted(known)), ", ".join(sorted(told)) or "none", is_identity=False)
+        known, current = getattr(before, name) or frozenset(), getattr(now, name)
+        if current is not None and known - current:
+            yield Change(fact, ", ".join(sorted(known)), ", ".join(sorted(current)) or "none", is_identity=False)
 
 
 def in_use(facts: ServerFacts, max_model_len: int, max_sequences: int) -> ServerFacts:
@@ -113,7 +113,7 @@ class FactsWatch:
         """Read the facts; the read begins now."""
         await self._read_since(time.monotonic())
 
-    def doubt(self, *, is_answer: bool) -> str | None:
+    def rejection_reason(self, *, is_answer: bool) -> str | None:
         """Return why nothing may be taken from the server: it changed, or it may have changed and sends an answer.
 
         If a read fails, the server counts as unchanged unless it was reconnected.

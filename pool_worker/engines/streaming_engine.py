@@ -51,8 +51,8 @@ _Choice = TypeVar("_Choice", bound=Choice)
 class StreamingEngine(abc.ABC, Generic[_Request, _Choice]):
     """The base of engines in front of a server; see ``base.Engine`` for the life cycle."""
 
-    place: str  # the server's address, for logs and errors
-    _places: asyncio.Semaphore  # limits concurrent streams
+    address: str  # the server's address, for logs and errors
+    _slots: asyncio.Semaphore  # limits concurrent streams
 
     def __init__(self) -> None:
         self._tasks: dict[str, dict[_Choice, asyncio.Task[None]]] = {}  # by request
@@ -72,7 +72,7 @@ class StreamingEngine(abc.ABC, Generic[_Request, _Choice]):
 
     @abc.abstractmethod
     async def _generate(self, choice: _Choice) -> None:
-        """Stream a choice to its end, within ``_turn``. Raises RequestRejected, ServerBusy and AttemptFailed."""
+        """Stream a choice to its end, within ``_slot``. Raises RequestRejected, ServerBusy and AttemptFailed."""
 
     @abc.abstractmethod
     def _kv_usage(self, live: Sequence[_Choice]) -> float:
@@ -83,7 +83,7 @@ class StreamingEngine(abc.ABC, Generic[_Request, _Choice]):
         """Disconnect from the server; no stream is running."""
 
     def _lose(self, reason: str) -> None:
-        self._death = EngineDiedError(f"{self.place} is lost: {reason}")
+        self._death = EngineDiedError(f"{self.address} is lost: {reason}")
         self._changed.set()
 
     async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
@@ -171,11 +171,11 @@ class StreamingEngine(abc.ABC, Generic[_Request, _Choice]):
         return choice.end("error", error)
 
     @contextlib.asynccontextmanager
-    async def _turn(self, choice: _Choice) -> AsyncIterator[None]:
+    async def _slot(self, choice: _Choice) -> AsyncIterator[None]:
         """Wait for a slot and hold it."""
         self._waiting += 1
         try:
-            await self._places.acquire()
+            await self._slots.acquire()
         finally:
             self._waiting -= 1
         self._running.add(choice)
@@ -185,7 +185,7 @@ class StreamingEngine(abc.ABC, Generic[_Request, _Choice]):
             yield
         finally:
             self._running.discard(choice)
-            self._places.release()
+            self._slots.release()
 
     def _count(self, choice: _Choice, tokens: int) -> None:
         """Count received tokens."""

@@ -51,7 +51,7 @@ class TextTokens:
         detokenizer = self._tokens.detokenizer(context, skip_special_tokens=True)
         return "".join(map(detokenizer.push, self.ids(text.encode()))) + detokenizer.flush()
 
-    def written(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> tuple[str, bytes]:
+    def to_text(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> tuple[str, bytes]:
         """Return a choice's text so far, and the bytes with which its continuation must begin.
 
         Those bytes are an unfinished character at the end of the output, which the server must repeat. BOS is omitted
@@ -64,14 +64,14 @@ class TextTokens:
         if not self._is_text(prompt):
             raise RequestRejected("prompt_ids", "this pool's server takes text, and these tokens are not valid text")
         whole = self.finished(output_ids)
-        owed = self._bytes(output_ids[len(whole) :])
+        pending = self._bytes(output_ids[len(whole) :])
         if not self._is_text(whole):
             raise UnwritableError("the answer so far is not valid text, and this pool's server takes only text")
         ids = prompt + whole
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         if self._special(self._tokenizer.encode(text, add_special_tokens=False)) != self._special(ids):
             raise RequestRejected("prompt_ids", "this pool's server would read words of the prompt as special tokens")
-        return text, owed
+        return text, pending
 
     def ids(self, data: bytes) -> list[int]:
         """Return tokens with exactly these bytes, each as long as possible. Raises MalformedEvent."""
@@ -109,10 +109,10 @@ class TextTokens:
 class AnswerText:
     """One choice's answer in text, converted to tokens."""
 
-    def __init__(self, tokens: TextTokens, owed: bytes) -> None:
-        """``owed``: bytes with which the answer must begin, and which the caller already has."""
+    def __init__(self, tokens: TextTokens, pending: bytes) -> None:
+        """``pending``: bytes with which the answer must begin, and which the caller already has."""
         self._tokens = tokens
-        self._owed = owed
+        self._pending = pending
 
     def read(self, text: str, room: int) -> tuple[list[int], bool]:
         """Return the tokens of the new text, and whether they were cut to ``room``. Raises MalformedEvent.
@@ -123,10 +123,10 @@ class AnswerText:
             data = text.encode()
         except UnicodeEncodeError as error:
             raise MalformedEvent(f"its text is invalid: {error}") from error
-        had, data = data[: len(self._owed)], data[len(self._owed) :]
-        if not self._owed.startswith(had):
+        had, data = data[: len(self._pending)], data[len(self._pending) :]
+        if not self._pending.startswith(had):
             raise MalformedEvent("it does not continue the character at which the answer was cut")
-        self._owed = self._owed[len(had) :]
+        self._pending = self._pending[len(had) :]
         ids = self._tokens.ids(data)
         return (ids, False) if len(ids) <= room else (self._tokens.finished(ids[:room]), True)
 

@@ -19,7 +19,7 @@ from pool_worker.settings import ServerEngineSettings
 class TokenSource(Protocol):
     """The way to one server. The life cycle is ``start`` → (``stream`` | ``watch``)* → ``close``."""
 
-    place: str  # the server's address, for logs and errors
+    address: str  # the server's address, for logs and errors
     abilities: type[Abilities]
     adds_bos: bool | None  # see ServerEngineSettings for these two, which apply to servers that take text
     continues: bool | None
@@ -62,7 +62,7 @@ class HttpSource:
         own_path = with_model(self._format.generate_path, settings.model or "")
         self._connection = ServerConnection(settings, lose, api_paths=(own_path, *OPENAI_PATHS), is_ours=True)
         self._reader = FactsReader(self._connection, settings.kind)
-        self.place = self._connection.place
+        self.address = self._connection.address
 
     async def start(self) -> ServerFacts:
         """Wait until the server is ready; return what it reports."""
@@ -74,7 +74,7 @@ class HttpSource:
         try:
             facts = self._format.facts(answer, settings.model)
         except MalformedEvent as error:
-            raise EngineDiedError(f"{self.place} is not a {settings.kind} server: {error}") from error
+            raise EngineDiedError(f"{self.address} is not a {settings.kind} server: {error}") from error
         memory = MEMORY_PAGES.get(settings.kind)
         if memory is not None:
             facts = replace(facts, memory_tokens=memory.read(await self._connection.page(memory.path)))

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class VllmInProcess:
     """vLLM's AsyncLLM as a TokenSource."""
 
-    place = "vLLM in this process"
+    address = "vLLM in this process"
     abilities: type[Abilities] = VllmFormat  # the same engine as behind its server
     adds_bos: bool | None = None
     continues: bool | None = None

@@ -29,7 +29,7 @@ class NotMeasured(Exception):
 
 
 @dataclass(slots=True)
-class _Seen:
+class _TestRequest:
     """One test request."""
 
     tokens: int = 0
@@ -46,7 +46,7 @@ class StartBenchmark:
         self._prompt_tokens = min(PROMPT_TOKENS, capacity.max_model_len - NEW_TOKENS)
         per_sequence = self._prompt_tokens + NEW_TOKENS
         self._most = max(1, min(capacity.max_sequences, capacity.max_kv_tokens // max(1, per_sequence)))
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _TestRequest] = {}
         self._live: set[str] = set()
         self._error: str | None = None
         self._changed = asyncio.Event()
@@ -119,7 +119,7 @@ class StartBenchmark:
             self._number += 1
             prompt = self._source.choices(words, k=self._prompt_tokens)  # not in any prefix cache
             requests.append(GenerationRequest(f"{NAME}-{self._number}", prompt, params))
-        self._seen = {request.request_id: _Seen() for request in requests}
+        self._seen = {request.request_id: _TestRequest() for request in requests}
         self._live = set(self._seen)
         for request in requests:
             self._engine.submit(request)

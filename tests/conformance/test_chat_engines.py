@@ -456,7 +456,7 @@ async def test_an_answer_that_does_not_go_on_with_its_beginning_is_none(replay: 
     async with driving(replay, profile="mistral") as driver:
         answer = await driver.answer(resume=(ChatPoint(0, answer_text(ASKED)[:12], 3),))
     assert (answer.finish_reason, answer.text()) == ("error", "")
-    assert "does not go on" in (answer.error or "")
+    assert "does not continue" in (answer.error or "")
 
 
 async def test_leaving_ends_the_servers_work(faulty: tuple[Driver, ChatReplay]) -> None:

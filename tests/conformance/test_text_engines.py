@@ -62,7 +62,7 @@ async def test_another_character_there_is_left_to_other_pools(tokenizer: str, re
 async def test_a_server_that_answers_in_ids_cannot_finish_a_character(tokenizer: str, replay_of: ReplayOf) -> None:
     async with driving(server_settings(replay_of("tgi"), tokenizer)) as driver:
         answer = await resumed(driver, halves(tokenizer, "ß")[0])
-    assert "cut in a character" in (answer.error or "")
+    assert "cut inside a character" in (answer.error or "")
 
 
 async def test_a_blank_that_may_be_lost_is_left_to_other_pools(tmp_path: Path, replay_of: ReplayOf) -> None:

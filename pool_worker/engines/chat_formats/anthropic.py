@@ -20,7 +20,14 @@ from pool_worker.engines.chat_formats.base import (
     refuse_continuation,
     sampling,
 )
-from pool_worker.engines.chat_formats.conversation import Block, Conversation, Overlap, alternate, owed, schema_of
+from pool_worker.engines.chat_formats.conversation import (
+    Block,
+    Conversation,
+    Overlap,
+    alternate,
+    schema_of,
+    trailing_whitespace,
+)
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import ClaudeSettings
@@ -55,7 +62,7 @@ class AnthropicFormat:
         """Return the authentication of every request; None for a bearer token."""
         return _VersionAndKey(self._settings.api_version, self._settings.api_key)
 
-    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+    def http_status(self, status: int, headers: Mapping[str, str], text: str) -> int:
         """Return the HTTP status that an error stands for."""
         del headers
         return 402 if status == 400 and _UNPAID in text else status
@@ -92,7 +99,7 @@ class AnthropicFormat:
 
     def reader(self, ask: ChatServerRequest) -> AnswerReader:
         """Return a reader of the answer to one request."""
-        return _Reader(owed(ask))
+        return _Reader(trailing_whitespace(ask))
 
 
 class _VersionAndKey(httpx.Auth):
@@ -201,8 +208,8 @@ class _Event(msgspec.Struct):
 class _Reader:
     """Reads the events of one message."""
 
-    def __init__(self, owed: str) -> None:
-        self._overlap = Overlap(owed)
+    def __init__(self, repeated: str) -> None:
+        self._overlap = Overlap(repeated)
         self._usage: dict[str, Any] = {}
         self._call: int | None = None  # the block whose arguments are being streamed
         self._has_arguments = False

@@ -59,7 +59,7 @@ class SignatureV4(httpx.Auth):
         yield request
 
 
-def meant_by_aws(status: int, headers: Mapping[str, str], text: str) -> int:
+def aws_status(status: int, headers: Mapping[str, str], text: str) -> int:
     """Return the status that the error's type stands for: a 400 may mean anything."""
     if status != httpx.codes.BAD_REQUEST:
         return status

@@ -85,7 +85,7 @@ class ChatFormat(Protocol):
         """Return the signer of every request; None: the API key in the settings is sent as a bearer token."""
         ...
 
-    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+    def http_status(self, status: int, headers: Mapping[str, str], text: str) -> int:
         """Return the HTTP status that an error stands for, if the API reports it with another."""
         ...
 

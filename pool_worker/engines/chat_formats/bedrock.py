@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 
 from engine.errors import RequestRejected
-from pool_worker.engines.chat_formats.aws import auth_of, meant_by_aws
+from pool_worker.engines.chat_formats.aws import auth_of, aws_status
 from pool_worker.engines.chat_formats.base import (
     AnswerReader,
     ChatDelta,
@@ -21,7 +21,14 @@ from pool_worker.engines.chat_formats.base import (
     refuse_continuation,
     sampling,
 )
-from pool_worker.engines.chat_formats.conversation import Block, Conversation, Overlap, alternate, owed, schema_of
+from pool_worker.engines.chat_formats.conversation import (
+    Block,
+    Conversation,
+    Overlap,
+    alternate,
+    schema_of,
+    trailing_whitespace,
+)
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import BedrockSettings
@@ -53,9 +60,9 @@ class BedrockFormat:
         """Return the authentication of every request; None for a bearer token."""
         return auth_of(self._settings, "bedrock")
 
-    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+    def http_status(self, status: int, headers: Mapping[str, str], text: str) -> int:
         """Return the HTTP status that an error stands for."""
-        return meant_by_aws(status, headers, text)
+        return aws_status(status, headers, text)
 
     def path(self, ask: ChatServerRequest) -> str:
         """Return the path to post to."""
@@ -78,7 +85,7 @@ class BedrockFormat:
 
     def reader(self, ask: ChatServerRequest) -> AnswerReader:
         """Return a reader of the answer to one request."""
-        return _Reader(owed(ask))
+        return _Reader(trailing_whitespace(ask))
 
 
 class _Blocks:
@@ -177,8 +184,8 @@ class _Event(msgspec.Struct, rename="camel"):
 class _Reader:
     """Reads the events of one message."""
 
-    def __init__(self, owed: str) -> None:
-        self._overlap = Overlap(owed)
+    def __init__(self, repeated: str) -> None:
+        self._overlap = Overlap(repeated)
         self._call: int | None = None  # the block whose arguments are being streamed
         self._has_arguments = False
 

@@ -63,7 +63,7 @@ def alternate(ask: ChatServerRequest, blocks: Blocks) -> Conversation:
         conversation.system = []
     if not conversation.messages:
         raise RequestRejected("messages", "this pool's API requires a user message")
-    said = _begun(ask).rstrip()
+    said = _partial_answer(ask).rstrip()
     if said:
         _add(conversation, "assistant", [blocks.text(said)])
     return conversation
@@ -89,13 +89,13 @@ def _later_systems_as_user(turns: Sequence[Turn]) -> Iterator[Turn]:
     yield from waiting
 
 
-def owed(ask: ChatServerRequest) -> str:
+def trailing_whitespace(ask: ChatServerRequest) -> str:
     """Return the trailing whitespace of the partial answer, which no API takes at the end of a message."""
-    begun = _begun(ask)
-    return begun[len(begun.rstrip()) :]
+    partial = _partial_answer(ask)
+    return partial[len(partial.rstrip()) :]
 
 
-def _begun(ask: ChatServerRequest) -> str:
+def _partial_answer(ask: ChatServerRequest) -> str:
     before = ask.chat.turns[-1].content or "" if ask.chat.continues_last else ""
     return before + ask.prefix
 

@@ -27,7 +27,7 @@ def model_path(settings: GoogleSettings, publisher: str, model: str) -> str:
     return f"/v1/{place}/publishers/{publisher}/models/{quote(model, safe='@')}"
 
 
-def meant_by_google(status: int, text: str) -> int:
+def google_status(status: int, text: str) -> int:
     """Return what an error means: missing billing, or a location without the model, is not the client's fault."""
     return httpx.codes.FORBIDDEN if status == httpx.codes.BAD_REQUEST and "FAILED_PRECONDITION" in text else status
 

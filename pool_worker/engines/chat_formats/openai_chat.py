@@ -51,7 +51,7 @@ class OpenAIChatFormat:
         header, key = self._profile.key_header, self._settings.api_key
         return None if header is None or key is None else HeaderAuth(header, key)
 
-    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+    def http_status(self, status: int, headers: Mapping[str, str], text: str) -> int:
         """Return the HTTP status that an error stands for."""
         del headers, text
         return status
@@ -236,8 +236,8 @@ class _Reader:
         choice = chunk.choices[0]
         if choice.index != 0 or len(chunk.choices) > 1:
             raise MalformedEvent("an event of an unexpected choice")
-        said = choice.delta or choice.message
-        parts = [] if said is None else self._parts(said)
+        content = choice.delta or choice.message
+        parts = [] if content is None else self._parts(content)
         ended_by = end_of(choice.finish_reason)
         return ChatDelta(parts if ended_by is None else [*parts, *self._calls.end()], ended_by, usage)
 
@@ -293,5 +293,5 @@ def _usage_of(reported: object) -> ChatUsage | None:
 
 
 def _detail(reported: Mapping[str, Any], details: str, name: str) -> int | None:
-    told = reported.get(details)
-    return count(told.get(name)) if isinstance(told, dict) else None
+    section = reported.get(details)
+    return count(section.get(name)) if isinstance(section, dict) else None

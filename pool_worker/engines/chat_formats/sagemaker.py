@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 from urllib.parse import quote
 
-from pool_worker.engines.chat_formats.aws import auth_of, meant_by_aws
+from pool_worker.engines.chat_formats.aws import auth_of, aws_status
 from pool_worker.engines.chat_formats.base import ChatServerRequest
 from pool_worker.engines.chat_formats.openai_chat import OpenAIChatFormat
 from pool_worker.engines.framing import Framing
@@ -38,11 +38,11 @@ class SageMakerFormat(OpenAIChatFormat):
         """Return the authentication of every request; None for a bearer token."""
         return auth_of(self._endpoint, "sagemaker")
 
-    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+    def http_status(self, status: int, headers: Mapping[str, str], text: str) -> int:
         """Return the container's status from a ModelError's body."""
         if status == httpx.codes.FAILED_DEPENDENCY and (answered := _ANSWERED.search(text)):
             return int(answered[1] or answered[2])
-        return meant_by_aws(status, headers, text)
+        return aws_status(status, headers, text)
 
     def path(self, ask: ChatServerRequest) -> str:
         """Return the path to post to."""

@@ -38,8 +38,8 @@ class _Call:
         self.id = call_id
         self.name = name
         self.arguments = ""
-        self.told_chars = 0  # of the arguments
-        self.is_told = False
+        self.sent_chars = 0  # of the arguments
+        self.is_sent = False
 
     @property
     def is_whole(self) -> bool:
@@ -52,15 +52,15 @@ class _Call:
             return False
         return True
 
-    def news(self) -> list[Part]:
+    def unsent_parts(self) -> list[Part]:
         """Return the parts that have not been sent yet."""
         parts = []
-        if not self.is_told:
+        if not self.is_sent:
             parts.append(Part("call", self.name, self.id))
-            self.is_told = True
-        if len(self.arguments) > self.told_chars:
-            parts.append(Part("arguments", self.arguments[self.told_chars :]))
-            self.told_chars = len(self.arguments)
+            self.is_sent = True
+        if len(self.arguments) > self.sent_chars:
+            parts.append(Part("arguments", self.arguments[self.sent_chars :]))
+            self.sent_chars = len(self.arguments)
         return parts
 
 
@@ -80,8 +80,8 @@ class CallReader:
         for delta in deltas:
             function = delta.function or FunctionDelta()
             call = self._latest = self._call_of(delta, function)
-            said = function.arguments
-            text = said if isinstance(said, str) else "" if said is None else msgspec.json.encode(said).decode()
+            raw = function.arguments
+            text = raw if isinstance(raw, str) else "" if raw is None else msgspec.json.encode(raw).decode()
             if text.strip() and self._calls.index(call) < self._open:
                 raise MalformedEvent("arguments of a call that has ended")
             call.arguments += text
@@ -89,7 +89,7 @@ class CallReader:
         while self._open < len(self._calls):
             call = self._calls[self._open]
             if call.name:
-                parts += call.news()
+                parts += call.unsent_parts()
             if self._open + 1 == len(self._calls) or not (call.name and call.is_whole):
                 break
             self._open += 1
@@ -103,7 +103,7 @@ class CallReader:
                 raise MalformedEvent("a call without a name")
             if not call.arguments.strip():
                 call.arguments += "{}"
-            parts += call.news()
+            parts += call.unsent_parts()
         self._open = len(self._calls)
         return parts
 

@@ -20,7 +20,7 @@ from pool_worker.engines.chat_formats.base import (
     sampling,
 )
 from pool_worker.engines.chat_formats.conversation import Block, alternate, schema_of
-from pool_worker.engines.chat_formats.google import AccessToken, meant_by_google, model_path
+from pool_worker.engines.chat_formats.google import AccessToken, google_status, model_path
 from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.engines.reported_ends import end_of
 from pool_worker.settings import VertexSettings
@@ -63,10 +63,10 @@ class VertexFormat:
         """Return the authentication of every request; None for a bearer token."""
         return AccessToken()
 
-    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+    def http_status(self, status: int, headers: Mapping[str, str], text: str) -> int:
         """Return the HTTP status that an error stands for."""
         del headers
-        return meant_by_google(status, text)
+        return google_status(status, text)
 
     def path(self, ask: ChatServerRequest) -> str:
         """Return the path to post to."""
@@ -193,8 +193,8 @@ class _Reader:
         [candidate, *more] = chunk.candidates
         if more or candidate.index:
             raise MalformedEvent("an unexpected candidate")
-        said = [] if candidate.content is None else candidate.content.parts
-        parts = [part for one in said for part in _parts_of(one)]
+        content = [] if candidate.content is None else candidate.content.parts
+        parts = [part for one in content for part in _parts_of(one)]
         return ChatDelta(parts, end_of(candidate.finish_reason), usage)
 
     def done(self) -> ChatDelta:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pool_worker.engines.chat_formats.anthropic import AnthropicFormat
 from pool_worker.engines.chat_formats.base import ChatServerRequest
-from pool_worker.engines.chat_formats.google import AccessToken, meant_by_google, model_path
+from pool_worker.engines.chat_formats.google import AccessToken, google_status, model_path
 from pool_worker.settings import VertexAnthropicSettings
 from protocol.http_client import httpx
 
@@ -26,10 +26,10 @@ class VertexAnthropicFormat(AnthropicFormat):
         """Return the authentication of every request; None for a bearer token."""
         return AccessToken()
 
-    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+    def http_status(self, status: int, headers: Mapping[str, str], text: str) -> int:
         """Return the HTTP status that an error stands for."""
         del headers
-        return meant_by_google(status, text)
+        return google_status(status, text)
 
     def path(self, ask: ChatServerRequest) -> str:
         """Return the path to post to."""

@@ -92,12 +92,12 @@ class OllamaFormat:
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
         """Read one event."""
         del seen_tokens
-        said = event.get("response")
-        if not isinstance(said, str):
+        new_text = event.get("response")
+        if not isinstance(new_text, str):
             raise MalformedEvent("an event without a response")
         if event.get("thinking"):  # the answer was split in two at an unknown place
             raise MalformedEvent("the server separated the model's thinking from its answer")
         if event.get("done") is not True:
-            return Delta(text=said)
+            return Delta(text=new_text)
         reason = event.get("done_reason")
-        return Delta(text=said, ended_by=_ENDS.get(str(reason)) or end_of_tokens(reason))
+        return Delta(text=new_text, ended_by=_ENDS.get(str(reason)) or end_of_tokens(reason))

@@ -57,11 +57,11 @@ class OpenAICompletionsFormat:
         choice = choice_of(event)
         if choice is None:
             return Delta(cached_tokens=cached_of(event))
-        said = choice.get("text")
-        if not isinstance(said, str):
+        new_text = choice.get("text")
+        if not isinstance(new_text, str):
             raise MalformedEvent("a choice without text")
         reason = ended_by(choice)
-        return Delta(text=said, ended_by="eos" if reason == "stop" else reason, cached_tokens=cached_of(event))
+        return Delta(text=new_text, ended_by="eos" if reason == "stop" else reason, cached_tokens=cached_of(event))
 
 
 def model_of(answer: Mapping[str, Any], model: str | None) -> ServerFacts:

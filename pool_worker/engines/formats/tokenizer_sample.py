@@ -28,8 +28,8 @@ class TokenizerPage:
         """Return the ids in an answer as text; None if there are none."""
         try:
             answer = msgspec.json.decode(page)
-            told = [one["id"] for one in answer] if self.field is None else answer[self.field]
-            return " ".join(map(str, ids(told, "tokens"))) or None
+            token_ids = [one["id"] for one in answer] if self.field is None else answer[self.field]
+            return " ".join(map(str, ids(token_ids, "tokens"))) or None
         except (*UNDECODABLE, MalformedEvent, TypeError, KeyError):
             return None
 

@@ -79,12 +79,12 @@ class TritonFormat:
         del seen_tokens
         if event.get("closed") is True:
             return Delta(ended_by="eos")
-        said, reason = event.get("text_output"), event.get("finish_reason")
-        if not isinstance(said, str):
+        new_text, reason = event.get("text_output"), event.get("finish_reason")
+        if not isinstance(new_text, str):
             raise MalformedEvent("an event without text_output")
         if reason in (None, "", "None"):  # not a set: the value may be unhashable
-            return Delta(text=said)
-        return Delta(text=said, ended_by=_ENDS.get(str(reason)) or end_of_tokens(reason))
+            return Delta(text=new_text)
+        return Delta(text=new_text, ended_by=_ENDS.get(str(reason)) or end_of_tokens(reason))
 
 
 def _names(tensors: object) -> frozenset[str]:

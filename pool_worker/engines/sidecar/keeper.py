@@ -33,18 +33,18 @@ def main() -> int:
             command,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=partial(_like_any_other_process, os.getpid()),  # noqa: PLW1509  # no threads yet
+            preexec_fn=partial(_reset_signals, os.getpid()),  # noqa: PLW1509  # no threads yet
         )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)  # noqa: T201
         return COMMAND_NOT_FOUND
-    threading.Thread(target=_end_with_the_worker, args=(server, stop_limit_s), daemon=True).start()
+    threading.Thread(target=_stop_when_input_closes, args=(server, stop_limit_s), daemon=True).start()
     code = server.wait()
     _signal_all(server, signal.SIGKILL)  # remaining descendants
     return code if code >= 0 else KILLED - code
 
 
-def _like_any_other_process(keeper: int) -> None:
+def _reset_signals(keeper: int) -> None:
     """Undo ignored signals, and die together with the keeper. ``keeper``: its process id."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -54,7 +54,7 @@ def _like_any_other_process(keeper: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _end_with_the_worker(server: "subprocess.Popen[bytes]", stop_limit_s: float) -> None:
+def _stop_when_input_closes(server: "subprocess.Popen[bytes]", stop_limit_s: float) -> None:
     while os.read(sys.stdin.fileno(), 1024):
         pass
     _signal_all(server, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A provider's metadata server on loopback: real HTTP, scripted answers, a list of what was asked."""
+"""A provider's metadata server on loopback: real HTTP, scripted answers, and a list of the requests."""
 
 import threading
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 class Question:
     method: str
     target: str  # path and query
-    headers: Mapping[str, str]  # by names in lower case
+    headers: Mapping[str, str]  # lower-case names
     body: bytes
 
 
@@ -24,7 +24,7 @@ class Answer:
 
 
 class MetadataServer:
-    """Answers by method and path; 404 where nothing is scripted. Used as a context manager."""
+    """Answers by method and path; 404 for anything not scripted. A context manager."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}  # "GET /path" → answer

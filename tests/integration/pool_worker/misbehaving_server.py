@@ -1,10 +1,10 @@
-"""A server program that speaks vLLM's wire format around a hash, and does wrong what its folder and options say.
+"""A server program that speaks vLLM's wire format around a hash, and misbehaves as its folder and options say.
 
     python misbehaving_server.py FOLDER PORT [--die-at-start] [--ignore-term] [--grandchild]
 
-In FOLDER it appends to ``events``: "started PID", "grandchild PID", "ended". It dies in mid-stream where ``die`` is
-there (and takes that away), and answers nobody, health included, while ``hang`` is there. Whoever asks for REFUSED
-tokens is told that this is their own mistake.
+It appends to ``events`` in FOLDER: "started PID", "grandchild PID", "ended". It dies midstream if the file ``die``
+exists (and deletes that), and answers nothing, not even health checks, while ``hang`` exists. A request for REFUSED
+tokens gets a 400.
 """
 
 import hashlib

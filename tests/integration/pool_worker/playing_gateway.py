@@ -41,15 +41,15 @@ def settings_for(url: str, *, worker_id: str = "w1", drain_s: float = 20.0, **en
 
 
 class PlayingGateway:
-    """Publishes jobs and keeps, by attempt, every frame that comes in its turn; asks again for lost ones."""
+    """Publishes jobs and keeps, by attempt, every frame that arrives in order; asks again for lost ones."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.reply_subject = subjects.frames_subject("g1")
         self.steps: list[StepFrame] = []
         self.frames: dict[Attempt, list[m.Frame]] = {}
-        self.repeated = 0  # frames that came although they were here
-        self.gaps = 0  # frames that came too early
+        self.repeated = 0  # frames that arrived twice
+        self.gaps = 0  # frames that arrived too early
         self.records: list[AttemptRecord] = []
         self.loses: Callable[[m.Frame], bool] = lambda _frame: False
         self._changed = asyncio.Event()
@@ -173,9 +173,9 @@ class PlayingGateway:
 
 @asynccontextmanager
 async def running_worker(settings: WorkerSettings, ready: asyncio.Event | None = None) -> AsyncIterator[Stop]:
-    """Run a worker on this event loop; requesting the stop that is yielded makes it drain. At the end it must end.
+    """Run a worker on this event loop; requesting the yielded stop makes it drain. It must have ended at the exit.
 
-    ``ready`` is set while it says that it is.
+    ``ready`` is set while the worker reports that it is ready.
     """
     bus = await connect(settings)
     engine = engines.create(settings.engine)

@@ -20,9 +20,7 @@ def has_more_repeated(gateway: PlayingGateway, than: int) -> bool:
     return gateway.repeated > than
 
 
-async def test_a_cancelled_job_ends_with_exact_counts_and_frees_its_place(
-    gateway: PlayingGateway, nats_url: str
-) -> None:
+async def test_a_canceled_job_ends_with_exact_counts_and_frees_its_slot(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url, max_sequences=2, **SLOW)):
         attempt = await gateway.ask(n=2, **LONG)
         await gateway.tokens_of(attempt, 3)
@@ -46,11 +44,11 @@ async def test_a_cancelled_job_ends_with_exact_counts_and_frees_its_place(
     assert gateway.repeated == 0
 
 
-async def test_a_job_that_waits_in_the_worker_can_be_cancelled(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_job_waiting_in_the_worker_can_be_canceled(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url, max_sequences=4, **SLOW)):
         running = await gateway.ask(n=3, **LONG)
         await gateway.tokens_of(running, 1)
-        waiting = await gateway.ask("another", n=3, **LONG)  # pulled for the one free place, does not fit
+        waiting = await gateway.ask("another", n=3, **LONG)  # pulled for the one free slot, but does not fit
         await gateway.wait(lambda: waiting in gateway.frames)
         await gateway.control("w1", m.Cancel(*waiting))
         finished = await gateway.end_of(waiting)
@@ -62,10 +60,10 @@ async def test_a_job_that_waits_in_the_worker_can_be_cancelled(gateway: PlayingG
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-async def test_a_cancel_may_meet_the_prompts_arrival(
+async def test_a_cancel_may_race_with_the_prompts_arrival(
     gateway: PlayingGateway, nats_url: str, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
-    """As with asyncio.wait_for of Python 3.11: it takes the answer that has just come, and forgets the cancellation."""
+    """Behave like asyncio.wait_for of Python 3.11: return the result that has just arrived, losing the cancellation."""
     is_fetching = asyncio.Event()
 
     async def get_object(*_: object) -> bytes:
@@ -107,7 +105,7 @@ async def test_lost_frames_are_sent_again(gateway: PlayingGateway, nats_url: str
     assert len(gateway.token_ids(attempt)) == finished.completion_tokens == 20
 
 
-async def test_an_attempt_that_has_ended_can_be_sent_again_and_an_unknown_one_is_said_so(
+async def test_an_ended_attempt_is_resent_and_an_unknown_one_is_reported(
     gateway: PlayingGateway, nats_url: str
 ) -> None:
     async with running_worker(settings_for(nats_url)):
@@ -124,8 +122,8 @@ async def test_an_attempt_that_has_ended_can_be_sent_again_and_an_unknown_one_is
     assert (failed.code, failed.seq, failed.retryable) == (ErrorCode.UNKNOWN_ATTEMPT, 0, True)
 
 
-async def test_the_same_attempt_published_again_is_not_run_again(gateway: PlayingGateway, nats_url: str) -> None:
-    """After the loss of a memory stream a gateway publishes again what nobody seems to have accepted."""
+async def test_a_republished_attempt_is_not_run_twice(gateway: PlayingGateway, nats_url: str) -> None:
+    """After the loss of a memory stream a gateway republishes every job that seems unaccepted."""
     async with running_worker(settings_for(nats_url, **SLOW)):
         job = gateway.job(max_tokens=30, ignore_eos=True)
         attempt = await gateway.publish(job)
@@ -141,7 +139,7 @@ async def test_the_same_attempt_published_again_is_not_run_again(gateway: Playin
     assert len(gateway.records) == 1
 
 
-async def test_a_draining_worker_finishes_what_it_can_and_pulls_no_more(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_draining_worker_finishes_its_jobs_and_stops_pulling(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url, max_sequences=2, **SLOW)) as stop:
         running = await gateway.ask(max_tokens=30, ignore_eos=True)
         await gateway.tokens_of(running, 1)
@@ -153,7 +151,7 @@ async def test_a_draining_worker_finishes_what_it_can_and_pulls_no_more(gateway:
         assert isinstance(await gateway.end_of(late), m.Finished)
 
 
-async def test_what_does_not_end_in_time_is_handed_back(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_job_that_does_not_end_in_time_is_handed_back(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url, max_sequences=4, drain_s=0.1, **SLOW)) as stop:
         running = await gateway.ask(n=3, **LONG)
         await gateway.tokens_of(running, 1)

@@ -1,4 +1,4 @@
-"""Detection of the server at a URL, from the answers that each one's documentation shows."""
+"""Detection of the server at a URL, from the answers in each one's documentation."""
 
 import asyncio
 import json
@@ -43,20 +43,20 @@ def settings(url: str, **more: Any) -> ServerEngineSettings:
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-async def test_each_is_known_by_what_it_tells(server: MetadataServer, kind: str) -> None:
+async def test_each_server_kind_is_detected(server: MetadataServer, kind: str) -> None:
     server.answers = {f"GET {path}": Answer(200, json.dumps(answer)) for path, answer in ANSWERS[kind].items()}
     assert await detect(settings(server.url, api_key="secret")) == kind
     assert {question.headers["authorization"] for question in server.questions} == {"Bearer secret"}
 
 
 @pytest.mark.parametrize("body", ["", "[]", "{}", '{"data": []}', '{"data": [7]}', "x" * 2_000_000])
-async def test_who_does_not_tell_is_not_guessed(server: MetadataServer, body: str) -> None:
+async def test_an_unidentified_server_is_an_error(server: MetadataServer, body: str) -> None:
     server.answers = {"GET /v1/models": Answer(200, body)}
     with pytest.raises(EngineDiedError, match="--engine-kind"):
         await detect(settings(server.url))
 
 
-async def test_a_server_that_loads_is_waited_for_and_the_log_says_why(
+async def test_a_loading_server_is_awaited_and_the_log_says_why(
     server: MetadataServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -69,9 +69,9 @@ async def test_a_server_that_loads_is_waited_for_and_the_log_says_why(
     assert await detecting == "llamacpp"
     (line,) = [record.getMessage() for record in caplog.records if record.name == readiness.__name__]  # not each time
     assert "503" in line
-    assert "of at most 20 s" in line
+    assert "(limit 20 s)" in line
 
 
-async def test_nobody_is_waited_for_no_longer_than_ready_s() -> None:
+async def test_an_unreachable_server_is_awaited_for_ready_s() -> None:
     with pytest.raises(EngineDiedError, match=r"is not ready after \d+ s: All connection attempts failed"):
         await detect(settings(f"http://127.0.0.1:{free_port()}", ready_s=0.0))

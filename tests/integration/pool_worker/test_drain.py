@@ -23,7 +23,7 @@ LONG: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True}
 
 
 async def heartbeat_of(gateway: PlayingGateway, worker_id: str, *, draining: bool) -> asyncio.Event:
-    """An event that is set by the next such heartbeat."""
+    """Return an event that is set by the next such heartbeat."""
     seen = asyncio.Event()
 
     async def look(message: Msg) -> None:
@@ -39,7 +39,7 @@ def is_handed_back(frame: m.Frame) -> bool:
     return isinstance(frame, m.Failed) and frame.code == ErrorCode.WORKER_DRAINING and frame.retryable
 
 
-async def test_what_fits_ends_here_and_the_rest_goes_at_once_where_another_takes_it_on(
+async def test_jobs_that_fit_end_here_and_others_go_to_another_worker_at_once(
     gateway: PlayingGateway, nats_url: str
 ) -> None:
     async with running_worker(settings_for(nats_url, drain_s=10.0, **SLOW)) as stop:
@@ -55,9 +55,7 @@ async def test_what_fits_ends_here_and_the_rest_goes_at_once_where_another_takes
     assert {record.worker_id for record in gateway.records} == {"w1"}
 
 
-async def test_without_another_worker_it_goes_on_until_the_limit_is_near(
-    gateway: PlayingGateway, nats_url: str
-) -> None:
+async def test_without_another_worker_jobs_run_until_near_the_limit(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url, drain_s=10.0, **SLOW)) as stop:
         attempt = await gateway.ask(**LONG)
         await gateway.tokens_of(attempt, 3)
@@ -73,7 +71,7 @@ async def test_without_another_worker_it_goes_on_until_the_limit_is_near(
     assert failed.completion_tokens == len(gateway.token_ids(attempt))
 
 
-async def test_a_worker_that_comes_while_another_drains_gets_its_jobs(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_worker_that_joins_during_a_drain_gets_the_jobs(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url, drain_s=30.0, **SLOW)) as stop:
         attempt = await gateway.ask(**LONG)
         await gateway.tokens_of(attempt, 3)
@@ -84,8 +82,8 @@ async def test_a_worker_that_comes_while_another_drains_gets_its_jobs(gateway: P
             assert is_handed_back(await gateway.end_of(attempt))
 
 
-async def test_jobs_that_have_not_begun_do_not_wait(gateway: PlayingGateway, nats_url: str) -> None:
-    """Neither the one that waits for room, nor, where another worker is there, one without a first token."""
+async def test_jobs_without_a_token_are_handed_back_at_once(gateway: PlayingGateway, nats_url: str) -> None:
+    """Neither a job that waits for room nor, if another worker serves the model, one without a first token."""
     slow_start = {"ttft_s": 30.0, **SLOW}
     async with (
         running_worker(settings_for(nats_url, worker_id="w1", max_sequences=4, **slow_start)) as stop,
@@ -122,7 +120,9 @@ async def test_a_second_signal_hands_everything_back_at_once(gateway: PlayingGat
     assert await gateway.stored_attempts() == 8
 
 
-async def test_a_second_signal_waits_for_no_queue_server(gateway: PlayingGateway, nats_server: NatsServer) -> None:
+async def test_a_second_signal_does_not_wait_for_the_queue_server(
+    gateway: PlayingGateway, nats_server: NatsServer
+) -> None:
     process = start_process(settings_for(nats_server.url, drain_s=50.0, **SLOW))
     try:
         await gateway.tokens_of(await gateway.ask(**LONG), 3)
@@ -158,8 +158,8 @@ async def test_all_last_frames_leave_before_the_connection_closes(gateway: Playi
     assert gateway.gaps == 0
 
 
-async def test_jobs_that_come_to_a_draining_worker_stay_in_the_queue(gateway: PlayingGateway, nats_url: str) -> None:
-    """They cost none of their attempts: a worker that is there, or comes later, takes the same message."""
+async def test_jobs_delivered_to_a_draining_worker_stay_in_the_queue(gateway: PlayingGateway, nats_url: str) -> None:
+    """They keep all their attempts: another worker, present or later, takes the same message."""
     async with running_worker(settings_for(nats_url, drain_s=30.0, **SLOW)) as stop:
         running = await gateway.ask(**LONG)
         await gateway.tokens_of(running, 1)
@@ -173,18 +173,18 @@ async def test_jobs_that_come_to_a_draining_worker_stay_in_the_queue(gateway: Pl
             assert isinstance(await gateway.end_of(attempt), m.Finished)
 
 
-# --- workers to be avoided --------------------------------------------------------------------------------------------
+# --- avoided workers --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tier", ["on-demand", "spot"])
 async def test_a_job_that_failed_here_goes_to_another_worker(gateway: PlayingGateway, nats_url: str, tier: str) -> None:
-    """Also where this one is cheaper and so would be served first, again and again."""
+    """Even if this worker is cheaper and would be served first again and again."""
     async with (
         running_worker(settings_for(nats_url, worker_id="w1").model_copy(update={"tier": tier})),
         running_worker(settings_for(nats_url, worker_id="w2")),
     ):
         heard = await heartbeat_of(gateway, "w2", draining=False)
-        await asyncio.wait_for(heard.wait(), HANGS_S)  # by now the first has heard of the second as well
+        await asyncio.wait_for(heard.wait(), HANGS_S)  # by now the first knows about the second
         attempts = [await gateway.ask(f"p{i}", avoid=("w1",)) for i in range(5)]
         await gateway.end_of_all(attempts)
     await gateway.wait(lambda: bool(gateway.records))
@@ -196,7 +196,7 @@ async def test_the_only_worker_runs_what_should_avoid_it(gateway: PlayingGateway
         assert isinstance(await gateway.end_of(await gateway.ask(avoid=("w1",))), m.Finished)
 
 
-async def test_a_job_that_only_comes_to_workers_to_be_avoided_is_run(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_job_that_only_reaches_avoided_workers_is_run(gateway: PlayingGateway, nats_url: str) -> None:
     async with (
         running_worker(settings_for(nats_url, worker_id="w1")),
         running_worker(settings_for(nats_url, worker_id="w2")),
@@ -204,10 +204,10 @@ async def test_a_job_that_only_comes_to_workers_to_be_avoided_is_run(gateway: Pl
         assert isinstance(await gateway.end_of(await gateway.ask(avoid=("w1", "w2"))), m.Finished)
 
 
-# --- gateways that are gone -------------------------------------------------------------------------------------------
+# --- lost gateways ----------------------------------------------------------------------------------------------------
 
 
-async def test_the_jobs_of_a_gateway_that_is_gone_are_stopped(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_the_jobs_of_a_lost_gateway_are_stopped(gateway: PlayingGateway, nats_url: str) -> None:
     watchful = {"gateway_probe_period_s": 0.05, "gateway_gone_after_s": 0.3}
     other = PlayingGateway(await Bus.connect(nats_url, name="other"))
     other.reply_subject = subjects.frames_subject("g2")
@@ -226,8 +226,8 @@ async def test_the_jobs_of_a_gateway_that_is_gone_are_stopped(gateway: PlayingGa
     assert lost.completion_tokens > 0
 
 
-async def test_a_gateway_that_reconnects_is_not_gone(gateway: PlayingGateway, nats_server: NatsServer) -> None:
-    watchful = {"gateway_probe_period_s": 0.05, "gateway_gone_after_s": HANGS_S}  # it is back long before
+async def test_a_reconnecting_gateway_is_not_lost(gateway: PlayingGateway, nats_server: NatsServer) -> None:
+    watchful = {"gateway_probe_period_s": 0.05, "gateway_gone_after_s": HANGS_S}  # it returns long before
     async with running_worker(settings_for(nats_server.url, **SLOW).model_copy(update=watchful)):
         attempt = await gateway.ask(max_tokens=300, ignore_eos=True)
         await gateway.tokens_of(attempt, 3)

@@ -24,7 +24,7 @@ from tests.integration.pool_worker.worker_process import start_process
 from tests.waiting import HANGS_S
 
 
-async def test_a_backlog_is_too_large_from_one_job_more_on(gateway: PlayingGateway) -> None:
+async def test_one_job_above_the_limit_is_a_backlog(gateway: PlayingGateway) -> None:
     gate = GateSettings(backlog_jobs=2)
     for lane in ("low", "low", "low", "h0", "resume"):
         await gateway.publish(gateway.job(), lane=lane)
@@ -34,7 +34,7 @@ async def test_a_backlog_is_too_large_from_one_job_more_on(gateway: PlayingGatew
     assert not await is_behind(gateway.bus, "another", gate)
 
 
-async def test_a_job_that_has_waited_for_too_long_counts_in_any_lane_but_batch(gateway: PlayingGateway) -> None:
+async def test_a_job_that_waits_too_long_counts_in_any_lane_except_batch(gateway: PlayingGateway) -> None:
     gate = GateSettings(oldest_s=0.1)
     await gateway.publish(gateway.job(), lane="low")
     await asyncio.sleep(0.15)
@@ -47,7 +47,7 @@ async def test_a_job_that_has_waited_for_too_long_counts_in_any_lane_but_batch(g
 
 
 class Playing:
-    """A gate whose peers are played."""
+    """A gate with scripted peers."""
 
     def __init__(self, bus: Bus, settings: GateSettings | None) -> None:
         self.changed: Callable[[], None] = lambda: None
@@ -75,7 +75,7 @@ async def playing(gateway: PlayingGateway) -> AsyncIterator[Playing]:
     running.cancel()
 
 
-async def test_the_gate_opens_when_the_cheaper_tier_goes_and_closes_when_it_comes(playing: Playing) -> None:
+async def test_the_gate_opens_when_the_cheaper_tier_leaves_and_closes_when_it_returns(playing: Playing) -> None:
     assert not playing.gate.is_open(MODEL)
     for is_cheap_there in (False, True, False):
         playing.is_cheap_there = is_cheap_there
@@ -84,14 +84,14 @@ async def test_the_gate_opens_when_the_cheaper_tier_goes_and_closes_when_it_come
     assert playing.opened == 2
 
 
-async def test_the_gate_opens_for_a_backlog_and_closes_without(playing: Playing, gateway: PlayingGateway) -> None:
+async def test_the_gate_opens_for_a_backlog_and_closes_afterwards(playing: Playing, gateway: PlayingGateway) -> None:
     await gateway.publish(gateway.job())
     await playing.until_it_is(True)
     await gateway.bus.api("STREAM.PURGE.RQ")
     await playing.until_it_is(False)
 
 
-async def test_before_everybody_was_heard_a_cheaper_worker_may_be_there(playing: Playing) -> None:
+async def test_the_gate_stays_closed_until_all_heartbeats_have_arrived(playing: Playing) -> None:
     playing.is_cheap_there, playing.peers.is_informed = False, False
     for _ in range(3):
         playing.changed()
@@ -122,13 +122,13 @@ def worker_of(gateway: PlayingGateway, attempt: Attempt) -> str:
 
 
 async def ask(gateway: PlayingGateway, jobs: int) -> set[str]:
-    """Have some jobs done, one after another; return by whom."""
+    """Run some jobs one after another; return the worker of each."""
     attempts = [await gateway.ask(max_tokens=2) for _ in range(jobs)]
     await gateway.end_of_all(attempts)
     return {worker_of(gateway, attempt) for attempt in attempts}
 
 
-async def test_a_dear_pool_takes_over_from_a_killed_cheap_one_and_gives_back(
+async def test_an_expensive_pool_takes_over_from_a_killed_cheap_one_and_yields_again(
     gateway: PlayingGateway, nats_url: str
 ) -> None:
     process = start_process(pool(nats_url, "cheap", "spot"))
@@ -148,7 +148,7 @@ async def test_a_dear_pool_takes_over_from_a_killed_cheap_one_and_gives_back(
         process.communicate()
 
 
-async def test_a_dear_pool_helps_with_a_backlog(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_an_expensive_pool_helps_with_a_backlog(gateway: PlayingGateway, nats_url: str) -> None:
     async with (
         running_worker(pool(nats_url, "cheap", "spot", max_sequences=1, inter_token_s=0.02)),
         running_worker(pool(nats_url, "dear", "on-demand", GateSettings(backlog_jobs=3))),
@@ -163,7 +163,7 @@ async def test_a_dear_pool_helps_with_a_backlog(gateway: PlayingGateway, nats_ur
         assert {worker_of(gateway, attempt) for attempt in few + many} == {"dear"}
 
 
-async def test_whoever_resumes_passes_a_closed_gate_where_the_cheap_worker_has_failed(
+async def test_a_resumed_job_bypasses_a_closed_gate_after_the_cheap_worker_failed(
     gateway: PlayingGateway, nats_url: str
 ) -> None:
     async with (
@@ -178,8 +178,8 @@ async def test_whoever_resumes_passes_a_closed_gate_where_the_cheap_worker_has_f
             assert worker_of(gateway, attempt) == "dear"
 
 
-async def test_behind_a_closed_gate_no_place_is_offered(gateway: PlayingGateway, nats_url: str) -> None:
-    """Or gateways would let in callers who will not wait, for places that nobody fills."""
+async def test_a_closed_gate_offers_no_capacity(gateway: PlayingGateway, nats_url: str) -> None:
+    """Otherwise gateways would admit callers who will not wait, for capacity that stays unused."""
     free: asyncio.Queue[int] = asyncio.Queue()
 
     async def note(message: Msg) -> None:

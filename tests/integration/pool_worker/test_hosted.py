@@ -1,4 +1,4 @@
-"""A hosted worker serves its own lane alone, and looks again at who may leave."""
+"""A hosted worker serves only its own lane, and rechecks which prompts may be sent."""
 
 from protocol import job as m
 from protocol import subjects
@@ -9,7 +9,7 @@ from tests.waiting import HANGS_S
 LANE = subjects.hosted_lane("api")
 
 
-async def test_what_may_not_leave_is_left_to_others_and_what_may_is_run(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_job_without_consent_is_left_to_others(gateway: PlayingGateway, nats_url: str) -> None:
     lanes = [(MODEL, LANE)]
     await topology.apply(gateway.bus, [MODEL], topology.QueueBounds(), further_lanes=lanes, limit_s=HANGS_S)
     hosted = {"pool": "api", "tier": "hosted", "provider": "openai"}

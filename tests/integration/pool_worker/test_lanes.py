@@ -1,4 +1,4 @@
-"""One worker divides itself among the lanes of a real queue."""
+"""One worker shares itself among the lanes of a real queue."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def jobs_of(gateway: PlayingGateway, tenant: str, count: int, **fields: Any) -> 
 
 
 def accepted(gateway: PlayingGateway) -> list[str]:
-    """The tenants, or lanes, of the jobs in the order in which they were accepted."""
+    """Return the tenants, or lanes, of the jobs in order of acceptance."""
     return [request_id.partition("-")[0] for request_id, _ in gateway.frames]
 
 
@@ -35,10 +35,10 @@ def served_tokens(gateway: PlayingGateway, prompt_tokens: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("weight", "allowed"), [(1.0, 0.10), (3.0, 0.15)])
-async def test_tenants_are_served_by_weight_whatever_they_offer(
+async def test_tenants_are_served_by_weight_regardless_of_load(
     gateway: PlayingGateway, nats_url: str, weight: float, allowed: float
 ) -> None:
-    """One offers ten times what the other does, in small jobs; both wait all the time."""
+    """One tenant offers ten times the load of the other, in small jobs; both always have jobs waiting."""
     greedy = jobs_of(gateway, "greedy", 1000, max_tokens=8)
     modest = jobs_of(gateway, "modest", 40, max_tokens=30, weight=weight)
     await publish_all(gateway, "h2", greedy)
@@ -51,7 +51,7 @@ async def test_tenants_are_served_by_weight_whatever_they_offer(
     assert weight * (1 - allowed) <= share <= weight * (1 + allowed)
 
 
-async def test_a_light_tenant_is_next_whatever_waits_in_other_lanes(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_light_tenant_is_next_regardless_of_other_lanes(gateway: PlayingGateway, nats_url: str) -> None:
     heavy = jobs_of(gateway, "heavy", 60, max_tokens=20)
     await publish_all(gateway, "h0", heavy)
     async with running_worker(settings_for(nats_url, max_sequences=1, inter_token_s=0.001, drain_s=0.0)):
@@ -64,7 +64,7 @@ async def test_a_light_tenant_is_next_whatever_waits_in_other_lanes(gateway: Pla
 
 async def test_one_slot_serves_all_lanes(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url, max_sequences=1)):
-        for lane in subjects.LANES:  # one at a time, to a worker that is idle
+        for lane in subjects.LANES:  # one at a time, to an idle worker
             attempt = await gateway.publish(gateway.job(), lane=lane)
             assert isinstance(await gateway.end_of(attempt), m.Finished)
         jobs = {lane: jobs_of(gateway, lane, 4, max_tokens=3) for lane in subjects.LANES}
@@ -88,7 +88,7 @@ async def test_batch_leaves_a_reserve_free(gateway: PlayingGateway, nats_url: st
     await publish_all(gateway, "low", jobs_of(gateway, "low", 30, max_tokens=8000))
     settings = settings_for(nats_url, max_sequences=10, inter_token_s=0.001, drain_s=0.0)
     async with running_worker(settings.model_copy(update={"batch_reserve": 0.2})):
-        for _ in range(20):  # two at a time find room, again and again
+        for _ in range(20):  # two at a time find room, repeatedly
             pair = [await gateway.publish(gateway.job(max_tokens=2), lane="h3") for _ in range(2)]
             await gateway.end_of_all(pair)
         await gateway.wait(lambda: accepted(gateway).count("low") == 8)
@@ -120,8 +120,8 @@ async def test_several_models_share_one_worker(gateway: PlayingGateway, nats_url
         await gateway.end_of_all((job.request_id, 1) for job in jobs)
 
 
-async def test_jobs_for_which_there_is_no_room_go_to_others(gateway: PlayingGateway, nats_url: str) -> None:
-    """A worker of one slot watches ten lanes; when a job comes in each at once, the others must not wait for it."""
+async def test_jobs_without_room_go_to_other_workers(gateway: PlayingGateway, nats_url: str) -> None:
+    """A worker of one slot watches ten lanes; when each gets a job at once, the other nine must not wait for it."""
     async with running_worker(
         settings_for(nats_url, worker_id="w1", max_sequences=1, inter_token_s=0.001, drain_s=0.0)
     ):
@@ -133,7 +133,7 @@ async def test_jobs_for_which_there_is_no_room_go_to_others(gateway: PlayingGate
         assert {gateway.frames[attempt][0].worker_id for attempt in others} == {"w2"}  # type: ignore[union-attr]
 
 
-async def test_lanes_that_were_made_anew_are_served_again(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_recreated_lanes_are_served_again(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url)):
         assert isinstance(await gateway.end_of(await gateway.ask()), m.Finished)
         await gateway.bus.api(f"STREAM.DELETE.{subjects.INTERACTIVE_STREAM}")

@@ -20,7 +20,7 @@ from tests.nats_server import NatsServer
 
 
 class Held:
-    """Counts, by the frames, what a worker holds: accepted and not ended. Knows the most there ever was."""
+    """Counts, from the frames, the accepted jobs of a worker that have not ended, and their maximum."""
 
     def __init__(self, gateway: PlayingGateway, sizes: dict[str, int]) -> None:
         self.sizes = sizes
@@ -39,7 +39,7 @@ class Held:
         return False
 
 
-async def test_a_burst_is_pulled_only_into_free_places(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_burst_is_pulled_only_into_free_slots(gateway: PlayingGateway, nats_url: str) -> None:
     jobs = [gateway.job(f"p{i}", max_tokens=5, ignore_eos=True) for i in range(200)]
     held = Held(gateway, {job.request_id: 1 for job in jobs})
     queued, later = jobs[:100], jobs[100:]
@@ -55,7 +55,7 @@ async def test_a_burst_is_pulled_only_into_free_places(gateway: PlayingGateway, 
 
 async def test_a_burst_of_mixed_sizes_leaves_at_most_one_waiting(gateway: PlayingGateway, nats_url: str) -> None:
     chance = random.Random(7)
-    # KV for about two average jobs, so that it is KV that limits, and sequences for the largest.
+    # KV for about two average jobs, so that KV is the limit, and sequences for the largest.
     jobs = [
         gateway.job(f"p{i}", n=chance.randint(1, 4), max_tokens=chance.randint(1, 60), ignore_eos=True)
         for i in range(150)
@@ -66,7 +66,7 @@ async def test_a_burst_of_mixed_sizes_leaves_at_most_one_waiting(gateway: Playin
     settings = settings_for(nats_url, max_sequences=6, max_kv_tokens=400, max_model_len=200)
     async with running_worker(settings):
         await gateway.end_of_all((job.request_id, 1) for job in jobs)
-    # What runs fits into six sequences; on top there may be one job of up to four that waits for its turn.
+    # Running jobs fit into six sequences; one more job of up to four may wait for room.
     assert held.most_sequences <= 6 + 4
 
 
@@ -94,8 +94,8 @@ async def test_a_thousand_jobs_over_two_workers_are_each_run_once(gateway: Playi
     assert {record.worker_id for record in gateway.records} == {"w1", "w2"}
 
 
-async def test_a_worker_that_drains_in_a_burst_swallows_nothing(gateway: PlayingGateway, nats_url: str) -> None:
-    """Jobs on their way to a draining worker come back at once: none has to be delivered a second time."""
+async def test_a_worker_that_drains_during_a_burst_loses_no_job(gateway: PlayingGateway, nats_url: str) -> None:
+    """Jobs on their way to a draining worker come back at once, without a second delivery."""
     jobs = [gateway.job(f"p{i}", max_tokens=6, ignore_eos=True) for i in range(300)]
     places = {"max_sequences": 16, "inter_token_s": 0.003}
     async with (
@@ -118,10 +118,8 @@ async def test_a_worker_that_drains_in_a_burst_swallows_nothing(gateway: Playing
     assert await gateway.queued() == 0
 
 
-async def test_everything_ends_although_the_queue_server_is_restarted(
-    gateway: PlayingGateway, nats_server: NatsServer
-) -> None:
-    """The gateway's part of the recovery: make the streams again, publish what nobody accepted, ask for lost frames."""
+async def test_all_jobs_end_despite_a_queue_server_restart(gateway: PlayingGateway, nats_server: NatsServer) -> None:
+    """The gateway's part of the recovery: recreate the streams, republish unaccepted jobs, ask for lost frames."""
     jobs = [gateway.job(f"p{i}", max_tokens=40, ignore_eos=True) for i in range(120)]
     attempts = [(job.request_id, 1) for job in jobs]
 
@@ -192,7 +190,7 @@ async def test_a_signal_drains_the_process(gateway: PlayingGateway, nats_url: st
     assert "Traceback" not in log
 
 
-async def test_a_signal_ends_a_process_that_still_waits_for_a_gateway(nats_url: str) -> None:
+async def test_a_signal_ends_a_process_that_waits_for_a_gateway(nats_url: str) -> None:
     process = start_process(settings_for(nats_url))
     try:
         assert process.stderr is not None
@@ -205,7 +203,7 @@ async def test_a_signal_ends_a_process_that_still_waits_for_a_gateway(nats_url: 
     assert code == 0, log
 
 
-async def test_a_signal_ends_a_process_that_still_looks_for_the_queue_server(nats_server: NatsServer) -> None:
+async def test_a_signal_ends_a_process_that_waits_for_the_queue_server(nats_server: NatsServer) -> None:
     nats_server.stop()
     process = start_process(settings_for(nats_server.url))
     try:
@@ -219,7 +217,7 @@ async def test_a_signal_ends_a_process_that_still_looks_for_the_queue_server(nat
     assert code == 0, log
 
 
-async def test_a_killed_worker_leaves_its_jobs_to_be_noticed(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_killed_workers_jobs_are_left_to_the_gateway(gateway: PlayingGateway, nats_url: str) -> None:
     process = start_process(settings_for(nats_url, faults_from_prompt=True, inter_token_s=0.01))
     try:
         attempt = await gateway.ask("[[exit after=6]]")
@@ -229,4 +227,4 @@ async def test_a_killed_worker_leaves_its_jobs_to_be_noticed(gateway: PlayingGat
     assert code == 137
     assert 0 < len(gateway.token_ids(attempt)) <= 6
     assert not gateway.is_over(attempt)
-    assert await gateway.queued() == 0  # it was accepted, so only its gateway knows it now
+    assert await gateway.queued() == 0  # it was accepted, so only its gateway knows about it

@@ -1,4 +1,4 @@
-"""Jobs of a gateway of the next release: an older worker leaves them to newer ones."""
+"""Jobs of a newer gateway: an older worker leaves them to newer workers."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from tests.waiting import HANGS_S
 
 
 async def publish_newer(gateway: PlayingGateway, *, lane: str = "h0") -> tuple[str, int]:
-    """Fields that are not known here, of a meaning that is not."""
+    """Publish jobs with unknown fields of unknown meaning."""
     job = gateway.job(request_id="newer")
     fields = msgspec.to_builtins(job) | {"v": m.PROTOCOL_VERSION + 1, "sampling": ["another", "shape"], "later": {}}
     payload = msgspec.msgpack.encode(fields)
@@ -20,7 +20,7 @@ async def publish_newer(gateway: PlayingGateway, *, lane: str = "h0") -> tuple[s
     return job.request_id, job.attempt
 
 
-async def test_a_newer_worker_gets_it_and_the_older_one_goes_on_with_its_own(
+async def test_a_newer_worker_gets_the_job_and_the_older_one_keeps_working(
     gateway: PlayingGateway, nats_url: str
 ) -> None:
     taken: asyncio.Queue[Delivery] = asyncio.Queue()
@@ -46,7 +46,7 @@ async def test_a_newer_worker_gets_it_and_the_older_one_goes_on_with_its_own(
         await gateway.wait_until_queue_is_empty()
 
 
-async def test_where_nobody_understands_it_its_gateway_is_told(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_job_no_worker_can_read_is_declined(gateway: PlayingGateway, nats_url: str) -> None:
     settings = settings_for(nats_url).model_copy(update={"max_unreadable_deliveries": 3})
     async with running_worker(settings):
         last = await gateway.end_of(await publish_newer(gateway))

@@ -1,4 +1,4 @@
-"""Notices of providers: the exact questions, what the answers mean, and the drain that begins with a notice."""
+"""Notices of providers: the exact requests, the meaning of the answers, and the drain that follows a notice."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ def metadata() -> Iterator[MetadataServer]:
 
 
 async def poll(metadata: MetadataServer, kind: NoticeKind, times: int = 1, running: int = 0) -> Notice | None:
-    """Return what the last of several polls brings."""
+    """Return the result of the last of several polls."""
     notice = None
     async with httpx.AsyncClient(base_url=metadata.url) as client:
         source: NoticeSource = notices.SOURCES[kind](client, lambda: running)
@@ -86,15 +86,15 @@ async def test_aws_announces_the_end(metadata: MetadataServer) -> None:
     metadata.answers[f"GET {AWS_ACTION}"] = aws_action(90)
     notice = await poll(metadata, "aws")
     assert notice is not None
-    assert 89 - (time.time() - began_s) <= notice.seconds_left <= 90  # the time is told in whole seconds
+    assert 89 - (time.time() - began_s) <= notice.seconds_left <= 90  # times are in whole seconds
     assert "terminate" in notice.reason
-    metadata.answers[f"GET {AWS_ACTION}"] = aws_action(3600)  # as it looks to a clock that is slow
+    metadata.answers[f"GET {AWS_ACTION}"] = aws_action(3600)  # as seen by a slow clock
     notice = await poll(metadata, "aws")
     assert notice is not None
     assert notice.seconds_left == 120
 
 
-async def test_aws_gets_a_new_token_when_the_old_one_has_expired(metadata: MetadataServer) -> None:
+async def test_aws_renews_an_expired_token(metadata: MetadataServer) -> None:
     metadata.answers[f"PUT {AWS_TOKEN}"] = Answer(200, "the-token")
     async with httpx.AsyncClient(base_url=metadata.url) as client:
         source = AwsNotices(client, lambda: 0)
@@ -155,13 +155,13 @@ async def test_azure_announces_the_end(metadata: MetadataServer, kind: str) -> N
     notice = await poll(metadata, "azure")
     assert notice is not None
     assert 29 - (time.time() - began_s) <= notice.seconds_left <= 30
-    metadata.answers[f"GET {AZURE_EVENTS}"] = azure_events((kind, ["vm_1"], ""))  # it has begun
+    metadata.answers[f"GET {AZURE_EVENTS}"] = azure_events((kind, ["vm_1"], ""))  # it has started
     notice = await poll(metadata, "azure")
     assert notice is not None
     assert notice.seconds_left == 0
 
 
-async def test_azure_tells_other_machines_events_and_other_events_apart(metadata: MetadataServer) -> None:
+async def test_azure_ignores_other_machines_and_other_events(metadata: MetadataServer) -> None:
     metadata.answers[f"GET {AZURE_NAME}"] = Answer(200, "vm_1")
     metadata.answers[f"GET {AZURE_EVENTS}"] = azure_events(("Preempt", ["vm_10"], ""), ("Freeze", ["vm_1"], ""))
     assert await poll(metadata, "azure") is None
@@ -170,7 +170,7 @@ async def test_azure_tells_other_machines_events_and_other_events_apart(metadata
 # --- Salad, RunPod ----------------------------------------------------------------------------------------------------
 
 
-async def test_salad_is_told_what_a_deletion_would_cost(metadata: MetadataServer) -> None:
+async def test_salad_gets_the_deletion_cost(metadata: MetadataServer) -> None:
     metadata.answers[f"PUT {SALAD_COST}"] = Answer(204)
     running = [0, 3, 3, 3, 0]
     async with httpx.AsyncClient(base_url=metadata.url) as client:
@@ -182,7 +182,7 @@ async def test_salad_is_told_what_a_deletion_would_cost(metadata: MetadataServer
     assert all(question.headers["metadata"] == "true" for question in costs)
 
 
-def test_only_on_runpod_a_signal_leaves_little_time() -> None:
+def test_a_signal_leaves_little_time_on_runpod_only() -> None:
     assert notices.signal_limit_s("runpod") == 4.0
     assert notices.signal_limit_s("aws") == notices.signal_limit_s("none") == math.inf
 
@@ -204,7 +204,7 @@ async def test_on_runpod_a_signal_is_the_notice(gateway: PlayingGateway, nats_ur
     assert failed.code == ErrorCode.WORKER_DRAINING
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 MALFORMED = [
     ("aws", "PUT", AWS_TOKEN, "<html>\n</html>"),
@@ -220,7 +220,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("kind", "method", "path", "body"), MALFORMED)
-async def test_malformed_answers_are_no_notices(
+async def test_malformed_answers_are_not_notices(
     metadata: MetadataServer, kind: NoticeKind, method: str, path: str, body: str
 ) -> None:
     metadata.answers[f"PUT {AWS_TOKEN}"] = Answer(200, "the-token")
@@ -233,13 +233,13 @@ async def test_malformed_answers_are_no_notices(
         await poll(metadata, kind)
 
 
-async def test_a_server_that_is_away_is_asked_again_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unreachable_server_is_retried_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="pool_worker.notices")
     told: list[float] = []
     port = free_port()
     watching = asyncio.create_task(notices.watch("gcp", f"http://127.0.0.1:{port}", lambda: 0, told.append))
     await until(lambda: caplog.records)
-    await asyncio.sleep(0.3)  # some more tries
+    await asyncio.sleep(0.3)  # several more tries
     assert len(caplog.records) == 1
     assert not told
     watching.cancel()
@@ -247,7 +247,7 @@ async def test_a_server_that_is_away_is_asked_again_and_logged_once(caplog: pyte
         await watching
 
 
-async def test_the_watch_goes_on_after_failures_until_there_is_a_notice(
+async def test_the_watch_continues_after_failures_until_a_notice(
     metadata: MetadataServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="pool_worker.notices")
@@ -263,7 +263,7 @@ async def test_the_watch_goes_on_after_failures_until_there_is_a_notice(
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
 
 
-async def test_a_provider_without_notices_is_not_asked() -> None:
+async def test_a_provider_without_notices_is_not_polled() -> None:
     for kind in ("none", "runpod"):
         await notices.watch(kind, "http://127.0.0.1:1", lambda: 0, lambda _: None)
 

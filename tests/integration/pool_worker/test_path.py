@@ -1,4 +1,4 @@
-"""A job's way through the worker: queue → engine → frames → record."""
+"""A job's path through the worker: queue → engine → frames → record."""
 
 import asyncio
 import itertools
@@ -54,7 +54,7 @@ async def test_a_job_is_answered_acknowledged_and_recorded(gateway: PlayingGatew
     assert 0 < finished.timings.prefill_ms + finished.timings.decode_ms < record.total_ms
 
 
-async def test_its_heartbeats_tell_how_the_engine_does(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_heartbeats_report_the_engines_statistics(gateway: PlayingGateway, nats_url: str) -> None:
     beats: list[m.Heartbeat] = []
 
     async def on_beat(message: Msg) -> None:
@@ -83,7 +83,7 @@ async def test_frames_come_in_order_and_one_message_per_step(gateway: PlayingGat
         await gateway.end_of_all(attempts)
     assert (gateway.gaps, gateway.repeated) == (0, 0)
     assert all(len(gateway.token_ids(attempt)) == 20 for attempt in attempts)
-    # 640 tokens in some 20 steps plus arrivals; never a message per token
+    # 640 tokens in about 20 steps plus arrivals; never a message per token
     assert sum(len(step.frames) for step in gateway.steps) == 32 * (1 + 20 + 1)
     assert len(gateway.steps) < 200
 
@@ -113,9 +113,7 @@ async def test_choices_and_logprobs_travel(gateway: PlayingGateway, nats_url: st
         assert all(len(entry.top) == 2 for entry in logprobs)
 
 
-async def test_a_resumed_job_goes_on_where_it_was_and_complete_choices_stay(
-    gateway: PlayingGateway, nats_url: str
-) -> None:
+async def test_a_resumed_job_continues_and_complete_choices_stay(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url)):
         whole = await gateway.ask(n=2, max_tokens=12, ignore_eos=True)
         await gateway.end_of(whole)
@@ -161,17 +159,15 @@ async def test_a_refused_request_fails_for_good_and_names_its_field(gateway: Pla
     assert isinstance(failed, m.Failed)
     assert (failed.code, failed.param, failed.retryable) == (ErrorCode.INVALID_REQUEST, "top_p", False)
     assert isinstance(resumed, m.Failed)
-    assert (resumed.code, resumed.retryable) == (ErrorCode.INVALID_REQUEST, True)  # another worker took it before
+    assert (resumed.code, resumed.retryable) == (ErrorCode.INVALID_REQUEST, True)  # another worker accepted it before
     await gateway.wait(lambda: len(gateway.records) >= 2)
     assert [(r.outcome, r.error_code) for r in gateway.records] == [("failed", ErrorCode.INVALID_REQUEST)] * 2
 
 
-async def test_a_grammar_that_is_too_complex_is_carried_to_no_other_worker(
-    gateway: PlayingGateway, nats_url: str
-) -> None:
+async def test_a_too_complex_grammar_is_not_retried(gateway: PlayingGateway, nats_url: str) -> None:
     grammar = Grammar("lark", TOO_COMPLEX, "guided_grammar")
     async with running_worker(settings_for(nats_url)):
-        for attempt in (1, 2):  # also if another worker has taken it before
+        for attempt in (1, 2):  # even if another worker accepted it before
             failed = await gateway.end_of(await gateway.ask(grammar=grammar, request_id="r", attempt=attempt))
             assert isinstance(failed, m.Failed)
             assert (failed.code, failed.param) == (ErrorCode.GRAMMAR_TOO_COMPLEX, "guided_grammar")
@@ -188,7 +184,7 @@ async def test_an_engine_error_fails_one_job_only(gateway: PlayingGateway, nats_
     assert failed.completion_tokens >= 3
 
 
-async def test_a_job_whose_first_worker_never_took_it_is_run(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_redelivered_job_is_run(gateway: PlayingGateway, nats_url: str) -> None:
     taken: asyncio.Queue[Delivery] = asyncio.Queue()
     consumer = subjects.job_consumer(MODEL, subjects.HIGH_LANES[0])
     frozen = PullConsumer(gateway.bus, subjects.INTERACTIVE_STREAM, consumer, taken.put, tier="spot")
@@ -211,7 +207,7 @@ async def test_a_job_is_off_the_queue_before_it_has_ended(gateway: PlayingGatewa
 
 
 async def test_two_workers_with_the_same_attempt_both_leave_a_record(gateway: PlayingGateway, nats_url: str) -> None:
-    """An acknowledgement may be lost: whoever accepted it second is stopped by the gateway, and says what it made."""
+    """If an acknowledgement is lost, the gateway stops the second worker, which still records its work."""
     await gateway.apply_topology((MODEL, "alias"))
     w2 = settings_for(nats_url, worker_id="w2", **SLOW).model_copy(update={"models": ("alias",)})
     job = gateway.job(max_tokens=2000, ignore_eos=True)
@@ -237,7 +233,7 @@ async def test_a_job_past_its_deadline_is_not_run(gateway: PlayingGateway, nats_
 
 
 @pytest.mark.parametrize("payload", [b"", b"garbage", m.encode({"v": 99})])
-async def test_garbage_is_given_up_and_the_worker_goes_on(
+async def test_an_undecodable_job_is_dropped_and_the_worker_continues(
     gateway: PlayingGateway, nats_url: str, payload: bytes
 ) -> None:
     async with running_worker(settings_for(nats_url)):
@@ -249,7 +245,7 @@ async def test_garbage_is_given_up_and_the_worker_goes_on(
         await gateway.wait_until_queue_is_empty()
 
 
-async def test_cut_token_lists_fail_and_are_left_to_others(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_truncated_token_lists_fail_and_are_retryable(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url)):
         for fields in ({"prompt_ids": b"12345"}, {"resume": (m.ResumePoint(0, b"12345", 0),)}):
             failed = await gateway.end_of(await gateway.ask(**fields))
@@ -296,7 +292,7 @@ async def test_the_registry_shows_the_worker_as_long_as_it_lives(gateway: Playin
         await bucket.get("w1")
 
 
-async def test_a_consumer_that_was_deleted_is_found_again(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_deleted_consumer_is_found_again(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url)):
         await gateway.end_of(await gateway.ask())
         name = subjects.job_consumer(MODEL, subjects.HIGH_LANES[0])
@@ -308,9 +304,9 @@ async def test_a_consumer_that_was_deleted_is_found_again(gateway: PlayingGatewa
 async def test_a_refusal_ends_an_attempt_whose_first_choice_was_complete(
     gateway: PlayingGateway, nats_url: str
 ) -> None:
-    """A resumed attempt may be refused here for what another worker could hold; nothing may be left behind."""
+    """A resumed attempt may be refused here although another worker accepted it; it must leave nothing behind."""
     complete = m.ResumePoint(0, m.pack_token_ids([300]), 1, "stop")
     async with running_worker(settings_for(nats_url, max_sequences=2)):
         failed = await gateway.end_of(await gateway.ask(n=2, top_p=3.0, resume=(complete,)))
         assert isinstance(failed, m.Failed)
-        assert isinstance(await gateway.end_of(await gateway.ask(n=2)), m.Finished)  # the credit is back
+        assert isinstance(await gateway.end_of(await gateway.ask(n=2)), m.Finished)  # the credit is returned

@@ -1,4 +1,4 @@
-"""A worker's view of the others, from a real server."""
+"""A worker's view of other workers, through a real server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -23,7 +23,7 @@ def heartbeat(worker_id: str, tier: str = "spot", **fields: Any) -> bytes:
 
 
 class Watched:
-    """Peers of worker "me", and a way to wait for what they learn."""
+    """The peers of worker "me", and a way to wait for changes."""
 
     def __init__(self, bus: Bus, **limits: Any) -> None:
         self.bus = bus
@@ -71,7 +71,7 @@ async def test_a_worker_is_known_from_its_heartbeat_until_it_drains_or_leaves(wa
     assert watched.changes == 4
 
 
-async def test_cheaper_is_what_has_the_lower_pull_priority(watched: Watched) -> None:
+async def test_a_lower_pull_priority_is_cheaper(watched: Watched) -> None:
     peers = watched.peers
     await watched.hear("w1", heartbeat("w1", "reserved"))
     await watched.until(lambda: peers.others_serving(MODEL))
@@ -87,7 +87,7 @@ async def test_a_lost_connection_counts_at_once(watched: Watched, nats_url: str)
     await watched.until(lambda: not watched.peers.others_serving(MODEL))
 
 
-async def test_a_silent_worker_counts_no_more(nats_url: str) -> None:
+async def test_a_silent_worker_stops_counting(nats_url: str) -> None:
     bus = await Bus.connect(nats_url, name="watcher")
     watched = Watched(bus, silence_s=0.05)
     await watched.peers.start()
@@ -97,12 +97,12 @@ async def test_a_silent_worker_counts_no_more(nats_url: str) -> None:
     await bus.close()
 
 
-async def test_it_takes_a_while_to_have_heard_everybody(watched: Watched) -> None:
+async def test_a_view_is_informed_only_after_a_while(watched: Watched) -> None:
     assert not watched.peers.is_informed
     await until(lambda: watched.peers.is_informed)
 
 
-async def test_trusted_workers_and_others_are_no_peers(watched: Watched) -> None:
+async def test_trusted_and_other_workers_are_not_peers(watched: Watched) -> None:
     vault = Peers(watched.bus, "vault", trusted=True)
     await vault.start()
     await watched.hear("vault", heartbeat("vault", trusted=True))

@@ -48,7 +48,7 @@ async def test_every_input_is_answered_and_the_attempt_recorded(gateway: Playing
     assert record.decode_ms == 0
 
 
-async def test_a_later_attempt_runs_only_what_is_not_answered(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_later_attempt_runs_only_unanswered_inputs(gateway: PlayingGateway, nats_url: str) -> None:
     texts = ["a", "b", "c", "d"]
     resume = (m.ResumePoint(1, b"", 0, "stop"), m.ResumePoint(2, b"", 0, "stop"))
     async with running_worker(settings_for(nats_url, task="embed")):
@@ -60,8 +60,8 @@ async def test_a_later_attempt_runs_only_what_is_not_answered(gateway: PlayingGa
     assert vectors(gateway, nothing) == {}
 
 
-async def test_what_fails_in_the_middle_goes_on_from_there(gateway: PlayingGateway, nats_url: str) -> None:
-    """The answers of the first attempt and the second are everything, and nothing twice."""
+async def test_a_job_that_fails_midway_resumes_there(gateway: PlayingGateway, nats_url: str) -> None:
+    """The answers of both attempts are complete, without repetition."""
     texts = ["a", "b", "[[fail after=2]]", "d"]
     settings = settings_for(nats_url, task="embed", max_sequences=1, faults_from_prompt=True)
     async with running_worker(settings):
@@ -78,7 +78,7 @@ async def test_what_fails_in_the_middle_goes_on_from_there(gateway: PlayingGatew
     assert done | vectors(gateway, second) == {i: expected(text) for i, text in enumerate(texts)}
 
 
-async def test_cancelling_gives_the_credit_back(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_canceling_returns_the_credit(gateway: PlayingGateway, nats_url: str) -> None:
     slow = settings_for(nats_url, task="embed", max_sequences=1, inter_token_s=0.01)
     async with running_worker(slow):
         attempt = await gateway.publish(pooled(gateway, ["x y z"] * 2000))
@@ -104,7 +104,7 @@ async def test_many_large_vectors_stay_within_a_message(gateway: PlayingGateway,
     assert max(sum(len(m.encode(frame)) for frame in step.frames) for step in gateway.steps) <= 8 * 1024 * 1024
 
 
-async def test_a_model_for_vectors_refuses_text_and_the_other_way_round(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_vector_model_refuses_text_and_vice_versa(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url, task="embed")):
         refused = await gateway.end_of(await gateway.ask("hello"))
     assert isinstance(refused, m.Failed)

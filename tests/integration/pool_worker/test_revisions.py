@@ -1,4 +1,4 @@
-"""Workers of one model that do not run the same: each goes on only with what its own weights have begun."""
+"""Workers of one model with different revisions: each resumes only answers of its own weights."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ async def two_workers(gateway: PlayingGateway, url: str) -> AsyncIterator[None]:
         yield
 
 
-async def test_what_one_has_begun_the_other_leaves_to_it(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_worker_leaves_answers_of_other_weights_alone(gateway: PlayingGateway, nats_url: str) -> None:
     async with two_workers(gateway, nats_url):
         for revision in ("old", "new"):
             needed = m.Revision(revision)
@@ -43,7 +43,7 @@ async def test_what_one_has_begun_the_other_leaves_to_it(gateway: PlayingGateway
                 assert isinstance(gateway.last(attempt), m.Finished)
 
 
-async def test_token_ids_go_to_their_tokenizer(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_token_ids_go_to_a_worker_with_their_tokenizer(gateway: PlayingGateway, nats_url: str) -> None:
     async with two_workers(gateway, nats_url):
         for worker_id, further_token in (("old", ""), ("new", "<|new|>")):
             asked = [await gateway.ask(revision=m.Revision("", tokenizer(further_token))) for _ in range(6)]
@@ -52,12 +52,12 @@ async def test_token_ids_go_to_their_tokenizer(gateway: PlayingGateway, nats_url
             assert {frame.worker_id for frame in first_frames if isinstance(frame, m.Accepted)} == {worker_id}
 
 
-async def test_what_nobody_has_begun_anybody_takes(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_any_worker_takes_a_new_job(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url, revision="new")):
         assert isinstance(await gateway.end_of(await gateway.ask()), m.Finished)
 
 
-async def test_a_worker_says_what_it_runs(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_worker_publishes_its_revisions(gateway: PlayingGateway, nats_url: str) -> None:
     beats: asyncio.Queue[m.Heartbeat] = asyncio.Queue()
 
     async def note(message: object) -> None:
@@ -72,8 +72,8 @@ async def test_a_worker_says_what_it_runs(gateway: PlayingGateway, nats_url: str
     assert revision_of(card) == m.Revision("new", tokenizer())
 
 
-async def test_a_card_of_workers_that_are_gone_is_put_right(gateway: PlayingGateway, nats_url: str) -> None:
-    """Or gateways would go on making token ids that nobody understands."""
+async def test_an_outdated_card_is_replaced(gateway: PlayingGateway, nats_url: str) -> None:
+    """Otherwise gateways would keep making token ids that no worker understands."""
     async with running_worker(settings_for(nats_url, worker_id="new", revision="new")):
         card = await read_model_card(gateway.bus, MODEL)
         assert card is not None
@@ -85,10 +85,8 @@ async def test_a_card_of_workers_that_are_gone_is_put_right(gateway: PlayingGate
                 await asyncio.sleep(0.05)
 
 
-async def test_a_worker_that_leaves_keeps_what_only_other_weights_could_take(
-    gateway: PlayingGateway, nats_url: str
-) -> None:
-    """Although it will not be done in time: nobody could go on with it."""
+async def test_a_draining_worker_keeps_jobs_that_no_other_can_resume(gateway: PlayingGateway, nats_url: str) -> None:
+    """Even if it does not end in time: no other worker could resume it."""
     slow = settings_for(nats_url, worker_id="old", revision="old", inter_token_s=0.02, drain_s=60)
     async with running_worker(slow) as stop:
         attempt = await gateway.ask(max_tokens=8000, ignore_eos=True)

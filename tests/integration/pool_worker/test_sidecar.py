@@ -1,4 +1,4 @@
-"""A worker that owns its server's process (`exec`), with a server program that misbehaves."""
+"""A worker that owns its server's process (`exec`), with a misbehaving server program."""
 
 import asyncio
 import contextlib
@@ -23,12 +23,12 @@ from tests.integration.pool_worker.worker_process import finish, start_process
 from tests.waiting import HANGS_S, HEALTHY_S, until
 
 PROGRAM = Path(__file__).with_name("misbehaving_server.py")
-REFUSED = 13  # tokens: the program's own
+REFUSED = 13  # from the program
 PROMPT = m.pack_token_ids(range(40, 50))
 
 
 class Server:
-    """Return what the program reported of itself."""
+    """The server program, and what it reported about itself."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ async def ask(gateway: PlayingGateway, max_tokens: int = 8) -> Attempt:
 
 
 async def answer(gateway: PlayingGateway) -> m.Frame:
-    """Return how a job ends, tried once more by its gateway where that is worth it."""
+    """Return how a job ends, after one retry if it is retryable."""
     end = await gateway.end_of(await ask(gateway))
     if isinstance(end, m.Failed) and end.retryable:
         end = await gateway.end_of(await ask(gateway))
@@ -101,7 +101,7 @@ async def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
         process.kill()
 
 
-async def test_a_server_that_dies_in_mid_stream_is_started_again(
+async def test_a_server_that_dies_midstream_is_restarted(
     gateway: PlayingGateway, nats_url: str, server: Server
 ) -> None:
     process = start_process(server.settings(nats_url))
@@ -113,7 +113,7 @@ async def test_a_server_that_dies_in_mid_stream_is_started_again(
     assert isinstance(failed, m.Failed)
     assert failed.retryable
     assert 0 < len(gateway.token_ids(cut)) < 8
-    assert isinstance(await answer(gateway), m.Finished)  # by the next life, which serves what waited meanwhile
+    assert isinstance(await answer(gateway), m.Finished)  # by the next process, which also serves jobs that waited
     assert gateway.frames[whole][0].worker_id == "w1"  # type: ignore[union-attr]
     process.send_signal(signal.SIGTERM)
     code, log = await ended(process)
@@ -123,9 +123,7 @@ async def test_a_server_that_dies_in_mid_stream_is_started_again(
     assert server.is_gone()
 
 
-async def test_a_server_that_hangs_is_ended_and_started_again(
-    gateway: PlayingGateway, nats_url: str, server: Server
-) -> None:
+async def test_a_hanging_server_is_restarted(gateway: PlayingGateway, nats_url: str, server: Server) -> None:
     process = start_process(server.settings(nats_url, "--ignore-term", "--grandchild", health_limit_s=HEALTHY_S))
     running = await ask(gateway, max_tokens=400)
     await gateway.tokens_of(running, 3)
@@ -143,10 +141,8 @@ async def test_a_server_that_hangs_is_ended_and_started_again(
     assert server.is_gone()
 
 
-async def test_a_server_that_is_frozen_is_killed_and_started_again(
-    gateway: PlayingGateway, nats_url: str, server: Server
-) -> None:
-    """A stopped process takes connections, and no SIGTERM."""
+async def test_a_frozen_server_is_killed_and_restarted(gateway: PlayingGateway, nats_url: str, server: Server) -> None:
+    """A stopped process accepts connections and ignores SIGTERM."""
     process = start_process(server.settings(nats_url, health_limit_s=HEALTHY_S))
     running = await ask(gateway, max_tokens=400)
     await gateway.tokens_of(running, 3)
@@ -159,11 +155,11 @@ async def test_a_server_that_is_frozen_is_killed_and_started_again(
     code, log = await ended(process)
     assert code == 0, log
     assert re.search(r"is lost.*; restarting the server in [\d.]+ s", log)
-    assert log.count("server: listening") == 2  # its log is in ours, of both lives
+    assert log.count("server: listening") == 2  # both processes' logs are in the worker's
     assert server.is_gone()
 
 
-async def test_a_server_that_is_never_ready_is_started_again_until_enough(nats_url: str, server: Server) -> None:
+async def test_a_server_that_is_never_ready_is_restarted_up_to_the_limit(nats_url: str, server: Server) -> None:
     (server.folder / "hang").touch()
     process = start_process(server.settings(nats_url, ready_s=0.2, exec_restarts=1))
     code, log = await ended(process)
@@ -173,7 +169,7 @@ async def test_a_server_that_is_never_ready_is_started_again_until_enough(nats_u
     assert server.is_gone()
 
 
-async def test_a_server_that_hangs_while_it_is_drained_holds_nobody_up(
+async def test_a_server_that_hangs_during_a_drain_does_not_delay_it(
     gateway: PlayingGateway, nats_url: str, server: Server
 ) -> None:
     process = start_process(server.settings(nats_url, "--ignore-term", "--grandchild", drain_s=0.5))
@@ -190,8 +186,10 @@ async def test_a_server_that_hangs_while_it_is_drained_holds_nobody_up(
     assert server.is_gone()
 
 
-async def test_callers_mistakes_are_theirs_alone(gateway: PlayingGateway, nats_url: str, server: Server) -> None:
-    """Refused a hundred times, the worker is as good as ever (sglang #25811: the fleet was marked as bad)."""
+async def test_invalid_requests_do_not_count_as_server_failures(
+    gateway: PlayingGateway, nats_url: str, server: Server
+) -> None:
+    """After a hundred refusals, the worker is still healthy (sglang #25811: the fleet was marked as bad)."""
     process = start_process(server.settings(nats_url))
     beside = await ask(gateway, max_tokens=200)
     await gateway.tokens_of(beside, 3)
@@ -224,7 +222,9 @@ async def test_a_drain_ends_the_jobs_first_and_then_the_server(
     assert server.is_gone()
 
 
-async def test_a_server_that_never_starts_ends_the_worker_with_its_last_words(nats_url: str, server: Server) -> None:
+async def test_a_server_that_never_starts_ends_the_worker_with_its_last_log_lines(
+    nats_url: str, server: Server
+) -> None:
     process = start_process(server.settings(nats_url, "--die-at-start", exec_restarts=2))
     code, log = await ended(process)
     assert code == 1
@@ -235,7 +235,7 @@ async def test_a_server_that_never_starts_ends_the_worker_with_its_last_words(na
     assert len(server.events("started")) == 3
 
 
-async def test_a_worker_that_is_killed_takes_the_server_and_its_children_along(
+async def test_a_killed_workers_server_and_children_are_killed(
     gateway: PlayingGateway, nats_url: str, server: Server
 ) -> None:
     process = start_process(server.settings(nats_url, "--ignore-term", "--grandchild"))

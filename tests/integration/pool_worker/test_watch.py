@@ -1,4 +1,4 @@
-"""A worker that watches its own pace: measured at the start, judged while it works, gone when it stays slow."""
+"""A worker that watches its own pace: measured at the start, judged while it works, gone if it stays slow."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ async def serve(
         await bus.close()
 
 
-async def test_a_node_that_is_slow_from_the_start_takes_no_job_and_asks_for_another_machine(
+async def test_a_node_slow_from_the_start_takes_no_jobs_and_requests_another_machine(
     gateway: PlayingGateway, nats_url: str
 ) -> None:
     waiting = await gateway.ask(max_tokens=3)
@@ -78,7 +78,7 @@ async def test_a_node_that_becomes_slow_drains_and_leaves(gateway: PlayingGatewa
             beats.append(m.decode_heartbeat(message.data))
 
     await gateway.bus.subscribe(subjects.heartbeat_subject("w1"), on_heartbeat)
-    # Four times as slow, so that a machine that is busy with something else is not.
+    # Four times as slow, so that a busy machine alone does not trigger it.
     watch = QuickWatch(slow_for_s=0.3, max_slowdown=4.0)
     settings = settings_for(nats_url, drain_s=0.0, inter_token_s=0.02, max_sequences=1)
     settings = settings.model_copy(update={"watch": watch})
@@ -101,7 +101,7 @@ async def test_a_node_that_becomes_slow_drains_and_leaves(gateway: PlayingGatewa
     assert any(beat.pace is not None and "times as long" in beat.pace.leaving for beat in beats)
 
 
-async def test_a_worker_that_nobody_watches_says_nothing_of_its_pace(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_an_unwatched_worker_reports_no_pace(gateway: PlayingGateway, nats_url: str) -> None:
     assert settings_for(nats_url).watch is None
 
 
@@ -109,7 +109,7 @@ async def test_a_worker_that_nobody_watches_says_nothing_of_its_pace(gateway: Pl
     ("engine", "reason"),
     [({"inter_token_s": 30.0}, "no answer of 33 tokens within 0.3 s"), ({"max_model_len": 20}, "too short")],
 )
-async def test_what_cannot_be_measured_is_said(engine: dict[str, Any], reason: str) -> None:
+async def test_a_failed_measurement_is_logged(engine: dict[str, Any], reason: str) -> None:
     settings = settings_for("nats://nowhere", **engine)
     scripted = engines.create(settings.engine)
     assert scripted.takes != "messages"
@@ -126,6 +126,6 @@ async def test_what_cannot_be_measured_is_said(engine: dict[str, Any], reason: s
     await stepping
 
 
-def test_only_providers_that_can_are_asked_for_another_machine(nats_url: str) -> None:
+def test_reallocation_requires_a_provider_that_supports_it(nats_url: str) -> None:
     with pytest.raises(ValueError, match="watch.reallocate: requires notice to be one of salad"):
         watched(nats_url, {"reallocate": True})

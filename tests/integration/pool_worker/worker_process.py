@@ -1,4 +1,4 @@
-"""A worker in a process of its own, for tests of signals and of sudden ends."""
+"""A worker in a separate process, for tests of signals and sudden exits."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""The comparison of engines is worth what its harness is: processes that answer, and figures that follow."""
+"""The harness of the engine comparison: processes that answer, and correct figures."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_the_systems_give_the_same_tokens(tiny: Path) -> None:
     assert [outputs for outputs, _ in found] == [found[0][0]] * 3
 
 
-def test_a_system_in_a_process_of_its_own(tiny: Path, tmp_path: Path) -> None:
+def test_a_system_in_a_separate_process(tiny: Path, tmp_path: Path) -> None:
     system = System("spillway", tiny, 1, tmp_path)
     try:
         outputs, seconds = system.run([[3, 5, 7], [9, 11, 13]], 4)
@@ -73,7 +73,7 @@ def test_every_system_gets_the_same_prompts_and_the_first_round_does_not_count()
     assert systems[2].same_share[:4] == [7 / 8] * 4
 
 
-def test_where_answers_part() -> None:
+def test_the_first_differing_token() -> None:
     system = Fake("spillway", 1.0, 7)
     compare(system, [[1, 2, 3, 4], [1, 2, 3, 4]], [[1, 2, 9, 4], [1, 2, 3, 4]])
     assert (system.answers, system.same_answers, system.same_share) == (2, 1, [0.5, 1.0])

@@ -1,4 +1,4 @@
-"""The comparison of failures is worth what its verdicts are: each kind of bad answer must be told from a good one."""
+"""The verdicts of the failure comparison: each kind of bad answer is distinguished from a good one."""
 
 import json
 
@@ -47,7 +47,7 @@ def record(*events: str, ending: Ending = "whole", status: int = 200) -> Exchang
         (record(status=429), "refused 429"),
     ],
 )
-def test_each_way_to_fail_has_its_verdict(seen: Exchange, expected: str) -> None:
+def test_each_failure_has_its_verdict(seen: Exchange, expected: str) -> None:
     assert verdict(seen, EXPECTED) == expected
 
 
@@ -67,7 +67,7 @@ def test_tokens_are_counted_by_tenant_and_window() -> None:
     assert served_tokens(asked, 0.0, 2.0) == {"a": 3, "b": 6}
 
 
-def test_the_expected_answer_has_the_tokens_that_were_asked_for() -> None:
+def test_the_expected_answer_has_the_requested_tokens() -> None:
     answers = ScriptedAnswers()
     text = answers.text("why does the river rise? [[tokens=30]]", 30)
     assert len(tokens_of(text)) == len(answers.token_ids(text)) == 30

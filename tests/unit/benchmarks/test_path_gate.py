@@ -1,9 +1,9 @@
-"""The gate on the path's cost fails what is dearer, and what was not measured."""
+"""The gate on the path's cost fails loads that cost more, and loads that were not measured."""
 
 from benchmarks.path_beside import failed_loads
 
 
-def test_a_load_fails_that_is_dearer_in_most_pairs_or_has_none() -> None:
+def test_a_load_fails_if_costlier_in_most_pairs_or_unmeasured() -> None:
     results = {
         "idle": {"pairs": 8, "ratio": 1.3, "ratio_low": 1.05},
         "at_load": {"pairs": 8, "ratio": 1.3, "ratio_low": 1.2},

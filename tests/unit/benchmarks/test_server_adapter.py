@@ -3,7 +3,7 @@
 from benchmarks.server_adapter import Measured, Sizes
 
 
-def test_lateness_is_of_what_follows_a_first_token() -> None:
+def test_lateness_counts_from_the_first_token() -> None:
     measured = Measured()
     measured.add([[1.010, 1.031], [1.020, 1.043]], 1.0, cpu_s=0.0004, sizes=Sizes(2, 2, 0.02))
     assert measured.figures() == {

@@ -73,7 +73,7 @@ def test_the_chat_template_renders_roles_and_text_parts(tokenizer):
 
 
 def test_tools_come_before_the_conversation(tokenizer):
-    """Without tools, prompts are what the model was trained with."""
+    """Without tools, prompts equal those of the training."""
     tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": {}}}
     messages = [

@@ -1,4 +1,4 @@
-"""An attempt's time in the engine is that of its choices, taken together."""
+"""An attempt's time in the engine combines that of its choices."""
 
 import pytest
 
@@ -16,18 +16,18 @@ def attempt() -> Attempt:
     return Attempt(job, Delivery(b"", "rq.m.h0", "$JS.ACK", 1, 1, 0, 0), Cost(2, 9))
 
 
-def test_nothing_is_known_before_the_engine_tells(attempt: Attempt) -> None:
+def test_there_are_no_timings_before_the_engine_reports(attempt: Attempt) -> None:
     assert attempt.engine_timings() is None
 
 
-def test_from_the_first_choice_scheduled_to_the_last_one_ended(attempt: Attempt) -> None:
+def test_timings_span_from_the_first_scheduled_to_the_last_ended_choice(attempt: Attempt) -> None:
     attempt.timings = {0: SequenceTimings(10.0, 100.0, 500.0, 1), 1: SequenceTimings(70.0, 20.0, 900.0, 2)}
     attempt.live.clear()
     # Scheduled at 10; first token of choice 1 at 90; its last at 990.
     assert attempt.engine_timings() == Timings(10.0, 80.0, 900.0, 3)
 
 
-def test_one_that_is_broken_off_went_on_until_then(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_choice_counts_until_now(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt.timings = {0: SequenceTimings(10.0, 100.0, 0.0), 1: SequenceTimings(10.0, 105.0, 0.0)}
     attempt.ttft_ms = 120.0
     monkeypatch.setattr(Attempt, "elapsed_ms", lambda _: 420.0)

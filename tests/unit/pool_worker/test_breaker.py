@@ -1,4 +1,4 @@
-"""When a worker stops pulling for its server's sake, for how long, and how it begins again."""
+"""When and for how long a worker stops pulling because of its server, and how it restarts."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def held() -> Held:
     return Held()
 
 
-def test_some_failures_in_a_row_open_it(held: Held) -> None:
+def test_failures_in_a_row_open_the_breaker(held: Held) -> None:
     for number in range(FAILURES - 1):
         held.breaker.failed(f"r{number}", BROKEN, 1.0)
     assert held.breaker.job_allowance(1.0) is None
@@ -53,7 +53,7 @@ def test_some_failures_in_a_row_open_it(held: Held) -> None:
     assert (held.breaker.job_allowance(1.0), held.breaker.report(1.0), held.changes) == (0, Paused(BROKEN), 1)
 
 
-def test_a_server_that_has_changed_is_out_until_it_is_what_it_was(held: Held) -> None:
+def test_a_changed_server_is_out_until_it_changes_back(held: Held) -> None:
     held.breaker.changed(change := "the server has changed: model: a before, b now", 1.0)
     assert (held.breaker.job_allowance(1.0), held.breaker.report(1.0), held.changes) == (
         0,
@@ -68,14 +68,14 @@ def test_a_server_that_has_changed_is_out_until_it_is_what_it_was(held: Held) ->
     assert (held.breaker.job_allowance(4.0), held.breaker.report(4.0), held.breaker.is_ready) == (1, None, True)
 
 
-def test_one_request_that_fails_again_and_again_does_not(held: Held) -> None:
+def test_one_request_that_keeps_failing_does_not_open_the_breaker(held: Held) -> None:
     for _ in range(10 * FAILURES):
         held.breaker.failed("poison", BROKEN, 1.0)
     assert held.breaker.job_allowance(1.0) is None
 
 
-def test_a_token_in_between_begins_the_count_again(held: Held) -> None:
-    """The streams that run may be long: their first tokens count, not their ends."""
+def test_a_token_in_between_resets_the_count(held: Held) -> None:
+    """Running streams may be long: their first tokens count, not their ends."""
     held.begin(first_token_s=0.5)  # before all failures: it proves nothing
     held.breaker.failed("r0", BROKEN, 1.0)
     held.breaker.failed("r1", BROKEN, 1.0)
@@ -87,7 +87,7 @@ def test_a_token_in_between_begins_the_count_again(held: Held) -> None:
     assert held.breaker.reason == BROKEN
 
 
-def test_probes_come_ever_later_until_a_request_is_answered(held: Held) -> None:
+def test_probes_back_off_until_a_request_is_answered(held: Held) -> None:
     held.break_it(1.0)
     assert held.breaker.pause_s == FIRST_PAUSE_S
     pauses = [held.breaker.probe_failed("still") for _ in range(10)]
@@ -95,12 +95,12 @@ def test_probes_come_ever_later_until_a_request_is_answered(held: Held) -> None:
     assert pauses[-1] == LONGEST_PAUSE_S
     held.breaker.closed(50.0)
     assert held.breaker.report(50.0) is None
-    assert held.breaker.pause_s == LONGEST_PAUSE_S  # a probe is no proof that requests are answered
+    assert held.breaker.pause_s == LONGEST_PAUSE_S  # a probe does not prove that requests are answered
     held.end(held.begin(first_token_s=51.0), 52.0)
     assert held.breaker.pause_s == FIRST_PAUSE_S
 
 
-def test_it_begins_again_slowly(held: Held) -> None:
+def test_it_restarts_slowly(held: Held) -> None:
     held.break_it(1.0)
     held.breaker.closed(5.0)
     assert held.breaker.job_allowance(5.0) == 1
@@ -115,27 +115,27 @@ def test_it_begins_again_slowly(held: Held) -> None:
     assert held.breaker.job_allowance(10.0) is None
 
 
-def test_a_stream_that_was_begun_before_it_broke_proves_nothing(held: Held) -> None:
+def test_a_stream_begun_before_the_break_proves_nothing(held: Held) -> None:
     old = held.begin(first_token_s=0.5)
     held.break_it(1.0)
     held.end(old, 2.0)
     assert held.breaker.reason == BROKEN
-    held.end(held.begin(first_token_s=2.5), 3.0)  # it was asked before, and answered now
+    held.end(held.begin(first_token_s=2.5), 3.0)  # requested before, answered now
     assert held.breaker.reason is None
 
 
-def test_nothing_is_pulled_for_as_long_as_the_server_asks(held: Held) -> None:
+def test_nothing_is_pulled_while_the_server_asks_to_wait(held: Held) -> None:
     for _ in range(8):
         held.begin(first_token_s=0.5)
     held.breaker.asked_to_wait(20.0, "429", 1.0)
-    held.breaker.asked_to_wait(19.5, "429", 1.2)  # what ran beside it says the same
+    held.breaker.asked_to_wait(19.5, "429", 1.2)  # a concurrent request gets the same answer
     held.breaker.asked_to_wait(2.0, "429", 1.3)
     assert held.breaker.job_allowance(20.9) == 0
     assert held.breaker.report(11.0) == Paused("429", 10_000)
     assert held.changes == 1
     assert held.breaker.report(21.0) is None
     del held.attempts[:]
-    assert held.breaker.job_allowance(21.0) == 4  # half of what ran
+    assert held.breaker.job_allowance(21.0) == 4  # half of what was running
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,7 @@ def test_nothing_is_pulled_for_as_long_as_the_server_asks(held: Held) -> None:
         (20.0, [20] * 7),
     ],
 )
-def test_a_wait_that_is_too_short_grows_while_it_repeats(
-    held: Held, asked_s: float | None, expected_s: list[float]
-) -> None:
+def test_a_too_short_wait_grows_when_repeated(held: Held, asked_s: float | None, expected_s: list[float]) -> None:
     waits, now_s = [], 1.0
     for _ in range(7):
         held.breaker.asked_to_wait(asked_s, "503", now_s)
@@ -163,7 +161,7 @@ def test_a_wait_that_is_too_short_grows_while_it_repeats(
 
 
 @pytest.mark.parametrize("asked_s", [float("inf"), 1e9])
-def test_a_wait_has_an_end(held: Held, asked_s: float) -> None:
+def test_a_wait_is_bounded(held: Held, asked_s: float) -> None:
     held.breaker.asked_to_wait(asked_s, "429", 0.0)
     assert held.breaker.report(0.0) == Paused("429", int(LONGEST_WAIT_S * 1000))
 

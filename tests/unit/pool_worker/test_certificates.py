@@ -1,4 +1,4 @@
-"""Whose certificates a worker believes."""
+"""The certificate authorities that a worker trusts."""
 
 from pathlib import Path
 
@@ -7,17 +7,17 @@ import pytest
 
 from pool_worker.certificates import authorities
 
-made = authorities.__wrapped__  # as a process makes them once
+made = authorities.__wrapped__  # cached per process
 END = "-----END CERTIFICATE-----\n"
 
 
-def test_an_operators_own_authority_is_the_only_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_configured_authority_replaces_the_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text(certifi.contents().partition(END)[0] + END)
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
     assert len(made().get_ca_certs()) == 1
 
 
-def test_else_those_of_certifi_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_authorities_are_certifis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     monkeypatch.delenv("SSL_CERT_DIR", raising=False)
     assert len(made().get_ca_certs()) == certifi.contents().count(END)

@@ -46,16 +46,14 @@ def turns(roles: str) -> list[Turn]:
         ("sd", [], [("user", ["0", "1"])]),
     ],
 )
-def test_system_messages_may_stand_anywhere(
-    roles: str, system: list[str], messages: list[tuple[str, list[str]]]
-) -> None:
-    """A coding agent's reminder in the middle of a conversation was a 400."""
+def test_system_messages_may_be_anywhere(roles: str, system: list[str], messages: list[tuple[str, list[str]]]) -> None:
+    """Regression: a coding agent's reminder in the middle of a conversation was refused with a 400."""
     found = alternate(asked(*turns(roles)), Blocks())
     assert found.system == system
     assert [(role, [block["text"] for block in blocks]) for role, blocks in found.messages] == messages
 
 
-def test_a_result_follows_its_call_whatever_stands_between() -> None:
+def test_a_result_directly_follows_its_call() -> None:
     found = alternate(asked(Turn("user", "0"), CALLED, Turn("system", "now"), RESULT, Turn("user", "1")), Blocks())
     assert [role for role, _ in found.messages] == ["user", "assistant", "user"]
     assert [block["text"] for block in found.messages[2][1]] == ["seen", LATER.format("now"), "1"]

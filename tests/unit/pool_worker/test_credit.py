@@ -1,4 +1,4 @@
-"""The arithmetic of what fits, and of how much to ask for."""
+"""The arithmetic of what fits, and of how much to pull."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +36,7 @@ def test_a_prompt_by_reference_costs_what_the_gateway_counted() -> None:
 
 
 @given(capacities, st.lists(sizes, max_size=100), st.randoms())
-def test_credit_is_never_overdrawn_and_comes_back_whole(capacity, jobs, chance) -> None:
+def test_credit_is_never_overdrawn_and_is_fully_returned(capacity, jobs, chance) -> None:
     credit = Credit(capacity)
     taken: list[Cost] = []
     for n, prompt_tokens, max_tokens in jobs:
@@ -54,7 +54,7 @@ def test_credit_is_never_overdrawn_and_comes_back_whole(capacity, jobs, chance) 
 
 
 @given(capacities, st.lists(sizes, min_size=1, max_size=64))
-def test_jobs_like_the_last_ones_fit_all_but_one(capacity, jobs) -> None:
+def test_pulled_jobs_fit_if_they_resemble_recent_ones(capacity, jobs) -> None:
     credit = Credit(capacity)
     costs = [credit.cost_of(job(*size)) for size in jobs]
     for cost in costs:
@@ -76,7 +76,7 @@ def test_batch_jobs_leave_the_reserve_free_unless_the_engine_is_idle(capacity, s
     reserve = reserve_of(capacity, share)
     cost = credit.cost_of(job(*size))
     assert credit.jobs_to_pull(is_batch=True) >= 1
-    assert credit.fits(cost, is_batch=True)  # however large it is
+    assert credit.fits(cost, is_batch=True)  # of any size
     one = Cost(1, 1)
     credit.take(one)
     while credit.fits(one, is_batch=True):
@@ -94,14 +94,14 @@ def test_the_reserve_is_at_least_one_sequence_where_there_are_two() -> None:
     assert reserve_of(Capacity(64, 1000, 100), 0.0) == Cost(0, 0)
 
 
-def test_an_empty_engine_always_asks_and_a_full_one_never_does() -> None:
+def test_an_empty_engine_always_pulls_and_a_full_one_never_does() -> None:
     capacity = Capacity(4, 100, 100)
     credit = Credit(capacity)
     for cost in (Cost(4, 100), Cost(1, 2)):
         credit.note(cost)
         assert credit.jobs_to_pull() >= 1
     credit.take(Cost(1, 99))
-    assert credit.jobs_to_pull() == 0  # one token is free, and nothing so small has come lately
+    assert credit.jobs_to_pull() == 0  # one token is free, and no recent job was that small
     credit.give_back(Cost(1, 99))
     credit.take(Cost(4, 4))
     assert credit.jobs_to_pull() == 0

@@ -1,4 +1,4 @@
-"""Characters that a server has cut into halves are whole, and halves without another are U+FFFD."""
+"""Characters that a server split in halves are joined; a half without its counterpart becomes U+FFFD."""
 
 import msgspec
 import pytest
@@ -7,7 +7,7 @@ from pool_worker.engines.event_decoder import EventDecoder
 
 
 def event(content: str) -> bytes:
-    """Return an event whose content is written as it is given, with its escapes."""
+    """Return an event with the given content, including its escapes."""
     return b'{"choices": [{"delta": {"content": "%s"}}]}' % content.encode()
 
 
@@ -34,17 +34,17 @@ END = b'{"choices": [{"delta": {}, "finish_reason": "stop"}]}'
         (("x\\ud83d",), "x\ufffd"),
     ],
 )
-def test_halves(contents: tuple[str, ...], text: str) -> None:
+def test_split_characters_are_joined(contents: tuple[str, ...], text: str) -> None:
     assert said(*map(event, contents), END) == text
 
 
-def test_another_texts_beginning_is_not_its_other_half() -> None:
+def test_a_half_is_not_joined_with_another_text() -> None:
     decoder = EventDecoder()
     assert decoder.read(b'{"a": "\\ud83d", "b": "x"}') == {"a": "", "b": "x"}
     assert decoder.read(b'{"b": "\\ude00"}') == {"a": "\ufffd", "b": "\ufffd"}
 
 
 @pytest.mark.parametrize("data", [b"{", b'{"a": "\\u12"}', b'["\\ud83d"]', b'{"a": "\\ud83d"' + b', "b": [' * 5000])
-def test_what_is_no_event_is_undecodable(data: bytes) -> None:
+def test_a_non_event_is_undecodable(data: bytes) -> None:
     with pytest.raises((msgspec.MsgspecError, RecursionError)):
         EventDecoder().read(data)

@@ -1,4 +1,4 @@
-"""Events that break what an API documents: the server's fault by name, or a number that is left out. Never a crash."""
+"""Events that violate an API's documentation: a named server fault, or an ignored number. Never a crash."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -54,7 +54,7 @@ def usage_of_completions(cached: object) -> dict[str, Any]:
         ("triton", {"text_output": "", "finish_reason": []}),
     ],
 )
-def test_what_a_token_server_cannot_mean_is_its_fault(kind: str, event: Mapping[str, Any]) -> None:
+def test_an_invalid_event_of_a_token_server_is_its_fault(kind: str, event: Mapping[str, Any]) -> None:
     with pytest.raises((MalformedEvent, ServerFailure)):
         FORMATS[kind].read(event, 0)
 
@@ -70,7 +70,7 @@ def test_what_a_token_server_cannot_mean_is_its_fault(kind: str, event: Mapping[
         ("llamacpp", lambda count: {"stop": True, "stop_type": "eos", "timings": {"cache_n": count}}),
     ],
 )
-def test_cached_tokens_that_cannot_be_counted_are_none(kind: str, event: Any, count: object) -> None:
+def test_implausible_cached_tokens_are_ignored(kind: str, event: Any, count: object) -> None:
     delta = FORMATS[kind].read(event(count), 0)
     taken = ServerChoice(GenerationRequest("r", (1,), PARAMS), 0, TokenText(TOKENIZER), frozenset())
     output = taken.take(delta) or taken.end("stop")
@@ -80,7 +80,7 @@ def test_cached_tokens_that_cannot_be_counted_are_none(kind: str, event: Any, co
 
 
 @pytest.mark.parametrize("number", [HUGE, -1, 0, True, "1"])
-def test_a_length_that_no_model_has_is_not_told(number: object) -> None:
+def test_an_implausible_length_is_ignored(number: object) -> None:
     answer = {"data": [{"id": "m", "max_model_len": number}]}
     assert FORMATS["vllm"].facts(answer, None).max_model_len is None
 
@@ -93,7 +93,7 @@ def test_a_length_that_no_model_has_is_not_told(number: object) -> None:
         ("llamacpp", {"default_generation_settings": {"n_ctx": HUGE}, "total_slots": 1}),
     ],
 )
-def test_a_page_without_a_model_is_no_such_server(kind: str, answer: Mapping[str, Any]) -> None:
+def test_a_page_without_a_model_is_refused(kind: str, answer: Mapping[str, Any]) -> None:
     with pytest.raises(MalformedEvent):
         FORMATS[kind].facts(answer, None)
 
@@ -122,13 +122,13 @@ def said(content: object) -> dict[str, Any]:
         [{"type": ["text"]}],
     ],
 )
-def test_a_part_of_a_message_that_is_no_text_is_the_server_s_fault(content: object) -> None:
+def test_a_message_part_that_is_not_text_is_the_servers_fault(content: object) -> None:
     with pytest.raises(MalformedEvent):
         reader_of("openai").read(said(content))
 
 
 @pytest.mark.parametrize("details", [5, "a", [], [1], True, {"cached_tokens": HUGE}, {"reasoning_tokens": -1}])
-def test_details_of_a_usage_that_cannot_be_are_left_out(details: object) -> None:
+def test_implausible_usage_details_are_ignored(details: object) -> None:
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
     told = {**usage, "prompt_tokens_details": details, "completion_tokens_details": details}
     reader = reader_of("openai")
@@ -147,11 +147,11 @@ def test_details_of_a_usage_that_cannot_be_are_left_out(details: object) -> None
         ("vertex", lambda count: {"usageMetadata": {"promptTokenCount": count}}),
     ],
 )
-def test_a_usage_that_cannot_be_is_none(kind: str, event: Any, count: object) -> None:
+def test_an_implausible_usage_is_ignored(kind: str, event: Any, count: object) -> None:
     assert reader_of(kind).read(event(count)).usage is None
 
 
-def test_arguments_with_a_number_of_any_size_are_told() -> None:
+def test_arguments_with_large_numbers_are_kept() -> None:
     part = {"functionCall": {"name": "f", "args": {"a": HUGE}}}
     delta = reader_of("vertex").read({"candidates": [{"content": {"parts": [part]}}]})
     assert delta.parts[1].text == f'{{"a":{HUGE}}}'

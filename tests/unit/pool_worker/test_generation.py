@@ -1,4 +1,4 @@
-"""A job as a request to the engine."""
+"""A job as an engine request."""
 
 from collections.abc import Collection
 from typing import Any
@@ -25,9 +25,7 @@ DEFAULTS: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0, "m
     ("honoured", "kept"),
     [(DEFAULTS, set(DEFAULTS)), ({"temperature", "top_p", "seed"}, {"temperature", "top_p"}), ((), set())],
 )
-def test_a_model_s_own_defaults_are_taken_where_the_engine_honours_them(
-    honoured: Collection[str], kept: set[str]
-) -> None:
+def test_a_models_defaults_apply_where_the_engine_supports_them(honoured: Collection[str], kept: set[str]) -> None:
     job = m.Job(m.PROTOCOL_VERSION, "r", 1, "m", "fr.g", m.Sampling(max_tokens=16, defaults=DEFAULTS), b"")
     expected = replace(job.sampling, **{name: DEFAULTS[name] for name in kept})
     made = generation_request("r.1", job, [1], (), honoured).sampling
@@ -37,7 +35,7 @@ def test_a_model_s_own_defaults_are_taken_where_the_engine_honours_them(
 
 
 def test_an_older_worker_reads_the_job_without_the_model_s_defaults() -> None:
-    """Its release knows no such field: it takes the API's own defaults, as before, and refuses nothing."""
+    """Its release does not know the field: it uses the API's own defaults, as before, and refuses nothing."""
     job = m.Job(m.PROTOCOL_VERSION, "r", 1, "m", "fr.g", m.Sampling(max_tokens=16, defaults=DEFAULTS), b"")
     read = msgspec.msgpack.decode(m.encode(job))
     del read["sampling"]["defaults"]
@@ -54,14 +52,14 @@ def test_resume_points_arrive_unpacked() -> None:
     assert request.scored_tokens == 2
 
 
-def test_the_salt_arrives() -> None:
+def test_the_cache_salt_is_passed() -> None:
     job = m.Job(m.PROTOCOL_VERSION, "r", 1, "m", "fr.g", SAMPLING, b"", cache_salt="salt")
     assert generation_request("r.1", job, [1]).cache_salt == "salt"
     assert chat_request("r.1", job, encode_chat(Chat((Turn("user", "Hi"),)))).cache_salt == "salt"
     assert b"cache_salt" not in m.encode(m.Job(m.PROTOCOL_VERSION, "r", 1, "m", "fr.g", SAMPLING, b"")), "as it was"
 
 
-def test_the_markup_tells_where_content_is() -> None:
+def test_the_markup_locates_content() -> None:
     sampling = m.Sampling(max_tokens=7, stop=("a",), markup=m.Markup("hermes", "think", begins_in_reasoning=True))
     job = m.Job(m.PROTOCOL_VERSION, "r", 1, "m", "fr.g", sampling, b"")
     finder = generation_request("r.1", m.decode_job(m.encode(job)), [1]).content_finder
@@ -71,7 +69,7 @@ def test_the_markup_tells_where_content_is() -> None:
     assert b"markup" not in m.encode(SAMPLING), "as it was"
 
 
-def test_a_cut_resume_point_is_a_protocol_error() -> None:
+def test_a_truncated_resume_point_is_a_protocol_error() -> None:
     job = m.Job(m.PROTOCOL_VERSION, "r", 2, "m", "fr.g", SAMPLING, b"", resume=(m.ResumePoint(0, b"12345", 0),))
     with pytest.raises(ProtocolError):
         generation_request("r.2", job, [])
@@ -85,7 +83,7 @@ def test_the_jobs_model_chooses_the_adapter() -> None:
         assert generation_request("r.1", job, [1]).adapter is None
 
 
-def test_a_hosted_api_bills_each_choices_prompt_and_what_is_made_of_it_already() -> None:
+def test_a_hosted_api_bills_each_choices_prompt_and_partial_output() -> None:
     resume = (m.ResumePoint(0, m.pack_token_ids([4, 5]), 2), m.ResumePoint(1, m.pack_token_ids([6]), 1, "stop"))
     sampling = m.Sampling(max_tokens=7, n=3)
     job = m.Job(m.PROTOCOL_VERSION, "r", 2, "m", "fr.g", sampling, m.pack_token_ids([1] * 10), resume=resume)

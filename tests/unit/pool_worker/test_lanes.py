@@ -1,4 +1,4 @@
-"""The lane served next, and each lane's share in the long run."""
+"""Which lane is served next, and each lane's share in the long run."""
 
 from itertools import pairwise
 
@@ -34,7 +34,7 @@ def job(prompt_tokens: int, max_tokens: int, n: int = 1, resumed: tuple[int, ...
 
 @given(st.lists(st.tuples(costs, st.sampled_from([0.5, 1.0, 3.0])), min_size=2, max_size=5))
 def test_backlogged_lanes_are_served_by_their_weights(kinds) -> None:
-    """Between any two lanes the tokens by weight never differ by more than the largest job."""
+    """Between any two lanes the weighted tokens never differ by more than the largest job."""
     shares = LaneShares()
     lanes = backlogged(shares, *(f"h{i}" for i in range(len(kinds))))
     kind = dict(zip(lanes, kinds, strict=True))
@@ -49,8 +49,8 @@ def test_backlogged_lanes_are_served_by_their_weights(kinds) -> None:
 
 
 @given(st.lists(st.tuples(costs, costs), min_size=50, max_size=50))
-def test_what_counts_is_what_jobs_have_really_cost(jobs) -> None:
-    """One lane asks for far more than it uses; the other for what it uses. Settled, they get the same."""
+def test_lanes_are_settled_by_actual_cost(jobs) -> None:
+    """One lane asks for far more than it uses; the other for what it uses. After settling, both get the same."""
     shares = LaneShares()
     exact, greedy = backlogged(shares, "h0", "h1")
     served = {exact: 0, greedy: 0}
@@ -64,7 +64,7 @@ def test_what_counts_is_what_jobs_have_really_cost(jobs) -> None:
 
 
 @given(st.integers(1, 200), costs)
-def test_a_lane_that_was_empty_comes_next_but_saves_up_nothing(jobs_before, cost) -> None:
+def test_an_empty_lane_comes_next_but_earns_no_credit(jobs_before, cost) -> None:
     shares = LaneShares()
     busy, quiet = backlogged(shares, "h0", "h1")
     shares.learn(quiet, 0, 0.0)
@@ -77,7 +77,7 @@ def test_a_lane_that_was_empty_comes_next_but_saves_up_nothing(jobs_before, cost
         order.append(lane)
         shares.charge(lane, cost, 1.0)
     assert order[0] is quiet
-    # At most two in a row, for the first one; then they take turns.
+    # At most two in a row for the first one; then they alternate.
     assert all(a is not b for a, b in pairwise(order[2:]))
 
 
@@ -104,18 +104,18 @@ def test_the_resume_lane_comes_first_and_batch_last() -> None:
     assert shares.divide(60, waiting, {}) == waiting
 
 
-def test_many_places_are_divided_as_if_they_were_given_one_by_one() -> None:
+def test_dividing_many_slots_equals_dividing_one_by_one() -> None:
     shares = LaneShares()
     small, large = backlogged(shares, "h0", "h1")
     shares.charge(small, 100, 1.0)
     shares.charge(large, 300, 1.0)
     asked = shares.divide(40, {small: 1000, large: 1000}, {})
     assert asked == {small: 30, large: 10}
-    # What has been asked for and has not come yet counts as served.
+    # Jobs asked for but not yet here count as served.
     assert shares.divide(4, {small: 1000, large: 1000}, asked) == {small: 3, large: 1}
 
 
-def test_the_most_that_a_job_may_cost() -> None:
+def test_the_maximum_cost_of_a_job() -> None:
     assert expected_tokens(job(10, 100)) == 110
     assert expected_tokens(job(10, 100, n=3)) == 310
     assert expected_tokens(job(10, 100, n=2, resumed=(30, 100))) == 10 + 200 - 130
@@ -133,7 +133,7 @@ def test_knowledge_of_an_empty_lane_ages() -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0])
-def test_a_weight_of_nothing_is_a_small_one(weight: float) -> None:
+def test_a_zero_weight_counts_as_a_small_one(weight: float) -> None:
     shares = LaneShares()
     (lane,) = backlogged(shares, "h0")
     shares.charge(lane, 100, weight)

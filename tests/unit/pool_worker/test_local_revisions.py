@@ -1,4 +1,4 @@
-"""Revisions that our own engine gives the weights it has loaded."""
+"""Revisions that Spillway's own engine gives to loaded weights."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from pool_worker.settings import LocalEngineSettings
 from tests.unit.engine.peft_adapters import write_adapter
 from tests.unit.engine.tiny_models import SHAPE, byte_level_tokenizer, make_model
 
-SAMPLING = {"temperature": 0.6, "top_k": 20}  # the model's own defaults, which its adapters have, too
+SAMPLING = {"temperature": 0.6, "top_k": 20}  # the model's own defaults, which its adapters share
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def revisions(folder: Path, **settings: Any) -> tuple[str, str]:
-    """Of the model, and of its adapter."""
+    """Return the revisions of the model and of its adapter."""
     adapters = {"tuned": str(folder / "adapter")}
     engine = LocalEngine(
         LocalEngineSettings(path=str(folder), device="cpu", threads=1, kv_mib=1, adapters=adapters, **settings)

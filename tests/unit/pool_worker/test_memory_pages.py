@@ -1,4 +1,4 @@
-"""Figures of memory, read from servers' pages as their makers publish them."""
+"""Memory figures, read from servers' pages as published."""
 
 import pytest
 
@@ -20,7 +20,7 @@ num_gpu_blocks_override="None",sliding_window="None"} 1.0
         ("vllm", VLLM % b"", 573 * 16),
         ("vllm", VLLM % b'kv_cache_size_tokens="9000",', 9000),
         ("vllm", VLLM % b'kv_cache_size_tokens="None",', 573 * 16),
-        ("vllm", VLLM % b"" + VLLM % b"", 2 * 573 * 16),  # of data parallelism
+        ("vllm", VLLM % b"" + VLLM % b"", 2 * 573 * 16),  # with data parallelism
         ("vllm", VLLM.replace(b'"573"', b'"None"') % b"", None),
         ("vllm", b"", None),
         ("vllm", b"<html>not found</html>", None),
@@ -32,5 +32,5 @@ num_gpu_blocks_override="None",sliding_window="None"} 1.0
         ("sglang", b"", None),
     ],
 )
-def test_what_a_server_tells(kind: str, page: bytes, tokens: int | None) -> None:
+def test_memory_pages_are_parsed(kind: str, page: bytes, tokens: int | None) -> None:
     assert MEMORY_PAGES[kind].read(page) == tokens

@@ -26,7 +26,7 @@ def test_a_job_of_several_inputs() -> None:
     )
 
 
-def test_pairs_and_what_is_answered_already() -> None:
+def test_pairs_and_answered_inputs() -> None:
     pooling = Pooling("score", pack_token_ids([2, 1, 3]), pack_token_ids([1, 1, 2]))
     one = job(pooling, resume=(ResumePoint(0, b"", 0, "stop"), ResumePoint(1, b"", 0, "stop")))
     assert engine_request("r.1", one, list(range(10, 16))) == PoolingRequest(
@@ -44,12 +44,12 @@ def test_pairs_and_what_is_answered_already() -> None:
     ],
     ids=str,
 )
-def test_a_job_that_does_not_fit_together_is_refused(pooling: Pooling) -> None:
+def test_an_inconsistent_job_is_refused(pooling: Pooling) -> None:
     with pytest.raises(ProtocolError):
         engine_request("r.1", job(pooling), list(range(10, 16)))
 
 
-def test_no_job_of_many_inputs_takes_more_than_half_of_an_engine() -> None:
+def test_a_job_of_many_inputs_takes_at_most_half_the_engine() -> None:
     credit = Credit(Capacity(max_sequences=8, max_kv_tokens=100, max_model_len=50))
     assert credit.cost_of(job(Pooling("embed", pack_token_ids([6])))) == Cost(1, 6)
     assert credit.cost_of(job(Pooling("embed", pack_token_ids([1] * 300)), tokens=300)) == Cost(1, 50)

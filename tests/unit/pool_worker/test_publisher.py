@@ -1,4 +1,4 @@
-"""Frames on their way out: the wire's form, and messages no larger than the server takes."""
+"""Outgoing frames: the wire format, and messages no larger than the server accepts."""
 
 import asyncio
 from itertools import pairwise
@@ -18,12 +18,12 @@ def test_parts_hold_all_frames_in_order_within_the_limit(frames: list[bytes], li
     parts = split_frames(frames, limit_bytes)
     assert [frame for part in parts for frame in part] == frames
     assert all(len(part) == 1 or sum(map(len, part)) <= limit_bytes for part in parts)
-    # No two neighbours would fit into one message.
+    # No two neighbors would fit into one message.
     for one, other in pairwise(parts):
         assert sum(map(len, one)) + len(other[0]) > limit_bytes
 
 
-async def test_what_is_sent_is_a_step_frame_and_large_ones_are_split(nats_url: str) -> None:
+async def test_frames_are_sent_as_step_frames_and_large_ones_are_split(nats_url: str) -> None:
     bus = await Bus.connect(nats_url, name="test")
     steps: asyncio.Queue[StepFrame] = asyncio.Queue()
 
@@ -44,7 +44,7 @@ async def test_what_is_sent_is_a_step_frame_and_large_ones_are_split(nats_url: s
     await bus.close()
 
 
-async def test_a_frame_no_server_takes_is_dropped_and_the_next_ones_leave(nats_url: str) -> None:
+async def test_an_oversized_frame_is_dropped_and_later_ones_are_sent(nats_url: str) -> None:
     bus = await Bus.connect(nats_url, name="test")
     seen: asyncio.Queue[bytes] = asyncio.Queue()
 

@@ -22,7 +22,7 @@ def ended(number: int, text: str = "") -> Attempt:
     return attempt
 
 
-def test_old_ones_go() -> None:
+def test_old_attempts_are_dropped() -> None:
     clock = Clock()
     recent = RecentAttempts(clock)
     recent.add(ended(1))
@@ -35,14 +35,14 @@ def test_old_ones_go() -> None:
     assert len(recent) == 1
 
 
-def test_too_many_push_out_the_oldest() -> None:
+def test_above_the_count_limit_the_oldest_are_dropped() -> None:
     recent = RecentAttempts(keep_attempts=3)
     for number in range(5):
         recent.add(ended(number))
     assert [recent.get(f"r{number}.1") is not None for number in range(5)] == [False, False, True, True, True]
 
 
-def test_too_many_bytes_push_out_the_oldest() -> None:
+def test_above_the_byte_limit_the_oldest_are_dropped() -> None:
     recent = RecentAttempts(keep_bytes=2500)
     for number in range(3):
         recent.add(ended(number, "x" * 1000))

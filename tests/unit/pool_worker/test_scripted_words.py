@@ -1,4 +1,4 @@
-"""The scripted engine's language: text and token ids must tell the same story."""
+"""The scripted engine's language: text and token ids must agree."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The waits that servers ask for, in the ways of their own."""
+"""The waits that servers ask for, in their various forms."""
 
 import datetime as dt
 from email.utils import format_datetime
@@ -82,7 +82,7 @@ WAITS: dict[str, tuple[dict[str, str], str, float | None]] = {
 
 
 @pytest.mark.parametrize("case", WAITS)
-def test_a_wait_is_read_as_its_server_means_it(case: str) -> None:
+def test_each_servers_wait_is_parsed(case: str) -> None:
     headers, body, expected_s = WAITS[case]
     wait_s = asked_wait_s(httpx.Headers(headers), body, NOW_S)
     assert wait_s == (None if expected_s is None else pytest.approx(expected_s, abs=0.001))

@@ -1,4 +1,4 @@
-"""What of a server's facts, read again, is a reason to leave the pool: by kind of server, fact and change."""
+"""Which changes of a server's facts are a reason to leave the pool: by kind of server, fact and change."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -71,7 +71,7 @@ LENGTH, SEQUENCES, FIELDS, INPUTS = "context length", "sequences at once", "supp
         # Another tokenizer or template.
         ("sglang", sglang(), sglang(tokenizer_path="b"), ["tokenizer"]),
         ("llamacpp", props(chat_template="a"), props(chat_template="b"), [TEMPLATE]),
-        # Less room; a context that is divided among more slots.
+        # Less capacity; a context divided among more slots.
         ("vllm", models({"max_model_len": 4096}), models({"max_model_len": 2048}), [LENGTH]),
         ("openai_completions", models({"max_model_len": 4096}), models({"max_model_len": 2048}), [LENGTH]),
         ("llamacpp", props(), props(2048, 8), [LENGTH]),
@@ -81,7 +81,7 @@ LENGTH, SEQUENCES, FIELDS, INPUTS = "context length", "sequences at once", "supp
         # Fewer fields of a request.
         ("triton", triton("top_p"), triton(), [INPUTS, FIELDS]),
         ("triton", triton("stream"), triton(), [INPUTS]),
-        # More does no harm.
+        # More is harmless.
         ("vllm", models({"max_model_len": 4096}), models({"max_model_len": 8192}), STAY),
         ("llamacpp", props(), props(8192, 8), STAY),
         ("tgi", tgi(), tgi(max_total_tokens=8192, max_concurrent_requests=16), STAY),
@@ -89,12 +89,12 @@ LENGTH, SEQUENCES, FIELDS, INPUTS = "context length", "sequences at once", "supp
         ("vllm", models({}), models({"id": "b"}, {}), STAY),
         ("vllm", models({}), models({}, {"id": "b"}), STAY),
         ("ollama", tags(a="1"), tags(b="2", a="1"), STAY),
-        # Not told before, or not any longer.
+        # Not reported before, or no longer reported.
         ("vllm", models({}), models({"root": "/a", "max_model_len": 1}), STAY),
         ("vllm", models({"root": "/a", "max_model_len": 4096}), models({}), STAY),
         ("tgi", tgi(), tgi(model_sha=None, max_total_tokens=None, max_concurrent_requests=None), STAY),
         ("sglang", sglang(), {"model_path": "a", "weight_version": "default"}, STAY),
-        # What is new in every answer, or with every start.
+        # Differs in every answer, or with every start.
         ("vllm", models({"created": 1}), models({"created": 2}), STAY),
         ("llamacpp", props(build_info="b1"), props(build_info="b2"), STAY),
         ("tgi", tgi(version="1", max_batch_total_tokens=100), tgi(version="2", max_batch_total_tokens=90), STAY),
@@ -104,7 +104,7 @@ LENGTH, SEQUENCES, FIELDS, INPUTS = "context length", "sequences at once", "supp
         ("tgi", tgi(), tgi(model_id="b", max_total_tokens=2048), [MODEL]),
     ],
 )
-def test_what_is_a_reason_to_leave(kind: str, before: Page, now: Page, leaves: list[str]) -> None:
+def test_which_changes_are_a_reason_to_leave(kind: str, before: Page, now: Page, leaves: list[str]) -> None:
     known = in_use(FORMATS[kind].facts(before, None), max_model_len=4096, max_sequences=64)
     assert [change.fact for change in changes(known, facts_again(FORMATS[kind], now, known.model))] == leaves
 
@@ -119,7 +119,7 @@ def test_what_is_a_reason_to_leave(kind: str, before: Page, now: Page, leaves: l
         pytest.param(ServerFacts("a", max_kv_tokens=9, memory_tokens=9), ServerFacts("a"), id="memory"),
     ],
 )
-def test_what_is_not_used_may_go(before: ServerFacts, now: ServerFacts) -> None:
+def test_unused_capacity_may_shrink(before: ServerFacts, now: ServerFacts) -> None:
     assert not list(changes(in_use(before, max_model_len=1024, max_sequences=16), now))
 
 
@@ -138,7 +138,7 @@ def test_what_is_not_used_may_go(before: ServerFacts, now: ServerFacts) -> None:
         ("tgi", "a", tgi(model_id="b")),
     ],
 )
-def test_a_model_that_is_named_and_not_served_is_refused(kind: str, model: str, page: Page) -> None:
+def test_a_configured_model_that_is_not_served_is_refused(kind: str, model: str, page: Page) -> None:
     """A worker that starts after its server has changed must not serve the other model either."""
     with pytest.raises(NotServed, match="does not serve 'a'; it serves: b"):
         FORMATS[kind].facts(page, model)
@@ -148,7 +148,7 @@ def test_a_model_that_is_named_and_not_served_is_refused(kind: str, model: str, 
     ("kind", "model", "page"),
     [
         ("llamacpp", "b.gguf", props(model_path="/a/b.gguf")),
-        ("llamacpp", "any", {"default_generation_settings": {"n_ctx": 9}, "total_slots": 1}),  # it tells no name
+        ("llamacpp", "any", {"default_generation_settings": {"n_ctx": 9}, "total_slots": 1}),  # it reports no name
         ("sglang", "b", sglang(model_path="/models/b")),
         ("sglang", "/models/b", sglang(model_path="/models/b", served_model_name="c")),
         ("tgi", "b", tgi(model_id="org/b")),
@@ -167,7 +167,7 @@ def test_a_server_that_serves_nothing_is_loading(kind: str, page: Page) -> None:
         facts_again(FORMATS[kind], page, "a")
 
 
-def test_a_reason_has_the_old_value_and_the_new_one() -> None:
+def test_a_reason_names_the_old_and_the_new_value() -> None:
     (change,) = changes(ServerFacts("a", 4096), ServerFacts("a", 2048))
     assert str(change) == "context length: 4096 before, 2048 now"
 
@@ -180,11 +180,11 @@ def test_a_reason_has_the_old_value_and_the_new_one() -> None:
         ("sglang", sglang(weight_version="v2"), "sglang:v2:a"),
         ("triton", triton(versions=["1", "2"]), "triton:1,2:a"),
         ("tgi", tgi(model_sha=None), "tgi:a"),
-        ("vllm", models({"root": "/models/a"}), "vllm:a"),  # the same weights may lie elsewhere
+        ("vllm", models({"root": "/models/a"}), "vllm:a"),  # the same weights may be stored elsewhere
     ],
 )
-def test_answers_are_not_continued_by_another_version_of_the_weights(kind: str, page: Page, revision: str) -> None:
-    """Also where a server was away for so long that its worker has started anew."""
+def test_another_version_of_the_weights_does_not_resume_answers(kind: str, page: Page, revision: str) -> None:
+    """Even if the server was away for so long that its worker restarted."""
     facts = FORMATS[kind].facts(page, None)
     assert default_revision(kind, facts.model, facts) == revision
 
@@ -205,12 +205,12 @@ def test_answers_are_not_continued_by_another_version_of_the_weights(kind: str, 
         ("tgi", b"7", None),
     ],
 )
-def test_how_a_tokenizer_reads_a_sample(kind: str, answer: bytes, sample: str | None) -> None:
+def test_tokenizer_samples_are_parsed(kind: str, answer: bytes, sample: str | None) -> None:
     assert TOKENIZER_PAGES[kind].sample_of(answer) == sample
 
 
 class Server:
-    """Tells its facts, or that it cannot; counts how often it was asked."""
+    """Returns its facts or fails; counts the reads."""
 
     def __init__(self) -> None:
         self.facts: ServerFacts | None = ServerFacts("a", 4096)
@@ -241,7 +241,7 @@ async def watched(server: Server) -> AsyncIterator[FactsWatch]:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_it_is_read_again_after_a_reconnect_and_another_model_is_out_until_the_first_is_back() -> None:
+async def test_facts_are_read_after_a_reconnect_and_another_model_is_out_until_the_first_returns() -> None:
     server = Server()
     async with watched(server) as watch:
         watch.reconnected()
@@ -251,14 +251,14 @@ async def test_it_is_read_again_after_a_reconnect_and_another_model_is_out_until
         watch.reconnected()
         await until(lambda: server.reported)
         assert server.reported == ["the server has changed: model: a before, b now"]
-        assert watch.doubt(is_answer=False) == server.reported[0]
+        assert watch.rejection_reason(is_answer=False) == server.reported[0]
         server.facts = ServerFacts("a", 4096)
         watch.reconnected()
         await until(lambda: len(server.reported) == 2)
-        assert (server.reported[1], watch.doubt(is_answer=True)) == (None, None)
+        assert (server.reported[1], watch.rejection_reason(is_answer=True)) == (None, None)
 
 
-async def test_it_is_read_from_time_to_time() -> None:
+async def test_facts_are_read_periodically() -> None:
     server = Server()
     watch = server.watch(period_s=0.01)
     running = asyncio.create_task(watch.run(server.reported.append))
@@ -268,7 +268,7 @@ async def test_it_is_read_from_time_to_time() -> None:
     assert server.reported == ["the server has changed: context length: 4096 before, 2048 now"]
 
 
-async def test_a_worker_whose_server_has_less_leaves() -> None:
+async def test_a_worker_leaves_when_its_servers_limits_shrink() -> None:
     server = Server()
     watch = server.watch()
     server.facts = ServerFacts("a", 2048)
@@ -278,7 +278,7 @@ async def test_a_worker_whose_server_has_less_leaves() -> None:
 
 
 @pytest.mark.parametrize("reconnects", [False, True])
-async def test_a_read_that_fails_is_no_change_but_proves_nothing(reconnects: bool) -> None:
+async def test_a_failed_read_is_not_a_change_and_proves_nothing(reconnects: bool) -> None:
     server = Server()
     watch = server.watch()
     server.facts = None
@@ -286,11 +286,11 @@ async def test_a_read_that_fails_is_no_change_but_proves_nothing(reconnects: boo
         watch.reconnected()
     await watch.check()
     assert watch.change is None
-    assert watch.doubt(is_answer=False) is None  # what its error says counts
-    assert (watch.doubt(is_answer=True) is not None) is reconnects
+    assert watch.rejection_reason(is_answer=False) is None  # only its error counts
+    assert (watch.rejection_reason(is_answer=True) is not None) is reconnects
 
 
-async def test_a_sign_that_comes_during_a_read_is_not_answered_by_it() -> None:
+async def test_a_read_in_progress_does_not_cover_a_later_reconnect() -> None:
     server = Server()
     watch = server.watch()
     server.goes_on.clear()
@@ -304,7 +304,7 @@ async def test_a_sign_that_comes_during_a_read_is_not_answered_by_it() -> None:
     assert watch.is_proved
 
 
-async def test_many_who_want_to_know_at_once_ask_twice_at_most() -> None:
+async def test_concurrent_checks_share_at_most_two_reads() -> None:
     server = Server()
     watch = server.watch()
     server.goes_on.clear()

@@ -1,4 +1,4 @@
-"""Stop strings are looked for in what the client sees as content, in every dialect, however the text is cut."""
+"""Stop strings are searched in the content that the client sees, in every dialect, however the text is split."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ def markup_of(tool_parser: str, reasoning_parser: str = "none", *, begins_in_rea
 
 
 def stopped(markup: Markup, stops: Sequence[str], parts: Iterable[str]) -> tuple[str, str | None]:
-    """The text that is sent to the gateway, and what has stopped it."""
+    """Return the text sent to the gateway, and the stop string found."""
     finder = content_finder(markup)
     assert finder is not None
     matcher, shown = ContentStopStrings(tuple(stops), finder()), ""
@@ -66,7 +66,7 @@ def check_every_cut(markup: Markup, stops: Sequence[str], text: str, expected: T
 @pytest.mark.parametrize(
     ("markup", "stops", "text", "expected", "by"),
     [
-        # In reasoning, in markup, in arguments, in the layout between sections: not seen.
+        # Invisible in reasoning, in markup, in arguments, and in the layout between sections.
         (
             markup_of("hermes", "think"),
             ["\n", "END", "<tool_call>", "</think>"],
@@ -81,7 +81,7 @@ def check_every_cut(markup: Markup, stops: Sequence[str], text: str, expected: T
             [("reasoning", "So.\nYes."), ("content", "Hi")],
             "\n",
         ),
-        # One that begins in the reasoning and ends in the content is none; nor is one with a call inside.
+        # A match that spans reasoning and content does not count; nor does one that spans a call.
         (markup_of("none", "think"), ["AB"], "<think>A</think>B", [("reasoning", "A"), ("content", "B")], None),
         (
             markup_of("hermes"),
@@ -90,10 +90,10 @@ def check_every_cut(markup: Markup, stops: Sequence[str], text: str, expected: T
             [("content", "A"), ("call", "f"), ("arguments", '{"s": "a\\nb. END"}'), ("content", "B")],
             None,
         ),
-        # White space at the end is content where no call follows.
+        # White space at the end is content if no call follows.
         (markup_of("hermes"), ["\n"], "Hi\n", [("content", "Hi")], "\n"),
         (markup_of("hermes"), ["\n"], "Hi\nyou", [("content", "Hi")], "\n"),
-        # What looks like a call and is none is content.
+        # Text that only looks like a call is content.
         (markup_of("hermes"), ["no"], "<tool_call>no</tool_call>", [("content", "<tool_call>")], "no"),
         # After a call.
         (
@@ -117,11 +117,11 @@ def check_every_cut(markup: Markup, stops: Sequence[str], text: str, expected: T
             [("reasoning", "One.\nEND"), ("content", "Two.\n")],
             "END",
         ),
-        # The one that begins first of several, over several pieces.
+        # The first of several, over several pieces.
         (markup_of("hermes"), ["three", "o thr"], "One two three", [("content", "One tw")], "o thr"),
     ],
 )
-def test_they_see_content_alone(
+def test_stop_strings_apply_to_content_only(
     markup: Markup, stops: Sequence[str], text: str, expected: Told, by: str | None
 ) -> None:
     check_every_cut(markup, stops, text, expected, by)
@@ -129,7 +129,7 @@ def test_they_see_content_alone(
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
 def test_every_dialect(parser: str, text: str, expected: Told) -> None:
-    """A character of the content ends it there, and one of anything else does not."""
+    """A character of the content stops the answer, and any other character does not."""
     markup = markup_of(parser, "harmony" if parser == "harmony" else "none")
     stretches = [content for kind, content in expected if kind == "content"]
     unseen = sorted(char for char in set(text) if not any(char in content for content in stretches))

@@ -19,7 +19,7 @@ def left_s(stop: Stop) -> float:
     return stop.deadline_s - time.monotonic()
 
 
-def test_a_drain_lasts_as_long_as_is_set() -> None:
+def test_a_drain_lasts_for_its_limit() -> None:
     stop = Stop(25.0)
     assert not stop.requested.is_set()
     stop.on_signal()
@@ -32,21 +32,21 @@ def test_a_provider_may_leave_a_signal_less_time() -> None:
     assert left_s(stop) == pytest.approx(4.0, abs=1.0)
 
 
-def test_every_further_signal_means_at_once() -> None:
+def test_every_further_signal_forces_the_exit() -> None:
     stop = Stop(25.0)
     stop.on_signal()
     stop.on_signal()
     assert left_s(stop) <= 0
 
 
-def test_the_first_signal_after_a_notice_is_no_second_one() -> None:
+def test_the_first_signal_after_a_notice_does_not_force_the_exit() -> None:
     stop = Stop(60.0)
     stop.request(28.0)
     stop.on_signal()
     assert left_s(stop) == pytest.approx(28.0, abs=1.0)
 
 
-def test_the_deadline_only_comes_nearer() -> None:
+def test_the_deadline_is_only_moved_closer() -> None:
     stop = Stop(25.0)
     stop.request(5.0)
     stop.request(20.0)
@@ -68,7 +68,7 @@ def make(attempt: Attempt, index: int, tokens: int) -> None:
     attempt.ttft_ms = 2000.0  # the first token came at 1002
 
 
-def test_a_prompt_that_is_still_computed_may_take_for_ever() -> None:
+def test_the_remaining_time_in_prefill_is_unbounded() -> None:
     assert attempt().remaining_s(1002.0) == math.inf
 
 
@@ -78,7 +78,7 @@ def test_one_token_has_no_pace() -> None:
     assert one.remaining_s(1003.0) == math.inf
 
 
-def test_the_rest_is_reckoned_at_the_pace_so_far() -> None:
+def test_the_rest_is_estimated_at_the_pace_so_far() -> None:
     one = attempt()
     make(one, 0, 11)
     assert one.remaining_s(1003.0) == pytest.approx(89 * 0.1)

@@ -1,4 +1,4 @@
-"""Prompts written out and answers read as tokens, whatever cuts them apart (pool_worker/engines/text_tokens.py)."""
+"""Prompts converted to text and answers converted to tokens, however they are split."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentence_pieces() -> Tokenizer:
-    """As Llama 2's: a blank before the first word, and bytes for what the vocabulary does not have."""
+    """A tokenizer like Llama 2's: a space before the first word, and bytes for anything outside the vocabulary."""
     pieces = ["<unk>", "<s>", "<eot>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "e", "l", "o", "▁h", "he"]
     merges = [("▁", "h"), ("h", "e")]
     vocabulary = {piece: place for place, piece in enumerate(pieces)}
@@ -51,7 +51,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> TokenizerFolder:
     return TokenizerFolder(tmp_path)
 
 
-def test_the_folder_tells_the_model_s_own_sampling_parameters(folder: TokenizerFolder, tmp_path: Path) -> None:
+def test_the_folder_has_the_models_sampling_parameters(folder: TokenizerFolder, tmp_path: Path) -> None:
     assert folder.sampling == {}
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20, "eos_token_id": 2}))
     assert TokenizerFolder(tmp_path).sampling == TokenizerFolder(tmp_path / "tokenizer.json").sampling
@@ -68,8 +68,8 @@ def shown(folder: TokenizerFolder, prompt: list[int], ids: list[int]) -> str:
     return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 
 
-def test_an_answer_is_taken_for_tokens_that_say_exactly_it(folder: TokenizerFolder, text_tokens: TextTokens) -> None:
-    """Also where it has the names of special tokens, which as such would leave no text."""
+def test_an_answer_becomes_tokens_with_exactly_its_text(folder: TokenizerFolder, text_tokens: TextTokens) -> None:
+    """Even if it contains the names of special tokens, which as such would leave no text."""
     assert text_tokens.can_write()
     prompt = folder.encode("he", add_special_tokens=True)
     for seed in range(50):
@@ -79,20 +79,20 @@ def test_an_answer_is_taken_for_tokens_that_say_exactly_it(folder: TokenizerFold
         assert shown(folder, prompt, ids) == "".join(pieces)
 
 
-def test_an_answer_goes_on_wherever_it_was_cut(folder: TokenizerFolder, text_tokens: TextTokens) -> None:
-    """The caller sees the old text and then the new, also from within a character, which is asked for once more."""
+def test_an_answer_resumes_wherever_it_was_cut(folder: TokenizerFolder, text_tokens: TextTokens) -> None:
+    """The caller sees the old text and then the new, even within a character, which is requested again."""
     prompt, whole = folder.encode("he", add_special_tokens=True), "o 世🙂é l€"
     ids = text_tokens.ids(whole.encode())
-    assert any(text_tokens.written(prompt, ids[:done])[1] for done in range(len(ids)))  # some cuts are in a character
+    assert any(text_tokens.to_text(prompt, ids[:done])[1] for done in range(len(ids)))  # some cut a character
     for done in range(len(ids) + 1):
-        written, owed = text_tokens.written(prompt, ids[:done])
+        written, pending = text_tokens.to_text(prompt, ids[:done])
         assert "he" + whole == written + whole[len(written) - 2 :]
-        rest, is_cut = AnswerText(text_tokens, owed).read(whole[len(written) - 2 :], 1000)
+        rest, is_cut = AnswerText(text_tokens, pending).read(whole[len(written) - 2 :], 1000)
         assert not is_cut
         assert shown(folder, prompt, ids[:done] + rest) == whole
 
 
-def test_what_is_owed_may_come_in_pieces_but_must_come(text_tokens: TextTokens) -> None:
+def test_the_pending_character_may_come_in_pieces_but_must_come(text_tokens: TextTokens) -> None:
     smile = "🙂".encode()
     answer = AnswerText(text_tokens, smile[:2])
     assert answer.read("", 9) == ([], False)
@@ -110,40 +110,40 @@ def test_an_answer_is_cut_between_characters(folder: TokenizerFolder, text_token
         assert shown(folder, prompt, ids) == "l🙂🙂"[: len(shown(folder, prompt, ids))]
 
 
-def test_bos_is_not_doubled(folder: TokenizerFolder) -> None:
+def test_bos_is_not_sent_twice(folder: TokenizerFolder) -> None:
     tokens = TokenText(folder)
     prompt = folder.encode("hello", add_special_tokens=True)
-    assert TextTokens(folder, tokens, adds_bos=None).written(prompt, []) == ("hello", b"")
-    text, _ = TextTokens(folder, tokens, adds_bos=False).written(prompt, [])
+    assert TextTokens(folder, tokens, adds_bos=None).to_text(prompt, []) == ("hello", b"")
+    text, _ = TextTokens(folder, tokens, adds_bos=False).to_text(prompt, [])
     assert text.startswith("<s>")
 
 
 def test_special_tokens_of_the_prompt_are_written_out(folder: TokenizerFolder, text_tokens: TextTokens) -> None:
     prompt = folder.encode("<eot>hello", add_special_tokens=True)
-    written, _ = text_tokens.written(prompt, [])
+    written, _ = text_tokens.to_text(prompt, [])
     assert written.replace(" ", "") == "<eot>hello"
 
 
 def test_words_that_would_become_special_tokens_are_refused(text_tokens: TextTokens) -> None:
     with pytest.raises(RequestRejected, match="would read words of the prompt as special tokens"):
-        text_tokens.written(text_tokens.ids(b"he said <eot> and"), [])
+        text_tokens.to_text(text_tokens.ids(b"he said <eot> and"), [])
 
 
-def test_what_is_no_text_is_refused_or_left_to_others(text_tokens: TextTokens) -> None:
+def test_invalid_text_is_refused_or_left_to_others(text_tokens: TextTokens) -> None:
     broken = text_tokens.ids(b"x\xff\xfe.")
     with pytest.raises(RequestRejected, match="takes text"):
-        text_tokens.written(broken, [])
+        text_tokens.to_text(broken, [])
     with pytest.raises(RequestRejected, match="takes text"):
-        text_tokens.written(text_tokens.ids("🙂".encode()[:2]), [])
+        text_tokens.to_text(text_tokens.ids("🙂".encode()[:2]), [])
     with pytest.raises(UnwritableError):
-        text_tokens.written(text_tokens.ids(b"hello"), broken)
+        text_tokens.to_text(text_tokens.ids(b"hello"), broken)
 
 
-def test_a_vocabulary_that_strips_blanks_is_known(folder: TokenizerFolder, text_tokens: TextTokens) -> None:
+def test_a_vocabulary_that_strips_spaces_is_detected(folder: TokenizerFolder, text_tokens: TextTokens) -> None:
     is_byte_level = "ByteLevel" in folder.backend_tokenizer.to_str()
     assert text_tokens.keeps_blanks() is is_byte_level
 
 
 def test_lone_surrogates_are_malformed(text_tokens: TextTokens) -> None:
-    with pytest.raises(MalformedEvent, match="its text is none"):
+    with pytest.raises(MalformedEvent, match="its text is invalid"):
         AnswerText(text_tokens, b"").read("\ud83d", 9)

@@ -1,4 +1,4 @@
-"""Streams of calls, as servers that imitate OpenAI's API tell them, and the calls that they mean."""
+"""Streams of tool calls from servers that imitate OpenAI's API, and the resulting calls."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def read(*events: list[dict[str, Any]]) -> list[Part]:
 
 
 def calls(parts: list[Part]) -> list[tuple[str, str, str]]:
-    """Return each call's id, name and arguments, as the gateway puts them together: arguments are the last call's."""
+    """Return each call's id, name and arguments, assembled like the gateway: arguments belong to the last call."""
     told: list[tuple[str, str, str]] = []
     for part in parts:
         if part.kind == "call":
@@ -64,7 +64,7 @@ def calls(parts: list[Part]) -> list[tuple[str, str, str]]:
         ),
     ],
 )
-def test_two_calls_are_two(events: list[list[dict[str, Any]]]) -> None:
+def test_two_calls_stay_separate(events: list[list[dict[str, Any]]]) -> None:
     told = [(id_, name, msgspec.json.decode(arguments)) for id_, name, arguments in calls(read(*events))]
     assert told == [(id_, name, msgspec.json.decode(arguments)) for id_, name, arguments in (A, B)]
 
@@ -80,11 +80,11 @@ def test_calls_without_ids_are_told_apart_by_their_names_and_ends() -> None:
     assert told == [("", "a", "{}"), ("", "a", "{}"), ("", "b", "{}")]
 
 
-def test_two_calls_never_have_one_id() -> None:
+def test_two_calls_never_share_an_id() -> None:
     assert [id_ for id_, *_ in calls(read([d(0, "1", "a", "{}")], [d(1, "1", "b", "{}")]))] == ["1", ""]
 
 
-def test_the_open_call_is_told_as_it_comes() -> None:
+def test_the_open_call_is_streamed() -> None:
     reader = CallReader()
     assert reader.read(_deltas(d(0, "1", "a"))) == [Part("call", "a", "1")]
     assert reader.read(_deltas(d(0, args='{"x"'))) == [Part("arguments", '{"x"')]
@@ -94,7 +94,7 @@ def _deltas(*deltas: dict[str, Any]) -> list[CallDelta]:
     return msgspec.convert(deltas, list[CallDelta])
 
 
-def test_what_limits_cut_stays_cut() -> None:
+def test_truncated_arguments_stay_truncated() -> None:
     assert calls(read([d(0, "1", "a", '{"x"')])) == [("1", "a", '{"x"')]
 
 
@@ -107,6 +107,6 @@ def test_what_limits_cut_stays_cut() -> None:
         [[d(n, str(n), "a", "{}") for n in range(200)]],
     ],
 )
-def test_what_is_no_call_is_the_servers_fault(events: list[list[dict[str, Any]]]) -> None:
+def test_an_invalid_call_is_the_servers_fault(events: list[list[dict[str, Any]]]) -> None:
     with pytest.raises(MalformedEvent):
         read(*events)

@@ -22,16 +22,16 @@ def attempt_with(ttft_ms: float | None) -> Attempt:
 @pytest.mark.parametrize(
     ("ttft_ms", "timings", "wanted"),
     [
-        # 10 ms passed before the engine got it: for credit, or for its prompt.
+        # The engine got it 10 ms late: it waited for credit or its prompt.
         (40.0, Timings(5, 25, 60, 0), [("engine queue", 10, 15), ("prefill", 15, 40), ("decode", 40, 100)]),
         (30.0, Timings(0, 30, 0, 0), [("prefill", 0, 30)]),
-        # Vectors: no token, all is prefill, up to the end.
+        # Vectors: no token, so all is prefill until the end.
         (None, Timings(10, 50, 0, 0), [("engine queue", 40, 50), ("prefill", 50, 100)]),
-        # The engine's clock saw more than ours.
+        # The engine's clock ran faster than the worker's.
         (30.0, Timings(10, 30, 90, 0), [("engine queue", 0, 0), ("prefill", 0, 30), ("decode", 30, 100)]),
     ],
 )
-def test_phases_are_fastened_to_the_first_token_and_stay_inside(
+def test_phases_are_aligned_at_the_first_token_and_stay_inside_the_span(
     ttft_ms: float | None, timings: Timings, wanted: list[tuple[str, int, int]]
 ) -> None:
     found = list(phases(attempt_with(ttft_ms), timings, 0, 100 * MS))

@@ -1,4 +1,4 @@
-"""The server's process: its log in ours, its last words, what it is told, and how often it may die."""
+"""The server's process: its log, its last lines, its environment, and how often it may crash."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage().removeprefix("server: ") for record in caplog.records if record.msg == "server: %s"]
 
 
-async def test_a_line_of_100_megabytes_is_cut_and_the_next_is_whole(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_line_of_100_megabytes_is_cut_and_the_next_is_complete(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     code = "import sys\nfor _ in range(100): sys.stdout.write('x' * 1_000_000)\nprint('\\nthe reason'); sys.exit(4)"
     death = await run(code)
@@ -39,7 +39,7 @@ async def test_a_line_of_100_megabytes_is_cut_and_the_next_is_whole(caplog: pyte
     assert reason == "the reason"
 
 
-async def test_a_flood_of_lines_is_left_out_of_the_log_but_not_of_the_last_words(
+async def test_a_flood_of_lines_is_dropped_from_the_log_but_kept_in_the_last_lines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -48,7 +48,7 @@ async def test_a_flood_of_lines_is_left_out_of_the_log_but_not_of_the_last_words
     assert LOG_BURST_S * LOG_LINES_PER_S <= len(said(caplog)) < 10_000
 
 
-async def test_what_was_left_out_is_counted_when_there_is_room_again(
+async def test_dropped_lines_are_counted_afterwards(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -65,10 +65,10 @@ async def test_what_was_left_out_is_counted_when_there_is_room_again(
     stream.feed_eof()
     await lines.copy(stream)
     assert said(caplog)[allowed:] == ["after", "the last has no end"]
-    assert any(record.getMessage().startswith("7 lines") for record in caplog.records)
+    assert any(record.getMessage().startswith("dropped 7 lines") for record in caplog.records)
 
 
-async def test_it_is_told_its_port_and_none_of_our_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_server_gets_its_port_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPILLWAY_NATS__URLS", '["tls://user:secret@queue"]')
     monkeypatch.setenv("HF_TOKEN", "needed")
     code = (
@@ -78,18 +78,18 @@ async def test_it_is_told_its_port_and_none_of_our_secrets(monkeypatch: pytest.M
     assert str(await run(code)).endswith("[] needed True")
 
 
-async def test_a_program_that_does_not_exist_is_said_so() -> None:
+async def test_a_missing_program_is_reported() -> None:
     process = ServerProcess("no-such-server --port 1", stop_limit_s=1.0)
     await process.start()
     assert "no-such-server: No such file or directory" in str(await process.wait())
     await process.stop()
 
 
-async def test_stopping_what_was_never_started() -> None:
+async def test_stopping_before_starting() -> None:
     await ServerProcess("no-such-server", stop_limit_s=1.0).stop()
 
 
-async def test_a_keeper_that_does_not_end_is_killed() -> None:
+async def test_a_hanging_keeper_is_killed() -> None:
     command = shlex.join([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
     process = ServerProcess(command, stop_limit_s=0.0, keeper_margin_s=0.1)
     await process.start()
@@ -97,10 +97,10 @@ async def test_a_keeper_that_does_not_end_is_killed() -> None:
     assert "the server ended with" in str(await process.wait())
 
 
-def test_a_server_whose_keeper_is_gone_before_it_is_tied_to_it_ends() -> None:
-    """The kernel ends it with its keeper only once that is asked for; by then the keeper may have been killed."""
-    nobody = 2**22 + 1  # more than any process id
-    code = f"from {keeper.__name__} import _like_any_other_process as tie; tie({{}}); print('lives')"
+def test_a_server_ends_if_its_keeper_died_before_prctl() -> None:
+    """The kernel ends it with its keeper only after prctl, and the keeper may be killed before."""
+    nobody = 2**22 + 1  # greater than any process id
+    code = f"from {keeper.__name__} import _reset_signals as tie; tie({{}}); print('lives')"
     for whose, outcome in (("__import__('os').getppid()", (0, b"lives\n")), (nobody, (-signal.SIGKILL, b""))):
         ended = subprocess.run([sys.executable, "-c", code.format(whose)], capture_output=True, check=False)
         assert (ended.returncode, ended.stdout) == outcome

@@ -1,4 +1,4 @@
-"""Verdicts on slow nodes, second by second, on a clock of the test's own."""
+"""Verdicts on slow nodes, second by second, with a fake clock."""
 
 import itertools
 from typing import Any
@@ -14,7 +14,7 @@ START = StartFigures(tpot_s=0.010, ttft_s=0.100)
 
 
 class Node:
-    """An engine whose work is told second by second."""
+    """An engine whose work is scripted second by second."""
 
     def __init__(self, **settings: Any) -> None:
         self.pace = Pace(WatchSettings(**settings), KV_TOKENS)
@@ -25,7 +25,7 @@ class Node:
     def works(
         self, seconds: int, tpot_s: float, running: int = 1, context: int = 200, prompt_tokens: int = 0
     ) -> str | None:
-        """Every sequence gets its tokens at this pace; why the node should then leave."""
+        """Give every sequence tokens at this pace; return why the node should then leave."""
         for _ in range(seconds):
             gaps = round(running / tpot_s) if running else 0
             self.gaps += gaps
@@ -59,50 +59,50 @@ def test_a_node_that_stays_slow_leaves_and_says_why() -> None:
     assert "times as long as normal at this load, above 2.0" in reason
     assert 0.009 < START.tpot_s < 0.03
     assert node.pace.slowdown == pytest.approx(3.0, rel=0.1)
-    assert next(node.seconds) < 100 + 60 + 60  # the window has to fill with it, and then it lasts
+    assert next(node.seconds) < 100 + 60 + 60  # the window fills first, and then the slowdown lasts
 
 
-def test_a_short_fit_is_no_reason() -> None:
+def test_a_short_slowdown_is_no_reason() -> None:
     node = measured(slow_for_s=60.0)
     for _ in range(5):
         assert node.works(40, 0.030) is None
         assert node.works(60, 0.010) is None
 
 
-def test_a_big_batch_is_no_fault() -> None:
-    """Four times as slow as alone, as such a batch always was on this engine."""
+def test_a_large_batch_is_not_a_fault() -> None:
+    """Four times as slow as a single request, as this engine always is with such a batch."""
     node = measured(slow_for_s=60.0, max_tpot_ms=15.0)
     for _ in range(3):
         assert node.works(100, 0.040, running=64) is None
         assert node.works(100, 0.010, running=1) is None
-    assert node.works(200, 0.100, running=64) is not None  # slow for such a batch
+    assert node.works(200, 0.100, running=64) is not None  # slow even for such a batch
 
 
 @pytest.mark.parametrize("load", [{"context": 30_000}, {"prompt_tokens": 2000}], ids=str)
-def test_long_contexts_and_prompts_beside_are_no_fault(load: dict[str, int]) -> None:
+def test_long_contexts_and_concurrent_prefills_are_not_a_fault(load: dict[str, int]) -> None:
     node = measured(slow_for_s=60.0)
     assert node.works(300, 0.030, **load) is None
     assert node.works(300, 0.090, **load) is not None
 
 
-def test_what_is_normal_is_the_fastest_stretch_not_the_first() -> None:
-    """The first requests of a kind may compile something."""
+def test_the_normal_is_the_fastest_stretch_not_the_first() -> None:
+    """The first requests of a kind may compile kernels."""
     node = measured(slow_for_s=60.0)
     assert node.works(20, 0.500, running=32) is None
     assert node.works(100, 0.020, running=32) is None
     assert node.works(200, 0.060, running=32) is not None
 
 
-def test_a_limit_in_milliseconds_is_of_one_request_alone() -> None:
-    """15 ms alone allow this engine half as much again, at every load."""
+def test_a_limit_in_milliseconds_applies_to_a_single_request() -> None:
+    """A limit of 15 ms for a single request allows this engine half as much again, at every load."""
     node = measured(slow_for_s=60.0, max_tpot_ms=15.0)
     assert node.works(200, 0.028, running=16) is None
     assert node.works(200, 0.032, running=16) is not None
 
 
-def test_an_idle_node_is_neither_slow_nor_cured() -> None:
+def test_an_idle_node_is_neither_slow_nor_recovered() -> None:
     node = measured(slow_for_s=60.0)
-    assert node.works(45, 0.030) is None  # slow for some time of that
+    assert node.works(45, 0.030) is None  # slow for part of that time
     assert node.works(1000, 0.0, running=0) is None
     assert node.works(55, 0.030) is not None
 
@@ -120,17 +120,17 @@ def test_a_node_may_be_too_slow_from_the_start(settings: dict[str, float], reaso
     assert measured(**settings).pace.too_slow_at_the_start() == reason
 
 
-def test_the_pools_median_counts_where_there_are_others() -> None:
+def test_the_pools_median_counts_if_there_are_peers() -> None:
     node = measured(slow_for_s=60.0)
     node.peers = [3.0]
-    assert node.works(200, 0.010) is None  # one other is no pool
+    assert node.works(200, 0.010) is None  # one peer is not a pool
     node.peers = [3.0, 4.0, 30.0]
     reason = node.works(200, 0.010)
     assert reason is not None
     assert "10.0 ms per token for a single request, while the pool's median is 4.0 ms" in reason
 
 
-def test_a_node_that_hardly_makes_tokens_is_judged_by_few() -> None:
+def test_a_node_with_few_tokens_is_judged_by_them() -> None:
     assert measured(slow_for_s=60.0).works(200, 0.9) is not None
 
 
@@ -153,7 +153,7 @@ def test_first_tokens_are_judged_by_the_length_of_their_prompts() -> None:
     assert reason.startswith("first tokens take 3.0 times")
 
 
-def test_nothing_is_kept_for_ever() -> None:
+def test_old_samples_are_dropped() -> None:
     node = measured(slow_for_s=60.0)
     for running in range(1, 500):
         node.works(2, 0.010, running=running, context=running * 60, prompt_tokens=running**2)
