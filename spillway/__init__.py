@@ -1,7 +1,7 @@
 """The command line and the all-in-one launcher.
 
-The other rooms are top-level packages: in a checkout beside this folder, in a wheel inside it, where their names cannot
-clash with anybody's. Importing this package lets this process find them, before any others that are called the same.
+The other packages are top-level. In a checkout they lie beside this folder. In a wheel they lie inside it, so that
+their names cannot clash with other distributions. Importing this package puts them first on sys.path.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""spillway.toml: one file for models, pools, prices and limits, overridden by the environment, validated together.
+"""spillway.toml: models, pools, prices and limits in one file, validated together with the environment.
 
-The environment takes precedence over the file: ``SPILLWAY_`` + the key's path joined by ``__``
-(``SPILLWAY_GATEWAY__PORT=9000``, ``SPILLWAY_NATS__URLS='["tls://queue:4222"]'``). This module is the only one that
-reads the environment; the processes get frozen settings from the methods of ``Config``.
+Environment variables take precedence over the file. Their names are ``SPILLWAY_`` and the key's path joined by ``__``:
+``SPILLWAY_GATEWAY__PORT=9000``, ``SPILLWAY_NATS__URLS='["tls://queue:4222"]'``. Only this module reads the environment.
+Processes get frozen settings from the methods of ``Config``.
 """
 
 import os
@@ -68,7 +68,7 @@ class ConfigError(ExpectedError):
 class GatewaySection(Settings):
     """``[gateway]``: address, limits and timeouts."""
 
-    host: HostText = "127.0.0.1"  # "::": every address, of IPv6 and IPv4
+    host: HostText = "127.0.0.1"  # "::": all IPv4 and IPv6 addresses
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: any free port
     max_attempts: PositiveInt = 6
     open_metrics: bool = False
@@ -82,32 +82,32 @@ class GatewaySection(Settings):
 
 
 class DatabaseSection(Settings):
-    """``[database]``: the database for usage and keys. Default: SQLite in the data folder."""
+    """``[database]``: the database of usage and keys. Default: SQLite in the data folder."""
 
     url: DatabaseUrl | None = None
 
 
 class AuthSection(LoginSettings):
-    """``[auth]``: the secret that API keys are hashed with, and the login to the pages."""
+    """``[auth]``: the pepper of API keys, and the login to the pages."""
 
-    pepper: SecretStr | None = None  # default: generated once, stored in the data folder
+    pepper: SecretStr | None = None  # hashed with every API key. Default: generated once and kept in the data folder
 
 
 class LedgerSection(Settings):
-    """``[ledger]``: batches of the writer, and retention of rows."""
+    """``[ledger]``: the writer's batches, and the retention of rows."""
 
     batch_records: PositiveInt = 500
     batch_wait_s: PositiveSeconds = 0.25
-    retention_days: PositiveInt | None = None  # of requests and attempts; rollups stay. None: permanently
+    retention_days: PositiveInt | None = None  # of requests and attempts; rollups are kept. None: no limit
 
 
 class PayloadsSection(PayloadSettings):
-    """``[payloads]``: storage of requests and answers, for clients who agreed to that.
+    """``[payloads]``: storage of requests and answers, for clients that consent.
 
     Its key comes from the environment (``SPILLWAY_PAYLOADS__KEY``) or from a file, never from spillway.toml.
     """
 
-    key_file: Path | None = None  # an alternative to the key
+    key_file: Path | None = None  # file that holds the key; used instead of SPILLWAY_PAYLOADS__KEY
 
 
 class Config(BaseSettings):
@@ -134,7 +134,7 @@ class Config(BaseSettings):
     batches: BatchSettings = BatchSettings()
     responses: ResponseSettings = ResponseSettings()
     models: Annotated[dict[ModelName, ModelSettings], Field(min_length=1)]
-    tenants: dict[str, TenantSettings] = {}  # by the name of the API key
+    tenants: dict[str, TenantSettings] = {}  # by name of the API key
     fleet: FleetSettings = FleetSettings()
     pools: dict[str, PoolSettings] = {}
 
@@ -147,7 +147,7 @@ class Config(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Use only the values that ``load_config`` passes: it selects the file and the environment."""
+        """Use only the values that ``load_config`` passes: it reads the file and the environment."""
         return (init_settings,)
 
     @model_validator(mode="after")
@@ -157,24 +157,25 @@ class Config(BaseSettings):
             names.extend(model.aliases)
         twice = {name for name in names if names.count(name) > 1}
         if twice:
-            raise ValueError(f"models: {', '.join(sorted(twice))} is defined twice (as a model or an alias)")
+            raise ValueError(f"models: {', '.join(sorted(twice))} is defined twice (as a model or as an alias)")
         for pool_name, pool in self.pools.items():
             for model_name in pool.models:
                 if model_name not in self.models:
                     raise ValueError(
-                        f"pools.{pool_name}.models: {model_name!r} is not one of [models]: {', '.join(self.models)}"
+                        f"pools.{pool_name}.models: {model_name!r} is not defined in [models]. "
+                        f"Defined models: {', '.join(self.models)}"
                     )
             for model_name in pool.prices:
                 if model_name not in pool.models:
                     raise ValueError(
-                        f"pools.{pool_name}.prices.{model_name}: not one of pools.{pool_name}.models: "
+                        f"pools.{pool_name}.prices.{model_name}: is not in pools.{pool_name}.models: "
                         f"{', '.join(pool.models)}"
                     )
             for adapter in pool.engine.adapters if isinstance(pool.engine, LocalEngineSettings) else ():
                 if adapter not in pool.models:
                     raise ValueError(
-                        f"pools.{pool_name}.engine.adapters: {adapter!r} is served as a model, but is not one of "
-                        f"pools.{pool_name}.models: {', '.join(pool.models)}"
+                        f"pools.{pool_name}.engine.adapters: {adapter!r} is not in pools.{pool_name}.models. Add it: "
+                        f"an adapter is served as a model. pools.{pool_name}.models: {', '.join(pool.models)}"
                     )
         return self
 
@@ -183,14 +184,14 @@ class Config(BaseSettings):
         for model_name in self.models.keys() & only_by_messages(self.pools).keys():
             if self.models[model_name].tokenizer is None:
                 raise ValueError(
-                    f"models.{model_name}.tokenizer: required to count tokens, since only pools that take messages"
-                    " serve this model: a tokenizer.json, a folder with one, or tiktoken:o200k_base"
+                    f"models.{model_name}.tokenizer: required to count tokens, because only pools that take messages "
+                    "serve this model. Set it to a tokenizer.json, a folder with one, or tiktoken:o200k_base"
                 )
         return self
 
     @property
     def database_url(self) -> str:
-        """URL of the database, by default SQLite in the data folder."""
+        """URL of the database. Default: SQLite in the data folder."""
         return self.database.url or f"sqlite:///{self.data_dir.resolve() / 'spillway.db'}"
 
     def gateway_settings(self, pepper: SecretStr) -> GatewaySettings:
@@ -217,7 +218,7 @@ class Config(BaseSettings):
         return LoginSettings(**{name: getattr(self.auth, name) for name in LoginSettings.model_fields})
 
     def _models_with_lengths(self) -> dict[str, ModelSettings]:
-        """Return the models; those without a card get the context length of their pools."""
+        """Return the models. Those without a model card get the context length of their pools."""
         lengths = only_by_messages(self.pools)
         return {
             name: model
@@ -235,7 +236,7 @@ class Config(BaseSettings):
         try:
             return PayloadSettings(**{**fields, "key": SecretStr(section.key_file.read_text())})
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it must contain keys of 32 random bytes in hex"
+            reason = error.strerror if isinstance(error, OSError) else "must contain keys of 32 random bytes in hex"
             raise ConfigError(f"payloads.key_file: {section.key_file}: {reason}") from error
 
     def ledger_settings(self) -> LedgerSettings:
@@ -261,7 +262,7 @@ class Config(BaseSettings):
     def worker_settings(self, pool_name: str, machine: str = "") -> WorkerSettings:
         """Return the settings of a pool's worker. Raises ConfigError if there is no such pool, and CredentialsError.
 
-        ``machine``: that the fleet controller launched it on.
+        ``machine``: id of the machine, if the fleet controller launched it.
         """
         pool = self.pools.get(pool_name)
         if pool is None:
@@ -282,11 +283,11 @@ class Config(BaseSettings):
         )
 
     def queue_settings(self, part: str) -> dict[str, Any]:
-        """Return what settings say of the queue server, for a part or a pool. Raises ConfigError without ``urls``."""
+        """Return the settings of the queue server for a part or a pool. Raises ConfigError without ``urls``."""
         if not self.nats.urls:
             raise ConfigError(
-                "nats.urls: required here (only `spillway up` starts an embedded queue server; "
-                f"while it runs, use --config {resolved_config_path(self.data_dir)})"
+                "nats.urls: required: only `spillway up` starts an embedded queue server. While it runs, use "
+                f"--config {resolved_config_path(self.data_dir)}"
             )
         return {
             "nats_urls": self.nats.urls,
@@ -300,7 +301,7 @@ def _token_price(price: PriceSettings) -> Price:
 
 
 def process_id(kind: str) -> str:
-    """Return an id for a process, unique among all live ones, with its host's name."""
+    """Return an id for a process: unique among all running processes, and containing the host's name."""
     host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:24]
     return f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(3)}"
 
@@ -314,19 +315,19 @@ def load_config(
 ) -> Config:
     """Read a TOML file (or the JSON that ``up`` writes for its children), apply the environment, and validate.
 
-    ``overrides`` (from command-line options) take precedence over both, and both over ``defaults``. Raises ConfigError,
-    which names each invalid key.
+    Precedence, highest first: ``overrides`` (command-line options), the environment, the file, ``defaults``. Raises
+    ConfigError, which names each invalid key.
     """
     from_file = read_file(path)
     if "key" in from_file.get("payloads", {}):
         raise ConfigError(
-            f"{path}: payloads.key: does not belong here; use SPILLWAY_PAYLOADS__KEY or payloads.key_file"
+            f"{path}: payloads.key: not allowed in this file; use SPILLWAY_PAYLOADS__KEY or payloads.key_file"
         )
     return _validated(merge(defaults or {}, from_file), str(path), env, overrides)
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return what a file says, not validated. Raises ConfigError."""
+    """Return the content of a file without validating it. Raises ConfigError."""
     source_class = JsonConfigSettingsSource if path.suffix == ".json" else TomlConfigSettingsSource
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
@@ -349,7 +350,7 @@ def default_config(
     *,
     model: str = str(DEMO_MODEL_PATH),
 ) -> Config:
-    """Build a configuration of one model (folder, hub name or "scripted"; default: the demo's) and one local worker."""
+    """Build a configuration of one model (folder, hub name or "scripted"; default: the demo) and one local worker."""
     return _validated(_one_model(model), "defaults", env, overrides)
 
 
@@ -385,7 +386,7 @@ def _validated(
 
 
 def _with_otel(values: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-    """Return a configuration with OpenTelemetry's own variables for what it leaves out."""
+    """Return a configuration whose missing ``[telemetry]`` keys come from OpenTelemetry's variables."""
     given = values.get("telemetry", {})
     if not isinstance(given, Mapping):
         return dict(values)
@@ -402,7 +403,7 @@ def _refuse(problems: Iterable[Problem], where: str, env: Mapping[str, str]) -> 
 
 
 def _refuse_unknown_sections(env: Mapping[str, str]) -> None:
-    """Refuse variables of unknown sections, which pydantic-settings ignores: they are probably misspelt."""
+    """Reject variables of unknown sections: they are probably misspelled, and pydantic-settings ignores them."""
     for name in env:
         section, nested, _ = name.removeprefix(ENV_PREFIX).partition("__")
         if name.startswith(ENV_PREFIX) and nested and section.lower() not in Config.model_fields:

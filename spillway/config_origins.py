@@ -1,4 +1,4 @@
-"""Each value of a configuration with the place that it is from, and with its secrets masked."""
+"""Each value of a configuration with its origin, with secrets masked."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
@@ -11,7 +11,7 @@ from spillway.config_values import variable_of
 from spillway.otel_variables import VARIABLES
 
 DEFAULT: Final = "default"
-_SECRET_TABLES: Final = frozenset({"headers", "env"})  # whose values may be secrets
+_SECRET_TABLES: Final = frozenset({"headers", "env"})  # tables whose values may be secrets
 
 
 class Value(NamedTuple):
@@ -19,11 +19,11 @@ class Value(NamedTuple):
 
     key: str  # dotted
     value: Any  # as JSON
-    origin: str  # an environment variable, a file, "default", or what else was given as ``where``
+    origin: str  # an environment variable, "default", or the ``where`` of the file
 
 
 def values_of(config: Config, given: Mapping[str, Any], where: str, env: Mapping[str, str]) -> Iterator[Value]:
-    """Yield the values of a configuration. ``given``: what its file says; ``where``: the name of that."""
+    """Yield the values of a configuration. ``given``: the content of its file; ``where``: the file's name."""
     for keys, value in _leaves(config, ()):
         yield Value(".".join(keys), value, _origin(keys, given, where, env))
 
@@ -42,7 +42,7 @@ def _origin(keys: tuple[str, ...], given: Mapping[str, Any], where: str, env: Ma
 def _is_in(given: object, keys: tuple[str, ...]) -> bool:
     for key in keys:
         if not isinstance(given, Mapping):
-            return True  # a list, or a table that was written as another form
+            return True  # a list, or a table written in another form
         if key not in given:
             return False
         given = given[key]
@@ -50,7 +50,7 @@ def _is_in(given: object, keys: tuple[str, ...]) -> bool:
 
 
 def _leaves(value: object, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield what is set below a value, by its keys."""
+    """Yield the values that are set below a value, with their keys."""
     if isinstance(value, Config):
         shown: Mapping[str, Any] = _shown(value)
         for key, below in shown.items():
@@ -71,7 +71,7 @@ def _shown(config: Config) -> dict[str, Any]:
 
 
 def _masked(python: Any, json: Any) -> Any:  # noqa: ANN401  # any value
-    """Return the JSON of a value with the secrets masked that the Python form of it shows as such."""
+    """Return the JSON form of a value with its secrets masked; its Python form shows which values are secrets."""
     if isinstance(python, SecretStr):
         return MASK
     if isinstance(python, Mapping):

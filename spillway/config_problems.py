@@ -1,4 +1,4 @@
-"""Error messages for an invalid configuration, which name its keys."""
+"""Error messages for an invalid configuration. Each names its key."""
 
 from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from spillway.config_values import variable_of
 
 _UNIONS: Final = (["engine"], ["fleet", "driver"])  # below a pool
-# What a required key may look like. Those with fixed choices have none: all choices are listed.
+# Examples of required keys. Keys with fixed choices need none: the message lists all choices.
 EXAMPLES: Final[Mapping[str, str]] = {
     "aws_region": '"us-east-1"',
     "begin": '"08:00"',
@@ -38,7 +38,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "url": '"http://127.0.0.1:8001"',
 }
 _PLAIN: Final = {"tuple_type": 'must be a list, such as ["a", "b"]', "dict_type": "must be a table"}
-_NO_MODELS: Final = "is missing. Each model that callers may name has a section, for example: [models.my-model]"
+_NO_MODELS: Final = "is missing. Add a section for each model that clients can request. Example: [models.my-model]"
 
 
 def explain(problem: Mapping[str, Any], root: type[BaseModel]) -> str:
@@ -55,11 +55,11 @@ def _message(problem: Mapping[str, Any], root: type[BaseModel], keys: Sequence[s
     if kind == "extra_forbidden":
         return f"unknown key; valid keys: {', '.join(_model_at(root, location[:-1]).model_fields)}"
     if kind == "union_tag_not_found":
-        return f"'kind' is required: {', '.join(_by_kind(_field_at(root, location)))}"
+        return f"'kind' is required. Choose from: {', '.join(_by_kind(_field_at(root, location)))}"
     if kind == "union_tag_invalid":
-        return f"{problem['ctx']['tag']!r} is not a kind. Choose from: {', '.join(_by_kind(_field_at(root, location)))}"
+        return f"unknown kind {problem['ctx']['tag']!r}. Choose from: {', '.join(_by_kind(_field_at(root, location)))}"
     if kind == "literal_error":
-        return f"{given!r:.100} is not possible. Choose from: {problem['ctx']['expected'].replace(chr(39), '')}"
+        return f"invalid value {given!r:.100}. Choose from: {problem['ctx']['expected'].replace(chr(39), '')}"
     return _PLAIN.get(kind) or str(problem["msg"]).removeprefix("Value error, ")
 
 
@@ -70,14 +70,14 @@ def _example(name: str, annotation: Any) -> str:  # noqa: ANN401  # any type
 
 
 def source_of(keys: Sequence[str], where: str, env: Mapping[str, str]) -> str:
-    """Return the variable that holds the invalid value of a key, or else ``where``."""
+    """Return the environment variable that holds a key's value, or else ``where``."""
     variable = variable_of(keys)
     return f"environment: {variable}" if variable in env else where
 
 
 def keys_of(problem: Mapping[str, Any]) -> list[str]:
     """Return the path to the invalid key."""
-    # The location has a tagged union's tag between the union and the key; the tag is not a key of the file.
+    # pydantic's location has a tagged union's tag between the union and the key. The tag is not a key of the file.
     parts = [str(part) for part in problem["loc"]]
     tag = next(
         (2 + len(union) for union in _UNIONS if parts[:1] == ["pools"] and parts[2 : 2 + len(union)] == union), None
@@ -86,7 +86,7 @@ def keys_of(problem: Mapping[str, Any]) -> list[str]:
 
 
 def _field_at(root: type[BaseModel], location: Sequence[int | str]) -> Any:  # noqa: ANN401  # any type
-    """Return the type of what is at a location."""
+    """Return the type of the field at a location."""
     return _model_at(root, location[:-1]).model_fields[str(location[-1])].annotation
 
 
@@ -109,5 +109,5 @@ def _model_at(root: type[BaseModel], location: Sequence[int | str]) -> type[Base
 
 
 def _by_kind(union: UnionType) -> dict[str, type[BaseModel]]:
-    """Return the members of a tagged union by their kinds."""
+    """Return the members of a tagged union, by kind."""
     return {kind: one for one in get_args(union) for kind in get_args(one.model_fields["kind"].annotation)}

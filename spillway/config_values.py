@@ -1,7 +1,7 @@
-"""The values of a configuration: file and environment joined, what looks like a value and is none, and secrets in full.
+"""The values of a configuration: merging file and environment, rejecting placeholders, and revealing secrets.
 
-pydantic masks secrets when it dumps a model. What ``spillway up`` writes for its children must hold the secrets
-themselves (``revealed``), and a masked one that comes back must not reach a provider (``masked_secrets``).
+pydantic masks secrets when it dumps a model. The file that ``spillway up`` writes for its children must hold the real
+secrets (``revealed``), and a masked secret in a configuration must not reach a provider (``masked_secrets``).
 """
 
 import re
@@ -13,21 +13,21 @@ from pydantic_settings.sources import EnvSettingsSource
 
 ENV_PREFIX: Final = "SPILLWAY_"
 
-# How other programs name a variable in a file: "${VAR}", "${VAR:-default}", "$VAR", "os.environ/VAR", "env:VAR",
-# "{{ env.VAR }}", "%VAR%". Only the first one is also looked for inside a longer value, such as a URL.
+# Placeholders of other programs for a variable: "${VAR}", "${VAR:-default}", "$VAR", "os.environ/VAR", "env:VAR",
+# "{{ env.VAR }}", "%VAR%". Only "${VAR}" is also detected inside a longer value, such as a URL.
 _EXPANSION: Final = re.compile(r"\$\{(\w+)[^}]*\}")
 _REFERENCE: Final = re.compile(r"\$[A-Z_][A-Z0-9_]*|os\.environ/.*|env:\w+|\{\{.*\}\}|%[A-Z_][A-Z0-9_]*%", re.DOTALL)
-_COMMANDS: Final = frozenset({"exec", "command"})  # a shell of theirs may expand what they hold
+_COMMANDS: Final = frozenset({"exec", "command"})  # a shell may expand variables in these values
 _MASK: Final = re.compile(r"[\w.-]{0,12}\*{3,}[\w.-]{0,8}")
 
 Path = tuple[str, ...]  # of keys
-Problem = tuple[Path, str]  # and what is wrong there
+Problem = tuple[Path, str]  # an invalid key and the message
 
 
 class MappingEnvSource(EnvSettingsSource):
-    """Reads pydantic-settings' environment source from a mapping instead of the process's environment."""
+    """pydantic-settings' environment source, reading a mapping instead of the process's environment."""
 
-    def __init__(self, settings_class: Any, env: Mapping[str, str]) -> None:  # noqa: ANN401  # as pydantic-settings has it
+    def __init__(self, settings_class: Any, env: Mapping[str, str]) -> None:  # noqa: ANN401  # pydantic-settings' type
         self._given = {name.lower(): value for name, value in env.items()}
         super().__init__(settings_class)
 
@@ -36,7 +36,7 @@ class MappingEnvSource(EnvSettingsSource):
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with the values of ``over``, which take precedence key by key."""
+    """Return ``base`` updated with ``over``, recursively."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -45,10 +45,11 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spelled_as(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the environment says, with the names that ``base`` has.
+    """Return ``over``, which comes from the environment, with its keys spelled as in ``base``.
 
-    Variables have neither case nor, in most shells, hyphens and dots: ``SPILLWAY_POOLS__GPT_4O__ENGINE__API_KEY`` is a
-    key of the pool "gpt-4o". A name that two keys of ``base`` share by this rule is left as it is.
+    Names of variables ignore case and, in most shells, cannot contain hyphens or dots. Therefore
+    ``SPILLWAY_POOLS__GPT_4O__ENGINE__API_KEY`` sets a key of the pool "gpt-4o". A name that matches two keys of
+    ``base`` stays unchanged.
     """
     names: dict[str, list[str]] = {}
     for key in base:
@@ -63,34 +64,34 @@ def spelled_as(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
 
 
 def variable_of(keys: Sequence[str]) -> str:
-    """Return the environment variable that takes the place of a key of the file."""
+    """Return the name of the environment variable that overrides a key of the file."""
     return ENV_PREFIX + "__".join(map(_in_variable, keys)).upper()
 
 
 def unexpanded(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for each value that names a variable, as some programs' files may and ours may not."""
+    """Yield a problem for each value that is a placeholder for a variable: Spillway does not expand these."""
     for keys, text in _texts(values, ()):
         expansion = _EXPANSION.search(text)
         if keys[-1] not in _COMMANDS and (expansion or _REFERENCE.fullmatch(text.strip())):
-            named = f"${{{expansion[1]}}}" if expansion else text  # what stands beside it may be a secret
+            named = f"${{{expansion[1]}}}" if expansion else text  # the rest of the text may be a secret
             yield (
                 keys,
                 (
-                    f"{named!r} names a variable, and variables are not expanded: leave this key out, and set the "
-                    f"environment variable {variable_of(keys)}"
+                    f"{named!r} is a variable, and variables are not expanded. Remove this key and set the environment "
+                    f"variable {variable_of(keys)}"
                 ),
             )
 
 
 def masked_secrets(model: BaseModel) -> Iterator[Problem]:
-    """Yield a problem for each secret that is a masked one, copied from where secrets are not shown."""
+    """Yield a problem for each secret that is a masked one, copied from output that masks secrets."""
     for keys, secret in secrets_of(model):
         if _MASK.fullmatch(secret.get_secret_value().strip()):
             yield (
                 keys,
                 (
-                    f"is masked ({secret.get_secret_value()!r}), not the secret itself: write the secret, or set the "
-                    f"environment variable {variable_of(keys)}"
+                    f"{secret.get_secret_value()!r} is a masked secret. Use the secret itself, or set the environment "
+                    f"variable {variable_of(keys)}"
                 ),
             )
 
@@ -108,7 +109,7 @@ def secrets_of(value: object, keys: Path = ()) -> Iterator[tuple[Path, SecretStr
 
 
 def revealed(model: BaseModel) -> dict[str, Any]:
-    """Return what a model is as JSON, without keys that are not set, and with its secrets in full."""
+    """Return a model as JSON values, without unset keys and with unmasked secrets."""
     dumped = model.model_dump(mode="json", exclude_none=True)
     for keys, secret in secrets_of(model):
         at = dumped
@@ -123,7 +124,7 @@ def _in_variable(key: str) -> str:
 
 
 def _texts(value: object, keys: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each text below ``value`` with its keys; those of a list have the list's, which one variable sets."""
+    """Yield each text below ``value`` with its keys. Texts of a list have the keys of the list."""
     if isinstance(value, str):
         yield keys, value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The data folder of ``spillway up``: it holds prompts, answers and secrets, so that only its owner may read it."""
+"""The data folder of ``spillway up``. It holds prompts, answers and secrets, so only its owner may read it."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from db.accounts.token import PEPPER_FILE
 from protocol.errors import ExpectedError
 
 OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
-# One of these is in every folder that a command of ours has used: such a folder is ours to close.
+# Every data folder contains at least one of these. Only such a folder is closed to other users.
 OUR_NAMES: Final = ("run", "spillway.db", PEPPER_FILE)
 
 
@@ -21,7 +21,7 @@ class DataFolderError(ExpectedError):
 
 @contextlib.contextmanager
 def private_umask() -> Iterator[None]:
-    """Let what this process and its children create be for their user alone (umask 077)."""
+    """Set umask 077: files that this process and its children create are private."""
     before = os.umask(OTHERS)
     try:
         yield
@@ -30,11 +30,11 @@ def private_umask() -> Iterator[None]:
 
 
 def open_data_folder(folder: Path) -> str:
-    """Create the folder if it is missing, and close it to other users; return what was changed, empty for nothing.
+    """Create the folder if it is missing, and close it to other users; return a message, empty if nothing changed.
 
-    A closed folder protects all files below it, whatever their modes. A folder of ours that is open is closed, because
-    earlier releases left it so. One that others may write to, or that holds other things than ours, such as a home
-    folder, is refused: what others have put there cannot be trusted, and closing it may break what else uses it.
+    A closed folder protects all files below it, regardless of their modes. An open data folder is closed: earlier
+    releases left it open. A folder that other users can write to is rejected, because its content cannot be trusted. So
+    is a folder with other files, such as a home folder, because closing it may break other programs.
 
     Raises DataFolderError.
     """
@@ -46,14 +46,14 @@ def open_data_folder(folder: Path) -> str:
         _check_may_be_closed(folder, mode)
     except OSError as error:
         raise DataFolderError(
-            f"cannot write to the data folder {folder}: {error.strerror}; choose another one with --data"
+            f"cannot write to the data folder {folder}: {error.strerror}. Choose another folder with --data"
         ) from error
     try:
         folder.chmod(mode & ~OTHERS)
     except OSError as error:
         raise DataFolderError(
-            f"other users can open the data folder {folder} (mode {mode:04o}), and closing it failed: "
-            f"{error.strerror}; let its owner run `chmod 700 {folder}`, or choose another one with --data"
+            f"other users can open the data folder {folder} (mode {mode:04o}), and its mode cannot be changed: "
+            f"{error.strerror}. Ask its owner to run `chmod 700 {folder}`, or choose another folder with --data"
         ) from error
     return f"closed {folder} to other users (its mode was {mode:04o})"
 
@@ -61,13 +61,13 @@ def open_data_folder(folder: Path) -> str:
 def _check_may_be_closed(folder: Path, mode: int) -> None:
     if mode & stat.S_IWOTH:
         raise DataFolderError(
-            f"every user can write to the data folder {folder} (mode {mode:04o}); choose another one with --data"
+            f"every user can write to the data folder {folder} (mode {mode:04o}). Choose another folder with --data"
         )
     names = {entry.name for entry in folder.iterdir()}
     if names and not names.intersection(OUR_NAMES):
         raise DataFolderError(
-            f"other users can open the data folder {folder} (mode {mode:04o}), and it holds files that are not "
-            f"Spillway's; run `chmod 700 {folder}`, or choose an empty one with --data"
+            f"other users can open the data folder {folder} (mode {mode:04o}), and it contains files that Spillway did "
+            f"not create. Run `chmod 700 {folder}`, or choose an empty folder with --data"
         )
 
 

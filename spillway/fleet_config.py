@@ -1,4 +1,4 @@
-"""What a fleet controller needs of the configuration."""
+"""The settings of a fleet controller, derived from the configuration."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from spillway.config_values import ENV_PREFIX
 def controller_settings(config: Config, worker_commands: Mapping[str, tuple[str, ...]]) -> ControllerSettings:
     """Return the settings of a fleet controller. Raises ConfigError without a queue server.
 
-    ``worker_commands``: what starts each pool's worker on this machine.
+    ``worker_commands``: the command that starts a worker on this machine, by pool.
     """
     managed = {
         name: ManagedPool(
@@ -41,7 +41,7 @@ def controller_settings(config: Config, worker_commands: Mapping[str, tuple[str,
 
 
 def _hosted_prices(config: Config) -> dict[str, float]:
-    """Return what a token costs at the cheapest hosted pool, for each model: prompt and output tokens alike."""
+    """Return the price of a token at the cheapest hosted pool, by model: the mean of prompt and output prices."""
     prices: dict[str, float] = {}
     for pool in config.pools.values():
         for model, price in pool.prices.items():
@@ -51,7 +51,7 @@ def _hosted_prices(config: Config) -> dict[str, float]:
 
 
 def _worker_environment(config: Config) -> dict[str, str]:
-    """Return what workers need of ``[nats]`` wherever they are, whatever their configuration file says."""
+    """Return the variables of ``[nats]`` for workers on any machine. They override the worker's file."""
     return {
         f"{ENV_PREFIX}NATS__URLS": json.dumps(config.nats.urls),
         f"{ENV_PREFIX}NATS__ALLOW_PLAINTEXT": json.dumps(config.nats.allow_plaintext),
@@ -59,6 +59,6 @@ def _worker_environment(config: Config) -> dict[str, str]:
 
 
 def _local_environment(config: Config) -> dict[str, str]:
-    """Return what workers on this machine need of ``[nats]`` besides."""
+    """Return the additional variables of ``[nats]`` for workers on this machine."""
     files = {"CREDENTIALS": config.nats.credentials, "CA_FILE": config.nats.ca_file}
     return {f"{ENV_PREFIX}NATS__{name}": str(path.resolve()) for name, path in files.items() if path is not None}

@@ -1,4 +1,4 @@
-"""Logging of all Spillway processes: one JSON object per line, or coloured text on a terminal."""
+"""Logging of all Spillway processes: one JSON object per line, or colored text on a terminal."""
 
 import contextlib
 import datetime as dt
@@ -14,17 +14,17 @@ import structlog
 from db.accounts.masking import masked
 
 _CHATTY: Final = ("httpx", "aiosqlite", "alembic", "botocore", "uvicorn.error", "urllib3")
-_ABOUT_CALLERS: Final = ("python_multipart",)  # each wrong form is a warning: a caller could fill the log
-# Our lines do not show these fields, so they need not be collected: Python's "Logging HOWTO", "Optimization".
+_ABOUT_CLIENTS: Final = ("python_multipart",)  # warns of each malformed form: a client could fill the log
+# Our lines do not show these fields. Not collecting them saves time: Python's "Logging HOWTO", "Optimization".
 _UNUSED_FIELDS: Final = {"logThreads": False, "logProcesses": False, "logMultiprocessing": False, "_srcfile": None}
 
 _encode_json = msgspec.json.Encoder().encode
 
 
 class _JsonLines(structlog.stdlib.ProcessorFormatter):
-    """Formats records with a mapping of ``fields`` at a fraction of structlog's cost: there is one per request.
+    """Formats records with ``fields`` at a fraction of structlog's cost: each request logs one.
 
-    Fields are not masked here: they hold nothing that a caller wrote, or who logs them has masked it.
+    Fields are not masked here. The code that logs them must mask text from clients.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ def _flatten(_logger: object, _name: str, event: structlog.typing.EventDict) -> 
 def configured(process: str, *, level: int = logging.INFO) -> Iterator[None]:
     """Send the standard library's log records to stderr, each with the time, the level and the process's name.
 
-    At the end, logging is as it was before: stderr may be closed by then, as it is after a command run by a test.
+    Restores the previous logging at the end, because stderr may be closed afterwards, as in tests of commands.
     """
     root = logging.getLogger()
     levels = {root: level} | {logging.getLogger(name): logging.WARNING for name in _CHATTY}
-    levels |= {logging.getLogger(name): logging.ERROR for name in _ABOUT_CALLERS}
+    levels |= {logging.getLogger(name): logging.ERROR for name in _ABOUT_CLIENTS}
     handlers_before = root.handlers
     levels_before = {logger: logger.level for logger in levels}
     fields_before = {name: getattr(logging, name) for name in _UNUSED_FIELDS}
@@ -110,7 +110,7 @@ def _handler(process: str) -> logging.Handler:
     renderer: structlog.typing.Processor
     renderer = structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
-        shared.pop()  # the console renderer formats exceptions itself, in colour
+        shared.pop()  # the console renderer formats exceptions itself, in color
     formatter_class = _MaskedLines if sys.stderr.isatty() else partial(_JsonLines, process)
     formatter = formatter_class(
         foreign_pre_chain=shared,

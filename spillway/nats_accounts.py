@@ -1,13 +1,13 @@
-"""The authority over the queue server's users: it makes accounts, credentials and revocations, all of them signed.
+"""The authority over the queue server's users: it signs accounts, credentials and revocations.
 
     operator ──signs──> account SPILLWAY: streams; users gateway, ledger, fleet, admin
-             ──signs──> account WORKERS:  no streams; what crosses between the two: protocol.nats.access
-             ──signs──> account SYS:      tells when a worker's connection has ended
+             ──signs──> account WORKERS:  no streams; protocol.nats.access lists what the two accounts exchange
+             ──signs──> account SYS:      reports when a worker's connection has ended
 
-Servers get the accounts (``nats-accounts.conf``), which hold nothing secret. Each part, and each pool, has a key of its
-own in its account, and with it the only permissions that users signed by this key can have. So a user's JWT is a short
-proof, made without the server's knowledge, that ends by itself; and who holds one pool's key can make workers of this
-pool, nothing else. What servers must be told is a change of permissions, and a revocation.
+Servers get the accounts (``nats-accounts.conf``), which hold no secrets. Each part and each pool has its own signing
+key in its account. The signing key determines the permissions of the users that it signs. A user's JWT is therefore
+short, can be created without contacting the server, and can expire. The holder of one pool's key can create workers of
+this pool and nothing else. Servers need a reload only after a change of permissions or a revocation.
 """
 
 import os
@@ -29,7 +29,7 @@ SERVER_CONFIG_NAME: Final = "nats-accounts.conf"
 WORKER_KEYS_NAME: Final = "worker-keys.json"
 SHARED_NAME: Final = "pool"  # of the credentials that all workers of a pool may share
 ANSWER_WITHIN_S: Final = 10
-# Past it the server forgets where the answers to a pull go: longer than a pull of pool_worker.consumer may wait.
+# After this time the server drops answers to a pull. Must exceed the wait of a pull in pool_worker.consumer.
 PULL_ANSWERS_WITHIN_S: Final = 30
 NAME_PATTERN: Final = r"^[A-Za-z0-9_-]{1,64}$"
 _NS: Final = 1_000_000_000
@@ -40,11 +40,11 @@ _ACCOUNTS: Final = ("SYS", "SPILLWAY", "WORKERS")
 
 
 class AuthorityError(ExpectedError):
-    """Credentials cannot be made; the message says why."""
+    """Credentials cannot be created; the message says why."""
 
 
 class Pool(BaseModel):
-    """What the permissions of a pool's workers depend on."""
+    """The settings of a pool that determine its workers' permissions."""
 
     models: tuple[str, ...]
     lanes: tuple[str, ...]
@@ -52,7 +52,7 @@ class Pool(BaseModel):
 
 
 class User(BaseModel):
-    """One user that was made."""
+    """One user of the queue server."""
 
     file: str  # of its credentials, without ".creds"
     public: str
@@ -65,14 +65,14 @@ class _State(BaseModel):
     """The content of ``keys.json``."""
 
     created_unix_s: int
-    operator: str  # this and the next: seeds
-    accounts: dict[str, str]
-    signers: dict[str, str] = {}  # by file name, without the part of one machine
+    operator: str  # seed
+    accounts: dict[str, str]  # seeds by account name
+    signers: dict[str, str] = {}  # seeds by file name without the machine's name
     users: list[User] = []
 
 
 class Authority:
-    """The keys in one folder, which belongs to the operator of the installation alone."""
+    """The keys in one folder, which only the operator of the installation may read."""
 
     def __init__(self, folder: Path, state: _State) -> None:
         self._folder = folder
@@ -82,7 +82,7 @@ class Authority:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Read the keys, or make them at the first time. Raises AuthorityError."""
+        """Read the keys, or create them the first time. Raises AuthorityError."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / KEYS_NAME
@@ -90,25 +90,25 @@ class Authority:
                 return cls(folder, _State.model_validate_json(path.read_text()))
         except (OSError, ValueError) as error:
             raise AuthorityError(f"{folder}: {error}") from error
-        made = _State(
+        created = _State(
             created_unix_s=int(time.time()),
             operator=Key.new("operator").seed,
             accounts={name: Key.new("account").seed for name in _ACCOUNTS},
         )
-        return cls(folder, made)
+        return cls(folder, created)
 
     @property
     def users(self) -> Sequence[User]:
-        """All users that were made and have not expired, oldest first."""
-        return [user for user in self._state.users if not _is_over(user)]
+        """All users that have not expired, oldest first."""
+        return [user for user in self._state.users if not _is_expired(user)]
 
     def issue(self, part: str, name: str | None = None, *, lasts_s: float | None = None) -> Path:
-        """Make a user of a part or a pool, and write its credentials. Others of the same name stay valid.
+        """Create a user of a part or a pool, and write its credentials. Others of the same name stay valid.
 
-        ``part``: one of ``access.PARTS``, or of ``of_pool``; ``name``: of a pool's machine. Raises AuthorityError.
+        ``part``: one of ``access.PARTS``, or ``of_pool(...)``. ``name``: a machine of the pool. Raises AuthorityError.
         """
         if name is not None and part not in self._state.signers:
-            raise AuthorityError(f"{part}: servers do not know this pool yet; run `spillway nats credentials` first")
+            raise AuthorityError(f"{part}: no signing key for this pool yet. Run `spillway nats credentials` first")
         file = part if name is None else f"{part}.{name}"
         key = Key.new("user")
         expires_s = None if lasts_s is None else int(time.time() + lasts_s)
@@ -124,13 +124,13 @@ class Authority:
         return path
 
     def revoke(self, file: str, *, keep_newest: bool) -> int:
-        """Revoke the users of these credentials, all or all but the newest; returns how many.
+        """Revoke all users of these credentials, or all but the newest; return how many.
 
-        Servers know of it by their next configuration. Raises AuthorityError if there are none of this name.
+        Takes effect when servers reload their configuration. Raises AuthorityError if no user has this name.
         """
         found = [user for user in self.users if user.file == file]
         if not found:
-            raise AuthorityError(f"no valid credentials are called {file!r}")
+            raise AuthorityError(f"{file!r}: no valid credentials with this name")
         revoked = [user for user in found[: -1 if keep_newest else None] if user.revoked_unix_s is None]
         for user in revoked:
             user.revoked_unix_s = int(time.time())
@@ -140,21 +140,21 @@ class Authority:
         return len(revoked)
 
     def write_server_config(self, pools: Mapping[str, Pool]) -> Path:
-        """Write what servers must know: accounts, permissions and revocations. To be included and reloaded there."""
-        made_s = self._state.created_unix_s  # servers refuse another operator's JWT while they run
+        """Write the servers' configuration: accounts, permissions and revocations. Servers include and reload it."""
+        created_s = self._state.created_unix_s  # constant, because running servers reject a changed operator JWT
         system = self._accounts["SYS"].public
         operator = {"type": "operator", "system_account": system}
         jwts = {
-            "SYS": self._account("SYS", _SYSTEM, made_s),
+            "SYS": self._account("SYS", _SYSTEM, created_s),
             "SPILLWAY": self._account("SPILLWAY", self._of_streams(), int(time.time())),
             "WORKERS": self._account("WORKERS", self._of_workers(pools), int(time.time())),
         }
         preloaded = "".join(f'  {self._accounts[name].public}: "{jwt}"\n' for name, jwt in jwts.items())
         path = self._folder / SERVER_CONFIG_NAME
         path.write_text(
-            "# Made by `spillway nats`. Nothing in it is secret. Include it in nats-server's configuration, and\n"
-            "# reload that after each change: SIGHUP, or nats-server --signal reload.\n"
-            f'operator: "{sign_claims(self._operator, self._operator.public, "spillway", operator, made_s)}"\n'
+            "# Generated by `spillway nats`. Contains no secrets. Include it in nats-server's configuration, and\n"
+            "# reload the server after each change: SIGHUP, or nats-server --signal reload.\n"
+            f'operator: "{sign_claims(self._operator, self._operator.public, "spillway", operator, created_s)}"\n'
             f"system_account: {system}\n"
             f"resolver: MEMORY\nresolver_preload {{\n{preloaded}}}\n"
         )
@@ -162,7 +162,7 @@ class Authority:
         return path
 
     def write_worker_keys(self, pools: Iterable[str]) -> Path:
-        """Write what a fleet controller needs to make credentials of these pools' workers, and of nobody else."""
+        """Write the keys with which a fleet controller creates the credentials of these pools' workers only."""
         path = self._folder / WORKER_KEYS_NAME
         signers = {pool: self._signer(of_pool(pool)).seed for pool in pools}
         self._write(
@@ -171,7 +171,7 @@ class Authority:
         return path
 
     def account_id(self, name: str = "SPILLWAY") -> str:
-        """Return the public key of an account: for that of the streams, also the name of its folder in JetStream's."""
+        """Return the public key of an account. For SPILLWAY, it is also the name of its folder in JetStream's store."""
         return self._accounts[name].public
 
     # --- accounts -----------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Authority:
         }
 
     def _ends(self) -> dict[str, Any]:
-        """Return the import of the news that a worker's connection has ended."""
+        """Return the import of the events that report the end of a worker's connection."""
         subject = subjects.DISCONNECTS.replace("*", self._accounts["WORKERS"].public)
         return _imported(_stream(subject), self._accounts["SYS"])
 
@@ -270,7 +270,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def _is_over(user: User) -> bool:
+def _is_expired(user: User) -> bool:
     return user.expires_unix_s is not None and user.expires_unix_s < time.time()
 
 

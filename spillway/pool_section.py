@@ -23,7 +23,7 @@ from protocol.process import HttpUrlText, Settings
 
 def _is_unmarked(name: str) -> str:
     if name.endswith(subjects.TRUSTED_MARK):
-        raise ValueError(f"no model's name may end with {subjects.TRUSTED_MARK}, which marks queues of trusted pools")
+        raise ValueError(f"a model's name must not end with {subjects.TRUSTED_MARK}: it marks queues of trusted pools")
     return name
 
 
@@ -36,36 +36,36 @@ class PoolSettings(Settings):
     provider: str = "local"
     region: str = "local"
     tier: Tier = "on-demand"
-    usd_per_hour: Annotated[float, Field(ge=0)] = 0.0  # of one worker's machine
-    on_demand_usd_per_hour: Annotated[float, Field(ge=0)] | None = None  # its cost if it were not spot or reserved
+    usd_per_hour: Annotated[float, Field(ge=0)] = 0.0  # cost of one worker's machine
+    on_demand_usd_per_hour: Annotated[float, Field(ge=0)] | None = None  # on-demand price of the same machine
     models: Annotated[tuple[str, ...], Field(min_length=1)]
-    prices: dict[str, PriceSettings] = Field(default_factory=dict)  # what a hosted API charges us, by model
+    prices: dict[str, PriceSettings] = Field(default_factory=dict)  # the hosted API's prices, by model
     # Caps of a hosted pool: docs/how-to/hosted.md.
     usd_per_day: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     usd_per_month: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
-    workers: Annotated[int, Field(ge=0, le=64)] = 1  # that `spillway up` starts on this machine
+    workers: Annotated[int, Field(ge=0, le=64)] = 1  # workers that `spillway up` starts on this machine
     drain_s: Seconds = 25.0
     notice: NoticeKind = "none"
     notice_url: HttpUrlText | None = None
     batch_reserve: Share = 0.1
-    trusted: bool = False  # it serves the keys that demand trusted pools, and no others: docs/explanation/security.md
+    trusted: bool = False  # serves only keys and teams that require trusted pools: docs/explanation/security.md
     gate: GateSettings | None = None
     watch: WatchSettings | None = None
-    fleet: PoolFleetSettings | None = None  # None: somebody else decides how many workers there are
+    fleet: PoolFleetSettings | None = None  # None: the fleet controller does not scale this pool
     engine: EngineSettings
 
     @property
     def is_hosted(self) -> bool:
-        """True if its engine is a third party's API."""
+        """True if the pool's engine is a hosted API."""
         return self.tier == subjects.HOSTED_TIER
 
     def lanes(self, name: str) -> tuple[str, ...]:
-        """Return the lanes that a pool of this name serves, of each of its models."""
+        """Return the lanes of each of its models that a pool with this name serves."""
         return (subjects.hosted_lane(name),) if self.is_hosted else subjects.LANES
 
     @property
     def takes_messages(self) -> bool:
-        """True if its engine takes conversations instead of token ids."""
+        """True if the pool's engine takes conversations instead of token ids."""
         return isinstance(self.engine, ChatEngineSettings)
 
     @model_validator(mode="after")
@@ -75,16 +75,16 @@ class PoolSettings(Settings):
             raise ValueError(f'{caps[0]}: only for pools of tier = "hosted"')
         unpriced = [model for model in self.models if model not in self.prices]
         if caps and unpriced:
-            raise ValueError(f"{caps[0]}: cannot be enforced without prices.{unpriced[0]}")
+            raise ValueError(f"{caps[0]}: requires prices.{unpriced[0]}")
         if self.gate is not None and self.is_hosted:
-            raise ValueError("gate: not for hosted pools, which take every job that gateways send them")
+            raise ValueError("gate: not for hosted pools: they take every job that gateways send to them")
         if self.trusted and self.is_hosted:
-            raise ValueError("trusted: not for hosted pools, which are a third party's")
+            raise ValueError("trusted: not for hosted pools: they belong to a third party")
         return self
 
 
 def gateway_view(pools: Mapping[str, PoolSettings]) -> dict[str, Any]:
-    """Return what a gateway's settings say of pools."""
+    """Return the fields of a gateway's settings that are derived from pools."""
     names = HostedPoolSettings.model_fields
     hosted = {name: pool for name, pool in pools.items() if pool.is_hosted}
     trusted = _models_of(pool for pool in pools.values() if pool.trusted)
@@ -107,7 +107,7 @@ def gateway_view(pools: Mapping[str, PoolSettings]) -> dict[str, Any]:
 
 
 def only_by_messages(pools: Mapping[str, PoolSettings]) -> dict[str, int]:
-    """Return the models that only pools that take messages serve, with the longest context of these pools."""
+    """Return the models served only by pools that take messages, with the longest context of these pools."""
     models = _models_of(pools.values()) - _models_of(pool for pool in pools.values() if not pool.takes_messages)
     return {
         model: max(

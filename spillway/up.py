@@ -1,10 +1,10 @@
 """``spillway up``: all of Spillway on one machine.
 
-NATS, the gateway, the ledger writer and the workers run as separate processes. A process that dies is restarted;
-Ctrl-C ends them in the order in which work flows, so that running requests can still be completed.
+NATS, the gateway, the ledger writer and the workers run as separate processes. A process that dies is restarted. Ctrl-C
+stops them in the order in which work flows, so that running requests can complete.
 
-Other users of the machine are kept out: the data folder is closed to them, what the processes create is for this user
-alone, and the queue server asks for a password.
+Other users of the machine have no access: the data folder is closed to them, files are created for this user only, and
+the queue server requires a password.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ FIRST_KEY_NAME: Final = "default"
 STOP_MARGIN_S: Final = 10.0
 FLEET_STOP_MARGIN_S: Final = 20.0
 LEDGER_STOP_LIMIT_S: Final = 20.0
-WAITING_PERIOD_S: Final = 5.0  # between two lines on what a worker waits for
-EARLY_END_S: Final = 120.0  # a worker that ends sooner has not waited for its engine
+WAITING_PERIOD_S: Final = 5.0  # between two lines about a starting worker
+EARLY_END_S: Final = 120.0  # a worker that ends sooner is misconfigured: it has not waited for its engine
 CARDS_LIMIT_S: Final = 30.0
 CARDS_POLL_S: Final = 0.05
 _DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the user's
@@ -52,14 +52,14 @@ class UpError(ExpectedError):
 
 @dataclass(frozen=True)
 class Running:
-    """The facts about a Spillway that starts or runs that the user needs."""
+    """What a user needs to know about the Spillway that is starting or running."""
 
     base_url: str
     api_key: str
-    admin_password: str  # empty: it was set earlier
+    admin_password: str  # empty: set earlier
     model: str
     data_dir: Path
-    task: str = "generate"  # the model's task, or "embed", "score"
+    task: str = "generate"  # of the model: "generate", "embed" or "score"
 
 
 class _Shutdown:
@@ -79,10 +79,10 @@ async def up(
     on_start: Callable[[Running], None],
     on_running: Callable[[Running], None],
 ) -> None:
-    """Run all processes until SIGINT or SIGTERM; a second one ends running requests immediately.
+    """Run all processes until SIGINT or SIGTERM. A second signal ends running requests immediately.
 
-    ``on_start``: the address, the key and the password are known, and nothing serves yet. ``on_running``: all of it
-    serves. Raises UpError, ChildError, DataFolderError, EmbeddedNatsError, or a database error.
+    ``on_start`` is called when the address, the key and the password are known, before anything serves; ``on_running``
+    when everything serves. Raises UpError, ChildError, DataFolderError, EmbeddedNatsError, or a database error.
     """
     shutdown = _Shutdown()
     with private_umask(), on_stop_signals(shutdown.on_signal), _data_dir_lock(config.data_dir, say):
@@ -115,9 +115,9 @@ async def up(
 
 
 async def _prepare(config: Config, say: Callable[[str], None], on_start: Callable[[Running], None]) -> Running:
-    """Prepare the database, in which a first start also creates a key and a password.
+    """Prepare the database; the first start also creates a key and a password.
 
-    They are shown at once: whatever happens next, the password is stored only as a hash.
+    ``on_start`` shows them immediately, because the password is stored only as a hash.
     """
     say("database: applying migrations")
     from migrations import upgrade  # noqa: PLC0415 - imports Alembic, which other commands do not need
@@ -137,14 +137,14 @@ def _data_dir_lock(data_dir: Path, say: Callable[[str], None]) -> Iterator[None]
         (data_dir / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise UpError(
-            f"cannot write to the data folder {data_dir}: {error.strerror}; choose another one with --data"
+            f"cannot write to the data folder {data_dir}: {error.strerror}. Choose another folder with --data"
         ) from error
     with (run_dir_of(data_dir) / "lock").open("w") as lock_file:
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UpError(
-                f"{data_dir} is in use by another `spillway up`; stop it or choose another folder with --data"
+                f"{data_dir} is in use by another `spillway up`. Stop it or choose another folder with --data"
             ) from error
         yield
 
@@ -153,7 +153,7 @@ def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
     """Resolve open settings (ports, URLs), and write the configuration for the children and for other commands."""
     _check_port_is_free(config.gateway.host, config.gateway.port)
     gateway = config.gateway.model_copy(update={"port": config.gateway.port or free_port()})
-    if gateway.timeouts.leave_s is None:  # with a single gateway, a load balancer has no other one to route to
+    if gateway.timeouts.leave_s is None:  # with a single gateway, a load balancer cannot route to another one
         gateway = gateway.model_copy(update={"timeouts": gateway.timeouts.model_copy(update={"leave_s": 0.0})})
     credentials = None if config.nats.credentials is None else config.nats.credentials.resolve()
     nats = config.nats.model_copy(update={"urls": nats_urls, "credentials": credentials})
@@ -162,8 +162,8 @@ def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
         update={"gateway": gateway, "nats": nats, "database": database, "data_dir": config.data_dir.resolve()}
     )
     path = resolved_config_path(config.data_dir)
-    # With the secrets in full, since the folder is this user's alone: children and commands must use the same ones. The
-    # key of payloads belongs into no file: they find it where this process did.
+    # Unmasked secrets: children and commands must use the same ones, and only this user can read the folder. The key of
+    # payloads is never written to a file: children read it from the same source as this process.
     dumped = revealed(resolved)
     dumped["payloads"].pop("key", None)
     write_private(path, json.dumps(dumped))
@@ -178,19 +178,19 @@ def _check_port_is_free(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
-        raise UpError(f"port {port} on {host}: {error.strerror}; {_address_advice(error)}") from error
+        raise UpError(f"port {port} on {host}: {error.strerror}. {_address_advice(error)}") from error
 
 
 def _address_advice(error: OSError) -> str:
     if error.errno in {errno.EADDRINUSE, errno.EACCES}:
-        return "choose another with --port (make run PORT=…)"
-    return "set [gateway] host to an address of this machine"
+        return "Choose another port with --port (make run PORT=…)"
+    return "Set gateway.host to an address of this machine"
 
 
 async def _first_key(config: Config) -> str:
-    """Return the key shown at the start, generated once and stored in the data folder, readable by this user only.
+    """Return the key shown at the start. It is generated once and stored in the data folder for this user only.
 
-    Empty if the operator has created other keys and revoked or lost this one.
+    Empty if other keys exist and this one was revoked or its file is gone.
     """
     path = config.data_dir / "api-key"
     pepper = config.auth.pepper or load_or_create_pepper(config.data_dir)
@@ -210,7 +210,7 @@ async def _first_key(config: Config) -> str:
 
 
 async def _first_password(config: Config) -> str:
-    """Set a password for the pages' local login and return it, stored only as a hash; empty if there is one."""
+    """Set a password for the local login and return it; empty if one is set. Only its hash is stored."""
     engine = create_engine(config.database_url)
     try:
         if await has_admin(engine):
@@ -231,7 +231,7 @@ def _workers(config: Config) -> list[Child]:
 
 
 def _others(config: Config) -> list[Child]:
-    """Return the processes that need the database: the gateway, the ledger and, for pools that have one, the fleet."""
+    """Return the processes that need the database: gateway, ledger and, if a pool has a ``fleet`` section, fleet."""
     timeouts = config.gateway.timeouts
     gateway_limit_s = (timeouts.leave_s or 0.0) + timeouts.shutdown_s + STOP_MARGIN_S
     drains_s = [pool.drain_s for pool in config.pools.values() if pool.fleet is not None]
@@ -260,9 +260,9 @@ async def _run_processes(
     until_counted: Callable[[], Awaitable[None]],
     on_ready: Callable[[Running, list[dict[str, Any]]], None],
 ) -> None:
-    """Run all until they shall stop. Workers start first, beside ``prepare``: loading a model takes longest."""
+    """Run all processes until shutdown. Workers start first, while ``prepare`` runs: loading a model takes longest."""
     gateway, ledger, *_ = others
-    children = [gateway, *workers, *others[2:], ledger]  # in the order of their end
+    children = [gateway, *workers, *others[2:], ledger]  # in the order in which they are stopped
     try:
         for child in workers:
             await child.start()
@@ -273,8 +273,8 @@ async def _run_processes(
         await unless_set(shutdown.requested, serving)
     finally:
         if gateway.pid:
-            say(f"stopping: running requests have {gateway.stop_limit_s:g} s to end; Ctrl-C again ends them now")
-        # The gateway first: it accepts no new requests, and running ones can end. The ledger last, to write them all.
+            say(f"stopping: running requests have {gateway.stop_limit_s:g} s to finish; Ctrl-C again ends them now")
+        # The gateway first, so that it accepts no new requests. The ledger last, so that it writes every request.
         for child in children:
             await child.stop(shutdown.forced)
 
@@ -288,9 +288,9 @@ async def _serve(
     on_ready: Callable[[list[dict[str, Any]]], None],
     until_counted: Callable[[], Awaitable[None]],
 ) -> None:
-    """Keep all processes running; call ``on_ready`` once, with what each has reported when it was ready.
+    """Keep all processes running; call ``on_ready`` once, with the content of each process's ready file.
 
-    A worker that waits for its engine keeps none of the others from serving.
+    A worker that waits for its engine does not delay the other processes.
     """
     async with asyncio.TaskGroup() as tasks:
         if nats is not None:
@@ -320,9 +320,9 @@ async def _keep(
 async def worker_ready(
     worker: Child, say: Callable[[str], None], *, period_s: float = WAITING_PERIOD_S, early_s: float = EARLY_END_S
 ) -> dict[str, Any]:
-    """Wait until a worker is ready, and say what it waits for; return what it reports.
+    """Wait until a worker is ready, reporting its progress; return the content of its ready file.
 
-    One that ends at once is configured wrongly (ChildError). One that has given up its engine is started again.
+    Raises ChildError if the worker ends early: it is misconfigured. A worker that gave up on its engine is restarted.
     """
     started_s = said_s = time.monotonic()
     said = ""
@@ -332,7 +332,7 @@ async def worker_ready(
         except ChildError as error:
             if time.monotonic() - started_s < early_s:
                 raise
-            say(f"{error}\n  starting it again")
+            say(f"{error}\n  restarting it")
             await worker.start()
             started_s = time.monotonic()
             continue
@@ -343,7 +343,7 @@ async def worker_ready(
             event = worker.last_event()
             if event != said:
                 said = event
-                say(f"{worker.name}: starting: {event} (its log: {worker.log_path})")
+                say(f"{worker.name}: starting: {event} (log: {worker.log_path})")
         await asyncio.sleep(READY_POLL_S)
 
 
@@ -354,9 +354,9 @@ def _served_here(config: Config) -> frozenset[str]:
 
 
 async def _until_counted(base_url: str, models: frozenset[str]) -> None:
-    """Wait until the gateway can count the tokens of these models: their workers' cards may still be on their way.
+    """Wait until the gateway has received the workers' model cards and can count the tokens of these models.
 
-    After ``CARDS_LIMIT_S`` it is left at that: a card that cannot be used is told by the log and by ``/readyz``.
+    Returns after ``CARDS_LIMIT_S`` in any case: the log and ``/readyz`` report an unusable card.
     """
     deadline_s = time.monotonic() + CARDS_LIMIT_S
     while time.monotonic() < deadline_s and models & await asyncio.to_thread(_not_counted, base_url, models):  # noqa: ASYNC110  # another process
@@ -372,13 +372,13 @@ def _not_counted(base_url: str, models: frozenset[str]) -> frozenset[str]:
 
 
 def _task_of(model: str, config: Config, facts: list[dict[str, Any]]) -> str:
-    """Return the task that the model's workers report; "generate" where this machine has no such worker."""
+    """Return the task that the model's workers report; "generate" if this machine has no worker for the model."""
     pools = {name for name, pool in config.pools.items() if model in pool.models}
     return next((str(one["task"]) for one in facts if one.get("pool") in pools), "generate")
 
 
 def base_url_of(config: Config) -> str:
-    """Return the address of the configured gateway, for clients on its machine."""
+    """Return the URL of the configured gateway for clients on its machine."""
     host = "127.0.0.1" if config.gateway.host in {"0.0.0.0", "::"} else config.gateway.host  # noqa: S104
     return f"http://{in_url(host)}:{config.gateway.port}"
 

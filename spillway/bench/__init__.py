@@ -1,1 +1,1 @@
-"""``spillway bench``: how fast an engine, or an endpoint, answers loads of chosen sizes."""
+"""``spillway bench``: measures the speed of an engine or an endpoint under loads of chosen sizes."""

@@ -1,7 +1,7 @@
 """Any OpenAI-compatible endpoint over HTTP: TTFT and TPOT as clients see them.
 
-Prompts are random numbers as words. The number of words for a number of tokens is derived from the usage counts of two
-small requests, so no tokenizer is needed. Chat completions are used, because every such server supports them.
+Prompts are random numbers as words. The number of words per token is derived from the usage counts of two small
+requests, so no tokenizer is needed. Every OpenAI-compatible server supports chat completions, so these are measured.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class EndpointTarget:
     """A ``measure.Target`` for an HTTP endpoint."""
 
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
-        """Connect to ``url``, with or without "/v1"; ``model``: default the first one listed. Raises BenchError."""
+        """Measure the prompt size at ``url``, with or without "/v1"; ``model`` None: the first. Raises BenchError."""
         base = url.rstrip("/")
         self._base = base if base.endswith("/v1") else f"{base}/v1"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -60,12 +60,14 @@ class EndpointTarget:
         try:
             few, many = (self._count(random_words(source, words)) for words in PROBE_WORDS)
         except BenchError:
-            # Servers without vLLM's fields refuse them; answers may then end before new_tokens.
+            # A server without vLLM's fields rejects them. Without ignore_eos, answers may end before new_tokens.
             self._extra = {}
             few, many = (self._count(random_words(source, words)) for words in PROBE_WORDS)
         size = prompt_size(few, many)
         if size is None:
-            raise BenchError(f"{self._base} counts {few} and {many} tokens for {PROBE_WORDS} words")
+            raise BenchError(
+                f"{self._base} reports implausible usage: {few} and {many} prompt tokens for {PROBE_WORDS} words"
+            )
         return size
 
     def _count(self, prompt: str) -> int:
@@ -126,24 +128,24 @@ class EndpointTarget:
                 if any(_holds_tokens(choice) for choice in chunk.get("choices") or ()):
                     moments.append(time.perf_counter() - start_s)
         if not usage or not moments:
-            raise LoadRefused("an answer had no token, or no usage counts")
+            raise LoadRefused("an answer had no tokens or no usage counts")
         share = usage["completion_tokens"] / len(moments)
         return Answer(usage["prompt_tokens"], [Piece(moment, share) for moment in moments])
 
 
 def prompt_size(few: int, many: int) -> tuple[float, float] | None:
-    """Return the tokens per word and of the template, from the counts of ``PROBE_WORDS``; None: implausible."""
+    """Return tokens per word and tokens of the template, from the counts of ``PROBE_WORDS``; None: implausible."""
     per_word = (many - few) / (PROBE_WORDS[1] - PROBE_WORDS[0])
     return None if per_word <= 0 else (per_word, few - PROBE_WORDS[0] * per_word)
 
 
 def random_words(source: random.Random, words: int) -> str:
-    """Return so many random numbers as words, which are in no cache."""
+    """Return a text of ``words`` random numbers, which is in no cache."""
     return " ".join(str(source.randint(0, LARGEST_WORD)) for _ in range(words))
 
 
 def _holds_tokens(choice: dict[str, Any]) -> bool:
-    """Report whether a chunk has output: the first often has only a role, the last only the finish reason."""
+    """Return whether a chunk has output. The first often has only a role, the last only the finish reason."""
     delta = choice.get("delta") or {}
     return any(delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
 

@@ -1,12 +1,12 @@
 """Recommended limits of a pool, derived from the measurements, as lines of its configuration.
 
-    holds    of one prompt length: the most concurrent requests whose TPOT p99 is within the bound, below the first
+    holds    for one prompt length: the most concurrent requests whose TPOT p99 is within the bound, below the first
              measured number that exceeds it
-    useful   of one prompt length: the fewest of these that reach (nearly) the maximum throughput
+    useful   for one prompt length: the fewest of these that reach (nearly) the maximum throughput
 
-With more than `holds` concurrent requests, each is too slow; more than `useful` only wait in the server instead of in
-the queue, where another pool could take them. A pool should therefore pull at most the smallest `holds`, and at most
-the largest `useful`.
+With more than `holds` concurrent requests, each request is too slow. Requests beyond `useful` wait in the server. In
+the queue, another pool could take them. A pool should therefore pull at most the smallest `holds` and at most the
+largest `useful`.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ ALL_THROUGHPUT: Final = 0.95
 class Memory:
     """The known size of the KV memory."""
 
-    kv_tokens: int | None  # its capacity, as the engine reports; None: unknown
-    is_configurable: bool  # whether its pool has the setting `max_kv_tokens`
-    applies: bool = True  # False for an API, whose memory is not ours to manage
+    kv_tokens: int | None  # capacity that the engine reports; None: unknown
+    is_configurable: bool  # whether the pool has the setting `max_kv_tokens`
+    applies: bool = True  # False for an API, whose memory Spillway does not manage
 
     def line(self) -> str:
         """Return the line for the configuration."""
         if self.kv_tokens is None:
-            return "# max_kv_tokens: the server does not report the size of its KV memory; see its log"
+            return "# max_kv_tokens: the server does not report the size of its KV memory. See its log"
         if not self.is_configurable:
-            return f"# With the current settings, the engine's memory holds {self.kv_tokens:,} tokens"
-        holds = f"max_kv_tokens = {self.kv_tokens}  # the size of its memory; "
-        return holds + "a job uses its prompt + max_tokens of it: give models a default_max_tokens"
+            return f"# With the current settings, the engine's KV memory holds {self.kv_tokens:,} tokens"
+        holds = f"max_kv_tokens = {self.kv_tokens}  # size of the KV memory. "
+        return holds + "A job reserves its prompt + max_tokens: set default_max_tokens for your models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LengthLimits:
     new_tokens: int
     holds: Row | None  # None: not even the smallest batch is within the bound
     useful: Row | None
-    breaks: Row | None  # the first that exceeds it; None: none of the measured ones
+    breaks: Row | None  # the first batch that exceeds it; None: no measured batch does
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Recommendation:
     pool: str
     max_tpot_ms: float
     held: Sequence[LengthLimits]
-    max_sequences: int | None  # None: no batch is within the bound at every length, or there was no result
+    max_sequences: int | None  # None: no batch is within the bound at every length, or there is no result
     memory: Memory
 
     def as_json(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Recommendation:
         }
 
     def as_lines(self) -> list[str]:
-        """Return the recommendation as text: the results for each length as comments, and lines to paste."""
+        """Return the recommendation as TOML lines: the results for each length as comments, and the settings."""
         lines = [f"# Concurrent requests within {self.max_tpot_ms:g} ms per token (TPOT p99):"]
         lines += [f"#   {_summary(one)}" for one in self.held]
         lines.append(f"[pools.{_key(self.pool)}.engine]")
@@ -89,7 +89,7 @@ class Recommendation:
 
     def _why_none(self) -> str:
         if any(one.holds is None and one.breaks is not None for one in self.held):
-            return f"not even the smallest batch stays within {self.max_tpot_ms:g} ms at every length"
+            return f"the smallest batch exceeds {self.max_tpot_ms:g} ms at some length"
         return "no usable result"
 
 
@@ -132,7 +132,7 @@ def _summary(one: LengthLimits) -> str:
         return f"{length} none{broken}"
     useful = ""
     if one.useful is not None and one.useful is not one.holds:
-        useful = f"; {one.useful.batch} bring as many tokens/s"
+        useful = f"; same tokens/s with {one.useful.batch}"
     return (
         f"{length} {one.holds.batch} ({one.holds.tpot_p99_ms:,.1f} ms, {one.holds.total_tokens_per_s:,.0f} tokens/s)"
         f"{useful}{broken}"

@@ -1,8 +1,8 @@
 """Loads, measurements, and the standard latency and throughput figures computed from them.
 
-A load submits `batch` requests at the same time, each of `prompt_tokens` random tokens that are in no cache, and
-generates `new_tokens` tokens for each, greedily. The columns are those of llama.cpp's batched-bench and the definitions
-those of docs/GLOSSARY.md:
+A load submits `batch` requests at the same time. Each has `prompt_tokens` random tokens, which are in no cache, and
+generates `new_tokens` tokens with greedy sampling. The columns are those of llama.cpp's batched-bench, with the
+definitions of docs/GLOSSARY.md:
 
     prefill   from submission to the last request's first token
     decode    from there to the last token
@@ -46,7 +46,7 @@ class Piece:
     """Tokens of one request that arrived together."""
 
     at_s: float  # since the load was submitted
-    tokens: float  # where only their sum is known, each piece counts as an equal share
+    tokens: float  # if only the sum over all pieces is known, each piece gets an equal share
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,10 @@ class Skipped:
 def measure(
     target: Target, loads: Sequence[Load], rounds: int, advance: Callable[[], None] = lambda: None
 ) -> Iterator[Row | Skipped]:
-    """Yield each load's outcome as soon as it is known; call ``advance`` after every round, also a skipped one.
+    """Yield each load's outcome as soon as it is known; call ``advance`` after every round, including skipped ones.
 
-    Before the first load, every batch size is run once with the shortest prompt and a few tokens as a warm-up: kernels
-    are selected and memory is touched. Raises BenchError.
+    As a warm-up, each batch size is first run once with the shortest prompt and a few tokens: kernels are selected and
+    memory is touched. Raises BenchError.
     """
     shortest = min(load.prompt_tokens for load in loads)
     for number, batch in enumerate(sorted({load.batch for load in loads})):
@@ -153,10 +153,10 @@ def measure(
 def figures(load: Load, rounds: Sequence[Sequence[Answer]]) -> Row:
     """Compute a load's row from the answers of its rounds."""
     spans = [_spans(answers) for answers in rounds]
-    everyone = [answer for answers in rounds for answer in answers]
-    ttfts = [answer.ttft_s for answer in everyone]
-    tpots = [tpot for answer in everyone if (tpot := answer.tpot_s) is not None]
-    gaps = [gap for answer in everyone for gap in answer.gaps_s]
+    all_answers = [answer for answers in rounds for answer in answers]
+    ttfts = [answer.ttft_s for answer in all_answers]
+    tpots = [tpot for answer in all_answers if (tpot := answer.tpot_s) is not None]
+    gaps = [gap for answer in all_answers for gap in answer.gaps_s]
     decode_rates = [span.decode_tokens / span.decode_s for span in spans if span.decode_s > 0]
     return Row(
         load.prompt_tokens,
@@ -175,8 +175,8 @@ def figures(load: Load, rounds: Sequence[Sequence[Answer]]) -> Row:
         total_tokens_per_s=statistics.median(
             (span.prompt_tokens + span.new_tokens) / (span.prefill_s + span.decode_s) for span in spans
         ),
-        counted_prompt_tokens=statistics.mean(answer.prompt_tokens for answer in everyone),
-        counted_new_tokens=statistics.mean(answer.tokens for answer in everyone),
+        counted_prompt_tokens=statistics.mean(answer.prompt_tokens for answer in all_answers),
+        counted_new_tokens=statistics.mean(answer.tokens for answer in all_answers),
     )
 
 

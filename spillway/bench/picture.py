@@ -14,7 +14,7 @@ from spillway.bench.measure import Row
 
 SIZE_INCHES: Final = (14, 4.8)
 DOTS_PER_INCH: Final = 150
-LIGHTEST: Final = 0.88  # of the colour map: lighter colours are too pale on white
+LIGHTEST: Final = 0.88  # end of the color map in use: lighter colors are too pale on white
 MARKERS: Final = "osD^vP"
 
 

@@ -1,7 +1,7 @@
-"""The engine of a pool, of any kind, in this process without gateway and queue: the upper bound for its workers.
+"""The engine of a pool in this process, without gateway and queue: the upper bound for its workers.
 
-It is called as by a worker (``submit``, ``steps``), so a server or a hosted API is measured with the overhead of its
-adapter. All loads share a time budget; loads not completed by then are skipped.
+The engine is called as a worker calls it (``submit``, ``steps``), so a server or a hosted API is measured with the
+overhead of its adapter. All loads share a time budget; loads that are not completed within it are skipped.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from protocol.process import PORT_PLACE
 from spillway.bench.endpoint import PROBE_WORDS, prompt_size, random_words
 from spillway.bench.measure import Answer, BenchError, Load, LoadRefused, Piece, TimeBudgetExceeded
 
-CANCEL_LIMIT_S: Final = 5.0  # for an engine to release cancelled requests
+CANCEL_LIMIT_S: Final = 5.0  # for an engine to release canceled requests
 TOKENS_PER_WORD: Final = 1.5  # of a number, where an API does not report counts
 
 
@@ -37,14 +37,14 @@ class _Progress:
 
     prompt_tokens: int
     pieces: list[Piece] = field(default_factory=list)
-    completion_tokens: int | None = None  # as reported by the provider; None: the pieces are counted
+    completion_tokens: int | None = None  # reported by the provider; None: counted from the pieces
 
 
 class PoolTarget:
-    """A ``measure.Target`` for a pool's engine. A context manager, which starts and stops the engine."""
+    """A ``measure.Target`` for a pool's engine. A context manager that starts and stops the engine."""
 
     def __init__(self, pool: str, model: str, settings: EngineSettings, limit_s: float) -> None:
-        """Prepare the engine. ``model``: one of the pool's; ``limit_s``: for all loads, once the engine is ready."""
+        """Create the engine. ``model``: one of the pool's models. ``limit_s``: for all loads, from its readiness on."""
         self._pool = pool
         self._model = model
         self._settings = settings
@@ -53,8 +53,8 @@ class PoolTarget:
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._engine: AnyEngine = engines.create(settings)
         self._reading: asyncio.Task[None] | None = None
-        self._vocabulary: Sequence[int] = ()  # of prompts in token ids
-        self._tokens_per_word, self._tokens_around = TOKENS_PER_WORD, 0.0  # of prompts in words
+        self._vocabulary: Sequence[int] = ()  # for prompts of token ids
+        self._tokens_per_word, self._tokens_around = TOKENS_PER_WORD, 0.0  # for prompts of words
         self._params = SamplingParams(temperature=0.0, ignore_eos=True)
         self._started_s = 0.0
         self._number = 0
@@ -101,7 +101,7 @@ class PoolTarget:
             await asyncio.wait({self._reading})
 
     async def _measure_words(self) -> None:
-        """Measure the tokens per word, from an API's counts of two small prompts."""
+        """Measure the tokens per word from an API's counts of two small prompts."""
         counts = []
         for words in PROBE_WORDS:
             self._tokens_per_word = 1 / words
@@ -124,41 +124,41 @@ class PoolTarget:
         """Run one load, as ``measure.Target`` requires."""
         self._refuse_oversized(load)
         if time.monotonic() >= self._deadline_s:
-            raise TimeBudgetExceeded(f"no time was left of {self._limit_s:g} s (--seconds)")
+            raise TimeBudgetExceeded(f"not started: {self._limit_s:g} s for all loads (--seconds) are over")
         return self._runner.run(self._run(load, seed))
 
     def _refuse_oversized(self, load: Load) -> None:
-        """Refuse a load that exceeds the engine's capacity: it would delay requests or cut them off."""
+        """Reject a load that exceeds the engine's capacity: requests would be delayed or truncated."""
         tokens, held = load.prompt_tokens + load.new_tokens, self.capacity
         if tokens > held.max_model_len:
-            raise LoadRefused(f"one request has at most {held.max_model_len:,} tokens")
+            raise LoadRefused(f"a request can have at most {held.max_model_len:,} tokens")
         if held.server_max_sequences is not None and load.batch > held.server_max_sequences:
-            raise LoadRefused(f"the engine runs {held.server_max_sequences:,} concurrently")
+            raise LoadRefused(f"the engine runs at most {held.server_max_sequences:,} concurrent requests")
         if held.server_max_kv_tokens is not None and load.batch * tokens > held.server_max_kv_tokens:
-            raise LoadRefused(f"the engine's memory holds {held.server_max_kv_tokens:,} tokens")
+            raise LoadRefused(f"the engine's KV memory holds {held.server_max_kv_tokens:,} tokens")
 
     async def _run(self, load: Load, seed: int) -> list[Answer]:
         try:
             async with asyncio.timeout(self._deadline_s - time.monotonic()):
                 seen = await self._ask(load, seed)
         except TimeoutError:
-            raise TimeBudgetExceeded(f"not done within {self._limit_s:g} s for all loads (--seconds)") from None
+            raise TimeBudgetExceeded(f"not completed within {self._limit_s:g} s for all loads (--seconds)") from None
         if not all(one.pieces for one in seen):
-            raise LoadRefused("an answer came without a token")
+            raise LoadRefused("an answer had no tokens")
         return [_answer(one) for one in seen]
 
     async def _ask(self, load: Load, seed: int) -> list[_Progress]:
         try:
             return await self._ask_once(load, seed)
         except LoadRefused:
-            # Not every API supports this field; without it, answers may end before they have all their tokens.
+            # Not every API supports ignore_eos. Without it, answers may end before new_tokens.
             if self._refusal is None or self._refusal.param != "ignore_eos":
                 raise
         self._params = replace(self._params, ignore_eos=False)
         return await self._ask_once(load, seed)
 
     async def _ask_once(self, load: Load, seed: int) -> list[_Progress]:
-        """Submit a load, and wait for its end. Raises LoadRefused, and BenchError if the engine dies."""
+        """Submit a load and wait for its end. Raises LoadRefused, or BenchError if the engine dies."""
         source = random.Random(seed)  # noqa: S311 - nothing secret
         requests = [self._request(source, load) for _ in range(load.batch)]
         self._seen = {request.request_id: _Progress(load.prompt_tokens) for request in requests}
@@ -166,7 +166,7 @@ class PoolTarget:
         self._started_s = time.perf_counter()
         try:
             for request in requests:
-                self._engine.submit(request)  # type: ignore[arg-type]  # as the engine takes it
+                self._engine.submit(request)  # type: ignore[arg-type]  # of the type that the engine takes
             await self._until(lambda: not self._live or self._error is not None)
         finally:
             await self._cancel_running()
@@ -182,7 +182,7 @@ class PoolTarget:
             raise BenchError(str(self._death)) from self._death
 
     async def _cancel_running(self) -> None:
-        """Cancel running requests, so that the next load does not run beside them."""
+        """Cancel running requests, so that they do not disturb the next load."""
         if not self._live or self._death is not None:
             return
         for request_id in self._live:
@@ -191,7 +191,7 @@ class PoolTarget:
             async with asyncio.timeout(CANCEL_LIMIT_S):
                 await self._until(lambda: not self._live)
         except TimeoutError:
-            raise BenchError(f"the engine does not cancel a request within {CANCEL_LIMIT_S:g} s") from None
+            raise BenchError(f"the engine did not cancel a request within {CANCEL_LIMIT_S:g} s") from None
 
     # --- outputs ------------------------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class PoolTarget:
 
     @property
     def is_an_api(self) -> bool:
-        """True if it takes messages, and so has no memory that a pool could be configured for."""
+        """True if the engine takes messages. Its pool has no settings for its memory."""
         return self._engine.takes == TAKES_MESSAGES
 
     def environment(self) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class PoolTarget:
 
 
 def _answer(seen: _Progress) -> Answer:
-    """Build the answer; where the provider counts the tokens, each piece has an equal share."""
+    """Build the answer. If the provider counts the tokens, each piece gets an equal share."""
     if seen.completion_tokens is None:
         return Answer(seen.prompt_tokens, seen.pieces)
     share = seen.completion_tokens / len(seen.pieces)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from spillway.bench.measure import Row, Skipped
 
-DIGITS = 4  # of JSON's figures after the point; below that is noise
+DIGITS = 4  # decimals in JSON; further ones are noise
 
 
 def as_json(

@@ -1,7 +1,7 @@
-"""The ``spillway`` command: a table of its subcommands, which the modules beside this one implement.
+"""The ``spillway`` command: a table of its subcommands. The other modules of this package implement them.
 
-A command's module is imported when the command is called. So nothing here, and no ``--help`` of a group, imports torch,
-SQLAlchemy or FastAPI, and a worker does not wait for what only the gateway needs.
+A command's module is imported when the command is called. Neither this module nor the ``--help`` of a group imports
+torch, SQLAlchemy or FastAPI, and a worker does not load the gateway's dependencies.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ class Command(NamedTuple):
         """Import it."""
         module, _, function = self.place.partition(":")
         alone = typer.Typer(add_completion=False)
-        with _no_garbage_yet():
+        with _gc_paused():
             alone.command(name)(getattr(importlib.import_module(f"{__name__}.{module}"), function))
         return typer.main.get_command(alone)
 
 
 @contextlib.contextmanager
-def _no_garbage_yet() -> Iterator[None]:
-    """Do not look for garbage: while modules are imported there is none, and looking takes a seventh of the time."""
+def _gc_paused() -> Iterator[None]:
+    """Pause the garbage collector: imports create no garbage, and collection takes a seventh of the import time."""
     gc.disable()
     try:
         yield
@@ -56,7 +56,7 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
     ),
     "status": Command(
         "status:status",
-        "Show what runs: gateway, queue, ledger, models, and the workers of each pool with what they wait for.",
+        "Show the status of the gateway, queue, ledger and models, and of each pool's workers.",
     ),
     "models": Command(
         "models:models",
@@ -65,32 +65,32 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
     "gateway": Command("gateway:gateway", "Run one gateway: the HTTP endpoint."),
     "worker": Command(
         "worker:worker",
-        "Run one worker of a pool, which pulls jobs for its engine. Only needs an outbound connection to NATS.",
+        "Run one worker of a pool. It pulls jobs for its engine and needs only an outbound connection to NATS.",
     ),
     "ledger": Command(
         "ledger:ledger",
-        "Run one ledger writer: usage records from the queue into SQL, and webhooks. Several may run at the same time.",
+        "Run one ledger writer: it writes usage records to SQL and delivers webhooks. You can run several.",
     ),
-    "usage": Command("usage:usage", "Show requests, tokens, money, TTFT, TPOT and queue wait."),
+    "usage": Command("usage:usage", "Show requests, tokens, cost, TTFT, TPOT and queue wait."),
     "dead-letters": Command(
         "set_aside:dead_letters",
-        "List requests that failed on every worker that tried them, with each attempt's reason.",
+        "List requests that failed on every attempt, with the reason of each attempt.",
     ),
     "parked": Command(
         "set_aside:parked",
-        "List usage records that were not understood, or that the database has refused.",
+        "List usage records that could not be decoded or that the database rejected.",
     ),
     "plan": Command(
         "simulate:plan",
-        "Estimate a month's cost for each way to rent machines (default: the example of our docs).",
+        "Estimate the monthly cost of each machine offer. Without options: the example in docs/explanation/fleet.md.",
     ),
-    "audit": Command("admin:audit", "Show changes to organisations, teams and keys with their actors, newest first."),
+    "audit": Command("admin:audit", "Show changes to organizations, teams and keys with their actors, newest first."),
     "limits": Group(
         "Limits of keys and teams.",
         {
             "recount": Command(
                 "limits:recount",
-                "Compare the spending that budgets count in their current period with the ledger, and correct it.",
+                "Compare each budget's spending in its current period with the ledger, and correct it.",
             ),
         },
     ),
@@ -99,7 +99,7 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
         {
             "create": Command(
                 "keys:create",
-                "Create an API key and print it. Only its hash is stored, so it cannot be shown again.",
+                "Create an API key and print it. Only its hash is stored: the key cannot be shown again.",
             ),
             "update": Command(
                 "keys:update",
@@ -107,14 +107,14 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
             ),
             "rotate": Command(
                 "keys:rotate",
-                "Give an API key a new plaintext and print it. The old one stays valid for the grace period.",
+                "Give an API key a new secret and print it. The old secret stays valid for the grace period.",
             ),
             "list": Command("keys:list_", "List API keys."),
-            "show": Command("keys:show", "Show the details of an API key, without its plaintext, which is not stored."),
+            "show": Command("keys:show", "Show the details of an API key. Its secret is not stored and not shown."),
             "revoke": Command(
                 "keys:revoke",
-                "Revoke an API key: running gateways refuse it immediately, or within half a minute if the queue "
-                "server is down.",
+                "Revoke an API key. Running gateways reject it immediately, or within 30 seconds if the queue server "
+                "is down.",
             ),
         },
     ),
@@ -136,31 +136,31 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
         },
     ),
     "organisations": Group(
-        "Organisations: the owners of teams.",
+        "Organizations: the owners of teams.",
         {
-            "create": Command("teams:create_organisation", "Create an organisation."),
-            "rename": Command("teams:rename_organisation", "Rename an organisation."),
-            "list": Command("teams:list_organisations", "List organisations."),
+            "create": Command("teams:create_organisation", "Create an organization."),
+            "rename": Command("teams:rename_organisation", "Rename an organization."),
+            "list": Command("teams:list_organisations", "List organizations."),
         },
     ),
     "batch": Group(
-        "Files of requests as jobs, at any gateway.",
+        "Batches: files of requests, submitted to any gateway.",
         {
             "submit": Command(
-                "batch:submit", "Upload a file of requests and make a batch of it. Prints the batch's id."
+                "batch:submit", "Upload a file of requests, create a batch from it, and print the batch's id."
             ),
             "list": Command("batch:list_", "List the batches of the key's team."),
-            "show": Command("batch:show", "Show a batch, perhaps once it is over."),
-            "cancel": Command("batch:cancel", "Cancel a batch. What is done stays, in its files."),
-            "download": Command("batch:download", "Download the answers of a batch that is over, or what failed."),
+            "show": Command("batch:show", "Show a batch. With --wait: after it has ended."),
+            "cancel": Command("batch:cancel", "Cancel a batch. Its files keep the lines that are already done."),
+            "download": Command("batch:download", "Download the output file of a batch, or its error file."),
         },
     ),
     "webhooks": Group(
-        "Endpoints that teams' events are sent to.",
+        "Webhook endpoints of teams.",
         {
             "create": Command(
                 "webhooks:create",
-                "Create an endpoint of a team, by default for all types of events. Its secret is shown once.",
+                "Create an endpoint for a team, by default for all event types. Its secret is shown once.",
             ),
             "list": Command("webhooks:list_", "List endpoints."),
             "show": Command("webhooks:show", "Show an endpoint, without its secret."),
@@ -168,10 +168,10 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
             "rotate": Command("webhooks:rotate", "Give an endpoint a new secret, which is shown once."),
             "test": Command(
                 "webhooks:send_test",
-                "Send an event about an object that does not exist; `deliveries` shows how it went.",
+                "Send a test event about an object that does not exist. `deliveries` shows the outcome.",
             ),
             "deliveries": Command("webhooks:deliveries", "List the latest deliveries to an endpoint, newest first."),
-            "delete": Command("webhooks:delete", "Delete an endpoint with all that is known of its deliveries."),
+            "delete": Command("webhooks:delete", "Delete an endpoint and the records of its deliveries."),
         },
     ),
     "admin": Group(
@@ -179,26 +179,26 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
         {
             "password": Command(
                 "admin:password",
-                "Set a new password for the pages' local login (user `admin`) and print it. All its sessions end.",
+                "Set and print a new password for the local login (user `admin`). All its sessions end.",
             ),
         },
     ),
     "payloads": Group(
-        "Requests and answers stored by consent.",
+        "Requests and answers stored with consent.",
         {
-            "show": Command("payloads:show", "Print a request and its answer as JSON, decrypted."),
+            "show": Command("payloads:show", "Decrypt a request and its answer and print them as JSON."),
             "delete": Command(
                 "payloads:delete",
-                "Delete payloads permanently. Usage and cost of the requests stay; their content does not.",
+                "Delete payloads permanently. Usage and cost of the requests are kept.",
             ),
         },
     ),
     "export": Group(
-        "Training sets from payloads stored by consent.",
+        "Training sets from payloads stored with consent.",
         {
             "finetune": Command(
                 "export:finetune",
-                "Write conversations as JSON lines for fine-tuning: only with consent at the time of the request and "
+                "Write conversations as JSON lines for fine-tuning. Requires consent at the time of the request and "
                 "now.",
             ),
         },
@@ -222,60 +222,59 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
         {
             "check": Command(
                 "config:check",
-                "Validate a configuration together with the environment; report every invalid key.",
+                "Validate the configuration file and the environment together, and report every invalid key.",
             ),
             "show": Command(
-                "config:show", "Show every value of the configuration with the place it is from. Secrets are masked."
+                "config:show", "Show every value of the configuration and where it comes from. Secrets are masked."
             ),
         },
     ),
     "nats": Group(
-        "Who may do what at the queue server.",
+        "Users and permissions at the queue server.",
         {
             "credentials": Command(
                 "nats:credentials",
-                "Make what is missing of the credentials for each part and each pool of the configuration.",
+                "Create missing credentials for each part and each pool of the configuration.",
             ),
             "machine": Command(
                 "nats:machine",
-                "Make credentials for the workers of one machine, which expire by themselves. No server needs to be "
-                "told.",
+                "Create credentials that expire, for the workers of one machine. Servers need no reload.",
             ),
         },
     ),
     "queue": Group(
-        "Backups of what exists only in the queue.",
+        "Backups of data that exists only in the queue.",
         {
             "backup": Command(
                 "queue:backup",
                 "Copy stored responses, parked records, webhook events, unwritten usage, payloads and dead letters.",
             ),
             "restore": Command(
-                "queue:restore", "Create the streams of a backup in an empty queue server, before any gateway starts."
+                "queue:restore", "Restore a backup into an empty queue server. Run it before you start any gateway."
             ),
         },
     ),
     "fleet": Group(
-        "How many workers each pool has, and who starts them.",
+        "The fleet controller, which scales each pool's workers.",
         {
-            "run": Command("fleet:run", "Keep each pool that has a section `fleet` at the size that its work needs."),
+            "run": Command("fleet:run", "Run the fleet controller, which scales each pool that has a `fleet` section."),
             "status": Command(
                 "fleet:status",
-                "Show each pool's size: decided, serving, starting, draining, and what was lost within a day.",
+                "Show each pool's machines: decided, serving, starting, draining, and lost in the last 24 hours.",
             ),
             "explain": Command(
                 "fleet:explain",
-                "Say why pools have the size that they have: each decision in one sentence, and what became of "
-                "machines.",
+                "Explain the size of pools: each scaling decision in one sentence, and each machine's state.",
             ),
             "plan": Command(
                 "simulate:plan",
-                "Estimate a month's cost for each way to rent machines (default: the example of our docs).",
+                "Estimate the monthly cost of each machine offer. Without options: the example in "
+                "docs/explanation/fleet.md.",
             ),
             "simulate": Command(
                 "simulate:simulate",
-                "Play days of traffic and spot losses against the fleet's policy: cost, waits, machines, in a minute "
-                "or so.",
+                "Simulate the fleet's policy over days of traffic and spot losses: cost, waits and machines. Takes "
+                "about a minute.",
             ),
         },
     ),
@@ -285,14 +284,14 @@ COMMANDS: Final[Mapping[str, Command | Group]] = {
             "engine": Command(
                 "bench:engine", "Measure TTFT, TPOT and throughput by prompt length, batch and new tokens."
             ),
-            "pool": Command("bench_pool:pool", "Measure a pool's engine, and recommend limits for its configuration."),
+            "pool": Command("bench_pool:pool", "Measure a pool's engine and recommend limits for its configuration."),
         },
     ),
 }
 
 
 class LazyGroup(TyperGroup):
-    """Shows the commands of a table; imports the one that is called, or whose options are to be completed."""
+    """Shows the commands of a table; imports only the one that is called or whose options are completed."""
 
     def __init__(self, *, table: Mapping[str, Command | Group] = COMMANDS, **attributes: Any) -> None:  # noqa: ANN401  # as TyperGroup has them
         super().__init__(**attributes)
@@ -305,7 +304,7 @@ class LazyGroup(TyperGroup):
             )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:  # noqa: ANN401  # Typer's types are private
-        """Return the name, the command and the arguments that are left for it."""
+        """Return the command's name, the command and its arguments."""
         name, command, rest = super().resolve_command(ctx, args)
         entry = self._table.get(name or "")
         return name, entry.load(name) if isinstance(entry, Command) else command, rest

@@ -1,4 +1,4 @@
-"""The options of keys and teams: a table for each, as the admin API has bodies; and what their texts mean."""
+"""The options of keys and teams, in one table each, and the parsers of their values."""
 
 import re
 import time
@@ -24,8 +24,8 @@ _UNIT_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 class AccountOption(NamedTuple):
     """An option that sets fields of a key or a team."""
 
-    annotation: Any  # as Typer has it
-    read: Callable[[Any], dict[str, Any]]  # returns the fields under their columns' names. Raises ValueError
+    annotation: Any  # for Typer
+    read: Callable[[Any], dict[str, Any]]  # returns fields by column name. Raises ValueError
 
 
 def expiry_unix_ms(text: str) -> int | None:
@@ -43,7 +43,7 @@ def expiry_unix_ms(text: str) -> int | None:
         unix_ms = int(moment.timestamp() * 1000)
     except (ValueError, OverflowError) as error:
         raise ValueError(
-            f"such as 90d, 12h, 2027-01-31 (00:00 {datetime.now().astimezone():%Z}), 2027-01-31T18:00Z or never"
+            f"must be such as 90d, 12h, 2027-01-31 (00:00 {datetime.now().astimezone():%Z}), 2027-01-31T18:00Z or never"
         ) from error
     if unix_ms <= time.time() * 1000:
         raise ValueError(f"{zoned_time(unix_ms)} is not in the future")
@@ -56,12 +56,12 @@ def duration_s(text: str, option: str) -> int:
         return 0
     found = _DURATION.fullmatch(text)
     if found is None:
-        raise typer.BadParameter("such as 24h, 30m, 7d or 0", param_hint=option)
+        raise typer.BadParameter("must be a duration such as 24h, 30m, 7d or 0", param_hint=option)
     return int(found[1]) * _UNIT_S[found[2]]
 
 
 def limits_text(policy: Policy) -> str:
-    """Summarise a policy's limits."""
+    """Summarize a policy's limits."""
     words = [
         f"{value:,} {unit}"
         for value, unit in (
@@ -105,77 +105,93 @@ def _budget(text: str) -> dict[str, Any]:
         return {"budget_nano_usd": None, "budget_period": None}
     found = _BUDGET.fullmatch(text.strip())
     if found is None:
-        raise ValueError('such as "50 USD/month", "2.50 USD/day", "1000 USD/total"')
+        raise ValueError('must be such as "50 USD/month", "2.50 USD/day" or "1000 USD/total"')
     return {"budget_nano_usd": nano_usd(Decimal(found[1])), "budget_period": found[2].lower()}
 
 
 def _option(
     field: str,
-    kind: Any,  # noqa: ANN401  # a type, as Typer has it
+    kind: Any,  # noqa: ANN401  # the type that Typer parses
     read: Callable[[Any], Any],
     *flags: str,
-    **attributes: Any,  # noqa: ANN401  # as typer.Option has them
+    **attributes: Any,  # noqa: ANN401  # passed to typer.Option
 ) -> AccountOption:
-    """Return an option of one field; ``kind`` is what Typer makes of its text, ``read`` what we make of that."""
+    """Return an option of one field. Typer parses the text as ``kind``; ``read`` converts that to the field's value."""
     return AccountOption(Annotated[kind | None, typer.Option(*flags, **attributes)], lambda given: {field: read(given)})
 
 
-# Not given: unchanged. Limits and budgets of a team apply to all its keys together, a key's in addition to its team's.
+# Fields without an option are unchanged. A team's limits and budget apply to all its keys together. A key's limits
+# apply in addition to its team's.
 POLICY_OPTIONS: Final = {
     "rpm": _option(
-        "requests_per_minute", str, _number(int), metavar="N", help="Requests per minute. `none`: no limit of its own."
+        "requests_per_minute", str, _number(int), metavar="N", help="Requests per minute. `none` removes the limit."
     ),
     "tpm": _option(
-        "tokens_per_minute", str, _number(int), metavar="N", help="Tokens per minute, prompt and completion. Or `none`."
+        "tokens_per_minute",
+        str,
+        _number(int),
+        metavar="N",
+        help="Prompt and completion tokens per minute. `none` removes the limit.",
     ),
-    "concurrent": _option("max_concurrent", str, _number(int), metavar="N", help="Concurrent requests. Or `none`."),
+    "concurrent": _option(
+        "max_concurrent", str, _number(int), metavar="N", help="Concurrent requests. `none` removes the limit."
+    ),
     "budget": AccountOption(
         Annotated[
             str | None,
-            typer.Option(metavar="MONEY", help='Such as "50 USD/month": per day, week, month (UTC) or total.'),
+            typer.Option(
+                metavar="MONEY",
+                help='Budget per day, week or month (UTC) or in total, such as "50 USD/month". `none` removes it.',
+            ),
         ],
         _budget,
     ),
     "weight": _option(
-        "weight", str, _number(float), metavar="W", help="Share of the workers relative to others. Or `none`: 1."
+        "weight", str, _number(float), metavar="W", help="Share of the workers, relative to others. `none`: 1."
     ),
     "batch_only": _option(
         "priority",
         bool,
         {True: "batch", False: "interactive"}.get,
         "--batch-only/--interactive",
-        help="Serve all its requests with capacity left by interactive ones.",
+        help="Serve all requests as batch work, with the capacity that interactive requests leave.",
     ),
     "log_payload": _option("log_payload", bool, bool, help="Store prompts and answers. Default: no."),
-    "train_ok": _option("train_ok", bool, bool, help="Allow training sets from them. Default: no."),
-    "redact": _option("redact", bool, bool, help="Redact personal data before they are stored. Default: yes."),
+    "train_ok": _option("train_ok", bool, bool, help="Allow training sets from stored prompts. Default: no."),
+    "redact": _option("redact", bool, bool, help="Redact personal data in stored prompts. Default: yes."),
     "retention_days": _option(
-        "retention_days", str, _number(int), metavar="N", help="How long they are stored. Or `none`: the default."
+        "retention_days",
+        str,
+        _number(int),
+        metavar="N",
+        help="Days for which prompts and answers are stored. `none`: the default.",
     ),
     "allow_hosted": _option(
         "allow_hosted",
         list[str],
         _hosted,
         metavar="PROVIDER[/MODEL]",
-        help="A hosted API that prompts may be sent to, such as openai or openai/gpt-*; repeatable. "
-        "`never`: none. `none`: the team's setting, or else the configuration's.",
+        help="Hosted API to which prompts may be sent, such as openai or openai/gpt-*. Repeatable. "
+        "`never`: no hosted API. `none`: use the team's setting, or else the configuration's.",
     ),
     "trusted_only": _option(
         "trusted_only",
         bool,
         bool,
         "--trusted-only/--any-pool",
-        help="Use pools with `trusted = true` alone. A team's holds for its keys.",
+        help="Use only pools with `trusted = true`. A team's setting applies to all its keys.",
     ),
 }
 TEAM_OPTIONS: Final = {
-    "organisation": _option("organisation", str, str, "--organisation", "-o", help="Its organisation's name or id."),
+    "organisation": _option("organisation", str, str, "--organisation", "-o", help="Name or id of its organization."),
     **POLICY_OPTIONS,
 }
 KEY_OPTIONS: Final = {
-    "team": _option("team", str, str, "--team", "-t", help="Its team, by name or id. `default`: none."),
+    "team": _option("team", str, str, "--team", "-t", help="Name or id of its team. `default`: no team."),
     "scope": _option("scopes", list[str], tuple, help=f"A scope: {', '.join(SCOPES)}. Repeatable."),
-    "model": _option("models", list[str], list, "--model", "-m", help="A model it may use; repeatable. `all`: all."),
+    "model": _option(
+        "models", list[str], list, "--model", "-m", help="A model that the key may use. Repeatable. `all`: every model."
+    ),
     "expires": _option(
         "expires_unix_ms",
         str,
@@ -188,7 +204,7 @@ NAME_OPTION: Final = {"name": _option("name", str, str, help="A new name.")}
 
 
 def changes_of(table: Mapping[str, AccountOption], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the given options set. Raises BadParameter."""
+    """Return the fields that the options set. Raises BadParameter."""
     changes: dict[str, Any] = {}
     for name, value in given.items():
         if value is None:

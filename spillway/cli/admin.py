@@ -18,15 +18,19 @@ from spillway.cli.output import JsonOption, local_time, print_objects
 @command
 async def audit(
     *,
-    subject: Annotated[str | None, typer.Option(help="Only changes of this id (key_…, team_…, org_…).")] = None,
-    actor: Annotated[str | None, typer.Option(help="Only by this actor: cli:NAME, user:NAME, key:ID, system.")] = None,
-    since: Annotated[datetime | None, typer.Option(help="From this local time on.")] = None,
+    subject: Annotated[str | None, typer.Option(help="Only changes to this id (key_…, team_…, org_…).")] = None,
+    actor: Annotated[
+        str | None, typer.Option(help="Only changes by this actor: cli:NAME, user:NAME, key:ID, system.")
+    ] = None,
+    since: Annotated[datetime | None, typer.Option(help="From this local time.")] = None,
     until: Annotated[datetime | None, typer.Option(help="Before this local time.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=MAX_PAGE_ROWS, help="Maximum number.")] = 50,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=MAX_PAGE_ROWS, help="Maximum number of changes.")
+    ] = 50,
     as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
-    """Show changes to organisations, teams and keys with their actors, newest first."""
+    """Show changes to organizations, teams and keys with their actors, newest first."""
     audit_filter = AuditFilter(subject, actor, unix_ms_of(since), unix_ms_of(until))
     async with database(config) as engine:
         entries = await list_changes(engine, audit_filter, limit)
@@ -39,15 +43,15 @@ async def password(
     stdin: Annotated[bool, typer.Option("--stdin", help="Read the password from standard input.")] = False,
     config: ResolvedConfig,
 ) -> None:
-    """Set a new password for the pages' local login (user `admin`) and print it. All its sessions end."""
+    """Set and print a new password for the local login (user `admin`). All its sessions end."""
     chosen = sys.stdin.readline().rstrip("\r\n") if stdin else new_password()
     async with database(config) as engine:
         await set_password(engine, chosen, this_actor())
     if stdin:
-        out.print(f"the password of {ADMIN_NAME} is changed")
+        out.print(f"changed the password of {ADMIN_NAME}")
     else:
         out.print(chosen, markup=False)
-        out.print(f"[dim]for user {ADMIN_NAME}: save it now, it cannot be shown again[/dim]")
+        out.print(f"[dim]user {ADMIN_NAME}: save the password now; it cannot be shown again[/dim]")
 
 
 def _changed_fields(entry: AuditEntry) -> str:

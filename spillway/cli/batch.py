@@ -1,4 +1,4 @@
-"""``spillway batch``: files of requests as jobs, over the HTTP API of any gateway."""
+"""``spillway batch``: submit and follow batches over the HTTP API of any gateway."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ from rich.progress import (
 from rich.text import Text
 
 from protocol.wire import UNDECODABLE
-from spillway.cli.batch_client import LONG_PATIENCE_S, PATIENCE_S, BatchApiError, BatchClient
+from spillway.cli.batch_client import LONG_RETRY_LIMIT_S, RETRY_LIMIT_S, BatchApiError, BatchClient
 from spillway.cli.batch_views import OVER, SHOWN_ERRORS, counts_of, facts_of, summary_of, table_of
 from spillway.cli.context import err, fail, out
 
@@ -34,52 +34,55 @@ DEFAULT_URL: Final = "http://127.0.0.1:8000"
 TABLE_WIDTH_CHARS: Final = 140
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 POLL_S: Final = 1.0
-NEWS_S: Final = 30.0  # between two lines of progress where there is no terminal
+PROGRESS_PERIOD_S: Final = 30.0  # between two lines of progress without a terminal
 INTERRUPTED: Final = 130
 
 UrlOption = Annotated[
     str,
     typer.Option(
-        "--base-url", envvar=["SPILLWAY_BASE_URL", "OPENAI_BASE_URL"], help="The gateway, with or without /v1."
+        "--base-url", envvar=["SPILLWAY_BASE_URL", "OPENAI_BASE_URL"], help="URL of the gateway, with or without /v1."
     ),
 ]
 KeyOption = Annotated[
-    str | None, typer.Option("--api-key", envvar=["SPILLWAY_API_KEY", "OPENAI_API_KEY"], help="An API key of it.")
+    str | None,
+    typer.Option("--api-key", envvar=["SPILLWAY_API_KEY", "OPENAI_API_KEY"], help="An API key of the gateway."),
 ]
 WaitOption = Annotated[
-    bool, typer.Option("--wait", help="Wait until it is over; exit code 1 unless all lines were answered.")
+    bool, typer.Option("--wait", help="Wait until the batch has ended. Exit code 1 unless all lines were answered.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="As JSON, as the API has it.")]
-BatchArgument = Annotated[str, typer.Argument(metavar="ID", help="The batch: batch_…")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the API's JSON.")]
+BatchArgument = Annotated[str, typer.Argument(metavar="ID", help="The batch's id: batch_…")]
 
 
 def submit(
     file: Annotated[
-        Path, typer.Argument(help="Lines of {custom_id, method, url, body}, as OpenAI's batches have them.")
+        Path, typer.Argument(help="A file in OpenAI's batch format: lines of {custom_id, method, url, body}.")
     ],
     endpoint: Annotated[
         str | None,
-        typer.Option(help="What the lines are for, such as /v1/chat/completions. Default: the first line's url."),
+        typer.Option(help="Endpoint of the lines, such as /v1/chat/completions. Default: the first line's url."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Ask this model, whatever the lines say.")] = None,
-    window: Annotated[str, typer.Option(help="In what time it must be done: 90m, 24h, 7d.")] = "24h",
+    model: Annotated[str | None, typer.Option(help="Model for all lines. Replaces the model in each line.")] = None,
+    window: Annotated[str, typer.Option(help="Time limit for the whole batch: 90m, 24h, 7d.")] = "24h",
     wait: WaitOption = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="With --wait: where the answers go. What failed goes to NAME.errors.jsonl beside it."),
+        typer.Option(help="With --wait: write answers to this new file, and failed lines to NAME.errors.jsonl."),
     ] = None,
     as_json: JsonOption = False,
     base_url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
 ) -> None:
-    """Upload a file of requests and make a batch of it. Prints the batch's id."""
+    """Upload a file of requests, create a batch from it, and print the batch's id."""
     if output is not None and not wait:
-        raise typer.BadParameter("works with --wait; later: `spillway batch download`", param_hint="--output")
+        raise typer.BadParameter(
+            "requires --wait. To download the answers later, use `spillway batch download`", param_hint="--output"
+        )
     _check_targets(output)
     with _client(base_url, api_key) as client, _prepared(file, model) as (ready, first):
         endpoint = endpoint or _endpoint_of(first, file)
         file_id = _upload(client, ready, file.name)
-        client.patience_s = LONG_PATIENCE_S if wait else PATIENCE_S
+        client.retry_limit_s = LONG_RETRY_LIMIT_S if wait else RETRY_LIMIT_S
         batch = client.create(file_id, endpoint, window)
         if as_json:
             out.print_json(json.dumps(batch))
@@ -103,7 +106,7 @@ def list_(
     elif not found:
         out.print("no batches")
     else:
-        # A pipe has no width, and wrapping by a narrow terminal is better than truncation by rich.
+        # A pipe has no width, and a line that the terminal wraps is better than one that rich truncates.
         Console(width=max(out.width, TABLE_WIDTH_CHARS)).print(table_of(found))
 
 
@@ -115,7 +118,7 @@ def show(
     base_url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
 ) -> None:
-    """Show a batch, perhaps once it is over."""
+    """Show a batch. With --wait: after it has ended."""
     _check_targets(output)
     with _client(base_url, api_key) as client:
         batch = client.retrieve(batch_id)
@@ -134,7 +137,7 @@ def cancel(
     base_url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
 ) -> None:
-    """Cancel a batch. What is done stays, in its files."""
+    """Cancel a batch. Its files keep the lines that are already done."""
     with _client(base_url, api_key) as client:
         batch = client.cancel(batch_id)
     if as_json:
@@ -145,18 +148,20 @@ def cancel(
 
 def download(
     batch_id: BatchArgument,
-    output: Annotated[Path, typer.Option(help="A new file: nothing is overwritten.")],
-    errors: Annotated[bool, typer.Option("--errors", help="The error file instead of the answers.")] = False,
+    output: Annotated[Path, typer.Option(help="The file to write. An existing file is never overwritten.")],
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Download the error file instead of the output file.")
+    ] = False,
     base_url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
 ) -> None:
-    """Download the answers of a batch that is over, or what failed."""
+    """Download the output file of a batch, or its error file."""
     _check_new(output)
     with _client(base_url, api_key) as client:
         batch = client.retrieve(batch_id)
         kind = "error_file_id" if errors else "output_file_id"
         if batch.get(kind) is None:
-            what = "has no error file" if errors else "has no answers"
+            what = "has no error file" if errors else "has no output file"
             raise fail(f"{batch_id} {what}" + ("" if batch["status"] in OVER else f" yet: it is {batch['status']}"))
         _download(client, batch[kind], output)
     out.print(f"{output}", markup=False)
@@ -167,11 +172,11 @@ def download(
 
 @contextlib.contextmanager
 def _client(base_url: str, api_key: str | None) -> Iterator[BatchClient]:
-    """Open a client; what it cannot do ends the command with a message."""
+    """Open a client. Its errors end the command with a message."""
     if not api_key:
-        raise fail("no API key: give --api-key, or set SPILLWAY_API_KEY or OPENAI_API_KEY")
+        raise fail("no API key: use --api-key, or set SPILLWAY_API_KEY or OPENAI_API_KEY")
     if not base_url.startswith(("http://", "https://")):
-        raise typer.BadParameter(f"{base_url!r} must begin with http:// or https://", param_hint="--base-url")
+        raise typer.BadParameter(f"{base_url!r} must start with http:// or https://", param_hint="--base-url")
     try:
         with BatchClient(base_url, api_key) as client:
             yield client
@@ -191,7 +196,7 @@ def _check_targets(output: Path | None) -> None:
 
 def _check_new(path: Path) -> None:
     if path.exists():
-        raise typer.BadParameter(f"{path} is there already", param_hint="--output")
+        raise typer.BadParameter(f"{path} already exists", param_hint="--output")
     if not path.resolve().parent.is_dir():
         raise typer.BadParameter(f"{path.parent}: no such folder", param_hint="--output")
 
@@ -230,16 +235,16 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
             try:
                 line = msgspec.json.decode(text, type=dict[str, Any])
             except UNDECODABLE as error:
-                raise fail(f"{file}, line {number}: no JSON object: {error}") from error
+                raise fail(f"{file}, line {number}: not a JSON object: {error}") from error
             if not isinstance(line.get("body", {}), dict):
-                raise fail(f"{file}, line {number}: 'body' is no object")
+                raise fail(f"{file}, line {number}: 'body' must be an object")
             yield line
 
 
 def _endpoint_of(first: dict[str, Any], file: Path) -> str:
     url = first.get("url")
     if not isinstance(url, str):
-        raise fail(f"{file}, first line: 'url' is missing; give --endpoint, such as /v1/chat/completions")
+        raise fail(f"{file}, first line: 'url' is missing: use --endpoint, such as /v1/chat/completions")
     return url
 
 
@@ -276,7 +281,7 @@ class _Rate(ProgressColumn):
     """Lines a second."""
 
     def render(self, task: Task) -> Text:
-        """Show it once it is known."""
+        """Render the rate; empty until it is known."""
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed:,.1f} lines/s", style="progress.data.speed")
 
@@ -289,7 +294,7 @@ def _wait_to_the_end(client: BatchClient, batch: dict[str, Any], output: Path | 
         if isinstance(error, BatchApiError):
             err.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         again = f"spillway batch show {batch['id']} --wait" + ("" if output is None else f" --output {output}")
-        err.print(f"{batch['id']} goes on at {client.url}; wait again: {again}", markup=False, soft_wrap=True)
+        err.print(f"{batch['id']} continues at {client.url}; to wait again: {again}", markup=False, soft_wrap=True)
         raise typer.Exit(1 if isinstance(error, BatchApiError) else INTERRUPTED) from error
     err.print(summary_of(over), markup=False, soft_wrap=True)
     if output is not None and over.get("output_file_id"):
@@ -299,26 +304,26 @@ def _wait_to_the_end(client: BatchClient, batch: dict[str, Any], output: Path | 
 
 
 def _report_failures(client: BatchClient, over: dict[str, Any], output: Path | None) -> None:
-    """Say what failed and where it is to be read, if anything did."""
+    """Print the batch's errors. End the command with exit code 1 unless every line was answered."""
     for error in ((over.get("errors") or {}).get("data") or [])[:SHOWN_ERRORS]:
         where = f"line {error['line']}: " if error.get("line") else ""
         err.print(f"{where}{error.get('code')}: {error.get('message')}", style="red", markup=False, soft_wrap=True)
     counts = counts_of(over)
     if over["status"] == "completed" and not counts["failed"]:
         return
-    message = f"{over['id']} is {over['status']}, and {counts['failed']:,} of {counts['total']:,} lines have no answer"
+    message = f"{over['id']} is {over['status']}: {counts['failed']:,} of {counts['total']:,} lines failed"
     if over.get("error_file_id"):
         if output is None:
-            message += f"; why: spillway batch download {over['id']} --errors --output FILE"
+            message += f"; for the errors: spillway batch download {over['id']} --errors --output FILE"
         else:
             path = _errors_path(output)
             _download(client, over["error_file_id"], path)
-            message += f"; why: {path}"
+            message += f"; errors: {path}"
     raise fail(message)
 
 
 def _waited(client: BatchClient, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch once it is over, and show how it gets there."""
+    """Wait until the batch has ended, showing its progress; return it."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -327,32 +332,31 @@ def _waited(client: BatchClient, batch: dict[str, Any]) -> dict[str, Any]:
         TimeRemainingColumn(elapsed_when_finished=True),
         TextColumn("{task.fields[note]}"),
     )
-    client.patience_s = LONG_PATIENCE_S
+    client.retry_limit_s = LONG_RETRY_LIMIT_S
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
-        done = (
-            counts_of(batch)["completed"] + counts_of(batch)["failed"]
-        )  # which tells nothing of the speed from here on
+        # Lines that are already done must not count for the displayed rate.
+        done = counts_of(batch)["completed"] + counts_of(batch)["failed"]
         bar = progress.add_task(batch["status"], total=None, completed=done, note="")
-        client.on_trouble = lambda why: _trouble(progress, bar, why)
-        told, told_s = "", 0.0
+        client.on_retry = lambda why: _show_retry(progress, bar, why)
+        printed, printed_s = "", 0.0
         while True:
             counts = counts_of(batch)
             done = counts["completed"] + counts["failed"]
             note = f"[red]{counts['failed']:,} failed[/]" if counts["failed"] else ""
             progress.update(bar, description=batch["status"], completed=done, total=counts["total"] or None, note=note)
-            is_news = batch["status"] != told or time.monotonic() - told_s > NEWS_S
-            if is_news and not err.is_terminal:
-                told, told_s = batch["status"], time.monotonic()
+            is_due = batch["status"] != printed or time.monotonic() - printed_s > PROGRESS_PERIOD_S
+            if is_due and not err.is_terminal:
+                printed, printed_s = batch["status"], time.monotonic()
                 err.print(summary_of(batch), markup=False, soft_wrap=True)
             if batch["status"] in OVER:
                 break
             time.sleep(POLL_S)
             batch = client.retrieve(batch["id"])
-    client.patience_s = PATIENCE_S
+    client.retry_limit_s = RETRY_LIMIT_S
     return batch
 
 
-def _trouble(progress: Progress, bar: Any, why: str) -> None:  # noqa: ANN401  # rich's TaskID
-    progress.update(bar, note=f"[yellow]{escape(why)}; trying again[/]")
+def _show_retry(progress: Progress, bar: Any, why: str) -> None:  # noqa: ANN401  # rich's TaskID
+    progress.update(bar, note=f"[yellow]{escape(why)}; retrying[/]")
     if not err.is_terminal:
-        err.print(f"{why}; trying again", markup=False, soft_wrap=True)
+        err.print(f"{why}; retrying", markup=False, soft_wrap=True)

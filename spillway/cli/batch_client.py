@@ -1,4 +1,4 @@
-"""A client of ``/v1/files`` and ``/v1/batches``: of this gateway, or of any other that has OpenAI's batches."""
+"""A client of ``/v1/files`` and ``/v1/batches`` for Spillway or any other server with OpenAI's batch API."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,32 +9,32 @@ from protocol.http_client import httpx
 from protocol.process import backoff_s
 
 LONGEST_BACKOFF_S: Final = 10.0
-PATIENCE_S: Final = 5.0  # with a gateway that does not answer, while somebody waits for the command
-LONG_PATIENCE_S: Final = 900.0  # while a batch runs: a restart of everything is no reason to give up
+RETRY_LIMIT_S: Final = 5.0  # short: the user is waiting for the command
+LONG_RETRY_LIMIT_S: Final = 900.0  # while waiting for a batch: outlasts a restart of the whole installation
 LIMITS: Final = httpx.Timeout(60.0, connect=10.0)
-ANSWER_OF_UPLOAD_S: Final = 600.0  # what was uploaded is made safe first
+UPLOAD_ANSWER_LIMIT_S: Final = 600.0  # the gateway stores the file before it answers
 PAGE_ROWS: Final = 100
-UPLOADS: Final = 5  # tries of one upload or download
-MAY_WORK_LATER: Final = frozenset({408, 429, 500, 502, 503, 504})
+TRANSFER_TRIES: Final = 5  # of one upload or download
+RETRYABLE_STATUSES: Final = frozenset({408, 429, 500, 502, 503, 504})
 
-Told = Callable[[int], None]  # of bytes so far
+OnProgress = Callable[[int], None]  # called with the bytes so far
 
 
 class BatchApiError(Exception):
-    """The gateway refuses, or cannot be reached."""
+    """The gateway rejects the request or cannot be reached."""
 
 
 class _Counted:
-    """A file that tells how much of it has been read."""
+    """A file that reports how much of it has been read."""
 
-    def __init__(self, file: BinaryIO, tell: Told) -> None:
+    def __init__(self, file: BinaryIO, on_progress: OnProgress) -> None:
         self._file = file
-        self._tell = tell
-        self.fileno = file.fileno  # by which its size is known before
+        self._on_progress = on_progress
+        self.fileno = file.fileno  # httpx reads the file's size from it
 
     def read(self, size: int = -1) -> bytes:
         data = self._file.read(size)
-        self._tell(self._file.tell())
+        self._on_progress(self._file.tell())
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -45,7 +45,7 @@ class _Counted:
 
 
 class BatchClient:
-    """Methods raise BatchApiError, whose text says what is wrong. A context manager."""
+    """A client of one gateway. Methods raise BatchApiError with the reason. A context manager."""
 
     def __init__(self, base_url: str, api_key: str, transport: httpx.BaseTransport | None = None) -> None:
         self.url = base_url.rstrip("/").removesuffix("/v1")
@@ -56,11 +56,11 @@ class BatchClient:
             follow_redirects=True,
             transport=transport,
         )
-        self.patience_s = PATIENCE_S
-        self.on_trouble: Callable[[str], None] = lambda _why: None  # told of what will be tried again
+        self.retry_limit_s = RETRY_LIMIT_S
+        self.on_retry: Callable[[str], None] = lambda _why: None  # called with the reason before each retry
 
     def __enter__(self) -> Self:
-        """Open it."""
+        """Return the client."""
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -69,19 +69,19 @@ class BatchClient:
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def upload(self, path: Path, name: str, tell: Told) -> str:
-        """Upload a file for a batch, as it is read; return its id."""
-        limits = httpx.Timeout(60.0, connect=10.0, read=ANSWER_OF_UPLOAD_S)
+    def upload(self, path: Path, name: str, on_progress: OnProgress) -> str:
+        """Stream a file for a batch to the gateway; return its id."""
+        limits = httpx.Timeout(60.0, connect=10.0, read=UPLOAD_ANSWER_LIMIT_S)
 
         def once() -> httpx.Response:
             with path.open("rb") as file:
-                parts = {"file": (name, _Counted(file, tell), "application/jsonl")}
+                parts = {"file": (name, _Counted(file, on_progress), "application/jsonl")}
                 return self._http.post("/v1/files", data={"purpose": "batch"}, files=parts, timeout=limits)  # type: ignore[arg-type]
 
-        return str(self._object(once, tries=UPLOADS)["id"])
+        return str(self._object(once, tries=TRANSFER_TRIES)["id"])
 
-    def download(self, file_id: str, path: Path, tell: Callable[[int, int | None], None]) -> None:
-        """Write a file's content to a new file: whole, or not at all. ``tell``: of bytes so far, and of all."""
+    def download(self, file_id: str, path: Path, on_progress: Callable[[int, int | None], None]) -> None:
+        """Write a file's content to a new file, atomically. ``on_progress`` gets the bytes so far and in total."""
         unfinished = path.with_name(path.name + ".part")
 
         def once() -> httpx.Response:
@@ -93,11 +93,11 @@ class BatchClient:
                 with unfinished.open("wb") as file:
                     for chunk in answer.iter_bytes():
                         size += file.write(chunk)
-                        tell(size, None if length is None else int(length))
+                        on_progress(size, None if length is None else int(length))
                 return answer
 
         try:
-            self._patiently(once, tries=UPLOADS)
+            self._retry(once, tries=TRANSFER_TRIES)
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -105,17 +105,17 @@ class BatchClient:
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def create(self, file_id: str, endpoint: str, window: str) -> dict[str, Any]:
-        """Create a batch of a file that none has been made of: one, also where the answer is lost."""
+        """Create a batch from a new file. A retry after a lost answer does not create a second batch."""
         body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
         has_tried = False
 
         def once() -> httpx.Response:
             nonlocal has_tried
-            made = (
+            found = (
                 [one["id"] for one in self.batches(PAGE_ROWS) if one["input_file_id"] == file_id] if has_tried else []
             )
             has_tried = True
-            return self._http.get(f"/v1/batches/{made[0]}") if made else self._http.post("/v1/batches", json=body)
+            return self._http.get(f"/v1/batches/{found[0]}") if found else self._http.post("/v1/batches", json=body)
 
         return self._object(once)
 
@@ -145,41 +145,41 @@ class BatchClient:
     # --- retries ------------------------------------------------------------------------------------------------------
 
     def _object(self, once: Callable[[], httpx.Response], tries: int | None = None) -> dict[str, Any]:
-        answer = self._patiently(once, tries)
+        answer = self._retry(once, tries)
         try:
             found = answer.json()
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise BatchApiError(f"{answer.request.url} is no API like OpenAI's: {answer.text[:100]!r}")
+            raise BatchApiError(f"{answer.request.url} is not an OpenAI-compatible API: {answer.text[:100]!r}")
         return found
 
-    def _patiently(self, once: Callable[[], httpx.Response], tries: int | None = None) -> httpx.Response:
-        """Try until it works, cannot work, or for as long as there is patience."""
+    def _retry(self, once: Callable[[], httpx.Response], tries: int | None = None) -> httpx.Response:
+        """Retry transient errors, up to ``tries`` times and for at most ``retry_limit_s``."""
         began_s = time.monotonic()
         for number, backoff in enumerate(backoff_s(LONGEST_BACKOFF_S), start=1):
             wait_s = backoff
             try:
                 answer = once()
             except httpx.TransportError as error:
-                trouble = f"{self.url} does not answer: {str(error) or type(error).__name__}"
+                reason = f"{self.url} does not answer: {str(error) or type(error).__name__}"
             except OSError as error:
                 raise BatchApiError(f"{error.filename}: {error.strerror}") from error
             else:
                 if answer.is_success:
                     return answer
-                trouble = _reason(answer)
-                if answer.status_code not in MAY_WORK_LATER or answer.headers.get("x-should-retry") == "false":
-                    raise BatchApiError(trouble)
-                wait_s = max(wait_s, _told_wait_s(answer))
-            if number == tries or time.monotonic() + wait_s - began_s > self.patience_s:
-                raise BatchApiError(trouble)
-            self.on_trouble(trouble)
+                reason = _reason(answer)
+                if answer.status_code not in RETRYABLE_STATUSES or answer.headers.get("x-should-retry") == "false":
+                    raise BatchApiError(reason)
+                wait_s = max(wait_s, _retry_after_s(answer))
+            if number == tries or time.monotonic() + wait_s - began_s > self.retry_limit_s:
+                raise BatchApiError(reason)
+            self.on_retry(reason)
             time.sleep(wait_s)
         raise AssertionError("unreachable")
 
 
-def _told_wait_s(answer: httpx.Response) -> float:
+def _retry_after_s(answer: httpx.Response) -> float:
     try:
         return min(60.0, float(answer.headers["retry-after"]))
     except (KeyError, ValueError):
@@ -187,7 +187,7 @@ def _told_wait_s(answer: httpx.Response) -> float:
 
 
 def _reason(answer: httpx.Response) -> str:
-    """Return what an error answer says, as an API that is like OpenAI's has it."""
+    """Return the status, code and message of an error answer in OpenAI's format."""
     try:
         error = answer.json()["error"]
         message = error if isinstance(error, str) else error["message"]

@@ -1,4 +1,4 @@
-"""What ``spillway batch`` shows of batches, which are as the API has them."""
+"""The output of ``spillway batch``. Batches are the API's JSON objects."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -13,13 +13,13 @@ SHOWN_ERRORS: Final = 10  # of a batch that failed
 
 
 def counts_of(batch: dict[str, Any]) -> dict[str, int]:
-    """Return how many lines there are, and how many of them are answered and failed."""
+    """Return the number of lines in total, completed and failed."""
     counts = batch.get("request_counts") or {}
     return {name: int(counts.get(name) or 0) for name in ("total", "completed", "failed")}
 
 
 def summary_of(batch: dict[str, Any]) -> str:
-    """Say in one line how far a batch is."""
+    """Summarize a batch's progress in one line."""
     counts = counts_of(batch)
     if not counts["total"]:
         return f"{batch['status']}"
@@ -33,7 +33,7 @@ def summary_of(batch: dict[str, Any]) -> str:
 
 
 def facts_of(batch: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what is known of a batch, as labels and texts."""
+    """Yield the non-empty fields of a batch as labels and texts."""
     yield "id", batch["id"]
     yield "status", summary_of(batch)
     yield "endpoint", batch["endpoint"]

@@ -30,15 +30,16 @@ def engine(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model folder or Hugging Face name, or with --url its name there. Default: the demo's, or the first."
+            help="Model folder or Hugging Face name; with --url, a model name of the endpoint. "
+            "Default: the demo model, or the endpoint's first model."
         ),
     ] = None,
     pool: Annotated[
         str | None, typer.Option(help="Measure with the engine settings of this pool of the configuration.")
     ] = None,
     config: ConfigOption = None,
-    prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "128,512,1024",
-    batch: Annotated[str, typer.Option(help="Concurrent requests.")] = "1,8,32",
+    prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "128,512,1024",
+    batch: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "1,8,32",
     new_tokens: Annotated[str, typer.Option(help="Tokens generated for each request.")] = "64",
     rounds: Annotated[int, typer.Option(min=1, max=MAX_ROUNDS, help="Runs of each load.")] = 3,
     threads: Annotated[
@@ -50,35 +51,35 @@ def engine(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Any key of a pool's engine settings, such as max_batched_tokens=512. Repeatable.",
+            help="Set any engine key, such as max_batched_tokens=512. Repeatable.",
         ),
     ] = None,
     url: Annotated[str | None, typer.Option(help="Measure this OpenAI-compatible endpoint instead, over HTTP.")] = None,
     key: Annotated[str | None, typer.Option(help="Its API key.")] = None,
     json_path: Annotated[
         str | None,
-        typer.Option("--json", metavar="FILE", help="Write all figures as JSON; - prints them instead of the table."),
+        typer.Option("--json", metavar="FILE", help="Write all results as JSON. - prints them instead of the table."),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw a picture: a .png or .svg file. Needs the extra `bench`.")
+        Path | None, typer.Option(help="Write a chart: a .png or .svg file. Needs the extra `bench`.")
     ] = None,
 ) -> None:
     """Measure TTFT, TPOT and throughput by prompt length, batch and new tokens.
 
-    Every combination is a load: BATCH concurrent requests of PROMPT random
-    tokens, each for NEW tokens, greedily and ignoring end tokens. The prompts
-    are in no cache. Each load is a row of the table:
+    Each combination is one load: BATCH concurrent requests of PROMPT random
+    tokens, each generating NEW tokens with greedy sampling and ignoring end
+    tokens. No prompt is in a cache. Each load is one row of the table:
 
     prefill   from submission to the last request's first token
     decode    from there to the last token; tokens/s: generated in this time
-    TTFT      of a request: time to first token, waiting included
-    TPOT      of a request: time per output token after the first
-    total     from submission to the last token; tokens/s: prompts and new
+    TTFT      time to first token of a request, including its wait
+    TPOT      time per output token of a request, after the first
+    total     from submission to the last token; tokens/s: prompt and new
 
     Times and rates are medians of the rounds. The engine runs in this process,
-    without gateway and queue; --url measures an endpoint as its clients see it.
-    Loads that do not fit the model's context are skipped with a note. Ctrl-C
-    prints the results so far.
+    without a gateway or a queue. With --url, an endpoint is measured as its
+    clients see it. Loads that do not fit the model's context are skipped.
+    Ctrl-C prints the results so far.
 
     Example calls:
 
@@ -111,7 +112,7 @@ def engine(
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """Read a list of numbers. Raises BadParameter."""
+    """Parse a list of numbers. Raises BadParameter."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"{text!r} is not a list of whole numbers above 0, such as 1,8,32", param_hint=option)
@@ -119,10 +120,10 @@ def numbers(text: str, option: str) -> list[int]:
 
 
 def key_and_value(text: str) -> tuple[str, str]:
-    """Read one key of an engine's settings. Raises BadParameter."""
+    """Parse one key and value of an engine's settings. Raises BadParameter."""
     name, equals, value = text.partition("=")
     if not equals or name in {"kind", "path"}:
-        raise typer.BadParameter(f"{text!r} is not KEY=VALUE of an engine's settings", param_hint="--set")
+        raise typer.BadParameter(f"{text!r} is not KEY=VALUE, where KEY is a key of the engine", param_hint="--set")
     return name, value
 
 
@@ -136,15 +137,15 @@ def check_outputs(json_path: str | None, picture: Path | None) -> None:
             raise typer.BadParameter(f"{path.parent}: no such folder", param_hint=option)
     if picture is not None:
         if picture.suffix.lower() not in PICTURE_SUFFIXES:
-            raise typer.BadParameter(f"{picture} should end in {' or '.join(PICTURE_SUFFIXES)}", param_hint="--picture")
+            raise typer.BadParameter(f"{picture} must end in {' or '.join(PICTURE_SUFFIXES)}", param_hint="--picture")
         if importlib.util.find_spec("matplotlib") is None:
-            raise fail(f"--picture needs matplotlib: {install_command('bench')}")
+            raise fail(f"--picture needs matplotlib. Run: {install_command('bench')}")
 
 
 def _refuse_with_url(options: dict[str, Any]) -> None:
     for option, value in options.items():
         if value:
-            raise typer.BadParameter("is for an engine in this process, not for --url", param_hint=option)
+            raise typer.BadParameter("cannot be combined with --url", param_hint=option)
 
 
 def _settings(
@@ -152,7 +153,7 @@ def _settings(
 ) -> LocalEngineSettings:
     if pool is None:
         if config is not None:
-            raise typer.BadParameter("name the pool with --pool", param_hint="--config")
+            raise typer.BadParameter("requires --pool", param_hint="--config")
         base: dict[str, Any] = {"path": model or str(DEMO_MODEL_PATH)}
     else:
         base = _pool_settings(pool, config) | ({} if model is None else {"path": model})
@@ -177,7 +178,7 @@ def _engine(settings: LocalEngineSettings) -> Target:
     try:
         from spillway.bench.in_process import EngineTarget
     except ModuleNotFoundError as error:
-        raise fail(f"the engine needs {error.name}: {install_command('worker')}") from error
+        raise fail(f"the engine needs {error.name}. Run: {install_command('worker')}") from error
     with err.status(f"loading {settings.path}"):
         return EngineTarget(settings)
 
@@ -189,14 +190,14 @@ def _endpoint(url: str, key: str | None, model: str | None) -> Target:
 
 
 def run_loads(target: Target, loads: Sequence[Load], rounds: int, outcomes: list[Row | Skipped]) -> int:
-    """Measure all loads into ``outcomes``, until the end or an interruption; return the exit code."""
+    """Measure all loads, appending to ``outcomes``; return the exit code."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
         task = progress.add_task("measuring", total=len(loads) * rounds)
         try:
             outcomes.extend(measure(target, loads, rounds, lambda: progress.advance(task)))
         except KeyboardInterrupt:
-            err.print("interrupted; measured so far:", style="yellow")
+            err.print("interrupted; results so far:", style="yellow")
             return INTERRUPTED
         except BenchError as error:
             err.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
@@ -216,7 +217,7 @@ def report(
     if json_path == "-":
         out.print_json(figures)
     else:
-        # A pipe has no width, and wrapping by a narrow terminal is better than truncation by rich.
+        # A pipe has no width, and a line that the terminal wraps is better than one that rich truncates.
         console = Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False)
         console.print(title, markup=False)
         console.print(as_table(outcomes))

@@ -1,4 +1,4 @@
-"""``spillway bench pool``: the speed of a pool's engine, of any kind, and the recommended limits."""
+"""``spillway bench pool``: the speed of a pool's engine, and recommended limits."""
 
 import contextlib
 from pathlib import Path
@@ -23,55 +23,55 @@ TOKENS_OF_A_PRICE: Final = 1_000_000
 
 
 def pool(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="One of the configuration's pools.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A pool of the configuration.")],
     config: ConfigOption = None,
-    prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths, typical of your clients.")] = "128,1024",
-    batch: Annotated[str, typer.Option(help="Concurrent requests.")] = "1,2,4,8,16,32,64",
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens. Use lengths that are typical of your clients.")
+    ] = "128,1024",
+    batch: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "1,2,4,8,16,32,64",
     new_tokens: Annotated[str, typer.Option(help="Tokens generated for each request.")] = "64",
     rounds: Annotated[int, typer.Option(min=1, max=MAX_ROUNDS, help="Runs of each load.")] = 2,
     seconds: Annotated[
-        float, typer.Option(min=1, max=MAX_SECONDS, help="Time for all loads, once the engine is ready.")
+        float, typer.Option(min=1, max=MAX_SECONDS, help="Time limit for all loads, after the engine is ready.")
     ] = 300,
-    max_tpot_ms: Annotated[
-        float, typer.Option(min=0.001, help="Maximum time per token for the recommended limits.")
-    ] = 50,
+    max_tpot_ms: Annotated[float, typer.Option(min=0.001, help="Maximum TPOT that the recommended limits allow.")] = 50,
     set_: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Any other key of the pool's engine, such as url=http://10.0.0.7:8000. Repeatable.",
+            help="Set any key of the pool's engine, such as url=http://10.0.0.7:8000. Repeatable.",
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Pay for a hosted API's tokens without being asked.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before paying for a hosted API's tokens.")] = False,
     json_path: Annotated[
         str | None,
-        typer.Option("--json", metavar="FILE", help="Write all figures as JSON; - prints them instead of the table."),
+        typer.Option("--json", metavar="FILE", help="Write all results as JSON. - prints them instead of the table."),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw a picture: a .png or .svg file. Needs the extra `bench`.")
+        Path | None, typer.Option(help="Write a chart: a .png or .svg file. Needs the extra `bench`.")
     ] = None,
 ) -> None:
-    """Measure a pool's engine, and recommend limits for its configuration.
+    """Measure a pool's engine and recommend limits for its configuration.
 
-    Any kind: Spillway's own, a server behind a URL, one that the pool starts
-    (`exec`), a hosted API. It is called as by a worker, from this process: no
-    gateway, no queue. Stop the pool's workers first, or their load is measured
-    as well.
+    Works with every kind of engine: Spillway's own, a server at a URL, a server
+    that the pool starts (`exec`), and a hosted API. This process calls the
+    engine as a worker does, without a gateway or a queue. Stop the pool's
+    workers first, or the measurement includes their load.
 
-    Every combination of lengths and batch is a load of BATCH concurrent
-    requests, greedily and ignoring end tokens where the engine can; the columns
-    are those of `spillway bench engine --help`. Loads that do not fit, or for
-    which the time (--seconds) is too short, are skipped with a note; Ctrl-C
-    prints the results so far.
+    Each combination of lengths and batch is one load of BATCH concurrent
+    requests with greedy sampling. End tokens are ignored if the engine supports
+    that. `spillway bench engine --help` explains the columns. Loads that do not
+    fit the engine, or that exceed --seconds, are skipped. Ctrl-C prints the
+    results so far.
 
     The last lines are for the configuration:
 
-    max_sequences   the most concurrent requests whose TPOT is within
-                    --max-tpot-ms (for 99 of 100 requests) at every measured
-                    length, and no more than increase throughput: further ones
-                    should wait in the queue, where another pool may take them
-    max_kv_tokens   the size of the engine's KV memory, where it reports this
+    max_sequences   the most concurrent requests whose TPOT p99 is at most
+                    --max-tpot-ms at every measured length, and no more than
+                    increase throughput: further requests wait in the queue,
+                    where another pool can take them
+    max_kv_tokens   the size of the engine's KV memory, if it reports it
                     (vLLM, SGLang, TGI)
 
     Example calls:
@@ -83,7 +83,7 @@ def pool(
     loads = [
         Load(prompt, size, new)
         for new in numbers(new_tokens, "--new-tokens")
-        for size in sorted(numbers(batch, "--batch"))  # if time runs out, every length has its smallest batches
+        for size in sorted(numbers(batch, "--batch"))  # so that each length has its smallest batches if time runs out
         for prompt in numbers(prompt_tokens, "--prompt-tokens")
     ]
     check_outputs(json_path, picture)
@@ -115,7 +115,7 @@ def _ask_before_paying(name: str, section: PoolSettings, loads: list[Load], roun
     price = section.prices.get(section.models[0])
     usd = 0.0 if price is None else (prompt * price.prompt + new * price.completion) / TOKENS_OF_A_PRICE
     cost = f", about {usd:,.2f} USD" if usd else ""
-    err.print(f"pools.{name} is a hosted API: you will pay for {prompt:,} prompt tokens and {new:,} new ones{cost}.")
+    err.print(f"pools.{name} is a hosted API. You pay for {prompt:,} prompt tokens and {new:,} new tokens{cost}.")
     typer.confirm("Continue?", abort=True, err=True)
 
 
@@ -139,7 +139,7 @@ def _measure(
         except BenchError as error:
             raise fail(f"pools.{name}: {error}") from error
         except ModuleNotFoundError as error:
-            raise fail(f"pools.{name}: its engine needs {error.name}: {install_command('worker')}") from error
+            raise fail(f"pools.{name}: its engine needs {error.name}. Run: {install_command('worker')}") from error
         code = run_loads(target, loads, rounds, outcomes)
         memory = Memory(
             target.capacity.server_max_kv_tokens,
@@ -154,7 +154,7 @@ def _measure(
 
 
 def _without_own_limits(settings: EngineSettings, batch: int) -> EngineSettings:
-    """Raise a server's limit to the largest batch: the measurement must find how many requests it can run."""
+    """Raise a server's limit to the largest batch, so that the measurement is not capped by it."""
     if isinstance(settings, ConnectionSettings):
         return settings.model_copy(update={"max_sequences": batch})
     return settings

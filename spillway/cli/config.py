@@ -1,4 +1,4 @@
-"""``spillway config``: checking the configuration file, and showing what counts."""
+"""``spillway config``: check the configuration file, and show the values in effect."""
 
 import json
 import os
@@ -17,12 +17,12 @@ from spillway.otel_variables import why_unusable
 
 def check(
     context: typer.Context,
-    path: Annotated[Path | None, typer.Argument(help="The same as --config.")] = None,
+    path: Annotated[Path | None, typer.Argument(help="Same as --config.")] = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Validate a configuration together with the environment; report every invalid key."""
+    """Validate the configuration file and the environment together, and report every invalid key."""
     source = context.get_parameter_source("config")
     if (
         path is not None
@@ -31,12 +31,12 @@ def check(
         and source is not None
         and source.name == "COMMANDLINE"
     ):
-        raise fail(f"two configuration files: {path} and --config {config}; name one")
+        raise fail(f"two configuration files: {path} and --config {config}. Name only one")
     named = path or config
     resolved = resolve_config(named, data)
     notes = _notes(resolved)
     if named is None and not Path(DEFAULT_CONFIG_NAME).is_file():
-        notes.insert(0, f"there is no {DEFAULT_CONFIG_NAME} here: this is the demo's configuration")
+        notes.insert(0, f"no {DEFAULT_CONFIG_NAME} in this folder: checked the demo's configuration")
     if as_json:
         out.print_json(data={"models": list(resolved.models), "pools": list(resolved.pools), "notes": notes})
         return
@@ -46,14 +46,14 @@ def check(
 
 
 def show(
-    changed: Annotated[bool, typer.Option("--changed", help="Leave defaults out.")] = False,
+    changed: Annotated[bool, typer.Option("--changed", help="Omit defaults.")] = False,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Show every value of the configuration with the place it is from. Secrets are masked.
+    """Show every value of the configuration and where it comes from. Secrets are masked.
 
-    The place is an environment variable, the file, --data, or "default".
+    A value comes from an environment variable, the file, --data, or "default".
     """
     resolved = resolve_config(config, data)
     path = config or Path(DEFAULT_CONFIG_NAME)
@@ -73,14 +73,14 @@ def show(
 
 
 def _notes(config: Config) -> list[str]:
-    """Return what works and is probably not meant."""
+    """Return warnings about valid settings that are probably mistakes."""
     notes = [
-        f"models.{name} is served by no pool of this file"
+        f"models.{name}: no pool serves this model"
         for name in config.models
         if not any(name in pool.models for pool in config.pools.values())
     ]
     notes += [
-        f"pools.{name} is trusted, and without nats.credentials any worker may take its jobs"
+        f"pools.{name} is trusted, but without nats.credentials any worker can take its jobs"
         for name, pool in config.pools.items()
         if pool.trusted and not config.nats.credentials
     ]

@@ -1,4 +1,4 @@
-"""The database and the queue server, as operators' commands reach them."""
+"""Connections of operators' commands to the database and to the queue server."""
 
 import contextlib
 import re
@@ -15,42 +15,42 @@ from protocol.nats.bus import Bus
 from spillway.cli.context import fail
 from spillway.config import Config
 
-_HINT: Final = " (has `spillway db upgrade` been run?)"
+_HINT: Final = "; run `spillway db upgrade`"
 _NO_TABLE: Final = re.compile(r"no such (table|column)|(relation|column) .* does not exist")  # SQLite's, PostgreSQL's
 CONNECT_LIMIT_S: Final = 5.0  # short: the user is waiting for the command
-LOCK_LIMIT_S: Final = 30.0  # for another writer of SQLite: a change that is refused must be typed again
+LOCK_LIMIT_S: Final = 30.0  # for another writer of SQLite; long, so that the user need not repeat the command
 
 
 def _need_file(database_url: str) -> None:
-    """SQLite would make an empty one, and then say of a table that it is not there."""
+    """Raise if an SQLite file is missing: connecting would create an empty one."""
     url = make_url(database_url)
     if url.get_backend_name() == "sqlite" and url.database and not Path(url.database).exists():
-        raise DatabaseUnavailable(f"database.url: there is no {url.database}{_HINT}")
+        raise DatabaseUnavailable(f"database.url: {url.database} does not exist{_HINT}")
 
 
-def _said(error: Exception) -> str:
-    """Say what is wrong; where tables are missing, what makes them."""
+def _message(error: Exception) -> str:
+    """Describe an error; for missing tables, with the command that creates them."""
     text = describe(error)
     return f"database.url: {text}{_HINT if _NO_TABLE.search(text) else ''}"
 
 
 @contextlib.asynccontextmanager
 async def database(config: Config) -> AsyncIterator[AsyncEngine]:
-    """Open the configured database, and close it afterwards. SQL's errors become DatabaseUnavailable with a hint."""
+    """Open the configured database, and close it afterwards. Raises DatabaseUnavailable instead of SQL errors."""
     _need_file(config.database_url)
     engine = create_engine(config.database_url, lock_limit_s=LOCK_LIMIT_S)
     try:
         yield engine
     except DatabaseUnavailable as error:
-        raise DatabaseUnavailable(_said(error)) from error
+        raise DatabaseUnavailable(_message(error)) from error
     except SQL_ERRORS as error:
-        raise DatabaseUnavailable(_said(error)) from error
+        raise DatabaseUnavailable(_message(error)) from error
     finally:
         await engine.dispose()
 
 
 async def connect_admin(config: Config, name: str, limit_s: float) -> Bus:
-    """Connect to the configured queue server as an operator's command. Raises BusError."""
+    """Connect to the configured queue server with the credentials of ``admin``. Raises BusError."""
     access = access_options(config.nats.credentials_of("admin"), config.nats.ca_file, "admin")
     return await Bus.connect(list(config.nats.urls), name=name, options=access, first_limit_s=limit_s)
 
@@ -62,7 +62,7 @@ async def queue_server(config: Config, name: str) -> AsyncIterator[Bus]:
     Ends the command with an error message if none is configured.
     """
     if not config.nats.urls:
-        raise fail("nats.urls: no queue server is configured, and no `spillway up` is running here")
+        raise fail("nats.urls: no queue server is configured, and no `spillway up` is running in this data folder")
     bus = await connect_admin(config, name, CONNECT_LIMIT_S)
     try:
         yield bus

@@ -41,7 +41,7 @@ ConfigOption = Annotated[
         "--config",
         "-c",
         envvar=CONFIG_VARIABLE,
-        help=f"Configuration file. Default: ./{DEFAULT_CONFIG_NAME} if it exists, else the demo's.",
+        help=f"Configuration file. Default: ./{DEFAULT_CONFIG_NAME} if it exists, else the demo's configuration.",
     ),
 ]
 DataOption = Annotated[Path | None, typer.Option("--data", "-d", help="Data folder (config key `data_dir`).")]
@@ -49,7 +49,7 @@ ReadyFileOption = Annotated[Path | None, typer.Option("--ready-file", hidden=Tru
 
 
 def fail(message: str) -> typer.Exit:
-    """Print an error, or log it where this process logs JSON, and return the exception to raise."""
+    """Print an error, or log it if this process logs JSON; return the exception to raise."""
     if logs.is_json():
         log.error("%s", message)
     else:
@@ -64,9 +64,9 @@ def resolve_config(
     *,
     defaults: dict[str, Any] | None = None,
 ) -> Config:
-    """Return the configuration of a command, or end the command with an error message if it is invalid.
+    """Return the configuration of a command; end the command with an error message if it is invalid.
 
-    ``defaults`` apply to missing keys, and replace the demo's configuration where there is no file.
+    ``defaults`` apply to missing keys. Without a file, they replace the demo's configuration.
     """
     overrides = dict(overrides or {})
     if data is not None:
@@ -84,10 +84,10 @@ def resolve_config(
 
 
 def running_or_config(config: Path | None, data: Path | None) -> Config:
-    """Return a command's configuration, with what an `up` that runs in its data folder has resolved.
+    """Return a command's configuration, completed from the `spillway up` that runs in its data folder.
 
-    Without ``config`` that is all of it. With one, the file is what counts; of the running system come the queue server
-    and the pepper, where the file has none.
+    Without ``config``, return the configuration of the running system. With ``config``, the file takes precedence; the
+    running system supplies only a missing queue server and a missing pepper.
     """
     found = resolve_config(config, data)
     if config is not None and data is None:
@@ -98,16 +98,16 @@ def running_or_config(config: Path | None, data: Path | None) -> Config:
     running = resolve_config(resolved, data)
     if config is None:
         return running
-    if running.database_url != found.database_url:  # another system, whose keys are none of this one's
+    if running.database_url != found.database_url:  # a different installation
         return found
     auth = found.auth.model_copy(update={"pepper": found.auth.pepper or running.auth.pepper})
     return found.model_copy(update={"auth": auth, "nats": found.nats if found.nats.urls else running.nats})
 
 
 def _where_it_runs(config: Config, path: Path) -> Config:
-    """Return ``config`` with the data folder beside its file, where one is in use there and none is in this folder.
+    """Return ``config`` with the data folder next to its file, if one is in use there and none in this folder.
 
-    A relative ``data_dir`` is relative to the folder in which `up` was started, usually the file's own.
+    A relative ``data_dir`` is relative to the folder in which `spillway up` was started, usually the file's folder.
     """
     beside = path.parent / config.data_dir
     if config.data_dir.is_absolute() or _exists(run_dir_of(config.data_dir)) or not _exists(run_dir_of(beside)):
@@ -116,17 +116,17 @@ def _where_it_runs(config: Config, path: Path) -> Config:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether there is something at a path in a data folder; end the command if that is another user's."""
+    """Return whether a path in a data folder exists; end the command if the folder belongs to another user."""
     try:
         return path.exists()
     except PermissionError as error:
         raise fail(
-            f"the data folder {path.parent.parent} belongs to another user: run this command as that user"
+            f"the data folder {path.parent.parent} belongs to another user. Run this command as that user"
         ) from error
 
 
 def run_async(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a command's coroutine on uvloop; print expected errors on one line each, with exit code 1."""
+    """Run a command's coroutine on uvloop. Print each expected error on one line, with exit code 1."""
     messages: list[str] = []
     try:
         uvloop.run(main())
@@ -144,10 +144,10 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
 
 
 class Options(NamedTuple):
-    """Options that are read together, as one parameter of a command."""
+    """Several options that are combined into one parameter of a command."""
 
-    annotations: Mapping[str, Any]  # by the names that Typer derives theirs from; none is required
-    read: Callable[..., Any]  # takes all of them by name, None where one is not given
+    annotations: Mapping[str, Any]  # by parameter name, from which Typer derives the option's name; all optional
+    read: Callable[..., Any]  # takes all of them by name; None for an option that is not given
 
 
 ResolvedConfig = Annotated[
@@ -157,16 +157,16 @@ ResolvedConfig = Annotated[
 
 
 def command(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Make a command of a coroutine function. A parameter that is annotated with ``Options`` becomes these options."""
+    """Turn a coroutine function into a command. A parameter annotated with ``Options`` becomes these options."""
     signature = inspect.signature(function)
-    read_together: dict[str, Options] = {}
+    combined: dict[str, Options] = {}
     parameters: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
         options = next((one for one in get_args(parameter.annotation) if isinstance(one, Options)), None)
         if options is None:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
             continue
-        read_together[parameter.name] = options
+        combined[parameter.name] = options
         parameters += [
             inspect.Parameter(name, parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             for name, annotation in options.annotations.items()
@@ -174,10 +174,10 @@ def command(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...,
 
     @functools.wraps(function)
     def run(**given: Any) -> None:  # noqa: ANN401  # of the types in the signature
-        # Before any is stored: a parameter may have the name of an option.
+        # Collect before storing: a parameter may have the same name as an option.
         values = {
             parameter: options.read(**{name: given.pop(name) for name in options.annotations})
-            for parameter, options in read_together.items()
+            for parameter, options in combined.items()
         }
         run_async(lambda: function(**given, **values))
 
@@ -199,9 +199,9 @@ def this_actor() -> str:
 
 
 def write_ready(path: Path | None, facts: dict[str, Any] | None) -> None:
-    """Notify the launcher that this process is ready, by a file that is written atomically; None: not.
+    """Write a file atomically that tells the launcher that this process is ready. ``facts=None`` removes the file.
 
-    A disk that is full does not end the process: it is logged.
+    A failure, for example because the disk is full, is only logged.
     """
     if path is None:
         return
@@ -217,5 +217,5 @@ def write_ready(path: Path | None, facts: dict[str, Any] | None) -> None:
 
 
 def pepper_of(config: Config) -> SecretStr:
-    """Return the secret that keys are hashed with: configured, or stored in the data folder."""
+    """Return the pepper: the configured one, or the one stored in the data folder."""
     return config.auth.pepper or load_or_create_pepper(config.data_dir)

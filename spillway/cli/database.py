@@ -1,4 +1,4 @@
-"""``spillway db``: preparing and checking the database."""
+"""``spillway db``: upgrade and check the database."""
 
 import asyncio
 import dataclasses
@@ -29,7 +29,7 @@ async def upgrade_(config: ResolvedConfig) -> None:
     before = await asyncio.to_thread(current, config.database_url)
     await asyncio.to_thread(upgrade, config.database_url)
     if before == head():
-        log.info("database schema: %s already; nothing was changed", before)
+        log.info("database schema: already at %s; nothing changed", before)
     else:
         log.info("database schema: %s -> %s", before or "none", head())
 
@@ -51,7 +51,7 @@ async def check_rollups_(
         out.print_json(data=[{**dataclasses.asdict(day), "day": str(_day(day)), "repaired": repair} for day in days])
     else:
         for day in wrong:
-            done = "rebuilt" if repair else "are wrong"
+            done = "rebuilt" if repair else "differ"
             out.print(f"{_day(day)}: {day.wrong} rollups {done}, {day.requests} requests")
         requests = sum(day.requests for day in days)
         out.print(f"{requests:,} requests of {len(days)} days checked, {len(wrong)} days differed")

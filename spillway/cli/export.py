@@ -1,4 +1,4 @@
-"""``spillway export``: training sets from payloads whose clients agreed to this use."""
+"""``spillway export``: training sets from payloads whose clients consented to this use."""
 
 from datetime import datetime
 from pathlib import Path
@@ -26,22 +26,22 @@ from spillway.cli.context import ResolvedConfig, command, err, out, this_actor, 
 @command
 async def finetune(
     *,
-    folder: Annotated[Path, typer.Option("--out", help="A new folder: nothing is overwritten.")],
+    folder: Annotated[Path, typer.Option("--out", help="The folder to create. An existing one is never overwritten.")],
     format_: Annotated[str, typer.Option("--format", "-f", help=f"One of: {', '.join(FORMATS)}.")] = "openai",
     model: Annotated[str | None, typer.Option(help="Only answers of this model.")] = None,
-    team: Annotated[str | None, typer.Option(help="Only of this team: its id or name.")] = None,
-    key: Annotated[str | None, typer.Option(help="Only of this API key: its id or name.")] = None,
-    since: Annotated[datetime | None, typer.Option(help="From this local time on.")] = None,
+    team: Annotated[str | None, typer.Option(help="Only payloads of this team, by id or name.")] = None,
+    key: Annotated[str | None, typer.Option(help="Only payloads of this API key, by id or name.")] = None,
+    since: Annotated[datetime | None, typer.Option(help="From this local time.")] = None,
     until: Annotated[datetime | None, typer.Option(help="Before this local time. Default: now.")] = None,
     min_turns: Annotated[int, typer.Option(min=1, help="Minimum number of user messages in a conversation.")] = 1,
     split: Annotated[str, typer.Option(help="Shares of train, validation and test.")] = "0.9,0.05,0.05",
     seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
     keep_failovers: Annotated[
-        bool, typer.Option("--keep-failovers", help="Include answers that several workers generated in turn.")
+        bool, typer.Option("--keep-failovers", help="Include answers that more than one worker generated.")
     ] = False,
     config: ResolvedConfig,
 ) -> None:
-    """Write conversations as JSON lines for fine-tuning: only with consent at the time of the request and now."""
+    """Write conversations as JSON lines for fine-tuning. Requires consent at the time of the request and now."""
     if format_ not in FORMATS:
         raise typer.BadParameter(f"choose from {', '.join(FORMATS)}", param_hint="--format")
     sealer = Sealer(parse_keys(config.payload_settings().key))
@@ -66,7 +66,7 @@ def _shares(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(share) for share in text.split(","))
     except ValueError as error:
-        raise ExportError(f"the split {text!r} must be numbers, such as 0.9,0.05,0.05") from error
+        raise ExportError(f"--split {text!r}: must be numbers, such as 0.9,0.05,0.05") from error
 
 
 async def _find_id(engine: AsyncEngine, table: type[TeamRow | ApiKeyRow], reference: str | None) -> str | None:
@@ -77,7 +77,7 @@ async def _find_id(engine: AsyncEngine, table: type[TeamRow | ApiKeyRow], refere
         rows = (await connection.execute(select(table.id, table.name))).all()
     found = [str(row.id) for row in rows if means(reference, row.id, row.name)]
     if len(found) != 1:
-        raise ExportError(f"{len(found)} have the id or name {reference!r}; give an id")
+        raise ExportError(f"{reference!r} matches {len(found)} ids or names; use an id")
     return found[0]
 
 

@@ -1,4 +1,4 @@
-"""``spillway fleet``: the controller, what it has decided and why, and its simulation."""
+"""``spillway fleet``: run the controller, and show and explain its decisions."""
 
 import time
 from collections import Counter
@@ -33,7 +33,7 @@ from spillway.fleet_config import controller_settings
 
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS
-TABLE_WIDTH_CHARS: Final = 100  # at least: headings that are cut off say nothing
+TABLE_WIDTH_CHARS: Final = 100  # minimum, so that headings are not truncated
 
 
 @logs.configured("fleet")
@@ -41,14 +41,14 @@ def run(
     config: ConfigOption = None,
     data: DataOption = None,
     end_machines: Annotated[
-        bool, typer.Option("--end-machines", help="Drain and end all machines when the controller is stopped.")
+        bool, typer.Option("--end-machines", help="Drain and end all machines when the controller stops.")
     ] = False,
     ready_file: ReadyFileOption = None,
 ) -> None:
-    """Keep each pool that has a section `fleet` at the size that its work needs.
+    """Run the fleet controller, which scales each pool that has a `fleet` section.
 
-    Any number may run, one of them leads. Ctrl-C ends the controller; machines
-    stay, and the next controller goes on with them.
+    You can run several controllers; one of them leads. Ctrl-C stops the
+    controller but not its machines: the next controller adopts them.
     """
     resolved = running_or_config(config, data)
     _need_fleet(resolved)
@@ -65,11 +65,11 @@ def run(
 
 def _need_fleet(config: Config) -> None:
     if not any(pool.fleet is not None for pool in config.pools.values()):
-        raise fail("no pool has a [pools.<name>.fleet] section: nothing is controlled here")
+        raise fail("no pool has a [pools.<name>.fleet] section: there is no fleet to control")
 
 
 def status(as_json: JsonOption = False, config: ConfigOption = None, data: DataOption = None) -> None:
-    """Show each pool's size: decided, serving, starting, draining, and what was lost within a day."""
+    """Show each pool's machines: decided, serving, starting, draining, and lost in the last 24 hours."""
     resolved = running_or_config(config, data)
     _need_fleet(resolved)
 
@@ -127,21 +127,21 @@ def _print_status(rows: list[dict[str, Any]]) -> None:
         decided = "-" if decided is None else decided
         table.add_row(pool, driver, f"{least}-{most}", *map(str, (decided, *counts)))
     Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False).print(table)
-    out.print("[dim]ended, lost and failed: within the last 24 hours[/dim]")
+    out.print("[dim]ended, lost and failed: in the last 24 hours[/dim]")
 
 
 def explain(
     pool: Annotated[str | None, typer.Argument(help="Only this pool.")] = None,
-    hours: Annotated[float, typer.Option(min=0.01, help="How far to look back.")] = 6.0,
+    hours: Annotated[float, typer.Option(min=0.01, help="How many hours to look back.")] = 6.0,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Say why pools have the size that they have: each decision in one sentence, and what became of machines."""
+    """Explain the size of pools: each scaling decision in one sentence, and each machine's state."""
     resolved = running_or_config(config, data)
     _need_fleet(resolved)
     if pool is not None and pool not in resolved.pools:
-        raise fail(f"there is no pool {pool!r}, but: {', '.join(resolved.pools)}")
+        raise fail(f"pools.{pool}: no such pool; defined pools: {', '.join(resolved.pools)}")
     since_ms = _now_ms() - round(hours * HOUR_MS)
 
     async def main() -> None:
@@ -172,7 +172,7 @@ def explain(
         for at_ms, text in sorted(lines):
             out.print(f"{datetime.fromtimestamp(at_ms / 1000, UTC):%m-%d %H:%M:%S}  {text}", soft_wrap=True)
         if not lines:
-            out.print("nothing was decided in that time")
+            out.print("no decisions in this period")
 
     run_async(main)
 

@@ -1,4 +1,4 @@
-"""``spillway init``: a configuration file to begin with."""
+"""``spillway init``: write a configuration file from a template."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +13,7 @@ TEMPLATES: Final = Path(__file__).parents[1] / "templates"
 
 
 class Template(StrEnum):
-    """What the file is for; the name of a file in ``TEMPLATES``."""
+    """A template: the name of a file in ``TEMPLATES``."""
 
     DEMO = "demo"
     VLLM = "vllm"
@@ -23,17 +23,20 @@ class Template(StrEnum):
 NEXT: Final = {
     Template.DEMO: "next: spillway up",
     Template.VLLM: "next: set pools.vllm.engine.tokenizer and url, then: spillway up",
-    Template.TWO_CLOUDS: "next: set what is yours, then: spillway config check",
+    Template.TWO_CLOUDS: "next: edit the URLs, models and prices, then: spillway config check",
 }
 
 
 def init(
     template: Annotated[
         Template,
-        typer.Argument(help="demo: the demo model here. vllm: a vLLM server. two-clouds: spot pools and an overflow."),
+        typer.Argument(
+            help="demo: the demo model on this machine. vllm: a vLLM server. two-clouds: spot pools with overflow to "
+            "a hosted API."
+        ),
     ] = Template.DEMO,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The file to write; an existing one is never overwritten.")
+        Path, typer.Option("--output", "-o", help="The file to write. An existing file is never overwritten.")
     ] = Path(DEFAULT_CONFIG_NAME),
 ) -> None:
     """Write a configuration file from a template: demo, vllm or two-clouds. Overwrites nothing."""
@@ -42,7 +45,7 @@ def init(
         with output.open("x") as file:
             file.write(text)
     except FileExistsError as error:
-        raise fail(f"{output} exists already: name another file with --output") from error
+        raise fail(f"{output} already exists. Name another file with --output") from error
     except OSError as error:
         raise fail(f"{output}: {error.strerror}") from error
     out.print(f"wrote {output}", markup=False, soft_wrap=True)

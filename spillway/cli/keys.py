@@ -51,15 +51,15 @@ _COLUMNS: Final = {
 
 @command
 async def create(
-    name: Annotated[str, typer.Argument(help="The purpose of the key; unique among active keys.")],
+    name: Annotated[str, typer.Argument(help="A name for the key, unique among active keys.")],
     *,
     fields: NewKey,
     as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
-    """Create an API key and print it. Only its hash is stored, so it cannot be shown again.
+    """Create an API key and print it. Only its hash is stored: the key cannot be shown again.
 
-    Without options it may generate with all models, without limits of its own. Limits apply in addition to its team's.
+    By default, the key can use all models and has no limits. Its limits apply in addition to its team's limits.
     """
     fields = _checked(config, fields)
     grant = Grant(
@@ -96,11 +96,11 @@ async def update(
 async def rotate(
     reference: ReferenceArgument,
     *,
-    grace: Annotated[str, typer.Option(help="How long the old one stays valid: 24h, 30m, 7d or 0.")] = "24h",
+    grace: Annotated[str, typer.Option(help="How long the old secret stays valid: 24h, 30m, 7d or 0.")] = "24h",
     as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
-    """Give an API key a new plaintext and print it. The old one stays valid for the grace period."""
+    """Give an API key a new secret and print it. The old secret stays valid for the grace period."""
     grace_s = duration_s(grace, "--grace")
     async with database(config) as engine:
         key, plaintext = await rotate_key(engine, reference, pepper_of(config), this_actor(), grace_s)
@@ -108,7 +108,9 @@ async def rotate(
     if not as_json:
         until = zoned_time(key.previous_until_unix_ms)
         err.print(
-            f"[dim]the old one is valid until {until}[/dim]" if until else "[dim]the old one is invalid now[/dim]"
+            f"[dim]the old secret is valid until {until}[/dim]"
+            if until
+            else "[dim]the old secret is no longer valid[/dim]"
         )
     await notify_gateways(config)
 
@@ -117,7 +119,7 @@ async def rotate(
 async def list_(
     *,
     everything: Annotated[bool, typer.Option("--all", help="Include revoked keys.")] = False,
-    team: Annotated[str | None, typer.Option("--team", "-t", help="Only of this team, by name or id.")] = None,
+    team: Annotated[str | None, typer.Option("--team", "-t", help="Only keys of this team, by name or id.")] = None,
     as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
@@ -130,7 +132,7 @@ async def list_(
 
 @command
 async def show(reference: ReferenceArgument, *, as_json: JsonOption = False, config: ResolvedConfig) -> None:
-    """Show the details of an API key, without its plaintext, which is not stored."""
+    """Show the details of an API key. Its secret is not stored and not shown."""
     async with database(config) as engine:
         print_object(key_view(await find_key(engine, reference)), as_json=as_json)
 
@@ -142,10 +144,10 @@ async def revoke(
     stop_running: Annotated[bool, typer.Option("--stop-running", help="Also end its running requests.")] = False,
     config: ResolvedConfig,
 ) -> None:
-    """Revoke an API key: running gateways refuse it immediately, or within half a minute if the queue server is down.
+    """Revoke an API key. Running gateways reject it immediately, or within 30 seconds if the queue server is down.
 
-    Waiting requests end; running ones are completed, unless --stop-running is given. Where no gateway could be told,
-    that is printed.
+    Its waiting requests end. Its running requests are completed, unless you use --stop-running. A note is printed if
+    no gateway could be notified.
     """
     async with database(config) as engine:
         key = await revoke_key(engine, reference, this_actor(), stops_running=stop_running)
@@ -154,7 +156,7 @@ async def revoke(
 
 
 async def warnings_of(config: Config, engine: AsyncEngine, account: Team | ApiKey) -> list[str]:
-    """Return what is wrong with a team's or key's budget, in sentences. Raises SQL's own errors."""
+    """Return warnings about a team's or key's budget, as sentences. Raises SQL errors."""
     async with engine.connect() as connection:
         book = await load_prices(connection)
     priced = {name for name, model in config.models.items() if model.price is not None}
@@ -163,29 +165,29 @@ async def warnings_of(config: Config, engine: AsyncEngine, account: Team | ApiKe
 
 
 def print_warnings(warnings: Iterable[str]) -> None:
-    """Print sentences of ``warnings_of`` beside what a command prints."""
+    """Print the sentences of ``warnings_of`` on stderr."""
     for text in warnings:
         err.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
 
 
 async def notify_gateways(config: Config) -> None:
-    """Return once a running gateway has loaded the change; where none could be told, say so, and how long it will take.
+    """Notify running gateways of a change and wait for one to load it; print a note if none confirms.
 
-    Raises nothing: the change is made, and its result must be printed.
+    Raises nothing: the change is stored, and the command must print its result.
     """
-    reason = await _why_not_told(config)
+    reason = await _why_not_notified(config)
     if reason:
         err.print(
-            f"note: no running gateway could be told of this change: {reason}. Gateways that are running apply it "
-            f"within {RELOAD_PERIOD_S:g} s.",
+            f"note: no running gateway could be notified: {reason}. Running gateways apply this change within "
+            f"{RELOAD_PERIOD_S:g} s.",
             style="yellow",
             markup=False,
             soft_wrap=True,
         )
 
 
-async def _why_not_told(config: Config) -> str:
-    """Tell the gateways; return why none of them has confirmed it, empty if one has."""
+async def _why_not_notified(config: Config) -> str:
+    """Notify the gateways; return the reason if none has confirmed, empty if one has."""
     if not config.nats.urls:
         return f"nats.urls is not set, and no `spillway up` is running in {config.data_dir}"
     try:
@@ -197,7 +199,7 @@ async def _why_not_told(config: Config) -> str:
     except NoResponders:
         return "no gateway is connected to the queue server"
     except BusTimeout:
-        return f"none has confirmed it within {NOTIFY_LIMIT_S:g} s"
+        return f"no gateway confirmed within {NOTIFY_LIMIT_S:g} s"
     except BusError as error:
         return str(error)
     finally:

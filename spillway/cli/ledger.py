@@ -19,20 +19,20 @@ from spillway.cli.context import (
     write_ready,
 )
 
-LEDGER_NICENESS: Final = 10  # beside a gateway: requests come before the rows of completed requests
+LEDGER_NICENESS: Final = 10  # on a gateway's machine, serving requests has priority over writing their rows
 log = logging.getLogger(__name__)
 
 
 @logs.configured("ledger")
 def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
-    """Run one ledger writer: usage records from the queue into SQL, and webhooks. Several may run at the same time."""
+    """Run one ledger writer: it writes usage records to SQL and delivers webhooks. You can run several."""
     resolved = resolve_config(config, data)
     os.nice(LEDGER_NICENESS)
     try:
         webhooks = partial(run_webhooks, settings=resolved.webhooks, pepper=pepper_of(resolved))
     except PepperError as error:
         webhooks = None
-        log.error("webhooks are not delivered, as their secrets cannot be opened: %s", error)  # noqa: TRY400
+        log.error("webhooks are not delivered: their secrets cannot be decrypted: %s", error)  # noqa: TRY400
 
     def note(is_ready: bool) -> None:
         write_ready(ready_file, {} if is_ready else None)

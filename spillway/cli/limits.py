@@ -1,4 +1,4 @@
-"""``spillway limits``: budgets, compared with the ledger."""
+"""``spillway limits``: compare budgets with the ledger."""
 
 import time
 
@@ -14,10 +14,10 @@ from spillway.cli.output import JsonOption
 
 @command
 async def recount(*, as_json: JsonOption = False, config: ResolvedConfig) -> None:
-    """Compare the spending that budgets count in their current period with the ledger, and correct it.
+    """Compare each budget's spending in its current period with the ledger, and correct it.
 
-    The reservations of a killed gateway count as spent until then. The queue server must be running, and the ledger
-    should have written all usage (`spillway usage`). Spending that gateways report meanwhile is not lost.
+    The reservations of a killed gateway count as spent until you run this command. The queue server must be running.
+    Wait until the ledger has written all usage (`spillway status`). Spending that gateways report meanwhile is kept.
     """
     async with queue_server(config, "spillway limits") as bus, database(config) as engine:
         counts = await recount_budgets(engine, AccountStore(bus), time.time())
@@ -27,7 +27,7 @@ async def recount(*, as_json: JsonOption = False, config: ResolvedConfig) -> Non
     for count in counts:
         out.print(_text(count), markup=False, soft_wrap=True)
     if not counts:
-        out.print("no key and no team has a budget")
+        out.print("no keys or teams have a budget")
 
 
 def _text(count: Recount) -> str:

@@ -1,4 +1,4 @@
-"""``spillway models``: the configured models, and whether they are served."""
+"""``spillway models``: the configured models and their state."""
 
 from typing import Any
 

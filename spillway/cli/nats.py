@@ -1,4 +1,4 @@
-"""``spillway nats``: who may do what at the queue server."""
+"""``spillway nats``: users and permissions at the queue server."""
 
 from pathlib import Path
 from typing import Annotated, Final
@@ -15,7 +15,7 @@ HOUR_S: Final = 3600
 
 FolderOption = Annotated[
     Path | None,
-    typer.Option("--folder", help=f"Where keys and credentials are. Default: {FOLDER_NAME} in the data folder."),
+    typer.Option("--folder", help=f"Folder of keys and credentials. Default: {FOLDER_NAME} in the data folder."),
 ]
 
 
@@ -24,43 +24,53 @@ def credentials(
     rotate: Annotated[
         list[str] | None,
         typer.Option(
-            "--rotate", metavar="NAME", help="Make new credentials; the earlier ones stay valid. Repeatable; or 'all'."
+            "--rotate",
+            metavar="NAME",
+            help="Create new credentials; earlier ones stay valid. Repeatable. 'all': every part and pool.",
         ),
     ] = None,
     retire: Annotated[
         list[str] | None,
-        typer.Option("--retire", metavar="NAME", help="Revoke all but the newest. Repeatable; or 'all'."),
+        typer.Option(
+            "--retire",
+            metavar="NAME",
+            help="Revoke all credentials of this name but the newest. Repeatable. 'all': every part and pool.",
+        ),
     ] = None,
     revoke: Annotated[
         list[str] | None,
-        typer.Option("--revoke", metavar="NAME", help="Revoke all of this name: of a lost machine, say. Repeatable."),
+        typer.Option(
+            "--revoke",
+            metavar="NAME",
+            help="Revoke all credentials of this name, for example of a lost machine. Repeatable.",
+        ),
     ] = None,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Make what is missing of the credentials for each part and each pool of the configuration.
+    """Create missing credentials for each part and each pool of the configuration.
 
-    Also writes nats-accounts.conf, the accounts with their permissions, for the
-    configuration of nats-server: include it there, and reload the server
-    whenever this command says that it has changed. The folder holds secrets:
-    keys.json, which can make any credentials, should be on no server;
-    worker-keys.json, for a fleet controller, can make those of pools' workers.
+    Also writes nats-accounts.conf, which holds the accounts and their
+    permissions. Include it in nats-server's configuration, and reload the
+    server after each run of this command. The folder holds secrets: keys.json
+    can create any credentials, so keep it off your servers; worker-keys.json,
+    for a fleet controller, can create the credentials of pools' workers.
 
-    NAME is that of a file without ".creds": gateway, ledger, fleet, admin,
+    NAME is the name of a file without ".creds": gateway, ledger, fleet, admin,
     pool-<pool>, or pool-<pool>.<machine>.
     """
     resolved = resolve_config(config, data)
     pools = _pools(resolved)
     parts = [*PARTS, *map(of_pool, pools)]
     renewed = parts if rotate == ["all"] else rotate or []
-    if strange := set(renewed) - set(parts):
-        raise fail(f"{', '.join(strange)}: only those of parts and pools can be rotated: {', '.join(parts)}")
+    if unknown := set(renewed) - set(parts):
+        raise fail(f"{', '.join(unknown)}: cannot be rotated. Choose from: {', '.join(parts)}")
     try:
         authority = Authority.open(folder or resolved.data_dir / FOLDER_NAME)
         known = {user.file for user in authority.users if user.revoked_unix_s is None}
         missing = dict.fromkeys([*(part for part in parts if part not in known), *renewed])
         for part in missing:
-            out.print(f"made {authority.issue(part)}", markup=False, soft_wrap=True)
+            out.print(f"created {authority.issue(part)}", markup=False, soft_wrap=True)
         if not missing:
             out.print("no credentials were missing")
         for name in parts if retire == ["all"] else retire or []:
@@ -72,18 +82,18 @@ def credentials(
     except AuthorityError as error:
         raise fail(str(error)) from error
     out.print(f"wrote {path}: reload nats-server", markup=False, soft_wrap=True)
-    out.print(f"the streams are in the folder jetstream/{authority.account_id()}", markup=False, soft_wrap=True)
+    out.print(f"nats-server keeps the streams in jetstream/{authority.account_id()}", markup=False, soft_wrap=True)
 
 
 def machine(
     pool: Annotated[str, typer.Argument(help="The pool that the machine's workers belong to.")],
     name: Annotated[str, typer.Argument(help="A name for the machine.")],
-    hours: Annotated[float, typer.Option("--hours", min=0.01, help="How long they are valid.")] = 24.0,
+    hours: Annotated[float, typer.Option("--hours", min=0.01, help="Hours until the credentials expire.")] = 24.0,
     folder: FolderOption = None,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Make credentials for the workers of one machine, which expire by themselves. No server needs to be told."""
+    """Create credentials that expire, for the workers of one machine. Servers need no reload."""
     resolved = resolve_config(config, data)
     if pool not in resolved.pools:
         raise fail(f"pools.{pool}: no such pool")

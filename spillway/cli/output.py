@@ -1,4 +1,4 @@
-"""What commands print: tables, objects, secrets and times."""
+"""Output of commands: tables, objects, secrets and times."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -14,7 +14,7 @@ from spillway.cli.context import err, out
 
 TABLE_WIDTH_CHARS: Final = 140
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, as in the admin API.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in the format of the admin API.")]
 View = dict[str, Any]  # an object, as the admin API shows it
 
 _Object = TypeVar("_Object")
@@ -35,7 +35,7 @@ def print_objects(
 
 
 def print_object(view: View, *, as_json: bool) -> None:
-    """Print an object as JSON, or its non-empty fields as lines."""
+    """Print an object as JSON, or its non-empty fields one per line."""
     if as_json:
         out.print_json(data=view)
         return
@@ -47,19 +47,19 @@ def print_object(view: View, *, as_json: bool) -> None:
 
 
 def print_changed(before: View, after: View, *, as_json: bool) -> None:
-    """Print an object after a change, and say so where it is as it was before."""
+    """Print an object after a change, and a note if it is unchanged."""
     print_object(after, as_json=as_json)
     if before == after:
-        err.print("note: nothing was changed", style="yellow")
+        err.print("note: nothing changed", style="yellow")
 
 
 def print_secret(view: View, secret: str, *, as_json: bool) -> None:
-    """Print the secret of an object that has just been made or rotated: alone on stdout, or as JSON the object."""
+    """Print the secret of a new or rotated object: only the secret on stdout, or the whole object as JSON."""
     if as_json:
         out.print_json(data=view)
         return
     out.print(secret, markup=False, soft_wrap=True)
-    err.print(f"[dim]{view['id']}: save it now, it cannot be shown again[/dim]")
+    err.print(f"[dim]{view['id']}: save the secret now; it cannot be shown again[/dim]")
 
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
@@ -67,17 +67,17 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         table.add_row(*map(escape, row))
-    # A pipe has no width, and wrapping by a narrow terminal is better than truncation by rich.
+    # A pipe has no width, and a line that the terminal wraps is better than one that rich truncates.
     Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False).print(table)
 
 
 def local_time(unix_ms: int | None) -> str:
-    """Format a moment in this machine's time zone; empty if there is none."""
+    """Format a time in this machine's time zone; empty for None."""
     return "" if unix_ms is None else f"{datetime.fromtimestamp(unix_ms / 1000).astimezone():%Y-%m-%d %H:%M}"
 
 
 def zoned_time(unix_ms: int | None) -> str:
-    """Format a moment with the name of this machine's time zone; empty if there is none."""
+    """Format a time with the name of this machine's time zone; empty for None."""
     return "" if unix_ms is None else f"{local_time(unix_ms)} {datetime.fromtimestamp(unix_ms / 1000).astimezone():%Z}"
 
 

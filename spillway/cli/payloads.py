@@ -1,4 +1,4 @@
-"""``spillway payloads``: requests and answers stored by consent."""
+"""``spillway payloads``: requests and answers stored with consent."""
 
 from typing import Annotated
 
@@ -15,11 +15,11 @@ from spillway.cli.context import ResolvedConfig, command, out, this_actor
 
 @command
 async def show(
-    request_id: Annotated[str, typer.Argument(help="The request's id, as in its x-request-id header.")],
+    request_id: Annotated[str, typer.Argument(help="The request's id, from its x-request-id header.")],
     *,
     config: ResolvedConfig,
 ) -> None:
-    """Print a request and its answer as JSON, decrypted."""
+    """Decrypt a request and its answer and print them as JSON."""
     sealer = Sealer(parse_keys(config.payload_settings().key))
     async with database(config) as engine:
         payload = await read_payload(engine, request_id, sealer, this_actor())
@@ -29,17 +29,19 @@ async def show(
 @command
 async def delete(
     *,
-    user: Annotated[str | None, typer.Option(help="All of this end user, as in the requests' field `user`.")] = None,
-    key: Annotated[str | None, typer.Option(help="All of this API key: its id or name.")] = None,
-    request: Annotated[str | None, typer.Option(help="The one of this request.")] = None,
+    user: Annotated[
+        str | None, typer.Option(help="All payloads of this end user: the field `user` of the requests.")
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="All payloads of this API key, by id or name.")] = None,
+    request: Annotated[str | None, typer.Option(help="The payload of this request, by id.")] = None,
     config: ResolvedConfig,
 ) -> None:
-    """Delete payloads permanently. Usage and cost of the requests stay; their content does not.
+    """Delete payloads permanently. Usage and cost of the requests are kept.
 
-    Payloads of the last seconds may still be on their way into the database: run it again a minute later.
+    The newest payloads may not be in the database yet. Run the command again after a minute to delete them too.
     """
     if [user, key, request].count(None) != 2:
-        raise typer.BadParameter("give exactly one of --user, --key and --request")
+        raise typer.BadParameter("use exactly one of --user, --key and --request")
     async with database(config) as engine:
         key_id = key
         for known in await list_keys(engine, include_revoked=True) if key is not None else ():

@@ -1,4 +1,4 @@
-"""``spillway queue``: a copy of what exists only in the queue, and its restoration."""
+"""``spillway queue``: back up and restore data that exists only in the queue."""
 
 import shutil
 from pathlib import Path
@@ -20,20 +20,20 @@ COLUMNS: Final = ("stream", "messages", "KiB")
 @command
 async def backup(
     *,
-    folder: Annotated[Path, typer.Argument(help="Folder to create, such as /backups/2026-11-27T2100.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to create, such as /backups/2026-11-27T2100.")],
     as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
     """Copy stored responses, parked records, webhook events, unwritten usage, payloads and dead letters.
 
-    Everything may run meanwhile. The folder appears when the copy is complete; until then it is called FOLDER.partial.
+    You can run it while everything is running. Until the backup is complete, its folder is called FOLDER.partial.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     states: dict[str, State] = {}
     try:
         if folder.exists():
-            raise BackupError(f"{folder} exists already. Name another folder for each backup")
-        shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
+            raise BackupError(f"{folder} already exists. Use a new folder for each backup")
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed backup
         partial.mkdir(mode=0o700, parents=True)
         async with queue_server(config, "spillway queue backup") as bus:
             for stream in COPIED_STREAMS:
@@ -50,11 +50,11 @@ async def backup(
 @command
 async def restore(
     *,
-    folder: Annotated[Path, typer.Argument(help="Folder that `spillway queue backup` has created.")],
+    folder: Annotated[Path, typer.Argument(help="The folder that `spillway queue backup` created.")],
     as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
-    """Create the streams of a backup in an empty queue server, before any gateway starts."""
+    """Restore a backup into an empty queue server. Run it before you start any gateway."""
     states: dict[str, State] = {}
     copies = copies_in(folder)
     try:
@@ -76,7 +76,7 @@ async def _need_absence(bus: Bus, stream: str) -> None:
             return
         raise
     raise BackupError(
-        f"the queue server has a stream {stream} already. Stop the gateways, and restore into an empty queue server"
+        f"the queue server already has the stream {stream}. Stop the gateways and restore into an empty queue server"
     )
 
 

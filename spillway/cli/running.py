@@ -1,4 +1,4 @@
-"""What runs: the gateway, as its probe says, and workers, as their heartbeats and the logs of ``spillway up`` say."""
+"""The running system: the gateway's ``/readyz``, workers' heartbeats, and workers that ``spillway up`` is starting."""
 
 import asyncio
 from collections import deque
@@ -17,29 +17,29 @@ from spillway.children import LOG_LINE_BYTES, event_of, resolved_config_path, ru
 from spillway.config import Config
 from spillway.up import base_url_of
 
-ANSWER_LIMIT_S: Final = 5.0  # of the gateway
+ANSWER_LIMIT_S: Final = 5.0  # for the gateway's answer
 LISTENING_S: Final = 3 * HEARTBEAT_PERIOD_S
 
 
 async def gateway_state(config: Config) -> dict[str, Any] | None:
-    """Return what the configured gateway says of itself; None: none answers."""
+    """Return the ``/readyz`` answer of the configured gateway; None if no gateway answers."""
     try:
         async with httpx.AsyncClient(timeout=ANSWER_LIMIT_S, trust_env=False) as client:
             answer = await client.get(f"{base_url_of(config)}/readyz")
             state: dict[str, Any] = answer.json()
     except (httpx.HTTPError, ValueError):
         return None
-    return state if "models_not_ready" in state else None  # else it is another program
+    return state if "models_not_ready" in state else None  # another program answers at this address
 
 
 async def live_workers(bus: Bus) -> list[Heartbeat]:
-    """Return the last heartbeat of each worker that sends one within ``LISTENING_S``."""
+    """Return the latest heartbeat of each worker that sends one within ``LISTENING_S``."""
     beats: dict[str, Heartbeat] = {}
 
     async def on_beat(message: Msg) -> None:
         try:
             beat = decode_heartbeat(message.data)
-        except ProtocolError:  # the end of one, or of a newer release
+        except ProtocolError:  # a worker's end, or a newer release
             return
         beats[beat.worker_id] = beat
 
@@ -49,7 +49,7 @@ async def live_workers(bus: Bus) -> list[Heartbeat]:
 
 
 def starting_workers(config: Config) -> dict[str, tuple[str, str]]:
-    """Return the pool, and what is waited for, of each worker of the running ``spillway up`` that is not ready yet."""
+    """Return the pool and the last log event, by name, of each worker of ``spillway up`` that is not ready yet."""
     starting: dict[str, tuple[str, str]] = {}
     if not resolved_config_path(config.data_dir).exists():
         return starting

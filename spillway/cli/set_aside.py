@@ -1,4 +1,4 @@
-"""``spillway dead-letters`` and ``spillway parked``: requests that were given up, and usage records not stored yet."""
+"""``spillway dead-letters`` and ``spillway parked``: failed requests, and usage records that are not stored yet."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -23,17 +23,17 @@ async def dead_letters(
     as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
-    """List requests that failed on every worker that tried them, with each attempt's reason.
+    """List requests that failed on every attempt, with the reason of each attempt.
 
-    Prompts and answers are not stored. A dead letter is kept for 30 days. The queue server must be running. The table
-    counts each request's attempts by error code; JSON has every attempt with its worker, reason and tokens.
+    The queue server must be running. Dead letters are kept for 30 days and hold no prompts and no answers. The table
+    counts attempts by error code; --json lists every attempt with its worker, reason and tokens.
     """
     async with queue_server(config, "spillway dead-letters") as bus:
         letters = await newest_dead_letters(bus, limit)
     if as_json:
         out.print_json(data=[_facts(letter) for letter in letters])
     elif letters:
-        columns = ("given up (UTC)", "request", "model", "tenant", "attempts", "reasons")
+        columns = ("failed (UTC)", "request", "model", "tenant", "attempts", "reasons")
         print_table(columns, map(_letter_cells, letters))
     else:
         out.print("no dead letters")
@@ -43,14 +43,14 @@ async def dead_letters(
 async def parked(
     *,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number, oldest first.")] = 20,
-    again: Annotated[bool, typer.Option("--replay", help="Send them to the ledger writers again.")] = False,
+    again: Annotated[bool, typer.Option("--replay", help="Send the records to the ledger writers again.")] = False,
     as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
-    """List usage records that were not understood, or that the database has refused.
+    """List usage records that could not be decoded or that the database rejected.
 
-    A record of a newer release waits here for a ledger writer that understands it and replays it automatically. The
-    queue server must be running. Records that fail again after --replay are parked again.
+    The queue server must be running. A record from a newer release is parked until a ledger writer of that release
+    replays it automatically. A record that fails again after --replay is parked again.
     """
     found: list[ParkedUsage] = []
     async with queue_server(config, "spillway parked") as bus:
@@ -89,7 +89,7 @@ def _letter_cells(letter: DeadLetter) -> tuple[str, ...]:
 
 
 def _summary(record: ParkedUsage) -> str:
-    """Describe a record without understanding it."""
+    """Describe a record from the fields that every release has."""
     try:
         fields: Any = msgspec.msgpack.decode(record.message)[0]
         return f"{fields['type']} {fields['request_id']} of {fields.get('key_id', 'unknown')} (protocol {fields['v']})"

@@ -1,4 +1,4 @@
-"""``spillway fleet simulate`` and ``spillway plan``: what a fleet would have done, and what a month costs."""
+"""``spillway fleet simulate`` and ``spillway plan``: simulate the fleet's policy, and estimate a month's cost."""
 
 import json
 from pathlib import Path
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fleet.simulation.study import Equal
 
 TABLE_WIDTH_CHARS: Final = 150
-# The example of docs/explanation/fleet.md: ten requests a second in twelve busy hours, seven in the others, half a
-# request a second and GPU; machines of eight GPUs at a managed endpoint and on demand, single GPUs on spot markets.
+# The example of docs/explanation/fleet.md: 10 requests/s for 12 busy hours a day, 7 requests/s in the others; each GPU
+# serves 0.5 requests/s; machines of 8 GPUs at a managed endpoint and on demand, single GPUs on spot markets.
 EXAMPLE_PHASES: Final = (Phase(12, 10, 20), Phase(12, 7, 15))
 EXAMPLE_REQUESTS_PER_GPU_S: Final = 0.5
 EXAMPLE_OFFERS: Final = (
@@ -34,38 +34,38 @@ EXAMPLE_OFFERS: Final = (
 def simulate(
     trace: Annotated[
         Path | None,
-        typer.Option(exists=True, help="Requests as Azure publishes them (CSV); default: a made-up, bursty load."),
+        typer.Option(exists=True, help="Request trace in Azure's CSV format. Default: a generated, bursty load."),
     ] = None,
     spot: Annotated[
         Path | None,
-        typer.Option(exists=True, help="Spot machines by zone (JSON of runs); default: always to be had."),
+        typer.Option(exists=True, help="Spot availability by zone (JSON of runs). Default: always available."),
     ] = None,
-    days: Annotated[int, typer.Option(min=2, max=28, help="Length, from a Monday on.")] = 3,
-    scale: Annotated[float, typer.Option(min=0.1, help="Copies of the trace beside each other.")] = 4.0,
+    days: Annotated[int, typer.Option(min=2, max=28, help="Days to simulate; the first is a Monday.")] = 3,
+    scale: Annotated[float, typer.Option(min=0.1, help="Multiplies the traffic.")] = 4.0,
     batch: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of batch work, due a day later.")] = 0.25,
-    tokens_per_s: Annotated[float, typer.Option(min=1, help="Of one machine.")] = 2000.0,
-    start_s: Annotated[float, typer.Option(min=1, help="Until a machine serves.")] = 180.0,
-    spot_usd: Annotated[float, typer.Option(min=0.001, help="USD an hour of a spot machine.")] = 0.92,
-    on_demand_usd: Annotated[float, typer.Option(min=0.001, help="USD an hour of one on demand.")] = 3.06,
+    tokens_per_s: Annotated[float, typer.Option(min=1, help="Throughput of one machine, in tokens/s.")] = 2000.0,
+    start_s: Annotated[float, typer.Option(min=1, help="Seconds from a machine's launch until it serves.")] = 180.0,
+    spot_usd: Annotated[float, typer.Option(min=0.001, help="USD per hour of a spot machine.")] = 0.92,
+    on_demand_usd: Annotated[float, typer.Option(min=0.001, help="USD per hour of an on-demand machine.")] = 3.06,
     hosted_usd: Annotated[
-        float | None, typer.Option(min=0.0, help="USD per million tokens of a hosted API as the last tier.")
+        float | None, typer.Option(min=0.0, help="USD per million tokens of a hosted API, used as the last tier.")
     ] = None,
-    machines: Annotated[int, typer.Option(min=1, help="Spot machines that the market's fullest zone has.")] = 16,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn at random.")] = 1,
-    peers: Annotated[bool, typer.Option(help="Play the policies of others, too.")] = True,
+    machines: Annotated[int, typer.Option(min=1, help="Spot machines in the zone that has the most.")] = 16,
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 1,
+    peers: Annotated[bool, typer.Option(help="Also simulate other autoscalers.")] = True,
     equal_cost: Annotated[
-        bool, typer.Option(help="Play them with as much headroom as makes them as dear as ours, too: some minutes.")
+        bool, typer.Option(help="Also simulate them with the headroom that costs the same as ours. Takes minutes.")
     ] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw what happened as a picture (needs matplotlib).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the last line alone.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Write a chart of the simulation (needs matplotlib).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON object.")] = False,
 ) -> None:
-    """Play days of traffic and spot losses against the fleet's policy: cost, waits, machines, in a minute or so.
+    """Simulate the fleet's policy over days of traffic and spot losses: cost, waits and machines. Takes about a minute.
 
-    Compares it with a fleet fixed at its peak, with other autoscalers, and with
-    the least that somebody who knew everything could have paid. The last line
-    is one JSON object.
+    Compares the policy with a fleet of fixed size, with other autoscalers, and
+    with the lowest possible cost, which needs perfect knowledge of the future.
+    The last line is one JSON object.
     """
-    import numpy as np  # noqa: PLC0415  # what only simulations need
+    import numpy as np  # noqa: PLC0415  # only simulations need it
 
     from fleet.simulation import market as markets  # noqa: PLC0415
     from fleet.simulation import workload as workloads  # noqa: PLC0415
@@ -116,13 +116,13 @@ def simulate(
                 equals[name] = study.at_equal_cost(name, outcomes["spillway"].usd)
                 about = "our" if equals[name].is_equal else "nearest to our"
                 outcomes[f"{name}, at {about} cost"] = equals[name].outcome
-        bar.update(task, description="the clairvoyant optimum")
+        bar.update(task, description="lowest possible cost")
         least: float | None
         try:
             least, why_not = study.least_usd(), ""
         except (ImportError, Unsolved) as error:
             least = None
-            why_not = str(error) if isinstance(error, Unsolved) else f"that needs `{install_command('simulate')}`"
+            why_not = str(error) if isinstance(error, Unsolved) else f"run `{install_command('simulate')}`"
     table = Table(
         "policy", "USD", "x least", "late", "wait p50", "p95", "p99", "p99.9 (s)", "GPU-hours", "lost", "batch missed",
         box=SIMPLE_HEAD,
@@ -141,10 +141,10 @@ def simulate(
     console = Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False, quiet=as_json)
     console.print(table)
     if least is None:
-        console.print(f"the least it could have cost is not computed: {why_not}")
+        console.print(f"lowest possible cost: not computed: {why_not}")
     else:
-        console.print(f"the least it could have cost: {least:,.0f} USD")
-    console.print("".join(f"{name}: {_said_of(equal)}\n" for name, equal in equals.items()), end="")
+        console.print(f"lowest possible cost: {least:,.0f} USD")
+    console.print("".join(f"{name}: {_equal_text(equal)}\n" for name, equal in equals.items()), end="")
     if picture is not None:
         from fleet.simulation.picture import draw  # noqa: PLC0415
 
@@ -153,31 +153,31 @@ def simulate(
     typer.echo(json.dumps({"seed": seed, "least_usd": least, **figures}))
 
 
-def _said_of(equal: "Equal") -> str:
+def _equal_text(equal: "Equal") -> str:
     if equal.is_equal:
-        return f"as dear as ours at a utilisation of {equal.utilisation:.2f}"
-    return f"not within 1 % of our cost; nearest at a utilisation of {equal.utilisation:.2f}"
+        return f"costs the same as ours at a utilization of {equal.utilisation:.2f}"
+    return f"not within 1% of our cost; nearest at a utilization of {equal.utilisation:.2f}"
 
 
 def plan(
     phase: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOURSxREQUESTS", help="Part of a day and its requests a second: 12x10. Repeatable."),
+        typer.Option(metavar="HOURSxREQUESTS", help="Hours of a day and their requests/s: 12x10. Repeatable."),
     ] = None,
     offer: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=USD[/GPUS]", help="A machine: USD an hour, and its GPUs: p5=40.97/8. Repeatable."),
+        typer.Option(metavar="NAME=USD[/GPUS]", help="A machine's USD per hour and GPUs: p5=40.97/8. Repeatable."),
     ] = None,
     requests_per_gpu: Annotated[
-        float, typer.Option(min=1e-6, help="Requests a second that one GPU serves.")
+        float, typer.Option(min=1e-6, help="Requests per second that one GPU serves.")
     ] = EXAMPLE_REQUESTS_PER_GPU_S,
     tokens_per_request: Annotated[
-        float | None, typer.Option(min=1, help="Prompt and output; for the cost of 1,000 tokens.")
+        float | None, typer.Option(min=1, help="Prompt and output tokens per request, for the cost per 1K tokens.")
     ] = None,
-    days: Annotated[float, typer.Option(min=1, help="Of a month.")] = 30.0,
+    days: Annotated[float, typer.Option(min=1, help="Days per month.")] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a month costs, by way of renting machines. Without options: the example of docs/explanation/fleet.md."""
+    """Estimate the monthly cost of each machine offer. Without options: the example in docs/explanation/fleet.md."""
     try:
         phases = EXAMPLE_PHASES if not phase else tuple(_phase(text) for text in phase)
         offers = EXAMPLE_OFFERS if not offer else tuple(_offer(text) for text in offer)
@@ -193,7 +193,7 @@ def plan(
     for one in phases:
         needed = gpus_of(one, requests_per_gpu)
         out.print(f"{one.hours:g} hours a day with {one.requests_per_s:g} requests/s: {needed} GPUs")
-    table = Table("offer", "machines", "USD a month", "USD per 1K tokens", box=SIMPLE_HEAD)
+    table = Table("offer", "machines", "USD per month", "USD per 1K tokens", box=SIMPLE_HEAD)
     for found in costs:
         per_1k = "-" if found.usd_per_1k_tokens is None else f"{found.usd_per_1k_tokens:.6f}"
         table.add_row(found.offer.name, " + ".join(map(str, found.machines)), f"{found.usd:,.0f}", per_1k)
@@ -205,7 +205,7 @@ def _phase(text: str) -> Phase:
     try:
         return Phase(float(hours), float(requests)) if x else Phase(24.0, float(hours))
     except ValueError:
-        raise ValueError(f"--phase {text}: not HOURSxREQUESTS, such as 12x10") from None
+        raise ValueError(f"--phase {text}: must be HOURSxREQUESTS, such as 12x10") from None
 
 
 def _offer(text: str) -> Offer:
@@ -214,4 +214,4 @@ def _offer(text: str) -> Offer:
     try:
         return Offer(name, float(usd), int(gpus or 1))
     except ValueError:
-        raise ValueError(f"--offer {text}: not NAME=USD[/GPUS], such as p5=40.97/8") from None
+        raise ValueError(f"--offer {text}: must be NAME=USD[/GPUS], such as p5=40.97/8") from None

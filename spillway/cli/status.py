@@ -1,4 +1,4 @@
-"""``spillway status``: what runs, on one screen."""
+"""``spillway status``: gateway, queue, ledger and workers on one screen."""
 
 import contextlib
 from collections import Counter
@@ -17,12 +17,12 @@ from spillway.cli.running import gateway_state, live_workers, starting_workers
 from spillway.config import Config
 from spillway.up import base_url_of
 
-QUEUE_LIMIT_S: Final = 3.0  # short: where it does not answer, that is what is shown
+QUEUE_LIMIT_S: Final = 3.0  # short: an unavailable server is reported, not waited for
 
 
 @command
 async def status(*, as_json: JsonOption = False, config: ResolvedConfig) -> None:
-    """Show what runs: gateway, queue, ledger, models, and the workers of each pool with what they wait for."""
+    """Show the status of the gateway, queue, ledger and models, and of each pool's workers."""
     queue, workers = await _queue(config)
     found: dict[str, Any] = {
         "gateway": {"url": base_url_of(config), **(await gateway_state(config) or {"status": "not running"})},
@@ -95,20 +95,20 @@ def _starting(config: Config) -> list[dict[str, Any]]:
 def _print(config: Config, found: dict[str, Any]) -> None:
     gateway, queue, ledger = found["gateway"], found["queue"], found["ledger"]
     lines = [f"gateway  {gateway['url']}: {gateway['status']}"]
-    with contextlib.suppress(KeyError):  # it does not run
+    with contextlib.suppress(KeyError):  # the gateway is not running
         lines[0] += f", {gateway['in_flight']} requests in flight"
         lines += [f"         model {name} is not ready" for name in gateway["models_not_ready"]]
     jobs = unwritten = ""
     if queue["status"] == "ok":
         jobs = ", ".join(f"{count} for {name}" for name, count in queue["waiting_jobs"].items())
         jobs = f", waiting jobs: {jobs or 'none'}"
-        unwritten = f", messages to write: {queue['unwritten_usage']}"
+        unwritten = f", unwritten records: {queue['unwritten_usage']}"
     lines.append(f"queue    {', '.join(queue['servers']) or 'embedded'}: {queue['status']}{jobs}")
     lines.append(f"ledger   {ledger['database']}: {ledger['status']}{unwritten}")
     for line in lines:
         out.print(line, markup=False, soft_wrap=True)
     seen = {worker["pool"] for worker in found["workers"]}
-    none = ((pool, "no worker", "", "", "") for pool in config.pools if pool not in seen)
+    none = ((pool, "no workers", "", "", "") for pool in config.pools if pool not in seen)
     rows = (
         (worker["pool"], worker["worker"], worker["state"], str(worker["running"]), str(worker["free"]))
         for worker in found["workers"]

@@ -1,4 +1,4 @@
-"""``spillway teams`` and ``spillway organisations``: shared limits, and their payers."""
+"""``spillway teams`` and ``spillway organisations``: teams with shared limits, and their organizations."""
 
 from typing import Annotated, Final
 
@@ -13,7 +13,7 @@ from spillway.cli.context import ResolvedConfig, command, this_actor
 from spillway.cli.keys import notify_gateways, print_warnings, warnings_of
 from spillway.cli.output import JsonOption, local_time, print_changed, print_object, print_objects
 
-ReferenceArgument = Annotated[str, typer.Argument(help="The team's or organisation's id or name.")]
+ReferenceArgument = Annotated[str, typer.Argument(help="The team's or organization's id or name.")]
 
 _TEAM_COLUMNS: Final = {
     "id": lambda team: team.team_id,
@@ -31,7 +31,7 @@ _ORGANISATION_COLUMNS: Final = {
 
 @command
 async def create(
-    name: Annotated[str, typer.Argument(help="Unique among the teams.")],
+    name: Annotated[str, typer.Argument(help="A name for the team, unique among teams.")],
     *,
     fields: NewTeam,
     as_json: JsonOption = False,
@@ -78,15 +78,15 @@ async def show(reference: ReferenceArgument, *, as_json: JsonOption = False, con
 
 @command
 async def create_organisation(
-    name: Annotated[str, typer.Argument(help="Unique among the organisations.")],
+    name: Annotated[str, typer.Argument(help="A name for the organization, unique among organizations.")],
     *,
     as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
-    """Create an organisation."""
+    """Create an organization."""
     async with database(config) as engine:
-        made = await teams.create_organisation(engine, name, this_actor())
-    print_object(organisation_view(made), as_json=as_json)
+        created = await teams.create_organisation(engine, name, this_actor())
+    print_object(organisation_view(created), as_json=as_json)
 
 
 @command
@@ -97,7 +97,7 @@ async def rename_organisation(
     as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
-    """Rename an organisation."""
+    """Rename an organization."""
     async with database(config) as engine:
         async with engine.connect() as connection:
             before = await teams.find_organisation(connection, reference)
@@ -107,7 +107,7 @@ async def rename_organisation(
 
 @command
 async def list_organisations(*, as_json: JsonOption = False, config: ResolvedConfig) -> None:
-    """List organisations."""
+    """List organizations."""
     async with database(config) as engine:
         found = await teams.list_organisations(engine)
     print_objects(found, organisation_view, _ORGANISATION_COLUMNS, as_json=as_json)

@@ -23,7 +23,7 @@ from spillway.config import DEMO_MODEL_NAME, DEMO_MODEL_PATH, Config, default_co
 from spillway.up import Running
 from spillway.up import up as run_up
 
-_EXAMPLES: Final[dict[str, tuple[str, dict[str, Any]]]] = {  # by task: the path under /v1, and the body but the model
+_EXAMPLES: Final[dict[str, tuple[str, dict[str, Any]]]] = {  # by task: path under /v1, and body without the model
     "generate": ("chat/completions", {"stream": True, "messages": [{"role": "user", "content": "What is Spillway?"}]}),
     "embed": ("embeddings", {"input": ["a dam", "a river"]}),
     "score": ("rerank", {"query": "What holds water?", "documents": ["a dam", "a bird"]}),
@@ -35,10 +35,11 @@ def up(
     config: ConfigOption = None,
     data: DataOption = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="HTTP port of the gateway (0: any free one).")
+        int | None, typer.Option(min=0, max=65535, help="HTTP port of the gateway. 0: any free port.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Serve this model: a folder, a Hugging Face name, or `scripted` (a fake engine).")
+        str | None,
+        typer.Option(help="The model to serve: a folder, a Hugging Face name, or `scripted` (a fake engine)."),
     ] = None,
     workers: Annotated[int | None, typer.Option(min=0, max=64, help="Workers per pool on this machine.")] = None,
 ) -> None:
@@ -74,24 +75,24 @@ def serve_model(config: Config, model: str) -> Config:
 
 
 def check_local_engines(config: Config) -> None:
-    """Check for missing model folders and missing torch, before anything is started."""
+    """Fail on a missing model folder or missing torch before anything is started."""
     for name, pool in config.pools.items():
         path = getattr(pool.engine, "path", "")
         if path.startswith((".", "/", "~")) and path != str(DEMO_MODEL_PATH) and not Path(path).is_dir():
-            raise fail(f"{path}: no such model folder")
+            raise fail(f"pools.{name}.engine.path: {path}: no such folder")
         if getattr(pool.engine, "path", None) == str(DEMO_MODEL_PATH) and not DEMO_MODEL_PATH.is_dir():
-            raise fail(f"the demo model {DEMO_MODEL_NAME} is not installed here: name another with --model")
+            raise fail(f"the demo model {DEMO_MODEL_NAME} is not installed. Name another model with --model")
         if isinstance(pool.engine, LocalEngineSettings) and pool.workers and find_spec("torch") is None:
-            raise fail(f"pools.{name}: its engine needs torch: {install_command('worker')}")
+            raise fail(f"pools.{name}: its engine needs torch. Run: {install_command('worker')}")
 
 
 def finding_options(paths: Mapping[str, Path | None]) -> str:
-    """Return the options by which other commands find the running system, as they were given."""
+    """Return the given options as text, for other commands to find the running system."""
     return "".join(f" {option} {shlex.quote(str(path))}" for option, path in paths.items() if path is not None)
 
 
 def banner(running: Running) -> str:
-    """Return the facts for a new user, as rich markup."""
+    """Return addresses, key and login for a new user, as rich markup."""
     key = running.api_key or "(created earlier)"
     password = f"{running.admin_password}  (shown only once)" if running.admin_password else "(set earlier)"
     return (
@@ -105,7 +106,7 @@ def banner(running: Running) -> str:
 
 
 def next_commands(running: Running, options: str) -> str:
-    """Return commands for a new user, a line each; ``options``: what each needs to find this system."""
+    """Return commands for a new user, one per line. ``options`` let each command find this system."""
     command = command_name()
     lines = [f"Usage:         {command} usage{options}"]
     if not running.api_key:
@@ -116,7 +117,7 @@ def next_commands(running: Running, options: str) -> str:
 
 
 def command_name() -> str:
-    """Return the command to call this program: its name, or its path where that is not on PATH."""
+    """Return the command that runs this program: its name, or its path if it is not on PATH."""
     beside = Path(sys.executable).with_name("spillway")
     if shutil.which("spillway") or not beside.exists():
         return "spillway"
@@ -124,7 +125,7 @@ def command_name() -> str:
 
 
 def curl_command(running: Running) -> str:
-    """Return a curl command with an example request for the model's task; text is streamed."""
+    """Return a curl command with an example request for the model's task. Text generation streams."""
     path, body = _EXAMPLES[running.task]
     key = running.api_key or "$SPILLWAY_API_KEY"
     return (

@@ -1,4 +1,4 @@
-"""``spillway usage``: requests, tokens, money and latencies."""
+"""``spillway usage``: requests, tokens, cost and latencies."""
 
 import csv
 import dataclasses
@@ -42,34 +42,34 @@ class Format(StrEnum):
 
 def usage(
     by: Annotated[
-        str, typer.Option(help="Group by these, separated by commas: team, key, model, tag, day, month.")
+        str, typer.Option(help="Group by any of team, key, model, tag, day, month; separate them with commas.")
     ] = "model,key,day",
     month: Annotated[
         str | None, typer.Option(help="A calendar month (2026-11), instead of --since and --until.")
     ] = None,
     since: Annotated[
-        datetime | None, typer.Option(help="From this local time on (2026-05-31 or 2026-05-31T12:00:00).")
+        datetime | None, typer.Option(help="From this local time (2026-05-31 or 2026-05-31T12:00:00).")
     ] = None,
     until: Annotated[datetime | None, typer.Option(help="Before this local time.")] = None,
     timezone: Annotated[
         str | None,
-        typer.Option(help="Days, months and times of this zone, such as Asia/Kolkata. Default: this machine's."),
+        typer.Option(help="Time zone of days, months and times, such as Asia/Kolkata. Default: this machine's."),
     ] = None,
     output: Annotated[
         Format,
         typer.Option(
-            "--format", "-f", help="Output format. focus: CSV in the columns of FOCUS, by team, key and model."
+            "--format", "-f", help="Output format. focus: CSV with the FOCUS columns, by team, key and model."
         ),
     ] = Format.TABLE,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Show requests, tokens, money, TTFT, TPOT and queue wait.
+    """Show requests, tokens, cost, TTFT, TPOT and queue wait.
 
-    TTFT: receipt to first token. TPOT: time per output token after the first. Both as medians (p50) and, for TTFT and
-    queue wait, the 95th percentile, in milliseconds. Times within a quarter of an hour are widened to all of it. A
-    request with several tags counts in each.
+    TTFT: receipt to first token. TPOT: time per output token after the first. Latencies are in milliseconds, as medians
+    (p50); TTFT and queue wait also have the 95th percentile. --since and --until are widened to full quarter hours. A
+    request with several tags counts once for each tag.
     """
     groups = _groups(by)
     zone = _zone(timezone)
@@ -93,7 +93,7 @@ def usage(
 async def _focus(
     engine: AsyncEngine, groups: Sequence[UsageBy], span: tuple[int | None, int | None], zone: tzinfo | None
 ) -> list[list[object]]:
-    """Return the rows of a FOCUS file: by day or month, too, where it is grouped by them."""
+    """Return the rows of a FOCUS file, also by day or month if ``groups`` has them."""
     by = (*FOCUS_BY, *(name for name in groups if name in {"day", "month"}))
     async with engine.connect() as connection:
         window = await window_of(connection, *span, zone)
@@ -118,11 +118,11 @@ def _groups(by: str) -> list[UsageBy]:
 def _span(
     month: str | None, since: datetime | None, until: datetime | None, zone: tzinfo | None
 ) -> tuple[int | None, int | None]:
-    """Return from when until when, in Unix milliseconds; None: open."""
+    """Return the start and the end of the period in Unix milliseconds; None: unbounded."""
     if month is None:
         return _unix_ms(since, zone), _unix_ms(until, zone)
     if since is not None or until is not None:
-        raise typer.BadParameter("give either --month or --since and --until", param_hint="--month")
+        raise typer.BadParameter("cannot be combined with --since or --until", param_hint="--month")
     try:
         span = parse_month(month, zone)
     except NoMonth as error:
@@ -153,22 +153,24 @@ def _print(rows: Sequence[UsageRow], groups: Sequence[UsageBy], output: Format) 
         columns.insert(columns.index("charge_nano_usd"), "charge_usd")
         csv.writer(sys.stdout).writerows([columns, *(guarded(record, columns) for record in records)])
     elif not rows:
-        out.print("no requests in this time")
+        out.print("no requests in this period")
     else:
-        # A pipe has no width, and wrapping by a narrow terminal is better than truncation by rich.
+        # A pipe has no width, and a line that the terminal wraps is better than one that rich truncates.
         Console(width=max(out.width, TABLE_WIDTH_CHARS)).print(_table(rows, groups))
 
 
 def _record(row: UsageRow) -> dict[str, Any]:
-    """Return a row with its charge in USD, too: a text, which is exact."""
+    """Return a row with its charge also in USD, as exact decimal text."""
     return {**dataclasses.asdict(row), "charge_usd": usd_text(row.charge_nano_usd)}
 
 
 def _table(rows: Sequence[UsageRow], groups: Sequence[UsageBy]) -> Table:
-    """Build a table of the columns that fit on a line of about 100 characters; the other formats have all."""
+    """Build a table of the columns that fit in about 100 characters. The other formats have all columns."""
     is_tagged = "tag" in groups
     caption = (
-        "a request with several tags counts in each" if is_tagged else "TTFT, TPOT, queue wait: milliseconds, p50 / p95"
+        "a request with several tags counts once for each tag"
+        if is_tagged
+        else "TTFT, TPOT, queue wait: milliseconds, p50 / p95"
     )
     if any(row.estimated for row in rows):
         caption += "\n≈: some of these tokens are estimated"

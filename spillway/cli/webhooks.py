@@ -1,4 +1,4 @@
-"""``spillway webhooks``: endpoints of teams, their secrets, and what was delivered to them."""
+"""``spillway webhooks``: webhook endpoints of teams, their secrets and their deliveries."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -20,29 +20,31 @@ from spillway.config import Config
 
 IdArgument = Annotated[str, typer.Argument(help="The endpoint's id.")]
 EventsOption = Annotated[
-    list[str] | None, typer.Option("--event", "-e", help=f"A type of event, repeatable: {', '.join(EVENT_TYPES)}.")
+    list[str] | None, typer.Option("--event", "-e", help=f"An event type. Repeatable: {', '.join(EVENT_TYPES)}.")
 ]
 
 
 @command
 async def create(
-    url: Annotated[str, typer.Argument(help="Where events are sent: an https URL with a public address.")],
+    url: Annotated[str, typer.Argument(help="The URL that receives events: https, with a public address.")],
     *,
     event: EventsOption = None,
     team: Annotated[str, typer.Option("--team", "-t", help="The team's id or name.")] = DEFAULT_TEAM_ID,
     as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
-    """Create an endpoint of a team, by default for all types of events. Its secret is shown once."""
+    """Create an endpoint for a team, by default for all event types. Its secret is shown once."""
     async with _endpoints(config) as (_, endpoints):
-        made, secret = await endpoints.create(team, url, event or EVENT_TYPES, this_actor())
-    print_secret(endpoint_view(made, secret), secret, as_json=as_json)
+        created, secret = await endpoints.create(team, url, event or EVENT_TYPES, this_actor())
+    print_secret(endpoint_view(created, secret), secret, as_json=as_json)
 
 
 @command
 async def list_(
     *,
-    team: Annotated[str | None, typer.Option("--team", "-t", help="Of this team alone, by id or name.")] = None,
+    team: Annotated[
+        str | None, typer.Option("--team", "-t", help="Only endpoints of this team, by id or name.")
+    ] = None,
     as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
@@ -66,7 +68,8 @@ async def update(
     url: Annotated[str | None, typer.Option(help="A new URL.")] = None,
     event: EventsOption = None,
     enabled: Annotated[
-        bool | None, typer.Option("--enable/--disable", help="Send events to it, or give up what waits for it.")
+        bool | None,
+        typer.Option("--enable/--disable", help="Resume deliveries, or stop them and discard waiting events."),
     ] = None,
     as_json: JsonOption = False,
     config: ResolvedConfig,
@@ -85,7 +88,7 @@ async def rotate(
     endpoint: IdArgument,
     *,
     grace_s: Annotated[
-        int, typer.Option(help="For how many seconds deliveries are signed by the previous secret, too.")
+        int, typer.Option(help="Seconds for which deliveries are also signed with the previous secret.")
     ] = DEFAULT_GRACE_S,
     as_json: JsonOption = False,
     config: ResolvedConfig,
@@ -100,20 +103,22 @@ async def rotate(
 async def send_test(
     endpoint: IdArgument,
     *,
-    event: Annotated[str | None, typer.Option("--event", "-e", help="Its type. Default: the endpoint's first.")] = None,
+    event: Annotated[
+        str | None, typer.Option("--event", "-e", help="The event's type. Default: the endpoint's first type.")
+    ] = None,
     config: ResolvedConfig,
 ) -> None:
-    """Send an event about an object that does not exist; `deliveries` shows how it went."""
+    """Send a test event about an object that does not exist. `deliveries` shows the outcome."""
     async with _endpoints(config) as (_, endpoints):
         event_id = await endpoints.send_test(endpoint, event, this_actor())
-    out.print(f"{event_id} is on its way", markup=False)
+    out.print(f"{event_id} is queued for delivery", markup=False)
 
 
 @command
 async def deliveries(
     endpoint: IdArgument,
     *,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number, newest first.")] = 20,
     as_json: JsonOption = False,
     config: ResolvedConfig,
 ) -> None:
@@ -125,7 +130,7 @@ async def deliveries(
 
 @command
 async def delete(endpoint: IdArgument, *, config: ResolvedConfig) -> None:
-    """Delete an endpoint with all that is known of its deliveries."""
+    """Delete an endpoint and the records of its deliveries."""
     async with _endpoints(config) as (_, endpoints):
         gone = await endpoints.delete(endpoint, this_actor())
     out.print(f"deleted {gone.endpoint_id} ({gone.url})", markup=False, soft_wrap=True)

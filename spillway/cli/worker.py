@@ -1,6 +1,6 @@
-"""``spillway worker``: one worker of a pool, described by the configuration, by options, or by both.
+"""``spillway worker``: one worker of a pool, configured by the configuration file, by options, or by both.
 
-Options take precedence over environment variables, and these over the file. A sidecar of a server needs no file.
+Options take precedence over environment variables, and variables over the file. A sidecar of a server needs no file.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from spillway.cli.context import ConfigOption, DataOption, ReadyFileOption, reso
 from spillway.config import Config
 
 SERVER: Final = "An inference server beside the worker (sidecar)"
-POOL: Final = "The pool, where no configuration describes it"
+POOL: Final = "The pool, if no configuration file describes it"
 LOCAL_URL: Final = f"http://127.0.0.1:{PORT_PLACE}"
 
 
@@ -28,7 +28,7 @@ def worker(
         str | None,
         typer.Option(
             envvar="SPILLWAY_ENGINE_URL",
-            help="The server's address: http://localhost:8000.",
+            help="The server's URL, such as http://localhost:8000.",
             rich_help_panel=SERVER,
         ),
     ] = None,
@@ -36,7 +36,7 @@ def worker(
         str | None,
         typer.Option(
             envvar="SPILLWAY_ENGINE_KIND",
-            help="Its kind: vllm, sglang, llamacpp, … Default: the pool's, else detected.",
+            help="The server's kind: vllm, sglang, llamacpp, … Default: the pool's kind, or else detected.",
             rich_help_panel=SERVER,
         ),
     ] = None,
@@ -46,7 +46,7 @@ def worker(
             "--exec",
             metavar="COMMAND",
             envvar="SPILLWAY_EXEC",
-            help="Start and supervise the server. {port} becomes a free port, here and in --engine-url.",
+            help="Start and supervise the server. {port} is replaced by a free port, here and in --engine-url.",
             rich_help_panel=SERVER,
         ),
     ] = None,
@@ -54,7 +54,7 @@ def worker(
         str | None,
         typer.Option(
             envvar="SPILLWAY_TOKENIZER",
-            help="The model's folder, or its tokenizer.json.",
+            help="The model's folder or its tokenizer.json.",
             rich_help_panel=SERVER,
         ),
     ] = None,
@@ -62,7 +62,7 @@ def worker(
         list[str] | None,
         typer.Option(
             envvar="SPILLWAY_MODEL",
-            help="The model's public name, which the gateway must also have. Repeatable.",
+            help="The model's public name. The gateway's configuration must have it too. Repeatable.",
             rich_help_panel=POOL,
         ),
     ] = None,
@@ -70,7 +70,7 @@ def worker(
         list[str] | None,
         typer.Option(
             envvar="SPILLWAY_NATS_URL",
-            help="The queue: tls://user:password@host:4222. Repeatable. With a password, use the variable.",
+            help="URL of the queue server: tls://host:4222. Repeatable. Pass a URL with a password in the variable.",
             rich_help_panel=POOL,
         ),
     ] = None,
@@ -85,19 +85,19 @@ def worker(
         ),
     ] = None,
     machine: Annotated[
-        str, typer.Option(envvar="SPILLWAY_MACHINE", help="The machine's id, where the fleet controller launched it.")
+        str, typer.Option(envvar="SPILLWAY_MACHINE", help="The machine's id, if the fleet controller launched it.")
     ] = "",
     ready_file: ReadyFileOption = None,
 ) -> None:
-    """Run one worker of a pool, which pulls jobs for its engine. Only needs an outbound connection to NATS.
+    """Run one worker of a pool. It pulls jobs for its engine and needs only an outbound connection to NATS.
 
     Beside a running inference server (sidecar):
 
     spillway worker --pool runpod --engine-url http://localhost:8000
 
-    Supervising the server: the worker starts it, copies its log, restarts it
-    when it dies or hangs (jobs are handed back meanwhile), and ends it after
-    the last job of a drain:
+    As the supervisor of the server: the worker starts it, copies its log,
+    restarts it when it dies or hangs (its jobs are handed back), and stops it
+    after the last job of a drain:
 
     spillway worker --pool runpod --exec "vllm serve /model --port {port}"
 
@@ -107,9 +107,9 @@ def worker(
     --pool laptop --model llama-8b --tokenizer /models/llama-8b
     --engine-url http://localhost:8080
 
-    SIGTERM and SIGINT drain: running jobs end or are handed back; a second
-    signal hands them back immediately. Exit code 1: the engine is lost, and its
-    jobs have been handed back; the supervisor should restart the worker.
+    SIGTERM and SIGINT drain the worker: running jobs finish or are handed back.
+    A second signal hands them back immediately. Exit code 1 means that the
+    engine was lost and its jobs were handed back: restart the worker.
     """
     with logs.configured(f"worker {pool}"):
         engine = {"url": engine_url, "kind": engine_kind, "exec": exec_, "tokenizer": tokenizer}
@@ -132,7 +132,7 @@ def _of_pool(engine: dict[str, str | None], models: list[str], settings: list[st
         path, equals, value = text.partition("=")
         *sections, key = path.split(".")
         if not equals or not all((*sections, key)):
-            raise typer.BadParameter(f"{text!r} is not KEY=VALUE of a pool's settings", param_hint="--set")
+            raise typer.BadParameter(f"{text!r} is not KEY=VALUE, where KEY is a key of the pool", param_hint="--set")
         target = given
         for section in sections:
             target = target.setdefault(section, {})
@@ -149,7 +149,7 @@ def _resolve(
     engine = given.get("engine", {})
     if not {"url", "exec"} & set(engine):
         return resolve_config(config, data, overrides)
-    # Defaults of a server, for keys that neither the options nor the configuration have.
+    # Defaults for keys that neither the options nor the configuration set.
     server = {"kind": DETECTED}
     if PORT_PLACE in engine.get("exec", ""):
         server["url"] = LOCAL_URL

@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-NO_FLEET = "no pool has a [pools.<name>.fleet] section: nothing is controlled here"
+NO_FLEET = "no pool has a [pools.<name>.fleet] section: there is no fleet to control"
 
 
 @pytest.mark.parametrize("command", ["status", "explain"])
@@ -86,7 +86,10 @@ def test_status_and_explain_of_a_pool(folder: Path) -> None:
     code, said = spillway("explain", "a-pool-with-a-rather-long-name")
     assert "1 worker: nothing waits" in said
     assert "machine m-1 at b is serving: it serves" in said
-    assert spillway("explain", "other") == (1, "error: there is no pool 'other', but: a-pool-with-a-rather-long-name\n")
+    assert spillway("explain", "other") == (
+        1,
+        "error: pools.other: no such pool; defined pools: a-pool-with-a-rather-long-name\n",
+    )
 
 
 async def _fill(url: str, pool: str) -> None:

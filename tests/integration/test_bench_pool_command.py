@@ -118,7 +118,7 @@ def test_what_a_servers_memory_holds_is_recommended_and_not_passed(configured: C
         done = bench(*configured(**of_server(replay)), *SMALL, "--batch", "1,8")
     assert done.exit_code == 0
     assert pasted(done.stdout)["max_kv_tokens"] == 80
-    assert "skipped: 8 + 4 tokens, batch 8: the engine's memory holds 80 tokens" in words(done.stderr)
+    assert "skipped: 8 + 4 tokens, batch 8: the engine's KV memory holds 80 tokens" in words(done.stderr)
 
 
 def test_an_api_is_asked_in_messages_and_counts_itself(configured: Callable[..., list[str]]) -> None:
@@ -130,7 +130,7 @@ def test_an_api_is_asked_in_messages_and_counts_itself(configured: Callable[...,
         unpaid = bench(*asked, *SMALL, answer="n\n")
         assert unpaid.exit_code == 1
         assert replay.bodies == []
-        assert "pools.p is a hosted API: you will pay for 224 prompt tokens and 80 new ones" in words(unpaid.stderr)
+        assert "pools.p is a hosted API. You pay for 224 prompt tokens and 80 new tokens" in words(unpaid.stderr)
         done = bench(*asked, *SMALL, "--yes", "--json", "-")
         assert done.exit_code == 0, done.output
         assert {body["model"] for body in replay.bodies} == {"m-1"}
@@ -160,7 +160,7 @@ def test_what_was_done_in_time_counts(configured: Callable[..., list[str]], monk
     assert done.exit_code == 0
     report = json.loads(done.stdout)
     assert [(row["prompt_tokens"], row["batch"]) for row in report["rows"]] == [(8, 1), (16, 1)]
-    assert [one["reason"] for one in report["skipped"]] == ["no time was left of 300 s (--seconds)"] * 2
+    assert [one["reason"] for one in report["skipped"]] == ["not started: 300 s for all loads (--seconds) are over"] * 2
 
 
 def test_what_does_not_fit_is_skipped(configured: Callable[..., list[str]]) -> None:
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_skipped(configured: Callable[..., list[str]]) -> N
     done = bench(*pool, "--prompt-tokens", "8,17", "--batch", "1,2,3", "--new-tokens", "4")
     assert done.exit_code == 0
     said = words(done.stderr)
-    assert "skipped: 17 + 4 tokens, batch 1: one request has at most 20 tokens" in said
+    assert "skipped: 17 + 4 tokens, batch 1: a request can have at most 20 tokens" in said
     assert "skipped: 8 + 4 tokens, batch 3: the engine runs 2 concurrently" in said
 
 

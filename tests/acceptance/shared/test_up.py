@@ -123,7 +123,7 @@ def test_a_missing_model_folder_and_an_unwritable_data_folder_are_told_at_once(t
     occupied = tmp_path / "file"
     occupied.touch()
     said = refused_up("--port", "0", "--data", str(tmp_path / "data"), "--model", "/no/such/folder")
-    assert "/no/such/folder: no such model folder" in said
+    assert "/no/such/folder: no such folder" in said
     said = refused_up("--port", "0", "--data", str(occupied / "data"), "--model", "scripted")
     assert f"cannot write to the data folder {occupied}/data" in said
 

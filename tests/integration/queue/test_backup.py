@@ -125,6 +125,6 @@ async def test_a_backup_that_fails_leaves_nothing(nats_url: str, tmp_path: Path)
 
 async def test_no_backup_is_overwritten_and_nothing_else_is_taken_for_one(nats_url: str, tmp_path: Path) -> None:
     done = await run(nats_url, "backup", str(tmp_path))
-    assert (done.exit_code, "exists already" in done.output) == (1, True)
+    assert (done.exit_code, "already exists" in done.output) == (1, True)
     done = await run(nats_url, "restore", str(tmp_path))
     assert (done.exit_code, "is not a backup" in done.output) == (1, True)

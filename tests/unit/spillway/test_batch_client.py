@@ -48,7 +48,7 @@ def test_what_may_work_later_is_tried_again_and_told() -> None:
     busy = says(503, {"error": {"message": "no room", "code": "overloaded"}})
     client, asked = client_of(gone, busy, says(200, {"id": "batch_1"}))
     troubles: list[str] = []
-    client.on_trouble = troubles.append
+    client.on_retry = troubles.append
     assert client.retrieve("batch_1") == {"id": "batch_1"}
     assert len(asked) == 3
     assert troubles == ["http://gateway does not answer: connection lost", "503 overloaded: no room"]
@@ -63,7 +63,7 @@ def test_what_may_work_later_is_tried_again_and_told() -> None:
         (says(429, {"error": {"message": "spent"}}, **{"x-should-retry": "false"}), "429: spent"),
         (says(401, {"error": "who?"}), "401: who?"),
         (lambda _: httpx.Response(400, text="<html>"), "400: <html>"),
-        (lambda _: httpx.Response(200, text="<html>"), "no API like OpenAI's"),
+        (lambda _: httpx.Response(200, text="<html>"), "is not an OpenAI-compatible API"),
     ],
 )
 def test_what_cannot_work_later_is_an_error_at_once(answer: Answer, message: str) -> None:
@@ -76,7 +76,7 @@ def test_what_cannot_work_later_is_an_error_at_once(answer: Answer, message: str
 
 def test_patience_ends() -> None:
     client, asked = client_of(gone)
-    client.patience_s = 0.1
+    client.retry_limit_s = 0.1
     with pytest.raises(BatchApiError, match="does not answer"):
         client.retrieve("batch_1")
     assert asked
@@ -96,7 +96,7 @@ def test_a_download_that_breaks_off_is_begun_again_and_leaves_no_half(tmp_path: 
     assert (tmp_path / "out").read_bytes() == b"whole"
     assert told[-1] == (5, 5)
     client, _ = client_of(broken)
-    client.patience_s = 0.1
+    client.retry_limit_s = 0.1
     with pytest.raises(BatchApiError):
         client.download("file-1", tmp_path / "other", lambda *_: None)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

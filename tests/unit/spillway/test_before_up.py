@@ -65,7 +65,7 @@ def test_a_host_that_is_no_host_is_refused(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid"])
 def test_an_address_of_another_machine_is_told(host: str) -> None:
-    with pytest.raises(UpError, match=r"set \[gateway\] host to an address of this machine"):
+    with pytest.raises(UpError, match=r"Set gateway\.host to an address of this machine"):
         _check_port_is_free(host, 8000)
 
 
@@ -73,7 +73,7 @@ def test_a_missing_torch_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(typer.Exit):
         check_local_engines(default_config(env={}))
-    assert "pools.local: its engine needs torch: pip install 'spillway-gateway[worker]'" in capsys.readouterr().err
+    assert "pools.local: its engine needs torch. Run: pip install 'spillway-gateway[worker]'" in capsys.readouterr().err
     check_local_engines(default_config(env={}, model="scripted"))
 
 

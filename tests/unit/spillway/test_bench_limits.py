@@ -67,7 +67,7 @@ def test_a_batch_that_is_fast_again_above_one_that_is_not_does_not_count() -> No
 def test_nothing_is_recommended_that_breaks_the_bound_or_was_not_judged() -> None:
     slow = found(row(128, 1, 80, 100), *LONG)
     assert slow.max_sequences is None
-    assert "# max_sequences: not even the smallest batch stays within 50 ms at every length" in slow.as_lines()
+    assert "# max_sequences: the smallest batch exceeds 50 ms at some length" in slow.as_lines()
     single_token = found(row(128, 1, None, 100))
     assert single_token.max_sequences is None
     assert "# max_sequences: no usable result" in single_token.as_lines()
@@ -95,7 +95,7 @@ def test_what_holds_at_each_length_is_said() -> None:
     assert lines[:3] == [
         "# Concurrent requests within 50 ms per token (TPOT p99):",
         "#   128 + 64 tokens: 32 (45.0 ms, 1,500 tokens/s); 64: 70.0 ms",
-        "#   4,096 + 64 tokens: 8 (49.0 ms, 950 tokens/s); 1 bring as many tokens/s; 32: 120.0 ms",
+        "#   4,096 + 64 tokens: 8 (49.0 ms, 950 tokens/s); same tokens/s with 1; 32: 120.0 ms",
     ]
 
 

@@ -24,8 +24,8 @@ from spillway.up import _resolve
 from tests.waiting import HANGS_S
 
 FILE = 'data_dir = "data"\n[gateway]\nport = 0\n[models.m]\n'
-NOTE = "note: no running gateway could be told of this change: "
-TIME = ". Gateways that are running apply it within 30 s."
+NOTE = "note: no running gateway could be notified: "
+TIME = ". Running gateways apply this change within 30 s."
 
 
 def spillway(*arguments: str) -> Result:
@@ -193,7 +193,7 @@ async def test_a_gateway_that_does_not_confirm_is_not_taken_for_one_that_has(fol
     done = await asyncio.to_thread(spillway, "keys", "create", "a", "--config", "spillway.toml")
     async with asyncio.timeout(HANGS_S):
         await heard.wait()
-    assert done.stderr.endswith(f"{NOTE}none has confirmed it within {keys.NOTIFY_LIMIT_S:g} s{TIME}\n")
+    assert done.stderr.endswith(f"{NOTE}no gateway confirmed within {keys.NOTIFY_LIMIT_S:g} s{TIME}\n")
     await bus.close()
 
 
@@ -210,7 +210,7 @@ async def test_only_inboxes_are_answered(folder: Path, nats_url: str) -> None:
         await bus.close()
 
 
-NOTHING = "note: nothing was changed\n"
+NOTHING = "note: nothing changed\n"
 
 
 def test_what_changes_nothing_is_said(folder: Path) -> None:

@@ -19,18 +19,21 @@ ENGINE = 'engine = { kind = "spillway", path = "x" }\n'
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "models: is missing. Each model that callers may name has a section, for example: [models.my-model]"),
+        ("", "models: is missing. Add a section for each model that clients can request. Example: [models.my-model]"),
         (POOL, 'pools.p.engine: is missing. Example: engine = { kind = "vllm", url = "http://127.0.0.1:8001"'),
         (POOL + 'engine = { kind = "openai_chat" }', "pools.p.engine.profile: is missing. Choose from: openai, azure,"),
-        (POOL + 'engine = { kind = "vlm" }', "pools.p.engine: 'vlm' is not a kind. Choose from: spillway, scripted,"),
-        (POOL + "engine = {}", "pools.p.engine: 'kind' is required: spillway, scripted,"),
+        (POOL + 'engine = { kind = "vlm" }', "pools.p.engine: unknown kind 'vlm'. Choose from: spillway, scripted,"),
+        (POOL + "engine = {}", "pools.p.engine: 'kind' is required. Choose from: spillway, scripted,"),
         (
             POOL + ENGINE + 'tier = "spott"',
-            "pools.p.tier: 'spott' is not possible. Choose from: spot, reserved, on-demand",
+            "pools.p.tier: invalid value 'spott'. Choose from: spot, reserved, on-demand",
         ),
         (POOL.replace('["m"]', '"m"') + ENGINE, 'pools.p.models: must be a list, such as ["a", "b"]'),
         (POOL + ENGINE + "fleet = {}", 'pools.p.fleet.driver: is missing. Example: driver = { kind = "static" }'),
-        (POOL + ENGINE + "fleet = { driver = {} }", "pools.p.fleet.driver: 'kind' is required: static, process, ec2,"),
+        (
+            POOL + ENGINE + "fleet = { driver = {} }",
+            "pools.p.fleet.driver: 'kind' is required. Choose from: static, process, ec2,",
+        ),
         (
             POOL + ENGINE + 'fleet = { driver = { kind = "process", x = 1 } }',
             "pools.p.fleet.driver.x: unknown key; valid keys: kind,",

@@ -155,7 +155,7 @@ def test_a_masked_secret_stops_the_start(tmp_path: Path, where: str, section: st
     if where.endswith("api_key") and mask != mask.strip():
         assert f"{where}: must be printable ASCII without leading or trailing white space" in str(refused.value)
         return
-    assert f"{where}: is masked ({mask!r})" in str(refused.value)
+    assert f"{where}: {mask!r} is a masked secret" in str(refused.value)
     assert str(refused.value).endswith(variable)
 
 
@@ -195,7 +195,7 @@ def test_a_variable_in_the_file_is_refused_with_the_one_to_set(
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, f'[models.m]\ntokenizer = "t"\n{text.replace("VALUE", json.dumps(value))}')
     variable = "SPILLWAY_" + keys.replace("gpt-4.o", "gpt_4_o").replace("x-api-", "x_api_").replace(".", "__").upper()
-    assert f"{keys}: {named!r} names a variable" in str(refused.value)
+    assert f"{keys}: {named!r} is a variable" in str(refused.value)
     assert "S3cret" not in str(refused.value)
     assert str(refused.value).endswith(f"set the environment variable {variable}")
 

@@ -39,7 +39,7 @@ def test_a_folder_of_ours_is_closed(tmp_path: Path, mode: int, content: str) -> 
 @pytest.mark.parametrize(
     ("mode", "content", "reason"),
     [
-        (0o755, "diary", "holds files that are not Spillway's"),
+        (0o755, "diary", "contains files that Spillway did not create"),
         (0o777, "run", "every user can write"),
         (0o1777, "", "every user can write"),
     ],
@@ -62,7 +62,9 @@ def test_a_folder_of_another_owner_is_refused(tmp_path: Path, monkeypatch: pytes
 
     tmp_path.chmod(0o755)
     monkeypatch.setattr(Path, "chmod", not_permitted)
-    with pytest.raises(DataFolderError, match="closing it failed: Operation not permitted; let its owner run"):
+    with pytest.raises(
+        DataFolderError, match="its mode cannot be changed: Operation not permitted. Ask its owner to run"
+    ):
         open_data_folder(tmp_path)
 
 

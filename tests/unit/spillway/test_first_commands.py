@@ -56,7 +56,7 @@ def test_there_is_a_choice_for_each_template() -> None:
 def test_nothing_is_overwritten() -> None:
     Path("spillway.toml").write_text("mine")
     refused = spillway("init")
-    said = "error: spillway.toml exists already: name another file with --output\n"
+    said = "error: spillway.toml already exists. Name another file with --output\n"
     assert (refused.exit_code, refused.stderr) == (1, said)
     assert Path("spillway.toml").read_text() == "mine"
     assert "no/such.toml: No such file or directory" in spillway("init", "--output", "no/such.toml").stderr
@@ -120,8 +120,8 @@ def test_what_does_not_run_is_said() -> None:
     found = json.loads(spillway("status", "--json").stdout)
     assert found["gateway"] == {"url": "http://127.0.0.1:1", "status": "not running"}
     assert found["queue"] == {"servers": [], "status": "not running"}
-    assert found["ledger"]["status"].startswith("unavailable: database.url: there is no ")
+    assert found["ledger"]["status"].startswith("unavailable: database.url: ")
     assert found["workers"] == []
     said = spillway("status").stdout
     assert "gateway  http://127.0.0.1:1: not running\n" in said
-    assert "p     no worker" in said
+    assert "p     no workers" in said

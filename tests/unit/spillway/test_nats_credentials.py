@@ -130,5 +130,5 @@ def test_plaintext_leaves_this_machine_only_where_that_is_allowed(tmp_path: Path
     if is_taken:
         load_config(path, {})
     else:
-        with pytest.raises(ConfigError, match="unencrypted: use tls://, or set nats.allow_plaintext = true"):
+        with pytest.raises(ConfigError, match="unencrypted. Use tls://, or set nats.allow_plaintext = true"):
             load_config(path, {})

@@ -133,7 +133,7 @@ def test_an_endpoint_that_cannot_be_used_is_noted(tmp_path: Path, env: dict[str,
     assert load(tmp_path, "", env).telemetry.otlp_endpoint is None
     checked = CliRunner().invoke(app, ["config", "check", str(tmp_path / "spillway.toml")], env=env)
     assert checked.exit_code == 0
-    assert "note: OTEL_EXPORTER_OTLP_ENDPOINT is ignored: traces are sent by OTLP over HTTP" in checked.output
+    assert "note: OTEL_EXPORTER_OTLP_ENDPOINT is ignored: only OTLP over HTTP is supported" in checked.output
 
 
 def test_without_the_extra_opentelemetrys_endpoint_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

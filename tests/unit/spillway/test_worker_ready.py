@@ -45,15 +45,15 @@ async def waited(*looks: dict[str, Any] | str, early_s: float = 0.0) -> tuple[li
 async def test_what_it_waits_for_is_said_once() -> None:
     said, starts = await waited("", "not ready", "not ready", "loading", {"task": "generate"})
     assert said == [
-        "worker-gpu-1: starting: not ready (its log: gpu.log)",
-        "worker-gpu-1: starting: loading (its log: gpu.log)",
+        "worker-gpu-1: starting: not ready (log: gpu.log)",
+        "worker-gpu-1: starting: loading (log: gpu.log)",
     ]
     assert starts == 0
 
 
 async def test_one_that_gave_up_its_engine_is_started_again() -> None:
     said, starts = await waited("ended", {"task": "generate"})
-    assert said == ["worker-gpu-1 ended while starting\n  starting it again"]
+    assert said == ["worker-gpu-1 ended while starting\n  restarting it"]
     assert starts == 1
 
 

@@ -69,7 +69,7 @@ async def test_all_that_one_does_with_a_batch(gateway: GatewayUnderTest, tmp_pat
     assert (over.exit_code, "Cannot cancel a batch" in over.stderr) == (1, True)
     taken = await batch("download", batch_id, "--output", str(tmp_path / "again"))
     said = " ".join(taken.stderr.replace("│", " ").split())  # a box, whose lines break where the path lets them
-    assert (taken.exit_code, "is there already" in said) == (2, True)
+    assert (taken.exit_code, "already exists" in said) == (2, True)
 
 
 async def test_failed_lines_are_an_error_that_says_where_to_look(gateway: GatewayUnderTest, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ async def test_failed_lines_are_an_error_that_says_where_to_look(gateway: Gatewa
     out = tmp_path / "out.jsonl"
     done = await batch("submit", file, "--wait", "--output", str(out))
     assert done.exit_code == 1
-    assert "1 of 2 lines have no answer; why: " in done.stderr
+    assert "1 of 2 lines failed; errors: " in done.stderr
     assert "out.errors.jsonl" in done.stderr
     assert (read(out), read(tmp_path / "out.errors.jsonl")) == ({"good"}, {"bad"})
     batch_id = done.stdout.split()[0]
@@ -109,7 +109,7 @@ async def test_a_batch_is_cancelled(gateway: GatewayUnderTest, tmp_path: Path) -
     assert (early.exit_code, "has no answers yet: it is" in early.stderr) == (1, True)
     assert f"{batch_id} is cancelling" in (await batch("cancel", batch_id)).stdout
     over = await batch("show", batch_id, "--wait")
-    assert (over.exit_code, "is cancelled, and 1 of 1 lines have no answer" in over.stderr) == (1, True)
+    assert (over.exit_code, "is cancelled: 1 of 1 lines failed" in over.stderr) == (1, True)
 
 
 async def test_waiting_outlasts_the_gateway(start_gateway: Start, tmp_path: Path) -> None:
