@@ -1,11 +1,11 @@
 #!/bin/sh
-# Write .env for docker-compose.yml: env.example with a random secret of 256 bits behind every empty name.
+# Write .env for docker-compose.yml: env.example with a random 256-bit secret for each empty variable.
 set -eu
 cd "$(dirname "$0")"
 target="${1:-../../.env}"
 
 if [ -e "$target" ]; then
-  echo "$target is there already; its secrets are in use, so it stays as it is." >&2
+  echo "$target already exists and its secrets are in use: not overwritten." >&2
   exit 1
 fi
 
@@ -19,7 +19,7 @@ while IFS= read -r line; do
   printf '%s\n' "$line"
 done <env.example >"$draft"
 mv "$draft" "$target"
-# Containers read these as users without rights. Under umask 077 only the checkout's owner could.
+# Containers read these files as unprivileged users. A checkout under umask 077 would deny them.
 chmod a+r spillway.toml ../haproxy/haproxy.cfg
 chmod -R a+rX ../prometheus ../grafana
-echo "Wrote $target. Keep a copy where backups live: the passwords and API keys depend on it."
+echo "Wrote $target. Keep a copy with your backups: without it, passwords and API keys are lost."

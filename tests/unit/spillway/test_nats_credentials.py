@@ -86,7 +86,7 @@ def revoked(folder: Path) -> dict[str, int]:
 
 def test_a_machines_credentials_expire_and_name_its_workers(config: Path) -> None:
     given = ["nats", "machine", "pool a", "box7", "--folder", str(config.with_name("keys")), "--config", str(config)]
-    assert "run `spillway nats credentials` first" in CliRunner().invoke(app, given).output
+    assert "Run `spillway nats credentials` first" in CliRunner().invoke(app, given).output
     run(config, "credentials")
     path = Path(run(config, "machine", "pool a", "box7", "--hours", "2").strip())
     jwt = path.read_text().splitlines()[1]
