@@ -1,15 +1,15 @@
-"""Why something is refused: a code, a message, the field that it is about. What HTTP makes of it: ``api/errors.py``.
+"""Refusals: a code, a message, and the field at fault. ``api/errors.py`` maps them to HTTP.
 
 Refused                       internal_error
 ├── BadRequest
 │   ├── MalformedHttp             malformed_http
-│   ├── MalformedJson             the body is no JSON
-│   ├── InvalidParameter          a field is wrong, or cannot be honoured
+│   ├── MalformedJson             the body is not JSON
+│   ├── InvalidParameter          a field is invalid or not supported
 │   └── ContextLengthExceeded     context_length_exceeded
 ├── …                             one for each code below
 └── RequestFailed                 a Failure of an admitted request
 
-ClientDisconnected                nobody is left to be told
+ClientDisconnected                no client is left to receive an answer
 """
 
 from collections.abc import Mapping
@@ -30,15 +30,15 @@ class RateStatus(Struct, frozen=True):
 
     limit: int
     remaining: int
-    reset_s: float  # until it is not used at all, if no more comes
+    reset_s: float  # until the limit is completely unused again
 
 
 class Refused(Exception):
     """The server had an internal error."""
 
     code: str | None = "internal_error"
-    other_codes: tuple[str, ...] = ()  # that one may have instead
-    rates: Mapping[Kind, RateStatus] = {}  # how far they are used, where one of them refuses
+    other_codes: tuple[str, ...] = ()  # more specific codes of the same class
+    rates: Mapping[Kind, RateStatus] = {}  # use of the rate limits, if one of them refused
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Refused(Exception):
         is_final: bool = False,
         limit: Kind | None = None,
     ) -> None:
-        """``retry_after_s``: where more is known than the code's own. ``is_final``: waiting helps nobody.
+        """``retry_after_s``: overrides the default of the code. ``is_final``: a retry cannot succeed.
 
-        ``limit``: which of the limits that keys and teams have; None: none of these.
+        ``limit``: the limit of the key or team that refused; None: another reason.
         """
-        # It may repeat what the client sent, or what an upstream server said.
+        # The message may repeat text of the client or of an upstream server.
         self.message = masked(message) if message else (self.__doc__ or "").strip()
         self.param = None if param is None else masked(param)
         self.code = code or type(self).code
@@ -64,9 +64,10 @@ class Refused(Exception):
         super().__init__(self.message)
 
     def forget_frames(self) -> None:
-        """Forget where it was raised: the frames hold the request, which holds the error for the log.
+        """Drop the traceback and the chained exceptions.
 
-        A body in such a circle would stay until the collector finds it.
+        Their frames reference the request, which references the error: the cycle would keep the body in memory until
+        the garbage collector runs.
         """
         self.__traceback__ = self.__cause__ = self.__context__ = None
 
@@ -77,8 +78,8 @@ class Failure(Struct, frozen=True):
     code: ErrorCode
     message: str
     param: str | None = None
-    retry_after_s: int | None = None  # where something better is known than the code's own
-    is_wanted: bool = False  # the caller has asked to be refused: its client shall not try again by itself
+    retry_after_s: int | None = None  # overrides the default of the code
+    is_wanted: bool = False  # the client asked for the refusal (do_not_queue), so it must not retry automatically
 
 
 class RequestFailed(Refused):
@@ -112,7 +113,7 @@ class MalformedJson(BadRequest):
 
 
 class InvalidParameter(BadRequest):
-    """A field of the request is wrong or not supported."""
+    """A request field is invalid or not supported."""
 
     code = "invalid_value"
     other_codes = (
@@ -123,7 +124,7 @@ class InvalidParameter(BadRequest):
 
 
 class ContextLengthExceeded(BadRequest):
-    """The prompt and the answer do not fit into the model's context."""
+    """The prompt and the requested output exceed the model's context length."""
 
     code = "context_length_exceeded"
 
@@ -141,25 +142,25 @@ class LoginRequired(Refused):
 
 
 class CrossOriginRequest(Refused):
-    """A page of another site has asked for this change."""
+    """Cross-origin requests cannot make changes."""
 
     code = "foreign_origin"
 
 
 class MissingScope(Refused):
-    """This API key may not do that."""
+    """This API key does not have the required scope."""
 
     code = "missing_scope"
 
 
 class RoleNotAllowed(Refused):
-    """Your role may not do that."""
+    """Your role does not allow this action."""
 
     code = "role_not_allowed"
 
 
 class HostedNotAllowed(Refused):
-    """Prompts of this API key may not go to a hosted API that serves the model."""
+    """This API key does not allow prompts to be sent to the hosted API that serves the model."""
 
     code = "hosted_not_allowed"
 
@@ -171,37 +172,37 @@ class ModelNotFound(Refused):
 
 
 class NoTrustedPool(Refused):
-    """This API key demands trusted pools, and the model has none."""
+    """This API key requires trusted pools, and the model has none."""
 
     code = "no_trusted_pool"
 
 
 class OnlyTrustedPools(Refused):
-    """The model has only trusted pools, which take requests of API keys that demand them, and this one does not."""
+    """The model has only trusted pools, which serve only API keys that require them. This API key does not."""
 
     code = "only_trusted_pools"
 
 
 class UnknownObject(Refused):
-    """There is no such key, team or organisation."""
+    """There is no such key, team or organization."""
 
     code = "not_found"
 
 
 class UnknownUrl(Refused):
-    """There is nothing at this URL."""
+    """Unknown request URL."""
 
     code = "unknown_url"
 
 
 class MethodNotAllowed(Refused):
-    """This URL does not take this method."""
+    """This URL does not support this method."""
 
     code = "method_not_allowed"
 
     def __init__(self, message: str | None = None, *, allow: str = "") -> None:
         super().__init__(message)
-        self.allow = allow  # the methods that it takes
+        self.allow = allow  # the supported methods
 
 
 class RequestTooSlow(Refused):
@@ -211,13 +212,13 @@ class RequestTooSlow(Refused):
 
 
 class NameInUse(Refused):
-    """Another one has this name already."""
+    """This name is already in use."""
 
     code = "name_in_use"
 
 
 class ChangedMeanwhile(Refused):
-    """Somebody else has changed it meanwhile."""
+    """Another request changed this object. Reload it and try again."""
 
     code = "changed_meanwhile"
 
@@ -229,13 +230,13 @@ class PreconditionFailed(Refused):
 
 
 class IdempotencyKeyReused(Refused):
-    """Another request, with a different path or body, was sent with this Idempotency-Key."""
+    """This Idempotency-Key was already used for a request with a different path or body."""
 
     code = "idempotency_key_reused"
 
 
 class AnswerNotKept(Refused):
-    """The request with this Idempotency-Key runs, but its answer has outgrown what the gateway keeps for readers."""
+    """The request with this Idempotency-Key is still running, but its answer is too large to be replayed."""
 
     code = "idempotency_answer_not_kept"
 
@@ -247,43 +248,43 @@ class BodyTooLarge(Refused):
 
 
 class UnsupportedEncoding(Refused):
-    """The body is compressed, which is not supported."""
+    """The content encoding of the body is not supported."""
 
     code = "unsupported_content_encoding"
 
 
 class RateLimitExceeded(Refused):
-    """A limit of the key or its team refuses this request for now."""
+    """The API key or its team has reached a rate limit."""
 
     code = "rate_limit_exceeded"
     other_codes = ("file_quota_exceeded", "too_many_batches", "too_many_stored_responses", "too_many_uploads")
 
 
 def too_many(message: str, code: str) -> RateLimitExceeded:
-    """Return the error for a bound below which only the client can make room."""
+    """Return the error for a quota that the client must free up first: waiting does not help."""
     return RateLimitExceeded(message, code=code, is_final=True)
 
 
 class InsufficientQuota(Refused):
-    """The budget of the key or its team is used up."""
+    """The budget of the API key or its team is used up."""
 
     code = "insufficient_quota"
 
 
 class TooManyConnections(Refused):
-    """There are too many connections from this address."""
+    """Too many connections from this address."""
 
     code = "too_many_connections"
 
 
 class HeadTooLarge(Refused):
-    """The request's line and headers are too large."""
+    """The request line and headers are too large."""
 
     code = "head_too_large"
 
 
 class LimitsUnavailable(Refused):
-    """What is left of this key's limits cannot be told at the moment."""
+    """The remaining limits of this API key cannot be determined at the moment. Try again."""
 
     code = "limits_unavailable"
 
@@ -295,28 +296,28 @@ class ModelNotReady(Refused):
 
 
 class LedgerUnavailable(Refused):
-    """The database cannot be used at the moment; generating continues without it."""
+    """The database is unavailable. Inference continues without it."""
 
     code = "database_unavailable"
 
 
 class StorageUnavailable(Refused):
-    """The place for files cannot be used at the moment."""
+    """File storage is unavailable."""
 
     code = "storage_unavailable"
 
 
 class Overloaded(Refused):
-    """The gateway has no room for this request at the moment."""
+    """The gateway is at capacity. Try again later."""
 
     code = "overloaded"
 
 
 class IdempotencyKeyBusy(Refused):
-    """The gateway that runs the request with this Idempotency-Key does not answer at the moment."""
+    """The gateway that runs the request with this Idempotency-Key is not responding."""
 
     code = "idempotency_key_busy"
 
 
 class ClientDisconnected(Exception):
-    """The caller has left before the request was read."""
+    """The client disconnected before the request was read."""

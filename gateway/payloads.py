@@ -201,7 +201,7 @@ class PayloadPublisher:
     def take(self, capture: Capture) -> None:
         """Keep a payload. Never waits: a payload for which there is no space is dropped."""
         if self._waiting_bytes + self._size(capture) > MAX_WAITING_BYTES:
-            self._lose(1, "too many wait to be stored")
+            self._lose(1, "too many are waiting to be stored")
             return
         self._waiting_bytes += self._size(capture)
         self._waiting.append(capture)
@@ -255,14 +255,14 @@ class PayloadPublisher:
                 self._lose(len(records), str(error))
                 return
             except BusError as error:
-                log.debug("payloads are not stored, trying again: %s", error)
+                log.debug("payloads could not be stored, retrying: %s", error)
             else:
                 return
             await asyncio.sleep(wait_s)
 
     def _lose(self, count: int, why: str) -> None:
         if not self.outcomes["lost"]:
-            log.error("payloads are lost, of which the metrics count all: %s", why)
+            log.error("payloads are lost (the metrics count all of them): %s", why)
         self.outcomes["lost"] += count
 
     # --- in a thread --------------------------------------------------------------------------------------------------

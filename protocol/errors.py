@@ -1,17 +1,17 @@
-"""Stable error codes: what goes wrong on the path, named once, the same in frames, records, logs and answers.
+"""Stable error codes, shared by frames, records, logs, and answers.
 
-    ExpectedError                 the base of every error that a command prints as one line
+    ExpectedError                 base of errors that a command prints as one line
 
     ProtocolError                 a message that this version cannot read
-    └── NewerVersion              one of a newer build: others may read it
-    BusError                      the queue server did not do what was asked
+    └── NewerVersion              a message of a newer build
+    BusError                      an operation of the queue server failed
     ├── BusTimeout                no answer within the limit (the outcome is unknown: retry with the same id)
-    │   └── NoResponders         the server says that the subject has no subscriber
-    ├── StreamFull                the stream's bound is reached and it discards new messages
-    ├── PayloadTooLarge           the message would exceed the server's max_payload
-    └── ApiError                  the JetStream API answered with an error
+    │   └── NoResponders         the subject has no subscriber
+    ├── StreamFull                the stream is full and discards new messages
+    ├── PayloadTooLarge           the message exceeds the server's max_payload
+    └── ApiError                  the JetStream API returned an error
 
-HTTP statuses belong to the gateway's edge (``gateway.errors``); here is only the meaning.
+``gateway.api.errors`` maps codes to HTTP statuses.
 """
 
 from enum import StrEnum
@@ -21,49 +21,49 @@ STREAM_NOT_FOUND: Final = 10059  # the code of an ApiError
 
 
 class ExpectedError(Exception):
-    """An error that its reader can act on: a command prints the message alone, without a traceback."""
+    """An error that the user can act on: commands print its message without a traceback."""
 
 
 class ErrorCode(StrEnum):
     """The reason why a request or an attempt failed. Values are public and never change meaning."""
 
-    # The caller's mistakes, found by the engine after the gateway let them pass.
+    # Invalid requests that only the engine can detect.
     INVALID_REQUEST = "invalid_request"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-    # The caller's key.
+    # The client's key, or its request.
     KEY_REVOKED = "key_revoked"
-    GRAMMAR_TOO_COMPLEX = "grammar_too_complex"  # for any worker
+    GRAMMAR_TOO_COMPLEX = "grammar_too_complex"  # for every worker
     # Capacity.
     QUEUE_FULL = "queue_full"
     OVERLOADED = "overloaded"
-    USAGE_NOT_STORED = "usage_not_stored"  # neither the queue nor this machine's disk takes records
-    TOO_MANY_QUEUED = "too_many_queued"  # requests that wait for the model
+    USAGE_NOT_STORED = "usage_not_stored"  # neither the queue nor the local disk accepts usage records
+    TOO_MANY_QUEUED = "too_many_queued"  # too many requests are waiting for the model
     TOO_MANY_QUEUED_TOKENS = "too_many_queued_tokens"
     TOO_MANY_QUEUED_BYTES = "too_many_queued_bytes"
-    WAIT_TOO_LONG = "wait_too_long"  # the estimate exceeds the caller's patience
-    NO_WORKERS = "no_workers"  # and too much, or a caller who will not wait
-    NO_FREE_PLACE = "no_free_place"  # for a caller who will not wait
+    WAIT_TOO_LONG = "wait_too_long"  # the estimated wait exceeds the client's limit
+    NO_WORKERS = "no_workers"  # and the queue is too long, or the client set do_not_queue
+    NO_FREE_PLACE = "no_free_place"  # and the client set do_not_queue
     TENANT_IN_FLIGHT = "tenant_in_flight_exceeded"
     TENANT_QUEUED = "tenant_queued_exceeded"
     DEADLINE_EXCEEDED = "deadline_exceeded"
-    MODEL_CHANGED = "model_changed"  # nobody runs the weights any more that the answer, or its prompt's tokens, are of
+    MODEL_CHANGED = "model_changed"  # no worker runs the model version of the prompt or answer
     ANSWER_CUT = "answer_cut"  # no worker can resume the stream, and what was sent is not repeated
-    # The attempt failed; the request may go on elsewhere.
+    # The attempt failed. The request may continue on another worker.
     ENGINE_ERROR = "engine_error"
-    ENGINE_BUSY = "engine_busy"  # its server asks to wait: nobody has failed
+    ENGINE_BUSY = "engine_busy"  # its server is busy (429 or 503); not a failure
     ENGINE_DIED = "engine_died"
     WORKER_DRAINING = "worker_draining"
     WORKER_LOST = "worker_lost"
-    JOB_VANISHED = "job_vanished"  # from the queue, and nobody has said to have accepted it
+    JOB_VANISHED = "job_vanished"  # it left the queue, but no worker accepted it
     UNKNOWN_ATTEMPT = "unknown_attempt"
-    GATEWAY_LOST = "gateway_lost"  # nobody was left to answer; only in records
-    # The gateway gave the request up.
+    GATEWAY_LOST = "gateway_lost"  # the gateway of the request died; only in records
+    # The gateway gave up the request.
     QUEUE_WAIT_TIMEOUT = "queue_wait_timeout"
     FIRST_TOKEN_TIMEOUT = "first_token_timeout"  # noqa: S105  # no password
     INTER_TOKEN_TIMEOUT = "inter_token_timeout"  # noqa: S105  # no password
     TOTAL_TIMEOUT = "total_timeout"
     SLOW_CLIENT = "slow_client"
-    ANSWER_TOO_LARGE = "answer_too_large"  # one that is kept until it is complete
+    ANSWER_TOO_LARGE = "answer_too_large"  # for the memory limit of answers that are not streamed
     SHUTTING_DOWN = "shutting_down"
     # The request failed for good.
     ATTEMPTS_EXHAUSTED = "attempts_exhausted"
@@ -71,27 +71,27 @@ class ErrorCode(StrEnum):
 
 
 class ProtocolError(ValueError):
-    """A message could not be decoded, or speaks another protocol version."""
+    """A message cannot be decoded, or has another protocol version."""
 
 
 class NewerVersion(ProtocolError):
-    """A message speaks a newer protocol version: a newer build reads it."""
+    """A message has a newer protocol version. A newer build can read it."""
 
 
 class BusError(ExpectedError):
-    """The queue server did not do what was asked."""
+    """An operation of the queue server failed."""
 
 
 class BusTimeout(BusError):
-    """No answer within the limit; the outcome is unknown, so retry with the same message id."""
+    """No answer within the limit. The outcome is unknown: retry with the same message id."""
 
 
 class NoResponders(BusTimeout):
-    """The server says that the subject has no subscriber."""
+    """The subject has no subscriber."""
 
 
 class StreamFull(BusError):
-    """The stream has reached its bound and discards new messages."""
+    """The stream is full and discards new messages."""
 
 
 class PayloadTooLarge(BusError):
@@ -99,7 +99,7 @@ class PayloadTooLarge(BusError):
 
 
 class ApiError(BusError):
-    """The JetStream API answered with an error; ``code`` is JetStream's ``err_code``."""
+    """The JetStream API returned an error. ``code`` is JetStream's ``err_code``."""
 
     def __init__(self, code: int, description: str) -> None:
         super().__init__(f"JetStream error {code}: {description}")

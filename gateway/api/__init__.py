@@ -1,1 +1,1 @@
-"""Every API as pure translation: bodies into calls, frames into events and answers."""
+"""Pure translation of every API: request bodies to calls, frames to events and answers."""

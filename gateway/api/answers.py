@@ -26,13 +26,13 @@ from protocol.dialects.dialect import AnswerForm, AnswerParser
 from protocol.generation import PromptLogprob, TokenLogprob
 from protocol.job import Deltas, Part
 
-FRAMES_AT_ONCE: Final = 1024  # are put together before others' requests get their turn: some 2 ms
+FRAMES_AT_ONCE: Final = 1024  # joined before other tasks run: about 2 ms
 _MARK: Final = b"\0"  # never inside JSON: strings escape it
 _LOGPROBS_HERE: Final = msgspec.Raw(_MARK)
 
 
 class ChoiceContent(NamedTuple):
-    """Content of a choice: text from engines that make tokens, then parts from pools that take messages."""
+    """Content of a choice: text from engines that generate tokens, or parts from chat pools."""
 
     text: str
     finish_reason: str | None
@@ -40,19 +40,19 @@ class ChoiceContent(NamedTuple):
 
 
 class CompleteAnswer(NamedTuple):
-    """A body in which marks stand for the choices' log-probabilities."""
+    """A body with placeholders for the log-probabilities of the choices."""
 
     marked: bytes
-    logprobs: Sequence[Iterator[bytes]]  # the pieces of each
-    contents: Sequence[ChoiceContent]  # of every choice
+    logprobs: Sequence[Iterator[bytes]]  # pieces of each placeholder's content
+    contents: Sequence[ChoiceContent]  # one per choice
 
     @property
     def body(self) -> bytes:
-        """The body without log-probabilities."""
+        """Body without log-probabilities."""
         return self.marked.replace(_MARK, b"null") if self.logprobs else self.marked
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Iterate over the body. Other requests get their turn after every piece."""
+        """Iterate over the pieces of the body. Other tasks can run after every piece."""
         *heads, end = self.marked.split(_MARK)
         for head, logprobs in zip(heads, self.logprobs, strict=True):
             yield head
@@ -67,12 +67,12 @@ class CollectedChoice:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.frames: list[tuple[int, int]] = []  # characters and tokens of each
+        self.frames: list[tuple[int, int]] = []  # characters and tokens of each frame
         self.logprobs: list[HeldLogprobs] = []
         self.token_ids: list[int] = []
         self.prompt_logprobs: list[PromptLogprob] = []
         self.parts: list[Part] = []
-        self.reasoning_tokens = 0  # as an API says
+        self.reasoning_tokens = 0  # reported by a hosted API
         self.finish_reason: str | None = None
 
     def add(self, frame: AnyTokens) -> None:
@@ -103,7 +103,7 @@ class CollectedChoice:
 
 
 async def gather(frames: Iterable[AnyTokens], choices: int) -> list[CollectedChoice]:
-    """Put the frames of one request together, by choice."""
+    """Join the frames of one request by choice."""
     gathered = [CollectedChoice() for _ in range(choices)]
     for number, frame in enumerate(frames, start=1):
         gathered[frame.index].add(frame)
@@ -142,7 +142,7 @@ def chat_answer(
 
 
 def choice_object(content: ChoiceContent, parser: AnswerParser | None) -> dict[str, Any]:
-    """Return the choice object of a chat; ``parser``: a new one, where answers are more than text."""
+    """Return the choice object of a chat. ``parser``: an unused parser if the answer is more than plain text."""
     if parser is None:
         message = {"role": "assistant", "content": content.text, "refusal": None}
     else:
@@ -173,7 +173,7 @@ def _own_token_ids(choice: CollectedChoice, details: AnswerOptions) -> dict[str,
 
 
 def _of_prompt(first: CollectedChoice, details: AnswerOptions) -> dict[str, Any]:
-    """Return the fields about the prompt, which come with the first choice."""
+    """Return the fields about the prompt, which are part of the first choice."""
     fields: dict[str, Any] = {}
     if details.prompt_ids is not None:
         fields["prompt_token_ids"] = details.prompt_ids
@@ -183,10 +183,10 @@ def _of_prompt(first: CollectedChoice, details: AnswerOptions) -> dict[str, Any]
 
 
 class CompletionRows(NamedTuple):
-    """The choices of one prompt of a plain completion."""
+    """The choices of one prompt of a completion."""
 
     rows: Sequence[dict[str, Any]]
-    logprobs: Sequence[Iterator[bytes]]  # of those rows that have them
+    logprobs: Sequence[Iterator[bytes]]  # of the rows that have them
     contents: Sequence[ChoiceContent]
 
 
@@ -199,7 +199,7 @@ def completion_answer(
     usage: dict[str, Any],
     details: AnswerOptions = DEFAULT_OPTIONS,
 ) -> CompleteAnswer:
-    """A ``text_completion`` body; ``prompts``: the choices of each."""
+    """Return a ``text_completion`` body. ``prompts``: the choices of each prompt."""
     head = answer_head(answer_id, "text_completion", created, model, details)
     marked = encode_json({**head, "choices": [row for prompt in prompts for row in prompt.rows], "usage": usage})
     logprobs = [pieces for prompt in prompts for pieces in prompt.logprobs]
@@ -209,7 +209,7 @@ def completion_answer(
 def completion_rows(
     gathered: Sequence[CollectedChoice], details: AnswerOptions = DEFAULT_OPTIONS, check: SchemaCheck | None = None
 ) -> CompletionRows:
-    """The choices of one prompt."""
+    """Return the choices of one prompt."""
     of_prompt = _of_prompt(gathered[0], details)
     has_logprobs = [bool(choice.logprobs) or details.echo_logprobs is not None for choice in gathered]
     rows = [

@@ -24,9 +24,9 @@ from protocol.dialects.source import Kind, Piece
 #
 # message_start  (content_block_start  content_block_delta*  content_block_stop)*  message_delta  message_stop
 
-SIGNATURE: Final = "unsigned"  # clients want one; nothing here checks it when it comes back
+SIGNATURE: Final = "unsigned"  # clients require one; it is not verified when sent back
 
-# Fields of the chat whose names are others here.
+# Fields of the chat that have other names in Messages.
 NAMES: Final = {
     "stop": "stop_sequences",
     "user": "metadata.user_id",
@@ -51,20 +51,20 @@ def event(kind: str, fields: dict[str, Any]) -> bytes:
 
 
 def message_of(error: Refused) -> str:
-    """Return an error's message, which names the field at fault: nothing else does in Messages."""
+    """Return an error's message including the field at fault: Messages has no other place for it."""
     message, param = renamed(error, NAMES)
     return message if param is None or param in message else f"{param}: {message}"
 
 
 class HeldEnd:
-    """Text whose end may become a stop sequence, and so is held back until more is known."""
+    """Holds back the end of a text that may be the beginning of a stop sequence."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Add text; return what is sure to be no part of a stop sequence at the end."""
+        """Add text; return the text that cannot be part of a stop sequence at the end."""
         self._held += text
         kept = 0
         for stop in self._stops:
@@ -77,7 +77,7 @@ class HeldEnd:
         return sure
 
     def release(self) -> str:
-        """Return what is held: something else follows it."""
+        """Return the held text, because other content follows."""
         held, self._held = self._held, ""
         return held
 
@@ -85,14 +85,14 @@ class HeldEnd:
         """Return the rest of the text, and the stop sequence that ended it, if one did."""
         held = self.release()
         ends = [stop for stop in self._stops if is_stopped and held.endswith(stop)]
-        stop = max(ends, key=len, default=None)  # of several that end here, the one that begins first
+        stop = max(ends, key=len, default=None)  # of several that end here, the longest
         return held[: len(held) - len(stop or "")], stop
 
 
 class MessageEvents:
     """The events of one streamed answer."""
 
-    last = b""  # ``end`` returns all
+    last = b""  # ``end`` returns all events
 
     def __init__(self, head: AnswerHead, stops: Sequence[str], *, shows_thinking: bool) -> None:
         self._head = head
@@ -100,8 +100,8 @@ class MessageEvents:
         self._end_of_text = HeldEnd(stops)
         self._has_begun = False
         self._open: Kind | None = None  # the kind of the block that is open
-        self._index = -1  # its number
-        self._arguments: list[str] | None = None  # of the last call; None: there is none
+        self._index = -1  # index of that block
+        self._arguments: list[str] | None = None  # of the last call; None: no call
         self._refused = False
 
     def of(self, pieces: Iterable[Piece]) -> bytes:
@@ -220,7 +220,7 @@ def stop_of(finish_reason: str, pieces: Iterable[Piece], stopped_by: str | None)
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """Return token counts as Messages has them: the prompt without what was cached."""
+    """Return token counts as in Messages: input tokens exclude cached tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -242,14 +242,14 @@ def _call(piece: Piece) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> object:
-    """Return the arguments as an object; what is none, because the answer was cut, as text in one."""
+    """Return the arguments as an object. Truncated arguments are returned as text inside an object."""
     found = arguments_of(arguments)
     return {HELD_TEXT: arguments} if found is None else found
 
 
 # --- anthropic messages -----------------------------------------------------------------------------------------------
 
-# Known fields without support, and the values that change nothing. docs/reference/api.md lists all fields.
+# Known fields that are not supported, with the values that have no effect. docs/reference/api.md lists all fields.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "container": (),
     "mcp_servers": ([],),
@@ -308,7 +308,7 @@ class _ToolChoice(Body):
 
 class _Tool(Body):
     type: str | None = None
-    name: str | None = None  # tools that are the API's own may have none
+    name: str | None = None  # Anthropic's built-in tools may have none
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -333,7 +333,7 @@ class CountTokensRequest(Body):
 
     @property
     def effort(self) -> str | None:
-        """The effort of reasoning."""
+        """Requested reasoning effort."""
         return None if self.output_config is None else self.output_config.effort
 
 
@@ -347,8 +347,8 @@ class MessagesRequest(CountTokensRequest):
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=0)] = None
     metadata: _Metadata | None = None
-    service_tier: Literal["auto", "standard_only", "flex"] | None = None  # "flex": what other work leaves, as in chats
-    do_not_queue: bool | None = None  # this and the next: as in chats
+    service_tier: Literal["auto", "standard_only", "flex"] | None = None  # "flex": spare capacity, as in chats
+    do_not_queue: bool | None = None  # these two: as in chats
     allow_hosted: bool | None = None
 
 
@@ -402,7 +402,7 @@ class Messages:
         return field_name(name, NAMES)
 
     def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Implement ``Surface``: Anthropic's names of the request's id and of the limits."""
+        """Implement ``Surface``: Anthropic's header names for the request id and the limits."""
         named = dict(headers)
         found = [(b"request-id", named[b"x-request-id"])]
         for kind in _LIMITS:
@@ -414,14 +414,14 @@ class Messages:
 
 
 def error_fields(error: Refused) -> dict[str, Any]:
-    """Return an error as Messages has it."""
+    """Return an error in the format of Messages."""
     status = form_of(error).status
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message_of(error)}}
 
 
 def counted_chat(body: bytes) -> tuple[dict[str, Any], set[str]]:
-    """Return the chat whose prompt POST /v1/messages/count_tokens counts, and what was left out of it.
+    """Return the chat that POST /v1/messages/count_tokens counts, and the names of what was left out.
 
     Raises MalformedJson or InvalidParameter.
     """
@@ -438,7 +438,7 @@ def _checked(request: Any) -> Any:  # noqa: ANN401  # either body
 
 
 def _conversation(request: CountTokensRequest, adapted: set[str]) -> dict[str, Any]:
-    """Return the fields of the chat that make its prompt."""
+    """Return the fields of the chat that form its prompt."""
     messages: list[dict[str, Any]] = []
     if request.system is not None:
         text = request.system if isinstance(request.system, str) else _texts(request.system, "system")
@@ -467,13 +467,13 @@ def _turn(message: _Message, param: str) -> list[dict[str, Any]]:
             turn.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": result})
         else:
             texts.append(_text_of(block, where))
-    if texts:  # results come first, as templates want the turn of the calls to be followed by them
+    if texts:  # results first: templates expect them directly after the calls
         turn.append({"role": message.role, "content": "\n".join(texts)})
     return turn
 
 
 def _assistant(blocks: Sequence[Block], param: str) -> Iterator[dict[str, Any]]:
-    """Yield an assistant's turn; where Anthropic's service ran a tool in it, the turn up to there, and the result."""
+    """Yield an assistant turn, split after each tool that Anthropic's service ran, with the tool's result."""
     begin = 0
     for number, block in enumerate(blocks):
         if str(block.get("type")).endswith("_tool_result"):
@@ -495,7 +495,7 @@ def _said(blocks: Sequence[Block], begin: int, end: int, param: str) -> dict[str
             calls.append({"id": _text(block, "id", where), "type": "function", "function": function})
         elif kind == "thinking":
             thoughts.append(_text(block, "thinking", where))
-        elif kind != "redacted_thinking":  # whose text nobody but its maker can read
+        elif kind != "redacted_thinking":  # encrypted: only Anthropic can read it
             texts.append(_text_of(block, where))
     turn: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts) if texts else None}
     if thoughts and any(thoughts):
@@ -512,10 +512,10 @@ def _texts(blocks: object, param: str) -> str:
 
 
 def _text_of(block: object, param: str) -> str:
-    """Return the text of a block that is text. Raises InvalidParameter, which names any other kind."""
+    """Return the text of a text block. Raises InvalidParameter for other types."""
     if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
         raise InvalidParameter(f"'{param}' must be an object with a type.", param=param, code="invalid_type")
-    if block["type"] == "tool_reference":  # of a tool that was searched for, and comes among ``tools`` from now on
+    if block["type"] == "tool_reference":  # a tool found by a search; later requests list it in ``tools``
         return _text(block, "tool_name", param)
     if block["type"] != "text":
         message = f"'{param}' is of type '{block['type']}', which is not supported here."
@@ -531,7 +531,7 @@ def _text(block: Mapping[str, Any], field: str, param: str) -> str:
 
 
 def _tool(tool: _Tool, number: int, adapted: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield a tool as chats have it; nothing for one that only Anthropic's own service or models know."""
+    """Yield a tool in chat format; nothing for tools that only Anthropic's service or models support."""
     if tool.type not in {None, "custom"}:
         note_skipped(adapted, "tool", str(tool.type))
         return
@@ -550,7 +550,7 @@ def _choice(request: CountTokensRequest) -> dict[str, Any]:
     if choice is None:
         return {}
     if choice.type == "tool" and choice.name is None:
-        raise InvalidParameter("'tool_choice.name' is missing.", param="tool_choice.name")
+        raise InvalidParameter("Missing required parameter: 'tool_choice.name'.", param="tool_choice.name")
     named = {"type": "function", "function": {"name": choice.name}}
     chosen = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
     single = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
@@ -558,7 +558,7 @@ def _choice(request: CountTokensRequest) -> dict[str, Any]:
 
 
 def _thinking(request: CountTokensRequest) -> dict[str, Any]:
-    """Return what switches the model's reasoning, where its template has such a switch."""
+    """Return the template variable that switches reasoning on or off."""
     chat: dict[str, Any] = {} if request.effort is None else {"reasoning_effort": request.effort}
     if request.thinking is not None:
         chat["chat_template_kwargs"] = {"enable_thinking": request.thinking.type != "disabled"}
@@ -570,7 +570,7 @@ def _thinking(request: CountTokensRequest) -> dict[str, Any]:
 
 def _sampling(request: MessagesRequest) -> dict[str, Any]:
     streams = {"stream": True, "stream_options": {"include_usage": True}} if request.stream else {}
-    # Which sequence has stopped it is told by the text itself, from which it is cut off again.
+    # The text includes the stop sequence, to tell which one matched; it is removed afterwards.
     stops = {"stop": request.stop_sequences, "include_stop_str_in_output": True} if request.stop_sequences else {}
     user = None if request.metadata is None else request.metadata.user_id
     return {
@@ -598,6 +598,6 @@ def _answer_format(request: MessagesRequest) -> dict[str, Any]:
 
 
 def model_row(name: str, created_unix_s: int) -> dict[str, Any]:
-    """Return the fields that a model has for Anthropic's clients."""
+    """Return a model's additional fields for Anthropic's clients."""
     created = dt.datetime.fromtimestamp(created_unix_s, dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"type": "model", "display_name": name, "created_at": created}

@@ -17,12 +17,12 @@ class JobCall(Generic[_Request]):
     """A call with its validated body."""
 
     request: _Request
-    adapted: set[str]  # what was changed so that its model takes it (gateway.tokenizing.turns)
-    misspelt: Mapping[str, str]  # unknown fields, each with the known one that it is near
-    _defaults: Mapping[str, float] = {}  # the model's own sampling parameters, once its prompt is encoded
+    adapted: set[str]  # names of changes made for the model (gateway.tokenizing.turns)
+    misspelt: Mapping[str, str]  # unknown fields, each with the known field that it resembles
+    _defaults: Mapping[str, float] = {}  # the model's default sampling parameters, set when the prompt is encoded
 
     def parts(self, settings: GatewaySettings) -> Sequence[Self]:
-        """Implement ``Call``: it is one request."""
+        """Implement ``Call``: the call is one request."""
         if settings.strict_fields:
             refuse_misspelt(self.misspelt)
         return [self]
@@ -43,5 +43,5 @@ class JobCall(Generic[_Request]):
         return error_event(error)
 
     def serve_as_batch(self) -> None:
-        """Serve the request as batch, whatever the client asked: its key allows no more."""
+        """Serve the request with batch priority: the key allows no other."""
         self.request = self.request.model_copy(update={"service_tier": "flex"})

@@ -1,4 +1,4 @@
-"""The two generating calls of the API: what differs between a chat and a plain completion."""
+"""The generating calls of the API: chat completions and completions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -67,11 +67,11 @@ class AnswerEncoder(Protocol):
 
     @property
     def done(self) -> bytes:
-        """The last event of every stream that ended well."""
+        """Last event of every successful stream."""
 
     @property
     def request(self) -> GenerationRequest:
-        """The body."""
+        """The request body."""
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """Return the encoder of a streamed answer's events."""
@@ -79,22 +79,22 @@ class AnswerEncoder(Protocol):
     async def whole(
         self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
     ) -> CompleteAnswer:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
 
     def error_event(self, error: Refused) -> bytes:
-        """Return the event before a stream is broken off, once it has chunks."""
+        """Return the event sent before a started stream is aborted."""
 
     async def before_end(self, body: dict[str, Any] | None = None) -> None:
-        """Do what must be done before the client gets the end: a stream's ``done``, or a whole answer's ``body``."""
+        """Finish the work that precedes the end of the answer: a stream's ``done``, or a whole answer's ``body``."""
 
 
 class GenerationCall(JobCall[_Generation], ABC):
-    """One validated body that asks for text, and the form of its answer."""
+    """A validated body that requests text, and the format of its answer."""
 
     name: str  # as in RequestRecord.endpoint
     prompt_param: str  # the field that holds the prompt
-    usual_max_tokens: int | None = None  # OpenAI's default for this endpoint; None: what the context leaves
-    is_counted_only = False  # the prompt's token ids, once encoded, mean nothing to who answers
+    usual_max_tokens: int | None = None  # OpenAI's default for this endpoint; None: the rest of the context
+    is_counted_only = False  # the prompt's token ids only count tokens; the answering API does not use them
 
     @property
     @abstractmethod
@@ -103,16 +103,16 @@ class GenerationCall(JobCall[_Generation], ABC):
 
     @abstractmethod
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
-        """Token ids of the prompt. Raises InvalidParameter."""
+        """Return the token ids of the prompt. Raises InvalidParameter."""
 
     @abstractmethod
     def sampling(self, max_tokens: int) -> Sampling:
         """Return the sampling parameters, once the prompt is known. Raises InvalidParameter."""
 
     def conversation(self, tokens: ModelTokens, max_tokens: int, prompt_tokens: int) -> Conversation | None:
-        """Build the conversation for pools that take messages, once the prompt is encoded. Raises InvalidParameter.
+        """Build the conversation for chat pools, after the prompt is encoded. Raises InvalidParameter.
 
-        None: a plain prompt never goes to them.
+        None: completions cannot use chat pools.
         """
         del tokens, max_tokens, prompt_tokens
         return None
@@ -135,7 +135,9 @@ class GenerationCall(JobCall[_Generation], ABC):
         """Implement ``Call``."""
         check_shape(settings.limits, messages=self.message_count, choices=self.request.n or 1)
         if tokens.pooling is not None:
-            raise InvalidParameter(f"The model `{tokens.model}` makes no text: {use_of(tokens)}.", param="model")
+            raise InvalidParameter(
+                f"The model `{tokens.model}` does not support text generation: {use_of(tokens)}.", param="model"
+            )
         prompt_ids = await self.encode_prompt(tokens)
         sampling = self.sampling(self._output_limit(tokens, settings, len(prompt_ids)))
         if sampling.grammar is not None:
@@ -188,9 +190,9 @@ class ChatCall(GenerationCall[ChatCompletionRequest]):
         self.adapted = ignored_names(self.misspelt)
         self.is_counted_only = False
         self._details = DEFAULT_OPTIONS
-        self._form: AnswerForm | None = None  # of answers that engines make, where these are more than text
-        self._parts_form: AnswerForm | None = None  # of all answers, where some may come in parts
-        self._check: SchemaCheck | None = None  # where what no grammar enforces is left out
+        self._form: AnswerForm | None = None  # of engine answers that are more than plain text
+        self._parts_form: AnswerForm | None = None  # of all answers, if some may arrive in parts
+        self._check: SchemaCheck | None = None  # of keywords that no grammar enforces
 
     @property
     def message_count(self) -> int:
@@ -226,7 +228,7 @@ class ChatCall(GenerationCall[ChatCompletionRequest]):
 
     def sampling(self, max_tokens: int) -> Sampling:
         """Implement ``Call``."""
-        if self.is_counted_only:  # what a schema may hold is the API's business
+        if self.is_counted_only:  # the hosted API validates the schema
             return self._unstopped(sampling_of(self.request, max_tokens, defaults=self._defaults, is_enforced=False))
         sampling = self._unstopped(sampling_of(self.request, max_tokens, self._check, self._defaults))
         form = self._form
@@ -242,7 +244,7 @@ class ChatCall(GenerationCall[ChatCompletionRequest]):
         )
 
     def _unstopped(self, sampling: Sampling) -> Sampling:
-        """Leave out stop strings where the answer must be a call: text before it is no end of the answer."""
+        """Remove stop strings if the answer must be a call: text before the call must not end the answer."""
         return replace(sampling, stop=()) if must_call(self.request) else sampling
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
@@ -301,7 +303,7 @@ class CompletionCall(GenerationCall[CompletionRequest]):
         self.prompt_param = "prompt"
         self.first_index = 0  # see AnswerOptions
         self._details = DEFAULT_OPTIONS
-        self._check: SchemaCheck | None = None  # where what no grammar enforces is left out
+        self._check: SchemaCheck | None = None  # of keywords that no grammar enforces
 
     def parts(self, settings: GatewaySettings) -> Sequence[Self]:
         """Implement ``Call``: a call for each prompt, in their order."""
@@ -321,7 +323,7 @@ class CompletionCall(GenerationCall[CompletionRequest]):
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
         """Implement ``Call``."""
         if tokens.tokenizer == NO_TOKENIZER:
-            text = f"The model {tokens.model} is served by APIs that take messages alone: use /v1/chat/completions."
+            text = f"The model {tokens.model} is served only by chat APIs. Use /v1/chat/completions."
             raise InvalidParameter(text, param="model")
         request, echo = self.request, ""
         [prompt] = request.prompts
@@ -370,13 +372,13 @@ class CompletionCall(GenerationCall[CompletionRequest]):
         return self.answer_body(answer_id, created, [await self.rows(frames)], usage)
 
     async def rows(self, frames: Iterable[AnyTokens]) -> CompletionRows:
-        """The choices of an answer that is not streamed."""
+        """Return the choices of an answer that is not streamed."""
         return completion_rows(await gather(frames, self.request.n or 1), self._details, self._check)
 
     def answer_body(
         self, answer_id: str, created: int, prompts: Sequence[CompletionRows], usage: dict[str, Any]
     ) -> CompleteAnswer:
-        """The body of an answer with the choices of these prompts."""
+        """Return the body of an answer with the choices of these prompts."""
         return completion_answer(
             f"cmpl-{answer_id}", created, self.request.model, prompts, usage=usage, details=self._details
         )
@@ -388,7 +390,7 @@ class CompletionCall(GenerationCall[CompletionRequest]):
 
 
 def truncated(request: GenerationRequest, prompt_ids: list[int], context_length: int) -> list[int]:
-    """The part of a prompt's tokens that is read, where the request lets the others be left out."""
+    """Return the prompt's tokens, truncated if the request allows it."""
     most = request.truncate_prompt_tokens
     if most == -1:
         _, max_tokens = requested_max_tokens(request) or ("", 1)

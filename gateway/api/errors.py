@@ -1,4 +1,4 @@
-"""Refusals and failures over HTTP: statuses, types, headers and the envelope are defined here alone."""
+"""Errors over HTTP: their statuses, types, headers, and body."""
 
 import math
 import random
@@ -13,16 +13,16 @@ from gateway.errors import RETRY_LATER_S, RETRY_SOON_S, MethodNotAllowed, Refuse
 from protocol.errors import ErrorCode
 from protocol.gateways import Kind
 
-LONGEST_RETRY_S: Final = 60.0  # clients ignore what is longer
-RETRY_SPREAD: Final = 1.5  # the latest of those told to come back after a time, against the earliest
+LONGEST_RETRY_S: Final = 60.0  # clients ignore longer values
+RETRY_SPREAD: Final = 1.5  # latest retry time divided by the earliest
 
 
 class HttpForm(Struct, frozen=True):
-    """An error over HTTP."""
+    """How an error is sent over HTTP."""
 
     status: int
     type: str = "server_error"
-    should_retry: bool | None = None  # None: the client's own rules apply
+    should_retry: bool | None = None  # None: the client decides
     retry_after_s: int | None = None
 
 
@@ -38,7 +38,7 @@ def _unavailable(retry_after_s: int) -> HttpForm:
     return HttpForm(503, should_retry=True, retry_after_s=retry_after_s)
 
 
-# Of each kind of refusal, and those derived from it.
+# By class of refusal, including its subclasses.
 FORMS: Final[dict[type[Refused], HttpForm]] = {
     Refused: HttpForm(500),
     errors.BadRequest: _invalid(400),
@@ -73,7 +73,7 @@ FORMS: Final[dict[type[Refused], HttpForm]] = {
     errors.Overloaded: _unavailable(RETRY_SOON_S),
     errors.IdempotencyKeyBusy: _unavailable(RETRY_SOON_S),
 }
-# Of an error about one of the limits that keys and teams have.
+# By limit of a key or team.
 _LIMIT_TYPES: Final = {
     Kind.REQUESTS: "requests",
     Kind.TOKENS: "tokens",
@@ -84,7 +84,7 @@ _LIMIT_TYPES: Final = {
 _BAD_REQUEST: Final = _invalid(400)
 _CONTENDED: Final = HttpForm(429, "rate_limit_error", should_retry=True, retry_after_s=RETRY_LATER_S)
 _NO_CAPACITY: Final = _unavailable(RETRY_LATER_S)
-_TOO_SLOW: Final = HttpForm(504, should_retry=False)  # the whole wait would begin again
+_TOO_SLOW: Final = HttpForm(504, should_retry=False)  # a retry would wait just as long
 _INTERNAL: Final = HttpForm(500)
 
 FAILURES: Final[dict[ErrorCode, HttpForm]] = {
@@ -121,24 +121,24 @@ FAILURES: Final[dict[ErrorCode, HttpForm]] = {
     ErrorCode.JOB_VANISHED: _INTERNAL,
     ErrorCode.UNKNOWN_ATTEMPT: _INTERNAL,
     ErrorCode.GATEWAY_LOST: _INTERNAL,
-    ErrorCode.ATTEMPTS_EXHAUSTED: HttpForm(502, should_retry=False),  # several workers: a retry makes it only worse
+    ErrorCode.ATTEMPTS_EXHAUSTED: HttpForm(502, should_retry=False),  # it failed on several workers: a retry adds load
     ErrorCode.INTERNAL_ERROR: _INTERNAL,
 }
 
 
 class AnswerStyle(Protocol):
-    """What differs where another API than OpenAI's is answered (``gateway.api.surface.Surface``)."""
+    """Format of errors and headers of an API other than OpenAI's (``gateway.api.surface.Surface``)."""
 
     def error_body(self, error: Refused, request_id: str) -> bytes:
         """Return the body of an error."""
         ...
 
     def field_name(self, name: str) -> str:
-        """Return what the API calls a field of a chat."""
+        """Return the API's name for a field of a chat."""
         ...
 
     def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Return further headers of every answer."""
+        """Return the additional headers of every answer."""
         ...
 
 
@@ -159,19 +159,19 @@ def form_of(error: Refused) -> HttpForm:
 
 
 def envelope(error: Refused) -> bytes:
-    """Return the JSON body, as the official SDKs parse it."""
+    """Return the JSON body that OpenAI's SDKs parse."""
     fields = {"message": error.message, "type": form_of(error).type, "param": error.param, "code": error.code}
     return encode_json({"error": fields})
 
 
 def headers_of(error: Refused) -> list[tuple[bytes, bytes]]:
-    """Return the headers that tell the client whether and when to retry, or which methods there are."""
+    """Return the headers that say whether and when to retry, or which methods are allowed."""
     form, headers = form_of(error), list[tuple[bytes, bytes]]()
     if form.should_retry is not None:
         headers.append((b"x-should-retry", b"true" if form.should_retry else b"false"))
     wait_s = retry_wait_s(error)
     if wait_s is not None:
-        headers.append((b"retry-after-ms", b"%d" % (wait_s * 1000)))  # the official SDKs look for this one first
+        headers.append((b"retry-after-ms", b"%d" % (wait_s * 1000)))  # OpenAI's SDKs prefer this header
         headers.append((b"retry-after", b"%d" % math.ceil(wait_s)))
     if isinstance(error, MethodNotAllowed):
         headers.append((b"allow", error.allow.encode()))
@@ -179,9 +179,9 @@ def headers_of(error: Refused) -> list[tuple[bytes, bytes]]:
 
 
 def retry_wait_s(error: Refused) -> float | None:
-    """Return when to try again; None: as the client likes.
+    """Return the seconds until a retry; None: the client decides.
 
-    It is a little more than what is meant, different each time: clients refused together must not return together.
+    Adds random jitter, so that clients refused at the same time do not retry at the same time.
     """
     meant_s = form_of(error).retry_after_s
     if meant_s is None:

@@ -1,4 +1,4 @@
-r"""Server-sent events in OpenAI's chunk shapes. This runs for every token: whatever does not change is bytes made once.
+r"""Server-sent events in OpenAI's chunk format. Runs for every token, so constant parts are encoded once.
 
 data: {"id":…,"object":…,"created":…,"model":…,"choices":[{"index":0,"delta":{"content":"Hi"},…}]}\n\n
 └──────────────────────────── head ──────────────────────────────┘                            └─ tail ─┘
@@ -26,7 +26,7 @@ from protocol.job import Deltas, Part, Tokens
 # --- chunks -----------------------------------------------------------------------------------------------------------
 
 DONE: Final = b"data: [DONE]\n\n"
-NO_USAGE_YET: Final = b',"usage":null}\n\n'  # the end of each event before the one that tells it
+NO_USAGE_YET: Final = b',"usage":null}\n\n'  # end of each event before the usage event
 _FINISH_NULL: Final = b',"finish_reason":null}]'
 
 _EVENT_START: Final = b"data: "
@@ -34,22 +34,22 @@ _EVENT_END: Final = b"\n\n"
 
 
 def comment(text: str) -> bytes:
-    """A line that clients ignore and load balancers count as a sign of life."""
+    """Return a comment line. Clients ignore it; it keeps connections through load balancers alive."""
     return f": {text}\n\n".encode()
 
 
 def error_event(error: Refused) -> bytes:
-    """The event before a stream is broken off."""
+    """Return the event sent before a stream is aborted."""
     return b"data: " + envelope(error) + b"\n\n"
 
 
 def decoded(events: bytes) -> list[dict[str, Any]]:
-    """Return the bodies of encoded events, to add fields that are rarer than tokens."""
+    """Return the bodies of encoded events, so that rarely used fields can be added."""
     return [msgspec.json.decode(event.removeprefix(_EVENT_START)) for event in events.split(_EVENT_END)[:-1]]
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """Encode one of them again."""
+    """Encode a body as an event."""
     return _EVENT_START + encode_json(body) + _EVENT_END
 
 
@@ -75,7 +75,7 @@ def _envelope(head: dict[str, Any]) -> bytes:
 
 
 class ChunkEnvelope:
-    """Beginning and end of every chunk of a request."""
+    """Constant beginning and end of the chunks of a request."""
 
     def __init__(self, head: dict[str, Any], *, choices: int, with_usage: bool, first_index: int = 0) -> None:
         """``head``: see ``answer_head``; ``first_index``: see ``AnswerOptions``."""
@@ -115,7 +115,7 @@ class ChatChunks:
     def of(self, frame: Tokens | Deltas) -> bytes:
         """Implement ``Chunks``."""
         index = frame.index
-        if self._started[index] and frame.finish_reason is None and frame.logprobs is None:  # nearly always
+        if self._started[index] and frame.finish_reason is None and frame.logprobs is None:  # the common case
             if not frame.text:
                 return b""
             return self._content_heads[index] + encode_json(frame.text) + self._content_tail
@@ -142,7 +142,7 @@ class ChatChunks:
 
 
 class CompletionChunks:
-    """``text_completion`` events. An echoed prompt comes before each choice's own text.
+    """``text_completion`` events. An echoed prompt precedes the text of each choice.
 
     Where its logprobs are wanted, they come with it, in one event as soon as all are here; what the choices have made
     until then waits.
@@ -206,9 +206,9 @@ class CompletionChunks:
 
 # --- calls and reasoning ----------------------------------------------------------------------------------------------
 #
-# Chat answers in which tool calls and reasoning are separated from content, streamed and complete.
+# Chat answers with tool calls and reasoning separated from content, streamed and complete.
 
-# What a message has that holds calls, and the finish reason that says so; the second is OpenAI's older form.
+# Message fields that hold calls, with their finish reasons; the second is OpenAI's legacy form.
 CALLS: Final = ("tool_calls", "function_call")
 _KINDS: Final = {
     "text": Kind.CONTENT,
@@ -220,22 +220,22 @@ _KINDS: Final = {
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    # The name that DeepSeek gave it and most clients look for, and the one that vLLM and OpenRouter have now.
+    # Names of the reasoning field: DeepSeek's, which most clients read, and the one of vLLM and OpenRouter.
     return {"reasoning_content": text, "reasoning": text}
 
 
 def finish_reason_of(reason: str | None, arguments: str | None, *, is_legacy: bool = False) -> str | None:
-    """Return the public finish reason: a choice that stopped after calls waits for their results.
+    """Return the public finish reason: a choice that stopped after complete calls has its own reason.
 
-    ``arguments``: of the last call; None: there is none. A call that was cut off waits for nothing.
+    ``arguments``: of the last call; None: no call. A truncated call does not count.
     """
     return reason if reason != "stop" or arguments is None or is_cut(arguments) else CALLS[is_legacy]
 
 
 def reasoning_tokens(reasoning: Sequence[tuple[int, int]], frames: Iterable[tuple[int, int]]) -> int:
-    """Count of reasoning tokens: those of frames that brought some reasoning, without its marks.
+    """Count the reasoning tokens: the tokens of frames with reasoning text, without delimiters.
 
-    ``reasoning``: see AnswerParser. ``frames``: characters and tokens of each, in order.
+    ``reasoning``: see AnswerParser. ``frames``: characters and tokens of each frame, in order.
     """
     total = begin = at = 0
     for chars, tokens in frames:
@@ -248,12 +248,12 @@ def reasoning_tokens(reasoning: Sequence[tuple[int, int]], frames: Iterable[tupl
 
 
 def with_reasoning_tokens(usage: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return a public ``usage`` with reasoning tokens."""
+    """Return ``usage`` with the count of reasoning tokens."""
     return {**usage, "completion_tokens_details": {"reasoning_tokens": count}}
 
 
 def pieces_of(parts: Iterable[Part], *, calls_before: int, is_single_call: bool) -> Iterator[Piece]:
-    """Turn parts of pools that take messages into parsed pieces. ``is_single_call``: see AnswerForm."""
+    """Convert parts of chat pools to parsed pieces. ``is_single_call``: see AnswerForm."""
     calls = calls_before
     for part in parts:
         calls += part.kind == "call"
@@ -266,13 +266,13 @@ class PieceReader:
 
     def __init__(self, form: AnswerForm) -> None:
         self.parser: AnswerParser = form.parser()
-        self._calls_seen = 0  # in parts, with those that are not sent
+        self._calls_seen = 0  # in parts, including calls that are not sent
         self._reasoning_tokens = 0  # as an API says
         self._frames: list[tuple[int, int]] = []  # characters and tokens of each
         self._form = form
 
     def pieces(self, frame: Tokens | Deltas) -> Iterable[Piece]:
-        """Return the pieces that a frame brings."""
+        """Return the pieces of a frame."""
         if isinstance(frame, Tokens):
             self._frames.append((len(frame.text), len(frame.token_ids)))
             return self.parser.push(frame.text, is_last=frame.finish_reason is not None)
@@ -287,7 +287,7 @@ class PieceReader:
         return self._reasoning_tokens + self.reasoning_tokens_of(self._frames)
 
     def reasoning_tokens_of(self, frames: Iterable[tuple[int, int]]) -> int:
-        """Number of reasoning tokens in frames, given by characters and tokens, whose text the parser has read."""
+        """Return the number of reasoning tokens in frames (characters and tokens) that the parser has read."""
         return reasoning_tokens(self.parser.reasoning, frames)
 
 
@@ -306,7 +306,7 @@ class _StreamedChoice(PieceReader):
         if self._has_started or not (deltas or frame.logprobs or frame.finish_reason):
             return deltas
         self._has_started = True
-        # As OpenAI has it: null where something else than content comes first.
+        # As in OpenAI's API: null unless content comes first.
         return [{"role": "assistant", "content": "" if not deltas or "content" in deltas[0] else None}, *deltas]
 
     def finish_reason(self, reason: str) -> str | None:
@@ -338,7 +338,7 @@ class _StreamedChoice(PieceReader):
 
 
 class ParsedChatChunks:
-    """``chat.completion.chunk`` events of answers that are more than text; see ``sse.Chunks``."""
+    """``chat.completion.chunk`` events of answers with tool calls or reasoning; see ``Chunks``."""
 
     def __init__(
         self,
@@ -368,7 +368,7 @@ class ParsedChatChunks:
             deltas = deltas or [{}]
         events = b""
         for delta in deltas:
-            # Log-probabilities are of tokens, and go with the last of what these have brought.
+            # Log-probabilities belong to tokens; send them with the last delta of the frame.
             events += self._event(frame.index, delta, logprobs if delta is deltas[-1] else None, None)
         if frame.finish_reason is not None:
             events += self._event(frame.index, {}, None, choice.finish_reason(frame.finish_reason))
@@ -419,7 +419,7 @@ def parsed_message(text: str, parser: AnswerParser, parts: Sequence[Part] = ()) 
 
 
 def with_token_ids(chunks: Chunks, details: AnswerOptions, *, choices: int, prompt_in_choice: bool) -> Chunks:
-    """Return the chunks, with token ids in them where requested."""
+    """Return chunks that include token ids if the request asks for them."""
     if details.prompt_ids is None:
         return chunks
     return WithTokenIds(
@@ -437,7 +437,7 @@ class WithTokenIds:
     def __init__(
         self, inner: Chunks, prompt_ids: Sequence[int], *, choices: int, first_index: int, prompt_in_choice: bool
     ) -> None:
-        """``prompt_in_choice``: whether an event has the prompt's ids in the choice or beside the choices.
+        """``prompt_in_choice``: put the prompt's ids inside the choice instead of at the top level.
 
         ``first_index``: see AnswerOptions.
         """
@@ -468,20 +468,20 @@ class WithTokenIds:
 
 # --- usage in each event ----------------------------------------------------------------------------------------------
 #
-# Usage in every event of a stream, as far as it has come (vLLM's ``continuous_usage_stats``).
+# Running usage in every event of a stream (vLLM's ``continuous_usage_stats``).
 
-_NO_CACHE_KNOWN: Final = 0  # how much of the prompt was cached is told when the request has ended
+_NO_CACHE_KNOWN: Final = 0  # the number of cached tokens is known only at the end
 
 
 def with_running_usage(chunks: Chunks, request: GenerationRequest, details: AnswerOptions) -> Chunks:
-    """The same chunks, with the usage so far in them where that is wanted."""
+    """Return chunks that include the running usage if the request asks for it."""
     options = request.stream_options
     is_wanted = request.include_usage and options is not None and options.continuous_usage_stats
     return WithRunningUsage(chunks, details.prompt_tokens) if is_wanted else chunks
 
 
 class WithRunningUsage:
-    """``Chunks`` that tell usage instead of null."""
+    """``Chunks`` with the running usage instead of null."""
 
     def __init__(self, inner: Chunks, prompt_tokens: int) -> None:
         self.usage = inner.usage
@@ -493,29 +493,29 @@ class WithRunningUsage:
         """Implement ``Chunks``."""
         self._completion_tokens += len(frame.token_ids) if isinstance(frame, Tokens) else frame.tokens
         usage = usage_fields(self._prompt_tokens, _NO_CACHE_KNOWN, self._completion_tokens)
-        # In texts, these characters are escaped.
+        # Texts cannot contain these characters unescaped.
         return self._inner.of(frame).replace(NO_USAGE_YET, b',"usage":' + encode_json(usage) + b"}\n\n")
 
 
 # --- answers checked against their schema -----------------------------------------------------------------------------
 #
-# Checks what has been answered against the schemas that no grammar could enforce whole (``gateway.api.sampling``).
+# Validates answers against schemas that a grammar cannot fully enforce (``gateway.api.sampling``).
 #
 # The answer has been made and paid for, so it is sent whatever comes out; each choice tells it in ``schema_errors``. A
 # check runs between others' tokens: what it may cost is bounded, and a schema that cannot be bounded is not checked.
 
-MAX_SCHEMA_CHARS: Final = 16_384  # of patterns alone, it takes some 50 ms to compile
-MAX_WORK: Final = 8_000_000  # characters of schema times characters of answer: at most some 35 ms
-MAX_ERRORS: Final = 8  # are told of an answer
+MAX_SCHEMA_CHARS: Final = 16_384  # compiles in at most 50 ms, even if it consists of patterns
+MAX_WORK: Final = 8_000_000  # characters of the schema times characters of the answer: at most 35 ms
+MAX_ERRORS: Final = 8  # reported per answer
 MAX_ERROR_CHARS: Final = 300
-PATTERN_BYTES: Final = 1_048_576  # of a compiled pattern, which takes time in proportion to the text
-# With these a small schema can take endless time.
+PATTERN_BYTES: Final = 1_048_576  # of a compiled pattern; matching takes linear time
+# With these keywords a small schema can take unbounded time.
 _UNBOUNDED: Final = frozenset({"$ref", "$dynamicRef", "$recursiveRef", "unevaluatedProperties", "unevaluatedItems"})
-_COMPLETE: Final = frozenset({"stop", "tool_calls", "function_call"})  # finish reasons of answers that can be judged
+_COMPLETE: Final = frozenset({"stop", "tool_calls", "function_call"})  # finish reasons of complete answers
 
 
 class SchemaCheck:
-    """The schemas of one request that are left to be checked."""
+    """The schemas of a request that are validated after generation."""
 
     def __init__(self) -> None:
         self._content: _Checked | None = None
@@ -526,7 +526,7 @@ class SchemaCheck:
         return self._content is not None or bool(self._tools)
 
     def add(self, schema: Any, tool: str | None) -> None:  # noqa: ANN401  # a schema, as it came
-        """Have answers checked against a schema: a tool's arguments, or what is no call."""
+        """Add a schema: for a tool's arguments, or for answers without a call."""
         if tool is None:
             self._content = _Checked(schema)
         else:
@@ -565,7 +565,7 @@ class _Checked:
         self._validator: Any = None
 
     def errors(self, text: str) -> list[str] | None:
-        """Return what is wrong with a value, for the client to read, or None."""
+        """Return the validation errors of a value, for the client; None if it cannot be validated."""
         if not self._is_bounded or self._chars * len(text) > MAX_WORK:
             return None
         try:
@@ -578,7 +578,7 @@ class _Checked:
                 self._validator = jsonschema_rs.validator_for(self._schema, pattern_options=patterns)
             errors = self._validator.iter_errors(value)
             return [_describe(error) for error, _ in zip(errors, range(MAX_ERRORS), strict=False)]
-        except (jsonschema_rs.ValidationError, ValueError):  # an invalid schema, or a pattern that cannot be bounded
+        except (jsonschema_rs.ValidationError, ValueError):  # an invalid schema, or a pattern that is too large
             return None
 
 
@@ -588,7 +588,7 @@ def _describe(error: Any) -> str:  # noqa: ANN401  # jsonschema_rs.ValidationErr
 
 
 def _words(schema: Any) -> set[str]:  # noqa: ANN401
-    """The names of everything in it, however deep: more than its keywords."""
+    """Return all object keys at any depth, which include all keywords."""
     found: set[str] = set()
     unread = [schema]
     while unread:
@@ -602,10 +602,10 @@ def _words(schema: Any) -> set[str]:  # noqa: ANN401
 
 
 class CheckedChunks:
-    """``Chunks`` whose last event of a choice tells ``schema_errors``."""
+    """``Chunks`` that add ``schema_errors`` to the last event of each choice."""
 
     def __init__(self, inner: Chunks, check: SchemaCheck, *, choices: int, echo_chars: int = 0) -> None:
-        """``echo_chars``: of the prompt, which come before each choice's own."""
+        """``echo_chars``: length of the echoed prompt before each choice's text."""
         self.usage = inner.usage
         self._inner = inner
         self._check = check
@@ -631,13 +631,13 @@ class CheckedChunks:
 
     @staticmethod
     def _add(function: dict[str, Any], calls: list[dict[str, Any]]) -> None:
-        """Take what a delta tells of a call: its name comes first, then its arguments."""
+        """Add a delta of a call: its name comes first, then its arguments."""
         if "name" in function:
             calls.append({"name": function["name"], "arguments": ""})
         calls[-1]["arguments"] += function.get("arguments", "")
 
 
 def calls_of(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The ``function`` of each call in a whole message."""
+    """Return the ``function`` of each call in a complete message."""
     legacy = [message["function_call"]] if "function_call" in message else []
     return [call["function"] for call in message.get("tool_calls", ())] + legacy

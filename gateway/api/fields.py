@@ -1,4 +1,4 @@
-"""Request bodies: their base class, and the error for the first field that is wrong."""
+"""Base class of request bodies, and the error for the first invalid field."""
 
 import json
 import math
@@ -26,17 +26,19 @@ from protocol.dialects.calls import HELD_TEXT, arguments_of
 from protocol.generation import Grammar
 from protocol.job import Call, Turn
 
-MAX_BODY_VALUES: Final = 65_536  # lists, objects and fields of one body: some 50 ms during which nothing else can run
-MAX_SEARCHED_VALUES: Final = 10_000  # looked at to name the field of a number that is none: some milliseconds
-MAX_NAME_CHARS: Final = 100  # of a field's name in an error
-_ALTERNATIVE: Final = re.compile(r"^(str|int|float|bool|[A-Z][A-Za-z]*|[a-z-]+\[.*\])$")  # of a union, no field
+MAX_BODY_VALUES: Final = 65_536  # lists, objects, and fields of a body: parsing blocks all threads for 50 ms
+MAX_SEARCHED_VALUES: Final = 10_000  # searched to find the field of an invalid number: a few milliseconds
+MAX_NAME_CHARS: Final = 100  # of a field name in an error
+_ALTERNATIVE: Final = re.compile(
+    r"^(str|int|float|bool|[A-Z][A-Za-z]*|[a-z-]+\[.*\])$"
+)  # an alternative of a union, not a field
 
 _decode_json = msgspec.json.Decoder().decode
 encode_json = msgspec.json.Encoder().encode
 
 
 class Body(BaseModel):
-    """Base of request bodies: strict types; unknown fields are kept only to be looked through."""
+    """Base of request bodies. Types are strict; unknown fields are kept to find misspelled ones."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -45,7 +47,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 class BadItem(ValueError):
-    """One item of a list is wrong."""
+    """An item of a list is invalid."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
@@ -53,12 +55,12 @@ class BadItem(ValueError):
 
 
 def refuse_unsupported(body: Body, unsupported: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
-    """Raise InvalidParameter for a known field that cannot be honoured, unless its value means what happens anyway."""
+    """Raise InvalidParameter for unsupported fields, unless the value is the default behavior."""
     refuse_fields(body.model_extra or {}, unsupported, prefix)
 
 
 def refuse_fields(fields: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
-    """Raise InvalidParameter as ``refuse_unsupported`` does, for an object that no model describes."""
+    """Do the same as ``refuse_unsupported`` for an object without a model."""
     for field, value in fields.items():
         if field in unsupported and value is not None and value not in unsupported[field]:
             param = prefix + field
@@ -66,9 +68,9 @@ def refuse_fields(fields: Mapping[str, Any], unsupported: Mapping[str, tuple[Any
 
 
 def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
-    """Validate a body's fields, one by one. Raises MalformedJson or InvalidParameter.
+    """Validate a body. Raises MalformedJson or InvalidParameter.
 
-    pydantic reads NaN, Infinity and 1e400, which are no JSON; msgspec, by which all else here reads bodies, does not.
+    pydantic accepts NaN, Infinity, and 1e400, which are not valid JSON; msgspec, the other parser of bodies, does not.
     """
     try:
         request = kind.model_validate_json(body)
@@ -82,14 +84,14 @@ def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
 
 
 def _not_json(body: bytes, error: Exception) -> MalformedJson | InvalidParameter:
-    """Return the error of a body that pydantic alone takes for JSON; it names the field where it is soon found."""
+    """Return the error for a body that only pydantic accepts as JSON, with the field if it is found quickly."""
     places: list[tuple[str, Any]] = [("", from_json(body))]
     for _ in range(MAX_SEARCHED_VALUES):
         if not places:
             break
         param, value = places.pop()
         if isinstance(value, float) and not math.isfinite(value):
-            message = f"Invalid value for '{param}': NaN, Infinity and numbers beyond 1.8e308 are no JSON numbers."
+            message = f"Invalid value for '{param}': NaN, Infinity, and numbers beyond 1.8e308 are not valid JSON."
             return InvalidParameter(message, param=param)
         if isinstance(value, Mapping):
             places += [(f"{param}.{name[:MAX_NAME_CHARS]}".lstrip("."), inner) for name, inner in value.items()]
@@ -99,7 +101,7 @@ def _not_json(body: bytes, error: Exception) -> MalformedJson | InvalidParameter
 
 
 def _nearest(errors: Sequence[ErrorDetails]) -> ErrorDetails:
-    """Return the first error; of those of a union's alternatives the one that has come furthest."""
+    """Return the first error; for a union, the error of the alternative that matched furthest."""
     place = errors[0]["loc"]
     before = next((number for number, part in enumerate(place) if _ALTERNATIVE.match(str(part))), None)
     if before is None:
@@ -127,23 +129,23 @@ def _first_error(error: ValidationError) -> MalformedJson | InvalidParameter:
 
 
 def check_values(*texts: bytes, param: str | None = None) -> None:
-    """Refuse JSON of more lists, objects and fields than are read. Raises InvalidParameter, naming ``param``.
+    """Limit the number of lists, objects, and fields. Raises InvalidParameter for ``param``.
 
-    A library reads them in one go, during which no other thread runs; strings and numbers are read quickly.
+    The parser holds the GIL, and its time depends on their number; strings and numbers are parsed quickly.
     """
     values = sum(map(_count_values, texts))
     if values > MAX_BODY_VALUES:
         what = "body" if param is None else f"JSON in '{param}'"
-        message = f"The {what} holds {values} lists, objects and fields; at most {MAX_BODY_VALUES} are read."
+        message = f"The {what} has {values} lists, objects, and fields; at most {MAX_BODY_VALUES} are allowed."
         raise InvalidParameter(message, param=param, code="too_many_values")
 
 
 def _count_values(text: bytes) -> int:
     values = _marks(text)
     if values <= MAX_BODY_VALUES:
-        return values  # or fewer, where some are in strings
+        return values  # an upper bound: some may be inside strings
     without_escapes = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return _marks(b"".join(without_escapes.split(b'"')[::2]))  # outside of strings
+    return _marks(b"".join(without_escapes.split(b'"')[::2]))  # outside strings
 
 
 def _marks(text: bytes) -> int:
@@ -152,11 +154,11 @@ def _marks(text: bytes) -> int:
 
 # --- tool fields ------------------------------------------------------------------------------------------------------
 #
-# Fields of a chat body about tools: those that may be called, and earlier calls.
+# Fields of a chat body about tools and earlier calls.
 
 MAX_TOOLS: Final = 128
-MAX_TOOLS_BYTES: Final = 512 * 1024  # of all of them, as JSON
-MAX_CALLS: Final = 128  # in one message of a conversation
+MAX_TOOLS_BYTES: Final = 512 * 1024  # of all tools together, as JSON
+MAX_CALLS: Final = 128  # per message
 NO_PARAMETERS: Final = {"type": "object", "properties": {}}
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -166,7 +168,7 @@ class _ToolPart(BaseModel):
 
 
 class FunctionDefinition(_ToolPart):
-    """A function's description for the model, and whether its arguments must follow their schema."""
+    """A function that the model can call. With ``strict``, its arguments follow the schema."""
 
     name: ToolName
     description: str | None = None
@@ -175,43 +177,43 @@ class FunctionDefinition(_ToolPart):
 
 
 class ToolDefinition(_ToolPart):
-    """One of a request's ``tools``."""
+    """An element of ``tools``."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates expect it. Whether it is strict is no business of the model's."""
+        """Return the tool as chat templates expect it, without ``strict``."""
         function = self.function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
         function.setdefault("parameters", NO_PARAMETERS)
         return {"type": "function", "function": function}
 
 
 class NamedFunction(_ToolPart):
-    """A function, by its name."""
+    """A function, referenced by name."""
 
     name: str
 
 
 class NamedTool(_ToolPart):
-    """``tool_choice``: this tool and no other."""
+    """``tool_choice`` that forces one tool."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 def _known_choice(choice: object) -> object:
-    # One message for what a union would explain as several.
+    # One error message instead of one per alternative of the union.
     is_named = isinstance(choice, Mapping) and choice.get("type") == "function" and "function" in choice
     if choice is None or is_named or choice in ("none", "auto", "required"):
         return choice
-    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}')
+    raise ValueError('must be "none", "auto", "required", or {"type": "function", "function": {"name": …}}')
 
 
 def _known_function(choice: object) -> object:
     if choice in (None, "none", "auto") or (isinstance(choice, Mapping) and isinstance(choice.get("name"), str)):
         return choice
-    raise ValueError('must be "none", "auto" or {"name": …}')
+    raise ValueError('must be "none", "auto", or {"name": …}')
 
 
 FunctionChoice = Annotated[Literal["none", "auto"] | NamedFunction | None, BeforeValidator(_known_function)]
@@ -219,42 +221,42 @@ ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, B
 
 
 def _as_text(arguments: object) -> str:
-    """Some clients send the object itself, or null."""
+    """Accept an object or null, which some clients send instead of text."""
     if arguments is None or isinstance(arguments, str):
         return arguments or ""
     return json.dumps(arguments, ensure_ascii=False)
 
 
 class CalledFunction(_ToolPart):
-    """An assistant's call, with its arguments as JSON text."""
+    """A function call by the assistant, with its arguments as JSON text."""
 
     name: Annotated[str, Field(min_length=1)]
     arguments: Annotated[str, BeforeValidator(_as_text, str | dict[str, Any] | None)] = ""
 
     def arguments_for_template(self) -> Arguments:
-        """The arguments as an object, which templates expect.
+        """Return the arguments as the object that templates expect.
 
-        Models write what is no object, or are cut off in it. Then an object holds the text: the conversation goes on.
+        Invalid or truncated arguments are wrapped in an object as text, so that the conversation can continue.
         """
         found = arguments_of(self.arguments)
         return Arguments({HELD_TEXT: self.arguments} if found is None else found)
 
     @property
     def arguments_object(self) -> str:
-        """The arguments as the JSON of an object, in the same way."""
+        """Return the same object as JSON."""
         is_object = arguments_of(self.arguments) is not None
         return self.arguments.strip() if is_object else json.dumps({HELD_TEXT: self.arguments}, ensure_ascii=False)
 
 
 class ToolCall(_ToolPart):
-    """A call in an assistant's message."""
+    """A tool call in an assistant message."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates expect it."""
+        """Return the call as chat templates expect it."""
         function = {"name": self.function.name, "arguments": self.function.arguments_for_template()}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -272,25 +274,25 @@ def tool_choice_of(function_call: object) -> object:
 
 
 def check_tools(tools: Sequence[ToolDefinition], choice: object) -> None:
-    """Refuse tools that contradict each other or ``tool_choice``. Raises InvalidParameter."""
+    """Check that tools are consistent with each other and ``tool_choice``. Raises InvalidParameter."""
     if not tools and choice not in {None, "none", "auto"}:
-        raise InvalidParameter("There are no 'tools' of which one must be called.", param="tool_choice")
+        raise InvalidParameter("'tool_choice' requires a call, but 'tools' is empty.", param="tool_choice")
     names = [tool.function.name for tool in tools]
     for number, tool in enumerate(tools):
         prefix = f"tools.{number}.function"
         if names.index(tool.function.name) != number:
-            raise InvalidParameter(f"'{tool.function.name}' is the name of two tools.", param=f"{prefix}.name")
+            raise InvalidParameter(f"'{tool.function.name}' is the name of more than one tool.", param=f"{prefix}.name")
         if (tool.function.parameters or {}).get("type", "object") != "object":
             raise InvalidParameter("The type of 'parameters' must be \"object\".", param=f"{prefix}.parameters")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise InvalidParameter(f"'{choice.function.name}' is none of 'tools'.", param="tool_choice")
+        raise InvalidParameter(f"'{choice.function.name}' is not one of 'tools'.", param="tool_choice")
     size = sum(len(tool.model_dump_json()) for tool in tools)
     if size > MAX_TOOLS_BYTES:
         raise InvalidParameter(f"'tools' may have at most {MAX_TOOLS_BYTES} bytes, not {size}.", param="tools")
 
 
 def callable_tools(tools: Sequence[ToolDefinition], choice: object) -> tuple[Tool, ...]:
-    """The tools that an answer may call, with the schemas of their arguments, which are objects in any case."""
+    """Return the tools that an answer may call, with the schemas of their arguments (always objects)."""
     name = choice.function.name if isinstance(choice, NamedTool) else None
     return tuple(
         Tool(
@@ -305,9 +307,9 @@ def callable_tools(tools: Sequence[ToolDefinition], choice: object) -> tuple[Too
 
 # --- output format ----------------------------------------------------------------------------------------------------
 #
-# Output formats: OpenAI's ``response_format``, and vLLM's ``structured_outputs`` for all else.
+# Output formats: OpenAI's ``response_format`` and vLLM's ``structured_outputs``.
 #
-# Whether a schema, pattern or grammar is a valid one, the worker's engine says: it has the compiler.
+# The worker's engine, which has the compiler, validates schemas, patterns, and grammars.
 
 
 class _FormatPart(BaseModel):
@@ -315,7 +317,7 @@ class _FormatPart(BaseModel):
 
 
 class JsonSchema(_FormatPart):
-    """A named schema. ``strict`` makes no difference: answers follow the schema either way."""
+    """A named JSON schema. ``strict`` has no effect: answers always follow the schema."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
@@ -324,7 +326,7 @@ class JsonSchema(_FormatPart):
 
 
 class ResponseFormat(_FormatPart):
-    """OpenAI's way to ask for JSON."""
+    """OpenAI's ``response_format``: text, any JSON object, or a JSON schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -332,18 +334,18 @@ class ResponseFormat(_FormatPart):
     @model_validator(mode="after")
     def _has_its_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("'json_schema' belongs to the type \"json_schema\", and to no other")
+            raise ValueError("'json_schema' is allowed only with type \"json_schema\"")
         return self
 
     def grammar(self) -> Grammar | None:
-        """The wire form; None for plain text."""
+        """Return the wire form; None for plain text."""
         if self.json_schema is not None:
             return Grammar("json_schema", json.dumps(self.json_schema.schema_))
         return Grammar("json_object", "") if self.type == "json_object" else None
 
 
 class StructuredOutputs(_FormatPart):
-    """vLLM's way to ask for anything; exactly one of the fields."""
+    """vLLM's ``structured_outputs``. Exactly one field must be set."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     json_object: Literal[True] | None = None
@@ -357,11 +359,11 @@ class StructuredOutputs(_FormatPart):
             sum(value is not None for value in (self.json_, self.json_object, self.regex, self.choice, self.grammar_))
             != 1
         ):
-            raise ValueError("give exactly one of 'json', 'json_object', 'regex', 'choice' and 'grammar'")
+            raise ValueError("set exactly one of 'json', 'json_object', 'regex', 'choice', and 'grammar'")
         return self
 
     def grammar(self) -> Grammar:
-        """The wire form."""
+        """Return the wire form."""
         field = "structured_outputs"
         named = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar_}
         for kind, value in named.items():
@@ -371,7 +373,7 @@ class StructuredOutputs(_FormatPart):
 
 
 def grammar_of(kind: str, value: dict[str, Any] | list[str] | str, field: str) -> Grammar:
-    """The wire form of vLLM's "json", "regex", "choice" or "grammar", asked for by ``field``."""
+    """Return the wire form of vLLM's "json", "regex", "choice", or "grammar"; ``field``: the request field."""
     if isinstance(value, list):
         return Grammar("regex", "|".join(map(re.escape, value)), field)
     source = value if isinstance(value, str) else json.dumps(value)
@@ -380,18 +382,18 @@ def grammar_of(kind: str, value: dict[str, Any] | list[str] | str, field: str) -
 
 # --- conversation -----------------------------------------------------------------------------------------------------
 #
-# The messages of a conversation: as callers write them, and as chat templates expect them.
+# The messages of a conversation, as clients send them and as chat templates expect them.
 
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {"audio": ()}
-_TEXT_OF_PART: Final = {"text": "text", "refusal": "refusal"}  # the types of parts that are text, and where it stands
-# Legacy functions have no ids; nine letters, because Mistral's templates want so many.
+_TEXT_OF_PART: Final = {"text": "text", "refusal": "refusal"}  # types of text parts, with the field of the text
+# Legacy functions have no ids. Nine letters, as Mistral's templates require.
 _LEGACY_CALL_ID: Final = "function1"
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 def _text_of(content: object) -> object:
-    """A message's content as one string: a string, or a list of parts that are text."""
+    """Return the content of a message (a string or a list of text parts) as one string."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -406,7 +408,7 @@ def _text_of(content: object) -> object:
 
 
 class Message(Body):
-    """One turn of a conversation."""
+    """A message of a conversation."""
 
     role: Role
     content: Annotated[str | None, BeforeValidator(_text_of, str | list[dict[str, Any]] | None)] = Field(
@@ -414,11 +416,11 @@ class Message(Body):
     )
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None
-    function_call: CalledFunction | None = None  # what tool_calls were before
+    function_call: CalledFunction | None = None  # legacy form of tool_calls
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same under its other name
-    refusal: str | None = None  # an assistant's, instead of content
+    reasoning: str | None = None  # same as reasoning_content
+    refusal: str | None = None  # of an assistant, instead of content
 
     @field_validator("content")
     @classmethod
@@ -429,12 +431,12 @@ class Message(Body):
 
     @property
     def called(self) -> list[CalledFunction]:
-        """The calls of tools."""
+        """Return the tool calls, including a legacy function call."""
         legacy = [] if self.function_call is None else [self.function_call]
         return [call.function for call in self.tool_calls] if self.tool_calls else legacy
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it; they know "developer" and "function" by other names."""
+        """Return the message as chat templates expect it, with "developer" and "function" renamed."""
         message: dict[str, Any] = {
             "role": {"developer": "system", "function": "tool"}.get(self.role, self.role),
             "content": self.content or self.refusal or "",
@@ -448,12 +450,12 @@ class Message(Body):
         if self.tool_call_id is not None or self.role == "function":
             message["tool_call_id"] = self.tool_call_id or _LEGACY_CALL_ID
         reasoning = self.reasoning_content or self.reasoning
-        if reasoning:  # templates have three names for it
+        if reasoning:  # templates use three names for it
             message.update(reasoning_content=reasoning, reasoning=reasoning, thinking=reasoning)
         return message
 
     def for_job(self) -> Turn:
-        """The message as jobs carry it to pools that take messages; older forms of tools are calls there."""
+        """Return the message in the format of jobs for chat pools; legacy functions become tool calls."""
         fields = self.for_template()
         calls = tuple(
             Call(call["id"], call["function"]["name"], function.arguments_object)
@@ -465,13 +467,13 @@ class Message(Body):
 
 
 def check_message(message: Message, prefix: str) -> None:
-    """Refuse fields that the message's role does not have. Raises InvalidParameter."""
+    """Check that the fields match the role. Raises InvalidParameter."""
     refuse_unsupported(message, _UNSUPPORTED, prefix=prefix)
     for name in ("tool_calls", "function_call"):
         if getattr(message, name) and message.role != "assistant":
-            raise InvalidParameter("Only an assistant calls tools.", param=f"{prefix}{name}")
+            raise InvalidParameter("Only assistant messages can contain tool calls.", param=f"{prefix}{name}")
     if (message.tool_call_id is None) == (message.role == "tool"):
-        text = "A message has a 'tool_call_id' if it is of the role \"tool\", and only then."
+        text = "'tool_call_id' is required for role \"tool\" and not allowed for other roles."
         raise InvalidParameter(text, param=f"{prefix}tool_call_id")
     if message.role == "function" and not message.name:
-        raise InvalidParameter("The result of a function needs its 'name'.", param=f"{prefix}name")
+        raise InvalidParameter("A message of role \"function\" requires 'name'.", param=f"{prefix}name")

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of the public API."""
+"""Log-probabilities in the formats of the public API."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -12,20 +12,20 @@ from protocol.generation import PromptLogprob, TokenLogprob
 
 # --- answer options ---------------------------------------------------------------------------------------------------
 #
-# Options of an answer: what the client may request beside its text.
+# Options of an answer besides its text.
 
 
 class AnswerOptions(Struct, frozen=True):
     """Options of one request; each is off by default."""
 
-    service_tier: str | None = None  # the one it is served in, where the caller has named one
-    tokens_as_ids: bool = False  # in logprobs, tokens are called "token_id:5" instead of by their text
+    service_tier: str | None = None  # the effective tier, if the request names one
+    tokens_as_ids: bool = False  # logprobs name tokens as "token_id:5" instead of by text
     prompt_logprobs: int | None = None
-    prompt_ids: Sequence[int] | None = None  # the token ids of prompt and answers are told too
-    echo: str = ""  # the prompt's text, which comes before every choice's own
-    echo_logprobs: int | None = None  # with the logprobs of so many candidates for each token of it
+    prompt_ids: Sequence[int] | None = None  # return the token ids of prompt and answers
+    echo: str = ""  # text of the prompt, which precedes the text of every choice
+    echo_logprobs: int | None = None  # number of candidates per prompt token with logprobs
     prompt_tokens: int = 0
-    first_index: int = 0  # of this prompt's choices, in the answer: another prompt's may come before
+    first_index: int = 0  # index of this prompt's first choice in the answer
 
 
 DEFAULT_OPTIONS: Final = AnswerOptions()
@@ -34,7 +34,7 @@ DEFAULT_OPTIONS: Final = AnswerOptions()
 def details_of(
     request: GenerationRequest, prompt_ids: Sequence[int], echo: str = "", *, first_index: int = 0
 ) -> AnswerOptions:
-    """Return the options that a request's fields ask for."""
+    """Return the options that a request sets."""
     echo_logprobs = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
     return AnswerOptions(
         service_tier=None if request.service_tier is None else "flex" if request.is_batch else "default",
@@ -50,17 +50,17 @@ def details_of(
 
 # --- logprobs ---------------------------------------------------------------------------------------------------------
 
-_Row = tuple[str, float | None, dict[str, float] | None, int]  # token, its logprob, the likeliest, where it begins
+_Row = tuple[str, float | None, dict[str, float] | None, int]  # token, its logprob, the top tokens, its text offset
 
-TOKENS_AT_ONCE: Final = 16  # are described before others' requests get their turn: some 1 ms
-LOWEST: Final = -9999.0  # vLLM's word for minus infinity, which JSON has no number for
+TOKENS_AT_ONCE: Final = 16  # encoded before other tasks run: about 1 ms
+LOWEST: Final = -9999.0  # vLLM's value for minus infinity, which JSON cannot express
 
 
 _encode_json = msgspec.json.Encoder().encode
 
 
 def chat_pieces(tokens: Iterable[TokenLogprob], *, as_ids: bool) -> Iterator[bytes]:
-    """The ``logprobs`` of a chat choice, piece by piece."""
+    """Iterate over the JSON of a chat choice's ``logprobs``."""
     yield b'{"content":['
     entries = ([entry] for token in tokens for entry in chat_logprobs((token,), as_ids=as_ids))
     yield from _joined_lists(entries)
@@ -68,7 +68,7 @@ def chat_pieces(tokens: Iterable[TokenLogprob], *, as_ids: bool) -> Iterator[byt
 
 
 def _joined_lists(lists: Iterator[list[Any]]) -> Iterator[bytes]:
-    """The inside of one JSON list of all the lists' members, some lists at a time."""
+    """Iterate over the JSON of the elements of all lists, without brackets."""
     separator = b""
     while some := list(chain.from_iterable(islice(lists, TOKENS_AT_ONCE))):
         yield separator + _encode_json(some)[1:-1]
@@ -76,7 +76,7 @@ def _joined_lists(lists: Iterator[list[Any]]) -> Iterator[bytes]:
 
 
 def chat_logprobs(tokens: Iterable[TokenLogprob], *, as_ids: bool = False) -> list[dict[str, Any]]:
-    """The ``content`` list of a chat choice's ``logprobs``; ``as_ids``: tokens are called by their ids."""
+    """Return the ``content`` list of a chat choice's ``logprobs``. ``as_ids``: name tokens by their ids."""
     return [
         {
             **_chat_entry(token.token_id, token.text, token.logprob, token.utf8, as_ids=as_ids),
@@ -95,7 +95,7 @@ def _name(token_id: int, text: str, *, as_ids: bool) -> str:
 
 
 def prompt_logprobs(tokens: Iterable[PromptLogprob], count: int) -> list[dict[str, Any] | None]:
-    """VLLM's ``prompt_logprobs``: of each token by its id, and of the ``count`` likeliest in its place."""
+    """Return vLLM's ``prompt_logprobs``: of each token by id, and of the ``count`` most likely alternatives."""
     return [None if token.logprob is None else _candidates(token, token.logprob, count) for token in tokens]
 
 
@@ -109,26 +109,26 @@ def _candidates(token: PromptLogprob, logprob: float, count: int) -> dict[str, A
 
 
 class CompletionLogprobs:
-    """The parallel lists of a plain completion's ``logprobs``; remembers where in the text the next token begins."""
+    """The parallel lists of a completion's ``logprobs``. Tracks the text offset of the next token."""
 
     def __init__(self, *, as_ids: bool = False) -> None:
-        """``as_ids``: tokens are called by their ids."""
+        """``as_ids``: name tokens by their ids."""
         self._offset = 0
         self._as_ids = as_ids
 
     def of(self, tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
-        """The lists for the next tokens."""
+        """Return the lists for the next tokens."""
         rows: list[_Row] = []
         for token in tokens:
             name = self._name(token.token_id, token.text)
-            # The chosen token is among them even where it is none of the likeliest.
+            # Includes the chosen token even if it is not among the most likely ones.
             top = {self._name(id_, text): logprob for id_, text, logprob, _ in token.top} | {name: token.logprob}
             rows.append((name, token.logprob, top, self._offset))
             self._offset += len(token.text)
         return _lists(rows)
 
     def pieces(self, fields: dict[str, Any] | None, tokens: Iterable[TokenLogprob]) -> Iterator[bytes]:
-        """The lists for all tokens, piece by piece; ``fields``: those of the prompt, which come before."""
+        """Iterate over the JSON of the lists for all tokens. ``fields``: the prompt's lists, which come first."""
         lists = fields or _lists([])
         columns = {name: list(values) for name, values in lists.items()}
         largest = columns.pop("top_logprobs")
@@ -147,7 +147,7 @@ class CompletionLogprobs:
         yield b"]," + _encode_json(columns)[1:]
 
     def of_prompt(self, tokens: Sequence[PromptLogprob], count: int, prompt: str) -> dict[str, Any]:
-        """The lists for the prompt's tokens, whose whole text comes first; with ``count`` candidates for each."""
+        """Return the lists for the tokens of the echoed prompt, with ``count`` candidates each."""
         rows: list[_Row] = []
         for token in tokens:
             name = self._name(token.token_id, token.text)

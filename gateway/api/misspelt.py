@@ -1,6 +1,6 @@
-"""Fields of a body that look like a known one: probably a typing mistake, whose effect the caller would miss.
+"""Unknown fields of a body that resemble a known field, and so are probably misspelled.
 
-Any other field that no API knows is ignored (docs/reference/api.md).
+Other unknown fields are ignored (docs/reference/api.md).
 """
 
 import re
@@ -15,13 +15,13 @@ from gateway.errors import InvalidParameter
 MAX_COMPARED: Final = 8  # unknown fields of one body
 MAX_REMEMBERED: Final = 1024  # comparisons; SDKs send the same unknown fields with each request
 MIN_SIMILARITY: Final = (
-    0.82  # of 1; `max_new_tokens` is near `max_tokens`, `chat_template` is not `chat_template_kwargs`
+    0.82  # ratio; `max_new_tokens` resembles `max_tokens`, `chat_template` does not resemble `chat_template_kwargs`
 )
-_NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{1,63}")  # what a header can hold, and no more
+_NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{1,63}")  # only names that fit into a header
 
 
 def misspelt_fields(body: Body) -> Mapping[str, str]:
-    """Return the unknown fields of a body that are near a known one, with that one."""
+    """Return the unknown fields of a body, each with the known field that it resembles."""
     return dict(_misspelt(body)) if body.model_extra else {}
 
 
@@ -41,17 +41,17 @@ def _nearest(kind: type[Body], name: str) -> str | None:
 
 
 def _plain(name: str) -> str:
-    """Return a name without its style: ``maxTokens`` and ``max-tokens`` mean ``max_tokens``."""
+    """Return a name without its case style: ``maxTokens`` and ``max-tokens`` equal ``max_tokens``."""
     return re.sub("[_-]", "", name).lower()
 
 
 def ignored_names(misspelt: Mapping[str, str]) -> set[str]:
-    """Return what ``x-spillway-adapted`` says of such fields."""
+    """Return the entries of ``x-spillway-adapted`` for misspelled fields."""
     return {f"field-ignored:{name};did-you-mean={known}" for name, known in misspelt.items()}
 
 
 def refuse_misspelt(misspelt: Mapping[str, str]) -> None:
-    """Raise InvalidParameter for the first of such fields."""
+    """Raise InvalidParameter for the first misspelled field."""
     for name, known in misspelt.items():
         raise InvalidParameter(
             f"Unknown parameter: '{name}'. Did you mean '{known}'?", param=name, code="unknown_parameter"

@@ -1,4 +1,4 @@
-"""Items of a Responses conversation and its tools, into a chat's messages and functions."""
+"""Translation of Responses items and tools to chat messages and functions."""
 
 import json
 import re
@@ -13,11 +13,11 @@ from protocol.dialects.calls import arguments_of
 
 # --- openai items -----------------------------------------------------------------------------------------------------
 #
-# What is kept of a body of Responses: the fields that are known, and the conversation that it goes on with.
+# The stored form of a Responses body: its known fields and the conversation that it continues.
 #
-# Other fields have no meaning here, and a caller may send any amount of them.
+# Unknown fields are dropped: a client can send any amount of them.
 
-USABLE: Final = ("completed", "incomplete")  # the states of a response that another may go on from
+USABLE: Final = ("completed", "incomplete")  # statuses of a response that can be continued
 TEXT_PARTS: Final = {
     **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"),
     "refusal": "refusal",
@@ -30,7 +30,7 @@ _ITEM_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "custom_tool_call_output": ("id", "type", "status", "call_id", "output"),
     "reasoning": ("id", "type", "status", "summary", "content"),
 }
-# Items of tools that run elsewhere. Of a call: where its result is, if it has one itself.
+# Items of tools that another service runs. For a call that contains its result: the field of the result.
 FOREIGN_CALLS: Final = {
     "local_shell_call": None,
     "shell_call": None,
@@ -52,7 +52,7 @@ FOREIGN_SKIPPED: Final = frozenset(
     }
 )  # fmt: skip
 _LISTS_OF_PARTS: Final = ("content", "output", "summary")
-_EMPTY_FIELDS_OF_PARTS: Final = ("annotations", "logprobs")  # clients expect them where they were; ours are empty
+_EMPTY_FIELDS_OF_PARTS: Final = ("annotations", "logprobs")  # clients expect these fields; they are always empty
 _TOOL_FIELDS: Final = ("type", "name", "description", "parameters", "strict", "format")
 _NAMESPACE_FIELDS: Final = ("type", "name", "description")
 _CHOICE_FIELDS: Final = ("type", "name")
@@ -85,17 +85,17 @@ _decode_items: Final[Callable[[bytes], str | list[Item]]] = msgspec.json.Decoder
 
 
 def with_history(body: bytes, items: bytes, response: bytes) -> bytes:
-    """Put an earlier conversation before the input of a valid body: its input items and its response, as stored.
+    """Prepend a stored conversation (input items and response) to the input of a valid body.
 
-    Raises InvalidParameter where there is nothing to go on from, and MsgspecError. What they hold stays unparsed.
+    The items stay unparsed. Raises MsgspecError, and InvalidParameter if the response cannot be continued.
     """
     param = "previous_response_id"
     previous = _decode_previous(response)
     if previous.status not in USABLE:
-        message = f"The previous response is '{previous.status}': there is nothing to go on from."
+        message = f"The previous response is '{previous.status}'. It cannot be continued."
         raise InvalidParameter(message, param=param)
     if not items:
-        raise InvalidParameter("The conversation of the previous response was too large to be kept.", param=param)
+        raise InvalidParameter("The conversation of the previous response was too large to store.", param=param)
     check_values(items, response, param=param)
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     given = bytes(fields["input"])
@@ -109,19 +109,19 @@ def _user_item(text: bytes) -> msgspec.Raw:
 
 
 def items_of(body: bytes, answer_id: str) -> bytes:
-    """Return the input items of a valid body, as they are stored: JSON. Raises MsgspecError."""
+    """Return the input items of a valid body in stored form (JSON). Raises MsgspecError."""
     given = _decode_items(_decode_input(body).input)
     return _encode(stored_items(given, answer_id))
 
 
 def stored_items(given: str | list[Item], answer_id: str) -> list[Item]:
-    """Return input items as they are stored."""
+    """Return input items in stored form."""
     items: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return [_stored_item(item, f"{answer_id}i{number:04x}") for number, item in enumerate(items)]
 
 
 def _stored_item(item: Item, identity: str) -> Item:
-    """Return an input item as it is stored: with its type, an id, and its content as parts."""
+    """Return an input item in stored form: with a type, an id, and its content as parts."""
     stored = known_item(item)
     kind = stored["type"]
     stored = {"id": f"{_ID_PREFIXES.get(kind, 'item')}_{identity}", **stored}
@@ -132,7 +132,7 @@ def _stored_item(item: Item, identity: str) -> Item:
 
 
 def known_item(item: Item) -> Item:
-    """Return what is known of an item that was translated."""
+    """Return the known fields of a translated item."""
     kind = item.get("type", "message")
     if kind in FOREIGN_CALLS or kind in FOREIGN_OUTPUTS or kind in FOREIGN_SKIPPED:
         return dict(item)
@@ -155,7 +155,7 @@ def _known_part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known_tool(tool: Item) -> Item:
-    """Return what is known of a tool that was translated."""
+    """Return the known fields of a translated tool."""
     if tool.get("type") == "namespace":
         inner = [known_tool(one) for one in tool.get("tools") or ()]
         return {**fields_of(tool, _NAMESPACE_FIELDS), "tools": inner}
@@ -163,25 +163,25 @@ def known_tool(tool: Item) -> Item:
 
 
 def known_choice(choice: str | Item) -> str | Item:
-    """Return what is known of a choice of tools."""
+    """Return the known fields of a tool choice."""
     return choice if isinstance(choice, str) else fields_of(choice, _CHOICE_FIELDS)
 
 
 def fields_of(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return those of some fields that are there."""
+    """Return the fields that are present, of these names."""
     return {name: fields[name] for name in names if name in fields}
 
 
 # --- openai tools -----------------------------------------------------------------------------------------------------
 #
-# Tools of Responses as chats have them, and items of earlier calls.
+# Responses tools and items of earlier calls in chat format.
 #
 # A ``custom`` tool takes a text: for the model it is a function with one text. Tools that only a hosted service can run
 # are left out, and their earlier calls and results are told as those of functions of that name.
 
 NAMESPACE_MARK: Final = "__"  # between a namespace and the name of a tool in it
 INPUT: Final = "input"  # the argument of a custom tool's function
-MAX_SKIPPED_NAMES: Final = 16  # in the header
+MAX_SKIPPED_NAMES: Final = 16  # in the response header
 _NAME: Final = re.compile(r"[a-z0-9_]{1,64}")
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {"async": (False,), "allowed_callers": (["direct"],)}
 _TYPES: Final = {
@@ -190,7 +190,7 @@ _TYPES: Final = {
     "strict": (bool, "true or false"),
 }
 _OF_CUSTOM: Final = {"description": (str, "a string"), "format": (dict, "an object")}
-_FORMAT_TEXTS: Final = ("syntax", "definition")  # of a custom tool's grammar
+_FORMAT_TEXTS: Final = ("syntax", "definition")  # fields of a custom tool's grammar
 _PARAMETERS_OF_CUSTOM: Final = {
     "type": "object",
     "properties": {INPUT: {"type": "string"}},
@@ -201,21 +201,21 @@ _NO_ARGUMENTS: Final = frozenset({"id", "type", "status", "call_id", "output", "
 
 
 class ToldTool(NamedTuple):
-    """How a tool is told to the client."""
+    """How a tool is presented to the client."""
 
     name: str
     namespace: str | None = None
     is_custom: bool = False
 
     def item(self, call_id: str) -> Item:
-        """Return the item of a call that begins."""
+        """Return the item of a new call."""
         kind = {"type": "custom_tool_call"} if self.is_custom else {"type": "function_call"}
         named = {} if self.namespace is None else {"namespace": self.namespace}
         return {**kind, "call_id": call_id, "name": self.name, self.field: "", **named}
 
     @property
     def field(self) -> str:
-        """The item's field for what the model wrote."""
+        """Name of the item's field for the model's text."""
         return INPUT if self.is_custom else "arguments"
 
 
@@ -223,8 +223,8 @@ class ToolList:
     """The tools of one request."""
 
     def __init__(self, tools: Sequence[Item], adapted: set[str]) -> None:
-        """Translate tools; add the names of those that are skipped to ``adapted``. Raises InvalidParameter."""
-        self.told: dict[str, ToldTool] = {}  # by the names that the model knows
+        """Translate tools; add the names of skipped tools to ``adapted``. Raises InvalidParameter."""
+        self.told: dict[str, ToldTool] = {}  # by the model's name of the tool
         self._adapted = adapted
         self.functions = [
             function for number, tool in enumerate(tools) for function in self._of(tool, f"tools.{number}")
@@ -252,10 +252,10 @@ class ToolList:
         yield _custom(tool, param, flat) if kind == "custom" else _function(tool, param, flat)
 
     def choice(self, choice: str | Item | None) -> object:
-        """Return a ``tool_choice`` as chats have it. Raises InvalidParameter."""
+        """Return a ``tool_choice`` in chat format. Raises InvalidParameter."""
         if choice is None or isinstance(choice, str):
             return choice
-        if choice.get("type") not in ("function", "custom"):  # no set: anything may stand there
+        if choice.get("type") not in ("function", "custom"):  # not a set: the value may be unhashable
             message = f"'tool_choice' of type '{choice.get('type')}' is not supported."
             raise InvalidParameter(message, param="tool_choice.type", code="unsupported_parameter")
         return {"type": "function", "function": {"name": text_of(choice, "name", "tool_choice")}}
@@ -269,13 +269,13 @@ def note_skipped(adapted: set[str], what: str, kind: str) -> None:
 
 
 def custom_input(arguments: str) -> str:
-    """Return the text that a model wrote for a custom tool."""
+    """Return the model's input text of a custom tool."""
     given = (arguments_of(arguments) or {}).get(INPUT)
     return given if isinstance(given, str) else arguments
 
 
 def foreign_messages(item: Item, param: str, adapted: set[str]) -> Iterable[dict[str, Any]] | None:
-    """Return the messages of an item of a tool that runs elsewhere; None if it is no such item."""
+    """Return the messages of an item of a tool that another service runs; None for other items."""
     kind = str(item.get("type"))
     if kind in FOREIGN_SKIPPED:
         note_skipped(adapted, "item", kind)
@@ -308,7 +308,9 @@ def _custom(tool: Mapping[str, Any], param: str, name: str) -> dict[str, Any]:
     grammar = tool.get("format") or {}
     texts = [grammar.get(field) for field in _FORMAT_TEXTS]
     description = tool.get("description")
-    if grammar.get("type") == "grammar" and all(isinstance(text, str) for text in texts):  # told, not forced
+    if grammar.get("type") == "grammar" and all(
+        isinstance(text, str) for text in texts
+    ):  # described in the prompt, not enforced
         rule = f"The input follows this {texts[0]} grammar:\n{texts[1]}"
         description = rule if description is None else f"{description}\n\n{rule}"
     return {
@@ -331,7 +333,7 @@ def _check(tool: Mapping[str, Any], types: Mapping[str, tuple[type, str]], param
 
 
 def text_of(fields: Mapping[str, Any], name: str, param: str) -> str:
-    """Return a field that must be text. Raises InvalidParameter."""
+    """Return a required text field. Raises InvalidParameter."""
     value = fields.get(name)
     if not isinstance(value, str):
         raise InvalidParameter(f"'{param}.{name}' must be a string.", param=f"{param}.{name}", code="invalid_type")
@@ -339,7 +341,7 @@ def text_of(fields: Mapping[str, Any], name: str, param: str) -> str:
 
 
 def listed(fields: Mapping[str, Any], name: str, param: str) -> list[Any]:
-    """Return a field that must be a list, or be left out. Raises InvalidParameter."""
+    """Return an optional list field. Raises InvalidParameter."""
     value = fields.get(name)
     if value is not None and not isinstance(value, list):
         raise InvalidParameter(f"'{param}.{name}' must be a list.", param=f"{param}.{name}", code="invalid_type")
@@ -347,7 +349,7 @@ def listed(fields: Mapping[str, Any], name: str, param: str) -> list[Any]:
 
 
 def content_of(content: object, param: str) -> str:
-    """Return text, or the texts of parts. Raises InvalidParameter, which names what is neither."""
+    """Return the text of a string or list of text parts. Raises InvalidParameter."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,6 +1,6 @@
 """OpenAI's Responses: POST /v1/responses (https://platform.openai.com/docs/api-reference/responses).
 
-A body that goes on from an earlier response is whole once ``with_history`` has put that conversation before its input.
+A body that continues a stored response must first get that conversation from ``with_history``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,9 +46,9 @@ from protocol.dialects.source import Kind, Piece
 #  response.output_item.done)*
 # response.completed | response.incomplete | response.failed | response.cancelled
 #
-# ``response.queued`` and ``response.cancelled`` are of responses in the background.
+# ``response.queued`` and ``response.cancelled`` occur only in background responses.
 
-# Fields of the chat whose names are others here.
+# Fields of the chat that have other names in Responses.
 NAMES: Final = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -62,7 +62,7 @@ NAMES: Final = {
 
 _encode = msgspec.json.Encoder().encode
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
-# Of a part with text: its type, the field of the text, and the name of its events.
+# Text parts: type, field of the text, and name of the events.
 _PARTS: Final = {
     Kind.CONTENT: ("output_text", "text", "output_text"),
     Kind.REFUSAL: ("refusal", "refusal", "refusal"),
@@ -77,13 +77,13 @@ def _event_bytes(kind: str, fields: Mapping[str, Any]) -> bytes:
 def ended_at(
     response: Mapping[str, Any], sequence_number: int, status: str, error: Mapping[str, str] | None
 ) -> tuple[bytes, dict[str, Any]]:
-    """Return the last event of a response that ends where nobody knows its events, and the response."""
+    """Return the final event and the response, for a response that ends while its earlier events are unknown."""
     ended = {**response, "status": status, "error": error}
     return _event_bytes(f"response.{status}", {"sequence_number": sequence_number, "response": ended}), ended
 
 
 def fault(error: Refused) -> dict[str, str]:
-    """Return an error as a response tells it."""
+    """Return the ``error`` object of a response."""
     code = "rate_limit_exceeded" if form_of(error).status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
     return {"code": code, "message": renamed(error, NAMES)[0]}
 
@@ -92,21 +92,21 @@ class ResponseEvents:
     """The events of one answer."""
 
     def __init__(self, head: AnswerHead, told: Mapping[str, Any], tools: Mapping[str, ToldTool]) -> None:
-        """``told``: fields that repeat the request's. ``tools``: by the names that the model knows."""
+        """``told``: fields copied from the request. ``tools``: by the model's names."""
         self._head = head
         self._told = told
         self._tools = tools
-        self._called = ToldTool("")  # the tool of the open call
-        self._output: list[dict[str, Any]] = []  # items that are complete
-        self._kind: Kind | None = None  # of the item that is open
+        self._called = ToldTool("")  # tool of the open call
+        self._output: list[dict[str, Any]] = []  # complete items
+        self._kind: Kind | None = None  # of the open item
         self._item: dict[str, Any] = {}
-        self._text: list[str] = []  # of its open part, or its arguments
+        self._text: list[str] = []  # of the open part, or the arguments
         self._sequence = 0
         self._has_begun = False
-        self.response: dict[str, Any] = {}  # as it was told last
+        self.response: dict[str, Any] = {}  # as last sent
 
     def queued(self) -> bytes:
-        """Return the first events of a response in the background."""
+        """Return the first events of a background response."""
         response = self._response("queued")
         created = self._event("response.created", {"response": response})
         return created + self._event("response.queued", {"response": response})
@@ -132,12 +132,12 @@ class ResponseEvents:
         return events + self._event("response.failed", {"response": self._response("failed", error=fault(error))})
 
     def cancelled(self) -> bytes:
-        """Return the last event of a response that was cancelled."""
+        """Return the last event of a canceled response."""
         events = self._begin() + self._close("incomplete")
         return events + self._event("response.cancelled", {"response": self._response("cancelled")})
 
     def finished(self, finish_reason: str, usage: Usage) -> dict[str, Any]:
-        """Return the response once its last piece is here."""
+        """Return the complete response, after its last piece."""
         reason = _INCOMPLETE.get(finish_reason)
         self._close("completed" if reason is None else "incomplete")
         more: dict[str, Any] = {} if reason is None else {"incomplete_details": {"reason": reason}}
@@ -159,7 +159,7 @@ class ResponseEvents:
             return closed + self._open(Kind.CALL, prefix, self._called.item(piece.call_id))
         if piece.kind is Kind.ARGUMENTS:
             self._text.append(piece.text)
-            if self._called.is_custom:  # its text is known once the arguments are whole
+            if self._called.is_custom:  # its text is known when the arguments are complete
                 return b""
             return self._event("response.function_call_arguments.delta", {**self._place(), "delta": piece.text})
         if not piece.text:
@@ -274,7 +274,7 @@ class ResponseEvents:
 
 # --- openai responses -------------------------------------------------------------------------------------------------
 
-# Known fields that cannot be honoured, and the values that mean what happens anyway.
+# Known fields that are not supported, with the values that match the default behavior.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "conversation": (),
     "prompt": (),
@@ -286,7 +286,7 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "image": (),
     "access_programs": (),
 }
-_INCLUDED: Final = ("reasoning.encrypted_content",)  # reasoning is told as text: nothing of it has to be encrypted
+_INCLUDED: Final = ("reasoning.encrypted_content",)  # accepted and ignored: reasoning is returned as plain text
 _ROLES: Final = ("user", "assistant", "system", "developer")
 
 
@@ -303,7 +303,7 @@ class _Text(Body):
 
 
 class _StreamOptions(Body):
-    include_obfuscation: Literal[False] | None = None  # events are never padded
+    include_obfuscation: Literal[False] | None = None  # obfuscation is not supported
 
 
 class ResponsesRequest(Body):
@@ -330,11 +330,11 @@ class ResponsesRequest(Body):
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default", "priority", "flex", "scale", "fast", "ultrafast"] | None = None
-    do_not_queue: bool | None = None  # this and the next: as in chats
+    do_not_queue: bool | None = None  # these two: as in chats
     allow_hosted: bool | None = None
 
 
-# Those that ``ResponsesTranslation.body`` takes as they are; of ``stream_options`` there is one value only.
+# Fields that ``ResponsesTranslation.body`` copies; ``stream_options`` has only one possible value.
 _PLAIN_FIELDS: Final = set(ResponsesRequest.model_fields) - {
     "input", "tools", "tool_choice", "text", "reasoning", "stream_options",
 }  # fmt: skip
@@ -349,7 +349,7 @@ class ResponsesTranslation:
         self.is_background = bool(request.background)
         self.is_stored = self.is_background or (store_by_default if request.store is None else request.store)
         if self.is_background and request.store is False:
-            raise InvalidParameter("A response in the background is stored: 'store' must not be false.", param="store")
+            raise InvalidParameter("Background responses are always stored: 'store' must not be false.", param="store")
         self.misspelt = misspelt_fields(request)
         self.adapted = ignored_names(self.misspelt)
         self._tools = ToolList(request.tools or (), self.adapted)
@@ -379,15 +379,15 @@ class ResponsesTranslation:
 
     @property
     def is_streamed(self) -> bool:
-        """True if the client wants events."""
+        """True if the client requested a stream."""
         return bool(self._request.stream)
 
     def items(self, answer_id: str) -> list[Item]:
-        """Return the input items of this response, as they are stored."""
+        """Return the input items of this response in stored form."""
         return stored_items(self._request.input, answer_id)
 
     def body(self) -> bytes:
-        """Return a body that means the same, with nothing in it that is not known."""
+        """Return an equivalent body with only the known fields."""
         request = self._request
         fields = request.model_dump(include=_PLAIN_FIELDS, exclude_none=True)
         given = request.input
@@ -411,7 +411,7 @@ class ResponsesTranslation:
         return events.finished(finish_reason, usage)
 
     def _told(self, head: AnswerHead) -> dict[str, Any]:
-        """Return the fields of the answer that repeat the request's."""
+        """Return the fields of the answer that are copied from the request."""
         request = self._request
         reasoning = request.reasoning
         return {
@@ -488,7 +488,7 @@ class ResponsesTranslation:
 
 
 def previous_of(body: bytes) -> str | None:
-    """Return the id of the response that a body goes on from. Raises MalformedJson or InvalidParameter."""
+    """Return the ``previous_response_id`` of a body. Raises MalformedJson or InvalidParameter."""
     return parse_body(ResponsesRequest, body).previous_response_id if b"previous_response_id" in body else None
 
 
@@ -501,7 +501,7 @@ def _told_text(text: _Text | None) -> dict[str, Any]:
 
 
 def _assistant_turn(messages: list[dict[str, Any]], *taken: str) -> dict[str, Any]:
-    """Return the assistant's turn that an item belongs to: the last message, unless it has one of ``taken`` already."""
+    """Return the assistant message of an item: the last one, or a new one if it has one of the fields ``taken``."""
     if messages and messages[-1]["role"] == "assistant":
         turn = messages[-1]
         if not any(turn.get(field) for field in taken):
@@ -520,7 +520,7 @@ def _format(text: _Text | None) -> dict[str, Any] | None:
 
 
 def refuse_included(names: Sequence[str]) -> None:
-    """Raise InvalidParameter for what cannot be included in a response."""
+    """Raise InvalidParameter for unsupported values of ``include``."""
     for number, wanted in enumerate(names):
         if wanted not in _INCLUDED:
             raise _unsupported(f"include.{number}", f"'{wanted[:100]}' cannot be included.")
@@ -531,7 +531,7 @@ def _unsupported(param: str, message: str) -> InvalidParameter:
 
 
 class Responses:
-    """The surface. Errors are as in chats, with this API's names of fields."""
+    """The surface of Responses. Errors are as in chats, with this API's field names."""
 
     name = "responses"
 

@@ -1,4 +1,4 @@
-"""Sampling parameters from the public request fields; what the client left out keeps Sampling's defaults."""
+"""Conversion of request fields to ``Sampling``. Omitted fields keep the defaults of ``Sampling``."""
 
 import dataclasses
 import json
@@ -23,16 +23,16 @@ from protocol.job import THINKING, AnswerSchema, Chat, Sampling, Tool, encode_ch
 
 # --- json schema ------------------------------------------------------------------------------------------------------
 #
-# Keywords of a JSON schema that no grammar can enforce: refused by name, or checked at the end if lenient.
+# JSON schema keywords that a grammar cannot enforce: refused, or validated after generation if lenient.
 
 
 def enforceable(grammar: Grammar | None, check: SchemaCheck | None) -> Grammar | None:
-    """The grammar without what none can enforce: ``check`` gets that. Raises InvalidParameter where it is None."""
+    """Return the enforceable part of a grammar. ``check`` gets the rest; if it is None, raises InvalidParameter."""
     if grammar is None or grammar.kind != "json_schema":
         return grammar
     try:
         schema = json.loads(grammar.source)
-    except (ValueError, RecursionError):  # the engine says what is wrong with it
+    except (ValueError, RecursionError):  # the engine reports the error
         return grammar
     kept = enforceable_schema(schema, SchemaReader(grammar.field, grammar.field), check)
     return grammar if kept == schema else Grammar(grammar.kind, json.dumps(kept), grammar.field)
@@ -44,7 +44,7 @@ def enforceable_schema(
     check: SchemaCheck | None,
     tool: str | None = None,
 ) -> Any:  # noqa: ANN401
-    """The same of a schema, read by ``reader``. ``tool``: whose arguments it is of."""
+    """Do the same for a schema, read by ``reader``. ``tool``: the tool whose arguments it describes."""
     kept = reader.read(schema)
     if reader.left_out and check is None:
         param = reader.param or min(reader.left_out.values())
@@ -57,38 +57,38 @@ def enforceable_schema(
 def _refusal(words: dict[str, str]) -> str:
     named = ", ".join(f"'{word}' (at {words[word]})" for word in sorted(words))
     return (
-        f"The schema's {named} cannot be enforced while an answer is made. Leave it out, or have the operator set"
-        " lenient_schemas for this model: then answers are made without, and checked."
+        f"The schema's {named} cannot be enforced during generation. Remove it, or ask the operator to set"
+        " lenient_schemas for this model: the answer is then checked against it after generation."
     )
 
 
 # --- tools and forced forms -------------------------------------------------------------------------------------------
 #
-# Tools in the prompt and the parsing of answers, from a chat body and its model's dialect.
+# Tools in the prompt, and the format of answers, from a chat body and the model's dialect.
 
 _UNSUPPORTED: Final = "unsupported_parameter"
 
 
 def tools_for_template(tokens: ModelTokens, tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
-    """Return the tools as the model's chat template expects them. Raises InvalidParameter if they cannot be told."""
+    """Return the tools as the chat template expects them. Raises InvalidParameter if it does not support tools."""
     if tools and not tokens.describes_tools:
         text = (
-            f"The chat template of the model {tokens.model} does not know tools, and models.{tokens.model}.tool_parser"
-            " says that they are not described otherwise."
+            f"The chat template of {tokens.model} does not support tools, and models.{tokens.model}.tool_parser"
+            " does not add tool descriptions to the prompt."
         )
         raise InvalidParameter(text, param="tools", code=_UNSUPPORTED)
     return [tool.for_template() for tool in tools]
 
 
 def tools_for_prompt(request: ChatCompletionRequest) -> Sequence[ToolDefinition]:
-    """Return the tools for the prompt: none where the model must not call any."""
+    """Return the tools for the prompt; none if ``tool_choice`` is "none"."""
     return () if request.tool_choice == "none" else request.tools or ()
 
 
 def template_variables(tokens: ModelTokens, request: ChatCompletionRequest) -> dict[str, Any]:
-    """The variables of the chat template: the caller's own, and the effort where the template reads it.
+    """Return the chat template's variables: the client's, and ``reasoning_effort`` if the template reads it.
 
-    For all other models an effort is a wish that they cannot have an ear for. Raises InvalidParameter for two efforts.
+    Other models ignore ``reasoning_effort``. Raises InvalidParameter if it is set twice.
     """
     variables = dict(request.chat_template_kwargs or {})
     name = "reasoning_effort"
@@ -103,7 +103,7 @@ def answer_form(tokens: ModelTokens, request: ChatCompletionRequest, prompt_ids:
     """Return how to parse the answers; None for plain text. Raises InvalidParameter for tools that cannot be called."""
     tools, dialect = tools_for_prompt(request), tokens.dialect
     if tools and (dialect is None or not dialect.takes_tools):
-        text = f"How the model {tokens.model} writes calls is not known (models.{tokens.model}.tool_parser)."
+        text = f"The tool-call format of the model {tokens.model} is not known (models.{tokens.model}.tool_parser)."
         raise InvalidParameter(text, param="tools", code=_UNSUPPORTED)
     if dialect is None or not (tools or dialect.has_reasoning):
         return None
@@ -117,7 +117,7 @@ def answer_form(tokens: ModelTokens, request: ChatCompletionRequest, prompt_ids:
 
 
 def form_of_parts(request: ChatCompletionRequest) -> AnswerForm:
-    """Return the form of answers that come in parts, or as plain text."""
+    """Return the form of answers that arrive in parts or as plain text."""
     is_single_call = isinstance(request.tool_choice, NamedTool) or request.parallel_tool_calls is False
     return AnswerForm(PLAIN, (), is_single_call=is_single_call, is_legacy=request.is_legacy)
 
@@ -130,7 +130,7 @@ def must_call(request: ChatCompletionRequest) -> bool:
 def grammar_of(
     form: AnswerForm, request: ChatCompletionRequest, content: Grammar | None, check: SchemaCheck | None
 ) -> Grammar | None:
-    """Return the grammar that forces the answers; ``content``: the grammar of those that are no calls.
+    """Return the grammar that constrains the answers; ``content``: the grammar of answers without calls.
 
     Raises InvalidParameter where calls and other output cannot be distinguished, and for what ``enforceable``
     refuses.
@@ -150,7 +150,7 @@ def grammar_of(
         return dataclasses.replace(form, tools=tools).grammar(must_call=is_forced, content=content)
     except ValueError as error:
         field = content.field if content is not None and not is_forced else "tools"
-        raise InvalidParameter(f"'{field}' cannot be honoured here: {error}.", param=field) from error
+        raise InvalidParameter(f"'{field}' is not supported here: {error}.", param=field) from error
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 
 
 def requested_max_tokens(request: GenerationRequest) -> tuple[str, int] | None:
-    """Return the field that limits the output, and its value; None if the client named none."""
+    """Return the field that limits the output, and its value; None if the client set none."""
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         return "max_completion_tokens", request.max_completion_tokens
     return None if request.max_tokens is None else ("max_tokens", request.max_tokens)
@@ -190,7 +190,7 @@ def sampling_of(
 ) -> Sampling:
     """Return the wire form of a request's sampling fields. ``check``: see ``enforceable``; raises as it does.
 
-    ``defaults``: the model's own. Without ``is_enforced`` the grammar is left out.
+    ``defaults``: of the model. Without ``is_enforced`` the grammar is omitted.
     """
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     given |= {name: tuple(value) for name in _LISTS if (value := getattr(request, name))}
@@ -207,7 +207,7 @@ def sampling_of(
 
 
 def wanted_of_prompt(request: GenerationRequest) -> int | None:
-    """Return how many candidates' logprobs are requested for each prompt token; None: none at all."""
+    """Return the number of logprob candidates requested per prompt token; None: no prompt logprobs."""
     wanted = [request.prompt_logprobs]
     if isinstance(request, CompletionRequest) and request.echo:
         wanted.append(request.logprobs)
@@ -222,9 +222,9 @@ def _logprobs(request: GenerationRequest) -> int | None:
 
 # --- for pools that take messages -------------------------------------------------------------------------------------
 #
-# A chat body as a job carries it to pools that take messages, and which bodies these cannot honour at all.
+# Chat bodies in jobs for chat pools, and the fields that chat pools do not support.
 #
-# What only some of their APIs take, the pool's worker knows, and refuses by name.
+# The pool's worker refuses fields that only some of their APIs support.
 
 _SCHEMA_KINDS: Final = frozenset({"json_schema", "json_object"})
 
@@ -241,7 +241,7 @@ def conversation_of(
         return None
     field = _not_honoured(request)
     if field is not None and tokens.counts_chats:
-        text = f"The model {tokens.model} is served by APIs that take messages, which do not support '{field}'."
+        text = f"The model {tokens.model} is served only by chat APIs, which do not support '{field}'."
         raise InvalidParameter(text, param=field, code="unsupported_parameter")
     if field is not None:
         return None
@@ -257,7 +257,7 @@ def conversation_of(
 
 
 def encoder_of(tokens: ModelTokens) -> Callable[[str], Awaitable[list[int] | None]]:
-    """Return what encodes a part of an answer; it gives None where that is impossible or the gateway is full."""
+    """Return a function that encodes a part of an answer, or returns None if that fails or the gateway is full."""
     return partial(_encoded, tokens)
 
 
@@ -269,7 +269,7 @@ async def _encoded(tokens: ModelTokens, text: str) -> list[int] | None:
 
 
 def _not_honoured(request: ChatCompletionRequest) -> str | None:
-    """The first field that no API which takes messages can honour: what needs the model's own tokens or template."""
+    """Return the first field that chat APIs cannot support because it needs the model's tokens or template."""
     grammar = request.grammar
     wanted = {
         "logprobs": bool(request.logprobs),
@@ -284,7 +284,7 @@ def _not_honoured(request: ChatCompletionRequest) -> str | None:
 
 
 def chat_of(request: ChatCompletionRequest, *, is_limited: bool) -> Chat:
-    """The wire form. ``is_limited``: see Chat."""
+    """Return the wire form. ``is_limited``: see Chat."""
     choice = request.tool_choice
     tools = tools_for_prompt(request)
     return Chat(
@@ -302,7 +302,7 @@ def chat_of(request: ChatCompletionRequest, *, is_limited: bool) -> Chat:
 
 
 def _thinks(request: ChatCompletionRequest) -> bool | None:
-    """Return whether the model is asked to reason, if that is all that is said to its template."""
+    """Return the template variable that switches reasoning, if it is the only variable; else None."""
     variables = dict(request.chat_template_kwargs or {})
     thinks = variables.pop(THINKING.rpartition(".")[2], None)
     return thinks if isinstance(thinks, bool) and not variables else None

@@ -1,4 +1,4 @@
-"""Request bodies of the public API: OpenAI's, with the sampling fields that vLLM added.
+"""Request bodies of the public API: OpenAI's fields plus vLLM's sampling fields.
 
 Fields nobody knows are ignored. Fields that the API knows and this version cannot honour are refused by name
 (``UNSUPPORTED``), never silently dropped. Types are strict: "5" is no number.
@@ -51,7 +51,7 @@ MAX_BAD_WORDS: Final = 128
 MAX_SEED: Final = 2**63 - 1
 MAX_TOKEN_ID: Final = 2**32 - 1
 
-# Fields of the public APIs that this version cannot honour, and the values that mean what happens anyway.
+# Known fields that are not supported, with the values that match the default behavior.
 _UNSUPPORTED_EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -93,7 +93,7 @@ def _stop_strings(stop: object) -> object:
 
 
 def _prompts(prompt: object) -> object:
-    """One prompt, or a list of several; a list with one such is the same as that one."""
+    """Validate a prompt or a list of prompts. A list of one prompt equals that prompt."""
     if not (isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)):
         _check_prompt(prompt)
         return prompt
@@ -115,11 +115,11 @@ def _check_prompt(prompt: object) -> None:
     if not isinstance(prompt, list) or not prompt:
         raise ValueError("must be a string, or a non-empty list of token ids")
     if not all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in prompt):
-        raise ValueError("must hold token ids: whole numbers that are not negative")
+        raise ValueError("must hold token ids: non-negative integers")
 
 
 def _integer_keys(bias: object) -> object:
-    # JSON has only string keys.
+    # JSON object keys are strings.
     if not isinstance(bias, Mapping):
         return bias
     if not all(isinstance(key, str) and key.isascii() and key.isdigit() for key in bias):
@@ -135,7 +135,7 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 def _some_tokens(tokens: int | None) -> int | None:
     if tokens is not None and tokens < 1 and tokens != AS_MANY_AS_FIT:
-        raise ValueError("Input should be greater than or equal to 1, or -1 for as many as there may be")
+        raise ValueError("Input should be greater than or equal to 1, or -1 for the maximum")
     return tokens
 
 
@@ -143,41 +143,41 @@ MaxTokens = Annotated[int | None, AfterValidator(_some_tokens)]
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
+    """Options of a streamed answer."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None  # events are never padded
-    continuous_usage_stats: bool | None = None  # each chunk tells the usage so far
+    continuous_usage_stats: bool | None = None  # each chunk includes the running usage
 
 
-# Served in "flex" or "default", which the answer says; "fast" and its like are what is called "default" here.
+# The answer says "flex" or "default"; the other tiers are served as "default".
 ServiceTier = Literal["auto", "default", "priority", "flex", "scale", "fast", "ultrafast"]
 
 
 Metadata = Annotated[
     dict[str, Annotated[str, Field(max_length=MAX_TAG_VALUE_CHARS)]], Field(max_length=MAX_TAGS)
-]  # names are checked with the header's
+]  # validated together with the header
 
 
 class JobRequest(Body):
-    """Base of requests that become jobs. ``None`` is everywhere the same as leaving the field out."""
+    """Base of requests that become jobs. ``None`` means the same as an omitted field."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     user: str | None = None
-    safety_identifier: str | None = None  # what ``user`` is called now
+    safety_identifier: str | None = None  # newer name of ``user``
     service_tier: ServiceTier | None = None
-    metadata: Metadata | None = None  # tags, as the header x-spillway-tags
+    metadata: Metadata | None = None  # tags, like the header x-spillway-tags
     do_not_queue: bool | None = None
-    allow_hosted: bool | None = None  # False: not this one, whatever its key may; True: a 403 where the key may not
+    allow_hosted: bool | None = None  # False: never; True: 403 if the key does not allow it
 
     @property
     def is_batch(self) -> bool:
-        """True if the request takes what interactive ones leave."""
+        """True if the request has batch priority."""
         return self.service_tier == "flex"
 
 
 class GenerationRequest(JobRequest):
-    """Base of chat and plain completions."""
+    """Base of chat completions and completions."""
 
     max_tokens: MaxTokens = None
     min_tokens: Annotated[int | None, Field(ge=0)] = None
@@ -189,7 +189,7 @@ class GenerationRequest(JobRequest):
     skip_special_tokens: bool | None = None
     seed: Annotated[int | None, Field(ge=-MAX_SEED, le=MAX_SEED)] = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(ge=0, le=1)] = None  # 0: only the likeliest token
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None  # 0: only the most likely token
     top_k: Annotated[int | None, Field(ge=-1, le=MAX_TOKEN_ID)] = None  # 0 and -1: off
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
@@ -202,24 +202,24 @@ class GenerationRequest(JobRequest):
     allowed_token_ids: Annotated[list[TokenId] | None, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] = None
     bad_words: Annotated[list[BadWord] | None, Field(max_length=MAX_BAD_WORDS)] = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None  # keep the last so many; -1: what fits
-    truncation_side: Literal["left", "right"] | None = None  # which end is left out; None: "left"
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None  # keep this many tokens; -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # the end that is removed; None: "left"
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    store: bool | None = None  # nothing is ever stored for later calls
+    store: bool | None = None  # accepted and ignored: chats are not stored
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None  # this and what follows: the older names of structured_outputs
+    guided_json: dict[str, Any] | str | None = None  # these fields: legacy names of structured_outputs
     guided_regex: Annotated[str | None, Field(min_length=1)] = None
     guided_choice: Annotated[list[str] | None, Field(min_length=1)] = None
     guided_grammar: Annotated[str | None, Field(min_length=1)] = None
 
     @property
     def grammar(self) -> Grammar | None:
-        """The required output format; None: any."""
+        """Required output format; None: any."""
         for field, kind in GUIDED.items():
             if (value := getattr(self, field)) is not None:
                 return grammar_of(kind, value, field)
@@ -243,21 +243,21 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Annotated[list[ToolDefinition] | None, Field(max_length=MAX_TOOLS)] = None
-    tool_choice: ToolChoice = None  # None: "auto" where there are tools
+    tool_choice: ToolChoice = None  # None: "auto" if there are tools
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[FunctionDefinition] | None, Field(max_length=MAX_TOOLS)] = None  # what tools were before
+    functions: Annotated[list[FunctionDefinition] | None, Field(max_length=MAX_TOOLS)] = None  # legacy form of tools
     function_call: FunctionChoice = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None  # no model of ours knows it
+    verbosity: Literal["low", "medium", "high"] | None = None  # accepted and ignored
 
     @property
     def is_legacy(self) -> bool:
-        """True if the answer reports calls as ``function_call``, for clients from before there were tools."""
+        """True if the answer reports calls as ``function_call``, for legacy clients."""
         return bool(self.functions)
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """True if the prompt ends with the beginning of a new turn."""
+        """True if the prompt ends with the start of a new assistant turn."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
@@ -274,7 +274,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts; nearly always one."""
+        """The prompts, usually one."""
         return self.prompt if _are_several(self.prompt) else [self.prompt]  # type: ignore[list-item]
 
 
@@ -283,7 +283,7 @@ def _are_several(prompt: Prompt | list[Prompt]) -> TypeGuard[list[Prompt]]:
 
 
 class TokenizeRequest(Body):
-    """Body of POST /tokenize, as vLLM has it: a prompt or messages."""
+    """Body of POST /tokenize, compatible with vLLM: a prompt or messages."""
 
     model: Annotated[str | None, Field(min_length=1, max_length=512)] = None
     prompt: str | None = None
@@ -296,7 +296,7 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """Body of POST /detokenize, as vLLM has it."""
+    """Body of POST /detokenize, compatible with vLLM."""
 
     model: Annotated[str | None, Field(min_length=1, max_length=512)] = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZED_TOKENS, fail_fast=True)]
@@ -318,20 +318,20 @@ def parse_chat(body: bytes) -> ChatCompletionRequest:
     request = _with_tools(request)
     check_tools(request.tools or (), request.tool_choice)
     if request.top_logprobs and not request.logprobs:
-        raise InvalidParameter("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+        raise InvalidParameter("'top_logprobs' requires 'logprobs' to be true.", param="top_logprobs")
     if request.continue_final_message and request.add_generation_prompt:
-        text = "'continue_final_message' and 'add_generation_prompt' exclude each other."
+        text = "'continue_final_message' and 'add_generation_prompt' cannot be used together."
         raise InvalidParameter(text, param="continue_final_message")
     return request
 
 
 def _with_tools(request: ChatCompletionRequest) -> ChatCompletionRequest:
-    """Return the body with its legacy functions as tools. Raises InvalidParameter where it has both."""
+    """Return the body with its legacy functions as tools. Raises InvalidParameter if it has both."""
     if not request.functions:
         return request
     for name in ("tools", "tool_choice"):
         if getattr(request, name):
-            raise InvalidParameter(f"'functions' and '{name}' exclude each other.", param="functions")
+            raise InvalidParameter(f"'functions' and '{name}' cannot be used together.", param="functions")
     tools = {"tools": tools_of(request.functions), "tool_choice": tool_choice_of(request.function_call)}
     return request.model_copy(update={**tools, "parallel_tool_calls": False})
 
@@ -344,10 +344,10 @@ def parse_completion(body: bytes) -> CompletionRequest:
         _check_sizes(request)
     _refuse_contradictions(request)
     if request.include_usage and request.stream_options.continuous_usage_stats and len(request.prompts) > 1:  # type: ignore[union-attr]
-        text = "'continuous_usage_stats' is not available for several prompts."
+        text = "'continuous_usage_stats' is not available with more than one prompt."
         raise InvalidParameter(text, param="stream_options.continuous_usage_stats")
     if request.max_tokens == 0 and not request.echo:
-        raise InvalidParameter("'max_tokens' may be 0 only where 'echo' is true.", param="max_tokens")
+        raise InvalidParameter("'max_tokens' may be 0 only if 'echo' is true.", param="max_tokens")
     return request
 
 
@@ -355,7 +355,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Validate a tokenize body. Raises MalformedJson or InvalidParameter."""
     request = parse_body(TokenizeRequest, body)
     if (request.prompt is None) == (request.messages is None):
-        raise InvalidParameter("Give either 'prompt' or 'messages'.", param="prompt")
+        raise InvalidParameter("Send either 'prompt' or 'messages', but not both.", param="prompt")
     return request
 
 
@@ -372,7 +372,7 @@ def _refuse_contradictions(request: GenerationRequest) -> None:
         )
     forms = [name for name in ("structured_outputs", *GUIDED, "response_format") if getattr(request, name) is not None]
     if len(forms) > 1:
-        raise InvalidParameter(f"'{forms[0]}' and '{forms[1]}' exclude each other.", param=forms[0])
+        raise InvalidParameter(f"'{forms[0]}' and '{forms[1]}' cannot be used together.", param=forms[0])
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidParameter("'prompt_logprobs' is not available when 'stream' is true.", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:

@@ -1,4 +1,4 @@
-"""What a surface is: an API that is translated into chats, and back.
+"""Surfaces: APIs that are translated to chats and back.
 
     the client's body ──translate──> Translation ──chat──> the body of POST /v1/chat/completions
     pieces of the answer ──EventEncoder──> the client's events;  ──whole──> the client's body
@@ -35,45 +35,45 @@ class Usage(NamedTuple):
 
 
 class AnswerHead(NamedTuple):
-    """What is known of an answer before it begins."""
+    """Fields of an answer that are known before it begins."""
 
     answer_id: str  # without a prefix
     created_unix_s: int
     model: str
     prompt_tokens: int
-    defaults: Mapping[str, float] = {}  # sampling parameters that the model has where the client names none
+    defaults: Mapping[str, float] = {}  # the model's defaults for omitted sampling parameters
 
 
 class EventEncoder(Protocol):
     """Encodes one streamed answer."""
 
     def of(self, pieces: Iterable[Piece]) -> bytes:
-        """Return the events of the next pieces; may be none."""
+        """Return the events of the next pieces; may be empty."""
         ...
 
     def end(self, finish_reason: str, usage: Usage) -> bytes:
-        """Return the events at the end of an answer that ended well. ``finish_reason``: a chat's."""
+        """Return the events at the end of a successful answer. ``finish_reason``: of the chat."""
         ...
 
     @property
     def last(self) -> bytes:
-        """The very last event, once all that it tells is sure; may be empty."""
+        """Return the final event, sent after the answer is recorded; may be empty."""
         ...
 
     def failed(self, error: Refused) -> bytes:
-        """Return the event before a stream is broken off."""
+        """Return the event sent before a stream is aborted."""
         ...
 
 
 class Translation(Protocol):
     """One validated body."""
 
-    adapted: set[str]  # names of what was changed or left out, for the client
-    misspelt: Mapping[str, str]  # unknown fields, each with the known one that it is near
+    adapted: set[str]  # names of changed or omitted fields, for the client
+    misspelt: Mapping[str, str]  # unknown fields, each with the known field that it resembles
 
     @property
     def chat(self) -> dict[str, Any]:
-        """The body of the chat."""
+        """Body of the chat."""
         ...
 
     def events(self, head: AnswerHead) -> EventEncoder:
@@ -95,20 +95,20 @@ class Surface(Protocol):
         ...
 
     def error_body(self, error: Refused, request_id: str) -> bytes:
-        """Return an error as this API has it."""
+        """Return an error in the format of this API."""
         ...
 
     def field_name(self, name: str) -> str:
-        """Return what this API calls a field of a chat."""
+        """Return this API's name for a field of a chat."""
         ...
 
     def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Return the headers that every answer of this API has besides ours."""
+        """Return the additional headers of every answer of this API."""
         ...
 
 
 def field_name(param: str, names: Mapping[str, str]) -> str:
-    """Return what the client calls a field of the chat.
+    """Return the client's name for a field of the chat.
 
     ``names``: of those fields that the client knows by others, with ``*`` for each index. A field inside one of them
     keeps the rest of its name.
@@ -123,11 +123,11 @@ def field_name(param: str, names: Mapping[str, str]) -> str:
 
 
 def renamed(error: Refused, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return an error's message and the field at fault, as the client knows it; ``names``: see ``field_name``."""
+    """Return an error's message and field with the client's field names; ``names``: see ``field_name``."""
     if error.param is None:
         return error.message, None
     first = error.param.partition(".")[0]
-    mentioned = rf"(?<=')({re.escape(first)}(?:\.[^\s']+)?)(?=')"  # it, or what is around it
+    mentioned = rf"(?<=')({re.escape(first)}(?:\.[^\s']+)?)(?=')"  # the field or its parent
     if first != error.param:
         mentioned += rf"|(?<![\w.']){re.escape(error.param)}(?![\w'])"
     message = re.sub(mentioned, lambda found: field_name(found.group(), names), error.message)
@@ -135,7 +135,7 @@ def renamed(error: Refused, names: Mapping[str, str]) -> tuple[str, str | None]:
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces with those of one kind that follow each other in one; a call never joins another."""
+    """Join consecutive pieces of the same kind; calls are never joined."""
     found: list[Piece] = []
     for piece in pieces:
         if found and piece.kind is found[-1].kind and piece.kind is not Kind.CALL:
@@ -147,13 +147,13 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 
 # --- surface calls ----------------------------------------------------------------------------------------------------
 #
-# Calls of other APIs: each a chat, translated by its surface there and back.
+# Calls of other APIs: chats, translated by a surface in both directions.
 
-UNKNOWN_REASON: Final = "stop"  # of a choice whose last frame says nothing
+UNKNOWN_REASON: Final = "stop"  # of a choice whose last frame has no reason
 
 
 class SurfaceCall(ChatCall):
-    """One validated body of another API."""
+    """A validated body of another API."""
 
     def __init__(self, surface: Surface, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
@@ -209,7 +209,7 @@ class SurfaceCall(ChatCall):
 
 
 class SurfaceCalls:
-    """Makes the calls of one surface."""
+    """Creates the calls of one surface."""
 
     def __init__(self, surface: Surface) -> None:
         self.surface = surface
@@ -235,13 +235,13 @@ class _SurfaceChunks:
         return self._events.of(self._call_ids.named(self._reader.pieces(frame)))
 
     def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
-        """Implement ``Chunks``: the last events, which tell the usage."""
-        del attempts  # a comment tells them
+        """Implement ``Chunks``: return the last events, including usage."""
+        del attempts  # sent as a comment
         return self._events.end(self._finish_reason, _usage(usage, self._reader.reasoning_tokens()))
 
 
 class _CallIds:
-    """Ids of an answer's calls: in the form that its model wants, and the same whoever encodes the answer."""
+    """Ids of an answer's calls: in the model's format, and deterministic for every encoding of the answer."""
 
     def __init__(self, new_call_id: Callable[[], str], answer_id: str) -> None:
         self._new_call_id = new_call_id
@@ -249,7 +249,7 @@ class _CallIds:
         self._count = 0
 
     def named(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
-        """Give an id to each call that has none."""
+        """Add ids to calls that have none."""
         for piece in pieces:
             yield piece._replace(call_id=self._next()) if piece.kind is Kind.CALL and not piece.call_id else piece
 
@@ -261,7 +261,7 @@ class _CallIds:
 
 
 def _pieces_of(choice: CollectedChoice, reader: PieceReader, answer_id: str) -> Iterable[Piece]:
-    """Return the pieces of a choice that is whole: of its text, and of its parts."""
+    """Return the pieces of a complete choice, from its text and parts."""
     text = reader.parser.push("".join(choice.texts), is_last=True)
     later = pieces_of(choice.parts, calls_before=0, is_single_call=reader.parser.form.is_single_call)
     return _CallIds(reader.parser.form.new_call_id, answer_id).named((*text, *later))

@@ -1,4 +1,4 @@
-"""Bodies that want vectors or scores, and what they become: embeddings, scores, reranking."""
+"""Embedding, score, and rerank requests."""
 
 import asyncio
 import base64
@@ -27,9 +27,9 @@ from protocol.job import Sampling, pack_token_ids
 
 # --- pooling schema ---------------------------------------------------------------------------------------------------
 #
-# Request bodies of the pooling routes: OpenAI's embeddings, vLLM's score, and the rerank of Jina and Cohere.
+# Request bodies: OpenAI's embeddings, vLLM's score, and Jina's and Cohere's rerank.
 
-MAX_INPUTS: Final = 2048  # of one request, as OpenAI has it
+MAX_INPUTS: Final = 2048  # per request, as in OpenAI's API
 
 UNSUPPORTED_EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "priority": (0,),
@@ -58,11 +58,11 @@ UNSUPPORTED_IN_RERANK: Final[dict[str, tuple[Any, ...]]] = {
 
 
 def _inputs(value: object) -> object:
-    """All four forms of ``input`` as a list of strings or a list of lists of token ids."""
+    """Return any of the four forms of ``input`` as a list of strings or a list of token-id lists."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise ValueError("must be a string, a list of token ids, or a list of such, and not empty")
+        raise ValueError("must be a non-empty string, a list of token ids, or a list of either")
     if type(value[0]) is int:
         value = [value]
     if len(value) > MAX_INPUTS:
@@ -73,7 +73,7 @@ def _inputs(value: object) -> object:
         return value
     for number, one in enumerate(value):
         if not isinstance(one, list) or not all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in one):
-            raise ValueError(f"input {number} must be, as all others, a string or a list of token ids")
+            raise ValueError(f"input {number} must be a string or a list of token ids, like all other inputs")
     return value
 
 
@@ -85,7 +85,7 @@ def _texts(value: object) -> object:
 
 
 def _documents(value: object) -> object:
-    """Documents as strings; Cohere's older clients send objects with a text."""
+    """Return documents as strings. Cohere's older clients send objects with a text."""
     if not isinstance(value, list):
         return value
     return _texts([one["text"] if isinstance(one, Mapping) and "text" in one else one for one in value])
@@ -98,12 +98,12 @@ Texts = Annotated[list[str], BeforeValidator(_texts, str | list[str]), Field(min
 
 
 class PoolingBody(JobRequest):
-    """Base of requests for vectors."""
+    """Base of embedding, score, and rerank requests."""
 
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None  # -1: to what the model takes
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None  # -1: to the model's maximum
 
     def most_tokens(self, context_length: int) -> int | None:
-        """Return how many tokens of an input are kept; None: all. Raises InvalidParameter."""
+        """Return the number of tokens to keep per input; None: all. Raises InvalidParameter."""
         most = self.truncate_prompt_tokens
         if most == 0 or (most or 0) > context_length:
             raise InvalidParameter(
@@ -122,7 +122,7 @@ class EmbeddingRequest(PoolingBody):
 
 
 class ScoreRequest(PoolingBody):
-    """Body of POST /v1/score: one text against each of several, or lists of the same length text by text."""
+    """Body of POST /v1/score: compare one text with each of several, or two lists of equal length pairwise."""
 
     text_1: Texts
     text_2: Texts
@@ -165,39 +165,39 @@ def parse_rerank(body: bytes) -> RerankRequest:
 
 # --- pooling calls ----------------------------------------------------------------------------------------------------
 #
-# The pooling calls of the API: what is computed for each, and the form of its answer.
+# The pooling calls of the API.
 
-TEXTS_AT_ONCE: Final = 32  # are compared before others' requests get their turn
+TEXTS_AT_ONCE: Final = 32  # compared before other tasks run
 FLOAT_BYTES: Final = 4
 
 _Pooling = TypeVar("_Pooling", bound=PoolingBody)
 
 
 class Inputs(Struct, frozen=True):
-    """Inputs of a call for vectors."""
+    """Inputs of a pooling call."""
 
     token_ids: Sequence[Sequence[int]]
-    task: str  # the model's: "embed" | "score"
-    first_lengths: Sequence[int] = ()  # of pairs: the tokens of the first text
+    task: str  # of the model: "embed" | "score"
+    first_lengths: Sequence[int] = ()  # of pairs: number of tokens of the first text
     dimensions: int | None = None
 
 
 class PoolingCall(JobCall[_Pooling], ABC):
-    """One validated body that asks for vectors, and the form of its answer."""
+    """A validated body that requests vectors, and the format of its answer."""
 
     name: str  # as in RequestRecord.endpoint
     input_param: str  # the field that holds most of the prompt
-    vectors_bytes = 0  # of its answer, once its prompt is counted
+    vectors_bytes = 0  # of the answer, set when the prompt is counted
 
     @abstractmethod
     async def encode(self, tokens: ModelTokens) -> Inputs:
-        """Count the inputs. Raises InvalidParameter, also where the model is for something else."""
+        """Encode the inputs. Raises InvalidParameter, also if the model does not support the task."""
 
     @abstractmethod
     def pieces(
         self, answer_id: str, created: int, vectors: Sequence[bytes], usage: dict[str, Any]
     ) -> AsyncIterator[bytes]:
-        """The body of the answer, piece by piece."""
+        """Iterate over the body of the answer."""
 
     async def prompt(self, tokens: ModelTokens, settings: GatewaySettings) -> Prompt:
         """Implement ``Call``."""
@@ -211,15 +211,17 @@ class PoolingCall(JobCall[_Pooling], ABC):
         return Prompt(prompt_ids, sum(lengths), self.input_param, Sampling(max_tokens=0), pooling)
 
     def _check_lengths(self, inputs: Inputs, tokens: ModelTokens, limits: LimitSettings) -> None:
-        """Refuse what is too long. Raises InvalidParameter or ContextLengthExceeded."""
+        """Check the lengths of the inputs. Raises InvalidParameter or ContextLengthExceeded."""
         param = self.input_param
         kept = self.request.most_tokens(tokens.context_length)
         for number, length in enumerate(map(len, inputs.token_ids)):
             name = f"{param}.{number}"
             if length == 0:
-                raise InvalidParameter(f"'{name}' makes no tokens at all.", param=name)
+                raise InvalidParameter(f"'{name}' contains no tokens.", param=name)
             if kept is not None and length > kept:
-                message = f"'truncate_prompt_tokens' must be more than {kept} for this model's special tokens."
+                message = (
+                    f"'truncate_prompt_tokens' must be greater than {kept}: this model adds that many special tokens."
+                )
                 raise InvalidParameter(message, param="truncate_prompt_tokens")
             if length > tokens.context_length:
                 message = (
@@ -257,7 +259,7 @@ class EmbeddingsCall(PoolingCall[EmbeddingRequest]):
     async def encode(self, tokens: ModelTokens) -> Inputs:
         """Implement ``PoolingCall``."""
         request = self.request
-        card = _pooling_of(tokens, ("embed",), "makes no embeddings")
+        card = _pooling_of(tokens, ("embed",), "does not support embeddings")
         _check_dimensions(request.dimensions, card)
         most = request.most_tokens(tokens.context_length)
         texts = [one for one in request.input if isinstance(one, str)]
@@ -274,7 +276,7 @@ class EmbeddingsCall(PoolingCall[EmbeddingRequest]):
         self, answer_id: str, created: int, vectors: Sequence[bytes], usage: dict[str, Any]
     ) -> AsyncIterator[bytes]:
         """Implement ``PoolingCall``."""
-        del answer_id, created  # OpenAI's answer has neither
+        del answer_id, created  # not part of OpenAI's answer
         as_base64 = self.request.encoding_format == "base64"
         yield b'{"object":"list","data":['
         for index, packed in enumerate(vectors):
@@ -286,7 +288,7 @@ class EmbeddingsCall(PoolingCall[EmbeddingRequest]):
 class _ScoringCall(PoolingCall[_Pooling], ABC):
     """Base of the score and rerank calls.
 
-    A cross-encoder reads each pair as a whole. With an embedding model each text has its own vector, and the score of a
+    A cross-encoder reads each pair as one input. With an embedding model each text has a vector, and the score of a
     pair is the cosine of their angle.
     """
 
@@ -294,14 +296,14 @@ class _ScoringCall(PoolingCall[_Pooling], ABC):
         self.request = request
         self.misspelt = misspelt_fields(request)
         self.adapted = ignored_names(self.misspelt)
-        self._firsts = firsts  # one, or as many as there are seconds
+        self._firsts = firsts  # one, or as many as seconds
         self._seconds = seconds
         self._is_cosine = False
 
     async def encode(self, tokens: ModelTokens) -> Inputs:
         """Implement ``PoolingCall``."""
         most_tokens = self.request.most_tokens(tokens.context_length)
-        card = _pooling_of(tokens, ("score", "embed"), "scores nothing")
+        card = _pooling_of(tokens, ("score", "embed"), "does not support scoring")
         self._is_cosine = card.task == "embed"
         if self._is_cosine:
             texts = [*self._firsts, *self._seconds]
@@ -313,11 +315,13 @@ class _ScoringCall(PoolingCall[_Pooling], ABC):
         try:
             pairs = await tokens.encode_pairs(list(zip(firsts, self._seconds, strict=True)), most_tokens=most_tokens)
         except TokenizerError as error:
-            raise InvalidParameter(f"The model `{tokens.model}` scores nothing: {error}.", param="model") from error
+            raise InvalidParameter(
+                f"The model `{tokens.model}` does not support scoring: {error}.", param="model"
+            ) from error
         return Inputs([pair.token_ids for pair in pairs], card.task, [pair.first_tokens for pair in pairs])
 
     async def _scores(self, vectors: Sequence[bytes]) -> list[float]:
-        """The score of each pair, of what the model has made of the inputs."""
+        """Return the score of each pair, from the model's output."""
         if not self._is_cosine:
             return [array("f", packed)[0] for packed in vectors]
         firsts = [_unit(packed) for packed in vectors[: len(self._firsts)]]
@@ -365,7 +369,7 @@ class RerankCall(_ScoringCall[RerankRequest]):
         self, answer_id: str, created: int, vectors: Sequence[bytes], usage: dict[str, Any]
     ) -> AsyncIterator[bytes]:
         """Implement ``PoolingCall``."""
-        del created  # neither Jina nor Cohere have it
+        del created  # not part of Jina's or Cohere's answer
         request = self.request
         scores = await self._scores(vectors)
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n or None]

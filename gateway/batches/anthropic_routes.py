@@ -112,7 +112,7 @@ class _Scan:
             if self._depth > MAX_NESTING:
                 raise _malformed(f"{self._what} is nested too deeply.")
             if self._opened > MAX_BODY_VALUES:
-                message = f"'{self._what}' holds more than {MAX_BODY_VALUES} lists and objects."
+                message = f"'{self._what}' has more than {MAX_BODY_VALUES} lists and objects."
                 raise InvalidParameter(message, param=self._what, code="too_many_values")
         else:
             self._depth -= 1
@@ -152,7 +152,7 @@ class _Text:
         if not found or found not in wanted:
             expected = " or ".join(repr(chr(one)) for one in wanted)
             where = f"before {found.decode('latin-1')!r}" if found else "at the end"
-            raise _malformed(f"{expected} is missing {where}.")
+            raise _malformed(f"expected {expected} {where}.")
         self._at += 1
 
     def value(self, what: str) -> Generator[None, None, bytes]:
@@ -209,12 +209,12 @@ class _Requests:
                 raise InvalidParameter(message, param=name, code="too_large")
             identity = hashlib.blake2b(custom_id.encode(), digest_size=ID_BYTES).digest()
             if identity in identities:
-                message = f"'{name}.custom_id' has come before: '{custom_id}'."
+                message = f"'{name}.custom_id' must be unique: '{custom_id}' is used more than once."
                 raise InvalidParameter(message, param=f"{name}.custom_id")
             identities.add(identity)
             yield line
         if not identities:
-            message = "'requests' is missing, or empty."
+            message = "'requests' is missing or empty."
             raise InvalidParameter(message, param="requests", code="missing_required_parameter")
 
     def _elements(self) -> Generator[bytes | None, None, None]:
@@ -240,7 +240,7 @@ class _Requests:
                 yield from text.take(b",}")
         yield from text.take(b"}")
         if (yield from text.next()):
-            raise _malformed("something follows its end.")
+            raise _malformed("unexpected data after the end.")
 
 
 def _line(raw: bytes, name: str) -> tuple[str, bytes]:
@@ -250,7 +250,7 @@ def _line(raw: bytes, name: str) -> tuple[str, bytes]:
     request = _decoded(_decode_request, raw, name)
     custom_id, text = request.custom_id, bytes(request.params)
     if not isinstance(custom_id, str) or not _CUSTOM_ID.fullmatch(custom_id):
-        message = f"'{name}.custom_id' must be 1 to 64 characters of a-z, A-Z, 0-9, _ and -."
+        message = f"'{name}.custom_id' must have 1 to 64 characters from a-z, A-Z, 0-9, _, and -."
         raise InvalidParameter(message, param=f"{name}.custom_id")
     if not text.startswith(b"{"):
         raise InvalidParameter(f"'{name}.params' must be an object.", param=f"{name}.params", code="invalid_type")
@@ -259,9 +259,9 @@ def _line(raw: bytes, name: str) -> tuple[str, bytes]:
         raise _malformed(f"{name}.params is nested too deeply.")
     model = params.get("model")
     if not isinstance(model, str) or not 1 <= len(model) <= MAX_MODEL_CHARS:
-        raise InvalidParameter(f"'{name}.params.model' must be a model's name.", param=f"{name}.params.model")
+        raise InvalidParameter(f"'{name}.params.model' must be a model name.", param=f"{name}.params.model")
     if params.get("stream"):
-        message = f"'{name}.params.stream': a request of a batch cannot be streamed."
+        message = f"'{name}.params.stream' must not be true: batch requests cannot be streamed."
         raise InvalidParameter(message, param=f"{name}.params.stream")
     return custom_id, LINE % (custom_id.encode(), text.replace(b"\r", b" ").replace(b"\n", b" "))
 
@@ -367,14 +367,14 @@ async def _asked(services: BatchServices, request: Request, batch_id: str) -> Ba
 def _add_collection(router: APIRouter, services: BatchServices) -> None:
     @router.post("", openapi_extra=_DESCRIBED)
     async def create_message_batch(request: Request) -> Response:
-        """Create a batch of messages. Its requests are written as they come."""
+        """Create a message batch."""
         principal = exchange_of(request).authenticate(services.keys)
         async with receiving(services, request, principal) as incoming:
             return _answer(services, request, await _created(services, principal, incoming))
 
     @router.get("")
     async def list_message_batches(request: Request, query: Annotated[MessageBatchQuery, Query()]) -> Response:
-        """List the batches of messages of the key's team, newest first."""
+        """List the message batches of your team, newest first."""
         principal = exchange_of(request).authenticate(services.keys)
         found, has_more = await _page(services, principal, query)
         base_url, ttl_s = str(request.base_url), services.settings.file_ttl_s
@@ -385,12 +385,12 @@ def _add_collection(router: APIRouter, services: BatchServices) -> None:
 def _add_single(router: APIRouter, services: BatchServices) -> None:
     @router.get("/{batch_id}")
     async def retrieve_message_batch(request: Request, batch_id: str) -> Response:
-        """Retrieve a batch of messages, with how far it is."""
+        """Retrieve a message batch and its progress."""
         return _answer(services, request, await _asked(services, request, batch_id))
 
     @router.post("/{batch_id}/cancel")
     async def cancel_message_batch(request: Request, batch_id: str) -> Response:
-        """Cancel a batch of messages. What is done stays."""
+        """Cancel a message batch. Completed results are kept."""
         batch = await _asked(services, request, batch_id)
         if batch.status in OVER:
             message = f"Cannot cancel {batch.id}: it has ended."
@@ -403,11 +403,11 @@ def _add_single(router: APIRouter, services: BatchServices) -> None:
 def _add_ended(router: APIRouter, services: BatchServices) -> None:
     @router.delete("/{batch_id}")
     async def delete_message_batch(request: Request, batch_id: str) -> Response:
-        """Delete a batch of messages that has ended, with its requests and results."""
+        """Delete an ended message batch with its requests and results."""
         batch = await _asked(services, request, batch_id)
         if batch.status not in OVER:
             raise InvalidParameter(
-                f"{batch.id} has not ended: cancel it first.", param="batch_id", code="batch_is_not_over"
+                f"{batch.id} is still in progress. Cancel it first.", param="batch_id", code="batch_is_not_over"
             )
         await services.batches.delete(batch.id)
         for file_id in (batch.input_file_id, *batch.result_ids):
@@ -417,12 +417,12 @@ def _add_ended(router: APIRouter, services: BatchServices) -> None:
 
     @router.get("/{batch_id}/results")
     async def retrieve_message_batch_results(request: Request, batch_id: str) -> Response:
-        """Read the results of a batch of messages that has ended, one a line, in no order."""
+        """Download the results of an ended message batch as JSON lines, in no particular order."""
         batch = await _asked(services, request, batch_id)
         if batch.status not in OVER:
-            raise UnknownObject(f"{batch.id} has no results yet: it has not ended.", param="batch_id")
+            raise UnknownObject(f"{batch.id} is still in progress and has no results yet.", param="batch_id")
         if _archived_ms(batch, services.settings.file_ttl_s) is not None:
-            raise UnknownObject(f"The results of {batch.id} are no longer kept.", param="batch_id")
+            raise UnknownObject(f"The results of {batch.id} have been deleted.", param="batch_id")
         return await _results_answer(services, batch)
 
 
@@ -469,7 +469,7 @@ async def _page(
 ) -> tuple[Sequence[Batch], bool]:
     """Return the batches before or after one, newest first, and whether there are more of them that way."""
     if query.before_id is not None and query.after_id is not None:
-        raise InvalidParameter("Say 'before_id' or 'after_id', not both.", param="before_id")
+        raise InvalidParameter("Send either 'before_id' or 'after_id', but not both.", param="before_id")
     mark = None
     for name, batch_id in (("before_id", query.before_id), ("after_id", query.after_id)):
         if batch_id is not None:
@@ -533,7 +533,7 @@ async def _results_answer(services: BatchServices, batch: Batch) -> Response:
     try:
         first = await anext(pieces, b"")
     except FileGone as error:
-        raise UnknownObject(f"The results of {batch.id} are no longer kept.", param="batch_id") from error
+        raise UnknownObject(f"The results of {batch.id} have been deleted.", param="batch_id") from error
     except StorageError as error:
         raise StorageUnavailable from error
     return StreamingResponse(resumed(first, pieces), media_type="application/x-jsonl")

@@ -41,10 +41,10 @@ log = logging.getLogger(__name__)
 class Verdict(Enum):
     """What to do with a line that was not answered."""
 
-    FAILED = "into the error file"
-    REFUSED = "again, once there is room; that does not count as a try"
-    AGAIN = "again, unless it has been tried too often"
-    REVOKED = "nothing more: its key is not accepted"
+    FAILED = "written to the error file"
+    REFUSED = "retried when there is capacity; not counted as an attempt"
+    AGAIN = "retried, unless it has reached its maximum attempts"
+    REVOKED = "stops the batch: the API key is no longer accepted"
 
 
 class Answer(Struct, frozen=True):

@@ -86,7 +86,7 @@ class Feeder:
                     await self._feeding.files.sweep(OVER)
                 await self._feeding.set_aside.flush()  # of all parts of this gateway
             except _AWAY as error:
-                log.warning("batches wait: %s", describe(error))
+                log.warning("batches are paused: %s", describe(error))
             await wait_for(self._changed, self._feeding.settings.poll_s)
             self._changed.clear()
 
@@ -151,14 +151,14 @@ class Feeder:
             taken = await self._feeding.batches.take(batch.id, self._gateway_id)
         except Lost:
             return
-        log.info("batch %s is fed here, in epoch %d", taken.id, taken.epoch)
+        log.info("feeding batch %s, epoch %d", taken.id, taken.epoch)
         run = BatchRun(self._feeding, taken)
         _stop_where_due(run, taken, unix_now_ms())
         held = self._held[taken.id] = _Held(run, lease)
         held.task = asyncio.create_task(self._feed(held), name=taken.id)
         resting = self._to_rest() if len(self._running) > settings.max_running else None
         if resting is not None:
-            log.info("batch %s rests: another tenant has none that is fed here", resting.run.batch.id)
+            log.info("pausing batch %s: another tenant has no batch on this gateway", resting.run.batch.id)
             resting.run.stop(Stop.LEAVING)
 
     async def _renew(self, held: _Held) -> None:
@@ -180,13 +180,13 @@ class Feeder:
                 is_over = await self._run(held.run)
                 self._failures.pop(batch_id, None)
         except* Lost:
-            log.warning("batch %s has been taken by another gateway", batch_id)
+            log.warning("batch %s was taken over by another gateway", batch_id)
         except* _AWAY as errors:
-            log.warning("batch %s is tried again: %s", batch_id, describe(errors.exceptions[0]))
+            log.warning("retrying batch %s: %s", batch_id, describe(errors.exceptions[0]))
             if held.run.is_ending:  # its end must not wait for ever, e.g. for a file that has gone
                 self._note_failure(batch_id, errors)
         except* Exception as errors:
-            log.exception("batch %s is tried again", batch_id, exc_info=errors)
+            log.exception("retrying batch %s", batch_id, exc_info=errors)
             self._note_failure(batch_id, errors)
         finally:
             self._rests[batch_id] = time.monotonic() + self._feeding.settings.retry_s
@@ -204,10 +204,10 @@ class Feeder:
         """Feed a batch, or give it up, which is its end. Raises what either raises."""
         kind, tries = self._failures.get(run.batch.id, ("", 0))
         if tries < MAX_TRIES and run.batch.in_progress_unix_ms is None and run.batch.epoch > MAX_TAKES:
-            kind, tries = "nobody lived to open a line", run.batch.epoch - 1
+            kind, tries = "every gateway that took it stopped before it opened a line", run.batch.epoch - 1
         if tries < MAX_TRIES:
             return await run.run()
-        log.error("batch %s is given up, after %d tries: %s", run.batch.id, tries, kind)
+        log.error("giving up batch %s after %d attempts: %s", run.batch.id, tries, kind)
         await run.set_aside(tries, kind)
         return True
 
@@ -224,11 +224,11 @@ class Feeder:
     async def _tell(self, batch: Batch) -> None:
         if batch.status not in OVER or batch.over_unix_ms is None:
             return
-        log.info("batch %s is %s: %d of %d lines answered", batch.id, batch.status, batch.completed, batch.total)
+        log.info("batch %s ended as %s: %d of %d lines answered", batch.id, batch.status, batch.completed, batch.total)
         try:
             await self._finished(batch.team_id, batch.status, batch.id, batch.over_unix_ms // 1000)
         except BusError as error:
-            log.warning("the end of %s could not be told: %s", batch.id, error)
+            log.warning("the end of batch %s could not be announced: %s", batch.id, error)
 
     async def _tell_again(self) -> None:
         """Tell of batches whose gateway may have died in between: what has been told is told nobody twice."""

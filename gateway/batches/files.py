@@ -229,10 +229,12 @@ class UploadSlots:
     def hold(self, tenant: str) -> Iterator["Slot"]:
         """Hold a slot. Raises Overloaded, and RateLimitExceeded for more than the tenant's share."""
         if not self._free:
-            raise Overloaded("This gateway receives as many uploads as it can at the moment.")
+            raise Overloaded("The gateway cannot receive more uploads at the moment. Try again later.")
         held = self._held[tenant]
         if held and held + 1 >= self._free:
-            message = f"{held} uploads of this key or its team are under way at this gateway: wait for one to end."
+            message = (
+                f"{held} uploads of this API key or its team are in progress on this gateway. Wait for one to end."
+            )
             raise RateLimitExceeded(message, code=TOO_MANY_UPLOADS, retry_after_s=RETRY_SOON_S)
         self._free -= 1
         self._held[tenant] += 1
@@ -258,7 +260,9 @@ class Slot:
         self.written_bytes += size_bytes
         self._by_tenant[self._tenant] += size_bytes
         if self._by_tenant[self._tenant] > room_bytes:
-            raise BodyTooLarge(f"The uploads of this key or its team may have {room_bytes} more bytes together.")
+            raise BodyTooLarge(
+                f"The uploads in progress of this API key or its team may have {room_bytes} more bytes in total."
+            )
 
 
 class Pace:

@@ -203,7 +203,7 @@ async def make_index(task: IndexTask, content: AsyncIterator[bytes]) -> IndexRep
     except TimeoutError as error:
         if not limit.expired():
             raise
-        raise IndexFailed(f"lines were not indexed within {LIMIT_S:.0f} s") from error
+        raise IndexFailed(f"the lines were not indexed within {LIMIT_S:.0f} s") from error
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):
@@ -213,7 +213,7 @@ async def make_index(task: IndexTask, content: AsyncIterator[bytes]) -> IndexRep
     if process.returncode:
         last_words = words.decode(errors="replace").strip()[-500:]
         kind = NoRoomForIndex if process.returncode == NO_ROOM else IndexFailed
-        raise kind(f"lines could not be indexed ({ending(process.returncode)}): {last_words}")
+        raise kind(f"the lines could not be indexed ({ending(process.returncode)}): {last_words}")
     return _decode_report(answer)
 
 

@@ -126,7 +126,7 @@ class Done:
         marks.extend(bytes(max(0, max(numbers, default=0) + 1 - len(marks))))
         for number in numbers:
             if marks[number]:
-                raise ValueError(f"line {number} is done twice")
+                raise ValueError(f"line {number} completed twice")
             marks[number] = 1
         self.count += len(numbers)
 
@@ -141,7 +141,7 @@ GUESSED_TOKENS: Final = 256  # of an answer, where the line does not say how man
 CHARS_PER_TOKEN: Final = 4
 _MALFORMED: Final = re.compile(r"JSON is malformed: (?P<reason>.*) \(byte (?P<byte>\d+)\)")  # as msgspec says it
 _NO_NUMBER: Final = re.compile(rb"[-+]?(NaN|nan|Infinity|inf)\b")
-_HALF: Final = "half of a surrogate pair, which is no character"
+_HALF: Final = "an unpaired surrogate, which is not a valid character"
 _HALF_CHARACTER: Final = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 _ESCAPE: Final = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)"
@@ -194,11 +194,11 @@ def check_line(text: bytes, endpoint: str, models: Mapping[str, str], *, any_mod
             raise Wrong("invalid_type", f"'{name}' must be {'an object' if kind is dict else 'a string'}.", name)
     custom_id, body = line["custom_id"], line["body"]
     if not 1 <= len(custom_id) <= MAX_CUSTOM_ID_CHARS:
-        raise Wrong("invalid_custom_id", f"It must have 1 to {MAX_CUSTOM_ID_CHARS} characters.", "custom_id")
+        raise Wrong("invalid_custom_id", f"'custom_id' must have 1 to {MAX_CUSTOM_ID_CHARS} characters.", "custom_id")
     if line["method"] != "POST":
-        raise Wrong("invalid_method", "Only POST is supported.", "method")
+        raise Wrong("invalid_method", "'method' must be POST.", "method")
     if line["url"] != endpoint:
-        raise Wrong("invalid_url", f"The URL must be the batch's endpoint, {endpoint}.", "url")
+        raise Wrong("invalid_url", f"'url' must be the endpoint of the batch, {endpoint}.", "url")
     return Request(custom_id, _checked_model(body, models, any_model=any_model), body)
 
 
@@ -215,7 +215,7 @@ def _decoded(text: bytes) -> dict[str, Any]:
     if is_deeper(text, line, MAX_DEPTH + 1):  # the line is around its body
         raise Wrong("invalid_json_line", f"This line is nested more than {MAX_DEPTH} levels deep.")
     if not isinstance(line, dict):
-        raise Wrong("invalid_json_line", "This line is no JSON object.")
+        raise Wrong("invalid_json_line", "This line is not a JSON object.")
     return line
 
 
@@ -246,7 +246,7 @@ def _fault_of(text: bytes, error: Exception) -> tuple[int | None, str]:
         return (len(text.rstrip()), "the line ends too early") if is_short else (None, str(error))
     place = int(found["byte"]) - (found["reason"] == "trailing characters")  # which it has read already
     number = _NO_NUMBER.match(text, max(0, place - 1)) or _NO_NUMBER.match(text, place)
-    return (number.start(), f"{number[0].decode()} is no number in JSON") if number else (place, found["reason"])
+    return (number.start(), f"{number[0].decode()} is not a JSON number") if number else (place, found["reason"])
 
 
 def is_deeper(text: bytes, value: object, levels: int) -> bool:
@@ -276,7 +276,7 @@ def _checked_model(body: Mapping[str, Any], models: Mapping[str, str], *, any_mo
         message = f"The model `{str(name)[:100]}` does not exist or you do not have access to it."
         raise Wrong("model_not_found", message, "body.model")
     if body.get("stream"):
-        raise Wrong("invalid_value", "A line of a batch cannot be streamed.", "body.stream")
+        raise Wrong("invalid_value", "A line of a batch cannot set 'stream'.", "body.stream")
     if body.get("background"):
-        raise Wrong("invalid_value", "A line of a batch is in the background already.", "body.background")
+        raise Wrong("invalid_value", "A line of a batch cannot set 'background'.", "body.background")
     return models.get(name, name)

@@ -89,14 +89,14 @@ def file_router(services: BatchServices) -> APIRouter:
 
     @router.post("", openapi_extra=_FORM)
     async def upload_file(request: Request) -> Response:
-        """Upload a file, such as the lines of a batch. It is written as it comes."""
+        """Upload a file, such as the input of a batch."""
         principal = exchange_of(request).authenticate(services.keys)
         async with receiving(services, request, principal) as incoming:
             return json_answer(file_view(await _uploaded(services, request, principal, incoming)))
 
     @router.get("")
     async def list_files(request: Request, query: Annotated[FileQuery, Query()]) -> Response:
-        """List the files of the key's team; `after` is the last id of the previous page."""
+        """List the files of your team. `after` is the last id of the previous page."""
         principal = exchange_of(request).authenticate(services.keys)
         after = None if query.after is None else await file_of(services, query.after, principal, "after")
         found = await services.files.page(principal.tenant, after, query.limit + 1, query.order, query.purpose)
@@ -104,24 +104,28 @@ def file_router(services: BatchServices) -> APIRouter:
 
     @router.get("/{file_id}")
     async def retrieve_file(request: Request, file_id: str) -> Response:
-        """Retrieve a file, without its content."""
+        """Retrieve a file's metadata."""
         principal = exchange_of(request).authenticate(services.keys)
         return json_answer(file_view(await file_of(services, file_id, principal)))
 
     @router.get("/{file_id}/content")
     async def retrieve_file_content(request: Request, file_id: str) -> Response:
-        """Read the content of a file."""
+        """Download the content of a file."""
         principal = exchange_of(request).authenticate(services.keys)
         file = await file_of(services, file_id, principal)
         return await content_answer(services, file)
 
     @router.delete("/{file_id}")
     async def delete_file(request: Request, file_id: str) -> Response:
-        """Delete a file, unless a batch reads it."""
+        """Delete a file. Fails while a batch uses the file as input."""
         principal = exchange_of(request).authenticate(services.keys)
         file = await file_of(services, file_id, principal)
         if await services.files.is_in_use(file.id, OVER):
-            raise InvalidParameter(f"A batch reads {file.id}: cancel it first.", param="file_id", code="file_in_use")
+            raise InvalidParameter(
+                f"{file.id} is the input of a batch in progress. Cancel the batch first.",
+                param="file_id",
+                code="file_in_use",
+            )
         await services.files.delete(file.id)
         return json_answer({"id": file.id, "object": "file", "deleted": True})
 
@@ -175,14 +179,14 @@ def _checked_ttl_s(upload: Upload, most_s: float) -> float:
             "Missing required parameter: 'purpose'.", param="purpose", code="missing_required_parameter"
         )
     if purpose != BATCH:
-        raise InvalidParameter(f"'{purpose[:100]}' is not supported: use 'batch'.", param="purpose")
+        raise InvalidParameter(f"'{purpose[:100]}' is not supported. Use 'batch'.", param="purpose")
     seconds, anchor = upload.fields.get("expires_after[seconds]"), upload.fields.get("expires_after[anchor]")
     if anchor not in {None, "created_at"}:
-        raise InvalidParameter("It must be 'created_at'.", param="expires_after[anchor]")
+        raise InvalidParameter("'expires_after[anchor]' must be 'created_at'.", param="expires_after[anchor]")
     if seconds is None:
         return most_s
     if not (seconds.isascii() and seconds.isdigit() and LEAST_TTL_S <= int(seconds[:12]) <= most_s):
-        message = f"It must be a whole number from {LEAST_TTL_S} to {most_s:.0f}."
+        message = f"'expires_after[seconds]' must be an integer from {LEAST_TTL_S} to {most_s:.0f}."
         raise InvalidParameter(message, param="expires_after[seconds]")
     return float(seconds)
 
@@ -200,7 +204,7 @@ MAX_WINDOW_S: Final = 14 * 24 * 3600
 
 
 class OutputExpiry(Body):
-    """How long results are kept."""
+    """How long result files are kept."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=LEAST_TTL_S, le=30 * 24 * 3600)]
@@ -219,7 +223,9 @@ class NewBatch(Body):
     @classmethod
     def _must_be_a_time(cls, text: str) -> str:
         if _WINDOW.match(text) is None or window_s(text) > MAX_WINDOW_S:
-            raise ValueError("It must be '24h', or another number of minutes, hours or days, 14 at most ('90m', '7d').")
+            raise ValueError(
+                "must be a number of minutes, hours, or days, such as '90m', '24h', or '7d', and at most 14 days."
+            )
         return text
 
 
@@ -292,7 +298,10 @@ async def refuse_if_too_many(services: BatchServices, principal: Principal) -> N
     """Raise RateLimitExceeded where the tenant has as many open batches as it may."""
     count = await services.batches.count_open(principal.tenant)
     if count >= services.settings.max_tenant_batches:
-        raise too_many(f"{count} batches of this key or its team are not over yet.", "too_many_batches")
+        raise too_many(
+            f"{count} batches of this API key or its team are in progress. Wait until one of them ends, or cancel one.",
+            "too_many_batches",
+        )
 
 
 def batch_router(services: BatchServices) -> APIRouter:
@@ -301,7 +310,7 @@ def batch_router(services: BatchServices) -> APIRouter:
 
     @router.post("", openapi_extra=body_schema("NewBatch"))
     async def create_batch(request: Request) -> Response:
-        """Create a batch out of an uploaded file."""
+        """Create a batch from an uploaded file."""
         exchange = exchange_of(request)
         principal = exchange.authenticate(services.keys)
         body = await read_body(request.receive, exchange.headers, MAX_BODY_BYTES, BODY_LIMIT_S)
@@ -311,7 +320,7 @@ def batch_router(services: BatchServices) -> APIRouter:
 
     @router.get("")
     async def list_batches(request: Request, query: Annotated[BatchQuery, Query()]) -> Response:
-        """List the batches of the key's team, newest first; `after` is the last id of the previous page."""
+        """List the batches of your team, newest first. `after` is the last id of the previous page."""
         principal = exchange_of(request).authenticate(services.keys)
         after = None if query.after is None else await batch_of(services, query.after, principal, "after")
         found = await services.batches.page(principal.tenant, after, query.limit + 1, surface=OPENAI)
@@ -319,13 +328,13 @@ def batch_router(services: BatchServices) -> APIRouter:
 
     @router.get("/{batch_id}")
     async def retrieve_batch(request: Request, batch_id: str) -> Response:
-        """Retrieve a batch, with how far it is."""
+        """Retrieve a batch and its progress."""
         principal = exchange_of(request).authenticate(services.keys)
         return json_answer(batch_view(await batch_of(services, batch_id, principal)))
 
     @router.post("/{batch_id}/cancel")
     async def cancel_batch(request: Request, batch_id: str) -> Response:
-        """Cancel a batch. What is done stays, in its files."""
+        """Cancel a batch. Completed lines stay in its result files."""
         principal = exchange_of(request).authenticate(services.keys)
         batch = await batch_of(services, batch_id, principal)
         if batch.status in OVER:
@@ -341,7 +350,9 @@ def batch_router(services: BatchServices) -> APIRouter:
 async def _created(services: BatchServices, principal: Principal, asked: NewBatch) -> Batch:
     if asked.endpoint not in services.endpoints:
         allowed = ", ".join(sorted(services.endpoints))
-        raise InvalidParameter(f"'{asked.endpoint[:100]}' takes no batches: use one of {allowed}.", param="endpoint")
+        raise InvalidParameter(
+            f"'{asked.endpoint[:100]}' does not support batches. Use one of {allowed}.", param="endpoint"
+        )
     file = await file_of(services, asked.input_file_id, principal, "input_file_id")
     if file.purpose != BATCH:
         raise InvalidParameter(f"{file.id} was not uploaded for purpose 'batch'.", param="input_file_id")

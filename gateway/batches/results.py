@@ -117,7 +117,7 @@ class Results:
                     break
                 except _AWAY as error:
                     why = str(error) if isinstance(error, StorageError) else describe(error)
-                    log.warning("results of %s cannot be kept yet: %s", self._batch.id, why)
+                    log.warning("the results of batch %s cannot be stored yet: %s", self._batch.id, why)
                 if self._give_up():
                     return
                 await asyncio.sleep(wait_s)

@@ -50,15 +50,15 @@ LONGEST_BACKOFF_S: Final = 30.0  # between two tries of a line that fails
 class Stop(Enum):
     """Why no more lines are opened."""
 
-    CANCELLED = "its client has cancelled it"
-    EXPIRED = "its time is up"
-    REVOKED = "its key is no longer accepted"
-    LOST = "another gateway has it"
-    LEAVING = "this gateway shuts down"
+    CANCELLED = "canceled by the client"
+    EXPIRED = "its completion window has expired"
+    REVOKED = "its API key is no longer accepted"
+    LOST = "taken over by another gateway"
+    LEAVING = "this gateway is shutting down"
 
 
 _FAILURES: Final = {
-    Stop.CANCELLED: LineFailure(CANCELLED, "The batch was cancelled before this request was answered."),
+    Stop.CANCELLED: LineFailure(CANCELLED, "The batch was canceled before this request was answered."),
     Stop.EXPIRED: LineFailure(EXPIRED, "This request could not be answered before the completion window expired."),
     Stop.REVOKED: LineFailure(REVOKED, "The API key of the batch is no longer accepted."),
 }
@@ -143,7 +143,9 @@ class BatchRun:
 
     async def set_aside(self, tries: int, reason: str) -> None:
         """End it after so many tries that failed in the same way; what was done is kept, and has been committed."""
-        message = f"The batch was given up: it failed {tries} times in the same way ({reason}). What was done is kept."
+        message = (
+            f"The batch failed {tries} times for the same reason and was given up: {reason}. Completed lines are kept."
+        )
         await self._end(self._status_set_aside, [LineError(SET_ASIDE, message)])
         self._feeding.set_aside.note("batch", self.batch.id, self.batch.tenant, reason)
 
@@ -328,7 +330,7 @@ class BatchRun:
 
     @property
     def _revocation(self) -> LineError:
-        message = f"The API key '{self.batch.key_name}' of this batch is no longer accepted. What was done is kept."
+        message = f"The API key '{self.batch.key_name}' of this batch is no longer accepted. Completed lines are kept."
         return LineError(REVOKED, message)
 
     async def _end(self, status: Status, errors: list[LineError] | None = None) -> None:

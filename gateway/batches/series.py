@@ -55,10 +55,14 @@ class BatchSeries:
         open_lines = sum(fed.open_lines for fed in self._fed)
         left = sum(fed.left_lines for fed in self._fed)
         for name, meaning, value in (
-            ("spillway_batches_open", "Batches that are not over, of all gateways.", self.open_batches),
+            ("spillway_batches_open", "Batches in progress, across all gateways.", self.open_batches),
             ("spillway_batches_fed", "Batches that this gateway feeds.", len(self._fed)),
-            ("spillway_batch_lines_open", "Lines of batches that are requests at the moment.", open_lines),
-            ("spillway_batch_lines_waiting", "Lines of fed batches that are neither done nor open.", left - open_lines),
+            ("spillway_batch_lines_open", "Batch lines in progress as requests.", open_lines),
+            (
+                "spillway_batch_lines_waiting",
+                "Lines of fed batches that are neither completed nor in progress.",
+                left - open_lines,
+            ),
         ):
             yield GaugeMetricFamily(name, meaning, value=value)
         lines = CounterMetricFamily("spillway_batch_lines", "Lines whose results are committed.", labels=("outcome",))

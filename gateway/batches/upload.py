@@ -119,7 +119,7 @@ async def receive_upload(body: AsyncIterator[bytes], content_type: str, writer: 
     async for chunk in body:
         size_bytes += len(chunk)
         if size_bytes > max_bytes + MAX_FORM_BYTES:  # before the first field, between two headers, or after the end
-            raise BodyTooLarge(f"A form may have at most {MAX_FORM_BYTES} bytes beside its file.")
+            raise BodyTooLarge(f"A form may have at most {MAX_FORM_BYTES} bytes in addition to its file.")
         if not has_begun:  # the parser would skip what follows a line's end, as far as it is in the same chunk
             chunk = chunk.lstrip(b"\r\n")  # noqa: PLW2901
             has_begun = bool(chunk)
@@ -197,7 +197,9 @@ async def _room_bytes(services: BatchServices, principal: Principal) -> int:
     settings = services.settings
     count, size = await services.files.usage(principal.tenant)
     if count >= settings.max_tenant_files or size >= settings.max_tenant_bytes:
-        message = f"{count} files of {size} bytes are kept for this key or its team: delete some first."
+        message = (
+            f"{count} files with {size} bytes in total are stored for this API key or its team. Delete some first."
+        )
         raise too_many(message, "file_quota_exceeded")
     return settings.max_tenant_bytes - size
 
@@ -213,7 +215,7 @@ async def arriving(body: AsyncIterator[bytes], settings: BatchSettings) -> Async
             async with asyncio.timeout(silence_s):
                 chunk = await anext(chunks, None)
         except TimeoutError as error:
-            raise RequestTooSlow(f"Nothing more of the upload has come for {silence_s:g} s.") from error
+            raise RequestTooSlow(f"No data of the upload was received for {silence_s:g} s.") from error
         except ClientDisconnect as error:
             raise ClientDisconnected from error
         if chunk is None:
@@ -253,7 +255,7 @@ async def written(
     except StorageError as error:
         raise StorageUnavailable from error
     except TimeoutError as error:
-        raise RequestTooSlow(f"The upload did not end within {limit_s:g} s.") from error
+        raise RequestTooSlow(f"The upload was not complete within {limit_s:g} s.") from error
 
 
 async def add_input(
@@ -266,9 +268,9 @@ async def add_input(
     async with _or_nothing(services, file_id):
         room_bytes = await _room_bytes(services, principal)
         if size_bytes > room_bytes:
-            raise BodyTooLarge(f"The files of this key or its team may have {room_bytes} more bytes together.")
+            raise BodyTooLarge(f"The files of this API key or its team may have {room_bytes} more bytes in total.")
         if not await services.files.complete(file, [Part(file_id, 0, _only_part(file_id), size_bytes)]):
-            raise RequestTooSlow(f"The file could not be completed within {COMPLETE_LIMIT_S:g} s.")
+            raise RequestTooSlow(f"The file could not be stored within {COMPLETE_LIMIT_S:g} s.")
     return file
 
 

@@ -230,7 +230,7 @@ class DeadLetters:
     async def publish(self, letter: DeadLetter) -> None:
         """Publish one dead letter; return when it is stored or given up."""
         if self._waiting >= MAX_WAITING:
-            log.error("dead letter of %s is lost: too many wait to be stored", letter.request_id)
+            log.error("dead letter of %s is lost: too many are waiting to be stored", letter.request_id)
             return
         self._waiting += 1
         try:

@@ -1,1 +1,1 @@
-"""GET /docs: the OpenAPI description in Swagger UI, which is served from here and works without internet access."""
+"""GET /docs: the OpenAPI document in Swagger UI, served locally so that it works without internet access."""

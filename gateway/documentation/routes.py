@@ -26,7 +26,7 @@ _IMMUTABLE: Final = {"cache-control": "public, max-age=31536000, immutable", "x-
 
 
 def documentation_router() -> APIRouter:
-    """Build the router; none of it needs a key."""
+    """Build the router. Its routes need no API key."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/docs")
@@ -36,8 +36,8 @@ def documentation_router() -> APIRouter:
     @router.get("/docs/static/{version}/{name}")
     async def static(version: str, name: str) -> Response:
         if name not in _FILES:
-            raise UnknownUrl(f"There is no file {name!r} of the documentation.")
-        # Only what the version names may be cached permanently: gateways of two releases may answer in turns.
+            raise UnknownUrl(f"The documentation has no file {name!r}.")
+        # Cache permanently only if the version matches: gateways of two releases may serve the same URL.
         return Response(_CONTENT[name], 200, _IMMUTABLE if version == _VERSION else _HEADERS, _FILES[name])
 
     return router

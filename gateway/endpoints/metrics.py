@@ -15,12 +15,12 @@ from ledger.series import read_ledger
 
 
 def metrics_router(services: Services) -> APIRouter:
-    """The series of the workers and of this gateway; for keys with the scope "metrics", or open."""
+    """Build the router for the metrics of the workers and this gateway. Open, or limited to the scope "metrics"."""
     router = APIRouter(tags=["metrics"])
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """All series, in Prometheus' text format or as OpenMetrics."""
+        """Return all metrics in the Prometheus text format or as OpenMetrics."""
         if not services.settings.open_metrics:
             exchange_of(request).authenticate(services.keys, METRICS)
         moment = await _moment(services)

@@ -1,4 +1,4 @@
-"""The routes off the hot path: overview, models, tokenize, health."""
+"""Routes off the hot path: overview, models, tokenize, health."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -28,19 +28,19 @@ log = logging.getLogger(__name__)
 
 
 def root_router() -> APIRouter:
-    """The overview at ``/``; needs no key."""
+    """Build the router for the overview at ``/``. It needs no API key."""
     router = APIRouter(tags=["about"])
 
     @router.get("/")
     async def root(request: Request) -> Response:
-        """List the routes; a browser is redirected to the dashboard."""
+        """List the routes. Browsers are redirected to the dashboard."""
         if "text/html" in request.headers.get("accept", ""):
             return RedirectResponse("/dashboard", 303)
         return json_answer(
             {
                 "name": "Spillway",
                 "version": VERSION,
-                "message": "An OpenAI-compatible endpoint: point a client's base URL to /v1, with an API key.",
+                "message": "An OpenAI-compatible API. Set your client's base URL to /v1 and use a Spillway API key.",
                 "models": "/v1/models",
                 "documentation": "/docs",
                 "openapi": "/openapi.json",
@@ -51,35 +51,34 @@ def root_router() -> APIRouter:
 
     @router.get("/version")
     async def version() -> Response:
-        """Report the release."""
+        """Return the version of Spillway."""
         return json_answer({"version": VERSION})
 
     return router
 
 
 def health_router(services: Services) -> APIRouter:
-    """Liveness, readiness and start-up probes, as Kubernetes sends them; need no key."""
+    """Build the router for Kubernetes liveness, readiness, and startup probes. They need no API key."""
     router = APIRouter(tags=["health"])
 
     @router.get("/livez")
     async def livez() -> Response:
-        """Report that the process answers."""
+        """Return 200 while the process responds."""
         return json_answer({"status": "ok"})
 
     @router.get("/startupz")
     async def startupz() -> Response:
-        """Report that the process has started: this answers only once it has."""
+        """Return 200 after the process has started."""
         return json_answer({"status": "ok"})
 
     @router.get("/health")
     @router.get("/readyz")
     async def readyz() -> Response:
-        """Report whether to send requests here: 200, also while the queue is away or the gateway full; 503 at shutdown.
+        """Report whether to send requests to this gateway: 200, or 503 during shutdown.
 
-        What it admits it holds until the queue is back, and what it cannot hold it refuses with a ``Retry-After``:
-        taken out of a load balancer for that, callers would meet a failure instead. ``status`` is "ok", "degraded"
-        (``missing`` says what is: another gateway is the better choice) or "leaving". Models without a tokenizer yet
-        are named.
+        Also 200 while the queue is unavailable or the gateway is full: it holds admitted requests until the queue is
+        back, and refuses others with ``Retry-After``. ``status`` is "ok", "degraded" (``missing`` lists the missing
+        dependencies; prefer another gateway), or "leaving". Models without a tokenizer are listed.
         """
         dispatcher = services.dispatcher
         missing = missing_parts(services)
@@ -98,14 +97,14 @@ def health_router(services: Services) -> APIRouter:
 
 
 def missing_parts(services: Services) -> list[str]:
-    """List what keeps a request from being published immediately."""
+    """List the missing dependencies that delay the publishing of requests."""
     missing = [] if services.bus.connected else ["nats"]
     failure = services.dispatcher.refusal()
     return missing if failure is None else [*missing, failure.code.value]
 
 
 def models_router(services: Services) -> APIRouter:
-    """The configured models."""
+    """Build the router for the configured models."""
     router = APIRouter(tags=["models"])
 
     def row(name: str) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def models_router(services: Services) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models(request: Request) -> Response:
-        """List the models that the key may use."""
+        """List the models that your API key can use."""
         principal = exchange_of(request).authenticate(services.keys)
         names = [name for name in services.catalog.models if principal.may_use(name)]
         ends = {"has_more": False, "first_id": names[0] if names else None, "last_id": names[-1] if names else None}
@@ -129,7 +128,7 @@ def models_router(services: Services) -> APIRouter:
 
     @router.get("/v1/models/{name:path}")
     async def retrieve_model(request: Request, name: str) -> Response:
-        """Return one model, by its name or an alias."""
+        """Retrieve a model by its name or an alias."""
         principal = exchange_of(request).authenticate(services.keys)
         return json_answer(row(services.catalog.canonical_name(name, principal)))
 
@@ -137,7 +136,7 @@ def models_router(services: Services) -> APIRouter:
 
 
 def tokenize_router(services: Services) -> APIRouter:
-    """The route that counts tokens without generating any."""
+    """Build the router for tokenizing and counting tokens."""
     router = APIRouter(tags=["tokenize"])
 
     @router.post("/v1/messages/count_tokens", openapi_extra=body_schema("CountTokensRequest"))
@@ -147,12 +146,12 @@ def tokenize_router(services: Services) -> APIRouter:
 
     @router.post("/tokenize", openapi_extra=body_schema("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
-        """Return the token ids of a prompt or a conversation, exactly as a generating call counts them."""
+        """Return the token ids of a prompt or conversation, exactly as an inference request counts them."""
         return await _counted(services, exchange_of(request), _tokenized)
 
     @router.post("/detokenize", openapi_extra=body_schema("DetokenizeRequest"))
     async def detokenize(request: Request) -> Response:
-        """Return the text of token ids."""
+        """Return the text of a list of token ids."""
         return await _counted(services, exchange_of(request), _detokenized)
 
     return router
@@ -162,7 +161,7 @@ Counting = Callable[[Services, ClientExchange, Principal], Awaitable[Response]]
 
 
 async def _counted(services: Services, exchange: ClientExchange, counting: Counting) -> Response:
-    """Answer a request that costs the key a place among its requests, and no token."""
+    """Answer a request that counts against the key's request limits but uses no tokens."""
     principal = exchange.authenticate(services.keys)
     async with counted(services.core, exchange, principal):
         return await counting(services, exchange, principal)
@@ -218,7 +217,7 @@ async def _detokenized(services: Services, exchange: ClientExchange, principal: 
 
 
 def _model_named(services: Services, body: TokenizeRequest | DetokenizeRequest, principal: Principal) -> str:
-    """Return the model named, or else the first that the key may use."""
+    """Return the requested model, or the first one that the key can use."""
     usable = (name for name in services.catalog.models if principal.may_use(name))
     return services.catalog.canonical_name(body.model or next(usable, ""), principal)
 

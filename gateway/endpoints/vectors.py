@@ -52,7 +52,7 @@ class Vectors(Operation[AnyPooling]):
         admitted = await super().admit(principal, call, arrival, held)
         if not self._budget.take(call.vectors_bytes):
             admitted.refund()
-            raise Overloaded("This gateway holds as many embeddings as it may at the moment.")
+            raise Overloaded("The gateway has no memory for more embeddings at the moment. Try again later.")
         admitted.on_close = partial(self._budget.give_back, call.vectors_bytes)
         return admitted
 

@@ -40,7 +40,7 @@ def encoding_of(header: bytes) -> str | None:
         return None
     if name not in ENCODINGS:
         raise UnsupportedEncoding(
-            f"The body has the content-encoding '{name[:100]}': send it uncompressed, or as gzip or zstd."
+            f"The content-encoding '{name[:100]}' is not supported. Send the body uncompressed, or as gzip or zstd."
         )
     return ENCODINGS[name]
 
@@ -60,8 +60,8 @@ def decoded(body: bytes, encoding: str, max_bytes: int) -> bytes:
     if len(plain) <= limit:
         return plain
     if limit == max_bytes:
-        raise BodyTooLarge(f"The request body may have at most {max_bytes} bytes, also once it is decoded.")
-    raise BodyTooLarge(f"The request body may become at most {MAX_RATIO} times as large by decoding it.")
+        raise BodyTooLarge(f"The request body may have at most {max_bytes} bytes after decoding.")
+    raise BodyTooLarge(f"The request body may expand to at most {MAX_RATIO} times its size when decoded.")
 
 
 def _of_gzip(body: bytes, limit: int) -> bytes:
@@ -137,7 +137,7 @@ class ByteRoom:
                     self._waiting.append(turn)
                     await turn
         except TimeoutError as error:
-            raise Overloaded(f"There was no room to read {what} within {self._limit_s:g} s.") from error
+            raise Overloaded(f"There was no memory to read {what} within {self._limit_s:g} s.") from error
         self._total += size
         self._by_tenant[tenant] += size
 
@@ -201,7 +201,9 @@ def refuse_compressed(headers: Mapping[bytes, bytes]) -> None:
     """Raise UnsupportedEncoding for a compressed body."""
     encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
     if encoding.lower() not in {"", "identity"}:
-        raise UnsupportedEncoding(f"The body has the content-encoding '{encoding[:100]}': send it uncompressed.")
+        raise UnsupportedEncoding(
+            f"The content-encoding '{encoding[:100]}' is not supported here. Send the body uncompressed."
+        )
 
 
 async def _read(receive: Receive, content_length: bytes | None, max_bytes: int) -> bytes:

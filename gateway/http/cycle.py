@@ -82,7 +82,7 @@ class Cycle(RequestResponseCycle):
             lines.append(b"connection: close")
         head = b"\r\n".join(lines)
         if head.count(b"\n") != len(lines) - 1 or head.count(b"\r") != len(lines) - 1 or b"\0" in head:
-            raise RuntimeError("a header of the response has a control character in it")
+            raise RuntimeError("a response header contains a control character")
         self.transport.write(head + b"\r\n\r\n")
 
     def _reset_at_close(self, *, is_on: bool) -> None:

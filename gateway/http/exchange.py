@@ -208,7 +208,9 @@ class Exchange:
             )
         principal = keys.authenticate(token.strip())
         if principal is None and keys.may_be_old:
-            raise LedgerUnavailable("This API key is not known here, and new keys cannot be looked up at the moment.")
+            raise LedgerUnavailable(
+                "This API key is not cached, and the database that holds new keys is unavailable. Try again later."
+            )
         if principal is None:
             raise InvalidApiKey("Incorrect API key provided.")
         self.principal = principal
@@ -444,7 +446,7 @@ def client_deadline_s(exchange: Exchange) -> float:
     if text is None:
         return float("inf")
     if not (text.isascii() and text.isdigit() and len(text) <= MAX_DEADLINE_DIGITS and int(text) > 0):
-        allowed = f"a whole number of milliseconds, at least 1, of {MAX_DEADLINE_DIGITS} digits at most"
+        allowed = f"a positive integer of milliseconds with at most {MAX_DEADLINE_DIGITS} digits"
         raise InvalidParameter(f"'{DEADLINE_HEADER}' must be {allowed}.", param=DEADLINE_HEADER)
     return exchange.received_s + int(text) / 1000
 

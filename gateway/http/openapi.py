@@ -1,4 +1,4 @@
-"""The OpenAPI description, with the hot routes that FastAPI does not serve itself, and every status there may be."""
+"""The OpenAPI document, including the hot routes that bypass FastAPI and every possible error status."""
 
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
@@ -20,7 +20,7 @@ from gateway.http.openapi_admin import ADMIN_CONTENT, ADMIN_ETAG, ADMIN_IF_MATCH
 
 # --- openapi content --------------------------------------------------------------------------------------------------
 #
-# What the OpenAPI document says of answers, the content of each route's 200 and of errors; and examples of bodies.
+# Response schemas (each route's 200 and its errors) and example request bodies.
 
 Schema = dict[str, Any]
 
@@ -84,7 +84,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
             "error": _object(
                 {
                     "message": TEXT, "type": TEXT, "code": NAME_OR_NULL,
-                    "param": {"type": ["string", "null"], "description": "The field at fault."},
+                    "param": {"type": ["string", "null"], "description": "The field at fault, if known."},
                 }
             )
         }
@@ -124,7 +124,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
                     {
                         "object": _const("embedding"),
                         "index": COUNT,
-                        "embedding": {"anyOf": [_list(NUMBER), {"type": "string", "description": "As base64."}]},
+                        "embedding": {"anyOf": [_list(NUMBER), {"type": "string", "description": "Float32 base64."}]},
                     }
                 )
             ),
@@ -234,7 +234,7 @@ def _json(name: str) -> dict[str, Any]:
     return {"application/json": {"schema": _ref(name)}}
 
 
-CONTENT: Final[dict[tuple[str, str], dict[str, Any]]] = {  # of a 200, by path and method
+CONTENT: Final[dict[tuple[str, str], dict[str, Any]]] = {  # content of a 200, by path and method
     ("/v1/chat/completions", "post"): {**_json("ChatCompletion"), **EVENTS},
     ("/v1/completions", "post"): {**_json("Completion"), **EVENTS},
     ("/v1/responses", "post"): {**_json("Response"), **EVENTS},
@@ -288,26 +288,26 @@ EXAMPLES: Final[dict[str, Sequence[dict[str, Any]]]] = {  # by the schema of the
 
 _REF: Final = "#/components/schemas/{model}"
 TAGS: Final[dict[str, str]] = {  # in the order of the page
-    "generation": "What a model answers: chats, completions, Responses, Messages, vectors and scores.",
-    "models": "The models that the key may use.",
-    "tokenize": "Tokens of a prompt, counted as a generating request counts them.",
-    "responses": "Stored responses, and those in the background.",
-    "batches": "Many requests as one job.",
-    "files": "Files of batches.",
-    "usage": "Who has used what, and what it costs.",
-    "keys": "API keys. These and the next need a key with the scope `admin`.",
-    "teams": "Teams: keys that share limits and a budget.",
-    "organisations": "Owners of teams.",
-    "webhooks": "Endpoints that events are sent to.",
-    "audit": "Changes to all of these.",
-    "about": "The release.",
-    "health": "Probes.",
-    "metrics": "Series for Prometheus.",
+    "generation": "Run a model: chat completions, completions, responses, messages, embeddings, and scores.",
+    "models": "The models that your API key can use.",
+    "tokenize": "Tokenize a prompt exactly as an inference request does.",
+    "responses": "Stored and background responses.",
+    "batches": "Run many requests as one job.",
+    "files": "Input and result files of batches.",
+    "usage": "Token usage and cost.",
+    "keys": "API keys. Requires a key with the scope `admin`.",
+    "teams": "Groups of keys that share limits and a budget. Requires a key with the scope `admin`.",
+    "organisations": "Organizations own teams. Requires a key with the scope `admin`.",
+    "webhooks": "Webhook endpoints. Requires a key with the scope `admin`.",
+    "audit": "Changes to organizations, teams, keys, and logins. Requires a key with the scope `admin`.",
+    "about": "The version of Spillway.",
+    "health": "Health probes.",
+    "metrics": "Metrics for Prometheus.",
 }
 _ERROR: Final = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
 _MESSAGES_ERROR: Final = {"application/json": {"schema": {"$ref": _REF.format(model="MessagesError")}}}
 _MESSAGES: Final = "/v1/messages"  # where errors are Anthropic's
-# What needs no key.
+# Routes that need no API key.
 _OPEN: Final = frozenset({"/", "/version", "/health", "/livez", "/readyz", "/startupz"})
 
 BODIES: Final[Sequence[type[Body]]] = (
@@ -315,7 +315,7 @@ BODIES: Final[Sequence[type[Body]]] = (
     DetokenizeRequest, MessagesRequest, CountTokensRequest, ResponsesRequest,
 )  # fmt: skip
 
-# What can be answered where: each kind of route adds to the one before.
+# Possible errors by kind of route. Each list extends the previous one.
 EVERYWHERE: Final[Sequence[type[Refused]]] = (
     Refused, errors.MalformedHttp, errors.MethodNotAllowed, errors.RequestTooSlow, errors.TooManyConnections,
     errors.HeadTooLarge, errors.Overloaded, errors.InvalidParameter,
@@ -342,12 +342,12 @@ OF_FILES: Final[Sequence[type[Refused]]] = (
     *WITH_KEY, *WITH_BODY, errors.UnknownObject, errors.RateLimitExceeded, errors.StorageUnavailable,
 )  # fmt: skip
 OF_RESPONSES: Final = (*WITH_KEY, errors.UnknownObject, errors.StorageUnavailable)
-# A family of errors; what is at no route; what only forms of the pages answer.
+# Errors of no documented route: a base class, unknown URLs, and errors of the pages' forms.
 NOWHERE: Final[Sequence[type[Refused]]] = (errors.BadRequest, errors.UnknownUrl, errors.ChangedMeanwhile)
 
 
 def add_openapi(app: FastAPI, further_bodies: Sequence[type[Body]]) -> None:
-    """Make ``app.openapi`` describe every route, and the bodies that are validated outside FastAPI."""
+    """Make ``app.openapi`` describe every route, including bodies validated outside FastAPI."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -368,7 +368,7 @@ def _describe(app: FastAPI, further_bodies: Sequence[type[Body]]) -> dict[str, A
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
             _set_errors(operation, _errors_of(path, method))
-    schema["paths"] = {**_hot_paths(), **schema["paths"]}  # what most readers look for comes first
+    schema["paths"] = {**_hot_paths(), **schema["paths"]}  # the most-used routes first
     schema["tags"] = [{"name": name, "description": about} for name, about in TAGS.items()]
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
@@ -385,7 +385,7 @@ def _set_examples(operation: dict[str, Any]) -> None:
 
 
 def _set_answers(path: str, method: str, operation: dict[str, Any]) -> None:
-    """Say what is in an answer, and who may ask."""
+    """Set the content of the answers, and whether the operation needs a key."""
     content = CONTENT.get((path, method)) or ADMIN_CONTENT.get((path, method))
     if content is not None:
         success = next(status for status in ("200", "201") if status in operation["responses"])
@@ -401,16 +401,16 @@ def _set_answers(path: str, method: str, operation: dict[str, Any]) -> None:
 
 
 def _hot_paths() -> dict[str, Any]:
-    chat = _post("Answer a conversation", "ChatCompletionRequest", streams=True)
-    completion = _post("Continue a prompt", "CompletionRequest", streams=True)
+    chat = _post("Create a chat completion", "ChatCompletionRequest", streams=True)
+    completion = _post("Create a completion", "CompletionRequest", streams=True)
     score = _post("Score pairs of texts", "ScoreRequest")
-    rerank = _post("Sort documents by their relevance to a query", "RerankRequest")
+    rerank = _post("Rank documents by relevance to a query", "RerankRequest")
     return {
         "/v1/chat/completions": chat,
         "/v1/completions": completion,
-        "/v1/responses": _post("Answer a conversation of Responses", "ResponsesRequest", streams=True),
-        "/v1/messages": _post("Answer a conversation of Anthropic's Messages", "MessagesRequest", streams=True),
-        "/v1/embeddings": _post("Make a vector of each input", "EmbeddingRequest"),
+        "/v1/responses": _post("Create a response (OpenAI Responses)", "ResponsesRequest", streams=True),
+        "/v1/messages": _post("Create a message (Anthropic Messages)", "MessagesRequest", streams=True),
+        "/v1/embeddings": _post("Create embeddings", "EmbeddingRequest"),
         "/v1/score": score,
         "/score": score,
         "/v1/rerank": rerank,
@@ -421,7 +421,7 @@ def _hot_paths() -> dict[str, Any]:
 
 def _post(summary: str, body: str, *, streams: bool = False) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
-    described = "The answer, or its events if `stream` is true." if streams else "The answer."
+    described = "The result, or a stream of events if `stream` is true." if streams else "The result."
     operation = {
         "tags": ["generation"],
         "summary": summary,
@@ -451,7 +451,7 @@ def _errors_of(path: str, method: str) -> Sequence[type[Refused]]:
 
 
 def _set_errors(operation: dict[str, Any], kinds: Iterable[type[Refused]]) -> None:
-    """Name every status that is not an answer, with the codes that tell what it means."""
+    """Add every error status with its error codes."""
     operation["responses"].pop("422", None)  # FastAPI's own; here it is a 400
     codes: dict[int, set[str]] = {}
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of the answers of the admin API."""
+"""Response schemas of the admin API for the OpenAPI document."""
 
 from typing import Any, Final
 
@@ -59,7 +59,12 @@ ADMIN_SCHEMAS: Final[dict[str, Schema]] = {
             "previous_until_unix_ms": _TIME_OR_NULL,
             **_POLICY,
         },
-        {"token": {"type": "string", "description": "The key itself: only once, when it is created or rotated."}},
+        {
+            "token": {
+                "type": "string",
+                "description": "The API key. Returned only once, when the key is created or rotated.",
+            }
+        },
     ),
     "AuditEntry": _object(
         "audit_entry",
@@ -87,7 +92,12 @@ ADMIN_SCHEMAS: Final[dict[str, Schema]] = {
             "previous_until_unix_ms": _TIME_OR_NULL,
             "created_unix_ms": _TIME,
         },
-        {"secret": {"type": "string", "description": "Only once, when it is created or rotated."}},
+        {
+            "secret": {
+                "type": "string",
+                "description": "The signing secret. Returned only once, when it is created or rotated.",
+            }
+        },
     ),
     "WebhookDelivery": _object(
         "webhook_delivery",
@@ -114,7 +124,7 @@ ADMIN_SCHEMAS: Final[dict[str, Schema]] = {
             "data": {
                 "type": "array",
                 "items": {"$ref": "#/components/schemas/UsageSums"},
-                "description": "Sums of each group, with its names: team_id, key_id, model, tag, day or month.",
+                "description": "Totals by group. Each group has its team_id, key_id, model, tag, day, or month.",
             },
         },
     ),
@@ -124,7 +134,7 @@ ADMIN_SCHEMAS: Final[dict[str, Schema]] = {
         "properties": {
             **{name: {"type": "integer"} for name in _USAGE_COUNTS},
             "charge_nano_usd": {"type": "integer", "description": "1e-9 USD."},
-            "charge_usd": {"type": "string", "description": "The same in USD, exact."},
+            "charge_usd": {"type": "string", "description": "The same amount in USD, as an exact decimal."},
         },
     },
     "WebhookSent": _object("webhook_test", {"event_id": _TEXT, "endpoint_id": _TEXT}),
@@ -151,14 +161,14 @@ def _several(name: str) -> dict[str, Any]:
 
 
 def _routes(path: str, one: str, name: str, *, has_secret: bool = False) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the answers of the routes that objects of one kind have. With a secret, it can be revoked and rotated."""
+    """Return the responses of one kind of object's routes. Objects with a secret can be revoked and rotated."""
     methods = [(path, "post"), (one, "get"), (one, "patch")]
     if has_secret:
         methods += [(one, "delete"), (f"{one}/rotate", "post")]
     return {(path, "get"): _several(name), **{where: _one(name) for where in methods}}
 
 
-ADMIN_CONTENT: Final[dict[tuple[str, str], dict[str, Any]]] = {  # of a success, by path and method
+ADMIN_CONTENT: Final[dict[tuple[str, str], dict[str, Any]]] = {  # content of a success, by path and method
     **_routes("/admin/v1/organisations", "/admin/v1/organisations/{reference}", "Organisation"),
     **_routes("/admin/v1/teams", "/admin/v1/teams/{reference}", "Team"),
     **_routes("/admin/v1/keys", "/admin/v1/keys/{reference}", "Key", has_secret=True),

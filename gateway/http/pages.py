@@ -116,7 +116,7 @@ def add_error_answers(app: FastAPI, hot: Collection[str]) -> None:
             kind = UnknownUrl(f"Unknown request URL: {request.method} {request.url.path}.{hint}")
         elif error.status_code == 405:
             allow = ", ".join(_methods_of(app, request))
-            kind = MethodNotAllowed(f"Not allowed to {request.method} on {request.url.path}.", allow=allow)
+            kind = MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}.", allow=allow)
         return refuse(request, kind)
 
     @app.exception_handler(RequestValidationError)
@@ -126,7 +126,7 @@ def add_error_answers(app: FastAPI, hot: Collection[str]) -> None:
         return refuse(request, InvalidParameter(f"Invalid value for '{name}': {problem['msg']}", param=name))
 
     async def on_sql_error(request: Request, error: Exception) -> Response:
-        log.error("a page or the admin API cannot use the database: %s", describe(error))
+        log.error("database error in a page or the admin API: %s", describe(error))
         return refuse(request, LedgerUnavailable())
 
     for kind in SQL_ERRORS:

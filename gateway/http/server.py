@@ -55,7 +55,7 @@ def files_allow(wanted: int) -> int:
     allowed = files if hard == resource.RLIM_INFINITY else min(files, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < files:
-        log.warning("the system allows %d open files, so at most %d connections", allowed, allowed - OTHER_FILES)
+        log.warning("the open-file limit is %d: accepting at most %d connections", allowed, allowed - OTHER_FILES)
     return max(1, allowed - OTHER_FILES)
 
 
@@ -81,7 +81,7 @@ class Connections:
     def enter(self, address: str) -> Refused | None:
         """Count a new connection in, or return the error for it where there is no room."""
         if self._total >= self._max_total and not self._end_longest_idle():
-            return Overloaded("The gateway has no room for another connection at the moment.")
+            return Overloaded("The gateway cannot accept more connections at the moment. Try again later.")
         if self._by_address[address] >= self.settings.max_per_address and not self._is_trusted(address):
             return TooManyConnections()
         self._by_address[address] += 1
@@ -356,7 +356,7 @@ class Connection(HttpToolsProtocol):
         if self._head_bytes > bounds.max_head_bytes or len(headers) > bounds.max_headers:
             raise _too_large(bounds.max_head_bytes, bounds.max_headers)
         if len(self._waiting) >= MAX_PIPELINED:
-            raise MalformedHttp(f"At most {MAX_PIPELINED} requests may wait for their answers on one connection.")
+            raise MalformedHttp(f"At most {MAX_PIPELINED} pipelined requests are allowed on one connection.")
         by_name = dict(headers)
         if len(by_name) < len(headers):
             _check_singles(headers)
@@ -365,9 +365,9 @@ class Connection(HttpToolsProtocol):
         if b"host" not in by_name and not is_old:
             raise MalformedHttp("The header 'host' is required.")
         if by_name.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
-            raise MalformedHttp("The only transfer-encoding that is understood is 'chunked'.")
+            raise MalformedHttp("The only supported transfer-encoding is 'chunked'.")
         if is_old and b"transfer-encoding" in by_name:  # RFC 9112, 6.1: a proxy of HTTP/1.0 has read another body
-            raise MalformedHttp("A request of HTTP/1.0 cannot have the header 'transfer-encoding'.")
+            raise MalformedHttp("An HTTP/1.0 request cannot have the header 'transfer-encoding'.")
         return by_name
 
     def _target(self) -> tuple[bytes, bytes]:
@@ -440,7 +440,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _too_large(max_bytes: int, max_headers: int) -> HeadTooLarge:
-    return HeadTooLarge(f"The request's headers may have at most {max_bytes} bytes and be at most {max_headers}.")
+    return HeadTooLarge(f"A request may have at most {max_headers} headers with at most {max_bytes} bytes in total.")
 
 
 def _refusal_of(error: httptools.HttpParserError) -> Refused:
@@ -449,7 +449,7 @@ def _refusal_of(error: httptools.HttpParserError) -> Refused:
     if isinstance(cause, Refused):
         return cause
     if cause is not None and not isinstance(cause, (httptools.HttpParserInvalidURLError, UnicodeDecodeError)):
-        log.error("a request's head could not be taken", exc_info=cause)
+        log.error("a request head could not be processed", exc_info=cause)
         return Refused()
     return MalformedHttp()
 

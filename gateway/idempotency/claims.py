@@ -46,7 +46,7 @@ class Claims:
                 return await self._put(name, fingerprint, over or 0) or await self._read(name)
         except (BusError, ProtocolError, TimeoutError) as error:
             reason = str(error) or "too slow"
-            log.warning("the bucket of idempotency keys cannot be used; a key counts at this gateway only: %s", reason)
+            log.warning("the idempotency bucket is unavailable; keys apply to this gateway only: %s", reason)
             return self._for_this_gateway_only()
 
     def _for_this_gateway_only(self) -> HeldClaim:

@@ -72,7 +72,7 @@ class AnswerServer:
         try:
             question = decode_ask(message.data)
         except ProtocolError as error:
-            log.warning("a question of another gateway was dropped: %s", error)
+            log.warning("a query from another gateway was dropped: %s", error)
             return
         task = asyncio.create_task(self._answer(message.reply, question))
         self._questions.add(task)

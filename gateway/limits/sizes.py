@@ -104,7 +104,7 @@ def output_limit(
     are the fields' names. Raises ContextLengthExceeded or InvalidParameter.
     """
     if prompt_tokens == 0:
-        raise InvalidParameter(f"'{prompt_param}' has no tokens.", param=prompt_param)
+        raise InvalidParameter(f"'{prompt_param}' contains no tokens.", param=prompt_param)
     if limits.max_prompt_tokens is not None and prompt_tokens > limits.max_prompt_tokens:
         message = f"The prompt has {prompt_tokens} tokens; at most {limits.max_prompt_tokens} are allowed."
         raise InvalidParameter(message, param=prompt_param, code="prompt_too_long")

@@ -71,7 +71,7 @@ class MakeResponses(Generation[ResponsesCall]):
         except (BusError, ProtocolError) as error:
             raise StorageUnavailable from error
         if why is not None:
-            raise _too_many(f"{why}: delete some, or send 'store': false.")
+            raise _too_many(f"{why}. Delete some, or send 'store': false.")
         return call
 
     async def read_again(self, principal: Principal, body: bytes) -> ResponsesCall:
@@ -125,9 +125,9 @@ class Background:
         except BaseException as error:
             admitted.refund()
             if isinstance(error, TenantFull):
-                raise _too_many(f"{error}: delete some.") from error
+                raise _too_many(f"{error}. Delete some.") from error
             if isinstance(error, NotKept):
-                raise InvalidParameter(f"The request cannot be kept: {error}.", param="input") from error
+                raise InvalidParameter(f"The request cannot be stored: {error}.", param="input") from error
             if isinstance(error, BusError):
                 raise StorageUnavailable from error
             raise
@@ -141,7 +141,7 @@ class Background:
         events, response = call.first_response(arrival.id, arrival.created_unix_s)
         body = await self._operation.work(principal, call.body, lambda _: call.asked.body())
         if len(body) > self._store.max_body_bytes:
-            raise NotKept(f"it has {len(body)} bytes as it is kept; at most {self._store.max_body_bytes} may be")
+            raise NotKept(f"it has {len(body)} bytes; the limit is {self._store.max_body_bytes}")
         run = self._runs.new(
             Run(
                 v=PROTOCOL_VERSION,

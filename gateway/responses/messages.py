@@ -167,10 +167,10 @@ class Messages:
     async def sealed(self, data: bytes, key: Key, part: Part, max_bytes: int) -> Sealed:
         """Seal what is at most so large. Raises NotKept."""
         if len(data) > max_bytes:
-            raise NotKept(f"{len(data)} bytes are more than a response may have that is kept ({max_bytes})")
+            raise NotKept(f"{len(data)} bytes exceed the limit of a stored response ({max_bytes})")
         sealed = await self.sealed_again(data, key, part)
         if len(sealed.payload) > self._max_sealed_bytes:
-            message = f"{len(sealed.payload)} compressed bytes are more than a response may have that is kept"
+            message = f"{len(sealed.payload)} compressed bytes exceed the limit of a stored response"
             raise NotKept(f"{message} ({self._max_sealed_bytes})")
         return sealed
 

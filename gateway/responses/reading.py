@@ -51,7 +51,7 @@ async def follow(store: ResponseStore, key: Key, after: int, comment_s: float) -
                     if part.is_last:
                         return
             if not await wait_for(added, LOOK_S) and await _is_over(store, key, sequence):
-                raise EventsLost(f"the events of {key.response_id} end without a last one")
+                raise EventsLost(f"the events of {key.response_id} have no final event")
             if comment_s and time.monotonic() - silent_since_s >= comment_s:
                 silent_since_s = time.monotonic()
                 yield b": waiting\n\n"
@@ -79,7 +79,7 @@ async def _is_over(store: ResponseStore, key: Key, sequence: int) -> bool:
     try:
         return not await store.is_made(key) and not await store.has_part(key, sequence)
     except BusError as error:
-        log.warning("whether %s is still made is not known: %s", key.response_id, error)
+        log.warning("it is unknown whether response %s is still running: %s", key.response_id, error)
         return False
 
 
@@ -108,7 +108,7 @@ async def continued(store: ResponseStore, previous: Key, body: bytes) -> bytes:
     try:
         merged = await patiently(lambda: store.read(previous, partial(_continued, body, store.max_body_bytes)))
     except Unreadable as error:
-        raise InvalidParameter(f"The previous response cannot be gone on from: {error}.", param=PARAM) from error
+        raise InvalidParameter(f"The previous response cannot be continued: {error}.", param=PARAM) from error
     if merged is None:
         hint = "Was it stored ('store': true), and has it ended?"
         message = f"Previous response with id '{previous.response_id}' not found. {hint}"

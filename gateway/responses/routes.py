@@ -36,7 +36,7 @@ class _Query(BaseModel):
 
 
 class RetrieveQuery(_Query):
-    """How to retrieve a response."""
+    """Query of GET /v1/responses/{id}."""
 
     stream: bool = False
     starting_after: Annotated[int | None, Field(ge=0)] = None
@@ -44,7 +44,7 @@ class RetrieveQuery(_Query):
 
 
 class ItemsQuery(_Query):
-    """Which input items to list."""
+    """Query of GET /v1/responses/{id}/input_items."""
 
     after: str | None = None
     limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ITEMS)] = 20
@@ -73,7 +73,7 @@ class KeptResponses:
         """Cancel a response in the background, and wait a little until it is; one that has ended stays as it is."""
         is_over, state, answer = await self.read(key, _with_state)
         if not state.background:
-            message = "Only responses in the background ('background': true) can be cancelled."
+            message = "Only background responses ('background': true) can be canceled."
             raise InvalidParameter(message, param="response_id")
         if is_over:
             return answer
@@ -97,7 +97,7 @@ class KeptResponses:
             if is_over is None:
                 raise _unknown(key)
             if not is_over:
-                message = "The response is still made: cancel it first."
+                message = "The response is still in progress. Cancel it first."
                 raise InvalidParameter(message, param="response_id", code="response_in_progress")
             await patiently(partial(self.store.delete, key))
         except _AWAY as error:
@@ -134,7 +134,7 @@ def responses_router(keys: KeyRing, store: ResponseStore, comment_s: float) -> A
     async def retrieve_response(
         request: Request, response_id: str, query: Annotated[RetrieveQuery, Query()]
     ) -> Response:
-        """Retrieve a response, or with `stream` the events of one in the background, those behind `starting_after`."""
+        """Retrieve a response. With `stream`, stream the events of a background response after `starting_after`."""
         key = key_of(request, response_id)
         refuse_included(query.include)
         if query.include_obfuscation:
@@ -149,18 +149,18 @@ def responses_router(keys: KeyRing, store: ResponseStore, comment_s: float) -> A
 
     @router.delete("")
     async def delete_response(request: Request, response_id: str) -> Response:
-        """Delete a response, and its events."""
+        """Delete a response and its events."""
         await kept.delete(key_of(request, response_id))
         return json_answer({"id": response_id, "object": "response", "deleted": True})
 
     @router.post("/cancel")
     async def cancel_response(request: Request, response_id: str) -> Response:
-        """Cancel a response in the background."""
+        """Cancel a background response."""
         return _json(await kept.cancel(key_of(request, response_id)))
 
     @router.get("/input_items")
     async def list_input_items(request: Request, response_id: str, query: Annotated[ItemsQuery, Query()]) -> Response:
-        """List what a response was made from, earlier turns included; `after` is the last id of the previous page."""
+        """List the input items of a response, including earlier turns. `after` is the last id of the previous page."""
         key = key_of(request, response_id)
         refuse_included(query.include)
         return _json(await kept.read(key, lambda found: found.page(query.after, query.limit, query.order)))
@@ -174,7 +174,7 @@ def _json(body: bytes) -> Response:
 
 def _check_stream(state: State, query: RetrieveQuery) -> None:
     if not query.stream:
-        raise InvalidParameter("'starting_after' is for streams: add stream=true.", param="starting_after")
+        raise InvalidParameter("'starting_after' requires stream=true.", param="starting_after")
     if not state.background:
-        message = "Only responses in the background ('background': true) have events to stream."
+        message = "Only background responses ('background': true) have events to stream."
         raise InvalidParameter(message, param="stream")

@@ -199,7 +199,9 @@ class BackgroundRun:
             while self._pending:
                 await self._store_some()
         except (Lost, BusError, NotKept) as error:
-            log.warning("%s is made elsewhere from now on: %s", self.key.response_id, str(error) or "it was taken over")
+            log.warning(
+                "response %s now runs on another gateway: %s", self.key.response_id, str(error) or "it was taken over"
+            )
             self.problem = error if isinstance(error, NotKept) else None
             self.stop()
             return
@@ -251,7 +253,7 @@ class BackgroundRun:
             try:
                 await self._store.hold(self.key, self.held_bytes, HELD_GROWTH * size_bytes)
             except BusError as error:  # the next part tries again
-                log.warning("the size of %s is not counted yet: %s", self.key.response_id, error)
+                log.warning("the size of response %s is not counted yet: %s", self.key.response_id, error)
             else:
                 self.held_bytes = HELD_GROWTH * size_bytes
 
@@ -286,7 +288,7 @@ class BackgroundRun:
         try:
             await self._end_as(response, status, error)
         except NotKept as reason:
-            log.warning("the end of %s is kept without what was asked for: %s", self.key.response_id, reason)
+            log.warning("response %s ended; its input could not be stored with it: %s", self.key.response_id, reason)
             await self._end_as({**response, **_FORGOTTEN}, status, error)
 
     async def _end_as(self, response: dict[str, Any], status: str, error: Refused | None) -> None:

@@ -57,13 +57,13 @@ class RunSeries:
     def families(self) -> Iterator[Metric]:
         """Return all series."""
         for name, meaning, value in (
-            ("spillway_background_responses", "Responses in the background that are made here.", self.running),
-            ("spillway_background_unreadable", "Responses in the background that cannot be read.", self.unreadable),
+            ("spillway_background_responses", "Background responses running on this gateway.", self.running),
+            ("spillway_background_unreadable", "Background responses that cannot be read.", self.unreadable),
         ):
             yield GaugeMetricFamily(name, meaning, value=value)
         for name, meaning, count in (
-            ("spillway_background_takeovers", "Responses in the background that were taken over.", self.taken_over),
-            ("spillway_background_given_up", "Responses in the background that failed too often.", self.given_up),
+            ("spillway_background_takeovers", "Background responses taken over from other gateways.", self.taken_over),
+            ("spillway_background_given_up", "Background responses given up after too many failures.", self.given_up),
         ):
             yield CounterMetricFamily(name, meaning, value=count)
 
@@ -150,7 +150,7 @@ class BackgroundRuns:
             mine = {key.response_id for key in self._running}
             await self._bus.publish(message.reply, encode([name for name in asked if name in mine]))
         except (ProtocolError, BusError) as error:  # it is asked again
-            log.warning("another gateway's question was not answered: %s", error)
+            log.warning("a query from another gateway was not answered: %s", error)
 
     def _on_cancel(self, key: Key) -> None:
         run = self._running.get(key)
@@ -203,13 +203,17 @@ class BackgroundRuns:
                 self._unended.discard(run.key)
                 return
         except (Lost, BusError) as error:
-            log.warning("%s is not ended here: %s", run.key.response_id, str(error) or "another gateway goes on")
+            log.warning(
+                "response %s did not end on this gateway: %s",
+                run.key.response_id,
+                str(error) or "another gateway continues it",
+            )
             if run.problem is not None:
                 await self._failed(run, run.problem)
         except (ProtocolError, NotKept) as error:
             await self._failed(run, error)
         except Exception as mistake:
-            log.exception("%s failed in the background", run.key.response_id)
+            log.exception("background response %s failed", run.key.response_id)
             await self._failed(run, mistake)
         else:
             if run.problem is not None or not run.is_handed_over:
@@ -229,17 +233,17 @@ class BackgroundRuns:
                 await self._give_up(ending, reason)
                 await self._finish(ending)
             else:
-                log.warning("%s is tried again: %s", run.key.response_id, reason)
+                log.warning("retrying response %s: %s", run.key.response_id, reason)
                 await self._store.own(run.key, failed, found[1])
             self._unended.discard(run.key)
         except (Lost, *_AWAY) as error:
-            log.warning("%s has failed and is looked at again: %s", run.key.response_id, error)
+            log.warning("response %s failed; checking it again: %s", run.key.response_id, error)
 
     async def _give_up(self, run: BackgroundRun, reason: str) -> None:
         """Bring a response that cannot be made to its end, in whatever state it is. Raises Lost and BusError."""
         tries = run.run.tries
-        log.error("%s is given up after %d tries: %s", run.key.response_id, tries, reason)
-        error = Refused(f"The response was given up: it failed {tries} times.")
+        log.error("giving up response %s after %d attempts: %s", run.key.response_id, tries, reason)
+        error = Refused(f"The response failed {tries} times and was given up.")
         self.series.given_up += 1
         self._set_aside("response", run.key.response_id, run.key.tenant, reason)
         try:
@@ -247,7 +251,7 @@ class BackgroundRuns:
             if not run.response:
                 await run.end_unadmitted("failed", error)
         except (ProtocolError, NotKept) as broken:
-            log.error("the events of %s have no end: %s", run.key.response_id, broken)  # noqa: TRY400
+            log.error("the events of response %s have no final event: %s", run.key.response_id, broken)  # noqa: TRY400
             run.end_without_events(error)
 
     async def _finish(self, run: BackgroundRun) -> None:
@@ -266,13 +270,13 @@ class BackgroundRuns:
         try:
             await self._store.end(run.key, await run.stored_apart(), run.events_bytes)
         except (NotKept, *UNDECODABLE) as error:
-            log.warning("%s is stored without its conversation: %s", run.key.response_id, error)
+            log.warning("response %s is stored without its conversation: %s", run.key.response_id, error)
         else:
             return
         try:
             await self._store.end(run.key, run.stored(with_items=False), run.events_bytes)
         except NotKept as error:
-            log.warning("%s is stored without what was asked for: %s", run.key.response_id, error)
+            log.warning("response %s is stored without its input: %s", run.key.response_id, error)
             run.forget_asked()
             await self._store.end(run.key, run.stored(with_items=False), run.events_bytes)
 
@@ -292,7 +296,7 @@ class BackgroundRuns:
                 if found is not None and found[0].owner == self._gateway_id:
                     await self._store.own(run.key, owned(found[0], NOBODY), found[1])
             except _AWAY as error:  # they will notice by themselves
-                log.warning("%s could not be handed over: %s", run.key.response_id, error)
+                log.warning("response %s could not be handed over: %s", run.key.response_id, error)
 
     # --- taking over --------------------------------------------------------------------------------------------------
 
@@ -303,7 +307,7 @@ class BackgroundRuns:
                 try:
                     await self._look()
                 except _AWAY as error:
-                    log.warning("it is not known which responses need another gateway: %s", error)
+                    log.warning("cannot determine which responses to take over: %s", error)
             await asyncio.sleep(self._settings.take_over_s)
 
     async def _look(self) -> None:
@@ -363,7 +367,7 @@ class BackgroundRuns:
 
     def _skip(self, key: Key, error: Exception) -> None:
         """Leave a response alone that cannot be read here: another gateway may have the key, or be newer."""
-        log.error("%s cannot be taken over: %s", key.response_id, error)
+        log.error("response %s cannot be taken over: %s", key.response_id, error)
         self._set_aside("response", key.response_id, key.tenant, f"cannot be read: {error}")
         self._unreadable[key] = time.monotonic() + UNREADABLE_REST_S
 
@@ -382,10 +386,10 @@ class BackgroundRuns:
         run = self.new(mine)
         run.run_bytes = placed.size_bytes
         if mine.tries >= MAX_TRIES:
-            reason = mine.reason or "the gateways that made it were lost"
+            reason = mine.reason or "the gateways that ran it were lost"
             self.make(run, lambda: self._give_up(run, reason))
             return
-        log.warning("%s is made here from now on", key.response_id)
+        log.warning("response %s now runs on this gateway", key.response_id)
         self.make(run, lambda: self._go_on(run))
 
     async def _go_on(self, run: BackgroundRun) -> None:
@@ -422,7 +426,7 @@ class BackgroundRuns:
                 if self._is_final(run, error):
                     await run.end_unadmitted("failed", error)
                     return None
-                log.info("%s waits: %s", run.key.response_id, error.message)
+                log.info("response %s is waiting: %s", run.key.response_id, error.message)
             if await wait_for(run.gone, wait_s):
                 return None
         raise AssertionError("unreachable")

@@ -352,7 +352,7 @@ class ResponseStore:
         try:
             await self._messages.purge(key, "run", keep=1)
         except BusError as error:  # whoever owns it next does it
-            log.warning("an older run of %s stays: %s", key.response_id, error)
+            log.warning("an older run of response %s could not be deleted: %s", key.response_id, error)
         return Placed(found, len(sealed.payload))
 
     async def run_of(self, key: Key) -> tuple[Run, int] | None:

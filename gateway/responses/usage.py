@@ -39,13 +39,13 @@ class TenantUsages:
         has_room = usage.size_bytes + size_bytes <= settings.max_tenant_bytes
         if usage.responses < settings.max_tenant_responses and has_room:
             return None
-        return f"{usage.responses} responses of {usage.size_bytes} bytes are stored for this key or its team"
+        return f"This API key or its team has {usage.responses} stored responses with {usage.size_bytes} bytes in total"
 
     async def take(self, tenant: str, size_bytes: int) -> None:
         """Count another response, before it is stored. Raises TenantFull."""
         why = await self.why_full(tenant, size_bytes)
         if why is not None:
-            raise TenantFull(f"{why}, and this one has {size_bytes}")
+            raise TenantFull(f"{why}, and this response has {size_bytes} bytes")
         self.add(tenant, 1, size_bytes)
 
     def add(self, tenant: str, responses: int, size_bytes: int) -> None:

@@ -114,7 +114,7 @@ class ModelCatalog:
     def _usable_by(self, principal: Principal) -> str:
         names = [name for name in self._models if principal.may_use(name)]
         if not names:
-            return "This API key may use no model."
+            return "This API key cannot use any model."
         more = f" and {len(names) - MAX_NAMED_MODELS} more (GET /v1/models)" if len(names) > MAX_NAMED_MODELS else ""
         return f"This API key may use: {', '.join(names[:MAX_NAMED_MODELS])}{more}."
 
@@ -124,7 +124,7 @@ class ModelCatalog:
         if tokens is None and model in self._unusable:
             raise ModelNotReady(f"The model `{model}` cannot be served: {self._unusable[model]}.")
         if tokens is None:
-            missing = self._missing.get(model, "this gateway has just started and is reading what it needs")
+            missing = self._missing.get(model, "this gateway has just started and is loading its tokenizer")
             raise ModelNotReady(f"The model `{model}` is not ready: {missing}.")
         return tokens
 
@@ -311,11 +311,11 @@ class ModelCatalog:
             data = await asyncio.to_thread(cached.read_bytes)
             if tokenizer_object_name(data) == name:
                 return data
-            log.warning("%s does not match the digest in its name: fetching again", cached)
+            log.warning("%s does not match the digest in its name; fetching it again", cached)
         except FileNotFoundError:
             pass
         except OSError as error:
-            log.warning("%s cannot be read, fetching again: %s", cached, error)
+            log.warning("%s cannot be read; fetching it again: %s", cached, error)
         data = await get_object(self._bus, subjects.ARTIFACTS_BUCKET, name)
         if tokenizer_object_name(data) != name:
             raise TokenizerError(f"object {name} does not match the digest in its name")
@@ -375,7 +375,7 @@ async def _encoder(tokenizer: str) -> Encoder:
         async with asyncio.timeout(FETCH_LIMIT_S):
             return await asyncio.to_thread(_configured_encoder, tokenizer)
     except TimeoutError as error:
-        text = f"{tokenizer!r} could not be loaded within {FETCH_LIMIT_S:g} s: put its file into TIKTOKEN_CACHE_DIR"
+        text = f"{tokenizer!r} could not be loaded within {FETCH_LIMIT_S:g} s. Put its file into TIKTOKEN_CACHE_DIR"
         raise TokenizerError(text) from error
 
 

@@ -96,10 +96,12 @@ class EncoderPool:
         # An item that alone exceeds a bound is accepted when nothing else is queued; otherwise it would never run.
         is_full = share.count_bytes and share.count_bytes + size_bytes > MAX_TENANT_BYTES
         if is_full or share.items >= MAX_TENANT_ITEMS:
-            message = "Too many long prompts of this key or its team are being counted at the moment."
+            message = (
+                "Too many long prompts of this API key or its team are being tokenized at the moment. Try again later."
+            )
             raise RateLimitExceeded(message, retry_after_s=RETRY_SOON_S)
         if self._bytes and self._bytes + size_bytes > MAX_BYTES:
-            raise Overloaded("Too many long prompts are being counted at the moment.")
+            raise Overloaded("Too many long prompts are being tokenized at the moment. Try again later.")
 
     def _count(self, share: _Share, items: int, count_bytes: int) -> None:
         share.items += items

@@ -173,7 +173,7 @@ def _panic_error(error: BaseException) -> TokenizerError:
     """Return the error for a panic of the library (not an Exception); re-raise anything else."""
     if type(error).__name__ != "PanicException":
         raise error
-    return TokenizerError(f"the tokenizer cannot encode this: {error}")
+    return TokenizerError(f"the tokenizer cannot encode the text: {error}")
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
@@ -319,8 +319,8 @@ class TiktokenEncoder:
             self._encoding = tiktoken.get_encoding(encoding_name)
         except OSError as error:  # of the network, or the disk
             raise TokenizerError(
-                f"the tiktoken encoding {encoding_name!r} is not in tiktoken's cache, and cannot be fetched: put its"
-                f" file into the folder TIKTOKEN_CACHE_DIR, or name a tokenizer.json: {error}"
+                f"the tiktoken encoding {encoding_name!r} is not in tiktoken's cache and cannot be fetched. Put its"
+                f" file into the folder TIKTOKEN_CACHE_DIR, or configure a tokenizer.json: {error}"
             ) from error
         except Exception as error:  # the library raises various types for an unknown name
             raise TokenizerError(f"tiktoken encoding {encoding_name!r}: {error}") from error

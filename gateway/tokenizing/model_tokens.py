@@ -111,7 +111,7 @@ class ModelTokens:
         """
         template = self._tool_template if tools else self._template
         if template is None:
-            raise InvalidParameter(f"The model {self.model} has no chat format; use /v1/completions.", param="model")
+            raise InvalidParameter(f"The model {self.model} has no chat template. Use /v1/completions.", param="model")
         described: set[str] = set()
         if tools and self._describes_tools_itself:
             messages, tools, described = with_tool_prompt(messages, tools), (), {TOOLS_DESCRIBED}
@@ -245,7 +245,7 @@ class ModelTokens:
         at_least = math.ceil(len(text) / max_chars)
         raise ContextLengthExceeded(
             f"This model's maximum context length is {self.context_length} tokens. However, the {len(text)} characters"
-            f" of your {field} make at least {at_least} tokens. Please reduce the length of the {field}.",
+            f" of your {field} are at least {at_least} tokens. Please reduce the length of the {field}.",
             param=field,
         )
 
@@ -276,7 +276,7 @@ def use_of(tokens: ModelTokens) -> str:
     if tokens.pooling is None:
         return "it generates text; use /v1/chat/completions or /v1/completions"
     if tokens.pooling.task == "embed":
-        return "it makes embeddings; use /v1/embeddings"
+        return "it is an embedding model; use /v1/embeddings"
     return "it scores pairs of texts; use /v1/score or /v1/rerank"
 
 

@@ -102,7 +102,7 @@ class Renderer:
     ) -> str:
         """Render a conversation. Raises Overloaded, and InvalidParameter if refused or beyond time or memory."""
         if self._waiting >= MAX_WAITING:
-            raise Overloaded("Too many conversations are waiting for this model's chat template.")
+            raise Overloaded("Too many conversations are waiting for this model's chat template. Try again later.")
         request = Conversation(
             list(messages), add_generation_prompt, list(tools), dict(variables) if variables else None
         )
@@ -110,7 +110,7 @@ class Renderer:
         try:
             result = await self._send(request)
         except RendererDied as error:
-            message = f"The model's chat template cannot render this: {error}"
+            message = f"The model's chat template cannot render this conversation: {error}"
             raise BeyondLimits(message, param="messages") from error
         finally:
             self._waiting -= 1
@@ -156,10 +156,10 @@ class Renderer:
                 result = _decode_rendered(await _answer_of(process, _framed(request)))
         except TimeoutError as error:  # its own limits are of CPU time, and were not reached
             self.kill()
-            raise Overloaded(f"A chat template was not rendered within {self._answer_limit_s:g} s.") from error
+            raise Overloaded(f"The chat template was not rendered within {self._answer_limit_s:g} s.") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             self.kill()
-            raise RendererDied("it exceeds the limits of time or memory") from error
+            raise RendererDied("it exceeds the time or memory limit") from error
         except BaseException:  # the unread answer would go to the next conversation
             self.kill()
             raise

@@ -83,7 +83,7 @@ class SchemaReader:
             if not all(isinstance(name, str) and name in TYPES for name in names):
                 self._refuse(path, f"must be one of {', '.join(sorted(TYPES))}, or a list of them")
         if word in _NUMBERS and _has_inexact_integer(value):
-            self._refuse(path, "has an integer beyond 2^53, which cannot be enforced exactly; use a string")
+            self._refuse(path, "has an integer beyond 2^53, which cannot be enforced exactly. Use a string")
 
     def _refuse(self, path: str, reason: str) -> None:
         raise InvalidParameter(f"'{path}' {reason}.", param=self.param or path)
@@ -106,6 +106,6 @@ def _pattern_error(pattern: str) -> str:
         jsonschema_rs.validator_for({"pattern": pattern}, pattern_options=options)
     except jsonschema_rs.ValidationError:
         if any(mark in pattern for mark in ("(?=", "(?!", "(?<=", "(?<!")):
-            return "look-around is not supported"
-        return "" if "{" in pattern else "it cannot be read"  # repetitions may only have been too large
+            return "lookaround is not supported"
+        return "" if "{" in pattern else "it cannot be parsed"  # repetitions may only have been too large
     return ""

@@ -98,7 +98,7 @@ class Expressions:
         self.step()
         kind = self._kinds.get(type(node))
         if kind is None:
-            raise CostUnknown(f"{type(node).__name__} is not known")
+            raise CostUnknown(f"{type(node).__name__} is not supported")
         return self.limited(kind(node))
 
     def step(self) -> None:
@@ -110,7 +110,7 @@ class Expressions:
     def limited(self, value: Value) -> Value:
         """Return the value if it is small enough. Raises CostUnknown."""
         if value.weight > MAX_WEIGHT:
-            raise CostUnknown("a value may become large")
+            raise CostUnknown("a value may grow large")
         return value
 
     def macro_call(self, macro: nodes.Macro, given: Sequence[Value], keywords: dict[str, Value]) -> Value:
@@ -182,7 +182,7 @@ class Expressions:
         # A gathered value is copied in each iteration; only parts of the loop's current item may be added to it.
         self._cheap(added if value.gathered else value)
         if value.gathered and self.loops not in ([], [True]) and not self.is_written:
-            raise CostUnknown("a loop within another one gathers in a namespace")
+            raise CostUnknown("a nested loop accumulates in a namespace")
         if self.loops and value.gathered and not self._is_own(added):
             return replace(value, is_grown=True)
         return value
@@ -192,14 +192,14 @@ class Expressions:
         if isinstance(node, nodes.Sub | nodes.FloorDiv):  # not defined for texts
             return NUMBER if not left.gathered + right.gathered else replace(NUMBER, gathered=(), is_grown=True)
         if not (left.is_number and right.is_number):
-            raise CostUnknown(f"{type(node).__name__} of what may be a text")
+            raise CostUnknown(f"{type(node).__name__} on a value that may be text")
         if isinstance(node, nodes.Mul) and not any(isinstance(side, nodes.Const) for side in (node.left, node.right)):
-            raise CostUnknown("numbers may become large")
+            raise CostUnknown("a number may grow large")
         return NUMBER
 
     def _test(self, node: nodes.Test) -> Value:
         if node.name not in _TESTS:
-            raise CostUnknown(f"the test {node.name} is not known")
+            raise CostUnknown(f"the test {node.name} is not supported")
         sides = [self.value(one) for one in (node.node, *(node.args or ()))]
         if node.name == "in":
             self._cheap(joined(sides[1:]))
@@ -209,7 +209,7 @@ class Expressions:
 
     def _filter(self, node: nodes.Filter) -> Value:
         if node.node is None or node.dyn_args is not None or node.dyn_kwargs is not None:
-            raise CostUnknown(f"{node.name} has arguments that are made")
+            raise CostUnknown(f"{node.name} has computed arguments")
         value = self.value(node.node)
         arguments = [*node.args, *[keyword.value for keyword in node.kwargs]]
         given = list(map(self.value, arguments))
@@ -226,7 +226,7 @@ class Expressions:
         if node.name == "replace":
             return self._replaced(as_text(value), arguments)
         if node.name not in _CHEAP_FILTERS:
-            raise CostUnknown(f"the filter {node.name} is not known")
+            raise CostUnknown(f"the filter {node.name} is not supported")
         self._check_applied(node, arguments)
         if node.name in _TEXTS or (node.name == "map" and len(node.args) == 1):
             value = replace(as_text(value), is_rows=value.is_rows, is_text=node.name in _TEXTS)
@@ -240,11 +240,11 @@ class Expressions:
         applied = arguments[place : place + 1] if node.name != "map" else arguments
         for one in applied:
             if not isinstance(one, nodes.Const) or one.value not in known:
-                raise CostUnknown(f"{node.name} applies what is not known")
+                raise CostUnknown(f"{node.name} applies an unsupported filter or test")
 
     def _call(self, node: nodes.Call) -> Value:
         if node.dyn_args is not None or node.dyn_kwargs is not None:
-            raise CostUnknown("a call has arguments that are made")
+            raise CostUnknown("a call has computed arguments")
         given = list(map(self.value, node.args))
         keywords = {keyword.key: self.value(keyword.value) for keyword in node.kwargs}
         if isinstance(node.node, nodes.Getattr):
@@ -263,7 +263,7 @@ class Expressions:
         if method.attr in _FREE_METHODS:
             return either([value, *given])
         if method.attr not in _CHEAP_METHODS:
-            raise CostUnknown(f"the method {method.attr} is not known")
+            raise CostUnknown(f"the method {method.attr} is not supported")
         return self._cheap(value)
 
     def _replaced(self, value: Value, arguments: Sequence[nodes.Expr]) -> Value:
@@ -277,7 +277,7 @@ class Expressions:
         is_known = all(self.names[one].is_rows for one in ROWS & self.names.keys())
         if name == "range" and not self.loops and is_known and all(map(is_short, arguments)):
             return replace(of_input(), is_rows=True)
-        raise CostUnknown(f"the function {name} is not known")
+        raise CostUnknown(f"the function {name} is not supported")
 
     # --- use of a value in a loop -------------------------------------------------------------------------------------
 
@@ -288,9 +288,9 @@ class Expressions:
         """Return a value that is copied or scanned. Raises CostUnknown in a loop that does not own it."""
         if self.is_written or self._is_own(value) or self.loops == [True]:
             return value
-        raise CostUnknown("a loop copies what is not its own")
+        raise CostUnknown("a loop copies a value from outside the loop")
 
     def _heavy(self, value: Value) -> Value:
         if self.is_written or self._is_own(value):
             return value
-        raise CostUnknown("a loop writes out what is not its own")
+        raise CostUnknown("a loop writes out a value from outside the loop")

@@ -74,7 +74,7 @@ class _Proof(Expressions):
             self.step()
             statement = self._statements.get(type(node))
             if statement is None:
-                raise CostUnknown(f"{type(node).__name__} is not known")
+                raise CostUnknown(f"{type(node).__name__} is not supported")
             statement(node)
 
     def _scoped(self, body: Sequence[nodes.Node]) -> None:
@@ -115,7 +115,7 @@ class _Proof(Expressions):
         depth, written = self._captures[-1]
         if len(self.loops) > depth:
             if not self._is_own(value) or value.gathered:
-                raise CostUnknown("a loop gathers what is not its own")
+                raise CostUnknown("a loop accumulates a value from outside the loop")
             if value.level == inf:  # the template's own text, at most once per character of the conversation
                 value = replace(value, weight=max(1.0, size_of_text(node)))
         written.append(as_text(value))
@@ -135,7 +135,7 @@ class _Proof(Expressions):
             raise CostUnknown("a macro calls itself")
         names = [argument.name for argument in macro.args]
         if len(given) > len(names) or not keywords.keys() <= set(names):
-            raise CostUnknown("a macro is called with other arguments than it declares")
+            raise CostUnknown("a macro is called with arguments that it does not declare")
         before = dict(self.names)
         # A macro does not see its caller's variables: these names mean others there, perhaps of the conversation.
         self.names = {name: replace(value, level=0.0, weight=max(1.0, value.weight)) for name, value in before.items()}
@@ -156,9 +156,9 @@ class _Proof(Expressions):
         if node.recursive:
             raise CostUnknown("a loop calls itself")
         if depth > 0 and over.level == inf:
-            raise CostUnknown("a loop goes over the template's own values within another one")
+            raise CostUnknown("a nested loop iterates over values of the template")
         if is_product and (self._is_over_tools or not over.of_tools or not all(self.loops)):
-            raise CostUnknown("a loop goes over all within another one")
+            raise CostUnknown("a nested loop iterates over the whole conversation")
         before, was_over_tools = dict(self.names), self._is_over_tools
         self._is_over_tools = was_over_tools or is_product
         self.loops.append(over.is_rows and not is_product)
@@ -207,7 +207,7 @@ class _Proof(Expressions):
 
     def _gather(self, name: str, value: Value) -> None:
         if self.loops and (value.is_grown or value.gathered not in {(), (name,)}):
-            raise CostUnknown("a loop lets a namespace grow by itself")
+            raise CostUnknown("a loop grows a namespace from itself")
         before = self.gathered.get(name, Value())
         kept = either([before, value])
         self.gathered[name] = self.limited(replace(kept, level=0.0, gathered=(), is_grown=False, is_number=False))

@@ -94,7 +94,7 @@ def size_of_constant(node: nodes.Node) -> float:
     if isinstance(node, nodes.Tuple):
         return sum(map(size_of_constant, node.items))
     if not isinstance(node, nodes.Const):
-        raise CostUnknown("an argument that is made")
+        raise CostUnknown("a computed argument")
     if isinstance(node.value, str):
         return float(len(node.value))
     return float(abs(node.value)) if isinstance(node.value, int) else 0.0
@@ -103,7 +103,7 @@ def size_of_constant(node: nodes.Node) -> float:
 def growth_by_replacing(arguments: Sequence[nodes.Expr]) -> float:
     """Return the factor by which a replacement may lengthen a text. Raises CostUnknown."""
     if len(arguments) != 2 or not all(isinstance(one, nodes.Const) and isinstance(one.value, str) for one in arguments):
-        raise CostUnknown("replace with what is made")
+        raise CostUnknown("replace with a computed argument")
     old, new = (str(one.value) for one in arguments if isinstance(one, nodes.Const))
     return max(1.0, len(new) / len(old)) if old else 1.0 + len(new)
 

@@ -87,7 +87,7 @@ def _join_within_limits(pieces: Iterator[str], max_chars: int, cpu_limit_s: floa
         written.append(piece)
         chars += len(piece)
         if chars > max_chars:
-            raise jinja2.TemplateError(f"the text would exceed {max_chars} characters")
+            raise jinja2.TemplateError(f"the rendered text exceeds {max_chars} characters")
         if not len(written) % PIECES_AT_A_TIME:
             now_s = time.thread_time()
             if deadline_s is None:
@@ -157,13 +157,15 @@ class ChatTemplate:
             pieces = self._template.generate(fixed, **(variables or {}))
             return _join_within_limits(pieces, self._max_chars, self._cpu_limit_s)
         except jinja2.TemplateError as error:
-            raise InvalidParameter(f"The model's chat template refuses this: {error}", param="messages") from error
+            raise InvalidParameter(
+                f"The model's chat template rejects this conversation: {error}", param="messages"
+            ) from error
         except (RecursionError, MemoryError) as error:
-            message = f"The model's chat template cannot render this: {type(error).__name__}: {error}"
+            message = f"The model's chat template cannot render this conversation: {type(error).__name__}: {error}"
             raise BeyondLimits(message, param="messages") from error
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
             # A template is a program: if it fails on unexpected data, the request is at fault.
-            message = f"The model's chat template cannot render this: {type(error).__name__}: {error}"
+            message = f"The model's chat template cannot render this conversation: {type(error).__name__}: {error}"
             raise InvalidParameter(message, param="messages") from error
 
 
@@ -174,7 +176,7 @@ def up_to_content(text: str, content: str) -> str:
     """
     start = text.rfind(content.strip())
     if start < 0 or not content.strip():
-        message = "The last message has no text that this model's chat template lets be continued."
+        message = "The last message cannot be continued with this model's chat template."
         raise InvalidParameter(message, param="continue_final_message")
     kept = content.lstrip() if text.startswith(content.lstrip(), start) else content.strip()
     return text[: start + len(kept)]

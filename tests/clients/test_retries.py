@@ -85,7 +85,7 @@ CLIENTS: list[Ask] = [
     instructor_client,
 ]
 ERRORS = {  # and what they say
-    "429": ("RateLimitError", "refuses this request"),
+    "429": ("RateLimitError", "reached a rate limit"),
     "500": ("InternalServerError", "internal error"),
     "lost": ("APIConnectionError", "Connection error"),
     "final": ("RateLimitError", "used up"),

@@ -8,5 +8,5 @@ SwaggerUIBundle({
   displayRequestDuration: true,
   docExpansion: "list",
   filter: true,
-  validatorUrl: null, // it would send the description to a server of Swagger's
+  validatorUrl: null, // do not send the document to Swagger's server
 });

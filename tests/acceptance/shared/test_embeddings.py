@@ -79,5 +79,5 @@ def test_many_at_once_are_each_answered_and_counted(client: openai.OpenAI, model
 
 
 def test_the_wrong_use_is_named(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="makes embeddings; use /v1/embeddings"):
+    with pytest.raises(openai.BadRequestError, match="is an embedding model; use /v1/embeddings"):
         client.chat.completions.create(model="tiny-bert", messages=[{"role": "user", "content": "hello"}])

@@ -164,7 +164,7 @@ async def test_what_is_wrong_is_named(gateway: GatewayUnderTest, tmp_path: Path)
         (("submit", written(tmp_path / "nowhere", {"custom_id": "1"})), "give --endpoint"),
         (("submit", file, "--output", str(tmp_path / "out")), "works with --wait"),
         (("submit", file, "--wait", "--output", str(tmp_path / "no" / "out")), "no such folder"),
-        (("submit", file, "--endpoint", "/v1/nothing"), "takes no batches"),
+        (("submit", file, "--endpoint", "/v1/nothing"), "does not support batches"),
         (("submit", file, "--window", "soon"), "completion_window"),
         (("submit", file, "--api-key", "sk-wrong"), "Incorrect API key"),
         (("submit", file, "--base-url", "localhost"), "must begin with http"),

@@ -140,7 +140,7 @@ async def test_a_cancelled_batch(gateway: GatewayOfOneTest, client: anthropic.As
     async with asyncio.timeout(HANGS_S):
         while not (await client.messages.batches.retrieve(batch.id)).request_counts.succeeded:
             await asyncio.sleep(0.05)
-    with pytest.raises(anthropic.BadRequestError, match="cancel it first"):
+    with pytest.raises(anthropic.BadRequestError, match="Cancel it first"):
         await client.messages.batches.delete(batch.id)
     canceling = await client.messages.batches.cancel(batch.id)
     assert (canceling.processing_status, canceling.cancel_initiated_at is not None) == ("canceling", True)
@@ -172,7 +172,7 @@ async def test_what_expires(gateway: GatewayOfOneTest, client: anthropic.AsyncAn
         await connection.exec_driver_sql(f"UPDATE batches SET over_unix_ms = 0 WHERE id = '{batch.id}'")
     archived = await client.messages.batches.retrieve(batch.id)
     assert (archived.results_url, archived.archived_at is not None) == (None, True)
-    with pytest.raises(anthropic.NotFoundError, match="no longer kept"):
+    with pytest.raises(anthropic.NotFoundError, match="have been deleted"):
         await client.get(f"/v1/messages/batches/{batch.id}/results", cast_to=object)
 
 
@@ -246,5 +246,5 @@ async def test_results_that_were_deleted_are_not_empty(
     files = gateway.client().files
     for file in [file async for file in await files.list(purpose="batch_output")]:
         await files.delete(file.id)
-    with pytest.raises(anthropic.NotFoundError, match="no longer kept"):
+    with pytest.raises(anthropic.NotFoundError, match="have been deleted"):
         await results(client, batch.id)

@@ -153,7 +153,7 @@ async def test_what_becomes_of_batches_whose_gateways_die(
         assert failed.errors is not None
         [error] = failed.errors.data or []
         assert (failed.status, error.code) == ("failed", code)
-        assert ("nobody lived" in str(error.message)) == (batch is given_up)
+        assert ("every gateway that took it" in str(error.message)) == (batch is given_up)
     assert (await over(client, await submit(client, [line("a")]))).status == "completed"
 
 

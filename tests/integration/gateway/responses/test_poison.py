@@ -155,7 +155,7 @@ async def test_a_conversation_that_is_too_large_for_its_end_is_left_out(
     monkeypatch.setattr(BackgroundRun, "stored", with_large_items(BackgroundRun.stored))
     script.may_go_on.set()
     assert (await over(client, made.id)).status == "completed"
-    with pytest.raises(openai.BadRequestError, match="too large to be kept"):
+    with pytest.raises(openai.BadRequestError, match="too large to store"):
         await until(lambda: go_on(client, made.id))
 
 
@@ -276,7 +276,7 @@ async def test_a_request_is_as_large_as_a_body_may_be_also_as_it_is_kept(share_g
     async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client:
         refused = await client.post("/v1/responses", content=compact(asked))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
-    assert "cannot be kept" in refused.text
+    assert "cannot be stored" in refused.text
     assert await none_of(gateway, ">")
 
 

@@ -43,8 +43,8 @@ SCHEMA = "response_format.json_schema.schema.properties.stop.pattern"
             "tools.1.input_schema.properties.function.pattern",
             "tools.1.parameters.properties.function.pattern",
         ),
-        ("tools.0.function.name", "'{}' is the name of two tools", "tools.0.name", "tools.0.name"),
-        ("tools", "'{}' cannot be honoured here", "tools", "tools"),
+        ("tools.0.function.name", "'{}' is the name of more than one tool", "tools.0.name", "tools.0.name"),
+        ("tools", "'{}' is not supported here", "tools", "tools"),
         ("tool_choice.function.name", "'{}' names no tool", "tool_choice.name", "tool_choice.name"),
         ("chat_template_kwargs", "does not support '{}'", "thinking", "chat_template_kwargs"),
         (

@@ -64,7 +64,7 @@ def many(text: str) -> bytes:
 @pytest.mark.parametrize("body", [b"[" + many("[],") + b"0]", b"{" + many('"a":1,') + b"}", b"[" + many("{},") + b"0]"])
 def test_a_body_of_countless_values_is_refused(body: bytes) -> None:
     """4 MB of empty lists took a second to read, during which nothing else ran."""
-    with pytest.raises(InvalidParameter, match="are read") as caught:
+    with pytest.raises(InvalidParameter, match="are allowed") as caught:
         check_values(body)
     assert caught.value.code == "too_many_values"
 

@@ -27,6 +27,6 @@ def test_as_many_files_as_connections_need_are_asked_for(caplog: pytest.LogCaptu
         assert not caplog.records
         if before[1] != resource.RLIM_INFINITY:
             assert files_allow(before[1]) == before[1] - OTHER_FILES
-            assert "so at most" in caplog.text
+            assert "accepting at most" in caplog.text
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -23,4 +23,4 @@ async def test_a_queue_server_that_is_too_slow_is_named_as_the_reason(caplog: py
         claim = await Claims(cast("Bus", SilentBus()), "g1").take("key", "body", over=None)
     assert claim == HeldClaim("g1", None, is_new=True)
     [record] = caplog.records
-    assert record.getMessage().endswith("a key counts at this gateway only: too slow")
+    assert record.getMessage().endswith("keys apply to this gateway only: too slow")

@@ -64,7 +64,7 @@ async def test_cards_come_and_change(bus: Bus, tmp_path: Path) -> None:
         assert catalog.canonical_name("nick", ANYBODY) == catalog.canonical_name(MODEL, ANYBODY) == MODEL
         with pytest.raises(ModelNotFound, match=f"This API key may use: {MODEL}."):
             catalog.canonical_name("model.v1", ANYBODY)
-        with pytest.raises(ModelNotFound, match="This API key may use no model."):
+        with pytest.raises(ModelNotFound, match="This API key cannot use any model."):
             catalog.canonical_name(MODEL, replace(ANYBODY, models=frozenset({"another"})))
         with pytest.raises(ModelNotReady):
             catalog.tokens_of(MODEL)

@@ -54,7 +54,7 @@ async def test_all_that_may_be_rendered_counts_as_long(more: dict[str, Any]) -> 
 
 
 async def test_a_model_without_a_chat_format() -> None:
-    with pytest.raises(InvalidParameter, match="no chat format") as caught:
+    with pytest.raises(InvalidParameter, match="no chat template") as caught:
         await tokens(None).encode_chat([{"role": "user", "content": "x"}])
     assert caught.value.param == "model"
 
@@ -73,7 +73,7 @@ async def test_a_text_that_cannot_fit_is_refused_unread() -> None:
         ours.encode_text(text, within_context="prompt[3]"),
         ours.encode_chat([{"role": "user", "content": text}], within_context="messages"),
     ):
-        with pytest.raises(ContextLengthExceeded, match="make at least 10[1-9] tokens"):
+        with pytest.raises(ContextLengthExceeded, match="are at least 10[1-9] tokens"):
             await asked
     with pytest.raises(ContextLengthExceeded) as caught:
         await ours.encode_inputs(["a", text], add_special_tokens=None, most_tokens=None, field="input")

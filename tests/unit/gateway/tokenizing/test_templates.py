@@ -157,7 +157,7 @@ def test_what_is_written_is_bounded() -> None:
     """For each message a template may write all tools, or look through all messages and write nothing."""
     long = ChatTemplate("{% for m in messages %}{{ messages[0].content }}{% endfor %}", {}, max_chars=1000)
     assert len(long.render([{"content": "x" * 100}] * 10)) == 1000
-    with pytest.raises(InvalidParameter, match="exceed 1000 characters"):
+    with pytest.raises(InvalidParameter, match="exceeds 1000 characters"):
         long.render([{"content": "x" * 100}] * 11)
     slow = ChatTemplate("{% for m in messages %}{{ (messages | tojson)[:0] }}{% endfor %}", {}, cpu_limit_s=0.0)
     assert slow.render([{"content": "x"}]) == ""

@@ -98,7 +98,7 @@ async def test_an_answer_to_an_input_never_sent_is_the_workers_failure(start_emb
 async def test_what_cannot_be_embedded_is_said_so(gateway: LocalGateway) -> None:
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"input": ""}, "input", "input 0 is empty"),
-        ({"input": []}, "input", "not empty"),
+        ({"input": []}, "input", "non-empty"),
         ({"input": ["a", ""]}, "input", "input 1 is empty"),
         ({"input": [[5], []]}, "input", "input 1 is empty"),
         ({"input": [[5], "a"]}, "input", "input 1 must be"),
@@ -159,21 +159,21 @@ TASKS: dict[str, tuple[PoolingCard | None, list[tuple[str, dict[str, Any], str]]
         EMBEDDER,
         [
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "use /v1/embeddings"),
-            ("/v1/completions", {"prompt": "a"}, "makes no text: it makes embeddings"),
+            ("/v1/completions", {"prompt": "a"}, "does not support text generation: it is an embedding model"),
         ],
     ),
     "score": (
         SCORER,
         [
             ("/v1/completions", {"prompt": "a"}, "use /v1/score or /v1/rerank"),
-            ("/v1/embeddings", {"input": "a"}, "makes no embeddings: it scores pairs"),
+            ("/v1/embeddings", {"input": "a"}, "does not support embeddings: it scores pairs"),
         ],
     ),
     "generate": (
         None,
         [
-            ("/v1/embeddings", {"input": "a"}, "makes no embeddings: it generates text"),
-            ("/v1/rerank", {"query": "a", "documents": ["b"]}, "scores nothing: it generates text"),
+            ("/v1/embeddings", {"input": "a"}, "does not support embeddings: it generates text"),
+            ("/v1/rerank", {"query": "a", "documents": ["b"]}, "does not support scoring: it generates text"),
         ],
     ),
 }
