@@ -34,45 +34,45 @@ log = logging.getLogger(__name__)
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 #
-# The answer of one request, remembered while it is written: its texts, and the ids that its calls of tools got.
+# The answer of a request, recorded while it is written: its texts and the ids of its tool calls.
 
-# In what begins a call, and tells its id. Never inside a JSON string, where its quotes would be escaped.
+# Marks the start of a call with its id. Cannot occur inside a JSON string, where its quotes are escaped.
 _CALLS: Final = b'"type":"function"'
 _EVENT_START: Final = b"data: "
 _EVENT_END: Final = b"\n\n"
 
 
 class ChoiceEncoder(Protocol):
-    """Encodes a choice's text as a call does."""
+    """Encodes the text of a choice."""
 
     def choice(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
-        """Return the choice object of a complete answer, without logprobs and token ids; ``parts`` follow its text."""
+        """Return the choice object of a complete answer without logprobs and token ids. ``parts`` follow the text."""
         ...
 
 
 class RecordedAnswer:
-    """Grows with the answer, up to ``max_chars``; from then on it is too large and holds nothing."""
+    """Records an answer of up to ``max_chars``; a larger one is dropped."""
 
     def __init__(self, choices: int, max_chars: int) -> None:
         self.is_too_large = False
         self._max_chars = self._room_chars = max_chars
         self._texts: list[list[str]] = [[] for _ in range(choices)]
-        self._parts: list[list[Part]] = [[] for _ in range(choices)]  # that came of pools which take messages
+        self._parts: list[list[Part]] = [[] for _ in range(choices)]  # from chat pools
         self._finish_reasons: list[str | None] = [None] * choices
-        self._calls: list[bytes] = []  # JSON that tells ids of calls
+        self._calls: list[bytes] = []  # JSON with ids of calls
 
     @property
     def is_complete(self) -> bool:
-        """True once every choice has ended."""
+        """True if every choice has ended."""
         return None not in self._finish_reasons
 
     @property
     def chars(self) -> int:
-        """Number of characters held."""
+        """Number of characters recorded."""
         return 0 if self.is_too_large else self._max_chars - self._room_chars
 
     def add(self, frame: Tokens | Deltas) -> None:
-        """Add what one step brought."""
+        """Add the frames of a step."""
         if isinstance(frame, Deltas):
             self._add(frame.index, "", frame.finish_reason, frame.parts)
         else:
@@ -90,7 +90,7 @@ class RecordedAnswer:
             self._calls = []
 
     def add_events(self, events: bytes) -> None:
-        """Add the events of a frame, for the ids in them."""
+        """Add the events of a frame, for the ids of calls."""
         if _CALLS in events and events.startswith(_EVENT_START) and not self.is_too_large:
             self._calls += [event.removeprefix(_EVENT_START) for event in events.split(_EVENT_END) if _CALLS in event]
 
@@ -98,11 +98,11 @@ class RecordedAnswer:
         """Add an answer that is not streamed: its choices (``answers.ChoiceContent``) and its body."""
         for index, (text, finish_reason, parts) in enumerate(choices):
             self._add(index, text, finish_reason, parts)
-        if _CALLS in body and b'"choices":[' in body:  # other APIs have other bodies
+        if _CALLS in body and b'"choices":[' in body:  # other APIs have different bodies
             self._calls.append(body)
 
     def choices(self, encoder: ChoiceEncoder) -> list[dict[str, Any]]:
-        """The choices, once complete."""
+        """Return the choices of a complete answer."""
         ids = self._call_ids()
         choices = []
         rows = zip(self._texts, self._finish_reasons, self._parts, strict=True)
@@ -114,7 +114,7 @@ class RecordedAnswer:
         return choices
 
     def _call_ids(self) -> dict[tuple[int, int], str]:
-        """Ids that the client got, by choice and position."""
+        """Return the ids sent to the client, by choice and position."""
         ids = {}
         for reported in self._calls:
             for choice in msgspec.json.decode(reported)["choices"]:
@@ -126,7 +126,7 @@ class RecordedAnswer:
 
 
 class RecordedChunks:
-    """``Chunks`` that are recorded as they are sent."""
+    """``Chunks`` that record what they encode."""
 
     def __init__(self, inner: Chunks, answer: RecordedAnswer) -> None:
         self.usage = inner.usage
@@ -143,18 +143,18 @@ class RecordedChunks:
 
 # --- publisher --------------------------------------------------------------------------------------------------------
 #
-# Payloads on their way into the PAYLOADS stream, off the hot path: ``take`` only remembers.
+# Publishing payloads to the PAYLOADS stream, off the hot path: ``take`` only queues.
 #
-# take ──> waiting (bounded; past it one is lost, and counted) ──> assembled, redacted, sealed in a thread ──> stored
+# take ──> queue (bounded; overflow is dropped and counted) ──> assembled, redacted, sealed in a thread ──> stored
 
-MESSAGE_BYTES: Final = 1024 * 1024  # of what goes into one message, before it is compressed; one payload may be more
+MESSAGE_BYTES: Final = 1024 * 1024  # per message before compression; a single payload may be larger
 MESSAGE_PAYLOADS: Final = 64
 MAX_WAITING_BYTES: Final = 64 * 1024 * 1024
 DAY_MS: Final = 24 * 3600 * 1000
 
 
 class CapturedCall(ChoiceEncoder, Protocol):
-    """A call whose payload is kept."""
+    """A call whose payload is stored."""
 
     name: str
 
@@ -165,7 +165,7 @@ class CapturedCall(ChoiceEncoder, Protocol):
 
 
 class Capture(Struct, frozen=True):
-    """One request that was answered, and its answer."""
+    """A request and its answer."""
 
     request_id: str
     received_unix_ms: int
@@ -175,12 +175,12 @@ class Capture(Struct, frozen=True):
     end_user: str | None
     consent: Consent
     call: CapturedCall
-    body_bytes: int  # of the request, as it came
+    body_bytes: int  # of the request, as received
     answer: RecordedAnswer
 
 
 class PayloadPublisher:
-    """Publishes payloads, each until it is stored. ``run`` must be running for anything to leave."""
+    """Publishes payloads, with retries. ``run`` must be running."""
 
     def __init__(self, bus: Bus, settings: PayloadSettings) -> None:
         """Raises BadPayloadKey."""
@@ -189,17 +189,17 @@ class PayloadPublisher:
         self._settings = settings
         self._sealer = Sealer(parse_keys(settings.key))
         self._waiting: deque[Capture] = deque()
-        self._waiting_bytes = 0  # with what is being published
+        self._waiting_bytes = 0  # including the message in progress
         self._has_waiting = asyncio.Event()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
     def new_answer(self, choices: int) -> RecordedAnswer:
-        """Return a recorder for an answer that may have to be kept."""
+        """Return a recorder for an answer."""
         return RecordedAnswer(choices, self._settings.max_payload_bytes)
 
     def take(self, capture: Capture) -> None:
-        """Keep a payload. Never waits: a payload for which there is no space is dropped."""
+        """Queue a payload. Never waits: without space the payload is dropped."""
         if self._waiting_bytes + self._size(capture) > MAX_WAITING_BYTES:
             self._lose(1, "too many are waiting to be stored")
             return
@@ -212,10 +212,10 @@ class PayloadPublisher:
         return capture.body_bytes + capture.answer.chars
 
     async def run(self) -> None:
-        """Publish for ever; cancel it to stop."""
+        """Publish until canceled."""
         while True:
             await self._has_waiting.wait()
-            await self._publish_next()  # whose names end with it: here they would keep payloads until the next ones
+            await self._publish_next()  # in a function, so that its locals do not keep payloads alive
             if not self._waiting:
                 self._is_empty.set()
 
@@ -295,7 +295,7 @@ class PayloadPublisher:
         return self._labelled(capture, parts)
 
     def _contents(self, capture: Capture) -> tuple[bytes, bytes]:
-        """Request and answer as JSON, redacted where that is agreed; no more than is needed to see it is too large."""
+        """Return request and answer as JSON, redacted if configured; placeholders if they are too large."""
         if capture.answer.is_too_large or capture.body_bytes > 2 * self._settings.max_payload_bytes:
             return b"", bytes(self._settings.max_payload_bytes + 1)
         request: Any = capture.call.request.model_dump(mode="json", by_alias=True, exclude_none=True)

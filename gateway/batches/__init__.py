@@ -1,1 +1,1 @@
-"""Files and batches: millions of prompts as a job, fed into the queue that everything else goes through."""
+"""Files and batches: jobs of up to millions of requests, fed into the same queue as all other requests."""

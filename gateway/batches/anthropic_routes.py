@@ -1,4 +1,4 @@
-"""``/v1/messages/batches``, as Anthropic has them."""
+"""``/v1/messages/batches``: Anthropic's Message Batches API."""
 
 import hashlib
 import re
@@ -32,15 +32,15 @@ from protocol.wire import UNDECODABLE
 
 # --- message requests -------------------------------------------------------------------------------------------------
 #
-# The body of POST /v1/messages/batches, read as it comes: each of its requests becomes a line for /v1/messages.
+# The body of POST /v1/messages/batches, parsed as a stream: each request becomes a line for /v1/messages.
 #
-# chunks ──> pieces ──> a thread: values of JSON ──> requests ──> lines
+# chunks ──> pieces ──> a thread: JSON values ──> requests ──> lines
 
 ENDPOINT: Final = "/v1/messages"
 MAX_MODEL_CHARS: Final = 512
-MAX_NESTING: Final = MAX_DEPTH + 2  # lists and objects in one another: a request, its parameters, one that is empty
-ID_BYTES: Final = 16  # of a custom_id's hash
-PIECE_BYTES: Final = 256 * 1024  # that a thread reads at a time
+MAX_NESTING: Final = MAX_DEPTH + 2  # maximum nesting: a request, its parameters, and one empty value
+ID_BYTES: Final = 16  # of the hash of a custom_id
+PIECE_BYTES: Final = 256 * 1024  # parsed by a thread at a time
 LINE: Final = b'{"custom_id":"%b","method":"POST","url":"/v1/messages","body":%b}\n'
 _CUSTOM_ID: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SPACE: Final = re.compile(rb"[ \t\r\n]*+")
@@ -48,12 +48,12 @@ _SCALAR: Final = re.compile(rb'[^"\[\]{}:, \t\r\n]*+')
 _BETWEEN_MARKS: Final = re.compile(rb'[^"\[\]{}]*+')
 _IN_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
-InThread = Callable[[int, Callable[[], list[bytes]]], Awaitable[list[bytes]]]  # of how many bytes, and what to do
+InThread = Callable[[int, Callable[[], list[bytes]]], Awaitable[list[bytes]]]  # size in bytes, and the work
 _Decoded = TypeVar("_Decoded")
 
 
 class _Request(Struct, frozen=True):
-    """One of the requests, its parameters as they came."""
+    """A request with unparsed parameters."""
 
     custom_id: Any = None
     params: Raw = Raw(b"null")
@@ -66,28 +66,28 @@ _skip: Final = msgspec.json.Decoder(Raw).decode
 
 
 class _Scan:
-    """Finds the end of a value of JSON, whatever pieces it comes in. Whether it is JSON at all, a decoder says."""
+    """Finds the end of a JSON value that arrives in pieces. It does not validate the value."""
 
     def __init__(self, what: str) -> None:
-        self.size = 0  # of what has been looked at
+        self.size = 0  # bytes scanned so far
         self.is_over = False
         self._what = what
         self._in_string = False
         self._depth = 0
-        self._opened = 0  # lists and objects
+        self._opened = 0  # number of lists and objects
 
     @property
     def may_end(self) -> bool:
-        """Return whether the value is whole if nothing follows: a number is."""
+        """Return whether the value is complete if the text ends here, like a number."""
         return not self._in_string and not self._depth
 
     def read(self, text: bytes, start: int) -> None:
-        """Look on, in a text in which the value begins at ``start``. Raises InvalidParameter."""
+        """Continue scanning a text whose value begins at ``start``. Raises InvalidParameter."""
         at = start + self.size
         while at < len(text) and not self.is_over:
             if self._in_string:
                 at = _end_of(_IN_STRING, text, at)
-                if text[at : at + 1] != b'"':  # the string goes on, perhaps in the middle of an escape
+                if text[at : at + 1] != b'"':  # the string continues, possibly inside an escape
                     break
                 at += 1
                 self._in_string, self.is_over = False, not self._depth
@@ -96,7 +96,7 @@ class _Scan:
             mark = text[at : at + 1]
             if not mark:
                 break
-            if not self._depth and (at > start or mark not in b'"[{'):  # behind a number, or where no value is
+            if not self._depth and (at > start or mark not in b'"[{'):  # after a number, or not a value
                 self.is_over = True
                 break
             at += 1
@@ -120,10 +120,10 @@ class _Scan:
 
 
 class _Text:
-    """JSON that comes in pieces. All of it raises MalformedJson.
+    """A JSON text that arrives in pieces. Methods raise MalformedJson.
 
-    Each generator yields where it needs more text, which ``add`` gives it, and returns what it has read. However the
-    text is cut, nothing is looked at twice.
+    Each generator yields when it needs more text from ``add``, and returns its result. No byte is scanned twice,
+    however the text is split.
     """
 
     def __init__(self, max_value_bytes: int) -> None:
@@ -133,11 +133,11 @@ class _Text:
         self._ended = False
 
     def add(self, piece: bytes, *, is_last: bool) -> None:
-        """Add what has come."""
+        """Add a piece."""
         self._text, self._at, self._ended = self._text[self._at :] + piece, 0, is_last
 
     def next(self) -> Generator[None, None, bytes]:
-        """Return the next byte that is no space, without taking it; none at the end."""
+        """Return the next non-space byte without consuming it; empty at the end."""
         while True:
             self._at = _end_of(_SPACE, self._text, self._at)
             if self._at < len(self._text):
@@ -147,7 +147,7 @@ class _Text:
             yield
 
     def take(self, wanted: bytes) -> Generator[None, None, None]:
-        """Take the next byte, one of these."""
+        """Consume the next byte, which must be one of ``wanted``."""
         found = yield from self.next()
         if not found or found not in wanted:
             expected = " or ".join(repr(chr(one)) for one in wanted)
@@ -156,7 +156,7 @@ class _Text:
         self._at += 1
 
     def value(self, what: str) -> Generator[None, None, bytes]:
-        """Take a value, as it came; ``what`` names it. Raises InvalidParameter, too, where it is too large."""
+        """Consume a value, unparsed. ``what`` names it. Also raises InvalidParameter if it is too large."""
         if not (yield from self.next()):
             raise _malformed(f"{what} is missing at the end.")
         scan = _Scan(what)
@@ -177,7 +177,7 @@ class _Text:
 
 
 class _Requests:
-    """The requests of a body that comes in pieces, as lines. Its work takes time: it is for a thread."""
+    """Converts the requests of a body in pieces to lines. CPU-bound: use it in a thread."""
 
     def __init__(self, settings: BatchSettings) -> None:
         self._settings = settings
@@ -185,15 +185,15 @@ class _Requests:
         self._lines = self._all()
 
     def feed(self, piece: bytes, *, is_last: bool) -> list[bytes]:
-        """Return the lines that are whole by now.
+        """Return the lines that are complete.
 
-        Raises MalformedJson, and InvalidParameter, which names the request by its place.
+        Raises MalformedJson, and InvalidParameter with the index of the request.
         """
         self._text.add(piece, is_last=is_last)
         return list(takewhile(bool, self._lines))
 
     def _all(self) -> Iterator[bytes]:
-        """Iterate over all lines; an empty one where the text ends for now."""
+        """Iterate over all lines; an empty one means that more text is needed."""
         settings, identities = self._settings, set[bytes]()
         for raw in self._elements():
             if raw is None:
@@ -218,7 +218,7 @@ class _Requests:
             raise InvalidParameter(message, param="requests", code="missing_required_parameter")
 
     def _elements(self) -> Generator[bytes | None, None, None]:
-        """Iterate over the elements of ``requests``; other fields are ignored. None: the text ends for now."""
+        """Iterate over the elements of ``requests``; ignore other fields. None: more text is needed."""
         text, number = self._text, 0
         yield from text.take(b"{")
         while (yield from text.next()) != b"}":
@@ -244,7 +244,7 @@ class _Requests:
 
 
 def _line(raw: bytes, name: str) -> tuple[str, bytes]:
-    """Check what must be right before there is a batch; all else its request says itself. Raises InvalidParameter."""
+    """Validate what the batch itself needs; the rest is validated with each request. Raises InvalidParameter."""
     if not raw.startswith(b"{"):
         raise InvalidParameter(f"'{name}' must be an object.", param=name, code="invalid_type")
     request = _decoded(_decode_request, raw, name)
@@ -269,9 +269,9 @@ def _line(raw: bytes, name: str) -> tuple[str, bytes]:
 async def lines_of(
     chunks: AsyncIterator[bytes], settings: BatchSettings, in_thread: InThread
 ) -> AsyncIterator[list[bytes]]:
-    """Iterate over the requests of a body as lines, some at a time; ``in_thread`` is where they are parsed.
+    """Iterate over the requests of a body as lists of lines. ``in_thread`` runs the parsing.
 
-    Raises MalformedJson, InvalidParameter, BodyTooLarge, and what ``chunks`` and ``in_thread`` raise.
+    Raises MalformedJson, InvalidParameter, BodyTooLarge, and the errors of ``chunks`` and ``in_thread``.
     """
     requests = _Requests(settings)
     async for piece, is_last in _pieces(chunks, settings.max_message_batch_bytes):
@@ -279,7 +279,7 @@ async def lines_of(
 
 
 async def _pieces(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[tuple[bytes, bool]]:
-    """Iterate over pieces that are worth a thread's time, each with whether it is the last one."""
+    """Iterate over pieces large enough for a thread, each with whether it is the last one."""
     piece, size = bytearray(), 0
     async for chunk in chunks:
         size += len(chunk)
@@ -293,7 +293,7 @@ async def _pieces(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator
 
 
 def _decoded(decode: Callable[[bytes], _Decoded], raw: bytes, what: str) -> _Decoded:
-    """Return the value of a text. Raises MalformedJson."""
+    """Decode a value. Raises MalformedJson."""
     try:
         return decode(raw)
     except RecursionError:
@@ -307,14 +307,14 @@ def _malformed(message: str) -> MalformedJson:
 
 
 def _end_of(pattern: re.Pattern[bytes], text: bytes, at: int) -> int:
-    """Return where a pattern ends that matches anything, if only nothing."""
+    """Return the end of the match of a pattern that can match the empty text."""
     match = pattern.match(text, at)
     return at if match is None else match.end()
 
 
 # --- message routes ---------------------------------------------------------------------------------------------------
 #
-# ``/v1/messages/batches``, as Anthropic's clients know it: a batch for /v1/messages, in other shapes.
+# ``/v1/messages/batches``: batches for /v1/messages in Anthropic's format.
 
 WINDOW: Final = "24h"
 WINDOW_MS: Final = 24 * 3600 * 1000
@@ -337,7 +337,7 @@ _DESCRIBED: Final = {"requestBody": {"required": True, "content": {"application/
 
 
 class MessageBatchQuery(BaseModel):
-    """Which batches to list."""
+    """Query of a list of batches."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -467,7 +467,7 @@ async def _created(services: BatchServices, principal: Principal, incoming: Inco
 async def _page(
     services: BatchServices, principal: Principal, query: MessageBatchQuery
 ) -> tuple[Sequence[Batch], bool]:
-    """Return the batches before or after one, newest first, and whether there are more of them that way."""
+    """Return the batches before or after a given one, newest first, and whether there are more in that direction."""
     if query.before_id is not None and query.after_id is not None:
         raise InvalidParameter("Send either 'before_id' or 'after_id', but not both.", param="before_id")
     mark = None
@@ -482,7 +482,7 @@ async def _page(
 
 
 def _view(batch: Batch, base_url: str, file_ttl_s: float) -> dict[str, Any]:
-    """A batch as Anthropic shows it."""
+    """Return a batch in Anthropic's format."""
     is_over = batch.status in OVER
     archived_ms = _archived_ms(batch, file_ttl_s)
     is_canceling = batch.status == Status.CANCELLING
@@ -501,7 +501,7 @@ def _view(batch: Batch, base_url: str, file_ttl_s: float) -> dict[str, Any]:
 
 
 def _counts(batch: Batch) -> dict[str, int]:
-    """Count the requests by their results; what a revoked key has left has failed, too."""
+    """Count the requests by result. Requests left by a revoked key count as errored."""
     is_cancelled = batch.status in {Status.CANCELLING, Status.CANCELLED}
     left = batch.total - batch.completed - batch.failed
     is_over = batch.status in OVER
@@ -515,7 +515,7 @@ def _counts(batch: Batch) -> dict[str, int]:
 
 
 def _archived_ms(batch: Batch, file_ttl_s: float) -> int | None:
-    """Return when its results were deleted; None: they are there."""
+    """Return when its results were deleted; None: they exist."""
     if batch.over_unix_ms is None:
         return None
     until_ms = batch.over_unix_ms + int(1000 * file_ttl_s)

@@ -1,4 +1,4 @@
-"""A line of a batch as a request, and what follows from its answer."""
+"""Runs a line of a batch as a request, and classifies its outcome."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ from protocol.process import calling_once
 
 LONGEST_WAIT_S: Final = 60.0
 USUAL_WAIT_S: Final = 5.0
-BUDGET_WAIT_S: Final = 60.0  # until it is looked again whether a new day or month has brought a new budget
+BUDGET_WAIT_S: Final = 60.0  # between checks for the budget of a new day or month
 METHOD: Final = "POST"
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Verdict(Enum):
-    """What to do with a line that was not answered."""
+    """What happens to a line without an answer."""
 
     FAILED = "written to the error file"
     REFUSED = "retried when there is capacity; not counted as an attempt"
@@ -48,17 +48,17 @@ class Verdict(Enum):
 
 
 class Answer(Struct, frozen=True):
-    """What a line was answered."""
+    """The answer to a line."""
 
-    request_id: str  # that the ledger has it under
+    request_id: str  # its id in the ledger
     status: int
     body: bytes
-    counts: Counts  # what it adds to its batch
+    counts: Counts  # added to the counts of the batch
     error: Refused | None = None
 
 
 def verdict_of(error: Refused) -> Verdict:
-    """Judge a refusal or failure."""
+    """Classify a refusal or failure."""
     form = form_of(error)
     if form.status == 401:
         return Verdict.REVOKED
@@ -71,12 +71,12 @@ def verdict_of(error: Refused) -> Verdict:
 
 
 def is_spent_budget(error: Refused) -> bool:
-    """Return whether a budget is used up: a request that alone costs more than the whole budget is not helped by it."""
+    """Return whether a budget is used up. False if the request alone costs more than the whole budget."""
     return isinstance(error, InsufficientQuota) and error.limit is None
 
 
 def wait_s(error: Refused) -> float:
-    """Return how long to wait before the line is tried again."""
+    """Return the seconds to wait before the line is retried."""
     if is_spent_budget(error):
         return BUDGET_WAIT_S
     told_s = retry_wait_s(error)
@@ -87,12 +87,12 @@ def wait_s(error: Refused) -> float:
 
 
 def as_batch(principal: Principal) -> Principal:
-    """Return the principal whose requests take what interactive ones leave."""
+    """Return the principal with batch priority."""
     return replace(principal, key_policy=replace(principal.key_policy, priority="batch"))
 
 
 class Asking:
-    """Makes requests of lines, without HTTP."""
+    """Runs lines as requests, without HTTP."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Asking:
         refusals: RefusalLog,
         begin_trace: BeginTrace | None,
     ) -> None:
-        """``operations``: by the endpoint of a batch."""
+        """``operations``: by endpoint of a batch."""
         self._core = core
         self._operations = operations
         self._refusals = refusals
@@ -111,7 +111,7 @@ class Asking:
     async def ask(
         self, endpoint: str, body: bytes, principal: Principal, *, limit_s: float, gone: asyncio.Event
     ) -> Answer | None:
-        """Ask once. None: there is no answer, such as when ``gone`` was set meanwhile."""
+        """Run a line once. None: no answer, for example because ``gone`` was set."""
         operation, arrival = self._operations[endpoint], self._arrival(endpoint, len(body), limit_s)
         about = RefusedRequest(path=endpoint, method=METHOD, request_id=arrival.request_id, principal=principal)
         try:

@@ -1,9 +1,9 @@
-"""The feeder of one gateway: takes batches by a lease, feeds them, and passes on what it cannot finish.
+"""The feeder of a gateway: takes batches by a lease, feeds them, and releases the ones it cannot finish.
 
-Any gateway takes any batch whose lease is free, those first that are due first; where a holder dies, its lease ends.
-Two that both believe to hold one do no harm: SQL takes commits of the later only (``epoch``), and the other one stops.
-No tenant waits while another has several batches here: one of these then rests. A batch that fails again and again in
-the same way is given up, and says so.
+A gateway takes any batch whose lease is free, earliest due first. The lease of a dead gateway expires.
+If two gateways believe that they hold a batch, SQL accepts commits only of the later one (``epoch``); the other stops.
+No tenant waits while another has several batches here: one of those is paused. A batch that fails repeatedly for
+the same reason is given up.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from protocol.nats.clock import unix_now_ms
 from protocol.nats.lease import Lease
 from protocol.process import wait_for
 
-RENEW_PART: Final = 0.25  # of a lease's time
-MAX_TRIES: Final = 3  # of a run that fails in the same way each time
-MAX_TAKES: Final = 50  # of a batch of which no line was ever opened: whoever takes it dies, as it seems
+RENEW_PART: Final = 0.25  # part of the duration of a lease
+MAX_TRIES: Final = 3  # of a run that fails for the same reason
+MAX_TAKES: Final = 50  # of a batch that never opened a line: it seems to crash gateways
 SWEEP_PERIOD_S: Final = 600.0
-TOLD_AGAIN_MS: Final = 900_000  # batches that are over since then are told of again where a gateway starts
+TOLD_AGAIN_MS: Final = 900_000  # a starting gateway announces batches that ended within this time again
 INDEX_AGE_S: Final = 24 * 3600.0
-LEAVE_LIMIT_S: Final = 10.0  # to commit what is done
+LEAVE_LIMIT_S: Final = 10.0  # to commit completed lines
 
 _AWAY: Final[tuple[type[Exception], ...]] = (*SQL_ERRORS, BusError, StorageError, NoRoomForIndex)
 
@@ -57,22 +57,22 @@ class Feeder:
     def __init__(
         self, feeding: Feeding, bus: Bus, gateway_id: str, changed: asyncio.Event, *, finished: Finished
     ) -> None:
-        """``changed``: set when a batch is there, or has changed.
+        """``changed``: set when a batch was created or changed.
 
-        ``finished`` is called with each that is over, perhaps again.
+        ``finished`` is called with each ended batch, at least once.
         """
         self._feeding = feeding
         self._finished = finished
         self._bus = bus
         self._gateway_id = gateway_id
         self._held: dict[str, _Held] = {}
-        self._rests: dict[str, float] = {}  # batches that wait for their next try, and until when (monotonic clock)
-        self._failures: dict[str, tuple[str, int]] = {}  # how the last tries of a batch failed, and how many
+        self._rests: dict[str, float] = {}  # when batches are retried (monotonic clock)
+        self._failures: dict[str, tuple[str, int]] = {}  # reason and number of the last consecutive failures of a batch
         self._changed = changed
         self._leaving = False
 
     async def run(self) -> None:
-        """Feed; never returns."""
+        """Feed batches; never return."""
         swept_s, has_told = float("-inf"), False
         while True:
             try:
@@ -91,13 +91,13 @@ class Feeder:
             self._changed.clear()
 
     def leave(self) -> None:
-        """Open no more lines: what is open may end."""
+        """Open no more lines; open lines can end."""
         self._leaving = True
         for held in self._held.values():
             held.run.stop(Stop.LEAVING)
 
     async def close(self) -> None:
-        """Commit what is done, and let others go on."""
+        """Commit completed lines, and release the batches."""
         tasks = [held.task for held in self._held.values() if held.task is not None]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=LEAVE_LIMIT_S)
@@ -122,7 +122,7 @@ class Feeder:
         self._failures = {name: failure for name, failure in self._failures.items() if name in still}
 
     def _has_room_for(self, tenant: str) -> bool:
-        """Report whether there is room, or a tenant with several batches has to make some for one that has none."""
+        """Return whether there is a slot, or a tenant with several batches can pause one for a tenant without any."""
         if self._leaving:
             return False
         if len(self._running) < self._feeding.settings.max_running:
@@ -134,7 +134,7 @@ class Feeder:
         return [held for held in self._held.values() if not held.run.is_leaving]
 
     def _to_rest(self) -> _Held | None:
-        """Return the batch that was taken last of the tenant that has most; None: no tenant has several."""
+        """Return the newest batch of the tenant with the most batches; None: no tenant has several."""
         by_tenant: dict[str, list[_Held]] = {}
         for held in self._running:
             by_tenant.setdefault(held.run.batch.tenant, []).append(held)
@@ -169,7 +169,7 @@ class Feeder:
                 held.renewed_s = time.monotonic()
             else:
                 held.run.stop(Stop.LOST)
-        except BusError as error:  # nobody else can take it meanwhile, either
+        except BusError as error:  # no other gateway can take it either
             log.warning("the lease of %s cannot be renewed: %s", held.run.batch.id, error)
 
     async def _feed(self, held: _Held) -> None:
@@ -183,7 +183,7 @@ class Feeder:
             log.warning("batch %s was taken over by another gateway", batch_id)
         except* _AWAY as errors:
             log.warning("retrying batch %s: %s", batch_id, describe(errors.exceptions[0]))
-            if held.run.is_ending:  # its end must not wait for ever, e.g. for a file that has gone
+            if held.run.is_ending:  # its end must not wait forever, e.g. for a deleted file
                 self._note_failure(batch_id, errors)
         except* Exception as errors:
             log.exception("retrying batch %s", batch_id, exc_info=errors)
@@ -201,7 +201,7 @@ class Feeder:
         self._changed.set()
 
     async def _run(self, run: BatchRun) -> bool:
-        """Feed a batch, or give it up, which is its end. Raises what either raises."""
+        """Feed a batch, or give it up and end it."""
         kind, tries = self._failures.get(run.batch.id, ("", 0))
         if tries < MAX_TRIES and run.batch.in_progress_unix_ms is None and run.batch.epoch > MAX_TAKES:
             kind, tries = "every gateway that took it stopped before it opened a line", run.batch.epoch - 1
@@ -231,7 +231,7 @@ class Feeder:
             log.warning("the end of batch %s could not be announced: %s", batch.id, error)
 
     async def _tell_again(self) -> None:
-        """Tell of batches whose gateway may have died in between: what has been told is told nobody twice."""
+        """Announce recently ended batches again, in case their gateway died first. Events are deduplicated."""
         for batch in await self._feeding.batches.over_since(unix_now_ms() - TOLD_AGAIN_MS):
             await self._tell(batch)
 
@@ -246,7 +246,7 @@ def _stop_where_due(run: BatchRun, batch: Batch, now_ms: int) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove indexes of gateways that died before they had opened them."""
+    """Delete indexes left by gateways that died before opening them."""
     for path in folder.glob("*"):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < time.time() - INDEX_AGE_S:

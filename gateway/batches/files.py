@@ -22,16 +22,16 @@ log = logging.getLogger(__name__)
 
 RANDOM_BYTES: Final = 12  # of an id
 SWEPT_AT_A_TIME: Final = 100
-# After its end: a batch may have been made of it in the last moment, and clocks of gateways differ.
+# After its expiry: a batch may have just been created from it, and the clocks of gateways differ.
 SWEEP_GRACE_MS: Final = 60_000
-UPLOADING: Final = "uploading"  # the purpose of a file whose bytes are still coming: nobody sees it
+UPLOADING: Final = "uploading"  # purpose of a file during its upload: not visible to clients
 
 
 Order = Literal["asc", "desc"]
 
 
 class FileGone(StorageError):
-    """A file was deleted before it had been read."""
+    """A file was deleted while it was being read."""
 
 
 class File(Struct, frozen=True):
@@ -58,12 +58,12 @@ class Part(Struct, frozen=True):
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that nobody can guess."""
+    """Return an unguessable id."""
     return f"{prefix}{secrets.token_hex(RANDOM_BYTES)}"
 
 
 def page_of(row: Any, tenant: str, after: Any, order: Order) -> list[Any]:  # noqa: ANN401  # SQLAlchemy's classes
-    """Return the conditions for the rows of a tenant that come after the row (created, id) ``after`` in a list."""
+    """Return the conditions for a tenant's rows after the row (created, id) ``after`` of a list."""
     conditions = [row.tenant == tenant]
     if after is not None:
         created, identity = after
@@ -76,35 +76,35 @@ def page_of(row: Any, tenant: str, after: Any, order: Order) -> list[Any]:  # no
 
 
 def in_order(row: Any, order: Order) -> tuple[Any, Any]:  # noqa: ANN401
-    """Return what a list is sorted by."""
+    """Return the sort order of a list."""
     return (row.created_unix_ms.desc(), row.id.desc()) if order == "desc" else (row.created_unix_ms, row.id)
 
 
 async def add_file(connection: AsyncConnection, file: File) -> None:
-    """Write a file into a transaction; its parts are others' business."""
+    """Add a file to a transaction, without its parts."""
     await connection.execute(insert(FileRow).values(structs.asdict(file)))
 
 
 def _seen() -> tuple[Any, Any]:
-    """Return the conditions for a file that clients see."""
+    """Return the conditions for files visible to clients."""
     return FileRow.expires_unix_ms > unix_now_ms(), FileRow.purpose != UPLOADING
 
 
 class Files:
-    """All files. Methods raise SQL's own errors, and StorageError."""
+    """All files. Methods raise SQL errors and StorageError."""
 
     def __init__(self, database: AsyncEngine, storage: Storage) -> None:
         self.database = database
         self.storage = storage
 
     async def begin(self, file: File, until_unix_ms: int) -> None:
-        """Write a file down before its bytes come: where nobody completes it until then, ``sweep`` deletes them."""
+        """Record a file before its upload. If it is not completed in time, ``sweep`` deletes it."""
         expected = structs.replace(file, purpose=UPLOADING, expires_unix_ms=until_unix_ms, size_bytes=0)
         async with changing(self.database) as connection:
             await add_file(connection, expected)
 
     async def complete(self, file: File, parts: Sequence[Part]) -> bool:
-        """Let a file be there, whose bytes are in the storage; False: it was not completed in time."""
+        """Make an uploaded file visible; False: it was not completed in time."""
         values = structs.asdict(file)
         expected = update(FileRow).where(FileRow.id == file.id, FileRow.expires_unix_ms > unix_now_ms())
         async with changing(self.database) as connection:
@@ -115,7 +115,7 @@ class Files:
         return True
 
     async def find(self, file_id: str, tenant: str) -> File | None:
-        """Return a tenant's file; None: there is none of this id that has not expired."""
+        """Return a tenant's file; None: not found or expired."""
         mine = (FileRow.id == file_id, FileRow.tenant == tenant, *_seen())
         async with self.database.connect() as connection:
             row = (await connection.execute(select(FileRow.__table__).where(*mine))).mappings().first()
@@ -124,7 +124,7 @@ class Files:
     async def page(
         self, tenant: str, after: File | None, limit: int, order: Order, purpose: str | None
     ) -> Sequence[File]:
-        """Return a tenant's files after one."""
+        """Return a tenant's files after a given one."""
         mark = None if after is None else (after.created_unix_ms, after.id)
         conditions = [*page_of(FileRow, tenant, mark, order), *_seen()]
         if purpose is not None:
@@ -134,7 +134,7 @@ class Files:
             return [File(**row) for row in (await connection.execute(found)).mappings()]
 
     async def usage(self, tenant: str) -> tuple[int, int]:
-        """Return how many files a tenant has, and their bytes."""
+        """Return the number and total bytes of a tenant's files."""
         mine = (FileRow.tenant == tenant, FileRow.purpose != UPLOADING)
         of_tenant = select(func.count(), func.coalesce(func.sum(FileRow.size_bytes), 0)).where(*mine)
         async with self.database.connect() as connection:
@@ -142,7 +142,7 @@ class Files:
         return int(count), int(size)
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
-        """Iterate over a file's bytes, all of them: raises FileGone where it is deleted meanwhile, or has been."""
+        """Iterate over all bytes of a file. Raises FileGone if it was deleted, also while it is read."""
         whole = select(func.sum(FilePartRow.size_bytes)).where(FilePartRow.file_id == file_id)
         async with self.database.connect() as connection:
             left_bytes = (await connection.execute(whole)).scalar()
@@ -163,19 +163,19 @@ class Files:
             raise FileGone(f"the file {file_id} has been deleted")
 
     async def is_in_use(self, file_id: str, over: Sequence[str]) -> bool:
-        """Return whether a batch that is not ``over`` reads it."""
+        """Return whether a batch in progress uses the file. ``over``: final statuses of batches."""
         running = select(BatchRow.id).where(BatchRow.input_file_id == file_id, BatchRow.status.not_in(over)).limit(1)
         async with self.database.connect() as connection:
             return (await connection.execute(running)).first() is not None
 
     async def delete(self, file_id: str) -> None:
-        """Delete a file: from then on nobody sees it, and its bytes go. Where we die in between, ``sweep`` goes on."""
+        """Delete a file: hide it, then delete its bytes. After a crash in between, ``sweep`` finishes this."""
         async with changing(self.database) as connection:
             await connection.execute(update(FileRow).where(FileRow.id == file_id).values(expires_unix_ms=0))
         await self._remove(file_id)
 
     async def _remove(self, file_id: str) -> None:
-        """Delete its bytes, and only then what says where they are and who pays for them."""
+        """Delete the bytes first, then the rows that locate and account for them."""
         for name in await self.storage.names(f"{file_id}/"):
             await self.storage.delete(name)
         async with changing(self.database) as connection:
@@ -183,12 +183,12 @@ class Files:
             await connection.execute(delete(FileRow).where(FileRow.id == file_id))
 
     async def sweep(self, over: Sequence[str]) -> None:
-        """Delete the files that have expired, unless a batch reads them that is not ``over``."""
+        """Delete expired files that no batch in progress uses."""
         while await self._sweep_some(over) == SWEPT_AT_A_TIME:
             pass
 
     async def _sweep_some(self, over: Sequence[str]) -> int:
-        """Delete some of them; return how many."""
+        """Delete one page of expired files; return their number."""
         is_old = FileRow.expires_unix_ms <= unix_now_ms() - SWEEP_GRACE_MS
         read = select(BatchRow.input_file_id).where(BatchRow.status.not_in(over))
         old = select(FileRow.id).where(is_old, FileRow.id.not_in(read)).limit(SWEPT_AT_A_TIME)
@@ -198,7 +198,7 @@ class Files:
         for file_id in expired:
             try:
                 await self._remove(file_id)
-            except StorageError as error:  # its row stays, so it is tried again
+            except StorageError as error:  # its row stays, so deletion is retried
                 log.warning("the expired file %s cannot be deleted: %s", file_id, error)
                 continue
             deleted += 1
@@ -207,7 +207,7 @@ class Files:
 
 # --- upload slots -----------------------------------------------------------------------------------------------------
 #
-# The slots in which a gateway receives uploads: how they are shared between tenants, and how fast a client must be.
+# Upload slots of a gateway, shared between tenants, and the minimum upload speed.
 #
 # Pure: no I/O, no clock.
 
@@ -215,19 +215,19 @@ TOO_MANY_UPLOADS: Final = "too_many_uploads"
 
 
 class UploadSlots:
-    """The slots of one gateway. Only the event loop touches it.
+    """The upload slots of a gateway. Use only from the event loop.
 
-    A tenant may hold as many as it leaves free, and one in any case: others find a slot, however many it wants.
+    A tenant can always hold one slot, and at most as many as it leaves free, so that other tenants find a slot.
     """
 
     def __init__(self, max_uploads: int) -> None:
         self._free = max_uploads
         self._held: Counter[str] = Counter()  # by tenant
-        self._bytes: Counter[str] = Counter()  # by tenant: written, and not a file yet
+        self._bytes: Counter[str] = Counter()  # by tenant: bytes of unfinished uploads
 
     @contextmanager
     def hold(self, tenant: str) -> Iterator["Slot"]:
-        """Hold a slot. Raises Overloaded, and RateLimitExceeded for more than the tenant's share."""
+        """Hold a slot. Raises Overloaded, and RateLimitExceeded above the tenant's share."""
         if not self._free:
             raise Overloaded("The gateway cannot receive more uploads at the moment. Try again later.")
         held = self._held[tenant]
@@ -243,12 +243,12 @@ class UploadSlots:
             yield slot
         finally:
             self._free += 1
-            self._held -= Counter({tenant: 1})  # which drops what has come to nothing
+            self._held -= Counter({tenant: 1})  # this drops zero counts
             self._bytes -= Counter({tenant: slot.written_bytes})
 
 
 class Slot:
-    """One upload's slot, which counts what is written."""
+    """The slot of an upload, which counts written bytes."""
 
     def __init__(self, by_tenant: Counter[str], tenant: str) -> None:
         self.written_bytes = 0
@@ -256,7 +256,7 @@ class Slot:
         self._tenant = tenant
 
     def count(self, size_bytes: int, room_bytes: int) -> None:
-        """Count what is about to be written. Raises BodyTooLarge where all of the tenant's uploads have no room."""
+        """Count bytes before they are written. Raises BodyTooLarge if the tenant's uploads exceed its storage."""
         self.written_bytes += size_bytes
         self._by_tenant[self._tenant] += size_bytes
         if self._by_tenant[self._tenant] > room_bytes:
@@ -266,7 +266,7 @@ class Slot:
 
 
 class Pace:
-    """How fast an upload comes. Only time that was spent waiting for the client counts."""
+    """The speed of an upload. Only time spent waiting for the client counts."""
 
     def __init__(self, min_bytes_per_s: int, window_s: float) -> None:
         self._min_bytes_per_s = min_bytes_per_s
@@ -275,7 +275,7 @@ class Pace:
         self._waited_s = 0.0
 
     def note(self, size_bytes: int, waited_s: float) -> None:
-        """Note what has come after a wait. Raises RequestTooSlow at the end of a window in which too little came."""
+        """Record the bytes received after a wait. Raises RequestTooSlow if too few arrived within a window."""
         self._bytes += size_bytes
         self._waited_s += waited_s
         if self._waited_s < self._window_s:

@@ -1,7 +1,7 @@
-"""The lines of one batch in a SQLite file: validated, and found in the order in which they are fed.
+"""An index of a batch's lines in a SQLite file: validates lines and returns them in feeding order.
 
-It is made by a process of its own (``python -m gateway.batches.index``): millions of lines are parsed and sorted there,
-on disk and with little memory, while the gateway answers others. Whoever takes a batch over makes it anew.
+A separate process (``python -m gateway.batches.index``) builds it, so that millions of lines are parsed and sorted
+on disk, with little memory, without blocking the gateway. A gateway that takes over a batch rebuilds it.
 """
 
 import asyncio
@@ -23,34 +23,34 @@ from msgspec import Struct
 from gateway.batches.lines import Done, LineError, Request, Wrong, check_line, is_wide, prompt_text, sort_key
 from protocol.process import ending, plain_environment
 
-MAX_ERRORS: Final = 100  # that are told of one batch
-ID_BYTES: Final = 16  # of a custom_id's hash
+MAX_ERRORS: Final = 100  # reported per batch
+ID_BYTES: Final = 16  # of the hash of a custom_id
 CACHE_KIB: Final = 16 * 1024
 INSERTED_AT_A_TIME: Final = 500
 NUMBERS_AT_A_TIME: Final = 4096
 LINES_AT_A_TIME: Final = 32
 NICENESS: Final = 10
 SPACE: Final = b" \t\r\n"
-NO_ROOM: Final = 75  # exit code: no fault of the batch (EX_TEMPFAIL of sysexits.h)
-LIMIT_S: Final = 1800.0  # for one file
+NO_ROOM: Final = 75  # exit code: not the fault of the batch (EX_TEMPFAIL of sysexits.h)
+LIMIT_S: Final = 1800.0  # per file
 
 
 class IndexTask(Struct, frozen=True):
-    """What the process is to do; the input file follows."""
+    """Input of the process, followed by the file."""
 
     path: str
     endpoint: str
-    models: dict[str, str]  # the configured model of each name that may be used
+    models: dict[str, str]  # allowed model names, with the configured model of each
     max_lines: int
     max_line_bytes: int
     any_model: bool = False  # see check_line
 
 
 class IndexReport(Struct):
-    """What it has found."""
+    """Result of the process."""
 
     total: int = 0
-    models: dict[str, tuple[int, int]] = {}  # lines and estimated tokens of each
+    models: dict[str, tuple[int, int]] = {}  # lines and estimated tokens by model
     errors: list[LineError] = []
 
 
@@ -59,18 +59,18 @@ _decode_report: Final = msgspec.json.Decoder(IndexReport).decode
 
 
 class IndexFailed(Exception):
-    """The process has not done its work, perhaps because of what the file holds."""
+    """The process failed, possibly because of the file's content."""
 
 
 class NoRoomForIndex(Exception):
-    """The gateway's machine has no room for an index now: the file is not at fault."""
+    """The gateway has no disk space for an index at the moment. The file is not at fault."""
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
 def build(task: IndexTask, source: IO[bytes]) -> IndexReport:
-    """Read the lines of a file into an index. Where a line is wrong, the report says so and the index is useless."""
+    """Build the index of a file. If a line is invalid, the report has errors and the index is unusable."""
     path = Path(task.path)
     unfinished = _unfinished(path, os.getpid())
     report = IndexReport(models={}, errors=[])
@@ -139,7 +139,7 @@ def _checked(text: bytes, task: IndexTask) -> Request:
 
 
 def _lines(source: IO[bytes], max_bytes: int) -> Iterator[bytes]:
-    """Iterate over lines; of one that is too long only so much that this is seen."""
+    """Iterate over lines. Lines above the limit are truncated just past it."""
     while line := source.readline(max_bytes + 1):
         yield line
         while len(line) > max_bytes and not line.endswith(b"\n"):
@@ -159,33 +159,33 @@ def _find_duplicates(database: sqlite3.Connection, report: IndexReport) -> None:
 
 
 def main() -> None:
-    """Read a task, make the index, and report."""
+    """Read a task, build the index, and write the report."""
     os.nice(NICENESS)
     task = _decode_task(sys.stdin.buffer.readline())
     os.environ["SQLITE_TMPDIR"] = str(Path(task.path).parent)
     try:
         report = build(task, sys.stdin.buffer)
-    except (OSError, sqlite3.OperationalError) as error:  # no room on the disk, or no rights
+    except (OSError, sqlite3.OperationalError) as error:  # no disk space, or no permission
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(NO_ROOM)
-    while sys.stdin.buffer.read(1024 * 1024):  # what was not looked at any more
+    while sys.stdin.buffer.read(1024 * 1024):  # drain the rest of the input
         pass
     try:
         sys.stdout.buffer.write(msgspec.json.encode(report))
         sys.stdout.buffer.flush()
-    except BrokenPipeError:  # whoever wanted it has died, perhaps in the middle of the file
+    except BrokenPipeError:  # the gateway has died
         Path(task.path).unlink(missing_ok=True)
-        os._exit(1)  # Python's own end would flush once more
+        os._exit(1)  # skip Python's flush at exit
 
 
 # --- the gateway's side -----------------------------------------------------------------------------------------------
 
 
 async def make_index(task: IndexTask, content: AsyncIterator[bytes]) -> IndexReport:
-    """Let a process make an index. Raises IndexFailed, NoRoomForIndex, and what ``content`` raises."""
+    """Build an index in a process. Raises IndexFailed, NoRoomForIndex, and the errors of ``content``."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "gateway.batches.index",
-        env=plain_environment(),  # it reads what callers have uploaded
+        env=plain_environment(),  # it parses untrusted input
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
@@ -193,7 +193,7 @@ async def make_index(task: IndexTask, content: AsyncIterator[bytes]) -> IndexRep
     limit = asyncio.timeout(LIMIT_S)
     try:
         async with limit:
-            with suppress(ConnectionError):  # it has died: its last words are read below
+            with suppress(ConnectionError):  # it has died: its error output is read below
                 process.stdin.write(msgspec.json.encode(task) + b"\n")
                 async for chunk in content:
                     process.stdin.write(chunk)
@@ -218,21 +218,21 @@ async def make_index(task: IndexTask, content: AsyncIterator[bytes]) -> IndexRep
 
 
 class Index:
-    """An index that is there. Its file goes with the process, however that ends.
+    """An open index. Its file is already unlinked, so it disappears with the process.
 
-    One thread does all the reading, and closes it: whoever is cancelled leaves a read behind, and SQLite crashes the
-    process if it is closed in the midst of one.
+    One thread does all reading and closes the database: a canceled task may leave a read running, and SQLite crashes
+    if it is closed during a read.
     """
 
     def __init__(self, path: Path) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-index")
         self._database = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True, check_same_thread=False)
         self._database.execute("PRAGMA cache_size=-4096")
-        self._database.execute("SELECT name FROM sqlite_master").fetchall()  # only now SQLite opens the file
+        self._database.execute("SELECT name FROM sqlite_master").fetchall()  # SQLite opens the file only now
         path.unlink()
 
     async def lines(self, done: Done) -> AsyncIterator[tuple[int, bytes]]:
-        """Iterate over the lines that are not done, with their numbers, in the order in which they are fed."""
+        """Iterate over incomplete lines with their numbers, in feeding order."""
         in_thread = partial(asyncio.get_running_loop().run_in_executor, self._thread)
         mark: tuple[bytes, int] = (b"", 0)
         while numbers := await in_thread(self._numbers, mark):
@@ -251,7 +251,7 @@ class Index:
         return [(number, self._database.execute(one_by_one, (number,)).fetchone()[0]) for number in numbers]
 
     def close(self) -> None:
-        """Close it, once nothing is being read: nobody needs it any more."""
+        """Close the index after pending reads."""
         self._database.interrupt()
         self._thread.submit(self._database.close)
         self._thread.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""Lines: which ones are done, and what stands in the result files."""
+"""Lines of batches: order, validation, completion, and results."""
 
 import codecs
 import hashlib
@@ -16,24 +16,24 @@ from protocol.wire import UNDECODABLE
 
 # --- order ------------------------------------------------------------------------------------------------------------
 #
-# The order in which lines are fed: those that begin alike run together, so an engine computes a beginning once.
+# Feeding order: lines with a common prefix run together, so that engines compute the prefix once.
 
 BLOCK_CHARS: Final = 256
-MAX_BLOCKS: Final = 128  # 32,768 characters; what is alike for longer counts as alike
-BLOCK_BYTES: Final = 6  # of each block's hash
-# What a prompt is made of, in the order in which it stands in front of the model.
+MAX_BLOCKS: Final = 128  # 32,768 characters; longer common prefixes count as equal
+BLOCK_BYTES: Final = 6  # of the hash of a block
+# Fields of a prompt, in the order of the rendered prompt.
 FIELDS: Final = ("tools", "system", "instructions", "messages", "prompt", "input", "query")
 
 _encode: Final = msgspec.json.Encoder().encode
 
 
 def prompt_text(body: dict[str, Any]) -> str:
-    """Return a text that begins as a body's prompt does, wherever two prompts begin alike."""
+    """Return a text such that bodies with a common prompt prefix have a common text prefix."""
     return "".join(_encode(body[name]).decode() for name in FIELDS if body.get(name) is not None)
 
 
 def sort_key(model: str, text: str) -> bytes:
-    """Return what to sort by: a short hash of each block. Prompts whose first blocks are the same lie side by side."""
+    """Return a sort key of short block hashes. Prompts with equal first blocks are adjacent."""
     starts = range(0, min(len(text), BLOCK_CHARS * MAX_BLOCKS), BLOCK_CHARS)
     blocks = [model, *(text[start : start + BLOCK_CHARS] for start in starts)]
     return b"".join(hashlib.blake2b(block.encode(), digest_size=BLOCK_BYTES).digest() for block in blocks)
@@ -47,7 +47,7 @@ REVOKED: Final = "key_revoked"
 
 
 class Line(Struct, frozen=True):
-    """A line of an input file that has been validated."""
+    """A validated line of an input file."""
 
     custom_id: str
     body: Raw
@@ -78,7 +78,7 @@ class _ModelOnly(Struct, frozen=True):
 
 
 class LineModel(Struct, frozen=True):
-    """A line of which only the model is wanted."""
+    """A line parsed only for its model."""
 
     body: _ModelOnly
 
@@ -93,7 +93,7 @@ def result_id(batch_id: str, number: int) -> str:
 
 
 def response_line(batch_id: str, number: int, custom_id: str, *, status: int, request_id: str, body: bytes) -> bytes:
-    """A line of a result file: what was answered. ``body``: JSON."""
+    """Return a line of the output file with the answer. ``body``: JSON."""
     if b"\n" in body:
         body = _encode(msgspec.json.decode(body))
     response = _Response(status, request_id, Raw(body))
@@ -101,7 +101,7 @@ def response_line(batch_id: str, number: int, custom_id: str, *, status: int, re
 
 
 def failure_line(batch_id: str, number: int, custom_id: str, failure: LineFailure) -> bytes:
-    """A line of the error file: why there is no response."""
+    """Return a line of the error file with the reason."""
     return _encode(_Result(result_id(batch_id, number), custom_id, None, failure)) + b"\n"
 
 
@@ -111,7 +111,7 @@ def pack_numbers(numbers: Iterable[int]) -> bytes:
 
 
 class Done:
-    """Which lines are done: a byte for each, as bits of a million lines take a second to set."""
+    """The completed lines. One byte per line: setting bits for a million lines takes a second."""
 
     def __init__(self) -> None:
         self._marks = bytearray()
@@ -121,7 +121,7 @@ class Done:
         return number < len(self._marks) and bool(self._marks[number])
 
     def add(self, packed: bytes) -> None:
-        """Add packed line numbers. Raises ValueError where one comes twice."""
+        """Add packed line numbers. Raises ValueError for duplicates."""
         numbers, marks = array("I", packed), self._marks
         marks.extend(bytes(max(0, max(numbers, default=0) + 1 - len(marks))))
         for number in numbers:
@@ -133,13 +133,13 @@ class Done:
 
 # --- validation -------------------------------------------------------------------------------------------------------
 #
-# Validation of an input file, line by line: what is wrong before anything runs. Pure.
+# Validation of the lines of an input file, before anything runs. Pure.
 
 MAX_CUSTOM_ID_CHARS: Final = 512
-MAX_DEPTH: Final = 200  # of lists and objects in each other, in a line's body as in that of a request
-GUESSED_TOKENS: Final = 256  # of an answer, where the line does not say how many it may have
+MAX_DEPTH: Final = 200  # maximum nesting of lists and objects in a body
+GUESSED_TOKENS: Final = 256  # assumed output tokens of a line without a limit
 CHARS_PER_TOKEN: Final = 4
-_MALFORMED: Final = re.compile(r"JSON is malformed: (?P<reason>.*) \(byte (?P<byte>\d+)\)")  # as msgspec says it
+_MALFORMED: Final = re.compile(r"JSON is malformed: (?P<reason>.*) \(byte (?P<byte>\d+)\)")  # msgspec's message
 _NO_NUMBER: Final = re.compile(rb"[-+]?(NaN|nan|Infinity|inf)\b")
 _HALF: Final = "an unpaired surrogate, which is not a valid character"
 _HALF_CHARACTER: Final = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
@@ -149,7 +149,7 @@ _ESCAPE: Final = re.compile(
 
 
 class LineError(Struct, frozen=True):
-    """Why a batch failed, as OpenAI has it; ``line`` counts from 1, None: the whole file."""
+    """Why a batch failed, in OpenAI's format. ``line`` counts from 1; None: the whole file."""
 
     code: str
     message: str
@@ -158,7 +158,7 @@ class LineError(Struct, frozen=True):
 
 
 class Wrong(Exception):
-    """A line cannot be run."""
+    """A line is invalid."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -175,16 +175,16 @@ class Request(Struct, frozen=True):
 
     @property
     def estimated_tokens(self) -> int:
-        """What it may cost, prompt and answer, as far as that can be seen from here."""
+        """Estimated tokens of prompt and answer."""
         limits = (self.body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
         most = next((limit for limit in limits if isinstance(limit, int)), GUESSED_TOKENS)
         return len(msgspec.json.encode(self.body)) // CHARS_PER_TOKEN + most
 
 
 def check_line(text: bytes, endpoint: str, models: Mapping[str, str], *, any_model: bool = False) -> Request:
-    """Check one line. ``models``: the configured model of each name that may be used. Raises Wrong.
+    """Validate a line. ``models``: allowed model names, with the configured model of each. Raises Wrong.
 
-    ``any_model``: of another model, too, whose request will say so itself.
+    ``any_model``: accept unknown models; their requests will fail.
     """
     line = _decoded(text)
     for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
@@ -211,8 +211,8 @@ def _decoded(text: bytes) -> dict[str, Any]:
         line = msgspec.json.decode(text)
     except UNDECODABLE as error:
         raise Wrong("invalid_json_line", f"This line is not valid JSON: {_why_no_json(text, error)}.") from error
-    # Whoever reads the line later reads it deeper in the stack than this process does.
-    if is_deeper(text, line, MAX_DEPTH + 1):  # the line is around its body
+    # Later parsers have a deeper call stack than this process.
+    if is_deeper(text, line, MAX_DEPTH + 1):  # the line adds one level around the body
         raise Wrong("invalid_json_line", f"This line is nested more than {MAX_DEPTH} levels deep.")
     if not isinstance(line, dict):
         raise Wrong("invalid_json_line", "This line is not a JSON object.")
@@ -220,18 +220,18 @@ def _decoded(text: bytes) -> dict[str, Any]:
 
 
 def is_wide(text: bytes) -> bool:
-    """Return whether a file that begins so is UTF-16 or UTF-32."""
+    """Return whether a file with this beginning is UTF-16 or UTF-32."""
     return text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in text[:4]
 
 
 def _why_no_json(text: bytes, error: Exception) -> str:
-    """Return column and reason, for who wrote the line."""
+    """Return column and reason of the syntax error."""
     place, reason = _fault_of(text, error)
     return reason if place is None else f"column {len(text[:place].decode(errors='replace')) + 1}: {reason}"
 
 
 def _fault_of(text: bytes, error: Exception) -> tuple[int | None, str]:
-    """Return the byte from which a line is wrong (None: unknown), and why."""
+    """Return the position of the error in bytes (None: unknown), and the reason."""
     try:
         text.decode()
     except UnicodeDecodeError as wrong:
@@ -244,15 +244,15 @@ def _fault_of(text: bytes, error: Exception) -> tuple[int | None, str]:
     if found is None:
         is_short = str(error) == "Input data was truncated"
         return (len(text.rstrip()), "the line ends too early") if is_short else (None, str(error))
-    place = int(found["byte"]) - (found["reason"] == "trailing characters")  # which it has read already
+    place = int(found["byte"]) - (found["reason"] == "trailing characters")  # the parser has already consumed it
     number = _NO_NUMBER.match(text, max(0, place - 1)) or _NO_NUMBER.match(text, place)
     return (number.start(), f"{number[0].decode()} is not a JSON number") if number else (place, found["reason"])
 
 
 def is_deeper(text: bytes, value: object, levels: int) -> bool:
-    """Report whether values are nested more than so many lists and objects deep, as pydantic counts when it reads.
+    """Return whether a value is nested deeper than ``levels``, by pydantic's count.
 
-    ``text``: what was decoded. What is empty does not count: nothing is nested in it.
+    ``text``: source of the value. Empty lists and objects do not count.
     """
     if text.count(b"[") + text.count(b"{") <= levels:
         return False

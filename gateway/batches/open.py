@@ -1,4 +1,4 @@
-"""Putting the parts of files and batches together."""
+"""Composition of files and batches."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from gateway.batches.store import Batches
 from gateway.settings import BatchSettings
 from protocol.nats.bus import Bus
 
-INDEXES: Final = "batches"  # a folder below the data folder
+INDEXES: Final = "batches"  # subfolder of the data folder
 
 
 def open_batches(
@@ -38,7 +38,7 @@ def open_batches(
     counted: Counted,
     threads: Threads,
 ) -> BatchServices:
-    """Return what the routes work with. ``endpoints``: that a batch may be for."""
+    """Return the dependencies of the routes. ``endpoints``: allowed endpoints of batches."""
     files = Files(database, open_storage(settings, data_dir))
     return BatchServices(
         settings=settings,
@@ -90,5 +90,5 @@ BATCH_BODIES: Final[Sequence[type[Body]]] = (NewBatch,)
 
 
 def batch_routers(services: BatchServices) -> Sequence[APIRouter]:
-    """Build all routers of this room."""
+    """Build all routers of files and batches."""
     return [file_router(services), batch_router(services), message_batch_router(services)]

@@ -1,4 +1,4 @@
-"""``/v1/files`` and ``/v1/batches``, as OpenAI has them."""
+"""``/v1/files`` and ``/v1/batches``: OpenAI's Files and Batch APIs."""
 
 import re
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ from protocol.nats.clock import unix_now_ms
 
 # --- file routes ------------------------------------------------------------------------------------------------------
 #
-# ``/v1/files``, as OpenAI's clients know it. A file belongs to the team of the key that made it.
+# ``/v1/files``. A file belongs to the team of the key that uploaded it.
 
 PURPOSES: Final = (BATCH, "batch_output")
-MAX_FILES_PAGE_ROWS: Final = 10_000  # as OpenAI has it
-LEAST_TTL_S: Final = 3600  # that a client may ask for, as OpenAI has it
+MAX_FILES_PAGE_ROWS: Final = 10_000  # as in OpenAI's API
+LEAST_TTL_S: Final = 3600  # minimum expiry, as in OpenAI's API
 _FORM: Final = {
     "requestBody": {
         "required": True,
@@ -50,7 +50,7 @@ _FORM: Final = {
 
 
 class FileQuery(BaseModel):
-    """Which files to list."""
+    """Query of a list of files."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -61,7 +61,7 @@ class FileQuery(BaseModel):
 
 
 def file_view(file: File) -> dict[str, Any]:
-    """A file as the API shows it."""
+    """Return a file in OpenAI's format."""
     return {
         "id": file.id,
         "object": "file",
@@ -76,7 +76,7 @@ def file_view(file: File) -> dict[str, Any]:
 
 
 async def file_of(services: BatchServices, file_id: str, principal: Principal, param: str = "file_id") -> File:
-    """Return a file that the key may see. Raises UnknownObject."""
+    """Return a file of the key's team. Raises UnknownObject."""
     file = await services.files.find(file_id, principal.tenant)
     if file is None:
         raise UnknownObject(f"No such File object: {file_id[:100]}", param=param)
@@ -133,14 +133,14 @@ def file_router(services: BatchServices) -> APIRouter:
 
 
 def list_view(data: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """A page, of one row more than it shows where there are more."""
+    """Return a page of a list. ``data`` has one extra element if there are more."""
     shown = data[:limit]
     ends = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
     return {"object": "list", "data": shown, "first_id": ends[0], "last_id": ends[1], "has_more": len(data) > limit}
 
 
 async def content_answer(services: BatchServices, file: File) -> Response:
-    """Stream a file; what fails before its first byte is an error, later the connection breaks off."""
+    """Stream a file. A failure before the first byte is an error; later it aborts the connection."""
     pieces = services.files.content(file.id)
     try:
         first = await anext(pieces, b"")
@@ -168,7 +168,7 @@ async def _uploaded(services: BatchServices, request: Request, principal: Princi
 
 
 def _checked_ttl_s(upload: Upload, most_s: float) -> float:
-    """Check what has come beside the file; return how long to keep it. Raises InvalidParameter."""
+    """Validate the form fields of an upload; return the file's time to live. Raises InvalidParameter."""
     if upload.filename is None:
         raise InvalidParameter("Missing required parameter: 'file'.", param="file", code="missing_required_parameter")
     if not upload.size_bytes:
@@ -193,7 +193,7 @@ def _checked_ttl_s(upload: Upload, most_s: float) -> float:
 
 # --- batch routes -----------------------------------------------------------------------------------------------------
 #
-# ``/v1/batches``, as OpenAI's clients know it.
+# ``/v1/batches``.
 
 MAX_BATCHES_PAGE_ROWS: Final = 100
 MAX_BODY_BYTES: Final = 64 * 1024
@@ -215,7 +215,7 @@ class NewBatch(Body):
 
     input_file_id: str
     endpoint: str
-    completion_window: str = "24h"  # OpenAI's only one; ours may be as "90m", "6h" or "7d"
+    completion_window: str = "24h"  # OpenAI's only value; others such as "90m", "6h", or "7d" are allowed
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]] | None, Field(max_length=16)] = None
     output_expires_after: OutputExpiry | None = None
 
@@ -230,7 +230,7 @@ class NewBatch(Body):
 
 
 class BatchQuery(BaseModel):
-    """Which batches to list."""
+    """Query of a list of batches."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -239,12 +239,12 @@ class BatchQuery(BaseModel):
 
 
 def window_s(text: str) -> int:
-    """Return a completion window in seconds; it is valid."""
+    """Return a valid completion window in seconds."""
     return int(text[:-1]) * _UNITS_S[text[-1]]
 
 
 def batch_view(batch: Batch) -> dict[str, Any]:
-    """A batch as OpenAI shows it."""
+    """Return a batch in OpenAI's format."""
     over = {f"{end}_at": _s(batch.over_unix_ms) if batch.status == end else None for end in OVER}
     return {
         "id": batch.id,
@@ -287,7 +287,7 @@ def _s(unix_ms: int | None) -> int | None:
 async def batch_of(
     services: BatchServices, batch_id: str, principal: Principal, param: str = "batch_id", *, surface: str = OPENAI
 ) -> Batch:
-    """Return a batch of this surface that the key may see. Raises UnknownObject."""
+    """Return a batch of this surface and the key's team. Raises UnknownObject."""
     batch = await services.batches.find(batch_id, principal.tenant, surface)
     if batch is None:
         raise UnknownObject(f"No batch found with id '{batch_id[:100]}'.", param=param)
@@ -295,7 +295,7 @@ async def batch_of(
 
 
 async def refuse_if_too_many(services: BatchServices, principal: Principal) -> None:
-    """Raise RateLimitExceeded where the tenant has as many open batches as it may."""
+    """Raise RateLimitExceeded if the tenant has reached its limit of open batches."""
     count = await services.batches.count_open(principal.tenant)
     if count >= services.settings.max_tenant_batches:
         raise too_many(

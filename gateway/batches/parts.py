@@ -1,4 +1,4 @@
-"""The parts that the routes of files and batches work with."""
+"""Dependencies of the routes of files and batches."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,31 +15,31 @@ from gateway.http.pages import Exchange
 from gateway.settings import BatchSettings
 
 _Result = TypeVar("_Result")
-# Counts a request of a key and its team while it runs (gateway.endpoints.endpoint.counted).
+# Counts a running request of a key and its team (gateway.endpoints.endpoint.counted).
 Counted = Callable[[Exchange, Principal], AbstractAsyncContextManager[None]]
 
 
 class Threads(Protocol):
-    """The gateway's threads, which tenants share (gateway.tokenizing.encoder_pool)."""
+    """Threads shared between tenants (gateway.tokenizing.encoder_pool)."""
 
     async def run(
         self, tenant: str, size_bytes: int, work: Callable[[], _Result], *, is_quick: bool = False
     ) -> _Result:
-        """Run ``work`` in one. Raises RateLimitExceeded and Overloaded where too much waits for them."""
+        """Run ``work`` in a thread. Raises RateLimitExceeded or Overloaded if too much work is queued."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BatchServices:
-    """The parts of a process that serves files and batches."""
+    """Dependencies of a process that serves files and batches."""
 
     settings: BatchSettings
     folder: Path  # for indexes
     keys: KeyRing
     files: Files
     batches: Batches
-    endpoints: frozenset[str]  # that a batch may be for
-    changed: asyncio.Event  # set when a batch is there, or has changed
+    endpoints: frozenset[str]  # allowed endpoints of batches
+    changed: asyncio.Event  # set when a batch was created or changed
     uploads: UploadSlots
     counted: Counted
     threads: Threads

@@ -1,7 +1,7 @@
-"""The results of one batch on their way into parts: at most ``commit_s`` old, and never more than fit into memory.
+"""Writes the results of a batch to storage in parts, at most ``commit_s`` late and within a memory limit.
 
-A part is in the storage before SQL says so, and SQL says in one transaction that it is there and which lines it holds.
-A part that SQL does not know is rubbish of somebody who died in between; its lines run again.
+A part is stored first; then one SQL transaction records the part and its lines. A part unknown to SQL was left by
+a crash in between; its lines run again.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from protocol.process import backoff_s, wait_for
 log = logging.getLogger(__name__)
 
 
-PART_BYTES: Final = 4 * 1024 * 1024  # from here on a part is committed at once
-MAX_BYTES: Final = 16 * 1024 * 1024  # that are not committed: from here on no line is opened
+PART_BYTES: Final = 4 * 1024 * 1024  # a part of this size is committed immediately
+MAX_BYTES: Final = 16 * 1024 * 1024  # uncommitted bytes at which no more lines are opened
 
 _AWAY: Final[tuple[type[Exception], ...]] = (StorageError, *SQL_ERRORS)
 
 
 class _Part:
-    """A part that grows."""
+    """A part in memory."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -38,7 +38,7 @@ class _Part:
 
 
 class Results:
-    """Run ``run`` beside whoever adds, until ``end``. Only the event loop touches it."""
+    """Run ``run`` concurrently with ``add``, until ``end``. Use only from the event loop."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Results:
         committed: Callable[[Counts], None],
         give_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``committed``: called with what a commit adds; ``give_up``: whether what cannot be committed need not be."""
+        """``committed``: called with the counts of each commit. ``give_up``: whether to stop retrying a commit."""
         self._batches = batches
         self._storage = storage
         self._batch = batch
@@ -60,20 +60,20 @@ class Results:
         self._committed = committed
         self._give_up = give_up
         self._ended = False
-        self._parts = (_Part(), _Part())  # of the output file, of the error file
+        self._parts = (_Part(), _Part())  # of the output file and the error file
         self._counts = Counts()
         self._full = asyncio.Event()
         self._committing = asyncio.Lock()
-        self._bytes = 0  # that are not committed
+        self._bytes = 0  # uncommitted bytes
 
     @property
     def has_room(self) -> bool:
-        """False while what is there must be committed first."""
+        """False if results must be committed first."""
         return self._bytes < MAX_BYTES
 
     @property
     def is_full(self) -> bool:
-        """True once a part has its size."""
+        """True if a part has reached its size."""
         return self._full.is_set()
 
     def add(self, number: int, text: bytes, counts: Counts) -> None:
@@ -89,7 +89,7 @@ class Results:
             self._full.set()
 
     async def run(self) -> None:
-        """Commit again and again until the end. Raises Lost."""
+        """Commit periodically until the end. Raises Lost."""
         is_last = False
         while not is_last:
             await wait_for(self._full, self._commit_s)
@@ -97,12 +97,12 @@ class Results:
             await self.commit()
 
     def end(self) -> None:
-        """Nothing more is added: let ``run`` commit what is there, and return."""
+        """Mark the end: ``run`` commits the rest and returns."""
         self._ended = True
         self._full.set()
 
     async def commit(self) -> None:
-        """Commit what is there; tries until it has succeeded, or ``give_up``. Raises Lost."""
+        """Commit the results. Retry until success or ``give_up``. Raises Lost."""
         async with self._committing:
             parts, self._parts = self._parts, (_Part(), _Part())
             counts, self._counts = self._counts, Counts()
@@ -136,9 +136,9 @@ class Results:
 
 # --- message results --------------------------------------------------------------------------------------------------
 #
-# The results of a batch of messages: its result files, line by line, as Anthropic has them.
+# Results of message batches: result files converted to Anthropic's format.
 
-PIECE_BYTES: Final = 64 * 1024  # of what is sent at a time
+PIECE_BYTES: Final = 64 * 1024  # sent at a time
 
 
 class _Response(Struct, frozen=True):
@@ -163,11 +163,11 @@ class _Errored(Struct, frozen=True, tag="errored"):
 
 
 class _Canceled(Struct, frozen=True, tag="canceled"):
-    """Its batch was cancelled first."""
+    """The batch was canceled first."""
 
 
 class _Expired(Struct, frozen=True, tag="expired"):
-    """Its batch expired first."""
+    """The batch expired first."""
 
 
 class _Result(Struct, frozen=True):
@@ -180,7 +180,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 async def results_of(files: Files, batch: Batch) -> AsyncIterator[bytes]:
-    """Iterate over whole lines of results. Raises StorageError and SQL's own errors."""
+    """Iterate over chunks of complete result lines. Raises StorageError and SQL errors."""
     for file_id in (batch.output_file_id, batch.error_file_id):
         if file_id is None:
             continue

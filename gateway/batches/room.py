@@ -1,11 +1,11 @@
-"""How many lines may be open at once: as many as keep the workers busy and the queue shallow, none while others wait.
+"""Limits the open lines: enough to keep workers busy with a short queue, none while interactive requests wait.
 
-Three bounds, and a line is opened when it is inside all of them:
+A line is opened if all three conditions hold:
 
-- the batch lane of its queue holds about as many jobs as workers have free places for now, and a few more;
+- the batch lane of its queue has only a few more jobs than the workers have free slots;
 - no interactive job waits in that queue;
-- the number of open lines stays below one that grows with every answer, and is halved when there was no room, or an
-  interactive job had to wait (additive increase, multiplicative decrease, as TCP finds its share of a wire).
+- the number of open lines is below a window that grows with every answer, and is halved after a refusal or when an
+  interactive job had to wait (additive increase, multiplicative decrease, like TCP).
 """
 
 import asyncio
@@ -19,29 +19,29 @@ from protocol.subjects import LOW_LANE
 
 FIRST_LIMIT: Final = 16.0
 LEAST_LIMIT: Final = 1.0
-LEAST_WAITING: Final = 4  # jobs in the batch lane, whoever is there: the fleet shall see that there is work
-HALVING_GAP_S: Final = 0.5  # between two: one reason is seen by many lines at once
+LEAST_WAITING: Final = 4  # jobs in the batch lane even without workers, so that the fleet sees demand
+HALVING_GAP_S: Final = 0.5  # minimum time between halvings: many lines see the same event
 LOOK_S: Final = 0.05
-MAX_OPEN_BYTES: Final = 64 * 1024 * 1024  # of the bodies of open lines
+MAX_OPEN_BYTES: Final = 64 * 1024 * 1024  # of bodies of open lines
 
 
 class ModelCapacity(Protocol):
-    """The workers of one queue."""
+    """Capacity of a queue's workers."""
 
     free_sequences: int
     running: int
 
 
 class Capacity(Protocol):
-    """The workers of all queues."""
+    """Capacity of the workers of all queues."""
 
     def of(self, queue: str) -> ModelCapacity:
-        """Those of a queue."""
+        """Return the capacity of a queue."""
         ...
 
 
 class Admission(Protocol):
-    """What the gateway knows of its queues (gateway.admission.control)."""
+    """State of the queues (gateway.admission.control)."""
 
     @property
     def capacity(self) -> Capacity: ...  # noqa: D102
@@ -49,12 +49,12 @@ class Admission(Protocol):
     def queues(self) -> Collection[str]: ...  # noqa: D102
 
     def waiting_by_lane(self, queue: str) -> Mapping[str, int]:
-        """Jobs that wait in each lane."""
+        """Return the waiting jobs by lane."""
         ...
 
 
 class Window:
-    """How many lines one batch may have open."""
+    """Window of open lines of a batch."""
 
     def __init__(self) -> None:
         self._limit = FIRST_LIMIT
@@ -62,15 +62,15 @@ class Window:
 
     @property
     def limit(self) -> int:
-        """The number of lines."""
+        """Maximum number of open lines."""
         return int(self._limit)
 
     def grow(self, most: int) -> None:
-        """A line was answered."""
+        """Grow after an answer."""
         self._limit = min(float(most), self._limit + 1)
 
     def shrink(self) -> None:
-        """There was no room, or somebody interactive waits."""
+        """Halve after a refusal, or while an interactive job waits."""
         now_s = time.monotonic()
         if now_s - self._halved_s >= HALVING_GAP_S:
             self._halved_s = now_s
@@ -78,7 +78,7 @@ class Window:
 
 
 class Room:
-    """The open lines of one gateway, of all batches that it feeds."""
+    """The open lines of all batches that a gateway feeds."""
 
     def __init__(self, admission: Admission, settings: BatchSettings) -> None:
         self._admission = admission
@@ -90,18 +90,18 @@ class Room:
 
     @property
     def share(self) -> int:
-        """How many lines each batch may have open, at most."""
+        """Return the maximum number of open lines per batch."""
         return max(1, self._most // max(1, self._batches))
 
     def is_contended(self, queue: str) -> bool:
         """Return whether interactive jobs wait."""
-        if queue not in self._admission.queues:  # nobody serves it: its requests are refused
+        if queue not in self._admission.queues:  # no workers: its requests are refused
             return False
         waiting = self._admission.waiting_by_lane(queue)
         return sum(waiting.values()) > waiting.get(LOW_LANE, 0)
 
     def has_room(self, queue: str, size: int) -> bool:
-        """Return whether another line may be opened."""
+        """Return whether another line can be opened."""
         if self.open >= self._most or (self.open and self._bytes + size > MAX_OPEN_BYTES):
             return False
         if queue not in self._admission.queues:
@@ -111,7 +111,7 @@ class Room:
         return waiting < capacity.free_sequences + max(LEAST_WAITING, capacity.running // 4)
 
     async def wait(self) -> None:
-        """Wait until there may be more room."""
+        """Wait until the state may have changed."""
         self._left.clear()
         try:
             async with asyncio.timeout(LOOK_S):
@@ -121,7 +121,7 @@ class Room:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """A batch is fed."""
+        """Register a batch during the block."""
         self._batches += 1
         try:
             yield
@@ -130,7 +130,7 @@ class Room:
 
     @contextmanager
     def line(self, size: int) -> Iterator[None]:
-        """A line is open."""
+        """Register an open line during the block."""
         self.open += 1
         self._bytes += size
         try:

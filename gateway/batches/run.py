@@ -1,4 +1,4 @@
-"""One batch, from its input file to its results, by the gateway that holds its lease."""
+"""Runs a batch from its input file to its results, on the gateway that holds its lease."""
 
 import asyncio
 import contextlib
@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 
 # --- run --------------------------------------------------------------------------------------------------------------
 
-LONGEST_BACKOFF_S: Final = 30.0  # between two tries of a line that fails
+LONGEST_BACKOFF_S: Final = 30.0  # maximum wait between attempts of a failing line
 
 
 class Stop(Enum):
-    """Why no more lines are opened."""
+    """Why a batch stops opening lines."""
 
     CANCELLED = "canceled by the client"
     EXPIRED = "its completion window has expired"
@@ -62,13 +62,13 @@ _FAILURES: Final = {
     Stop.EXPIRED: LineFailure(EXPIRED, "This request could not be answered before the completion window expired."),
     Stop.REVOKED: LineFailure(REVOKED, "The API key of the batch is no longer accepted."),
 }
-SET_ASIDE: Final = "set_aside"  # codes of a batch's errors
+SET_ASIDE: Final = "set_aside"  # error codes of batches
 FILE_GONE: Final = "input_file_deleted"
 _ENDS: Final = {Stop.CANCELLED: Status.CANCELLED, Stop.EXPIRED: Status.EXPIRED, Stop.REVOKED: Status.FAILED}
 
 
 class Feeding(Struct, frozen=True):
-    """The parts of a gateway that feed batches."""
+    """Dependencies of feeding batches."""
 
     settings: BatchSettings
     keys: KeyRing
@@ -83,22 +83,22 @@ class Feeding(Struct, frozen=True):
 
 
 class BatchRun:
-    """Feeds one batch. Raises Lost where somebody else has taken it, and what SQL and the storage raise."""
+    """Feeds a batch. Raises Lost if another gateway has taken it over, and errors of SQL and the storage."""
 
     def __init__(self, feeding: Feeding, batch: Batch) -> None:
-        """``batch``: as it was when it was taken."""
+        """``batch``: as read when it was taken."""
         self.batch = batch
         self._feeding = feeding
         self._window = Window()
         self._stop: Stop | None = None
-        self._gone = asyncio.Event()  # open lines are to end
-        self._wake = asyncio.Event()  # whoever waits is to look at ``_stop``
-        self._not_before_s = 0.0  # monotonic clock: until then there is no room
+        self._gone = asyncio.Event()  # set to end open lines
+        self._wake = asyncio.Event()  # wakes waiters to check ``_stop``
+        self._not_before_s = 0.0  # earliest time to open a line (monotonic clock)
         self._open: set[asyncio.Task[None]] = set()
-        self.left_lines = 0  # that are not done; open ones included
+        self.left_lines = 0  # incomplete lines, including open ones
 
     def stop(self, why: Stop) -> None:
-        """Open no more lines, and end those that are open, but when the gateway leaves: it lets them end."""
+        """Open no more lines, and cancel open ones unless the gateway is shutting down."""
         self._stop = self._stop or why
         self._wake.set()
         if why is not Stop.LEAVING:
@@ -106,7 +106,7 @@ class BatchRun:
 
     @property
     def open_lines(self) -> int:
-        """Lines that are requests now."""
+        """Number of open lines."""
         return len(self._open)
 
     def _committed(self, counts: Counts) -> None:
@@ -119,7 +119,7 @@ class BatchRun:
         return None if principal is None or principal.has_expired(unix_now_ms()) else principal
 
     async def run(self) -> bool:
-        """Feed it to its end; False: it is not over, and somebody else goes on."""
+        """Feed the batch to its end; False: it has not ended, and another gateway continues it."""
         principal = self._principal
         if principal is None:
             if self._feeding.keys.may_be_old:
@@ -130,7 +130,7 @@ class BatchRun:
         except FileGone:
             await self._end(self._status_set_aside, [LineError(FILE_GONE, "The input file has been deleted.")])
             return True
-        if report is None:  # nobody wants its lines any more
+        if report is None:  # the batch is stopped
             if self._stop is Stop.CANCELLED:
                 await self._end(Status.CANCELLED)
             return self._stop is Stop.CANCELLED
@@ -142,7 +142,7 @@ class BatchRun:
             return await self._run(index, report.total)
 
     async def set_aside(self, tries: int, reason: str) -> None:
-        """End it after so many tries that failed in the same way; what was done is kept, and has been committed."""
+        """End the batch as failed after repeated failures. Committed results are kept."""
         message = (
             f"The batch failed {tries} times for the same reason and was given up: {reason}. Completed lines are kept."
         )
@@ -155,12 +155,12 @@ class BatchRun:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it opens no more lines here, and somebody else goes on."""
+        """True if it stops here and another gateway continues it."""
         return self._stop in {Stop.LEAVING, Stop.LOST}
 
     @property
     def is_ending(self) -> bool:
-        """Whether its lines are to be answered no more, and only its end is missing."""
+        """True if no more lines are to be answered, and only its end is missing."""
         return self._stop in _ENDS
 
     @property
@@ -168,7 +168,7 @@ class BatchRun:
         return self._feeding.folder / f"{self.batch.id}.{self.batch.epoch}.index"
 
     async def _index(self, principal: Principal | None) -> IndexReport | None:
-        """Index the lines; None: nobody wants them any more. ``principal``: None: none of them will run."""
+        """Index the lines; None: the batch is stopped. ``principal``: None: no line will run."""
         settings, models = self._feeding.settings, self._feeding.models
         await asyncio.to_thread(self._make_room)
         any_model = principal is None or self.batch.surface == ANTHROPIC
@@ -200,7 +200,7 @@ class BatchRun:
             await asyncio.gather(stopping, indexing, return_exceptions=True)
 
     def _make_room(self) -> None:
-        """Remove what gateways that died before they opened it have left of earlier epochs."""
+        """Delete indexes of earlier epochs, left by gateways that died before opening them."""
         self._feeding.folder.mkdir(parents=True, exist_ok=True)
         for path in self._feeding.folder.glob(f"{self.batch.id}.*"):
             path.unlink(missing_ok=True)
@@ -236,7 +236,7 @@ class BatchRun:
         return await self._finish(index, results, complete=done.count == total)
 
     async def _may_open(self, text: bytes, results: Results) -> bool:
-        """Wait until another line may be opened; False: none any more."""
+        """Wait until another line can be opened; False: stop."""
         room, window, size = self._feeding.room, self._window, len(text)
         name = decode_model(text).body.model
         model = self._feeding.models.get(name, name)
@@ -268,7 +268,7 @@ class BatchRun:
         results.add(number, respond(self.batch.id, number, line.custom_id), answer.counts)
 
     async def _answer(self, line: Line) -> Answer | None:
-        """Ask until there is an answer that stands; None: there is none, as the feeding stops."""
+        """Retry until there is a final answer; None: the batch stops."""
         tries = 0
         for backoff in backoff_s(LONGEST_BACKOFF_S):
             answer = await self._ask(line)
@@ -319,7 +319,7 @@ class BatchRun:
         return True
 
     async def _give_up(self, index: Index, results: Results, why: LineFailure, counts: Counts) -> None:
-        """Let the error file say of all lines that are not done why they are not."""
+        """Write the reason for every incomplete line to the error file."""
         done, _ = await self._feeding.batches.done(self.batch)
         async for number, text in index.lines(done):
             failure = failure_line(self.batch.id, number, decode_line(text).custom_id, why)
@@ -336,7 +336,7 @@ class BatchRun:
     async def _end(self, status: Status, errors: list[LineError] | None = None) -> None:
         feeding = self._feeding
         await feeding.batches.end(self.batch, status, feeding.settings.file_ttl_s, errors or ())
-        for file_id in self.batch.result_ids:  # parts of those who died before SQL knew of them
+        for file_id in self.batch.result_ids:  # parts left by gateways that died before committing them
             known = await feeding.batches.objects(file_id)
             for name in await feeding.files.storage.names(f"{file_id}/"):
                 if name not in known:

@@ -1,4 +1,4 @@
-"""The series of batches in a gateway's ``/metrics``: what it feeds, and what has become of lines and batches here."""
+"""Metrics of batches on this gateway."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,31 +11,31 @@ from gateway.batches.store import OVER, Counts
 
 
 class Fed(Protocol):
-    """A batch that is fed."""
+    """A batch being fed."""
 
     @property
     def open_lines(self) -> int:
-        """Lines that are requests now."""
+        """Number of open lines."""
         ...
 
     @property
     def left_lines(self) -> int:
-        """Lines that are not done, open ones included."""
+        """Number of incomplete lines, including open ones."""
         ...
 
 
 class BatchSeries:
-    """Counts since this gateway started. Only the event loop touches it."""
+    """Counts since this gateway started. Use only from the event loop."""
 
     def __init__(self) -> None:
-        self.open_batches = 0  # that are not over, of all gateways, when it last looked
+        self.open_batches = 0  # in progress on all gateways, at the last poll
         self._fed: list[Fed] = []
         self._lines = Counter[str]()
         self._ended = Counter[str]()
 
     @contextmanager
     def feeding(self, fed: Fed) -> Iterator[None]:
-        """A batch is fed here."""
+        """Register a batch during the block."""
         self._fed.append(fed)
         try:
             yield
@@ -43,15 +43,15 @@ class BatchSeries:
             self._fed.remove(fed)
 
     def committed(self, counts: Counts) -> None:
-        """Results of lines are committed."""
+        """Count committed results."""
         self._lines.update(answered=counts.completed, failed=counts.failed - counts.given_up, given_up=counts.given_up)
 
     def ended(self, status: str) -> None:
-        """A batch is over."""
+        """Count an ended batch."""
         self._ended[status] += 1
 
     def families(self) -> Iterator[Metric]:
-        """Return all series."""
+        """Return all metrics."""
         open_lines = sum(fed.open_lines for fed in self._fed)
         left = sum(fed.left_lines for fed in self._fed)
         for name, meaning, value in (

@@ -1,4 +1,4 @@
-"""Batches in SQL. Whoever feeds one has taken it under a new epoch, and no commit of an older epoch counts."""
+"""Batches in SQL. A gateway takes a batch under a new epoch; commits of older epochs are refused."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -17,19 +17,19 @@ from protocol.nats.clock import unix_now_ms
 
 # --- states -----------------------------------------------------------------------------------------------------------
 #
-# A batch's states, and whose API made it.
+# States of a batch, and the API that created it.
 #
 #     validating ──> in_progress ──> finalizing ──> completed
-#         │               │ ├── its time is up ───> expired
-#         │               │ └── its key is revoked ─> failed, with what is done
+#         │               │ ├── window expires ───> expired
+#         │               │ └── its key is revoked ─> failed, results are kept
 #         │               └──── cancelling ───────> cancelled
-#         └── a line is wrong ─────────────────────> failed
+#         └── a line is invalid ───────────────────> failed
 #
-# Only the gateway that feeds it moves it on, but for ``cancelling``, which the client asks for.
+# Only the gateway that feeds it changes the state, except for ``cancelling``, which the client requests.
 
 
 class Status(StrEnum):
-    """Where a batch stands."""
+    """Status of a batch."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -48,11 +48,11 @@ OVER: Final = (Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.CANCELLED
 
 # --- store ------------------------------------------------------------------------------------------------------------
 
-OPEN_AT_A_TIME: Final = 1000  # batches that a feeder looks at, soonest due first
+OPEN_AT_A_TIME: Final = 1000  # batches that a feeder considers, earliest due first
 
 
 class Lost(Exception):
-    """Another gateway has taken the batch."""
+    """Another gateway has taken over the batch."""
 
 
 class Batch(Struct, frozen=True):
@@ -92,13 +92,13 @@ class Batch(Struct, frozen=True):
 
     @property
     def result_ids(self) -> tuple[str, str]:
-        """The ids that its output file and its error file have, or will have."""
+        """Ids of its output and error files, also before they exist."""
         random = self.id.removeprefix("batch_")
         return f"file-{random}-output", f"file-{random}-errors"
 
 
 class Counts(Struct):
-    """What a commit adds."""
+    """Counts added by a commit."""
 
     completed: int = 0
     failed: int = 0
@@ -109,7 +109,7 @@ class Counts(Struct):
 
 
 class Batches:
-    """All batches. Methods raise SQL's own errors."""
+    """All batches. Methods raise SQL errors."""
 
     def __init__(self, database: AsyncEngine) -> None:
         self._database = database
@@ -122,7 +122,7 @@ class Batches:
             await connection.execute(insert(BatchRow).values(structs.asdict(batch)))
 
     async def find(self, batch_id: str, tenant: str | None = None, surface: str | None = None) -> Batch | None:
-        """Return a batch, a tenant's and of a surface if these are given; None: there is none such."""
+        """Return a batch, optionally only of a tenant and surface; None: not found."""
         wanted = ((BatchRow.id, batch_id), (BatchRow.tenant, tenant), (BatchRow.surface, surface))
         conditions = [column == value for column, value in wanted if value is not None]
         found = await self._select(select(BatchRow.__table__).where(*conditions))
@@ -131,25 +131,25 @@ class Batches:
     async def page(
         self, tenant: str, after: Batch | None, limit: int, *, surface: str, order: Order = "desc"
     ) -> Sequence[Batch]:
-        """Return a tenant's batches after one."""
+        """Return a tenant's batches after a given one."""
         mark = None if after is None else (after.created_unix_ms, after.id)
         conditions = [*page_of(BatchRow, tenant, mark, order), BatchRow.surface == surface]
         wanted = select(BatchRow.__table__).where(*conditions).order_by(*in_order(BatchRow, order)).limit(limit)
         return await self._select(wanted)
 
     async def count_open(self, tenant: str) -> int:
-        """Return how many of a tenant's batches are not over."""
+        """Return the number of a tenant's batches in progress."""
         mine = select(func.count()).where(BatchRow.tenant == tenant, BatchRow.status.not_in(OVER))
         async with self._database.connect() as connection:
             return int((await connection.execute(mine)).scalar_one())
 
     async def delete(self, batch_id: str) -> None:
-        """Delete a batch that is over; its files stay."""
+        """Delete an ended batch; its files stay."""
         async with changing(self._database) as connection:
             await connection.execute(delete(BatchRow).where(BatchRow.id == batch_id, BatchRow.status.in_(OVER)))
 
     async def ask_to_cancel(self, batch_id: str) -> None:
-        """Ask its feeder to cancel a batch, if it is not over or about to be."""
+        """Request the cancellation of a batch, unless it has ended or is finalizing."""
         running = (Status.VALIDATING, Status.IN_PROGRESS)
         asked = update(BatchRow).where(BatchRow.id == batch_id, BatchRow.status.in_(running))
         async with changing(self._database) as connection:
@@ -158,16 +158,16 @@ class Batches:
     # --- for feeders --------------------------------------------------------------------------------------------------
 
     async def open_batches(self) -> Sequence[Batch]:
-        """Return the batches that are not over, soonest due first."""
+        """Return the batches in progress, earliest due first."""
         wanted = select(BatchRow.__table__).where(BatchRow.status.not_in(OVER))
         return await self._select(wanted.order_by(BatchRow.expires_unix_ms, BatchRow.id).limit(OPEN_AT_A_TIME))
 
     async def over_since(self, unix_ms: int) -> Sequence[Batch]:
-        """Return the batches that are over since a moment."""
+        """Return the batches that ended since a time."""
         return await self._select(select(BatchRow.__table__).where(BatchRow.over_unix_ms >= unix_ms))
 
     async def take(self, batch_id: str, gateway_id: str) -> Batch:
-        """Take a batch: from now on commits of earlier holders are refused. Raises Lost if it is over."""
+        """Take a batch: commits of earlier holders are refused from now on. Raises Lost if it has ended."""
         taken = update(BatchRow).where(BatchRow.id == batch_id, BatchRow.status.not_in(OVER))
         async with changing(self._database) as connection:
             await _one(connection, taken.values(epoch=BatchRow.epoch + 1, holder=gateway_id))
@@ -175,15 +175,15 @@ class Batches:
         return Batch(**row)
 
     async def start(self, batch: Batch, total: int, models: dict[str, tuple[int, int]]) -> None:
-        """Its lines are counted. Raises Lost."""
+        """Start a batch after its lines are counted. Raises Lost."""
         values = {"total": total, "models": msgspec.json.encode(models).decode(), "in_progress_unix_ms": unix_now_ms()}
         async with changing(self._database) as connection:
             await _one(connection, _mine(batch).values(**values))
-            progressing = _mine(batch).where(BatchRow.status == Status.VALIDATING)  # not if it is to be cancelled
+            progressing = _mine(batch).where(BatchRow.status == Status.VALIDATING)  # not if it is being canceled
             await connection.execute(progressing.values(status=Status.IN_PROGRESS))
 
     async def done(self, batch: Batch) -> tuple[Done, int]:
-        """Return which of its lines are done, and the next number of a part."""
+        """Return its completed lines, and the number of the next part."""
         done, following = Done(), 0
         parts = select(FilePartRow.number, FilePartRow.lines).where(FilePartRow.file_id.in_(batch.result_ids))
         async with self._database.connect() as connection:
@@ -193,7 +193,7 @@ class Batches:
         return done, following
 
     async def commit(self, batch: Batch, parts: Sequence[Part], counts: Counts) -> None:
-        """Commit parts and what they hold; does nothing if this has been done. Raises Lost."""
+        """Commit parts and their lines. Idempotent. Raises Lost."""
         first = parts[0]
         stands = select(FilePartRow.object_name).where(
             FilePartRow.file_id == first.file_id, FilePartRow.number == first.number
@@ -201,19 +201,19 @@ class Batches:
         added = {name: getattr(BatchRow, name) + value for name, value in structs.asdict(counts).items()}
         async with changing(self._database) as connection:
             if (await connection.execute(stands)).scalar() == first.object_name:
-                return  # the answer to an earlier try was lost
+                return  # the reply to an earlier attempt was lost
             await _one(connection, _mine(batch).values(**added))
             await connection.execute(insert(FilePartRow).values([structs.asdict(part) for part in parts]))
 
     async def finalizing(self, batch: Batch) -> None:
-        """All of its lines are done. Raises Lost."""
+        """Set the status after the last line. Raises Lost."""
         async with changing(self._database) as connection:
             await _one(connection, _mine(batch).values(finalizing_unix_ms=unix_now_ms()))
             running = _mine(batch).where(BatchRow.status == Status.IN_PROGRESS)
             await connection.execute(running.values(status=Status.FINALIZING))
 
     async def end(self, batch: Batch, status: Status, ttl_s: float, errors: Sequence[LineError] = ()) -> None:
-        """Let its results be files, and the batch be over; does nothing if this has been done. Raises Lost."""
+        """Make its results files and end the batch. Idempotent. Raises Lost."""
         now_ms = unix_now_ms()
         values: dict[str, Any] = {"status": status, "over_unix_ms": now_ms}
         if errors:
@@ -237,7 +237,7 @@ class Batches:
             await _one(connection, _mine(batch).values(**values))
 
     async def objects(self, file_id: str) -> set[str]:
-        """Return the names of a file's parts in the storage."""
+        """Return the storage names of a file's parts."""
         async with self._database.connect() as connection:
             names = await connection.execute(select(FilePartRow.object_name).where(FilePartRow.file_id == file_id))
             return set(names.scalars())
@@ -252,7 +252,7 @@ def _mine(batch: Batch) -> Any:  # noqa: ANN401  # SQLAlchemy's expressions
 
 
 async def _one(connection: AsyncConnection, statement: Any) -> None:  # noqa: ANN401
-    """Change one row. Raises Lost if it is not there any more."""
+    """Change one row. Raises Lost if it no longer matches."""
     result: CursorResult[Any] = await connection.execute(statement)
     if result.rowcount != 1:
         raise Lost

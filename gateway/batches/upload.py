@@ -1,4 +1,4 @@
-"""Reading an upload's form: its fields into memory, its file into the storage as it comes."""
+"""Receives upload forms: fields into memory, the file into storage as a stream."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,26 +29,26 @@ from gateway.http.pages import exchange_of
 from gateway.settings import BatchSettings
 from protocol.nats.clock import unix_now_ms
 
-MAX_FIELD_BYTES: Final = 4096  # of one field, its headers and all
+MAX_FIELD_BYTES: Final = 4096  # of a field, including its headers
 MAX_FIELDS: Final = 16
-MAX_FORM_BYTES: Final = 256 * 1024  # of all that is not the file
+MAX_FORM_BYTES: Final = 256 * 1024  # of everything except the file
 MAX_NAME_CHARS: Final = 255
 WRITE_BYTES: Final = 256 * 1024
 
 
 class Upload(Struct):
-    """What has come so far."""
+    """The received part of an upload."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    filename: str | None = None  # None: no file has come
+    filename: str | None = None  # None: no file received
     size_bytes: int = 0
 
 
 class _Form:
-    """The parser's callbacks; what they find is taken by whoever can wait."""
+    """Callbacks of the parser. They collect data for ``receive_upload``, which can await."""
 
     def __init__(self, upload: Upload, max_bytes: int) -> None:
-        self.file = bytearray()  # that is not written yet
+        self.file = bytearray()  # received, not yet written
         self.ended = False
         self._upload = upload
         self._max_bytes = max_bytes
@@ -108,9 +108,9 @@ class _Form:
 
 
 async def receive_upload(body: AsyncIterator[bytes], content_type: str, writer: Writer, *, max_bytes: int) -> Upload:
-    """Read a form to its end, and write its file as it comes.
+    """Read a form, and write its file while it arrives.
 
-    Raises InvalidParameter, BodyTooLarge, and what ``body`` and ``writer`` raise.
+    Raises InvalidParameter, BodyTooLarge, and the errors of ``body`` and ``writer``.
     """
     upload = Upload()
     form = _Form(upload, max_bytes)
@@ -118,9 +118,11 @@ async def receive_upload(body: AsyncIterator[bytes], content_type: str, writer: 
     size_bytes, has_begun = 0, False
     async for chunk in body:
         size_bytes += len(chunk)
-        if size_bytes > max_bytes + MAX_FORM_BYTES:  # before the first field, between two headers, or after the end
+        if (
+            size_bytes > max_bytes + MAX_FORM_BYTES
+        ):  # also counts bytes before the first field, between headers, and after the end
             raise BodyTooLarge(f"A form may have at most {MAX_FORM_BYTES} bytes in addition to its file.")
-        if not has_begun:  # the parser would skip what follows a line's end, as far as it is in the same chunk
+        if not has_begun:  # otherwise the parser skips data after a line end in the same chunk
             chunk = chunk.lstrip(b"\r\n")  # noqa: PLW2901
             has_begun = bool(chunk)
         try:
@@ -143,7 +145,7 @@ def _parser(content_type: str, form: _Form) -> MultipartParser:
     callbacks = {name: getattr(form, name) for name in dir(form) if name.startswith("on_")}
     try:
         return MultipartParser(boundary, callbacks)  # type: ignore[arg-type]  # a TypedDict of these names
-    except FormParserError as error:  # of a boundary that is too long
+    except FormParserError as error:  # the boundary is too long
         raise _unreadable(error) from error
 
 
@@ -159,27 +161,27 @@ async def _write(writer: Writer, form: _Form) -> None:
 
 # --- receiving --------------------------------------------------------------------------------------------------------
 #
-# How an upload comes in, as a form or as the body of a message batch, and who pays for it meanwhile.
+# Receiving uploads (forms and bodies of message batches), and accounting for them.
 #
-# slot of the tenant's share ──> a request of its key and team ──> chunks, at a least pace ──> storage ──> SQL
+# slot of the tenant ──> request of its key and team ──> chunks at a minimum speed ──> storage ──> SQL
 
-BATCH: Final = "batch"  # the purpose of an input file
-COMPLETE_LIMIT_S: Final = 600.0  # from the last moment of an upload until SQL has its file
+BATCH: Final = "batch"  # purpose of an input file
+COMPLETE_LIMIT_S: Final = 600.0  # from the end of an upload until the file is in SQL
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """An upload that may come."""
+    """An accepted upload."""
 
     chunks: AsyncIterator[bytes]
     slot: Slot
-    room_bytes: int  # of the tenant, when it began
-    max_bytes: int  # of its file
+    room_bytes: int  # free storage of the tenant at the start
+    max_bytes: int  # maximum size of the file
 
 
 @asynccontextmanager
 async def receiving(services: BatchServices, request: Request, principal: Principal) -> AsyncIterator[Incoming]:
-    """Receive an upload, which counts as a request whatever becomes of it.
+    """Receive an upload. It counts as a request, also if it fails.
 
     Raises UnsupportedEncoding, Overloaded, RateLimitExceeded, LimitsUnavailable, and InsufficientQuota.
     """
@@ -193,7 +195,7 @@ async def receiving(services: BatchServices, request: Request, principal: Princi
 
 
 async def _room_bytes(services: BatchServices, principal: Principal) -> int:
-    """Return how much more a tenant may keep. Raises RateLimitExceeded where that is nothing."""
+    """Return the free storage of a tenant. Raises RateLimitExceeded if there is none."""
     settings = services.settings
     count, size = await services.files.usage(principal.tenant)
     if count >= settings.max_tenant_files or size >= settings.max_tenant_bytes:
@@ -205,7 +207,7 @@ async def _room_bytes(services: BatchServices, principal: Principal) -> int:
 
 
 async def arriving(body: AsyncIterator[bytes], settings: BatchSettings) -> AsyncIterator[bytes]:
-    """Iterate over what comes. Raises ClientDisconnected, and RequestTooSlow for silence and for a trickle."""
+    """Iterate over the received chunks. Raises ClientDisconnected, and RequestTooSlow below the minimum speed."""
     chunks, clock_s = aiter(body), asyncio.get_running_loop().time
     pace = Pace(settings.upload_min_bytes_per_s, settings.upload_pace_s)
     silence_s = settings.upload_silence_s
@@ -225,14 +227,14 @@ async def arriving(body: AsyncIterator[bytes], settings: BatchSettings) -> Async
 
 
 class _CountedWriter:
-    """A writer whose bytes count as the tenant's before there is a file."""
+    """A writer that counts bytes against the tenant's storage before the file exists."""
 
     def __init__(self, writer: Writer, incoming: Incoming) -> None:
         self._writer = writer
         self._incoming = incoming
 
     async def write(self, data: bytes) -> None:
-        """Append. Raises StorageError, and BodyTooLarge."""
+        """Append. Raises StorageError and BodyTooLarge."""
         self._incoming.slot.count(len(data), self._incoming.room_bytes)
         await self._writer.write(data)
 
@@ -241,7 +243,7 @@ class _CountedWriter:
 async def written(
     services: BatchServices, principal: Principal, file_id: str, incoming: Incoming
 ) -> AsyncIterator[Writer]:
-    """Write an upload to the storage; if the block fails, there is none. Raises StorageUnavailable, RequestTooSlow."""
+    """Write an upload to storage; delete it if the block fails. Raises StorageUnavailable and RequestTooSlow."""
     limit_s, now_ms = services.settings.upload_s, unix_now_ms()
     file = File(file_id, principal.tenant, principal.key_id, now_ms, now_ms, BATCH, file_id, 0)
     await services.files.begin(file, now_ms + int(1000 * (limit_s + COMPLETE_LIMIT_S)))
@@ -261,7 +263,7 @@ async def written(
 async def add_input(
     services: BatchServices, principal: Principal, file_id: str, *, name: str, size_bytes: int, ttl_s: float
 ) -> File:
-    """Let what was written be a file. Raises BodyTooLarge where others of its tenant have taken the room meanwhile."""
+    """Create the file of an upload. Raises BodyTooLarge if the tenant's storage has filled up since its start."""
     now_ms = unix_now_ms()
     expires_ms = now_ms + int(ttl_s * 1000)
     file = File(file_id, principal.tenant, principal.key_id, now_ms, expires_ms, BATCH, name, size_bytes)
@@ -276,7 +278,7 @@ async def add_input(
 
 @asynccontextmanager
 async def _or_nothing(services: BatchServices, file_id: str) -> AsyncIterator[None]:
-    """Delete a file whose block fails; where that fails, too, or we die, it is swept once its time is over."""
+    """Delete the file if the block fails. If that fails too, ``sweep`` deletes it after its expiry."""
     try:
         yield
     except BaseException:

@@ -1,1 +1,1 @@
-"""Endpoints of the API: what HTTP brings is called, and its answer sent."""
+"""Endpoints of the API: they receive HTTP requests, call operations, and send the answers."""

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The parts that HTTP's side of an endpoint works with."""
+    """Dependencies of an endpoint's HTTP side."""
 
     timeouts: TimeoutSettings
     keys: KeyRing
@@ -57,7 +57,7 @@ class Endpoint(Generic[AnyCall]):
         self._core = operation.core
 
     async def __call__(self, exchange: ClientExchange) -> None:
-        """Answer one request, whatever happens."""
+        """Answer one request, also if it fails."""
         await self.answer(exchange, partial(self.read_body, exchange))
 
     async def read_body(self, exchange: ClientExchange, principal: Principal) -> bytes:
@@ -65,7 +65,7 @@ class Endpoint(Generic[AnyCall]):
         return await exchange.read_body(self._edge.bodies, principal.tenant)
 
     def note_refusal(self, exchange: Exchange) -> None:
-        """Tell of a request that was not admitted."""
+        """Report a request that was not admitted."""
         if exchange.refusal is not None:
             self._tell_refusal(exchange)
         if exchange.trace is not None:
@@ -75,7 +75,7 @@ class Endpoint(Generic[AnyCall]):
         self._edge.refusals.refused(self._operation.name, exchange.refusal, exchange.about)
 
     async def answer(self, exchange: Exchange, read_body: ReadBody) -> None:
-        """Answer one request, whatever happens: its client, or into a recording."""
+        """Answer one request, to its client or into a recording, also if it fails."""
         if self._edge.begin_trace is not None:
             head = exchange.head
             exchange.trace = self._edge.begin_trace(exchange.request_id, head.method, head.path, head.headers)
@@ -96,7 +96,7 @@ class Endpoint(Generic[AnyCall]):
     # --- until the request is admitted --------------------------------------------------------------------------------
 
     async def _receive(self, exchange: Exchange, read_body: ReadBody) -> Answering:
-        """Authenticate, read and admit a request; return what answers it. Raises Refused or ClientDisconnected."""
+        """Authenticate, read, and admit a request; return its answer. Raises Refused or ClientDisconnected."""
         if exchange.head.method != "POST":
             raise MethodNotAllowed(f"Use POST, not {exchange.head.method}.", allow="POST")
         principal = exchange.authenticate(self._edge.keys)
@@ -108,7 +108,7 @@ class Endpoint(Generic[AnyCall]):
             if held is not None:
                 exchange.rates = rates_of(held.local_accounts)
             body = await read_body(principal)
-            exchange.start_clock()  # a slow upload is not ours
+            exchange.start_clock()  # exclude the time of the upload
             call = await self._operation.read(principal, body)
             exchange.asked_model = call.request.model
             arrival = arrival_of(exchange, len(body), self._edge.timeouts)
@@ -140,11 +140,11 @@ class Endpoint(Generic[AnyCall]):
             stream.close(exchange.seen(exchange.sent_status))
 
     async def _write(self, exchange: Exchange, stream: AnswerStream[AnyCall], arrival: Arrival) -> None:
-        """Answer a request that has just been started, in whatever way it ends."""
+        """Answer a started request, also if it fails."""
         try:
             await stream.end()
             async with asyncio.timeout(None) as limit:
-                # Until it is read it counts: where that is too much, its reader is given up.
+                # Unread bytes count against the budget; past it, the client is disconnected.
                 stream.mailbox.on_cut = lambda: limit.reschedule(0.0)
                 whole = await self._operation.whole(stream, arrival)
                 if isinstance(whole, bytes):
@@ -162,7 +162,7 @@ class Endpoint(Generic[AnyCall]):
 
 
 class GenerationEndpoint(Endpoint[AnyGeneration]):
-    """One of the routes whose answers can be streamed."""
+    """A route whose answers can be streamed."""
 
     def __init__(self, edge: Edge, operation: Generation[AnyGeneration]) -> None:
         super().__init__(edge, operation)
@@ -177,7 +177,7 @@ class GenerationEndpoint(Endpoint[AnyGeneration]):
 
 
 def _may_be_large(exchange: Exchange) -> bool:
-    """Return whether the body is, or may be, too large to be read in passing."""
+    """Return whether the body may be too large to be parsed on the event loop."""
     length = exchange.headers.get(b"content-length")
     return length is None or not length.isdigit() or int(length) > LARGE_BODY_BYTES
 
@@ -186,9 +186,9 @@ def _may_be_large(exchange: Exchange) -> bool:
 async def counted(
     core: Core, exchange: pages.Exchange, principal: Principal, *, failed_too: bool = False
 ) -> AsyncIterator[None]:
-    """Count a request that uses no tokens, and that it runs. Raises as ``Core.hold``.
+    """Count a running request that uses no tokens. Raises like ``Core.hold``.
 
-    ``failed_too``: also one that fails, because it costs as much until then.
+    ``failed_too``: also count a request that fails, because it costs as much.
     """
     reservation, is_counted = await core.hold(principal), failed_too
     if reservation is None:

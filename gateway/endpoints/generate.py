@@ -1,4 +1,4 @@
-"""Operations that are answered by text: chats, plain completions, and what other APIs make of a chat."""
+"""Operations that generate text: chats, completions, and APIs that are translated to chats."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ AnyGeneration = TypeVar("AnyGeneration", bound=GenerationCall[Any])
 
 
 class Generation(Operation[AnyGeneration]):
-    """One of them."""
+    """An operation that generates text."""
 
     def __init__(
         self,
@@ -31,19 +31,19 @@ class Generation(Operation[AnyGeneration]):
         call_of: CallFactory[AnyGeneration],
         style: AnswerStyle | None = None,
     ) -> None:
-        """``payloads``: where requests and answers go that are to be kept. See ``Operation``."""
+        """``payloads``: receives the requests and answers to be stored. See ``Operation``."""
         super().__init__(core, threads, call_of, style)
         self._payloads = payloads
 
     @contextmanager
     def encoder(self, stream: AnswerStream[AnyGeneration]) -> Iterator[AnswerEncoder]:
-        """Yield what encodes the answer; a good one is kept at the end, where its key agrees."""
+        """Yield the encoder of the answer; store a successful answer at the end if its key permits it."""
         parts = [Part(call, request, self._recorded(request)) for call, request in stream.parts]
         try:
             is_plain = len(parts) == 1 and parts[0].answer is None
             yield parts[0].call if is_plain else PartsAnswer(parts)
         finally:
-            # Only what was answered whole is kept; also where the caller left when there was no more to come.
+            # Store only complete answers, including those whose client left after the last token.
             if all(request.is_over for request in stream.requests) and stream.outcome == "ok":
                 for call, request, answer in parts:
                     if request.admission.consent is not None and answer is not None and answer.is_complete:

@@ -1,6 +1,6 @@
-"""What an endpoint does, without HTTP: a body is read as a call, and what comes of the call made an answer.
+"""Operations: what an endpoint does, without HTTP. They parse a body as a call and encode its answer.
 
-Whoever has no connection uses this, too: the lines of batches, and responses in the background.
+Batch lines and background responses use them without a connection.
 """
 
 from abc import ABC, abstractmethod
@@ -22,9 +22,9 @@ _Made_co = TypeVar("_Made_co", bound=Call, covariant=True)
 
 
 class CallFactory(Protocol[_Made_co]):
-    """Validates a body, such as the class of a call. Raises MalformedJson or InvalidParameter."""
+    """Creates a call from a body, such as a call's class. Raises MalformedJson or InvalidParameter."""
 
-    name: str  # of every call it makes
+    name: str  # of every call that it creates
 
     def __call__(self, body: bytes, /) -> _Made_co:
         """Validate a body."""
@@ -32,12 +32,12 @@ class CallFactory(Protocol[_Made_co]):
 
 
 class Operation(ABC, Generic[AnyCall]):
-    """One thing that the API does."""
+    """An operation of the API."""
 
     def __init__(
         self, core: Core, threads: EncoderPool, call_of: CallFactory[AnyCall], style: AnswerStyle | None = None
     ) -> None:
-        """``threads``: for large bodies; ``style``: of errors and headers, where these are not OpenAI's."""
+        """``threads``: for large bodies; ``style``: of errors and headers, if not OpenAI's."""
         self.core = core
         self.name = call_of.name
         self.style = style
@@ -49,7 +49,7 @@ class Operation(ABC, Generic[AnyCall]):
         return await self.work(principal, body, self._call_of)
 
     async def work(self, principal: Principal, body: bytes, work: Callable[[bytes], _Made]) -> _Made:
-        """Do something with a body: in the pool of threads, where it is large."""
+        """Process a body; use the thread pool if it is large."""
         if len(body) <= LARGE_BODY_BYTES:
             return work(body)
 
@@ -62,9 +62,9 @@ class Operation(ABC, Generic[AnyCall]):
     async def admit(
         self, principal: Principal, call: AnyCall, arrival: Arrival, held: Reservation | None = None
     ) -> Admitted[AnyCall]:
-        """Count a call in, as ``Core.admit`` does."""
+        """Admit a call. See ``Core.admit``."""
         return await self.core.admit(principal, call, arrival, held=held)
 
     @abstractmethod
     async def whole(self, stream: AnswerStream[AnyCall], arrival: Arrival) -> bytes | AsyncIterator[bytes]:
-        """Return the body of a whole answer, once its stream has ended well: in pieces, where it may be large."""
+        """Return the body of a successful whole answer; in pieces if it may be large."""

@@ -1,6 +1,6 @@
-"""Writing the answers to a call's parts as one, and recording those that are to be kept.
+"""Joins the answers of a call's parts, and records those to be stored.
 
-Choices of several prompts are numbered as OpenAI does: prompt 0's first, then prompt 1's.
+Choices are numbered like OpenAI's: all of prompt 0, then all of prompt 1, and so on.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,18 +16,18 @@ from protocol.job import Deltas, Tokens
 
 
 class Part(NamedTuple):
-    """One of a call's requests: usually there is one, of several prompts each has its own."""
+    """A request of a call: usually the only one; a call with several prompts has one per prompt."""
 
     call: GenerationCall[Any]
     request: OpenRequest
-    answer: RecordedAnswer | None  # what remembers its answer, where that is to be kept
+    answer: RecordedAnswer | None  # records the answer if it is to be stored
 
 
 class PartsAnswer:
-    """Encodes the one answer to all parts."""
+    """Encodes the joined answer of all parts."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        """``parts``: in their order; several are of plain completions."""
+        """``parts``: in order; more than one only for completions."""
         self._parts = parts
         self._first = parts[0].call
         self.error_event = self._first.error_event
@@ -40,7 +40,7 @@ class PartsAnswer:
 
     @property
     def request(self) -> GenerationRequest:
-        """The first part's: they differ in the prompt alone."""
+        """The request of the first part; the others differ only in the prompt."""
         request: GenerationRequest = self._first.request
         return request
 
@@ -72,7 +72,7 @@ class PartsAnswer:
             assert isinstance(call, CompletionCall)  # noqa: S101  # no other has several
             prompts.append(await call.rows(by_request.pop(request.request_id)))
             if answer is not None:
-                answer.add_whole(prompts[-1].contents, b"")  # a completion calls no tools
+                answer.add_whole(prompts[-1].contents, b"")  # completions have no tool calls
         assert isinstance(self._first, CompletionCall)  # noqa: S101
         return self._first.answer_body(answer_id, created, prompts, usage)
 
@@ -83,7 +83,7 @@ def _chunks(part: Part, answer_id: str, created: int) -> Chunks:
 
 
 class PartsChunks:
-    """``Chunks`` of several requests, each frame's by its own."""
+    """``Chunks`` of several requests: each frame is encoded by the chunks of its request."""
 
     def __init__(self, chunks: Mapping[str, Chunks]) -> None:
         """``chunks``: by request id."""

@@ -1,4 +1,4 @@
-"""Parts of the gateway that the routes off the hot path work with."""
+"""Dependencies of the routes off the hot path."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from protocol.nats.bus import Bus
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The parts of one gateway process, all of them started."""
+    """The started parts of one gateway process."""
 
     settings: GatewaySettings
     bus: Bus

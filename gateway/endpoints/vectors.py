@@ -1,4 +1,4 @@
-"""Operations that are answered by vectors: embeddings, scores, reranking. One job of many inputs, a vector for each."""
+"""Operations that return vectors or scores: embeddings, scores, reranking. One job has many inputs."""
 
 from collections.abc import AsyncIterator
 from functools import partial
@@ -18,26 +18,26 @@ AnyPooling = TypeVar("AnyPooling", bound=PoolingCall[Any])
 
 
 class VectorBudget:
-    """Bounds the bytes of vectors that this gateway waits for and sends."""
+    """Limits the memory of the vectors that this gateway awaits and sends."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._taken_bytes = 0
 
     def take(self, wanted_bytes: int) -> bool:
-        """Count so many more in if they fit; more than fit at all are let in when there are no others."""
+        """Reserve bytes if they fit. A request above the limit is accepted only when nothing else is reserved."""
         if self._taken_bytes and self._taken_bytes + wanted_bytes > self._max_bytes:
             return False
         self._taken_bytes += wanted_bytes
         return True
 
     def give_back(self, taken_bytes: int) -> None:
-        """Count them out."""
+        """Release bytes."""
         self._taken_bytes -= taken_bytes
 
 
 class Vectors(Operation[AnyPooling]):
-    """One of them."""
+    """An operation that returns vectors or scores."""
 
     def __init__(
         self, core: Core, threads: EncoderPool, call_of: CallFactory[AnyPooling], budget: VectorBudget
@@ -48,7 +48,7 @@ class Vectors(Operation[AnyPooling]):
     async def admit(
         self, principal: Principal, call: AnyPooling, arrival: Arrival, held: Reservation | None = None
     ) -> Admitted[AnyPooling]:
-        """Override of ``Operation``: raises Overloaded, too, where too many vectors are waited for."""
+        """Override of ``Operation``. Also raises Overloaded if too many vectors are pending."""
         admitted = await super().admit(principal, call, arrival, held)
         if not self._budget.take(call.vectors_bytes):
             admitted.refund()

@@ -1,1 +1,1 @@
-"""HTTP/1.1 from the socket: connections, exchanges, and what is refused."""
+"""HTTP/1.1: connections, exchanges, and refusals."""

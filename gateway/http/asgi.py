@@ -1,4 +1,4 @@
-"""ASGI's types, and what this gateway puts into a scope beside ASGI's own keys."""
+"""ASGI types, and the gateway's own keys in a scope."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
@@ -8,7 +8,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-ABORT_KEY: Final = "spillway.abort"  # breaks the connection off
-CYCLE_KEY: Final = "spillway.cycle"  # until it is an exchange's: the Cycle
+ABORT_KEY: Final = "spillway.abort"  # aborts the connection
+CYCLE_KEY: Final = "spillway.cycle"  # the Cycle, until an exchange takes it
 EXCHANGE_KEY: Final = "spillway.exchange"  # the Exchange
 HEADERS_KEY: Final = "spillway.headers"  # the headers by name

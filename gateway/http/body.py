@@ -1,4 +1,4 @@
-"""Reading a request's body with bounds."""
+"""Reads request bodies within limits."""
 
 import asyncio
 import io
@@ -23,18 +23,18 @@ from gateway.settings import LimitSettings
 
 # --- compressed -------------------------------------------------------------------------------------------------------
 #
-# Compressed request bodies: gzip and zstd, decoded up to bounds, so that a few bytes cannot become gigabytes.
+# Compressed request bodies: gzip and zstd, decoded within limits to stop decompression bombs.
 
 ENCODINGS: Final = {"gzip": "gzip", "x-gzip": "gzip", "zstd": "zstd"}
-MAX_RATIO: Final = 100  # of decoded bytes to sent ones, beyond the next
-FREE_BYTES: Final = 1024 * 1024  # decoded, whatever the ratio
-MAX_PARTS: Final = 64  # members or frames of one body: each costs a copy of all that comes after it
-MAX_WINDOW_BYTES: Final = 8 * 1024 * 1024  # of zstd, as RFC 9659 has it for HTTP
+MAX_RATIO: Final = 100  # decoded bytes per sent byte, above FREE_BYTES
+FREE_BYTES: Final = 1024 * 1024  # decoded bytes that are allowed at any ratio
+MAX_PARTS: Final = 64  # members or frames of one body: each copies the rest of the body
+MAX_WINDOW_BYTES: Final = 8 * 1024 * 1024  # of zstd, the limit of RFC 9659
 _GZIP_WBITS: Final = 31
 
 
 def encoding_of(header: bytes) -> str | None:
-    """Return the coding that a content-encoding names, None for none. Raises UnsupportedEncoding."""
+    """Return the coding of a content-encoding header; None: not encoded. Raises UnsupportedEncoding."""
     name = header.decode("latin-1").strip().lower()
     if name in {"", "identity"}:
         return None
@@ -46,12 +46,12 @@ def encoding_of(header: bytes) -> str | None:
 
 
 def most_decoded_bytes(sent_bytes: int, max_bytes: int) -> int:
-    """Return how many bytes so many compressed ones may become at most."""
+    """Return the maximum decoded size of a compressed body."""
     return min(max_bytes, max(FREE_BYTES, MAX_RATIO * sent_bytes))
 
 
 def decoded(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Decode a whole body. Raises BodyTooLarge, and InvalidParameter for what is not of this coding."""
+    """Decode a complete body. Raises BodyTooLarge, and InvalidParameter for an invalid encoding."""
     limit = most_decoded_bytes(len(body), max_bytes)
     try:
         plain = _of_gzip(body, limit) if encoding == "gzip" else _of_zstd(body, limit)
@@ -70,11 +70,11 @@ def _of_gzip(body: bytes, limit: int) -> bytes:
     while rest:
         parts = _one_more(parts)
         decoder = zlib.decompressobj(_GZIP_WBITS)
-        plain += decoder.decompress(rest, limit + 1 - len(plain))  # which makes no more than that
+        plain += decoder.decompress(rest, limit + 1 - len(plain))  # decodes at most this many bytes
         if len(plain) > limit:
             break
         if not decoder.eof:
-            raise EOFError("it is cut")
+            raise EOFError("it is truncated")
         rest = decoder.unused_data
     return bytes(plain)
 
@@ -85,7 +85,7 @@ def _of_zstd(body: bytes, limit: int) -> bytes:
         begun = reader.read(limit + 1)
     if len(begun) > limit:
         return begun
-    # The reader takes a cut frame for a whole one, and only it can be told how much to make: now nothing is too much.
+    # The reader limits its output but accepts truncated frames, so check the frame again; its size is known to be fine.
     plain, rest = bytearray(), body
     parts = 0
     while rest:
@@ -93,7 +93,7 @@ def _of_zstd(body: bytes, limit: int) -> bytes:
         decoder = decompressor.decompressobj()
         plain += decoder.decompress(rest)
         if not decoder.eof:
-            raise EOFError("it is cut")
+            raise EOFError("it is truncated")
         rest = decoder.unused_data
     return bytes(plain)
 
@@ -106,23 +106,23 @@ def _one_more(parts: int) -> int:
 
 # --- byte room --------------------------------------------------------------------------------------------------------
 #
-# A room of so many bytes that tenants share.
+# A memory budget that tenants share.
 
 
 class ByteRoom:
-    """So many bytes, of which no tenant holds more than it leaves to others. Only the event loop touches it."""
+    """A memory budget. A tenant can hold at most as much as it leaves free. Use only from the event loop."""
 
     def __init__(self, max_bytes: int, limit_s: float) -> None:
-        """``limit_s``: how long anybody waits for room."""
+        """``limit_s``: maximum wait for memory."""
         self._max_bytes = max_bytes
         self._limit_s = limit_s
         self._by_tenant: Counter[str] = Counter()  # bytes
         self._total = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()  # at most as many as there are connections
+        self._waiting: deque[asyncio.Future[None]] = deque()  # at most one per connection
 
     @asynccontextmanager
     async def held(self, tenant: str, size: int, what: str) -> AsyncIterator[None]:
-        """Hold so many bytes. Raises Overloaded where there was no room in time; ``what`` it was for."""
+        """Hold bytes. Raises Overloaded if they are not free in time. ``what``: names their purpose in the error."""
         await self._enter(tenant, size, what)
         try:
             yield
@@ -142,7 +142,7 @@ class ByteRoom:
         self._by_tenant[tenant] += size
 
     def _has_room(self, tenant: str, size: int) -> bool:
-        """Return whether the tenant would hold no more than it leaves to others, as in admission."""
+        """Return whether the tenant would hold no more than it leaves free, as in admission."""
         return self._by_tenant[tenant] + size <= self._max_bytes - self._total - size
 
     def _leave(self, tenant: str, size: int) -> None:
@@ -151,14 +151,14 @@ class ByteRoom:
         if not self._by_tenant[tenant]:
             del self._by_tenant[tenant]
         waiting, self._waiting = self._waiting, deque()
-        for turn in waiting:  # each looks for itself: one tenant's must not keep back another's
+        for turn in waiting:  # wake all: the first waiter's tenant must not block other tenants
             if not turn.done():
                 turn.set_result(None)
 
 
 # --- body -------------------------------------------------------------------------------------------------------------
 
-LARGE_BODY_BYTES: Final = 16 * 1024  # others must not wait while a larger one is read: the worst takes 250 ns a byte
+LARGE_BODY_BYTES: Final = 16 * 1024  # larger ones would block the event loop: up to 250 ns per byte
 
 
 async def read_body(
@@ -168,7 +168,7 @@ async def read_body(
     limit_s: float,
     whole_body: Callable[[], bytes | None] = lambda: None,
 ) -> bytes:
-    """Read the whole body and decode it, up to the bounds. ``whole_body``: what takes it where it is here already.
+    """Read and decode the body within the limits. ``whole_body``: returns the body if it has already arrived.
 
     Raises BodyTooLarge, RequestTooSlow, ClientDisconnected, UnsupportedEncoding, and InvalidParameter for a compressed
     body that is broken.
@@ -230,18 +230,18 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 
 # --- body reader ------------------------------------------------------------------------------------------------------
 #
-# Bodies of hot requests, of all connections of one gateway together: no more bytes of them than there is room for.
+# Bodies of hot requests of all connections, within one memory budget.
 #
-# A body that finds no room stays with its sender: its connection is not read. So many at once wait, and none fails.
+# While there is no memory for a body, its connection is not read: the sender waits instead of failing.
 
 
 class BodyReader:
-    """Reads bodies. Only the event loop touches it."""
+    """Reads bodies. Use only from the event loop."""
 
     def __init__(self, limits: LimitSettings, limit_s: float) -> None:
-        """``limit_s``: for a body to get room, and again to arrive."""
+        """``limit_s``: maximum wait for memory, and again for the body to arrive."""
         self._max_body_bytes = limits.max_body_bytes
-        # Or the largest would never fit.
+        # Otherwise the largest body would never fit.
         self._room = ByteRoom(max(limits.max_reading_bytes, 2 * limits.max_body_bytes), limit_s)
         self._limit_s = limit_s
 
@@ -252,12 +252,12 @@ class BodyReader:
         headers: Mapping[bytes, bytes],
         whole_body: Callable[[], bytes | None] = lambda: None,
     ) -> bytes:
-        """Read a whole body; ``whole_body``: what takes a small one where it is here already.
+        """Read a body. ``whole_body``: returns a small body if it has already arrived.
 
-        Raises as ``read_body`` does, and Overloaded where there was no room in time.
+        Raises like ``read_body``, and Overloaded if there is no memory in time.
         """
         size = self._most(headers)
-        if size <= LARGE_BODY_BYTES:  # connections are few enough for these
+        if size <= LARGE_BODY_BYTES:  # small enough to need no budget: connections are limited
             return await read_body(receive, headers, self._max_body_bytes, self._limit_s, whole_body)
         async with self._room.held(tenant, size, "the request's body"):
             return await read_body(receive, headers, self._max_body_bytes, self._limit_s)

@@ -1,4 +1,4 @@
-"""One HTTP exchange in plain ASGI: its headers, its id, and the ways to answer."""
+"""One HTTP exchange in plain ASGI: its headers, its id, and its answer."""
 
 import asyncio
 import math
@@ -37,55 +37,55 @@ from protocol.nats.bus import shared_deadlines
 from protocol.nats.clock import unix_now_ms
 
 _TAGS_HEADER: Final = TAGS_HEADER.encode()
-PART_BYTES: Final = 256 * 1024  # of an answer made piece by piece
+PART_BYTES: Final = 256 * 1024  # of an answer that is encoded in pieces
 JSON_TYPE: Final = (b"content-type", b"application/json")
 SSE_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx must not collect the stream
+    (b"x-accel-buffering", b"no"),  # disable nginx's buffering
 )
 
 
 class Reply(Protocol):
-    """Where an answer goes."""
+    """Destination of an answer."""
 
     @property
     def has_reader(self) -> bool:
-        """False once nobody reads it any more: its client counts as disconnected."""
+        """False after its last reader has left: the client counts as disconnected."""
         ...
 
     async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Send the head."""
+        """Send status and headers."""
         ...
 
     async def write(self, body: bytes, *, more: bool) -> None:
-        """Send a piece of the body; waits while it is read more slowly than it is written."""
+        """Send a piece of the body; wait while the reader is slower."""
         ...
 
     def abort(self) -> None:
-        """Break it off at once, dropping what was not read."""
+        """Abort immediately; drop unread data."""
         ...
 
     def calling_when_gone(self, callback: Callable[[], object]) -> AbstractContextManager[None]:
-        """Call back, should the client leave meanwhile. Nothing else is received once the body is here."""
+        """Call ``callback`` if the client disconnects. Use after the body is received."""
         ...
 
 
 def _cannot_abort() -> None:
-    """Do nothing: under another server, the response merely stays incomplete."""
+    """Do nothing: with other servers, the response stays incomplete."""
 
 
 class ClientReply:
-    """A reply to the client at the other end of the connection."""
+    """A reply to the client of the connection."""
 
-    has_reader = True  # it is told how its own answer ended
+    has_reader = True  # the connection itself reports its end
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.receive = receive
         self._send = send
         self._abort: Callable[[], None] = scope.get(ABORT_KEY, _cannot_abort)
-        # Taken out, as it holds the scope in its turn: only the garbage collector would end both.
-        self.cycle: Cycle | None = scope.pop(CYCLE_KEY, None)  # None: under another server
+        # Removed from the scope to avoid a reference cycle.
+        self.cycle: Cycle | None = scope.pop(CYCLE_KEY, None)  # None: another server
 
     async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Implement ``Reply``."""
@@ -100,11 +100,11 @@ class ClientReply:
         self._abort()
 
     def whole_body(self) -> bytes | None:
-        """Take the body of the request, where it is here already."""
+        """Return the body of the request if it has already arrived."""
         return None if self.cycle is None else self.cycle.whole_body()
 
     async def wait_until_gone(self) -> None:
-        """Return when the client has left."""
+        """Return when the client has disconnected."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
@@ -118,7 +118,7 @@ class ClientReply:
             finally:
                 self.cycle.call_when_gone(None)
             return
-        watcher = asyncio.create_task(self.wait_until_gone())  # under another server
+        watcher = asyncio.create_task(self.wait_until_gone())  # another server
         watcher.add_done_callback(lambda watcher: None if watcher.cancelled() else callback())
         try:
             yield
@@ -132,7 +132,7 @@ class Head(NamedTuple):
     method: str
     path: str
     headers: Mapping[bytes, bytes]
-    client: str = ""  # its address, as far as trusted proxies tell it
+    client: str = ""  # address, as reported by trusted proxies
 
 
 def head_of(scope: Scope) -> Head:
@@ -143,7 +143,7 @@ def head_of(scope: Scope) -> Head:
 
 
 class Exchange:
-    """A request and the ways to answer it."""
+    """A request and its answer."""
 
     def __init__(self, head: Head, reply: Reply, timeouts: TimeoutSettings, style: AnswerStyle | None = None) -> None:
         """``style``: of errors and headers; None: OpenAI's."""
@@ -154,27 +154,27 @@ class Exchange:
         self.reply = reply
         self.style = style
         self.sent_status: int | None = None
-        self.rates: Mapping[Kind, RateStatus] = {}  # how far the caller's limits are used
-        self.adapted: set[str] = set()  # what was changed so that its model takes it (gateway.tokenizing.turns)
-        self.refusal: Refused | None = None  # what was answered instead of admitting a request
+        self.rates: Mapping[Kind, RateStatus] = {}  # use of the key's rate limits
+        self.adapted: set[str] = set()  # names of changes made for the model (gateway.tokenizing.turns)
+        self.refusal: Refused | None = None  # the refusal, if the request was not admitted
         self.trace: Trace | None = None  # None: traces are off
-        self.principal: Principal | None = None  # None: not known yet, or the key is none of ours
-        self.asked_model: str | None = None  # None: its body has not been read
+        self.principal: Principal | None = None  # None: not authenticated
+        self.asked_model: str | None = None  # None: the body has not been read
         self._timeouts = timeouts
 
     def start_clock(self) -> None:
-        """The request is here now: all durations count from this moment."""
+        """Start all durations now."""
         self.received_s = time.monotonic()
         self.received_unix_ms = unix_now_ms()
 
     @property
     def request_id(self) -> str:
-        """The public id of this request, in headers, records and logs."""
+        """Public id of this request, in headers, records, and logs."""
         return f"req_{self.id}"
 
     @property
     def about(self) -> RefusedRequest:
-        """What is told of a request that is refused."""
+        """Return the fields reported for a refused request."""
         return RefusedRequest(
             path=self.head.path,
             method=self.head.method,
@@ -185,23 +185,23 @@ class Exchange:
         )
 
     def note(self, rates: Mapping[Kind, RateStatus], adapted: Iterable[str]) -> None:
-        """Note what every answer to an admitted request says."""
+        """Store the headers of every answer to an admitted request."""
         self.rates = rates or self.rates
         self.adapted.update(adapted)
 
     def header_text(self, name: bytes) -> str | None:
-        """A header's value; None if it was not sent."""
+        """Return a header's value; None if it was not sent."""
         value = self.headers.get(name)
         return None if value is None else value.decode("latin-1")
 
     def authenticate(self, keys: KeyRing, scope: str = INFERENCE) -> Principal:
-        """Return the principal of the request's key. Raises InvalidApiKey; MissingScope if the key lacks ``scope``.
+        """Return the principal of the request's key. Raises InvalidApiKey, and MissingScope if the key lacks ``scope``.
 
-        Raises LedgerUnavailable for a key that is not known here and may be a new one.
+        Raises LedgerUnavailable if the key is not cached and the database cannot be read.
         """
         scheme, _, token = self.headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
-            token = self.headers.get(b"x-api-key", b"").decode("latin-1")  # as Anthropic's clients send it
+            token = self.headers.get(b"x-api-key", b"").decode("latin-1")  # sent by Anthropic's clients
         if not token.strip():
             raise InvalidApiKey(
                 "You didn't provide an API key. Provide it in an Authorization header: 'Authorization: Bearer KEY'."
@@ -219,15 +219,15 @@ class Exchange:
         return principal
 
     def seen(self, status: int | None) -> int | None:
-        """Return the status that the client has seen; None if it disconnected before."""
+        """Return the status that was sent to the client; None if it disconnected first."""
         return status if self.reply.has_reader else None
 
     async def start(
         self, status: int, headers: list[tuple[bytes, bytes]], stream: AnswerStream[Any] | None = None
     ) -> None:
-        """Send the head of the answer, with what every answer carries.
+        """Send the status and headers of the answer, including the common headers.
 
-        Raises RequestFailed for a request that has failed before it was sure to have a row: nothing was sent.
+        Raises RequestFailed, with nothing sent, if the request failed before its ledger row was guaranteed.
         """
         if stream is not None:
             stream.note_status(self.seen(status))
@@ -238,24 +238,24 @@ class Exchange:
         await self.reply.start(status, headers)
 
     async def start_recorded(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Send the head of an answer that was made for another exchange."""
+        """Send the recorded status and headers of another exchange's answer."""
         self.sent_status = status
         await self.reply.start(status, headers)
 
     async def write(self, body: bytes, *, more: bool) -> None:
-        """Send a piece of the body; waits while the client reads more slowly than we write."""
+        """Send a piece of the body; wait while the client is slower."""
         await self.reply.write(body, more=more)
 
     def abort(self) -> None:
-        """Break the connection off at once, dropping what the client has not read."""
+        """Abort the connection immediately; drop unread data."""
         self.reply.abort()
 
     async def answer_json(self, body: bytes, stream: AnswerStream[Any] | None = None) -> None:
-        """Send a whole JSON answer."""
+        """Send a complete JSON answer."""
         await self._answer_whole(200, body, [], stream)
 
     async def answer_pieces(self, pieces: AsyncIterator[bytes], stream: AnswerStream[Any]) -> None:
-        """Send a JSON answer that may be large, as it is made: others' requests go on between its parts."""
+        """Send a large JSON answer in pieces. Other tasks run between the pieces."""
         part = bytearray()
         try:
             async with asyncio.timeout(self._timeouts.unread_s) as limit:
@@ -277,14 +277,14 @@ class Exchange:
         await self.answer_json(bytes(part), stream)
 
     async def answer_error(self, error: Refused, stream: AnswerStream[Any] | None = None) -> None:
-        """Send a whole error answer."""
+        """Send a complete error answer."""
         error.forget_frames()
         self.refusal = error if stream is None else None
         self.rates = error.rates or self.rates
         await self._answer_whole(form_of(error).status, self.error_body(error), headers_of(error), stream)
 
     def error_body(self, error: Refused) -> bytes:
-        """Return an error as the client's API has it."""
+        """Return an error in the format of the client's API."""
         return envelope(error) if self.style is None else self.style.error_body(error, self.request_id)
 
     async def _answer_whole(
@@ -299,7 +299,7 @@ class Exchange:
             unread.discard(self)
 
     async def while_connected(self, answering: Awaitable[None]) -> None:
-        """Await ``answering``, but not longer than the client stays connected."""
+        """Await ``answering``; cancel it if the client disconnects."""
         answer = asyncio.ensure_future(answering)
         with self.reply.calling_when_gone(answer.cancel):
             try:
@@ -310,7 +310,7 @@ class Exchange:
                 answer.cancel()
 
     def common_headers(self, stream: AnswerStream[Any] | None = None) -> list[tuple[bytes, bytes]]:
-        """The headers of every answer, and those of a dispatched one as far as they are known by now."""
+        """Return the common headers, and those of the dispatched request that are already known."""
         headers = [
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", b"%d" % ((time.monotonic() - self.received_s) * 1000)),
@@ -325,7 +325,7 @@ class Exchange:
         return headers
 
     def adapted_for(self, stream: AnswerStream[Any] | None) -> set[str]:
-        """Name the changes to what was asked: the gateway's, and fields that the answer's pool has left out."""
+        """Return the names of changes to the request: the gateway's, and fields that the pool omitted."""
         if stream is None or not stream.dropped:
             return self.adapted
         own = stream.dropped if self.style is None else map(self.style.field_name, stream.dropped)
@@ -333,7 +333,7 @@ class Exchange:
 
 
 class ClientExchange(Exchange):
-    """A request from the socket and what is sent back."""
+    """A request of a client connection and its answer."""
 
     reply: ClientReply
 
@@ -348,12 +348,12 @@ class ClientExchange(Exchange):
         super().__init__(head_of(scope), ClientReply(scope, receive, send), timeouts, style)
 
     async def read_body(self, bodies: BodyReader, tenant: str) -> bytes:
-        """Read the body, in a tenant's share of the room for bodies. Raises Refused or ClientDisconnected."""
+        """Read the body within the tenant's share of memory. Raises Refused or ClientDisconnected."""
         return await bodies.read(tenant, self.reply.receive, self.headers, self.reply.whole_body)
 
 
 def exchange_of(request: Request) -> ClientExchange:
-    """The exchange that a request of FastAPI's belongs to."""
+    """Return the exchange of a FastAPI request."""
     exchange: ClientExchange = request.scope[EXCHANGE_KEY]
     return exchange
 
@@ -365,7 +365,7 @@ _RATE_HEADERS: Final = {
 
 
 def _rate_headers(rates: Mapping[Kind, RateStatus]) -> list[tuple[bytes, bytes]]:
-    """Return the headers as OpenAI's clients know them; concurrency and money have none."""
+    """Return OpenAI's rate-limit headers. Concurrency and budgets have none."""
     headers: list[tuple[bytes, bytes]] = []
     for kind, rate in rates.items():
         limit, remaining, reset = _RATE_HEADERS[kind]
@@ -388,7 +388,7 @@ def _dispatch_headers(stream: AnswerStream[Any], received_s: float) -> list[tupl
             headers.append((b"x-spillway-queue-eta-ms", b"%d" % (place.eta_s * 1000)))
         if stream.hosted_wait is not None:
             headers.append((b"x-spillway-hosted", stream.hosted_wait.encode()))
-    # Of several requests each has been somewhere else: the ledger tells.
+    # Not for several requests: each ran on a different worker (see the ledger).
     return headers if stream.only is None else headers + _worker_headers(stream.only)
 
 
@@ -403,7 +403,7 @@ def _worker_headers(request: OpenRequest) -> list[tuple[bytes, bytes]]:
             (b"x-spillway-region", request.accepted.region.encode()),
             (b"x-spillway-tier", (request.accepted.tier or "").encode()),
         ]
-    if request.ended_s is not None:  # the answer is sent as a whole
+    if request.ended_s is not None:  # the answer is not streamed
         spent = request.log.spent
         headers += [
             (b"x-spillway-engine-queue-ms", b"%.1f" % spent.engine_queue_ms),
@@ -415,17 +415,17 @@ def _worker_headers(request: OpenRequest) -> list[tuple[bytes, bytes]]:
 
 # --- client deadlines -------------------------------------------------------------------------------------------------
 #
-# Deadlines of the client, by its headers.
+# Client deadlines from headers.
 
-DEADLINE_HEADER: Final = "x-spillway-deadline-ms"  # from the whole request's arrival to the end of the answer
-# How long official SDKs wait, in seconds: those for Python send the first, those for Node.js only the second.
+DEADLINE_HEADER: Final = "x-spillway-deadline-ms"  # from the arrival of the complete request to the end of the answer
+# Timeouts of the official SDKs in seconds: Python sends the first, Node.js only the second.
 READ_TIMEOUT_HEADER: Final = b"x-stainless-read-timeout"
 TIMEOUT_HEADER: Final = b"x-stainless-timeout"
 MAX_DEADLINE_DIGITS: Final = 12
 
 
 def arrival_of(exchange: Exchange, body_bytes: int, timeouts: TimeoutSettings) -> Arrival:
-    """Return when and how a call came. Raises InvalidParameter."""
+    """Return the arrival of a call: its time and options. Raises InvalidParameter."""
     deadline_s = client_deadline_s(exchange)
     return Arrival(
         request_id=exchange.request_id,
@@ -452,7 +452,7 @@ def client_deadline_s(exchange: Exchange) -> float:
 
 
 def client_queue_wait_s(exchange: Exchange, deadline_s: float, limit_s: float) -> float:
-    """Return how long the request may wait for a worker: until its deadline, or else as long as its SDK waits."""
+    """Return the maximum queue wait in seconds: until the deadline, or else the SDK's timeout."""
     if deadline_s != float("inf"):
         return min(limit_s, deadline_s - exchange.received_s)
     headers = exchange.headers

@@ -1,4 +1,4 @@
-"""Complete answers of the routes that FastAPI serves, and every error in OpenAI's envelope."""
+"""Answers of the routes that FastAPI serves, with errors in OpenAI's envelope."""
 
 import logging
 from collections.abc import AsyncIterator, Collection, Mapping
@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 
 
 class Exchange(Protocol):
-    """The interface of one HTTP exchange for these routes; ``gateway.http.exchange`` implements it."""
+    """Interface of an HTTP exchange for these routes; ``gateway.http.exchange`` implements it."""
 
     headers: Mapping[bytes, bytes]
-    refusal: Refused | None  # what was answered instead of what was asked for
-    rates: Mapping[Kind, RateStatus]  # how far the limits of its key and team are used
+    refusal: Refused | None  # the refusal, if the request was refused
+    rates: Mapping[Kind, RateStatus]  # use of the rate limits of its key and team
 
     def error_body(self, error: Refused) -> bytes:
-        """Return an error as the client's API has it."""
+        """Return an error in the format of the client's API."""
         ...
 
     def authenticate(self, keys: KeyRing, scope: str = INFERENCE) -> Principal:
@@ -49,30 +49,30 @@ class Exchange(Protocol):
 
 
 def json_answer(content: object, status: int = 200) -> Response:
-    """A whole JSON answer."""
+    """Return a JSON answer."""
     return Response(encode_json(content), status_code=status, media_type="application/json")
 
 
 def exchange_of(request: Request) -> Exchange:
-    """The exchange that a request belongs to (``whoever serves it`` puts it there)."""
+    """Return the exchange of a request, from its scope."""
     exchange: Exchange = request.scope[EXCHANGE_KEY]
     return exchange
 
 
 def body_schema(name: str) -> dict[str, Any]:
-    """Return a route's OpenAPI extra: the body it takes."""
+    """Return a route's OpenAPI extra that describes its body."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def error_answer(error: Refused, body: bytes | None = None) -> Response:
-    """An error in OpenAI's envelope, or with a body of its own."""
+    """Return an error answer in OpenAI's envelope, or with the given body."""
     headers = {name.decode(): value.decode() for name, value in headers_of(error)}
     return Response(body or envelope(error), form_of(error).status, headers, "application/json")
 
 
 def refuse(request: Request, error: Refused) -> Response:
-    """Answer a request with an error, which is noted."""
+    """Answer a request with an error, and record it in the exchange."""
     exchange = exchange_of(request)
     error.forget_frames()
     exchange.refusal = error
@@ -81,13 +81,13 @@ def refuse(request: Request, error: Refused) -> Response:
 
 
 def _methods_of(app: FastAPI, request: Request) -> list[str]:
-    """Return the methods that a path takes; the framework's own answer tells those of one of its routes."""
+    """Return the methods of a path over all routes; the framework reports only one route's methods."""
     scopes = ({**request.scope, "method": method} for method in METHODS)
     return [scope["method"] for scope in scopes if any(route.matches(scope)[0] is Match.FULL for route in app.routes)]
 
 
 def _url_hint(app: FastAPI, request: Request, hot: Collection[str]) -> str:
-    """Return what to call instead of an unknown path, where a ``/v1`` or a slash too few or too many explains it."""
+    """Return a hint for an unknown path that differs from a known one by ``/v1`` or a trailing slash."""
     path = request.url.path.rstrip("/")
     advice = {path: "", f"/v1{path}": " The base URL of a client must end in /v1.", path.removeprefix("/v1"): ""}
     for meant, how in advice.items():
@@ -98,7 +98,7 @@ def _url_hint(app: FastAPI, request: Request, hot: Collection[str]) -> str:
 
 
 def add_error_answers(app: FastAPI, hot: Collection[str]) -> None:
-    """Answer every error in OpenAI's envelope. ``hot``: paths that the application serves without FastAPI."""
+    """Answer errors in OpenAI's envelope. ``hot``: paths served without FastAPI."""
 
     @app.exception_handler(Refused)
     async def on_api_error(request: Request, error: Refused) -> Response:
@@ -106,7 +106,7 @@ def add_error_answers(app: FastAPI, hot: Collection[str]) -> None:
 
     @app.exception_handler(ClientDisconnected)
     async def on_disconnect(request: Request, _error: ClientDisconnected) -> Response:
-        return refuse(request, RequestTooSlow())  # nobody is left to read it
+        return refuse(request, RequestTooSlow())  # the client has left: the status is only logged
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
@@ -138,7 +138,7 @@ def add_error_answers(app: FastAPI, hot: Collection[str]) -> None:
 
 
 async def resumed(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Iterate over what has been read already, and over what follows."""
+    """Iterate over the chunks already read, then over the rest."""
     yield first
     async for piece in rest:
         yield piece

@@ -1,7 +1,7 @@
-"""Writing one streamed answer.
+"""Writes a streamed answer.
 
-The head is held back until the first token or for a short grace, so that a refusal by the worker is still a proper
-4xx. Once it is sent, a failure is an error event and a broken connection: never a clean end without ``[DONE]``.
+The head is held back until the first token or a short delay, so that a refusal by the worker is still a proper
+4xx. After the head, a failure is an error event and an aborted connection: never a clean end without ``[DONE]``.
 """
 
 import asyncio
@@ -18,23 +18,23 @@ from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.job import Deltas, Tokens
 
-REFUSAL_LIMIT_S: Final = 2.0 * ACCEPT_LIMIT_S  # by when a request that nobody took at once has been refused
-LAST_WORDS_LIMIT_S: Final = 30.0  # how long a client may take to read the end of a stream
+REFUSAL_LIMIT_S: Final = 2.0 * ACCEPT_LIMIT_S  # by then, a request that no worker accepted immediately is refused
+LAST_WORDS_LIMIT_S: Final = 30.0  # maximum time for a client to read the end of a stream
 
 
 def usage_of(stream: AnswerStream[Any]) -> dict[str, Any]:
-    """Return the public usage of an answer that ended well."""
+    """Return the public usage of a successful answer."""
     return usage_fields(stream.prompt_tokens, stream.cached_tokens, stream.completion_tokens)
 
 
 def _last_moment_s(end: Ended) -> float:
-    """Return when to stop waiting for a client that does not read (the loop's clock)."""
+    """Return when to stop waiting for a client that does not read (loop clock)."""
     has_not_read = end.failure is not None and end.failure.code is ErrorCode.SLOW_CLIENT
     return asyncio.get_running_loop().time() + (0 if has_not_read else LAST_WORDS_LIMIT_S)
 
 
 class StreamWriter:
-    """Writes one answer's events to its reply."""
+    """Writes the events of an answer to its reply."""
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class StreamWriter:
         self._maker = maker
         self._do_not_queue = bool(maker.request.do_not_queue)
         self._with_usage = maker.request.include_usage
-        self._told: set[str] = set()  # in the head
+        self._told: set[str] = set()  # sent in the headers
         self._chunks = maker.chunks(exchange.id, exchange.received_unix_ms // 1000)
 
     async def write(self) -> None:
-        """Send the complete answer; return early, leaving the response incomplete, where it cannot be completed.
+        """Send the answer. If it cannot be completed, return early and leave the response incomplete.
 
-        The server breaks the connection of an incomplete response off.
+        The server aborts the connection of an incomplete response.
         """
         events = await self._first_events()
         if events and isinstance(events[0], Ended) and self._stream.outcome != "ok":
@@ -66,11 +66,11 @@ class StreamWriter:
                 self._stream.on_end = lambda end: limit.reschedule(_last_moment_s(end))
                 self._stream.mailbox.on_cut = lambda: limit.reschedule(0.0)
                 await self._write_all(events)
-        except RequestFailed:  # before its head was sent
+        except RequestFailed:  # before the head was sent
             await self._refuse()
         except (TimeoutError, ReaderCut):
             self._exchange.abort()
-        finally:  # the limit above is over, whatever ended it
+        finally:  # the time limit above applies only to this block
             self._stream.on_end = self._stream.mailbox.on_cut = None
 
     async def _first_events(self) -> list[Event]:
@@ -85,7 +85,7 @@ class StreamWriter:
 
     def _headers_grace_s(self) -> float:
         grace_s = self._timeouts.headers_grace_s
-        # One that is not to be queued is refused, with a proper status, if nobody takes it.
+        # A do_not_queue request must get an error status if no worker accepts it.
         return max(grace_s, REFUSAL_LIMIT_S) if self._do_not_queue else grace_s
 
     async def _refuse(self) -> None:
@@ -99,7 +99,7 @@ class StreamWriter:
             await self._exchange.write(self._sign_of_life(State.QUEUED.value), more=True)
         while not events or not isinstance(events[-1], Ended):
             body = self._body_of(events)
-            if body:  # one write for all that one engine step has brought
+            if body:  # one write per engine step
                 await self._exchange.write(body, more=True)
             events = await self._stream.take()
         await self._write_end(self._body_of(events))
@@ -128,7 +128,7 @@ class StreamWriter:
         if stream.outcome == "ok":
             usage = self._chunks.usage(usage_of(stream), stream.attempt) if self._with_usage else b""
             await self._maker.before_end()
-            # The headers, which would have said so, were gone by then.
+            # The headers have already been sent.
             with_comments = self._timeouts.queued_comment_s > 0
             late = comment(f"spillway attempts={stream.attempt}") if with_comments and stream.attempt > 1 else b""
             if with_comments and (adapted := self._exchange.adapted_for(stream) - self._told):

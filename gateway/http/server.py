@@ -1,11 +1,11 @@
-"""uvicorn's HTTP connection, held to bounds, so that nothing needs to stand in front of the gateway.
+"""uvicorn's HTTP connection with limits, so that the gateway needs no proxy in front of it.
 
-What uvicorn leaves open: how large a head may be and how long it may take, how many connections there are, a client
-that leaves while a second request of theirs waits behind the first, one that has only closed the sending side, a
-request that comes just as an idle connection is closed, and refusals that nothing tells of.
+Adds to uvicorn: limits of the size and duration of a head and of the number of connections, detection of a disconnect
+while pipelined requests wait, half-closed connections, requests that arrive while an idle connection is being closed,
+and the logging of refusals.
 
     head ──> request in progress ──> idle ──> head …
-      └ heads: 408 when late           └ idle: closed when late, unless something has come
+      └ heads: 408 on timeout          └ idle: closed on timeout, unless data has arrived
 """
 
 import asyncio
@@ -38,15 +38,15 @@ log = logging.getLogger(__name__)
 
 # --- connections ------------------------------------------------------------------------------------------------------
 #
-# Limits of connections: how many there may be, and how long each may take.
+# Limits of the number and duration of connections.
 
-OTHER_FILES: Final = 500  # that the process may have open beside connections: databases, exports, the queue
+OTHER_FILES: Final = 500  # open files besides connections: databases, exports, the queue
 
 
 def files_allow(wanted: int) -> int:
-    """Raise the limit of open files and return how many connections it allows, ``wanted`` at most.
+    """Raise the open-file limit; return the number of connections it allows, at most ``wanted``.
 
-    Where it has no file left, a connection is closed without a word.
+    Without a free file descriptor, a new connection would be closed without an answer.
     """
     files = wanted + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -60,7 +60,7 @@ def files_allow(wanted: int) -> int:
 
 
 class Connections:
-    """All open connections of one gateway. Only the event loop touches it."""
+    """All open connections of one gateway. Use only from the event loop."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Connections:
     ) -> None:
         self.settings = settings
         self.refusals = refusals
-        self.is_gateway_leaving = False  # then each connection ends with its next answer
+        self.is_gateway_leaving = False  # every connection then closes after its next answer
         self.heads: Deadlines[Connection] = Deadlines(settings.head_s, lambda connection: connection.head_is_late())
         self.idle: Deadlines[Connection] = Deadlines(settings.keep_alive_s, lambda connection: connection.end_idle())
         self._is_trusted = is_trusted
@@ -79,7 +79,7 @@ class Connections:
         self._max_total = files_allow(settings.max_total)
 
     def enter(self, address: str) -> Refused | None:
-        """Count a new connection in, or return the error for it where there is no room."""
+        """Register a new connection, or return the error if there are too many."""
         if self._total >= self._max_total and not self._end_longest_idle():
             return Overloaded("The gateway cannot accept more connections at the moment. Try again later.")
         if self._by_address[address] >= self.settings.max_per_address and not self._is_trusted(address):
@@ -89,7 +89,7 @@ class Connections:
         return None
 
     def leave(self, address: str) -> None:
-        """Count out a connection that had been counted in."""
+        """Unregister a connection."""
         self._total -= 1
         self._by_address[address] -= 1
         if not self._by_address[address]:
@@ -105,12 +105,12 @@ class Connections:
 
 # --- connection -------------------------------------------------------------------------------------------------------
 
-READ_AHEAD: Final = 8  # requests that are read while an earlier one is answered; more stay in the socket
-MAX_PIPELINED: Final = 100  # that may have come with them in one piece
+READ_AHEAD: Final = 8  # requests read while an earlier one is being answered; the rest stay in the socket
+MAX_PIPELINED: Final = 100  # requests that may arrive together in one read
 FIRST_PROBE_S: Final = 0.02
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-NO_INT: Final = bytes(4)  # where FIONREAD writes its answer
-# Of two of these a proxy in front may have read the other one, and found the body's end or the caller elsewhere.
+NO_INT: Final = bytes(4)  # buffer for FIONREAD
+# If these are repeated, a proxy may have used a different one: request smuggling.
 SINGLE_HEADERS: Final = (
     b"host", b"authorization", b"x-api-key", b"content-type", b"content-encoding", b"content-length",
     b"transfer-encoding", b"idempotency-key",
@@ -121,7 +121,7 @@ MAPPED_IPV4: Final = "::ffff:"
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection."""
+    """A client connection."""
 
     def __init__(
         self,
@@ -133,24 +133,24 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._connections = connections
-        self._waits_in: Deadlines[Connection] | None = None  # for the client to do something
+        self._waits_in: Deadlines[Connection] | None = None  # deadlines for the client's next action
         self._is_counted = False
         self._answering: Cycle | None = None
-        self._waiting: deque[Cycle] = deque()  # behind it; self.cycle is the one that has come last
+        self._waiting: deque[Cycle] = deque()  # pipelined requests; self.cycle is the newest
         self._in_head = False
-        self._head_bytes = 0  # of this head, as far as it lies in earlier pieces than the one that is being read
+        self._head_bytes = 0  # of this head, in the reads before the current one
         self._piece_bytes = 0
-        self._began_here = False  # the head, in this piece
-        self._is_refused = False  # what still comes is not read; what has been asked before is answered
-        self._has_finished = False  # the client has closed the sending side
+        self._began_here = False  # the head began in the current read
+        self._is_refused = False  # input is ignored; earlier requests are still answered
+        self._has_finished = False  # the client has half-closed the connection
         self._probe: asyncio.TimerHandle | None = None
 
     # --- from the transport -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-        """A client has connected."""
+        """Register the connection, or refuse it."""
         super().connection_made(transport)
-        if self.client is not None:  # at "::", an IPv4 address comes as ::ffff:192.0.2.1, and settings name 192.0.2.1
+        if self.client is not None:  # on "::", IPv4 addresses look like ::ffff:192.0.2.1; settings use 192.0.2.1
             self.client = (self.client[0].removeprefix(MAPPED_IPV4), self.client[1])
         error = self._connections.enter(self._address)
         if error is not None:
@@ -160,7 +160,7 @@ class Connection(HttpToolsProtocol):
         self._wait_in(self._connections.heads)
 
     def data_received(self, data: bytes) -> None:
-        """Read on: this replaces uvicorn's, whose log has no bounds."""
+        """Parse data. Replaces uvicorn's method, whose logging is unbounded."""
         if self._is_refused:
             return
         if self._waits_in is self._connections.idle:
@@ -170,7 +170,7 @@ class Connection(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
                 break
-            except httptools.HttpParserUpgrade as upgrade:  # its request is answered, the protocol stays: read on
+            except httptools.HttpParserUpgrade as upgrade:  # upgrades are ignored: the request is answered as HTTP/1.1
                 data = data[upgrade.args[0] :]
             except httptools.HttpParserError as error:
                 self._refuse(_refusal_of(error))
@@ -179,21 +179,21 @@ class Connection(HttpToolsProtocol):
             self._wait_for_head()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Tell a client that has left from one that has only said that nothing more will come.
+        """Distinguish a disconnected client from one that has half-closed the connection.
 
-        Both send the same. But what has left answers anything more with a reset; so it is sent what it has to skip.
+        Both send EOF. Send an interim response, which clients skip: a disconnected client answers it with a reset.
         """
         cycle = self._answering
         if cycle is None or not self._is_answering or cycle.response_started or self.cycle.more_body:
             return False
-        if cycle.scope["http_version"] != "1.1":  # may not be sent an interim answer
+        if cycle.scope["http_version"] != "1.1":  # no interim responses
             return False
         self._has_finished = True
         self._probe_client(FIRST_PROBE_S)
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody is there any more: uvicorn would tell only the request that has come last."""
+        """Notify all requests of the disconnect; uvicorn notifies only the newest."""
         self._wait_in(None)
         if self._probe is not None:
             self._probe.cancel()
@@ -210,7 +210,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """End, when all that has come is answered: also what still lies in the socket."""
+        """Close after all received requests are answered, including those still in the socket."""
         if not self._is_answering and not self._has_unread():
             self._close()
         elif self.cycle is not None:
@@ -219,7 +219,7 @@ class Connection(HttpToolsProtocol):
     # --- from the parser: uvicorn's methods written out, which costs less than calling them --------------------------
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start a request."""
         if self._waits_in is self._connections.idle:
             self._wait_in(None)
         self.url = b""
@@ -228,12 +228,12 @@ class Connection(HttpToolsProtocol):
         self._in_head = self._began_here = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header of a head. Those that follow a body are dropped."""
+        """Add a header. Trailers are dropped."""
         if self._in_head:
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """A head is whole. Raises Refused and others, which feed_data turns into its own error."""
+        """Handle a complete head. Raises Refused and others, which feed_data wraps in its own error."""
         if self._waits_in is not None:
             self._wait_in(None)
         by_name = self._checked_headers()
@@ -267,7 +267,7 @@ class Connection(HttpToolsProtocol):
             access_log=False,
             default_headers=self.server_state.default_headers,
             message_event=asyncio.Event(),
-            # A client of HTTP/1.0 may not be sent an interim answer.
+            # HTTP/1.0 clients must not get interim responses.
             expect_100_continue=version == "1.1" and by_name.get(b"expect", b"").lower() == b"100-continue",
             keep_alive=keep_alive,
             on_response=self.on_response_complete,
@@ -277,11 +277,11 @@ class Connection(HttpToolsProtocol):
             self._answer(cycle)
             return
         self._waiting.append(cycle)
-        if len(self._waiting) >= READ_AHEAD:  # until then, nobody would notice that the client leaves
+        if len(self._waiting) >= READ_AHEAD:  # keep reading until then, to notice a disconnect
             self.flow.pause_reading()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body; what has been answered already needs none."""
+        """Add a piece of a body, unless the request is already answered."""
         cycle = self.cycle
         if cycle.response_complete:
             return
@@ -291,9 +291,9 @@ class Connection(HttpToolsProtocol):
         cycle.message_event.set()
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
+        """Complete a request."""
         cycle = self.cycle
-        if cycle.response_complete:  # it was answered before: the rest of its body has been awaited
+        if cycle.response_complete:  # answered early; this was the rest of its body
             self._wait_in(self._connections.idle)
             return
         cycle.more_body = False
@@ -302,13 +302,13 @@ class Connection(HttpToolsProtocol):
     def _answer(self, cycle: Cycle) -> None:
         self._answering = cycle
         task = self.loop.create_task(cycle.run_asgi(self.app))
-        self.tasks.add(task)  # which is how uvicorn knows what is still running when it ends
+        self.tasks.add(task)  # uvicorn waits for these tasks at shutdown
         task.add_done_callback(self.tasks.discard)
         if self._has_finished:
             self._probe_client(FIRST_PROBE_S)
 
     def on_response_complete(self) -> None:
-        """Take the next one that has come, or wait for one."""
+        """Start the next pipelined request, or wait for one."""
         if self.transport.is_closing():
             self._close()
             return
@@ -338,8 +338,8 @@ class Connection(HttpToolsProtocol):
         self._waits_in = queue
 
     def _wait_for_head(self) -> None:
-        # Where it began, other things may have come before it: that piece is counted when the head is whole. What a
-        # client can make us keep is one piece, of 256 KiB at most, more than the bound.
+        # The first read may contain other data, so it is counted when the head is complete. A client
+        # can exceed the limit by at most one read (256 KiB).
         bounds = self._connections.settings
         if self._in_head and not self._began_here:
             self._head_bytes += self._piece_bytes
@@ -350,7 +350,7 @@ class Connection(HttpToolsProtocol):
 
     def _checked_headers(self) -> dict[bytes, bytes]:
         bounds, headers = self._connections.settings, self.headers
-        # Counted exactly only where it matters.
+        # Count exactly only near the limit.
         if self._head_bytes + self._piece_bytes > bounds.max_head_bytes:
             self._head_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in headers)
         if self._head_bytes > bounds.max_head_bytes or len(headers) > bounds.max_headers:
@@ -360,18 +360,19 @@ class Connection(HttpToolsProtocol):
         by_name = dict(headers)
         if len(by_name) < len(headers):
             _check_singles(headers)
-        # Of an HTTP/1.1 request a host is required; HTTP/0.9 has no headers.
+        # HTTP/1.1 requires a host; HTTP/0.9 has no headers.
         is_old = self.parser.get_http_version() == "1.0"
         if b"host" not in by_name and not is_old:
             raise MalformedHttp("The header 'host' is required.")
         if by_name.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
             raise MalformedHttp("The only supported transfer-encoding is 'chunked'.")
-        if is_old and b"transfer-encoding" in by_name:  # RFC 9112, 6.1: a proxy of HTTP/1.0 has read another body
+        # RFC 9112, 6.1: an HTTP/1.0 proxy would frame the body differently.
+        if is_old and b"transfer-encoding" in by_name:
             raise MalformedHttp("An HTTP/1.0 request cannot have the header 'transfer-encoding'.")
         return by_name
 
     def _target(self) -> tuple[bytes, bytes]:
-        """Path and query of the request. Raises httptools.HttpParserInvalidURLError."""
+        """Return path and query. Raises httptools.HttpParserInvalidURLError."""
         if self.url.startswith(b"/") and b"#" not in self.url:
             path, _, query = self.url.partition(b"?")
             return path, query
@@ -379,7 +380,7 @@ class Connection(HttpToolsProtocol):
         return url.path or b"/", url.query or b""
 
     def head_is_late(self) -> None:
-        """The client has not sent what was waited for: a head, or the rest of a body that is of no use any more."""
+        """Handle a timeout of the head, or of the rest of a discarded body."""
         if self._has_unread():
             self._wait_in(self._connections.heads)
         elif self._in_head:
@@ -389,8 +390,8 @@ class Connection(HttpToolsProtocol):
             self._close()
 
     def end_idle(self) -> None:
-        """Close an idle connection. One on which something has come is not idle: it only has not been read yet."""
-        if self.transport.get_write_buffer_size():  # in all this time the client has not read its answer
+        """Close an idle connection, unless unread data is waiting in its socket."""
+        if self.transport.get_write_buffer_size():  # the client has not read its answer
             self.transport.abort()
         elif self._has_unread():
             self._wait_in(self._connections.heads)
@@ -398,7 +399,7 @@ class Connection(HttpToolsProtocol):
             self._close()
 
     def _close(self) -> None:
-        """Close when all is sent that was written, or after a while without."""
+        """Close after all data is sent, or after a timeout."""
         self.transport.close()
         self._wait_in(self._connections.idle if self.transport.get_write_buffer_size() else None)
 
@@ -411,7 +412,7 @@ class Connection(HttpToolsProtocol):
     # --- refusals -----------------------------------------------------------------------------------------------------
 
     def _refuse(self, error: Refused) -> None:
-        """Answer what cannot be routed, behind all that is still being answered, and close."""
+        """Refuse an invalid request after all earlier answers, and close."""
         self._is_refused = True
         self._wait_in(None)
         self._log_refusal(error, self.url if self._in_head else b"")
@@ -427,10 +428,10 @@ class Connection(HttpToolsProtocol):
         shown = path.partition(b"?")[0][:MAX_TEXT_CHARS].decode("latin-1")
         self._connections.refusals.refused(HTTP, error, RefusedRequest(path=shown, client=self._address))
 
-    # --- a client that has closed the sending side --------------------------------------------------------------------
+    # --- half-closed connections --------------------------------------------------------------------------------------
 
     def _probe_client(self, wait_s: float) -> None:
-        """Send an interim answer, and again ever more rarely until the answer begins: where nobody is, it fails."""
+        """Send interim responses with growing intervals until the answer begins: they fail if the client is gone."""
         if self._answering is None or self._answering.response_started or self.transport.is_closing():
             return
         if self._probe is not None:
@@ -444,7 +445,7 @@ def _too_large(max_bytes: int, max_headers: int) -> HeadTooLarge:
 
 
 def _refusal_of(error: httptools.HttpParserError) -> Refused:
-    """Return the client's error for an error of the parser or of one of its callbacks."""
+    """Return the error to send for an error of the parser or its callbacks."""
     cause = error.__context__
     if isinstance(cause, Refused):
         return cause

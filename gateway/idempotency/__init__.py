@@ -1,4 +1,4 @@
-"""``Idempotency-Key``: the same request again finds the running one, or its answer, instead of running twice.
+"""``Idempotency-Key``: a repeated request finds the running one or its answer instead of running twice.
 
     request with a key ──> find here ──────────────────> read its recording          attached, replayed
                              │ not here
@@ -6,13 +6,13 @@
                            claim it in the bucket ─────> run it, into a recording     the first
                              │ another gateway's claim
                              v
-                           read that one's recording ──> (it is gone, or has forgotten: take the claim over)
+                           read that one's recording ──> (the gateway is gone or has no run: take over the claim)
 
-- ``recording``: one answer as it was sent, for any number of readers
-- ``runs``: the runs of this gateway, running and ended, and how long they are kept
-- ``claims``: which gateway has a key
-- ``sharing``: reading from another gateway, and being read from
+- ``recording``: an answer as it was sent, for any number of readers
+- ``runs``: the running and ended runs of this gateway
+- ``claims``: which gateway owns a key
+- ``sharing``: reading answers from other gateways, and serving them
 
-The recording holds the answer's bytes, so whoever reads it gets the same ids, times and events, and everything that
-makes an answer knows nothing of keys. A request without a key touches none of this.
+The recording holds the bytes of the answer, so every reader gets the same ids, times, and events. The code that
+generates answers does not know about keys. Requests without a key bypass this package.
 """

@@ -1,4 +1,4 @@
-"""Claims of keys by gateways: one entry each in a key-value bucket, created or replaced by compare and set."""
+"""Claims of keys by gateways: entries of a key-value bucket, written by compare-and-set."""
 
 import asyncio
 import base64
@@ -12,22 +12,22 @@ from protocol.errors import BusError, ProtocolError
 from protocol.gateways import Claim, decode_claim, encode
 from protocol.nats.bus import Bus
 
-CLAIM_LIMIT_S: Final = 1.0  # past it the queue server is as good as away
+CLAIM_LIMIT_S: Final = 1.0  # beyond it, the queue server counts as unavailable
 STREAM: Final = f"KV_{subjects.IDEMPOTENCY_BUCKET}"
 
 log = logging.getLogger(__name__)
 
 
 class HeldClaim(Struct, frozen=True):
-    """The claim that stands after all."""
+    """The current claim of a key."""
 
     gateway_id: str
-    sequence: int | None  # of its entry; None: the bucket could not be asked
-    is_new: bool  # it is what the caller has just put there
+    sequence: int | None  # of its entry; None: the bucket is unavailable
+    is_new: bool  # the caller has just written it
 
 
 class Claims:
-    """One gateway's access to the bucket. While it is out of reach, every gateway keeps its keys for itself."""
+    """A gateway's access to the bucket. While the bucket is unavailable, keys apply to a single gateway."""
 
     def __init__(self, bus: Bus, gateway_id: str) -> None:
         self._bus = bus
@@ -35,9 +35,9 @@ class Claims:
         self._releases: set[asyncio.Task[None]] = set()
 
     async def take(self, name: str, fingerprint: str, *, over: int | None) -> HeldClaim | None:
-        """Claim a key for this gateway, unless another claim stands than the one with sequence ``over`` (None: none).
+        """Claim a key for this gateway, unless it has another claim than the one with sequence ``over`` (None: none).
 
-        None: it changed hands while we looked; try again.
+        Return None if the claim changed concurrently; try again.
         """
         if not self._bus.connected:
             return self._for_this_gateway_only()
@@ -67,7 +67,7 @@ class Claims:
         return HeldClaim(claim.gateway_id, int(found["seq"]), is_new=False)
 
     def release(self, sequence: int) -> None:
-        """Remove a claim of ours, by its sequence: one that has been taken over since stays. Does not wait."""
+        """Remove a claim of this gateway by its sequence, unless it was taken over. Does not wait."""
         if self._bus.connected:
             task = asyncio.create_task(self._release(sequence))
             self._releases.add(task)
@@ -76,5 +76,5 @@ class Claims:
     async def _release(self, sequence: int) -> None:
         try:
             await self._bus.delete_message(STREAM, sequence)
-        except BusError as error:  # whoever meets the claim asks us, hears that we know nothing, and takes it over
+        except BusError as error:  # other gateways ask this one, learn that it has no run, and take over the claim
             log.debug("claim %d could not be removed: %s", sequence, error)

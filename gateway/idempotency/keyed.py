@@ -1,7 +1,7 @@
-"""Requests with an ``Idempotency-Key``; ``idempotency`` keeps their runs and answers.
+"""Requests with an ``Idempotency-Key``.
 
-The first of them runs apart from its connection, into a recording; it and all later ones read from that, from the
-first byte on. A caller whose connection broke in mid-stream sends the same again and gets the whole answer again.
+The first request with a key runs independently of its connection, into a recording. All requests with the key read
+the recording from its first byte. After a broken connection, a client repeats the request and gets the whole answer.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ from protocol.process import calling_once
 IDEMPOTENCY_KEY: Final = b"idempotency-key"
 STANDING_HEADER: Final = b"x-spillway-idempotent"
 MAX_KEY_CHARS: Final = 255
-MAX_TAKES: Final = 5  # of a key that changes hands while we look
-SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read one part (protocol.gateways.MAX_PART_BYTES)
+MAX_TAKES: Final = 5  # attempts if the claim changes concurrently
+SLOW_READER_LIMIT_S: Final = 30.0  # maximum time to read one part (protocol.gateways.MAX_PART_BYTES)
 
 log = logging.getLogger(__name__)
 
@@ -48,20 +48,20 @@ NextPart = Callable[[int], Awaitable[Part]]
 class KeyedRequest(Struct, frozen=True):
     """A request with its idempotency key."""
 
-    name: str  # of the key and whose it is, as everybody else sees them: a hash
-    fingerprint: str  # of path and body
+    name: str  # hash of the key and its tenant, as other gateways see it
+    fingerprint: str  # hash of path and body
     head: Head
     body: bytes
     style: AnswerStyle | None
 
     async def read(self, principal: Principal) -> bytes:
-        """Return the body again."""
+        """Return the body."""
         del principal
         return self.body
 
 
 class RecordedReply:
-    """A reply into a run's recording; without a reader for too long, its client counts as disconnected."""
+    """A reply into a run's recording. The client counts as disconnected after too long without a reader."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -72,11 +72,11 @@ class RecordedReply:
         return self._run.readers > 0
 
     async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Implement ``Reply``; never waits."""
+        """Implement ``Reply``; never wait."""
         self._run.recording.start(status, headers)
 
     async def write(self, body: bytes, *, more: bool) -> None:
-        """Implement ``Reply``; never waits."""
+        """Implement ``Reply``; never wait."""
         self._run.recording.write(body, more=more)
 
     def abort(self) -> None:
@@ -91,7 +91,7 @@ Answer = Callable[[Exchange, ReadBody], Awaitable[None]]
 
 
 class KeyedRequests:
-    """Finds or begins the run of each request with a key, and sends its answer to the client."""
+    """Finds or starts the run of each request with a key, and sends its answer."""
 
     def __init__(self, bus: Bus, settings: GatewaySettings, keys: KeyRing) -> None:
         self._bus = bus
@@ -104,13 +104,13 @@ class KeyedRequests:
         self._running: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Answer other gateways' questions. Raises BusError."""
+        """Start answering queries of other gateways. Raises BusError."""
         await self._server.start()
         self._bus.on_reconnect(self._claim_again)
 
     async def _claim_again(self) -> None:
-        # The queue server may have lost the bucket, whose sequence numbers then begin again, so that the old ones name
-        # others' claims; or a key may have come while it was away.
+        # The queue server may have lost the bucket: its sequence numbers then restart, and the old ones refer to
+        # other claims. Or a key arrived while the server was unavailable.
         for run in self._runs:
             run.claim_sequence = None
         for run in list(self._runs):
@@ -119,7 +119,7 @@ class KeyedRequests:
                 self._runs.claimed(run, claim.sequence)
 
     async def serve(self, exchange: ClientExchange, endpoint: Endpoint[Any]) -> None:
-        """Answer one request that has a key; the endpoint makes the answer if no gateway has it."""
+        """Answer a request with a key. The endpoint runs it if no gateway has the answer."""
         await self._serve(exchange, endpoint)
         endpoint.note_refusal(exchange)
 
@@ -154,7 +154,7 @@ class KeyedRequests:
         )
 
     async def _answer(self, exchange: Exchange, question: KeyedRequest, answer: Answer) -> None:
-        over: int | None = None  # the claim that may be replaced
+        over: int | None = None  # sequence of the claim that may be replaced
         for _ in range(MAX_TAKES):
             run = self._runs.find(question.name)
             if run is not None:
@@ -193,7 +193,7 @@ class KeyedRequests:
             self._runs.ended(run)
 
     async def _read(self, exchange: Exchange, run: Run, standing: ClaimState | None) -> None:
-        """Send a run's answer; ``standing`` is None for the client that began the run."""
+        """Send a run's answer. ``standing``: None for the client that started the run."""
         if standing is ClaimState.REUSED:
             raise IdempotencyKeyReused
         with run.reading():
@@ -201,7 +201,7 @@ class KeyedRequests:
             await _pass_on(exchange, lambda position: part_of(run, sure, position), is_first=standing is None)
 
     async def _read_from(self, gateway_id: str, exchange: Exchange, question: KeyedRequest) -> None:
-        """Send the answer that another gateway has. Raises OwnerNotFound while nothing has been sent."""
+        """Send another gateway's answer. Raises OwnerNotFound if nothing has been sent yet."""
 
         async def next_part(position: int) -> Part:
             return await ask(self._bus, gateway_id, AnswerPartRequest(question.name, question.fingerprint, position))
@@ -214,11 +214,11 @@ class KeyedRequests:
         except OwnerNotFound:
             if exchange.sent_status is None:
                 raise
-        # else the response stays incomplete, which breaks the connection off; the caller's next try finds a way
+        # otherwise the response stays incomplete and the connection is aborted; the client can retry
 
 
 async def _pass_on(exchange: Exchange, next_part: NextPart, *, is_first: bool) -> None:
-    """Send an answer part by part; it stays incomplete where the recording is."""
+    """Send an answer in parts. It stays incomplete if the recording is."""
     position = 0
     while True:
         part = await next_part(position)

@@ -1,4 +1,4 @@
-"""One answer as it was sent, for any number of readers."""
+"""An answer as it was sent, for any number of readers."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -9,16 +9,16 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class RecordingTruncated(Exception):
-    """Raised where the answer outgrew the space for recordings and a reader's next byte was dropped."""
+    """The recording outgrew its memory, and a reader's next byte was dropped."""
 
 
 class Recording:
-    """Takes an answer as it is written. Readers come at any time and read from the first byte on."""
+    """Records an answer while it is written. Readers can join at any time and start at the first byte."""
 
     def __init__(self, on_growth: Callable[[int], None]) -> None:
         self.head: tuple[int, Headers] | None = None  # status and headers
         self.ended = False
-        self.complete = False  # ended, and nothing is missing
+        self.complete = False  # ended without errors or gaps
         self._body = bytearray()
         self._forgotten_bytes = 0
         self._on_growth = on_growth
@@ -31,28 +31,28 @@ class Recording:
 
     @property
     def can_be_replayed(self) -> bool:
-        """True for a complete and good answer."""
+        """True for a complete, successful answer."""
         return self.complete and self.head is not None and self.head[0] == 200 and not self._forgotten_bytes
 
     def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Take the head."""
+        """Record status and headers."""
         self.head = status, tuple(headers)
         self._notify()
 
     def write(self, body: bytes, *, more: bool) -> None:
-        """Take a piece of the body."""
+        """Record a piece of the body."""
         self._body += body
         self.complete = not more
         self._on_growth(len(body))
         self._notify()
 
     def end(self) -> None:
-        """Note that nothing more comes."""
+        """Mark the end."""
         self.ended = True
         self._notify()
 
     def forget_front(self, count_bytes: int) -> None:
-        """Drop the oldest part of the body; readers behind it fail."""
+        """Drop the oldest part of the body. Readers that need it fail."""
         del self._body[:count_bytes]
         self._forgotten_bytes += count_bytes
 
@@ -61,12 +61,12 @@ class Recording:
         self._changed.clear()
 
     async def wait_for_more(self, position: int) -> None:
-        """Return once there is something to read at ``position``, or nothing more will come."""
+        """Wait until there is data at ``position``, or the recording has ended."""
         while not self.ended and position >= self._forgotten_bytes + len(self._body):
             await self._changed.wait()
 
     def read(self, position: int) -> tuple[bytes, bool]:
-        """Return the body from byte ``position`` on, and whether that is its end. Raises RecordingTruncated."""
+        """Return the body from byte ``position``, and whether it ends there. Raises RecordingTruncated."""
         start = position - self._forgotten_bytes
         if start < 0:
             raise RecordingTruncated

@@ -1,9 +1,9 @@
-"""The requests with a key that this gateway runs, or has run.
+"""Running and ended requests with a key on this gateway.
 
-begin ──> RUNNING ──ended well──> KEPT ──keep_s, or no room──> forgotten
+begin ──> RUNNING ──success──> KEPT ──after keep_s, or no memory──> forgotten
              │
-             ├── failed, refused ──────> forgotten: the next request with the key runs again
-             └── nobody reads it for ``reattach_s``: cancelled, forgotten
+             ├── failed, refused ──> forgotten: the next request with the key runs again
+             └── no reader for ``reattach_s``: canceled, forgotten
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from gateway.settings import IdempotencySettings
 
 
 class Run:
-    """One request with a key, from its first arrival on."""
+    """A request with a key, since its first arrival."""
 
     def __init__(self, name: str, fingerprint: str, claim_sequence: int | None, runs: "Runs") -> None:
         self.name = name
         self.fingerprint = fingerprint
-        self.claim_sequence = claim_sequence  # of the bucket's entry; None: known here alone
+        self.claim_sequence = claim_sequence  # of the bucket's entry; None: not in the bucket
         self.recording = Recording(lambda count_bytes: runs.make_room(self, count_bytes))
         self.readers = 0
         self.abandoned = asyncio.Event()
@@ -30,7 +30,7 @@ class Run:
 
     @contextmanager
     def reading(self) -> Iterator[Recording]:
-        """Count as a reader: the run is not abandoned meanwhile."""
+        """Count as a reader: the run is not abandoned during the block."""
         self.readers += 1
         if not self.recording.ended:
             self.stop_timer()
@@ -42,25 +42,25 @@ class Run:
                 self._runs.abandon_later(self)
 
     def start_timer(self, delay_s: float, action: "Callable[[Run], None]") -> None:
-        """Call ``action`` after a while, instead of what was to be called."""
+        """Call ``action`` after ``delay_s``, and cancel the previous timer."""
         self.stop_timer()
         self._timer = asyncio.get_running_loop().call_later(delay_s, action, self)
 
     def stop_timer(self) -> None:
-        """Call nothing."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
 
 class Runs:
-    """All runs with a key of this gateway, by the key's name; ``release`` is given the claims of those that leave."""
+    """All runs of this gateway by the key's name. ``release`` gets the claims of forgotten runs."""
 
     def __init__(self, settings: IdempotencySettings, release: Callable[[int], None]) -> None:
         self._settings = settings
         self._release = release
         self._runs: dict[str, Run] = {}
-        self._kept: dict[str, Run] = {}  # those that have ended, oldest first
+        self._kept: dict[str, Run] = {}  # ended runs, oldest first
         self._claiming: Counter[str] = Counter()
         self._bytes = 0
 
@@ -71,19 +71,19 @@ class Runs:
         return iter(self._runs.values())
 
     def find(self, name: str) -> Run | None:
-        """Return the run that has this key, or None."""
+        """Return the run of a key, or None."""
         return self._runs.get(name)
 
     def claimed(self, run: Run, claim_sequence: int) -> None:
-        """Note the run's entry in the bucket."""
+        """Store the run's entry in the bucket."""
         if self._runs.get(run.name) is run:
             run.claim_sequence = claim_sequence
-        else:  # it was forgotten meanwhile
+        else:  # it was forgotten during the claim
             self._release(claim_sequence)
 
     @contextmanager
     def claiming(self, name: str) -> Iterator[None]:
-        """Note that a claim of this key is on its way: requests that find it in the bucket wait for the run."""
+        """Mark the key as being claimed: requests that find its claim in the bucket wait for the run."""
         self._claiming[name] += 1
         try:
             yield
@@ -93,17 +93,17 @@ class Runs:
                 del self._claiming[name]
 
     def is_claiming(self, name: str) -> bool:
-        """Return whether the key's run may be about to begin."""
+        """Return whether the key is being claimed."""
         return name in self._claiming
 
     def begin(self, name: str, fingerprint: str, claim_sequence: int | None) -> Run:
-        """Begin a run; the caller must call ``ended``."""
+        """Begin a run. The caller must call ``ended``."""
         run = self._runs[name] = Run(name, fingerprint, claim_sequence, self)
-        self.abandon_later(run)  # unless a reader comes
+        self.abandon_later(run)  # unless a reader attaches
         return run
 
     def ended(self, run: Run) -> None:
-        """End a run: keep its answer, or free its key."""
+        """End a run: keep its answer, or release its key."""
         run.stop_timer()
         run.recording.end()
         if self._runs.get(run.name) is not run:
@@ -116,11 +116,11 @@ class Runs:
             self._forget(run)
 
     def abandon_later(self, run: Run) -> None:
-        """Give up a run without readers after a while."""
+        """Cancel the run after ``reattach_s`` without a reader."""
         run.start_timer(self._settings.reattach_s, self._abandon)
 
     def make_room(self, run: Run, count_bytes: int) -> None:
-        """Account for ``count_bytes`` more of ``run``; where bounds are passed, the oldest ended runs go."""
+        """Account for ``count_bytes`` more of ``run``. Above the limits, forget the oldest ended runs."""
         if self._runs.get(run.name) is not run:
             return
         self._bytes += count_bytes

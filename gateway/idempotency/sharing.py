@@ -1,4 +1,4 @@
-"""Reading an answer from the gateway that has it, and being read from."""
+"""Reading answers from other gateways, and serving them to other gateways."""
 
 import asyncio
 import contextlib
@@ -15,31 +15,31 @@ from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
 from protocol.gateways import PART_WAIT_S, AnswerPartRequest, ClaimState, Part, decode_ask, decode_part, encode
 from protocol.nats.bus import Bus
 
-MAX_QUESTIONS: Final = 1024  # waiting here at once; more are not answered, and asked again
+MAX_QUESTIONS: Final = 1024  # pending queries; others are not answered, and are repeated
 PART_LIMIT_S: Final = PART_WAIT_S + 1.0
-CLAIMING_S: Final = 0.02  # between a claim and its run
-MAX_SILENCES: Final = 3  # in a row, then the owner counts as frozen
+CLAIMING_S: Final = 0.02  # maximum time between a claim and its run
+MAX_SILENCES: Final = 3  # consecutive timeouts, after which the owner counts as frozen
 
 log = logging.getLogger(__name__)
 
 
 class OwnerUnresponsive(Exception):
-    """Raised where the owner of the key is connected and does not answer: the request may still run."""
+    """The owner of the key is connected but does not answer. The request may still be running."""
 
 
 class OwnerNotFound(Exception):
-    """Raised where the owner of the key is gone, or no longer knows it."""
+    """The owner of the key is gone, or has no run of the key."""
 
 
 def claim_state_of(run: Run, fingerprint: str) -> ClaimState:
-    """Return the state of a claim on a run's key, for a request with this fingerprint."""
+    """Return the state of a key's claim for a request with this fingerprint."""
     if run.fingerprint != fingerprint:
         return ClaimState.REUSED
     return ClaimState.REPLAYED if run.recording.ended else ClaimState.ATTACHED
 
 
 async def part_of(run: Run, standing: ClaimState, position: int, *, wait_s: float | None = None) -> Part:
-    """Return the answer from byte ``position`` on; empty if nothing has come within ``wait_s`` (None: waits)."""
+    """Return the answer from byte ``position``; empty if there is none within ``wait_s`` (None: no limit)."""
     recording = run.recording
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(wait_s):
@@ -81,14 +81,14 @@ class AnswerServer:
     async def _answer(self, reply_subject: str, question: AnswerPartRequest) -> None:
         try:
             await self._bus.publish(reply_subject, encode(await self._part(question)))
-        except BusError as error:  # it is asked again
+        except BusError as error:  # the query is repeated
             log.debug("a part of an answer was not sent: %s", error)
 
     async def _part(self, question: AnswerPartRequest) -> Part:
         run = self._runs.find(question.name)
         if run is None and self._runs.is_claiming(question.name):
             await asyncio.sleep(CLAIMING_S)
-            return Part(ClaimState.ATTACHED)  # nothing yet: ask again
+            return Part(ClaimState.ATTACHED)  # nothing yet: repeat the query
         if run is None:
             return Part(ClaimState.UNKNOWN)
         standing = claim_state_of(run, question.fingerprint)
@@ -99,7 +99,7 @@ class AnswerServer:
 
 
 async def ask(bus: Bus, gateway_id: str, question: AnswerPartRequest) -> Part:
-    """Fetch one part of an answer from the gateway that has it. Raises OwnerNotFound or OwnerUnresponsive."""
+    """Fetch a part of an answer from its owner. Raises OwnerNotFound or OwnerUnresponsive."""
     for _ in range(MAX_SILENCES):
         try:
             reply = await bus.request(subjects.answers_subject(gateway_id), encode(question), timeout_s=PART_LIMIT_S)

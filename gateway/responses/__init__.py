@@ -1,1 +1,1 @@
-"""Responses that are kept: stored ones, and those made in the background."""
+"""Stored and background responses."""

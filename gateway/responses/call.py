@@ -1,4 +1,4 @@
-"""One validated body of Responses, and where its answer is kept."""
+"""A validated body of Responses, and the storage of its answer."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -19,18 +19,18 @@ log = logging.getLogger(__name__)
 
 
 class EventRecorder(Protocol):
-    """Takes the events of a response in the background, and what they were made of."""
+    """Records the events of a background response and the frames behind them."""
 
     def add(self, frame: Tokens | Deltas | None, events: bytes, response: dict[str, Any] | None = None) -> None:
-        """Add the next events; ``response``: with the last ones, the response as it is from now on."""
+        """Add the next events. ``response``: with the last events, the final response."""
         ...
 
 
 class ResponsesCall(SurfaceCall):
-    """A call whose answer may be stored, or made in the background."""
+    """A call whose answer may be stored or generated in the background."""
 
     keep: Keeping | None = None  # stores a complete response with its input items
-    recorder: EventRecorder | None = None  # of a response in the background
+    recorder: EventRecorder | None = None  # of a background response
 
     def __init__(self, surface: Responses, body: bytes) -> None:
         super().__init__(surface, body)
@@ -39,11 +39,11 @@ class ResponsesCall(SurfaceCall):
 
     @property
     def _told(self) -> ResponseEvents:
-        """The events, once there are chunks."""
+        """Return the events of the current chunks."""
         return cast("ResponseEvents", self._events)
 
     def first_response(self, answer_id: str, created: int) -> tuple[bytes, dict[str, Any]]:
-        """Return the first events of a response in the background, and the response as it is at first."""
+        """Return the first events of a background response, and its initial response."""
         events = self.asked.events(self._head(answer_id, created))
         return events.queued(), events.response
 
@@ -63,12 +63,12 @@ class ResponsesCall(SurfaceCall):
         return events
 
     def cancelled(self) -> None:
-        """Record that the response was cancelled."""
+        """Record the cancellation."""
         if self.recorder is not None:
             self.recorder.add(None, self._told.cancelled(), self._told.response)
 
     async def before_end(self, body: dict[str, Any] | None = None) -> None:
-        """Implement ``AnswerEncoder``: store the response; where that fails, it says so itself."""
+        """Implement ``AnswerEncoder``: store the response; if that fails, set ``store`` to false in it."""
         response = self._told.response if body is None else body
         if self.recorder is not None:
             self.recorder.add(None, self._told.last, response)
@@ -82,7 +82,7 @@ class ResponsesCall(SurfaceCall):
 
 
 class ResponsesCalls:
-    """Makes the calls of Responses."""
+    """Creates the calls of Responses."""
 
     def __init__(self, surface: Responses) -> None:
         self.surface = surface
@@ -94,7 +94,7 @@ class ResponsesCalls:
 
 
 class _RecordedChunks:
-    """``Chunks`` that are recorded as they are made."""
+    """``Chunks`` that record what they encode."""
 
     def __init__(self, inner: Chunks, recorder: EventRecorder) -> None:
         self._inner = inner

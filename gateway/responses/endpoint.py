@@ -1,4 +1,4 @@
-"""POST /v1/responses: a chat by way of its surface, whose answer may be stored, or made in the background."""
+"""POST /v1/responses: a translated chat whose answer may be stored or generated in the background."""
 
 import asyncio
 import time
@@ -39,13 +39,13 @@ from protocol.job import Deltas, Tokens
 from protocol.process import calling_once
 from protocol.wire import PROTOCOL_VERSION
 
-SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read some events
+SLOW_READER_LIMIT_S: Final = 30.0  # maximum time for a client to read a part of the events
 
 _encode = msgspec.json.Encoder().encode
 
 
 class MakeResponses(Generation[ResponsesCall]):
-    """The operation: with the conversation that a response goes on with, and the store that it may go to."""
+    """The operation of Responses: adds the continued conversation, and stores responses."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class MakeResponses(Generation[ResponsesCall]):
         self.store = store
 
     async def read(self, principal: Principal, body: bytes) -> ResponsesCall:
-        """Override of ``Operation``: reads what came before it, too."""
+        """Override of ``Operation``. Also reads the continued conversation."""
         try:
             previous_id = await self.work(principal, body, previous_of)
             if previous_id is not None:
@@ -75,22 +75,22 @@ class MakeResponses(Generation[ResponsesCall]):
         return call
 
     async def read_again(self, principal: Principal, body: bytes) -> ResponsesCall:
-        """Read the body of a run, which has its conversation. Raises Refused."""
+        """Read the body of a run, which includes its conversation. Raises Refused."""
         return await super().read(principal, body)
 
     async def admit(
         self, principal: Principal, call: ResponsesCall, arrival: Arrival, held: Reservation | None = None
     ) -> Admitted[ResponsesCall]:
         """Override of ``Operation``."""
-        arrival = replace(arrival, body_bytes=len(call.body))  # with the conversation
+        arrival = replace(arrival, body_bytes=len(call.body))  # including the conversation
         if call.asked.is_background:
-            # Nobody waits at a socket: how long the client's own requests may take says nothing.
+            # No client is waiting, so the client's timeout does not apply.
             arrival = replace(arrival, queue_wait_s=self.core.settings.timeouts.total_s)
         return await super().admit(principal, call, arrival, held)
 
     @contextmanager
     def encoder(self, stream: AnswerStream[ResponsesCall]) -> Iterator[AnswerEncoder]:
-        """Override of ``Generation``: a response that is to be stored is stored before it ends."""
+        """Override of ``Generation``. Stores the response, if requested, before it ends."""
         [(call, request)] = stream.parts
         if call.asked.is_stored and call.recorder is None:
             call.keep = partial(keep, self.store, request.admission.principal.tenant)
@@ -99,7 +99,7 @@ class MakeResponses(Generation[ResponsesCall]):
 
 
 class Background:
-    """Makes responses apart from their clients."""
+    """Generates responses independently of their clients."""
 
     def __init__(self, operation: MakeResponses, runs: BackgroundRuns) -> None:
         self._operation = operation
@@ -109,16 +109,16 @@ class Background:
         runs.admit = self._admit_again
 
     def refuse_if_leaving(self) -> None:
-        """Raise RequestFailed where this process begins none any more."""
+        """Raise RequestFailed if this process is shutting down."""
         if self._runs.is_leaving:
             raise RequestFailed(LEAVING)
 
     async def begin(
         self, principal: Principal, call: ResponsesCall, arrival: Arrival, admitted: Admitted[ResponsesCall]
     ) -> BackgroundRun:
-        """Store a response that was admitted, and make it, unless another gateway does by now.
+        """Store an admitted response and start it, unless another gateway has taken it over.
 
-        Raises Refused; then it leaves no trace.
+        Raises Refused; then nothing is stored.
         """
         try:
             run = await self._stored(principal, call, arrival)
@@ -174,7 +174,7 @@ class Background:
         return partial(self._make, run, admitted, arrival)
 
     async def _make(self, run: BackgroundRun, admitted: Admitted[ResponsesCall], arrival: Arrival) -> None:
-        """Make a response into its run; where that is another gateway's by now, it goes on with it."""
+        """Generate a response into its run, until another gateway takes it over."""
         stream = self._core.start(admitted, partial=run.made)
         [call], status = admitted.calls, None
         run.call, run.request, call.recorder = call, stream.only, run
@@ -190,7 +190,7 @@ class Background:
     async def _record(
         self, run: BackgroundRun, stream: AnswerStream[ResponsesCall], encoder: AnswerEncoder, arrival: Arrival
     ) -> int | None:
-        """Encode what comes, which records it. Returns the status that a client would have seen; None: cancelled."""
+        """Encode and record the answer. Returns the HTTP status for the ledger; None: canceled."""
         chunks = encoder.chunks(arrival.id, arrival.created_unix_s)
         status: int | None = None
         try:
@@ -216,7 +216,7 @@ class Background:
         return status
 
     async def _sure(self, stream: AnswerStream[ResponsesCall]) -> int:
-        """Return the status of a good answer, once it is sure to have a row. Raises RequestFailed."""
+        """Return the status of a successful answer after its ledger row is guaranteed. Raises RequestFailed."""
         stream.note_status(200)
         await stream.ensure_recorded(self._core.settings.timeouts.row_s)
         return 200
@@ -247,7 +247,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
         return partial(self._answer_begun, exchange, run, is_streamed=call.asked.is_streamed)
 
     async def _answer_begun(self, exchange: Exchange, run: BackgroundRun, *, is_streamed: bool) -> None:
-        """Answer with what the response is by now, or with its events."""
+        """Answer with the current response, or with its events."""
         if is_streamed:
             await exchange.while_connected(self._write_events(exchange, run.key))
         else:

@@ -1,7 +1,7 @@
-"""Messages of the stream RES: sealed, found, opened and removed.
+"""Messages of the stream RES: writes, reads, and removes them.
 
-A message is compressed, and may open to a thousand times as much. How much that is stands in its header, and opening
-stops there.
+Messages are compressed, and decompression can expand them a thousandfold. A header contains the original size, and
+decompression stops there.
 """
 
 import asyncio
@@ -17,22 +17,22 @@ from protocol.errors import PayloadTooLarge, ProtocolError
 from protocol.nats.bus import Bus
 
 STORE_LIMIT_S: Final = 2.0
-THREADED_BYTES: Final = 64 * 1024  # from here on, a message is sealed or opened in a thread
+THREADED_BYTES: Final = 64 * 1024  # larger messages are sealed and opened in a thread
 KIB: Final = 1024
-OPENED_BYTES: Final = "Spillway-Opened-Bytes"  # header: what a message opens to
+OPENED_BYTES: Final = "Spillway-Opened-Bytes"  # header: decompressed size of a message
 _OPENED_BYTES: Final = re.compile(rb"^Spillway-Opened-Bytes: *(\d{1,12})\r?$", re.MULTILINE)
 
 
 class NotKept(Exception):
-    """What was to be kept is too large, or there is no room for it."""
+    """A message cannot be stored: it is too large, or there is no space."""
 
 
 class Unreadable(ProtocolError):
-    """What is stored is larger than what is opened, or is not what should be stored. It stays so."""
+    """A stored message is too large or invalid. A retry does not help."""
 
 
 class Key(NamedTuple):
-    """Whose response, and which."""
+    """A tenant's response."""
 
     tenant: str
     response_id: str
@@ -45,43 +45,43 @@ class Key(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A message, as the queue server tells it."""
+    """A message, as received from the queue server."""
 
-    data: str  # base64: decoded where it is opened
+    data: str  # base64; decoded when opened
     sequence: int
-    opened_bytes: int | None  # None: an older release has stored it
+    opened_bytes: int | None  # None: stored by an older release
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in the stream."""
+        """Size in the stream."""
         return len(self.data) * 3 // 4
 
     def most_bytes(self, max_bytes: int) -> int:
-        """What it opens to, at most, if ``max_bytes`` are opened."""
+        """Return its maximum decompressed size, limited to ``max_bytes``."""
         return max_bytes if self.opened_bytes is None else min(max_bytes, self.opened_bytes)
 
 
 class Placed(NamedTuple):
-    """Where a message is in the stream, and what it takes there."""
+    """Sequence and size of a message in the stream."""
 
     sequence: int
     size_bytes: int
 
 
 class Sealed(NamedTuple):
-    """A message that is to be stored."""
+    """A message ready to be stored."""
 
     payload: bytes
     opened_bytes: int
 
     @property
     def headers(self) -> dict[str, str]:
-        """Its headers."""
+        """Headers of the message."""
         return {OPENED_BYTES: str(self.opened_bytes)}
 
     @property
     def size_kib(self) -> int:
-        """What it takes in the stream."""
+        """Size in the stream."""
         return -(-len(self.payload) // KIB)
 
 
@@ -97,13 +97,13 @@ class Messages:
         self._max_sealed_bytes = max_sealed_bytes
 
     def subject(self, key: Key, what: str) -> str:
-        """Return the subject of a response's messages of this kind."""
+        """Return the subject of a response's messages of a kind."""
         return subjects.response_subject(key.tenant, key.response_id, what)
 
     async def set(self, key: Key, what: str, sealed: Sealed, sequence: int, *, ttl_s: int) -> int | None:
-        """Replace the last message, if its sequence is this one (0: if there is none); return the new one's.
+        """Replace the last message if its sequence matches (0: if there is none); return the new sequence.
 
-        None: another one stands there. Raises NotKept.
+        None: the sequence does not match. Raises NotKept.
         """
         try:
             return await self._bus.compare_and_set(
@@ -118,14 +118,14 @@ class Messages:
             raise NotKept(str(error)) from error
 
     async def put(self, key: Key, what: str, sealed: Sealed, *, ttl_s: int) -> None:
-        """Store a message, once. Raises NotKept."""
+        """Store a message exactly once. Raises NotKept."""
         try:
             await self._publish(self.subject(key, what), sealed, f"{key.response_id}.{what}", ttl_s)
         except PayloadTooLarge as error:
             raise NotKept(str(error)) from error
 
     async def mark(self, key: Key, what: str, *, ttl_s: int, identity: str = "") -> None:
-        """Store an empty message. ``identity``: of this one, where the same may come again after it was removed."""
+        """Store an empty message. ``identity``: distinguishes it from an equal message that was removed."""
         await self._publish(self.subject(key, what), _EMPTY, identity or f"{key.response_id}.{what}", ttl_s)
 
     async def _publish(self, subject: str, sealed: Sealed, identity: str, ttl_s: int) -> None:
@@ -143,7 +143,7 @@ class Messages:
         return await self._find(last_by_subj=self.subject(key, what))
 
     async def next(self, key: Key, what: str, after_sequence: int) -> Found | None:
-        """Return the first message of a kind behind this one."""
+        """Return the first message of a kind after a sequence."""
         return await self._find(seq=after_sequence + 1, next_by_subj=self.subject(key, what))
 
     async def _find(self, **query: int | str) -> Found | None:
@@ -155,17 +155,17 @@ class Messages:
         return Found(message.get("data", ""), int(message["seq"]), size)
 
     async def count(self, subjects_filter: str) -> dict[str, int]:
-        """Return the subjects that have messages. Pages of 100,000; there are fewer."""
+        """Return the subjects that have messages. One page of 100,000 is enough."""
         info = await self._bus.api(f"STREAM.INFO.{subjects.RESPONSES_STREAM}", {"subjects_filter": subjects_filter})
         return dict(info["state"].get("subjects") or {})
 
     async def purge(self, key: Key, what: str, *, keep: int = 0) -> None:
-        """Remove messages; ``keep``: but for the last so many."""
+        """Remove messages. ``keep``: number of last messages to keep."""
         wanted: dict[str, Any] = {"filter": self.subject(key, what)}
         await self._bus.api(f"STREAM.PURGE.{subjects.RESPONSES_STREAM}", wanted | ({"keep": keep} if keep else {}))
 
     async def sealed(self, data: bytes, key: Key, part: Part, max_bytes: int) -> Sealed:
-        """Seal what is at most so large. Raises NotKept."""
+        """Seal data within the size limit. Raises NotKept."""
         if len(data) > max_bytes:
             raise NotKept(f"{len(data)} bytes exceed the limit of a stored response ({max_bytes})")
         sealed = await self.sealed_again(data, key, part)
@@ -175,18 +175,18 @@ class Messages:
         return sealed
 
     async def sealed_again(self, data: bytes, key: Key, part: Part) -> Sealed:
-        """Seal what is stored already, however large."""
+        """Seal data that is already stored, of any size."""
         seal = partial(self._sealer.seal, data, key.response_id, part)
         sealed = await asyncio.to_thread(seal) if len(data) >= THREADED_BYTES else seal()
         return Sealed(b"%b\n%b" % (self._sealer.encoding.encode(), sealed), len(data))
 
     async def opened(self, found: Found, key: Key, part: Part, max_bytes: int) -> bytes:
-        """Open a message for this gateway itself: in a thread, where it is large. Raises as ``open`` does."""
+        """Open a message for this gateway, in a thread if it is large. Raises like ``open``."""
         work = partial(self.open, found, key, part, max_bytes)
         return await asyncio.to_thread(work) if found.most_bytes(max_bytes) >= THREADED_BYTES else work()
 
     def open(self, found: Found, key: Key, part: Part, max_bytes: int) -> bytes:
-        """Open a message of which no more than ``max_bytes`` are decompressed. Raises ProtocolError, or Unreadable."""
+        """Open a message; decompress at most ``max_bytes``. Raises ProtocolError or Unreadable."""
         encoding, _, sealed = base64.b64decode(found.data).partition(b"\n")
         most = found.most_bytes(max_bytes)
         try:

@@ -1,4 +1,4 @@
-"""Reading the events of a response in the background, from whichever gateway makes them."""
+"""Reads the events of background responses, which any gateway may generate."""
 
 import asyncio
 import logging
@@ -21,20 +21,20 @@ from protocol.wire import PROTOCOL_VERSION
 log = logging.getLogger(__name__)
 
 
-LOOK_S: Final = 1.0  # after which it is looked for news also where none was heard of
-AWAY_LIMIT_S: Final = 60.0  # how long a reader waits for a queue server that is away
+LOOK_S: Final = 1.0  # interval of polling for new events without a notification
+AWAY_LIMIT_S: Final = 60.0  # how long a reader waits for an unavailable queue server
 EVENT_END: Final = b"\n\n"
 
 
 class EventsLost(Exception):
-    """There are no more events, and no last one: nobody makes the response any more."""
+    """The events end without a final event, and no gateway runs the response."""
 
 
 async def follow(store: ResponseStore, key: Key, after: int, comment_s: float) -> AsyncGenerator[bytes, None]:
-    """Yield the events behind this number up to the last, as they come, and a comment where none do for ``comment_s``.
+    """Yield the events after a number, up to the final one, and a comment after ``comment_s`` without events.
 
-    ``comment_s``: in seconds; 0: no comments. Raises EventsLost and ProtocolError, BusError where the queue server
-    stays away, and what the store's shares raise where they stay full.
+    ``comment_s``: in seconds; 0: no comments. Raises EventsLost, ProtocolError, BusError if the queue server
+    stays unavailable, and the errors of the store's shares if they stay full.
     """
     sequence = 0
     silent_since_s = time.monotonic()
@@ -58,7 +58,7 @@ async def follow(store: ResponseStore, key: Key, after: int, comment_s: float) -
 
 
 async def _parts(store: ResponseStore, key: Key, sequence: int) -> AsyncGenerator[tuple[EventsPart, int], None]:
-    """Iterate over what is there; where the queue server is away, or the tenant reads too much, wait for it."""
+    """Iterate over the stored parts. Wait while the queue server is unavailable or the tenant's share is full."""
     until_s = time.monotonic() + AWAY_LIMIT_S
     for wait_s in backoff_s():
         try:
@@ -75,7 +75,7 @@ async def _parts(store: ResponseStore, key: Key, sequence: int) -> AsyncGenerato
 
 
 async def _is_over(store: ResponseStore, key: Key, sequence: int) -> bool:
-    """Return whether nobody makes it, and nothing has come meanwhile."""
+    """Return whether no gateway runs it and no new part has arrived."""
     try:
         return not await store.is_made(key) and not await store.has_part(key, sequence)
     except BusError as error:
@@ -84,7 +84,7 @@ async def _is_over(store: ResponseStore, key: Key, sequence: int) -> bool:
 
 
 def events_after(part: EventsPart, after: int) -> bytes:
-    """Return the events of a part whose numbers are greater than this one."""
+    """Return the events of a part after a number."""
     skipped = max(0, after + 1 - part.first)
     if not skipped:
         return part.events
@@ -93,7 +93,7 @@ def events_after(part: EventsPart, after: int) -> bytes:
 
 # --- conversation -----------------------------------------------------------------------------------------------------
 #
-# The conversation that a response goes on with, and that it leaves behind.
+# Conversations that responses continue and store.
 
 PARAM: Final = "previous_response_id"
 
@@ -101,9 +101,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def continued(store: ResponseStore, previous: Key, body: bytes) -> bytes:
-    """Return a body with the conversation of a stored response before its input.
+    """Return a body with the conversation of a stored response prepended to its input.
 
-    Raises InvalidParameter, BusError, ProtocolError, and what the store's shares raise.
+    Raises InvalidParameter, BusError, ProtocolError, and the errors of the store's shares.
     """
     try:
         merged = await patiently(lambda: store.read(previous, partial(_continued, body, store.max_body_bytes)))
@@ -127,6 +127,6 @@ def _continued(body: bytes, max_bytes: int, kept: Kept) -> bytes | None:
 
 
 async def keep(store: ResponseStore, tenant: str, response: dict[str, Any], items: list[Item]) -> None:
-    """Store a response that has ended, with its input items. Raises BusError and NotKept."""
+    """Store an ended response with its input items. Raises BusError and NotKept."""
     stored = StoredResponse(PROTOCOL_VERSION, _encode(response), _encode(items))
     await patiently(lambda: store.put(Key(tenant, response["id"]), stored))

@@ -1,4 +1,4 @@
-"""``/v1/responses/{id}``: what is kept of responses, as OpenAI's clients know it. They belong to the key's team."""
+"""``/v1/responses/{id}``: stored responses, in OpenAI's format. They belong to the key's team."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from gateway.responses.store import Kept, ResponseStore, State, patiently
 from protocol.errors import BusError, ProtocolError
 from protocol.process import wait_for
 
-CANCEL_LIMIT_S: Final = 5.0  # how long a client waits for a response to be cancelled
+CANCEL_LIMIT_S: Final = 5.0  # maximum wait for the cancellation
 CANCEL_LOOK_S: Final = 0.5
 MAX_PAGE_ITEMS: Final = 100
 SSE_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -32,7 +32,7 @@ _View = TypeVar("_View")
 class _Query(BaseModel):
     model_config = ConfigDict(frozen=True)
 
-    include: Annotated[list[str], Field(alias="include[]")] = []  # pydantic copies it
+    include: Annotated[list[str], Field(alias="include[]")] = []  # pydantic copies the default
 
 
 class RetrieveQuery(_Query):
@@ -52,13 +52,13 @@ class ItemsQuery(_Query):
 
 
 class KeptResponses:
-    """Reads what is kept. Raises UnknownObject, InvalidParameter, StorageUnavailable, and what ``Shares`` raise."""
+    """Reads stored responses. Raises UnknownObject, InvalidParameter, StorageUnavailable, and errors of ``Shares``."""
 
     def __init__(self, store: ResponseStore) -> None:
         self.store = store
 
     async def read(self, key: Key, view: Callable[[Kept], _View]) -> _View:
-        """Return what ``view`` makes of a response of the key's team."""
+        """Return the result of ``view`` for a response of the key's team."""
         try:
             found = await patiently(lambda: self.store.read(key, view))
         except Unreadable as error:
@@ -70,7 +70,7 @@ class KeptResponses:
         return found
 
     async def cancel(self, key: Key) -> bytes:
-        """Cancel a response in the background, and wait a little until it is; one that has ended stays as it is."""
+        """Cancel a background response, and wait briefly. An ended response stays unchanged."""
         is_over, state, answer = await self.read(key, _with_state)
         if not state.background:
             message = "Only background responses ('background': true) can be canceled."
@@ -91,7 +91,7 @@ class KeptResponses:
         return answer
 
     async def delete(self, key: Key) -> None:
-        """Delete a response that has ended; also one that cannot be read."""
+        """Delete an ended or unreadable response."""
         try:
             is_over = await patiently(partial(self._is_over, key))
             if is_over is None:
@@ -104,7 +104,7 @@ class KeptResponses:
             raise StorageUnavailable from error
 
     async def _is_over(self, key: Key) -> bool | None:
-        """Return whether nothing of a response changes any more; None: there is none."""
+        """Return whether a response has ended; None: it does not exist."""
         if await self.store.has_ended(key):
             return True
         try:
@@ -122,7 +122,7 @@ def _unknown(key: Key) -> UnknownObject:
 
 
 def responses_router(keys: KeyRing, store: ResponseStore, comment_s: float) -> APIRouter:
-    """Build the router. ``comment_s``: seconds between signs of life in a stream; 0: none."""
+    """Build the router. ``comment_s``: seconds between comments in a silent stream; 0: none."""
     router = APIRouter(prefix="/v1/responses/{response_id}", tags=["responses"])
     kept = KeptResponses(store)
 
@@ -144,7 +144,7 @@ def responses_router(keys: KeyRing, store: ResponseStore, comment_s: float) -> A
             return _json(await kept.read(key, lambda found: found.answer))
         _check_stream(await kept.read(key, lambda found: found.state), query)
         after = -1 if query.starting_after is None else query.starting_after
-        events = follow(store, key, after, comment_s)  # what fails from here on breaks the connection off
+        events = follow(store, key, after, comment_s)  # errors from here on abort the connection
         return StreamingResponse(events, media_type="text/event-stream", headers=SSE_HEADERS)
 
     @router.delete("")

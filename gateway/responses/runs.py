@@ -1,4 +1,4 @@
-"""The responses in the background of one gateway: those that it makes, and those that it takes over."""
+"""The background responses that a gateway runs and takes over."""
 
 import asyncio
 import contextlib
@@ -42,20 +42,20 @@ log = logging.getLogger(__name__)
 
 # --- series -----------------------------------------------------------------------------------------------------------
 #
-# The series of responses in the background in a gateway's ``/metrics``.
+# Metrics of background responses.
 
 
 class RunSeries:
-    """Counts since this gateway started. Only the event loop touches it."""
+    """Counts since this gateway started. Use only from the event loop."""
 
     def __init__(self) -> None:
-        self.running = 0  # that are made here
-        self.unreadable = 0  # whose run cannot be read here
+        self.running = 0  # running on this gateway
+        self.unreadable = 0  # runs that this gateway cannot read
         self.taken_over = 0
-        self.given_up = 0  # since every try to make them failed
+        self.given_up = 0  # after too many failed attempts
 
     def families(self) -> Iterator[Metric]:
-        """Return all series."""
+        """Return all metrics."""
         for name, meaning, value in (
             ("spillway_background_responses", "Background responses running on this gateway.", self.running),
             ("spillway_background_unreadable", "Background responses that cannot be read.", self.unreadable),
@@ -70,13 +70,13 @@ class RunSeries:
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
-ANSWER_LIMIT_S: Final = 1.0  # of another gateway that is asked what it makes
-MAX_ASKED: Final = 1000  # responses in one question
-LONGEST_WAIT_S: Final = 30.0  # between two tries to admit one that was taken over
+ANSWER_LIMIT_S: Final = 1.0  # for queries to another gateway
+MAX_ASKED: Final = 1000  # responses per query
+LONGEST_WAIT_S: Final = 30.0  # between attempts to admit a response that was taken over
 FINISH_LIMIT_S: Final = 60.0
 LEAVE_LIMIT_S: Final = 5.0
-MAX_TRIES: Final = 8  # gateways lost with a response, and failures, after which it is given up
-UNREADABLE_REST_S: Final = 60.0  # before a run that cannot be read is read again
+MAX_TRIES: Final = 8  # lost gateways and failures after which a response is given up
+UNREADABLE_REST_S: Final = 60.0  # before an unreadable run is read again
 NOBODY: Final = ""
 _AWAY: Final = (BusError, ProtocolError, NotKept)
 _names_decoder = msgspec.msgpack.Decoder(frozenset[str])
@@ -89,7 +89,7 @@ Admit = Callable[[BackgroundRun, Principal], Awaitable[Making]]  # raises Refuse
 
 
 class NotEnded(Exception):
-    """Its request is over, and has left no end."""
+    """The request has ended without a final event."""
 
 
 class _Ended(msgspec.Struct):
@@ -115,11 +115,11 @@ class BackgroundRuns:
         set_aside: Note,
         finished: Finished,
     ) -> None:
-        """``most``: made at a time; ``limit_s``: for one in all.
+        """``most``: maximum concurrent responses; ``limit_s``: time limit of one response.
 
-        ``set_aside`` is called with those that are given up, ``finished`` with each that has ended, perhaps again.
+        ``set_aside`` is called with responses that are given up; ``finished`` with each ended one, at least once.
         """
-        self.admit: Admit | None = None  # set by the endpoint that makes them
+        self.admit: Admit | None = None  # set by the endpoint
         self._bus = bus
         self._store = store
         self._keys = keys
@@ -131,16 +131,16 @@ class BackgroundRuns:
         self._finished = finished
         self._running: dict[Key, BackgroundRun] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
-        self._owners: dict[Key, str] = {}  # of those that others make, as read once
-        self._missed: dict[Key, float] = {}  # since when nobody has said that he makes it (monotonic clock)
-        self._rests: dict[Key, float] = {}  # until when not to take them over (monotonic clock)
-        self._unreadable: dict[Key, float] = {}  # until when not to read their runs again (monotonic clock)
-        self._unended: set[Key] = set()  # made by this process, and not ended
+        self._owners: dict[Key, str] = {}  # owners of other gateways' responses, cached
+        self._missed: dict[Key, float] = {}  # since when no gateway has reported running it (monotonic clock)
+        self._rests: dict[Key, float] = {}  # earliest time to take over (monotonic clock)
+        self._unreadable: dict[Key, float] = {}  # earliest time to read the run again (monotonic clock)
+        self._unended: set[Key] = set()  # started by this process and not ended
         self.series = RunSeries()
         self.is_leaving = False
 
     async def start(self) -> None:
-        """Answer other gateways, and hear of what is to be cancelled. Raises BusError."""
+        """Start answering queries and receiving cancellations. Raises BusError."""
         await self._bus.subscribe(subjects.runs_subject(self._gateway_id), self._on_question)
         await self._store.on_cancel(self._on_cancel)
 
@@ -149,7 +149,7 @@ class BackgroundRuns:
             asked = decode_question(message.data).response_ids
             mine = {key.response_id for key in self._running}
             await self._bus.publish(message.reply, encode([name for name in asked if name in mine]))
-        except (ProtocolError, BusError) as error:  # it is asked again
+        except (ProtocolError, BusError) as error:  # the query is repeated
             log.warning("a query from another gateway was not answered: %s", error)
 
     def _on_cancel(self, key: Key) -> None:
@@ -160,15 +160,15 @@ class BackgroundRuns:
     # --- making -------------------------------------------------------------------------------------------------------
 
     def new(self, run: Run) -> BackgroundRun:
-        """Return a response that this gateway is to make."""
+        """Return a new run of this gateway."""
         return BackgroundRun(self._store, run, self._gateway_id)
 
     async def begin(self, run: BackgroundRun, events: bytes) -> None:
-        """Store a new response with its first events, as ours. Raises BusError and NotKept; then it is not stored.
+        """Store a new response of this gateway with its first events. On BusError or NotKept nothing is stored.
 
-        Where another gateway goes on with it by now, since nobody heard of this one, it is handed over.
+        If another gateway has already taken it over, it is marked as handed over.
         """
-        self._running[run.key] = run  # before others can ask
+        self._running[run.key] = run  # before other gateways can ask
         try:
             run.run_bytes = await patiently(partial(self._store.begin, run.run))
             run.held_bytes = run.run_bytes + HELD_FOR_EVENTS_BYTES
@@ -183,7 +183,7 @@ class BackgroundRuns:
             raise
 
     def make(self, run: BackgroundRun, making: Making) -> None:
-        """Make a response, apart from whoever has asked for it."""
+        """Run a response in a task of its own."""
         self._running[run.key] = run
         self.series.running = len(self._running)
         task = self._tasks[run.key] = asyncio.create_task(self._make(run, making), name=run.key.response_id)
@@ -221,7 +221,7 @@ class BackgroundRuns:
         self._rests[run.key] = time.monotonic() + self._settings.retry_s
 
     async def _failed(self, run: BackgroundRun, mistake: Exception) -> None:
-        """Leave a response to another try, or give it up where it has failed in the same way before."""
+        """Release a response for another attempt, or give it up if it failed for the same reason before."""
         reason = f"{type(mistake).__name__}: {mistake}"[:MAX_REASON_CHARS]
         try:
             found = await self._store.run_of(run.key)
@@ -240,7 +240,7 @@ class BackgroundRuns:
             log.warning("response %s failed; checking it again: %s", run.key.response_id, error)
 
     async def _give_up(self, run: BackgroundRun, reason: str) -> None:
-        """Bring a response that cannot be made to its end, in whatever state it is. Raises Lost and BusError."""
+        """End a response as failed, whatever its state. Raises Lost and BusError."""
         tries = run.run.tries
         log.error("giving up response %s after %d attempts: %s", run.key.response_id, tries, reason)
         error = Refused(f"The response failed {tries} times and was given up.")
@@ -255,7 +255,7 @@ class BackgroundRuns:
             run.end_without_events(error)
 
     async def _finish(self, run: BackgroundRun) -> None:
-        """Store a response that has ended, and tell its team. Who dies in between leaves it to another gateway."""
+        """Store an ended response, and notify its team. After a crash in between, another gateway repeats this."""
         ended, ended_unix_s = _decode_ended(run.response), unix_now_ms() // 1000
 
         async def finish() -> None:
@@ -266,7 +266,7 @@ class BackgroundRuns:
         await patiently(finish, FINISH_LIMIT_S)
 
     async def _store_end(self, run: BackgroundRun) -> None:
-        """Store it with its conversation; what is too large for that, or no JSON, without."""
+        """Store it with its conversation, or without it if that is too large or not JSON."""
         try:
             await self._store.end(run.key, await run.stored_apart(), run.events_bytes)
         except (NotKept, *UNDECODABLE) as error:
@@ -276,14 +276,16 @@ class BackgroundRuns:
         try:
             await self._store.end(run.key, run.stored(with_items=False), run.events_bytes)
         except NotKept as error:
-            log.warning("response %s is stored without its input: %s", run.key.response_id, error)
+            log.warning(
+                "response %s is stored without the fields copied from its request: %s", run.key.response_id, error
+            )
             run.forget_asked()
             await self._store.end(run.key, run.stored(with_items=False), run.events_bytes)
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     async def leave(self) -> None:
-        """Let other gateways go on with all of them."""
+        """Hand over all responses to other gateways."""
         self.is_leaving = True
         runs = list(self._running.values())
         for run in runs:
@@ -295,13 +297,13 @@ class BackgroundRuns:
                 found = await self._store.run_of(run.key)
                 if found is not None and found[0].owner == self._gateway_id:
                     await self._store.own(run.key, owned(found[0], NOBODY), found[1])
-            except _AWAY as error:  # they will notice by themselves
+            except _AWAY as error:  # other gateways detect it themselves
                 log.warning("response %s could not be handed over: %s", run.key.response_id, error)
 
     # --- taking over --------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Look for responses whose gateways are gone; never returns."""
+        """Take over responses of lost gateways; never return."""
         while True:
             if not self.is_leaving and self._bus.connected:
                 try:
@@ -331,7 +333,7 @@ class BackgroundRuns:
         self._missed = missed
 
     async def _owner(self, key: Key) -> str | None:
-        """Return the gateway that makes a response; None: its run cannot be read here."""
+        """Return the owner of a response; None: its run cannot be read here."""
         if self._unreadable.get(key, 0.0) > time.monotonic():
             return None
         try:
@@ -343,7 +345,7 @@ class BackgroundRuns:
         return NOBODY if found is None else found[0].owner
 
     async def _unmade(self, owner: str, keys: list[Key]) -> Iterable[tuple[Key, float]]:
-        """Return which of an owner's responses it does not make, and for how long that must be so."""
+        """Return the responses that their owner does not run, and how long that must last before a takeover."""
         if owner in {NOBODY, self._gateway_id}:
             return [(key, 0.0) for key in keys]
         period_s, silence_s = self._settings.take_over_s, self._settings.silence_s
@@ -359,14 +361,14 @@ class BackgroundRuns:
         return [(key, period_s) for key in asked if key.response_id not in made]  # it may be about to end them
 
     async def _take_over_if_readable(self, key: Key, owner: str) -> None:
-        del self._owners[key]  # whoever it is from now on
+        del self._owners[key]  # read the new owner next time
         try:
             await self._take_over(key, owner)
         except (ProtocolError, NotKept) as error:
             self._skip(key, error)
 
     def _skip(self, key: Key, error: Exception) -> None:
-        """Leave a response alone that cannot be read here: another gateway may have the key, or be newer."""
+        """Skip an unreadable response: another gateway may have the key, or a newer build."""
         log.error("response %s cannot be taken over: %s", key.response_id, error)
         self._set_aside("response", key.response_id, key.tenant, f"cannot be read: {error}")
         self._unreadable[key] = time.monotonic() + UNREADABLE_REST_S
@@ -376,7 +378,7 @@ class BackgroundRuns:
         if found is None or found[0].owner != owner:
             return
         stored, sequence = found
-        # One that this process has not ended, for no fault of the response's, has lost nothing.
+        # A response that this process itself has left unended has not lost a gateway.
         is_lost = owner != NOBODY and not (owner == self._gateway_id and key in self._unended)
         mine = tried(stored, self._gateway_id) if is_lost else owned(stored, self._gateway_id)
         placed = await self._store.own(key, mine, sequence)
@@ -393,7 +395,7 @@ class BackgroundRuns:
         self.make(run, lambda: self._go_on(run))
 
     async def _go_on(self, run: BackgroundRun) -> None:
-        """Make the rest of a response that was taken over. Raises Lost, and what keeps it from being stored."""
+        """Continue a response that was taken over. Raises Lost, and errors of storing it."""
         await self._claim(run)
         if run.response:
             return
@@ -406,19 +408,19 @@ class BackgroundRuns:
             await run.end_unadmitted("cancelled")
 
     async def _claim(self, run: BackgroundRun, *, with_frames: bool = True) -> None:
-        """Read what is there, and let nobody else add to it, unless it is complete."""
+        """Read the stored parts, and fence out other gateways unless the response is complete."""
         while True:
             await run.read(with_frames=with_frames)
             if run.response:
                 return
             try:
                 await run.claim()
-            except Lost:  # its gateway has added something meanwhile; the next claim keeps it from adding more
+            except Lost:  # its gateway added a part concurrently; the next claim fences it out
                 continue
             return
 
     async def _admitted_in_time(self, run: BackgroundRun) -> Making | None:
-        """Admit a response again; None: it has ended, or is to end."""
+        """Admit a response again; None: it has ended or must end."""
         for wait_s in backoff_s(LONGEST_WAIT_S):
             try:
                 return await self._admitted(run)

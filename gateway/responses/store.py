@@ -1,16 +1,16 @@
-"""The stream RES: what is kept of responses, each message with a time to live of its own.
+"""The stream RES of stored and background responses. Every message has its own time to live.
 
-    res.<tenant>.<id>.run          Run: while it is made in the background
-    res.<tenant>.<id>.events       EventsPart, …: what its readers get, in order
-    res.<tenant>.<id>.cancel       empty: it is to be cancelled
+    res.<tenant>.<id>.run          Run: while it runs in the background
+    res.<tenant>.<id>.events       EventsPart, …: its events, in order
+    res.<tenant>.<id>.cancel       empty: a cancellation request
     res.<tenant>.<id>.done.<KiB>   StoredResponse
-    res.<tenant>.<id>.size.<KiB>   empty: what its run and its events take; the greatest counts
+    res.<tenant>.<id>.size.<KiB>   empty: size of its run and events; the largest counts
 
-Whoever makes a response owns its ``run``, which others take over by compare and set once that gateway is gone. The
-fence is on the events: each part names the sequence number of the last one, so a gateway that has been taken for dead
-adds nothing to what another one makes. Sizes stand in subjects, so that the server can count what a tenant has.
+The gateway that runs a response owns its ``run``. Others take it over by compare-and-set after that gateway is lost.
+The events are fenced: each part names the sequence number of the previous one, so a gateway that was presumed dead
+cannot add events. Sizes are part of the subjects, so that the server can count a tenant's usage.
 
-What is opened for a caller is opened in the caller's share of memory and threads (``gateway.responses.store``).
+Messages for clients are opened within the tenant's share of memory and threads (``Shares``).
 """
 
 import asyncio
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 # --- patience ---------------------------------------------------------------------------------------------------------
 #
-# Waiting for a queue server that is away: what was admitted, or is asked for, need not fail for that.
+# Retries while the queue server is unavailable, so that requests do not fail.
 
 PATIENCE_S: Final = 10.0
 LONGEST_WAIT_S: Final = 1.0
@@ -52,7 +52,7 @@ _Answer = TypeVar("_Answer")
 
 
 async def patiently(ask: Callable[[], Awaitable[_Answer]], limit_s: float = PATIENCE_S) -> _Answer:
-    """Ask until there is an answer. Raises the BusError that still stands after ``limit_s``, StreamFull at once."""
+    """Retry until there is a result. Raises the last BusError after ``limit_s``, and StreamFull immediately."""
     until_s = time.monotonic() + limit_s
     for wait_s in backoff_s(LONGEST_WAIT_S):
         try:
@@ -68,57 +68,57 @@ async def patiently(ask: Callable[[], Awaitable[_Answer]], limit_s: float = PATI
 
 # --- records ----------------------------------------------------------------------------------------------------------
 #
-# What is kept of a response, as messages of the stream RES. All of it is sealed (``ledger.payloads.sealing``).
+# Messages of the stream RES. All are sealed (``ledger.payloads.sealing``).
 
 
 class Run(Struct, frozen=True):
-    """A response that is being made in the background, and whatever another gateway needs to go on with it."""
+    """A running background response, with everything that another gateway needs to continue it."""
 
     v: int
-    owner: str  # the gateway that makes it; empty: none
+    owner: str  # the gateway that runs it; empty: none
     response_id: str
     tenant: str
     team_id: str
     key_id: str
     received_unix_ms: int
     body: bytes  # of the request, with the whole conversation
-    response: bytes  # the response as it was at first: JSON
-    tries: int = 0  # that have ended without its end: a gateway was lost with it, or could not make it
-    reason: str = ""  # why the last of them has
+    response: bytes  # initial response: JSON
+    tries: int = 0  # failed attempts, including lost gateways
+    reason: str = ""  # reason of the last failure
 
 
 class EventsPart(Struct, frozen=True):
-    """The next events of a response in the background, and what they were made of.
+    """The next events of a background response, and the frames behind them.
 
-    A part without events says that another gateway goes on: what the one before still tries to add comes too late.
+    A part without events marks a takeover: it fences out the previous gateway.
     """
 
     v: int
     owner: str
-    attempt: int  # of the request, that is under way
-    revision: str  # protocol.job.Accepted.revision of whoever has made the tokens
+    attempt: int  # current attempt of the request
+    revision: str  # protocol.job.Accepted.revision of the worker that generated the tokens
     first: int  # number of the first event
     count: int  # of the events
     events: bytes
-    frames: tuple[bytes, ...] = ()  # Tokens and Deltas, as protocol.job.encode makes them
-    response: bytes = b""  # JSON; with the last event: the response as it is from now on
+    frames: tuple[bytes, ...] = ()  # Tokens and Deltas, encoded by protocol.job.encode
+    response: bytes = b""  # JSON; with the final event: the final response
 
     @property
     def is_last(self) -> bool:
-        """True if it has the last event."""
+        """True if it has the final event."""
         return bool(self.response)
 
 
 class StoredResponse(Struct, frozen=True):
-    """A response that has ended, and the conversation that it belongs to."""
+    """An ended response and its conversation."""
 
     v: int
     response: bytes  # JSON
-    items: bytes  # JSON: the input items, those of earlier responses included; empty: too large to be kept
+    items: bytes  # JSON: input items, including earlier responses; empty: too large to store
 
 
 class Question(Struct, frozen=True, array_like=True):
-    """Ask a gateway which of these responses it makes in the background; the reply is the list of those."""
+    """Ask a gateway which of these background responses it runs; the reply is the list of those."""
 
     response_ids: tuple[str, ...]
 
@@ -152,9 +152,9 @@ def decode_question(payload: bytes) -> Question:
 
 # --- kept -------------------------------------------------------------------------------------------------------------
 #
-# What is kept of one response, in whatever state it is, as its callers see it. Pure, and mostly left unparsed.
+# A stored response in any state, as clients see it. Pure; JSON stays mostly unparsed.
 
-FIRST_EVENTS: Final = 2  # which say that it is queued
+FIRST_EVENTS: Final = 2  # created and queued
 
 _encode = msgspec.json.Encoder().encode
 
@@ -175,7 +175,7 @@ _decode_identities: Final = msgspec.json.Decoder(list[_Identity]).decode
 
 
 class ItemsPage(msgspec.Struct, frozen=True):
-    """Some input items, each as it is stored."""
+    """A page of input items in stored form."""
 
     data: list[msgspec.Raw]
     first_id: str | None
@@ -185,7 +185,7 @@ class ItemsPage(msgspec.Struct, frozen=True):
 
 
 class Kept:
-    """One response. Its methods raise MsgspecError where something else is stored."""
+    """A response. Its methods raise MsgspecError if the stored data is invalid."""
 
     def __init__(self, response: bytes, items: bytes, run: Run | None = None, last: EventsPart | None = None) -> None:
         self._response = response
@@ -195,27 +195,27 @@ class Kept:
 
     @classmethod
     def of_run(cls, run: Run, last: EventsPart | None) -> "Kept":
-        """Return one that is made in the background. ``last``: the last part of its events."""
+        """Return a running background response. ``last``: the last part of its events."""
         return cls(last.response if last is not None and last.is_last else run.response, b"", run, last)
 
     @classmethod
     def of_end(cls, stored: StoredResponse) -> "Kept":
-        """Return one that has ended."""
+        """Return an ended response."""
         return cls(stored.response, stored.items)
 
     @property
     def is_over(self) -> bool:
-        """True once nothing of it changes."""
+        """True if it has ended."""
         return self._run is None or (self._last is not None and self._last.is_last)
 
     @property
     def state(self) -> State:
-        """Its state."""
+        """State of the response."""
         return _decode_state(self.answer)
 
     @property
     def answer(self) -> bytes:
-        """The response as the API shows it: JSON."""
+        """Return the public response: JSON."""
         has_begun = self._last is not None and self._last.first + self._last.count > FIRST_EVENTS
         if self.is_over or not has_begun:
             return self._response
@@ -224,11 +224,11 @@ class Kept:
 
     @property
     def items(self) -> bytes:
-        """Its input items: JSON; empty where they were too large to be kept."""
+        """Input items: JSON; empty if they were too large to store."""
         return self._items if self._run is None else items_of(self._run.body, answer_id_of(self._run.response_id))
 
     def page(self, after: str | None, limit: int, order: Literal["asc", "desc"]) -> bytes:
-        """Return some of its input items: JSON. Raises UnknownObject where none has the id ``after``."""
+        """Return a page of input items: JSON. Raises UnknownObject if no item has the id ``after``."""
         listed = self.items or b"[]"
         items = msgspec.json.decode(listed, type=list[msgspec.Raw])
         ids = [item.id for item in _decode_identities(listed)]
@@ -246,35 +246,35 @@ class Kept:
 
 
 def answer_id_of(response_id: str) -> str:
-    """Return the id of the answer that a response is."""
+    """Return the id of a response's answer."""
     return response_id.removeprefix("resp_")
 
 
 # --- shares -----------------------------------------------------------------------------------------------------------
 #
-# Where callers read what is stored of their responses: each tenant in its share of memory, and of threads.
+# Reads for clients, within each tenant's share of memory and threads.
 
-MAX_OPENED_BODIES: Final = 2  # a stored response opens to so many times max_body_bytes: its conversation, and itself
-MAX_OPENED_PART_BODIES: Final = 4  # a part of events may tell a response twice, and hold it once more
-MAX_READ_BODIES: Final = MAX_OPENED_BODIES + MAX_OPENED_PART_BODIES  # that are opened at once
+MAX_OPENED_BODIES: Final = 2  # a stored response opens to this many times max_body_bytes: conversation and response
+MAX_OPENED_PART_BODIES: Final = 4  # a part of events may contain a response three times
+MAX_READ_BODIES: Final = MAX_OPENED_BODIES + MAX_OPENED_PART_BODIES  # opened at the same time
 
 _Result = TypeVar("_Result")
 
 
 class Shares(Protocol):
-    """The memory and the threads in which callers read what is stored."""
+    """Memory and threads for reads of clients."""
 
     def room(self, tenant: str, size_bytes: int) -> AbstractAsyncContextManager[None]:
-        """Hold so much memory. Raises an ApiError where there is none in time."""
+        """Hold memory. Raises Overloaded if it is not free in time."""
         ...
 
     async def run(self, tenant: str, size_bytes: int, work: Callable[[], _Result]) -> _Result:
-        """Do what reads so many bytes. Raises an ApiError where the tenant has too much of it."""
+        """Run work that reads this many bytes. Raises RateLimitExceeded or Overloaded."""
         ...
 
 
 class Threads(Protocol):
-    """Threads that tenants share: ``gateway.tokenizing.encoder_pool.EncoderPool``."""
+    """Threads shared between tenants: ``gateway.tokenizing.encoder_pool.EncoderPool``."""
 
     def run(self, tenant: str, size_bytes: int, work: Callable[[], Any], *, is_quick: bool) -> Awaitable[Any]:
         """Run ``work``. Raises RateLimitExceeded or Overloaded."""
@@ -285,8 +285,10 @@ class ReadShares:
     """The ``Shares`` of a gateway."""
 
     def __init__(self, max_bytes: int, max_body_bytes: int, limit_s: float, threads: Threads) -> None:
-        """``limit_s``: how long a read waits for room."""
-        self._room = ByteRoom(max(max_bytes, 2 * MAX_READ_BODIES * max_body_bytes), limit_s)  # or one would never fit
+        """``limit_s``: maximum wait of a read for memory."""
+        self._room = ByteRoom(
+            max(max_bytes, 2 * MAX_READ_BODIES * max_body_bytes), limit_s
+        )  # otherwise one read would never fit
         self._threads = threads
 
     def room(self, tenant: str, size_bytes: int) -> AbstractAsyncContextManager[None]:
@@ -294,7 +296,7 @@ class ReadShares:
         return self._room.held(tenant, size_bytes, "the stored response")
 
     async def run(self, tenant: str, size_bytes: int, work: Callable[[], _Result]) -> _Result:
-        """Implement ``Shares``: in a thread, where it is large."""
+        """Implement ``Shares``: use a thread if it is large."""
         if size_bytes <= LARGE_BODY_BYTES:
             return work()
         result: _Result = await self._threads.run(tenant, size_bytes, work, is_quick=True)
@@ -303,8 +305,8 @@ class ReadShares:
 
 # --- store ------------------------------------------------------------------------------------------------------------
 
-RUN_TTL_S: Final = 48 * 3600  # longer than anything may take: a run that nobody can end goes away
-HELD_FOR_EVENTS_BYTES: Final = 64 * 1024  # counted for the events of a response in the background before there are any
+RUN_TTL_S: Final = 48 * 3600  # longer than any run: an abandoned run expires
+HELD_FOR_EVENTS_BYTES: Final = 64 * 1024  # initial reservation for the events of a background response
 _ALL: Final = "res.*.*.run"
 
 
@@ -312,24 +314,24 @@ _View = TypeVar("_View")
 
 
 class ResponseStore:
-    """Reads and writes the stream. Methods raise BusError; those that read raise ProtocolError, too."""
+    """Reads and writes the stream. Methods raise BusError; reading methods also raise ProtocolError."""
 
     def __init__(
         self, bus: Bus, settings: ResponseSettings, sealer: Sealer, *, max_body_bytes: int, shares: Shares
     ) -> None:
-        self.max_body_bytes = max_body_bytes  # of a request; also of a conversation that is gone on with
+        self.max_body_bytes = max_body_bytes  # of a request, and of a continued conversation
         self._bus = bus
         self._settings = settings
         self._messages = Messages(bus, sealer, settings.max_response_bytes)
         self._usages = TenantUsages(self._messages, settings)
         self._shares = shares
-        self._max_bytes = MAX_OPENED_BODIES * max_body_bytes  # opened; of a run and of a stored response
+        self._max_bytes = MAX_OPENED_BODIES * max_body_bytes  # decompressed size of a run or a stored response
         self._max_part_bytes = MAX_OPENED_PART_BODIES * max_body_bytes
 
     # --- responses in the background ----------------------------------------------------------------------------------
 
     async def begin(self, run: Run) -> int:
-        """Store a new run, and count it with ``HELD_FOR_EVENTS_BYTES``; return what it takes. Raises NotKept."""
+        """Store a new run, and reserve ``HELD_FOR_EVENTS_BYTES``; return its size. Raises NotKept."""
         key = Key(run.tenant, run.response_id)
         sealed = await self._messages.sealed(encode(run), key, "request", self._max_bytes)
         held_bytes = len(sealed.payload) + HELD_FOR_EVENTS_BYTES
@@ -339,24 +341,24 @@ class ResponseStore:
         return len(sealed.payload)
 
     async def hold(self, key: Key, before_bytes: int, size_bytes: int) -> None:
-        """Count so much for a response while it is made, instead of what was counted before."""
+        """Replace the size reserved for a running response."""
         await self._usages.mark(key, size_bytes, ttl_s=RUN_TTL_S)
         self._usages.add(key.tenant, 0, size_bytes - before_bytes)
 
     async def own(self, key: Key, run: Run, sequence: int) -> Placed | None:
-        """Replace a run whose sequence number is known; return where it is. None: somebody else was quicker."""
+        """Replace a run by its sequence number; return its place. None: another gateway was faster."""
         sealed = await self._messages.sealed_again(encode(run), key, "request")
         found = await self._messages.set(key, "run", sealed, sequence, ttl_s=RUN_TTL_S)
         if found is None:
             return None
         try:
             await self._messages.purge(key, "run", keep=1)
-        except BusError as error:  # whoever owns it next does it
+        except BusError as error:  # its next owner deletes it
             log.warning("an older run of response %s could not be deleted: %s", key.response_id, error)
         return Placed(found, len(sealed.payload))
 
     async def run_of(self, key: Key) -> tuple[Run, int] | None:
-        """Return the run of a response, and its sequence number; None: it is not being made."""
+        """Return the run of a response, and its sequence number; None: it is not running."""
         found = await self._messages.last(key, "run")
         if found is None:
             return None
@@ -367,16 +369,16 @@ class ResponseStore:
         return await self._messages.last(key, "run") is not None
 
     async def running(self) -> list[Key]:
-        """Return all responses that are being made, by whichever gateway."""
+        """Return the running responses of all gateways."""
         subjects_found = await self._messages.count(_ALL)
         return [Key.of(subject) for subject in subjects_found]
 
     async def forget_run(self, key: Key) -> None:
-        """Remove the run of a response that has ended."""
+        """Delete the run of an ended response."""
         await self._messages.purge(key, "run")
 
     async def add_part(self, key: Key, part: EventsPart, last_sequence: int) -> Placed | None:
-        """Add events behind those with this sequence number; return where. None: somebody else goes on.
+        """Add events after the part with this sequence; return their place. None: another gateway has taken over.
 
         Raises NotKept.
         """
@@ -384,24 +386,24 @@ class ResponseStore:
         sequence = await self._messages.set(key, "events", sealed, last_sequence, ttl_s=int(self._settings.events_s))
         if sequence is not None:
             return Placed(sequence, len(sealed.payload))
-        last = await self._messages.last(key, "events")  # it may be ours: stored, and only the answer was lost
+        last = await self._messages.last(key, "events")  # it may be this one: stored, but the reply was lost
         if last is None or decode_part(await self._messages.opened(last, key, "answer", self._max_part_bytes)) != part:
             return None
         return Placed(last.sequence, last.size_bytes)
 
     async def parts(self, key: Key, after_sequence: int = 0) -> AsyncIterator[tuple[EventsPart, Placed]]:
-        """Iterate over the parts that are there, each with its place."""
+        """Iterate over the stored parts with their places."""
         while (found := await self._messages.next(key, "events", after_sequence)) is not None:
             after_sequence = found.sequence
             part = decode_part(await self._messages.opened(found, key, "answer", self._max_part_bytes))
             yield part, Placed(found.sequence, found.size_bytes)
 
     async def has_part(self, key: Key, after_sequence: int) -> bool:
-        """Return whether there is a part behind this one."""
+        """Return whether there is a later part."""
         return await self._messages.next(key, "events", after_sequence) is not None
 
     async def events(self, key: Key, after_sequence: int) -> AsyncGenerator[tuple[EventsPart, int], None]:
-        """Iterate over them for a caller, in its share; raises what ``Shares`` raise, too."""
+        """Iterate over the parts for a client, within its tenant's share. Also raises the errors of ``Shares``."""
         while True:
             async with self._shares.room(key.tenant, self._max_part_bytes):
                 found = await self._messages.next(key, "events", after_sequence)
@@ -414,7 +416,7 @@ class ResponseStore:
 
     @asynccontextmanager
     async def listening(self, key: Key) -> AsyncIterator[asyncio.Event]:
-        """Set the event whenever a part may have been added."""
+        """Set the event when a part may have been added."""
         added = asyncio.Event()
 
         async def on_part(_message: Msg) -> None:
@@ -428,15 +430,15 @@ class ResponseStore:
                 await subscription.unsubscribe()
 
     async def cancel(self, key: Key) -> None:
-        """Ask whoever makes a response to cancel it."""
+        """Request the cancellation of a response."""
         await self._messages.mark(key, "cancel", ttl_s=RUN_TTL_S)
 
     async def is_cancelled(self, key: Key) -> bool:
-        """Return whether that has been asked for."""
+        """Return whether cancellation was requested."""
         return await self._messages.last(key, "cancel") is not None
 
     async def on_cancel(self, handle: Callable[[Key], None]) -> None:
-        """Call back for each response that is to be cancelled."""
+        """Call back for each cancellation request."""
 
         async def on_message(message: Msg) -> None:
             handle(Key.of(message.subject))
@@ -446,7 +448,7 @@ class ResponseStore:
     # --- responses that have ended ------------------------------------------------------------------------------------
 
     async def put(self, key: Key, stored: StoredResponse) -> None:
-        """Store a response that has ended. Raises NotKept, TenantFull among them."""
+        """Store an ended response. Raises NotKept, including TenantFull."""
         sealed = await self._messages.sealed(encode(stored), key, "answer", self._max_bytes)
         size_bytes = len(sealed.payload)
         await self._usages.take(key.tenant, size_bytes)
@@ -457,7 +459,7 @@ class ResponseStore:
             raise
 
     async def end(self, key: Key, stored: StoredResponse, events_bytes: int) -> None:
-        """Store a response that was made in the background and has ended; it has its room already. Raises NotKept."""
+        """Store an ended background response, whose space is already reserved. Raises NotKept."""
         await self._put_end(key, await self._messages.sealed(encode(stored), key, "answer", self._max_bytes))
         await self._messages.purge(key, "size.*")
         await self._usages.mark(key, events_bytes, ttl_s=int(self._settings.events_s))
@@ -470,23 +472,23 @@ class ResponseStore:
         return await self._usages.why_full(tenant)
 
     async def has_ended(self, key: Key) -> bool:
-        """Return whether a response that has ended is stored."""
+        """Return whether an ended response is stored."""
         return await self._messages.last(key, "done.*") is not None
 
     async def delete(self, key: Key) -> None:
-        """Remove all that is kept of a response."""
+        """Delete all messages of a response."""
         await self._messages.purge(key, ">")
         self._usages.forget(key.tenant)
 
     # --- for callers --------------------------------------------------------------------------------------------------
 
     async def read(self, key: Key, view: Callable[[Kept], _View]) -> _View | None:
-        """Return what ``view`` makes of what is kept of a response, in its caller's share; None: nothing is kept.
+        """Return the result of ``view`` for a stored response, within its tenant's share; None: not found.
 
-        Raises Unreadable, and what ``Shares`` and ``view`` raise, MsgspecError aside.
+        Raises Unreadable, and the errors of ``Shares`` and ``view`` except MsgspecError.
         """
         async with self._shares.room(key.tenant, self._max_bytes + self._max_part_bytes):
-            # It may end meanwhile.
+            # It may end between the reads.
             found = await self._running(key) or await self._ended(key) or await self._running(key)
             if found is None:
                 return None

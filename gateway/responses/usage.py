@@ -1,4 +1,4 @@
-"""What a tenant has stored, as the queue server counts it: sizes stand in the subjects of messages."""
+"""A tenant's stored responses, counted by the queue server: sizes are part of the message subjects."""
 
 import asyncio
 import time
@@ -10,28 +10,28 @@ from gateway.responses.messages import KIB, Key, Messages, NotKept
 from gateway.settings import ResponseSettings
 from protocol import subjects
 
-USAGE_AGE_S: Final = 10.0  # how old a tenant's usage may be
-MAX_USAGES: Final = 1000  # tenants whose usage is remembered
+USAGE_AGE_S: Final = 10.0  # maximum age of a tenant's cached usage
+MAX_USAGES: Final = 1000  # tenants with cached usage
 
 
 class TenantFull(NotKept):
-    """The tenant has stored as much as it may."""
+    """The tenant has reached its storage limit."""
 
 
 class Usage(NamedTuple):
-    """What a tenant has stored."""
+    """Storage usage of a tenant."""
 
     responses: int
     size_bytes: int
 
 
 class TenantUsages:
-    """Counts what tenants have stored. Methods raise BusError. Only the event loop touches it."""
+    """Storage usage of tenants. Methods raise BusError. Use only from the event loop."""
 
     def __init__(self, messages: Messages, settings: ResponseSettings) -> None:
         self._messages = messages
         self._settings = settings
-        self._known: dict[str, tuple[float, Usage]] = {}  # by tenant, with the time that it was read
+        self._known: dict[str, tuple[float, Usage]] = {}  # by tenant, with the time of the read
 
     async def why_full(self, tenant: str, size_bytes: int = 1) -> str | None:
         """Return why a tenant may not store another response of this size; None: it may."""
@@ -42,24 +42,24 @@ class TenantUsages:
         return f"This API key or its team has {usage.responses} stored responses with {usage.size_bytes} bytes in total"
 
     async def take(self, tenant: str, size_bytes: int) -> None:
-        """Count another response, before it is stored. Raises TenantFull."""
+        """Count a response before it is stored. Raises TenantFull."""
         why = await self.why_full(tenant, size_bytes)
         if why is not None:
             raise TenantFull(f"{why}, and this response has {size_bytes} bytes")
         self.add(tenant, 1, size_bytes)
 
     def add(self, tenant: str, responses: int, size_bytes: int) -> None:
-        """Count more, or less, until it is read again."""
+        """Adjust the cached usage until it is read again."""
         if tenant in self._known:
             read_s, usage = self._known[tenant]
             self._known[tenant] = (read_s, Usage(usage.responses + responses, usage.size_bytes + size_bytes))
 
     def forget(self, tenant: str) -> None:
-        """Read it again next time."""
+        """Drop the cached usage."""
         self._known.pop(tenant, None)
 
     async def mark(self, key: Key, size_bytes: int, *, ttl_s: int) -> None:
-        """Say so that all gateways count it what a response takes while it is made, or its events afterwards."""
+        """Publish the size of a running response or of its events, so that all gateways count it."""
         await self._messages.mark(key, f"size.{-(-size_bytes // KIB)}", ttl_s=ttl_s, identity=uuid.uuid4().hex)
 
     async def _usage(self, tenant: str) -> Usage:
@@ -75,7 +75,7 @@ class TenantUsages:
 
 
 def usage_of(ended: dict[str, int], made: dict[str, int]) -> Usage:
-    """Add up the sizes in subjects: all of ended responses, and the greatest of each made in the background."""
+    """Add up the sizes in subjects: all of ended responses, and the largest of each background response."""
     sizes, held = Counter[str](), Counter[str]()
     for subject in ended:
         prefix, _, size_kib = subject.rpartition(".")

@@ -1,1 +1,1 @@
-"""The plug point of places that files are kept in."""
+"""File storage backends."""

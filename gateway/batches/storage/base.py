@@ -1,21 +1,21 @@
-"""What a place for files must offer. Names are ours: letters, digits, ``-``, ``_``, ``.`` and ``/``.
+"""Interface of a file storage. File names have only letters, digits, ``-``, ``_``, ``.``, and ``/``.
 
-A file is there whole, or not at all, and once ``writing`` has returned it survives a power cut.
+A file exists completely or not at all. After ``writing`` returns, it survives a power failure.
 """
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Final, Protocol
 
-CHUNK_BYTES: Final = 256 * 1024  # of what is read at a time
+CHUNK_BYTES: Final = 256 * 1024  # read at a time
 
 
 class StorageError(Exception):
-    """The place for files cannot be used at the moment, or has lost a file."""
+    """The storage is unavailable, or has lost a file."""
 
 
 class Writer(Protocol):
-    """A file that is being written."""
+    """A file being written."""
 
     async def write(self, data: bytes) -> None:
         """Append. Raises StorageError."""
@@ -23,10 +23,10 @@ class Writer(Protocol):
 
 
 class Storage(Protocol):
-    """A place for files. All of it raises StorageError."""
+    """A file storage. Methods raise StorageError."""
 
     def writing(self, name: str) -> AbstractAsyncContextManager[Writer]:
-        """Write a new file; if the block fails, there is none."""
+        """Write a new file; discard it if the block fails."""
         ...
 
     def read(self, name: str) -> AsyncIterator[bytes]:
@@ -34,7 +34,7 @@ class Storage(Protocol):
         ...
 
     async def delete(self, name: str) -> None:
-        """Delete a file; one that is not there is none."""
+        """Delete a file, if it exists."""
         ...
 
     async def names(self, prefix: str) -> list[str]:

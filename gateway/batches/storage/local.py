@@ -1,4 +1,4 @@
-"""Files in a local folder, or one that several gateways share by NFS."""
+"""File storage in a local or NFS folder."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from typing import Final
 
 from gateway.batches.storage.base import CHUNK_BYTES, StorageError, Writer
 
-UNFINISHED: Final = ".part"  # ends the name of what is being written
+UNFINISHED: Final = ".part"  # suffix of unfinished files
 
 
 class _LocalWriter:
@@ -25,7 +25,7 @@ class _LocalWriter:
 
 
 class LocalStorage:
-    """``Storage`` in a folder. Disks are slow: all of it happens in threads."""
+    """``Storage`` in a folder. Uses threads, as disks block."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -63,7 +63,7 @@ class LocalStorage:
             raise StorageError(f"cannot read {self._folder / name}: {error.strerror}") from error
 
     async def delete(self, name: str) -> None:
-        """Delete a file, and its folder if it was the last there."""
+        """Delete a file, and its folder if that is empty."""
         try:
             await asyncio.to_thread(self._delete, self._folder / name)
         except OSError as error:
@@ -71,7 +71,7 @@ class LocalStorage:
 
     def _delete(self, path: Path) -> None:
         path.unlink(missing_ok=True)
-        with suppress(OSError):  # others are there, or somebody else has done it
+        with suppress(OSError):  # not empty, or already deleted
             path.parent.rmdir()
 
     async def names(self, prefix: str) -> list[str]:
@@ -82,7 +82,7 @@ class LocalStorage:
 
 
 async def _opened(path: Path) -> BufferedWriter:
-    """Open in a thread. If this is cancelled, the thread still opens the file: wait for that, and close it."""
+    """Open a file in a thread. If canceled, wait until the thread has opened it, and close it."""
     opening = asyncio.ensure_future(asyncio.to_thread(_open, path))
     try:
         return await asyncio.shield(opening)
@@ -100,7 +100,7 @@ def _finish(file: BufferedWriter, unfinished: Path, path: Path) -> None:
     file.flush()
     os.fsync(file.fileno())
     unfinished.replace(path)
-    for folder in (path.parent, path.parent.parent):  # the names, too
+    for folder in (path.parent, path.parent.parent):  # persist the directory entries
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

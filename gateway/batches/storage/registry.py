@@ -1,4 +1,4 @@
-"""Which place files are kept in."""
+"""Selection of the configured file storage."""
 
 from pathlib import Path
 from typing import Final
@@ -8,11 +8,11 @@ from gateway.batches.storage.local import LocalStorage
 from gateway.settings import BatchSettings
 from protocol.distribution import needing
 
-FOLDER: Final = "files"  # below the data folder
+FOLDER: Final = "files"  # subfolder of the data folder
 
 
 def open_storage(settings: BatchSettings, data_dir: Path) -> Storage:
-    """Return the place that is configured. Raises MissingExtra where it needs what is not installed."""
+    """Return the configured storage. Raises MissingExtra if its dependencies are not installed."""
     if settings.s3 is None:
         return LocalStorage(data_dir / FOLDER)
     with needing("s3", key="batches.s3"):

@@ -1,4 +1,4 @@
-"""Files in a bucket of Amazon S3, or of what speaks its API: MinIO, Ceph, R2, Google's and others' (extra ``s3``)."""
+"""File storage in an S3 bucket: Amazon S3 or a compatible service such as MinIO, Ceph, or R2 (extra ``s3``)."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -15,9 +15,9 @@ from gateway.settings import S3Settings
 if TYPE_CHECKING:
     from obstore.store import S3Config
 
-UPLOAD_PART_BYTES: Final = 8 * 1024 * 1024  # of a multipart upload, held in memory; a smaller file is one PUT
+UPLOAD_PART_BYTES: Final = 8 * 1024 * 1024  # part of a multipart upload, in memory; smaller files use one PUT
 UPLOAD_PARTS_AT_A_TIME: Final = 2
-READ_BYTES: Final = 1024 * 1024  # asked for at a time: one long answer would end at the time limit of a call
+READ_BYTES: Final = 1024 * 1024  # per request: a long response would exceed the time limit of a call
 CALL_LIMIT: Final = timedelta(seconds=60)
 RETRY_LIMIT: Final = timedelta(seconds=20)
 
@@ -54,7 +54,7 @@ class S3Storage:
 
     @asynccontextmanager
     async def writing(self, name: str) -> AsyncIterator[Writer]:
-        """Write a new file; one that is not closed does not appear."""
+        """Write a new file; it appears only after it is closed."""
         file = obstore.open_writer_async(
             self._store, name, buffer_size=UPLOAD_PART_BYTES, max_concurrency=UPLOAD_PARTS_AT_A_TIME
         )

@@ -227,7 +227,7 @@ async def test_errors_are_pages(browser: httpx.AsyncClient, engine: AsyncEngine)
     async with engine.begin() as connection:
         await connection.exec_driver_sql("ALTER TABLE elsewhere RENAME TO rollups")
     assert broken.status_code == 503
-    assert "database cannot be used" in broken.text
+    assert "database is unavailable" in broken.text
 
 
 async def test_a_key_is_shown_once_rotated_and_revoked(

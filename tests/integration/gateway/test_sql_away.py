@@ -47,7 +47,7 @@ async def test_without_sql_known_keys_are_served_and_all_else_is_told_to_wait(
             for page in ("/login", "/dashboard"):
                 answer = await client.get(page)
                 assert answer.status_code == 503
-                assert "The database cannot be used at the moment" in answer.text
+                assert "The database is unavailable" in answer.text
     finally:
         await asyncio.to_thread(postgres_server.start)
     engine = create_engine(postgres_url)

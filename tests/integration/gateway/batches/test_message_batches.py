@@ -215,7 +215,7 @@ async def test_errors_are_of_the_clients_own_types(gateway: GatewayOfOneTest, cl
     with pytest.raises(anthropic.BadRequestError, match="limit"):
         await batches.list(limit=0)
     batch = await batches.create(requests=[request("1")])
-    with pytest.raises(anthropic.NotFoundError, match="has not ended"):
+    with pytest.raises(anthropic.NotFoundError, match="is still in progress"):
         await client.get(f"/v1/messages/batches/{batch.id}/results", cast_to=object)
     with pytest.raises(anthropic.BadRequestError, match="not both"):
         await batches.list(before_id=batch.id, after_id=batch.id)

@@ -30,7 +30,7 @@ SCHEMA = "response_format.json_schema.schema.properties.stop.pattern"
         ("messages", "'{}' must not be empty", "messages", "input"),
         ("messages.2.content", "'{}' must be a string", "messages.2.content", "input.2.content"),
         ("reasoning_effort", "takes as '{}' low, high", "output_config.effort", "reasoning.effort"),
-        ("response_format", "'{}' cannot be honoured", "output_config.format", "text.format"),
+        ("response_format", "'{}' is not supported", "output_config.format", "text.format"),
         (
             SCHEMA,
             "the schema ({}) has a lookahead",

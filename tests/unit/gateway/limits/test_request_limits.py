@@ -61,7 +61,7 @@ def test_prompt_and_total_limits() -> None:
 
 
 def test_empty_prompts_and_too_many_tokens() -> None:
-    with pytest.raises(InvalidParameter, match="has no tokens"):
+    with pytest.raises(InvalidParameter, match="contains no tokens"):
         limit(0)
     with pytest.raises(InvalidParameter) as caught:
         limit(40, min_tokens=11, requested=("max_tokens", 10))
