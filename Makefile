@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos compose flakes fuzz fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm coverage drill mutants notices planted simulate limits lock clean
+.PHONY: help run agents unit test test-gpu check format docs reference bench bench-engine-peers leaks chaos compose flakes fuzz fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm coverage drill mutants notices planted simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -29,12 +29,23 @@ test-gpu: ## Run the tests that need an NVIDIA GPU, on one (docs/how-to/gpu.md)
 	@scripts/setup.sh test
 	TRITON_INTERPRET=0 CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES-0} .venv/bin/python -m pytest -n 0 -m gpu tests/unit/engine $(PYTEST_ARGS)
 
-check: ## Formatting, lint and strict types
+check: ## Formatting, lint, strict types, and the site of the docs
 	@scripts/setup.sh test
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	@# mypy gives its two workers 3 s to start. Where a busy machine does not, it ends with 2; then it works alone.
 	.venv/bin/mypy || { test $$? -eq 2 && .venv/bin/mypy --num-workers 0; }
+	$(BUILD_DOCS)
+
+BUILD_DOCS = NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+docs: ## Build the site of docs/ into build/site; a broken link, anchor or entry of the navigation fails it
+	@scripts/setup.sh test
+	$(BUILD_DOCS)
+
+reference: ## Write the generated pages of docs/: configuration, command line, HTTP operations, list of decisions
+	@scripts/setup.sh test
+	.venv/bin/python -m scripts.reference
+	.venv/bin/python -m tests.conformance.matrix
 
 format: ## Format and mend what can be mended
 	@scripts/setup.sh test

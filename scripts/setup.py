@@ -32,8 +32,8 @@ TORCH_FOLDER: Final = VENV / ".torch"  # scripts/install_torch.py works there
 EVERYWHERE: Final = ("--group", "setup", "--group", "torch")
 PROFILES: Final = {
     "run": (*EVERYWHERE, "--extra", "nats", "--extra", "otel", "--extra", "worker"),
-    "unit": (*EVERYWHERE, "--group", "dev", "--all-extras"),
-    "test": (*EVERYWHERE, "--group", "dev", "--all-extras"),
+    "unit": (*EVERYWHERE, "--group", "dev", "--group", "docs", "--all-extras"),
+    "test": (*EVERYWHERE, "--group", "dev", "--group", "docs", "--all-extras"),
 }
 PACKAGES_SHARE: Final = {"run": 8, "unit": 30, "test": 30}
 PYPI: Final = "https://pypi.org/simple"

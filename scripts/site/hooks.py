@@ -1,0 +1,103 @@
+"""MkDocs hooks: links that leave docs/ become paths, and the site gets llms.txt and each page's Markdown."""
+
+import logging
+import os.path
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import Files
+from mkdocs.structure.nav import Navigation, Section
+from mkdocs.structure.pages import Page
+
+log = logging.getLogger("mkdocs.hooks.spillway")
+
+# Pages that are still to be written; each is in the navigation as soon as its file exists.
+PENDING: Final = frozenset({"tutorials/first-hour.md", "reference/errors.md"})
+FENCES: Final = re.compile(r"(^ *```.*?^ *```)", re.MULTILINE | re.DOTALL)
+LINK: Final = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+_pages: dict[str, Page] = {}
+_navigation: list[Navigation] = []
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Drop pages from the navigation that are still to be written."""
+    _pages.clear()
+    _navigation.clear()
+    missing = {name for name in PENDING if not (Path(config.docs_dir) / name).is_file()}
+    config.nav = _without(config.nav, missing)
+    return config
+
+
+def _without(nav: Any, missing: set[str]) -> Any:  # noqa: ANN401  # nested lists and mappings, as YAML has them
+    if isinstance(nav, list):
+        return [kept for entry in nav if (kept := _without(entry, missing)) not in (None, {})]
+    if isinstance(nav, dict):
+        return {title: kept for title, entry in nav.items() if (kept := _without(entry, missing)) is not None}
+    return None if nav in missing else nav
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:  # noqa: ARG001  # MkDocs passes them by name
+    """Keep the navigation for llms.txt."""
+    _navigation.append(nav)
+    return nav
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replace links to files outside docs/ by their paths in the repository, and links to folders by their pages."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def replace(match: re.Match[str]) -> str:
+        label, target, anchor = match[1], match[2], match[3] or ""
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if path.startswith("../"):
+            name = os.path.relpath(Path(config.docs_dir) / path, ROOT)
+            if not (ROOT / name).exists():
+                log.warning("%s: %s does not exist", page.file.src_uri, target)
+            return f"`{name}`" if label.strip("`") in {name, posixpath.basename(name)} else f"{label} (`{name}`)"
+        if files.get_file_from_path(f"{path}/README.md"):
+            return f"[{label}]({target.rstrip('/')}/README.md{anchor})"
+        return match[0]
+
+    parts = FENCES.split(markdown)  # every second part is code
+    parts[::2] = [LINK.sub(replace, part) for part in parts[::2]]
+    page.meta["source"] = markdown
+    _pages[page.file.src_uri] = page
+    return "".join(parts)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write llms.txt (https://llmstxt.org) and, beside each page, its Markdown."""
+    site = Path(config.site_dir)
+    for page in _pages.values():
+        path = site / _markdown_path(page)
+        path.write_text(page.meta["source"])
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for section in _navigation[-1].items:
+        lines += ["", f"## {section.title}", ""] if isinstance(section, Section) else [""]
+        lines += [f"- [{page.title}]({_markdown_path(page)}){_summary(page)}" for page in _pages_of(section)]
+    (site / "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+def _pages_of(item: Any) -> Iterator[Page]:  # noqa: ANN401  # an item of the navigation
+    if isinstance(item, Page):
+        yield item
+    for child in getattr(item, "children", None) or ():
+        yield from _pages_of(child)
+
+
+def _markdown_path(page: Page) -> str:
+    return page.file.dest_uri.removesuffix(".html") + ".md"
+
+
+def _summary(page: Page) -> str:
+    """Return the first sentence of a page after a colon, without marks and links; nothing if it begins with code."""
+    blocks = (block for block in page.meta["source"].split("\n\n") if re.match(r"(?!```)[A-Z`*\[]", block.lstrip()))
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(next(blocks, "").split())).replace("*", "")
+    sentence = re.split(r"(?<=[.:])\s", text)[0].rstrip(":")
+    return f": {sentence}" if sentence else ""
