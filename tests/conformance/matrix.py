@@ -1,4 +1,4 @@
-"""The tables of docs/reference/engines.md: which kind of server honours what, from what the wire formats declare.
+"""The tables of docs/reference/engines.md: what each kind of server supports, as the wire formats declare it.
 
     python -m tests.conformance.matrix
 
@@ -119,12 +119,12 @@ def columns() -> list[Column]:
 def table(shown: Sequence[Column]) -> str:
     """The table, a column a kind."""
     rows: list[tuple[str, Callable[[Column], str]]] = [
-        ("asked at", lambda column: column.asked_at),
-        ("asked in", lambda column: column.asked_in),
-        ("answers in", lambda column: column.answers_in),
-        ("continues by", lambda column: column.continues_by),
-        ("keeps tenants' prompts apart", lambda column: "yes" if column.takes_cache_salt else "no"),
-        ("checked against", lambda column: CHECKED.get(column.kind, A_REPLAY)),
+        ("endpoint", lambda column: column.asked_at),
+        ("takes", lambda column: column.asked_in),
+        ("returns", lambda column: column.answers_in),
+        ("resumes by", lambda column: column.continues_by),
+        ("separates tenants' caches", lambda column: "yes" if column.takes_cache_salt else "no"),
+        ("tested with", lambda column: CHECKED.get(column.kind, A_REPLAY)),
     ]
     rows += [(f"`{name}`", partial(Column.says, field=name)) for name in (*FIELDS, *GRAMMARS)]
     lines = [_line(["", *(f"`{column.kind}`" for column in shown)]), _line(["---"] * (len(shown) + 1))]
@@ -135,11 +135,11 @@ def profiles_table() -> str:
     """The profiles of "openai_chat", a row each."""
     heads = [
         "`profile`",
-        "asked at",
-        f"fields beside {_names(ALL_PROFILES)}",
+        "endpoint",
+        f"fields besides {_names(ALL_PROFILES)}",
         "schemas",
-        "goes on with a begun answer",
-        "keeps tenants' prompts apart",
+        "resumes an answer",
+        "separates tenants' caches",
     ]
     lines = [_line(heads), _line(["---"] * len(heads))]
     return "".join([*lines, *(_line(_profile_cells(name, profile)) for name, profile in PROFILES.items())])
