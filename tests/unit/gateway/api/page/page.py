@@ -3,8 +3,8 @@
 A section begins with ``## POST /v1/…``. A table whose first column is "parameter" tells what becomes of each; one whose
 first column is "inside" tells the same of fields and values within them:
 
-    | parameter | | |                         | inside | honoured | ignored | refused | |
-    | `n`, `seed` | honoured | … |            | `tools[].type` | `function` | | `custom` | … |
+    | parameter | | |                         | inside | supported | ignored | refused | |
+    | `n`, `seed` | supported | … |            | `tools[].type` | `function` | | `custom` | … |
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 PAGE: Final = Path(__file__).parents[5] / "docs" / "reference" / "api.md"
-HONOURED: Final = "honoured"
+SUPPORTED: Final = "supported"
 IGNORED: Final = "ignored"
 REFUSED: Final = "refused"
 ANYWHERE: Final = "*"  # the place of a field that is the same wherever it stands
@@ -60,7 +60,7 @@ def _section(text: str) -> Section:
 def _add(section: Section, rows: Section) -> None:
     twice = rows.keys() & section.keys()
     assert not twice, f"docs/reference/api.md tells twice of {twice}"
-    assert set(rows.values()) <= {HONOURED, IGNORED, REFUSED}, rows
+    assert set(rows.values()) <= {SUPPORTED, IGNORED, REFUSED}, rows
     section |= rows
 
 

@@ -23,7 +23,7 @@ class Told:
         self.walk = Walk(sdk.params, sdk.examples, self._goes_on)
 
     def _goes_on(self, known: Known) -> bool:
-        return self.status(known) == page.HONOURED and known.path not in self.sdk.opaque
+        return self.status(known) == page.SUPPORTED and known.path not in self.sdk.opaque
 
     def status(self, known: Known) -> str:
         """What becomes of it: by its own row, by that of all others, or as of what it is in."""
@@ -46,7 +46,7 @@ async def faults(http: httpx.AsyncClient, told: Told, asked: Iterable[Known]) ->
         fault = _fault(await _ask(http, told.sdk, known, known.value), known, status)
         if fault:
             found.append(f"{known.path} = {known.value!r} should be {status}: {fault}")
-        elif status == page.HONOURED and known.wrong is not None and known.path not in told.sdk.of_any_type:
+        elif status == page.SUPPORTED and known.wrong is not None and known.path not in told.sdk.of_any_type:
             fault = _fault(await _ask(http, told.sdk, known, known.wrong), known, page.REFUSED)
             if fault:
                 found.append(f"{known.path} is not read: {known.wrong!r} is no fault: {fault}")
