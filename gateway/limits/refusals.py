@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from db.money import NANO_USD
+from db.money import usd_text
 from gateway.errors import InsufficientQuota, RateLimitExceeded, RateStatus, Refused
 from gateway.limits.local import LocalAccount, Refusal
 from protocol.gateways import RATES, Kind
@@ -61,8 +61,8 @@ def _smaller(limit_param: str | None) -> str:
 
 def _budget_error(refusal: Refusal, limit_param: str | None) -> Refused:
     amounts = (
-        f"limit {refusal.limit / NANO_USD:.6g} USD, used {refusal.used / NANO_USD:.6g} USD, this request may cost up to"
-        f" {refusal.needed / NANO_USD:.6g} USD"
+        f"limit {usd_text(refusal.limit)} USD, used {usd_text(refusal.used)} USD, this request may cost up to"
+        f" {usd_text(refusal.needed)} USD"
     )
     if refusal.is_too_large:
         return InsufficientQuota(

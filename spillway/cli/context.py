@@ -104,6 +104,14 @@ def running_or_config(config: Path | None, data: Path | None) -> Config:
     return found.model_copy(update={"auth": auth, "nats": found.nats if found.nats.urls else running.nats})
 
 
+def with_running_queue(config: Config) -> Config:
+    """Return ``config`` with the queue server of the `up` that runs in its data folder, if it names no other."""
+    resolved = resolved_config_path(config.data_dir)
+    if config.nats.urls or not _exists(resolved):
+        return config
+    return config.model_copy(update={"nats": resolve_config(resolved, None).nats})
+
+
 def _where_it_runs(config: Config, path: Path) -> Config:
     """Return ``config`` with the data folder next to its file, if one is in use there and none in this folder.
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from db.money import nano_usd, usd_text
 from spillway.cli.context import err, out
 
 TABLE_WIDTH_CHARS: Final = 140
@@ -84,4 +85,6 @@ def zoned_time(unix_ms: int | None) -> str:
 def _fact(field: str, value: object) -> str:
     if field.endswith("_unix_ms") and isinstance(value, int):
         return zoned_time(value)
+    if field.endswith("_usd") and isinstance(value, float):
+        return usd_text(nano_usd(value))
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -12,7 +12,15 @@ from pool_worker.main import run
 from pool_worker.settings import DETECTED
 from protocol.process import PORT_PLACE
 from spillway import logs
-from spillway.cli.context import ConfigOption, DataOption, ReadyFileOption, resolve_config, run_async, write_ready
+from spillway.cli.context import (
+    ConfigOption,
+    DataOption,
+    ReadyFileOption,
+    resolve_config,
+    run_async,
+    with_running_queue,
+    write_ready,
+)
 from spillway.config import Config
 
 SERVER: Final = "An inference server beside the worker (sidecar)"
@@ -114,7 +122,7 @@ def worker(
     with logs.configured(f"worker {pool}"):
         engine = {"url": engine_url, "kind": engine_kind, "exec": exec_, "tokenizer": tokenizer}
         overrides = _of_pool(engine, model or [], set_ or [])
-        resolved = _resolve(config, data, pool, overrides, model or [], nats_url or [])
+        resolved = with_running_queue(_resolve(config, data, pool, overrides, model or [], nats_url or []))
         run_async(
             lambda: run(
                 resolved.worker_settings(pool, machine),

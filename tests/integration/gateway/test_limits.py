@@ -152,7 +152,7 @@ async def test_a_budget_is_spent_by_the_price_and_then_refuses(
     assert is_refused(refused)
     assert (refused.code, refused.type) == ("insufficient_quota", "insufficient_quota")
     assert refused.response.headers["x-should-retry"] == "false"
-    assert "limit 2e-05 USD, used 6e-06 USD, this request may cost up to 1.6e-05 USD" in refused.message
+    assert "limit 0.00002 USD, used 0.000006 USD, this request may cost up to 0.000016 USD" in refused.message
     assert not is_refused(await say_hello(gateway, key, max_tokens=14))
 
     async def is_spent() -> bool:

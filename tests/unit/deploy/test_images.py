@@ -13,7 +13,7 @@ from tests.unit.deploy.description import DOCKERFILES, ROOMS, ROOT, copied_sourc
 
 NATS = ROOT / "deploy/images/nats.Dockerfile"
 BUILT_FROM_SOURCE = [path for path in DOCKERFILES if path != NATS]
-SCRIPTS = [*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/**/*.sh"), ROOT / ".ci/run"]
+SCRIPTS = [*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/**/*.sh"), *ROOT.glob("examples/*/*.sh"), ROOT / ".ci/run"]
 
 
 def name_of(path: Path) -> str:

@@ -90,7 +90,7 @@ def test_timings_that_tests_shorten_are_settings() -> None:
 DOCS = [
     path
     for path in tracked_files()
-    if path.suffix == ".md" and path.relative_to(ROOT).parts[0] in {"docs", "README.md"}
+    if path.suffix == ".md" and path.relative_to(ROOT).parts[0] in {"docs", "examples", "README.md"}
 ]
 
 

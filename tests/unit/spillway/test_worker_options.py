@@ -68,6 +68,22 @@ def test_a_url_is_laid_over_the_pool_of_the_file(started: Started) -> None:
     assert (started.settings.tier, started.settings.models) == ("spot", ("llama-8b",))
 
 
+def test_a_file_without_a_queue_server_gets_that_of_a_running_up(started: Started, tmp_path: Path) -> None:
+    without = (FILE + ENGINE).replace('urls = ["tls://queue:4222"]', "")
+    (tmp_path / "spillway.toml").write_text(without)
+    assert "while it runs, use --config data/run/config.json" in words(worker().output)
+    running = tmp_path / "data" / "run" / "config.json"
+    running.parent.mkdir(parents=True)
+    running.write_text('{"nats": {"urls": ["tls://here:4222"]}, "models": {"m": {}}}')
+    done = worker()
+    assert done.exit_code == 0, done.output
+    assert started.settings.nats_urls == ("tls://here:4222",)
+    (tmp_path / "spillway.toml").write_text(FILE + ENGINE)
+    done = worker()
+    assert done.exit_code == 0, done.output
+    assert started.settings.nats_urls == ("tls://queue:4222",)
+
+
 def test_a_kind_that_nobody_names_is_found_out(started: Started) -> None:
     Path("spillway.toml").write_text(FILE)
     assert worker("--engine-url", "http://localhost:8000", "--tokenizer", "t.json").exit_code == 0

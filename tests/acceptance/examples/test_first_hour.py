@@ -1,0 +1,50 @@
+"""``docs/tutorials/first-hour.md``: every command, in its order."""
+
+import json
+from pathlib import Path
+
+from benchmarks.ports import free_port
+from tests.acceptance.examples.terminal import STARTED, Terminal
+from tests.compose.pages import Page
+from tests.unit.deploy.description import ROOT
+
+PAGE = Page(ROOT / "docs/tutorials/first-hour.md")
+INSTALL = "scripts/setup.sh run "  # `make test` has installed the same and more
+IN_ORDER = [
+    ("Start", 0),
+    ("Start", 1),
+    ("A team's first answer", 0),
+    ("A budget that refuses", 0),
+    ("A budget that refuses", 1),
+    ("A killed worker", 0),
+    ("The bill", 0),
+]
+
+
+def test_the_first_hour(tmp_path: Path) -> None:
+    port = free_port()
+    ours = {INSTALL: "true ", "127.0.0.1:8000": f"127.0.0.1:{port}"}
+    variables = {"HOME": str(tmp_path), "SPILLWAY_GATEWAY__PORT": str(port)}
+    blocks = [PAGE.script(heading, number, ours) for heading, number in IN_ORDER]
+    first = Terminal(ROOT, tmp_path / "first.log", variables)
+    second = Terminal(ROOT, tmp_path / "second.log", variables)
+    with first, second:
+        first.type(blocks[0])
+        first.wait_for(STARTED)
+        status, answer, refusal, _, rescued, bill = [second.run(block) for block in blocks[1:]]
+        assert "serving" in status
+        assert "data: [DONE]" in answer
+        assert "multi" in answer
+        error = json.loads(refusal[refusal.index('{"error"') :])["error"]
+        assert error["code"] == "insufficient_quota"
+        assert error["message"].startswith("Too little is left of the team's budget: limit 0.0001 USD, used 0.0000")
+        assert rescued.rstrip().endswith("data: [DONE]")
+        assert "search" in bill
+        [row] = second.wait_for_usage("team", 2)
+        assert (row["team_name"], row["requests"], row["failed"], row["retried"]) == ("search", 2, 0, 1)
+        assert row["completion_tokens"] > 600
+        first.press_ctrl_c()
+
+
+def test_every_command_is_run() -> None:
+    assert [(heading, number) for _, heading, number in PAGE.scripts()] == IN_ORDER
