@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from gateway.api.anthropic_messages import Messages
 from gateway.api.calls import ChatCall, CompletionCall
+from gateway.api.errors import DOCUMENTATION_LINKS
 from gateway.api.openai_responses import Responses
 from gateway.api.surface import SurfaceCalls
 from gateway.api.vectors import EmbeddingsCall, RerankCall, ScoreCall
@@ -108,6 +109,7 @@ def build_app(
     mounted: Mounted,
 ) -> Application:
     """Build the application: the API and what is mounted beside it."""
+    DOCUMENTATION_LINKS.begin_with(services.settings.public_url)
     about = "An OpenAI-compatible endpoint in front of pools of workers."
     slow = FastAPI(title="Spillway", description=about, version=VERSION, docs_url=None, redoc_url=None)
     slow.include_router(root_router())

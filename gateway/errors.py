@@ -257,7 +257,8 @@ class RateLimitExceeded(Refused):
     """The API key or its team has reached a rate limit."""
 
     code = "rate_limit_exceeded"
-    other_codes = ("file_quota_exceeded", "too_many_batches", "too_many_stored_responses", "too_many_uploads")
+    final_codes = ("file_quota_exceeded", "too_many_batches", "too_many_stored_responses")  # see ``too_many``
+    other_codes = (*final_codes, "too_many_uploads")
 
 
 def too_many(message: str, code: str) -> RateLimitExceeded:

@@ -243,6 +243,7 @@ class GatewaySettings(Settings):
     gateway_id: str  # unique among the live gateways; a subject token
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    public_url: str | None = None  # that links in error bodies begin with; None: they are relative
     nats_urls: tuple[str, ...]
     nats_credentials: Path | None = None  # the gateway's user at the queue server; None: from the URLs
     nats_ca_file: Path | None = None  # CA of the queue server's certificate; None: the system's CAs

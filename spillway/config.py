@@ -203,6 +203,7 @@ class Config(BaseSettings):
             database_url=self.database_url,
             data_dir=self.data_dir,
             key_pepper=pepper,
+            public_url=self.auth.public_url,
             models=self._models_with_lengths(),
             tenants=self.tenants,
             **gateway_view(self.pools),

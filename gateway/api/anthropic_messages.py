@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from pydantic import Field
 
-from gateway.api.errors import form_of
+from gateway.api.errors import DOCUMENTATION_LINKS, form_of
 from gateway.api.fields import Body, parse_body, refuse_unsupported
 from gateway.api.misspelt import ignored_names, misspelt_fields
 from gateway.api.openai_items import note_skipped
@@ -121,7 +121,8 @@ class MessageEvents:
         status = form_of(error).status
         usual = "invalid_request_error" if status == HTTPStatus.BAD_REQUEST else "api_error"
         kind = "overloaded_error" if status in {429, 503} else usual
-        return event("error", {"error": {"type": kind, "message": message_of(error)}})
+        fields = {"type": kind, "message": message_of(error), "doc_url": DOCUMENTATION_LINKS.of(error)}
+        return event("error", {"error": fields})
 
     def _begin(self) -> bytes:
         if self._has_begun:
@@ -417,7 +418,10 @@ def error_fields(error: Refused) -> dict[str, Any]:
     """Return an error in the format of Messages."""
     status = form_of(error).status
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message_of(error)}}
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message_of(error), "doc_url": DOCUMENTATION_LINKS.of(error)},
+    }
 
 
 def counted_chat(body: bytes) -> tuple[dict[str, Any], set[str]]:

@@ -2,17 +2,19 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 from msgspec import Struct
 
 from gateway import errors
 from gateway.api.fields import encode_json
+from gateway.error_codes import MALFORMED_JSON
 from gateway.errors import RETRY_LATER_S, RETRY_SOON_S, MethodNotAllowed, Refused, RequestFailed
 from protocol.errors import ErrorCode
 from protocol.gateways import Kind
 
+DOCUMENTATION_PATH: Final = "/docs/errors"
 LONGEST_RETRY_S: Final = 60.0  # clients ignore longer values
 RETRY_SPREAD: Final = 1.5  # latest retry time divided by the earliest
 
@@ -81,6 +83,11 @@ _LIMIT_TYPES: Final = {
     Kind.MONEY: "budget",
 }
 
+_TYPES_OF_LIMITS: Final[dict[type[Refused], Sequence[str]]] = {
+    errors.RateLimitExceeded: tuple(_LIMIT_TYPES.values()),
+    errors.InsufficientQuota: (_LIMIT_TYPES[Kind.MONEY],),
+}
+
 _BAD_REQUEST: Final = _invalid(400)
 _CONTENDED: Final = HttpForm(429, "rate_limit_error", should_retry=True, retry_after_s=RETRY_LATER_S)
 _NO_CAPACITY: Final = _unavailable(RETRY_LATER_S)
@@ -126,6 +133,24 @@ FAILURES: Final[dict[ErrorCode, HttpForm]] = {
 }
 
 
+class DocumentationLinks:
+    """Links from error bodies to the documentation of their codes, which every gateway serves."""
+
+    def __init__(self) -> None:
+        self._start = f"{DOCUMENTATION_PATH}#"
+
+    def begin_with(self, public_url: str | None) -> None:
+        """Set the gateway's public URL; None: links are relative to the URL of the request."""
+        self._start = f"{(public_url or '').rstrip('/')}{DOCUMENTATION_PATH}#"
+
+    def of(self, error: Refused) -> str:
+        """Return the link of an error."""
+        return self._start + (error.code or MALFORMED_JSON)
+
+
+DOCUMENTATION_LINKS: Final = DocumentationLinks()  # of this process
+
+
 class AnswerStyle(Protocol):
     """Format of errors and headers of an API other than OpenAI's (``gateway.api.surface.Surface``)."""
 
@@ -160,8 +185,37 @@ def form_of(error: Refused) -> HttpForm:
 
 def envelope(error: Refused) -> bytes:
     """Return the JSON body that OpenAI's SDKs parse."""
-    fields = {"message": error.message, "type": form_of(error).type, "param": error.param, "code": error.code}
-    return encode_json({"error": fields})
+    return encode_json({"error": error_fields(error, error.message, error.param)})
+
+
+def error_fields(error: Refused, message: str, param: str | None) -> dict[str, str | None]:
+    """Return the fields of an error in OpenAI's APIs. ``message``, ``param``: with the API's names of fields."""
+    return {
+        "message": message,
+        "type": form_of(error).type,
+        "param": param,
+        "code": error.code,
+        "doc_url": DOCUMENTATION_LINKS.of(error),
+    }
+
+
+def forms_of_code(code: str) -> list[HttpForm]:
+    """Return the forms that errors of a code can have; empty: no response has it."""
+    forms = [
+        HttpForm(form.status, kind_name, False if code in final else form.should_retry, form.retry_after_s)
+        for kind in _kinds_of_code(code)
+        for form, final in ((form_of_kind(kind), errors.RateLimitExceeded.final_codes),)
+        for kind_name in (form.type, *(_TYPES_OF_LIMITS.get(kind, ()) if code == kind.code else ()))
+    ]
+    return list(dict.fromkeys(forms + [form for failed, form in FAILURES.items() if failed.value == code]))
+
+
+def _kinds_of_code(code: str, base: type[Refused] = Refused) -> Iterator[type[Refused]]:
+    if base is not RequestFailed:
+        if code == (base.code or MALFORMED_JSON) or code in base.other_codes:
+            yield base
+        for kind in base.__subclasses__():
+            yield from _kinds_of_code(code, kind)
 
 
 def headers_of(error: Refused) -> list[tuple[bytes, bytes]]:

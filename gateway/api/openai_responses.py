@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from pydantic import Field
 
-from gateway.api.errors import form_of
+from gateway.api.errors import error_fields, form_of
 from gateway.api.fields import Body, parse_body, refuse_unsupported
 from gateway.api.misspelt import ignored_names, misspelt_fields
 from gateway.api.openai_items import (
@@ -548,7 +548,7 @@ class Responses:
         """Implement ``Surface``."""
         del request_id
         message, param = renamed(error, NAMES)
-        return _encode({"error": {"message": message, "type": form_of(error).type, "param": param, "code": error.code}})
+        return _encode({"error": error_fields(error, message, param)})
 
     def field_name(self, name: str) -> str:
         """Implement ``Surface``."""

@@ -1,1 +1,1 @@
-"""GET /docs: the OpenAPI document in Swagger UI, served locally so that it works without internet access."""
+"""GET /docs: the OpenAPI document in Swagger UI. GET /docs/errors: all error codes. Neither needs the internet."""

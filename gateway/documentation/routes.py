@@ -1,4 +1,4 @@
-"""The page and its static files."""
+"""The pages and their static files."""
 
 import hashlib
 from pathlib import Path
@@ -7,6 +7,8 @@ from typing import Final
 from fastapi import APIRouter, Response
 from starlette.responses import HTMLResponse
 
+from gateway.api.errors import DOCUMENTATION_PATH
+from gateway.documentation.error_catalog import error_page
 from gateway.errors import UnknownUrl
 
 _STATIC: Final = Path(__file__).with_name("static")
@@ -32,6 +34,10 @@ def documentation_router() -> APIRouter:
     @router.get("/docs")
     async def documentation() -> Response:
         return HTMLResponse(_PAGE, headers=_HEADERS)
+
+    @router.get(DOCUMENTATION_PATH)
+    async def errors() -> Response:
+        return HTMLResponse(error_page(), headers=_HEADERS)
 
     @router.get("/docs/static/{version}/{name}")
     async def static(version: str, name: str) -> Response:

@@ -10,11 +10,12 @@ from pydantic.json_schema import models_json_schema
 
 from gateway import errors
 from gateway.api.anthropic_messages import CountTokensRequest, MessagesRequest
-from gateway.api.errors import FAILURES, form_of_kind
+from gateway.api.errors import DOCUMENTATION_PATH, FAILURES, form_of_kind, forms_of_code
 from gateway.api.fields import Body
 from gateway.api.openai_responses import ResponsesRequest
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from gateway.api.vectors import EmbeddingRequest, RerankRequest, ScoreRequest
+from gateway.error_codes import ABOUT, MALFORMED_JSON
 from gateway.errors import Refused, RequestFailed
 from gateway.http.openapi_admin import ADMIN_CONTENT, ADMIN_ETAG, ADMIN_IF_MATCH, ADMIN_SCHEMAS, ETAG_HEADER
 
@@ -78,19 +79,34 @@ _CHOICE: Final[dict[str, Schema]] = {"index": COUNT, "logprobs": OBJECT_OR_NULL,
 _OF_TOKENS: Final[dict[str, Schema]] = {"token_ids": _list(COUNT), "prompt_token_ids": _list(COUNT)}
 _HEAD: Final[dict[str, Schema]] = {"id": TEXT, "created": TIME, "model": TEXT}
 
+_CODE: Final[Schema] = {
+    "type": ["string", "null"],
+    "description": "\n".join(
+        f"- [`{code}`]({DOCUMENTATION_PATH}#{code}): {about.cause}"
+        for code, about in ABOUT.items()
+        if forms_of_code(code) and code != MALFORMED_JSON
+    ),
+}
+_DOC_URL: Final[Schema] = {"type": "string", "description": "The documentation of the code."}
+
 SCHEMAS: Final[dict[str, Schema]] = {
     "Error": _object(
         {
             "error": _object(
                 {
-                    "message": TEXT, "type": TEXT, "code": NAME_OR_NULL,
+                    "message": TEXT, "type": TEXT, "code": _CODE,
                     "param": {"type": ["string", "null"], "description": "The field at fault, if known."},
+                    "doc_url": _DOC_URL,
                 }
             )
         }
     ),
     "MessagesError": _object(
-        {"type": _const("error"), "error": _object({"type": TEXT, "message": TEXT})}, {"request_id": TEXT}
+        {
+            "type": _const("error"),
+            "error": _object({"type": TEXT, "message": TEXT, "doc_url": _DOC_URL}),
+        },
+        {"request_id": TEXT},
     ),
     "Usage": _object(
         {"prompt_tokens": COUNT, "total_tokens": COUNT},

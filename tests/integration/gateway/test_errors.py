@@ -27,7 +27,8 @@ async def send(gateway: GatewayUnderTest, path: str = CHAT, **request: Any) -> h
 
 def error_of(response: httpx.Response) -> tuple[int, str | None, str | None]:
     error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    assert set(error) == {"message", "type", "param", "code", "doc_url"}
+    assert error["doc_url"] == f"/docs/errors#{error['code'] or 'malformed_json'}"
     assert error["message"]
     assert response.headers["x-request-id"].startswith("req_")
     assert "openai-processing-ms" in response.headers

@@ -28,7 +28,7 @@ ALLOWED["spillway"] = set(ALLOWED)
 
 # The parts of the gateway: each may import only those before it.
 GATEWAY = [
-    "errors", "tokenizing", "settings", "limits", "request", "admission", "dispatch", "core", "api", "telemetry",
+    "errors", "error_codes", "tokenizing", "settings", "limits", "request", "admission", "dispatch", "core", "api", "telemetry",
     "payloads", "http", "endpoints", "idempotency", "responses", "batches", "documentation", "mount", "app", "main",
 ]  # fmt: skip
 

@@ -20,7 +20,13 @@ from tests.unit.gateway.conftest import Start
 def test_every_code_has_its_status(code: ErrorCode) -> None:
     error = RequestFailed(Failure(code, "why", "field"))
     assert json.loads(envelope(error)) == {
-        "error": {"message": "why", "type": FAILURES[code].type, "param": "field", "code": code.value}
+        "error": {
+            "message": "why",
+            "type": FAILURES[code].type,
+            "param": "field",
+            "code": code.value,
+            "doc_url": f"/docs/errors#{code}",
+        }
     }
     kinds, form = {429: "rate_limit_error"} | dict.fromkeys((400, 401, 408), "invalid_request_error"), form_of(error)
     assert form.type == kinds.get(form.status, "server_error")
@@ -37,6 +43,7 @@ def test_envelope_has_real_nulls_and_a_default_message() -> None:
             "type": "server_error",
             "param": None,
             "code": "internal_error",
+            "doc_url": "/docs/errors#internal_error",
         }
     }
 
