@@ -15,6 +15,7 @@ import migrations
 from engine.cpu import native
 from tests.nats_server import NatsCluster, NatsServer
 from tests.postgres import TEMPLATE, PostgresServer
+from tests.reference.recorder import UnknownErrors
 
 # While modules are imported nothing becomes garbage, and looking for it took a third of the time of collection.
 gc.disable()
@@ -25,12 +26,14 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).with_name("compiler"))
 SHARED_SYSTEMS = ("tests/acceptance/shared/", "tests/clients/")
+UNKNOWN_ERRORS = UnknownErrors()
 SERVERS = frozenset({"nats_server", "nats_cluster", "postgres_server"})  # fixtures
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let all processes of the session share what one of them has compiled of the engine's C (tests/compiler/gcc)."""
     # Whoever gives up tests torch's own kernels instead, and says nothing.
+    UNKNOWN_ERRORS.watch()
     native.COMPILING_LIMIT_S = 300.0  # type: ignore[misc]  # it is final for all others
     if "TESTS_COMPILED" not in os.environ:  # else an earlier process of the session has done it
         folder = tempfile.TemporaryDirectory(prefix="spillway-compiled-")
@@ -50,6 +53,14 @@ def pytest_collection_finish() -> None:
     """Look for garbage again, but never in what has been imported."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def errors_are_documented() -> Iterator[None]:
+    """Fail a test that provokes an error whose code or message docs/reference/errors.md does not have."""
+    UNKNOWN_ERRORS.take()
+    yield
+    assert UNKNOWN_ERRORS.take() == [], "write the page again: python -m tests.reference"
 
 
 @pytest.fixture(scope="module", autouse=True)

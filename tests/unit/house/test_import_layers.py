@@ -28,8 +28,9 @@ ALLOWED["spillway"] = set(ALLOWED)
 
 # The parts of the gateway: each may import only those before it.
 GATEWAY = [
-    "errors", "error_codes", "tokenizing", "settings", "limits", "request", "admission", "dispatch", "core", "api", "telemetry",
-    "payloads", "http", "endpoints", "idempotency", "responses", "batches", "documentation", "mount", "app", "main",
+    "errors", "error_codes", "tokenizing", "settings", "limits", "request", "admission", "dispatch", "core", "api",
+    "telemetry", "payloads", "http", "endpoints", "idempotency", "responses", "batches", "documentation", "mount",
+    "app", "main",
 ]  # fmt: skip
 
 Modules = dict[str, Path]  # dotted name → file
