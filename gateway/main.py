@@ -195,9 +195,11 @@ async def run(
         )
         process.freeze_heap()
         force_exit = asyncio.Event()
-        parts = BackgroundParts(edge.refusals, prices, feeder, background_runs)
+        background_parts = BackgroundParts(edge.refusals, prices, feeder, background_runs)
         with on_stop_signals(partial(_take_signal, stop, force_exit)):
-            await _serve(services, app, parts, (outbox, intents), on_ready=on_ready, stop=stop, force_exit=force_exit)
+            await _serve(
+                services, app, background_parts, (outbox, intents), on_ready=on_ready, stop=stop, force_exit=force_exit
+            )
 
 
 async def _connected(settings: GatewaySettings) -> Bus:

@@ -261,14 +261,14 @@ class JetStream:
         if there is None:
             self.streams[tokens[4]] = Stream(body, self._now_s())
             self._find_prefixes()
-        return self._stream_info(self.streams[tokens[4]])
+        return self._description(self.streams[tokens[4]])
 
     def _update_stream(self, tokens: list[str], body: dict[str, Any]) -> dict[str, Any]:
         stream = self._stream(tokens[4])
         stream.config = body
-        return self._stream_info(stream)
+        return self._description(stream)
 
-    def _stream_info(self, stream: Stream) -> dict[str, Any]:
+    def _description(self, stream: Stream) -> dict[str, Any]:
         first = next(iter(stream.messages), stream.last + 1)
         state = {"messages": len(stream.messages), "bytes": stream.bytes, "first_seq": first, "last_seq": stream.last}
         times = {"ts": self._time(self._now_s()), "created": self._time(stream.created_s)}
@@ -281,7 +281,7 @@ class JetStream:
 
     def _stream_info(self, tokens: list[str], body: dict[str, Any]) -> dict[str, Any]:
         stream = self._stream(tokens[4])
-        info = self._stream_info(stream)
+        info = self._description(stream)
         if "subjects_filter" in body:
             prefix = body["subjects_filter"].removesuffix(">")
             counts: dict[str, int] = {}

@@ -14,7 +14,7 @@ from protocol.generation import SamplingParams
 from protocol.job import Markup
 from tests.unit.engine.tiny_models import byte_level_tokenizer
 from tests.unit.protocol.dialects.format_cases import CASES
-from tests.unit.protocol.dialects.test_formats import TOOLS, Told, told
+from tests.unit.protocol.dialects.test_formats import TOOLS, Events, read_events
 
 NAMES = tuple(tool.name for tool in TOOLS)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"s": "a\\nb. END"}}\n</tool_call>'
@@ -51,7 +51,7 @@ def stopped(markup: Markup, stops: Sequence[str], parts: Iterable[str]) -> tuple
     return shown + released, stop
 
 
-def check_every_cut(markup: Markup, stops: Sequence[str], text: str, expected: Told, by: str | None) -> None:
+def check_every_cut(markup: Markup, stops: Sequence[str], text: str, expected: Events, by: str | None) -> None:
     form, source = form_of(markup), random.Random(3)
     places = [sorted(source.sample(range(len(text) + 1), min(5, len(text)))) for _ in range(20)]
     for parts in (
@@ -60,7 +60,7 @@ def check_every_cut(markup: Markup, stops: Sequence[str], text: str, expected: T
         *([text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)] for at in places),
     ):
         shown, stop = stopped(markup, stops, parts)
-        assert (told(form, [shown]), stop) == (expected, by), parts
+        assert (read_events(form, [shown]), stop) == (expected, by), parts
 
 
 @pytest.mark.parametrize(
@@ -121,15 +121,15 @@ def check_every_cut(markup: Markup, stops: Sequence[str], text: str, expected: T
         (markup_of("hermes"), ["three", "o thr"], "One two three", [("content", "One tw")], "o thr"),
     ],
 )
-def test_stop_strings_apply_to_content_only(
-    markup: Markup, stops: Sequence[str], text: str, expected: Told, by: str | None
+def test_they_see_content_alone(
+    markup: Markup, stops: Sequence[str], text: str, expected: Events, by: str | None
 ) -> None:
     check_every_cut(markup, stops, text, expected, by)
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
-def test_every_dialect(parser: str, text: str, expected: Told) -> None:
-    """A character of the content stops the answer, and any other character does not."""
+def test_every_dialect(parser: str, text: str, expected: Events) -> None:
+    """A character of the content ends it there, and one of anything else does not."""
     markup = markup_of(parser, "harmony" if parser == "harmony" else "none")
     stretches = [content for kind, content in expected if kind == "content"]
     unseen = sorted(char for char in set(text) if not any(char in content for content in stretches))

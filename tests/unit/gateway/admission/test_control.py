@@ -199,15 +199,12 @@ def test_queue_positions_in_fair_lanes() -> None:
     light = gate.enter(admission("light 1", tenant="light"))
     last = gate.enter(admission("light 2", tenant="light"))
     batch = gate.enter(admission("batch", batch=True))
-    assert [ticket.queue_position().position for ticket in (light, last, batch) if ticket.queue_position()] == [
-        1,
-        3,
-        13,
-    ]  # type: ignore[union-attr]
+    positions = [ticket.queue_position() for ticket in (light, last, batch)]
+    assert [one.position for one in positions if one is not None] == [1, 3, 13]
     serve(gate, jobs_per_s=2)
-    place = last.queue_position()
-    assert place is not None
-    assert place.eta_s == pytest.approx(1.5)
+    position = last.queue_position()
+    assert position is not None
+    assert position.eta_s == pytest.approx(1.5)
     last.accepted("w")
     assert last.queue_position() is None
 
