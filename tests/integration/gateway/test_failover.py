@@ -268,7 +268,7 @@ async def test_attempts_are_exhausted(start_gateway: Start, caplog: pytest.LogCa
     assert [attempt.job.attempt for attempt in worker.attempts] == [1, 2, 3]
     [record] = await gateway.records()
     assert (record.attempts, record.outcome, record.error_code) == (3, "failed", "attempts_exhausted")
-    assert f"request {record.request_id} is given up: 3 attempts failed (3 x engine_died)" in caplog.text
+    assert f"gave up request {record.request_id}: 3 attempts failed (3 x engine_died)" in caplog.text
     letter = await gateway.dead_letter()
     assert (letter.request_id, letter.model, letter.gateway_id) == (record.request_id, MODEL, "g0")
     assert [(failure.attempt, failure.worker_id, failure.code, failure.reason) for failure in letter.failures] == [

@@ -108,7 +108,7 @@ async def test_who_waits_already_is_told_as_well(start_gateway: Start) -> None:
         answers = await asyncio.gather(*asking)
     for (path, stream), (status, text) in zip(asked, answers, strict=True):
         assert status == (200 if stream else 429), path
-        assert "ask to wait for 3600 s" in text
+        assert "ask to wait 3600 s" in text
         assert SAYS[path][stream] in text
 
 

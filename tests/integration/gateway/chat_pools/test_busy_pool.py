@@ -51,7 +51,7 @@ async def test_whom_no_server_takes_in_time_is_told_when_to_come_back(
     replay.faults.append(busy_for_hours)
     async with running_worker(with_sequences(worker_settings(gateway, replay), SEQUENCES)):
         for number in range(2):  # the second finds the pool waiting
-            with pytest.raises(openai.RateLimitError, match="ask to wait for 3[56]") as refused:
+            with pytest.raises(openai.RateLimitError, match="ask to wait 3[56]") as refused:
                 await ask(gateway, number)
             assert int(refused.value.response.headers["retry-after"]) > 1
     assert len(replay.bodies) == 1
