@@ -234,7 +234,7 @@ class Outbox:
         self._has_room.set()
         self._group: asyncio.TaskGroup | None = None  # of the messages; None: not running
         self._has_waiting = asyncio.Event()
-        self._in_a_hurry = asyncio.Event()  # a full message waits, or a flush
+        self._send_now = asyncio.Event()  # a full message waits, or a flush
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._has_spooled = asyncio.Event()
@@ -279,7 +279,7 @@ class Outbox:
         if self._waiting:
             self._has_waiting.set()
         if len(self._waiting) >= MESSAGE_RECORDS:
-            self._in_a_hurry.set()
+            self._send_now.set()
         return entry.kept
 
     async def run(self) -> None:
@@ -299,14 +299,14 @@ class Outbox:
         await self._has_waiting.wait()
         pause_s = self._left_s + self._spacing_s - time.monotonic()
         if pause_s > 0:
-            await wait_for(self._in_a_hurry, pause_s)
+            await wait_for(self._send_now, pause_s)
         await self._has_room.wait()
         if self._waiting:  # an awaited record may have been sent with them
             self._send(group)
 
     async def flush(self, timeout_s: float) -> int:
         """Wait at most ``timeout_s`` until all records are stored, then spool the rest; return how many are lost."""
-        self._in_a_hurry.set()
+        self._send_now.set()
         await wait_for(self._is_empty, timeout_s)
         if len(self) and self._spool is not None:
             self._is_ending = True
@@ -340,7 +340,7 @@ class Outbox:
         if not self._waiting:
             self._has_waiting.clear()
         if len(self._waiting) < MESSAGE_RECORDS:
-            self._in_a_hurry.clear()
+            self._send_now.clear()
         return entries
 
     async def _keep(self, entries: list[_Entry]) -> None:
