@@ -44,9 +44,9 @@ class Admission(Protocol):
     """State of the queues (gateway.admission.control)."""
 
     @property
-    def capacity(self) -> Capacity: ...  # noqa: D102
+    def capacity(self) -> Capacity: ...
     @property
-    def queues(self) -> Collection[str]: ...  # noqa: D102
+    def queues(self) -> Collection[str]: ...
 
     def waiting_by_lane(self, queue: str) -> Mapping[str, int]:
         """Return the waiting jobs by lane."""

@@ -121,7 +121,7 @@ def check_every_cut(markup: Markup, stops: Sequence[str], text: str, expected: E
         (markup_of("hermes"), ["three", "o thr"], "One two three", [("content", "One tw")], "o thr"),
     ],
 )
-def test_they_see_content_alone(
+def test_stop_strings_apply_to_content_only(
     markup: Markup, stops: Sequence[str], text: str, expected: Events, by: str | None
 ) -> None:
     check_every_cut(markup, stops, text, expected, by)
@@ -129,7 +129,7 @@ def test_they_see_content_alone(
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
 def test_every_dialect(parser: str, text: str, expected: Events) -> None:
-    """A character of the content ends it there, and one of anything else does not."""
+    """A character of the content stops the answer, and any other character does not."""
     markup = markup_of(parser, "harmony" if parser == "harmony" else "none")
     stretches = [content for kind, content in expected if kind == "content"]
     unseen = sorted(char for char in set(text) if not any(char in content for content in stretches))
