@@ -1,4 +1,4 @@
-"""A bad model card hurts its own model, and nothing else: what it says is judged before it is used."""
+"""A bad model card affects only its model: cards are validated before use."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ TRAP = "{% if messages[0].content == 'boom' %}" + NESTED + "{% endif %}fine"
 
 
 async def start(begin: Start | Share, **changes: Any) -> GatewayUnderTest:
-    """A gateway of a good model, and of one whose card is bad."""
+    """Start a gateway with a good model and one with a bad card."""
     gateway = await begin(models={MODEL: ModelSettings(aliases=("short",)), BAD: ModelSettings()})
     await publish(gateway.bus, **changes)
     return gateway
@@ -62,16 +62,16 @@ async def the_good_one_answers(gateway: GatewayUnderTest) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"chat_template": RECURSIVE}, "RecursionError|time or memory"),  # a slow machine may come to the other first
+        ({"chat_template": RECURSIVE}, "RecursionError|time or memory"),  # a slow machine may hit either limit first
         ({"tool_template": NESTED}, "time or memory"),
         ({"context_length": 10**12}, "context length"),
         ({"data": b"{}"}, "tokenizer"),
     ],
 )
 async def test_its_model_alone_is_not_served(share_gateway: Share, changes: dict[str, Any], reason: str) -> None:
-    """A recursive template ended every gateway, a nested loop held up all chats and the end of the process.
+    """A recursive template once crashed every gateway; a nested loop blocked all chats and the shutdown.
 
-    Further bad cards: tests/unit/gateway/tokenizing/test_cards.py.
+    More bad cards: tests/unit/gateway/tokenizing/test_cards.py.
     """
     gateway = await start(share_gateway, **changes)
     await gateway.add_worker()
@@ -87,7 +87,7 @@ async def test_its_model_alone_is_not_served(share_gateway: Share, changes: dict
     assert re.search(reason, refused.value.message)
     assert re.search(reason, (await readiness(gateway))["models_unusable"][BAD])
     await the_good_one_answers(gateway)
-    await publish(gateway.bus)  # the next card helps
+    await publish(gateway.bus)  # the next card is good
 
     async def is_served() -> bool:
         return not (await readiness(gateway))["models_unusable"]
@@ -96,7 +96,7 @@ async def test_its_model_alone_is_not_served(share_gateway: Share, changes: dict
 
 
 async def test_a_conversation_that_takes_too_long(start_gateway: Start) -> None:
-    """The card was judged by another conversation; this one ends its renderer, and the next gets a new one."""
+    """The card passed with a different conversation; this one kills its renderer, and the next gets a new one."""
     gateway = await start(start_gateway, chat_template=TRAP)
     await gateway.add_worker()
     await until_judged(gateway)
@@ -117,7 +117,7 @@ async def test_a_conversation_that_takes_too_long(start_gateway: Start) -> None:
 
 
 async def test_the_process_ends_while_one_hangs(start_gateway: Start) -> None:
-    """It ignored SIGTERM for as long as the template ran."""
+    """It once ignored SIGTERM while the template ran."""
     gateway = await start(start_gateway, chat_template=TRAP)
     await until_judged(gateway)
     boom = [{"role": "user", "content": "boom"}]
@@ -130,7 +130,7 @@ async def test_the_process_ends_while_one_hangs(start_gateway: Start) -> None:
 
 
 async def test_a_tokenizer_that_gives_up(start_gateway: Start) -> None:
-    """The library panics, which is no Exception: that ended what it was called by."""
+    """The library panics, which is not an Exception and once crashed the caller."""
     document = json.loads(byte_tokenizer_json())
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, document["pre_tokenizer"]]}

@@ -1,4 +1,4 @@
-"""Errors as clients get them, in OpenAI's envelope."""
+"""Errors in OpenAI's envelope, as clients receive them."""
 
 import asyncio
 import logging
@@ -110,7 +110,7 @@ async def test_refused_before_any_worker_is_asked(share_gateway: Share) -> None:
 
 
 async def test_body_too_large_while_reading(share_gateway: Share) -> None:
-    """Chunked bodies name no length beforehand."""
+    """Chunked bodies have no content-length."""
     gateway = await share_gateway(limits=BOUNDS)
 
     async def pieces() -> Any:
@@ -200,14 +200,14 @@ async def test_queue_wait_timeout(start_gateway: Start) -> None:
     response = await send(gateway, json={"model": MODEL, "messages": HELLO})
     assert error_of(response) == (503, "queue_wait_timeout", None)
     assert response.headers["retry-after"]
-    await until(lambda: is_queue_empty(gateway))  # or else the worker may take it at the last moment
+    await until(lambda: is_queue_empty(gateway))  # otherwise the worker may still take it
     await gateway.add_worker()
     [record] = await gateway.records()
     assert (record.outcome, record.error_code, record.completion_tokens) == ("failed", "queue_wait_timeout", 0)
     assert gateway.workers[0].attempts == []
 
 
-@pytest.mark.parametrize("header", ["x-stainless-read-timeout", "x-stainless-timeout"])  # of Python, and of Node.js
+@pytest.mark.parametrize("header", ["x-stainless-read-timeout", "x-stainless-timeout"])  # Python and Node.js
 async def test_the_clients_own_timeout_bounds_the_wait(share_gateway: Share, header: str) -> None:
     gateway = await share_gateway()
     response = await send(gateway, json={"model": MODEL, "messages": HELLO}, headers={header: "0.4"})
@@ -259,7 +259,7 @@ async def test_in_flight_limit(start_gateway: Start) -> None:
     response = await send(gateway, json={"model": MODEL, "messages": HELLO})
     assert error_of(response) == (503, "overloaded", None)
     assert response.headers["retry-after"]
-    ready = await send(gateway, "/readyz", method="GET")  # it says itself what it cannot hold
+    ready = await send(gateway, "/readyz", method="GET")  # still ready: it refuses what it cannot hold
     assert (ready.status_code, ready.json()["status"], ready.json()["missing"]) == (200, "degraded", ["overloaded"])
     await stream.close()
     await until(worker.attempts[0].cancelled.is_set)

@@ -1,6 +1,6 @@
-"""What a request held is freed with its end: a large text in a circle of references would stay until it is looked for.
+"""Memory of a request is freed at its end: a large text in a reference cycle would stay until garbage collection.
 
-The gateway looks for circles when there are many objects, not when they are large (``protocol.process``).
+Garbage collection depends on the number of objects, not on their size (``protocol.process``).
 """
 
 import asyncio
@@ -72,13 +72,13 @@ async def test_a_large_body_is_freed_with_its_request(share_gateway: Share, name
 
 
 async def is_over(bus: Bus) -> bool:
-    """No response is made in the background."""
+    """Return whether no background response is running."""
     info = await bus.api(f"STREAM.INFO.{subjects.RESPONSES_STREAM}", {"subjects_filter": "res.*.*.run"})
     return not info["state"].get("subjects")
 
 
 def holders_of_large_texts() -> Counter[str]:
-    """The types of the objects in circles that hold a large text, by number."""
+    """Count the objects in reference cycles that hold a large text, by type."""
     return Counter(
         f"{type(one).__module__}.{type(one).__qualname__} {getattr(one, 'f_code', '')}"
         for one in gc.garbage
@@ -91,7 +91,7 @@ def holders_of_large_texts() -> Counter[str]:
 async def test_nothing_of_a_request_waits_for_the_garbage_collector(
     start_gateway: Start, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """Nor for the next request that the dispatcher looks at: the first is answered after a look, the second at once."""
+    """Nor for the next request of the dispatcher: the first is answered after a wait, the second immediately."""
     gateway = await start_gateway()
     looked_at = asyncio.Event()
 
@@ -129,7 +129,7 @@ async def test_nothing_of_a_request_waits_for_the_garbage_collector(
         async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
             for _ in range(2):
                 assert (await client.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
-            first = held[:4]  # a connection remembers the last cycle it had
+            first = held[:4]  # a connection keeps its last cycle
             await until(lambda: [one() for one in first] == [None] * 4)
     finally:
         gc.enable()

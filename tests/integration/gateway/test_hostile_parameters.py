@@ -1,4 +1,4 @@
-"""Parameters that no page sends: each is refused by name, or means nothing; the database is never blamed for them."""
+"""Malformed parameters are refused by name or ignored, and never reported as a database error."""
 
 import json
 from collections.abc import AsyncIterator
@@ -49,7 +49,7 @@ REFERENCES = (
 
 @pytest.fixture
 async def client(start_gateway: Start, database_url: str) -> AsyncIterator[httpx.AsyncClient]:
-    """Logged in, on SQLite and on PostgreSQL."""
+    """Return a logged-in client, on SQLite and on PostgreSQL."""
     engine = create_engine(database_url)
     await create_key(engine, "admin", PEPPER, Grant(scopes=(ADMIN,)))
     await set_password(engine, PASSWORD, "cli:test", cost=16)

@@ -1,4 +1,4 @@
-"""``Idempotency-Key``: one run, whoever asks, however often, at whatever gateway."""
+"""``Idempotency-Key``: one run for any number of requests at any gateway."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ KEY = {"Idempotency-Key": "order-66"}
 
 
 class Held:
-    """A script that stops after its first token until it may go on."""
+    """A script that pauses after its first token."""
 
     def __init__(self) -> None:
         self.may_go_on = asyncio.Event()
@@ -39,7 +39,7 @@ class Held:
 
 
 class Streamed:
-    """One streamed answer and what came with it."""
+    """A streamed answer with its headers."""
 
     def __init__(self, headers: httpx.Headers, body: str, complete: bool) -> None:
         self.standing = headers.get("x-spillway-idempotent")
@@ -69,7 +69,7 @@ async def stream(
 
 
 async def first_event(gateway: GatewayUnderTest) -> AsyncIterator[None]:
-    """Ask with the key and yield once, when the first token has come; leaving the iterator closes the connection."""
+    """Send a request with the key, and yield at the first token; leaving the iterator closes the connection."""
     body = {"model": MODEL, "messages": HELLO, "stream": True}
     headers = {"authorization": f"Bearer {gateway.key}", **KEY}
     async with (
@@ -114,14 +114,14 @@ async def test_a_stream_is_replayed_to_the_sdk(share_gateway: Share) -> None:
 
 
 async def test_an_impatient_sdk_gets_its_answer_by_its_retry(share_gateway: Share) -> None:
-    """The client's own time limit cuts the first try off; the second finds the run where it is."""
+    """The client's timeout aborts the first attempt; the second attaches to the run."""
     gateway = await share_gateway()
     held = Held()
     worker = await gateway.add_worker(script=held)
-    client = gateway.client(max_retries=20, timeout=1.0)  # as many as a busy machine may need
+    client = gateway.client(max_retries=20, timeout=1.0)  # enough for a busy machine
     asking = asyncio.create_task(ask(client))
     await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
-    await asyncio.sleep(1.1)  # the first try is over
+    await asyncio.sleep(1.1)  # the first attempt has timed out
     held.may_go_on.set()
     answer = await asking
     assert answer.headers["x-spillway-idempotent"] in {"attached", "replayed"}
@@ -283,7 +283,7 @@ async def test_a_reader_at_another_gateway_keeps_it_running(start_gateway: Start
     async for _ in first_event(owner):
         second = asyncio.create_task(stream(other, key=owner.key, heard=heard))
         await heard.wait()
-    await asyncio.sleep(2.5)  # longer than it would go on without a reader
+    await asyncio.sleep(2.5)  # longer than a run continues without a reader
     held.may_go_on.set()
     assert (await second).complete
     assert not worker.attempts[0].cancelled.is_set()
@@ -309,13 +309,13 @@ async def test_without_the_bucket_a_key_counts_at_its_gateway(start_gateway: Sta
     nats_server.start()
     answers = [await task for task in asking]
     standings = sorted(answer.standing or "" for answer in answers)
-    assert standings in (["", "attached"], ["", "replayed"])  # where it came after the other's end
+    assert standings in (["", "attached"], ["", "replayed"])  # if it arrived after the end of the other
     assert all(answer.complete for answer in answers)
     assert len({attempt.job.request_id for attempt in worker.attempts}) == 1
 
 
 async def test_claims_outlive_the_bucket(start_gateway: Start, nats_server: NatsServer) -> None:
-    """The queue server loses its memory, and another gateway still finds the one that runs the request."""
+    """The queue server loses the bucket, and another gateway still finds the owner of the run."""
     owner, other = await start_gateway(), await start_gateway()
     held = Held()
     await owner.add_worker(script=held)
@@ -334,7 +334,7 @@ async def test_claims_outlive_the_bucket(start_gateway: Start, nats_server: Nats
     async def is_connected() -> bool:
         async with httpx.AsyncClient() as client:
             ready = (await client.get(f"{other.url}/readyz")).json()
-        return "nats" not in ready["missing"]  # it takes requests all the while: its answer is always 200
+        return "nats" not in ready["missing"]  # it always accepts requests, so the status is always 200
 
     await until(has_claim)
     await until(is_connected)

@@ -1,6 +1,6 @@
-"""NaN, infinity and 1e400 are no JSON: routes beside generating say so, and name the field.
+"""NaN, infinity, and 1e400 are not JSON: other routes refuse them by field.
 
-Of all others tests/unit/gateway/api/test_numbers.py tells.
+Inference routes: tests/unit/gateway/api/test_numbers.py.
 """
 
 from collections.abc import AsyncIterator

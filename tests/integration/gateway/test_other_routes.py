@@ -1,4 +1,4 @@
-"""The other sections of docs/reference/api.md: files, batches, models, and routes that no SDK has."""
+"""The other sections of docs/reference/api.md: files, batches, models, and routes without an SDK."""
 
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, get_args
@@ -38,7 +38,7 @@ OURS: dict[str, tuple[tuple[type[BaseModel], ...], Mapping[str, Any]]] = {
         vectors.UNSUPPORTED_IN_RERANK,
     ),
 }
-# What docs/reference/request-fields.md and others tell of all routes.
+# Fields that docs/reference/request-fields.md and others document for all routes.
 EVERYWHERE = {"do_not_queue", "allow_hosted", "safety_identifier", "metadata"}
 LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "short", "prompt": "Hi"}}\n'
 
@@ -102,7 +102,7 @@ async def test_kept_responses(gateway: GatewayUnderTest) -> None:
 
 
 async def test_rows_of_what_is_stored(gateway: GatewayUnderTest) -> None:
-    """The others are asked of a gateway without a queue server (tests/unit/gateway/api/page)."""
+    """The other rows are tested without a queue server (tests/unit/gateway/api/page)."""
     await gateway.add_worker(script=says("x"))
     told, headers = Told(RESPONSES), {"authorization": f"Bearer {gateway.key}"}
     asked = [known for known in told.known() if known.top in STORED]
@@ -120,7 +120,7 @@ async def test_files(gateway: GatewayUnderTest) -> None:
     for purpose in get_args(get_type_hints(file_create_params.FileCreateParams)["purpose"]):
         if purpose != "batch":
             assert await _refused(files.create(file=("a.jsonl", LINE), purpose=purpose)) == "purpose"
-    soon: Any = {"seconds": 5}  # without the anchor that it must have
+    soon: Any = {"seconds": 5}  # without the required anchor
     assert await _refused(files.create(file=("a.jsonl", LINE), purpose="batch", expires_after=soon)) == (
         "expires_after[seconds]"
     )

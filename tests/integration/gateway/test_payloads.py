@@ -1,4 +1,4 @@
-"""Requests and answers are kept by consent only, as the consent says, once and whole, or not at all."""
+"""Payloads are stored only by consent and according to it, exactly once and completely, or not at all."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -43,7 +43,7 @@ DAY_MS = 24 * 3600 * 1000
 
 
 class Keeper:
-    """A gateway, a client that agreed, and the table that its payloads come into."""
+    """A gateway, a client with consent, and the table of its payloads."""
 
     def __init__(self, gateway: GatewayUnderTest, key: str, key_id: str, engine: AsyncEngine) -> None:
         self.gateway = gateway
@@ -53,7 +53,7 @@ class Keeper:
         self.stored_before = 0
 
     async def stored(self) -> int:
-        """How many messages of payloads there have been since it is there."""
+        """Return the number of payload messages since the start."""
         return await stored_messages(self.gateway.bus) - self.stored_before
 
     async def ask(self, **fields: Any) -> Any:
@@ -62,7 +62,7 @@ class Keeper:
         return [chunk async for chunk in answer] if fields.get("stream") else answer
 
     async def rows(self, count: int) -> list[dict[str, Any]]:
-        """The table, once it has so many rows."""
+        """Return the rows of the table after it has this many."""
         found: list[dict[str, Any]] = []
         async with asyncio.timeout(HANGS_S):
             while len(found) < count:
@@ -98,7 +98,7 @@ async def writing(nats_url: str, engine: AsyncEngine) -> AsyncIterator[None]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def start_keeper(share_gateway: Share) -> AsyncIterator[StartKeeper]:
-    """Starts a worker of the module's gateway with the settings given, and a writer beside it."""
+    """Return a function that starts a gateway with the given settings, and a writer."""
 
     async def start(script: Script = answer_hello, *, policy: Policy = AGREED, **settings: Any) -> Keeper:
         gateway = await share_gateway(**settings)
@@ -126,7 +126,7 @@ async def test_nothing_is_kept_without_consent(start_keeper: StartKeeper) -> Non
         answer: Any = await stranger.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
         if stream:
             assert [chunk async for chunk in answer]
-    await keeper.ask()  # what was taken before it would have come before it
+    await keeper.ask()  # earlier payloads would have arrived first
     [row] = await keeper.rows(1)
     assert row["key_id"] == keeper.key_id
     assert await keeper.stored() == 1
@@ -135,7 +135,7 @@ async def test_nothing_is_kept_without_consent(start_keeper: StartKeeper) -> Non
 async def test_a_retention_from_before_it_had_a_bound(
     start_keeper: StartKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last moment did not fit into the message, and the gateway's process ended."""
+    """Its expiry once overflowed the message and crashed the gateway."""
     monkeypatch.setattr("db.accounts.checks.MAX_RETENTION_DAYS", 10**15)
     keeper = await start_keeper(policy=Policy(log_payload=True, redact=False, retention_days=10**15))
     await keeper.ask()
@@ -253,7 +253,7 @@ async def test_what_is_too_large_is_not_kept_and_its_row_says_so(
 async def test_what_waits_counts_with_the_conversation_that_it_goes_on_with(
     start_keeper: StartKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request of 110 bytes may hold megabytes of it."""
+    """A request of 110 bytes can continue megabytes of conversation."""
     kept: list[Capture] = []
     take = PayloadPublisher.take
 
@@ -345,7 +345,7 @@ async def has_messages(bus: Bus, count: int) -> bool:
 async def test_the_writer_survives_what_nobody_can_store(
     start_gateway: Start, nats_url: str, database_url: str, bus: Bus
 ) -> None:
-    await start_gateway(with_card=False)  # makes the streams
+    await start_gateway(with_card=False)  # creates the streams
     engine = create_engine(database_url)
     bad = payload_record("bad", received_unix_ms=2**63)
     messages = [

@@ -1,4 +1,4 @@
-"""Vectors through a whole gateway, whose workers do what a test says; what is asked and answered is told in
+"""Embeddings through a complete gateway with scripted workers. The formats of requests and answers are tested in
 tests/unit/gateway/api/pooling."""
 
 import asyncio
@@ -86,7 +86,7 @@ async def test_a_caller_who_leaves_cancels_the_job(share_gateway: Share) -> None
         await attempt.accept()
         await attempt.vector(0, vector_of(inputs_of(attempt)[0]))
         await attempt.cancelled.wait()
-        await attempt.vector(1, vector_of(inputs_of(attempt)[1]))  # was on its way
+        await attempt.vector(1, vector_of(inputs_of(attempt)[1]))  # was in flight
         await attempt.finish(cancelled=True)
 
     worker = await gateway.add_worker(script=slow)
@@ -138,7 +138,9 @@ async def test_the_gateway_holds_only_so_many_vectors(start_gateway: Start) -> N
 
     worker = await gateway.add_worker(script=when_told)
     client = gateway.client()
-    first = asyncio.create_task(client.embeddings.create(model=MODEL, input=["a", "b", "c"]))  # alone, it is let in
+    first = asyncio.create_task(
+        client.embeddings.create(model=MODEL, input=["a", "b", "c"])
+    )  # accepted, because nothing else is reserved
     await until(lambda: worker.attempts)
     with pytest.raises(openai.InternalServerError) as refused:
         await client.embeddings.create(model=MODEL, input="a")

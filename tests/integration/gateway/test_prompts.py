@@ -1,4 +1,4 @@
-"""Several prompts in one completion: one answer, and otherwise requests like all others."""
+"""Several prompts in one completion: one answer from independent requests."""
 
 import asyncio
 import functools
@@ -26,7 +26,7 @@ IDS = [[70, 71], [72], [73, 74, 75]]
 
 
 async def say_the_prompt(attempt: Attempt) -> None:
-    """Each choice is the prompt's length, and its own number."""
+    """Generate the length of the prompt and the index of the choice."""
     await attempt.accept()
     for index in range(attempt.job.sampling.n):
         await attempt.tokens(f"{attempt.job.prompt_tokens}", (1,), index=index)
@@ -79,7 +79,7 @@ async def test_lists_of_token_ids(share_gateway: Share) -> None:
 
 
 async def test_a_stream_is_interleaved_as_it_is_made(share_gateway: Share) -> None:
-    """The second prompt is answered while the first waits for its last token, and the other way round."""
+    """The second prompt is answered while the first waits for its last token, and vice versa."""
     gateway = await share_gateway()
     second_is_done = asyncio.Event()
 
@@ -204,7 +204,7 @@ async def test_admission_takes_all_or_none(start_gateway: Start) -> None:
     refused = await error_of(create(model=MODEL, prompt=TEXTS))
     assert (refused.status_code, refused.code, refused.param) == (429, "tenant_in_flight_exceeded", "prompt[2]")
     assert worker.attempts == []
-    for _ in range(2):  # what was counted in before the refusal has been given back
+    for _ in range(2):  # the requests counted before the refusal were refunded
         assert said(await create(model=MODEL, prompt=TEXTS[:2])) == ["Hello world"] * 2
     assert len(await ids_of(gateway, 4)) == 4
 
@@ -219,7 +219,7 @@ async def test_a_gateway_that_is_nearly_full_takes_none(start_gateway: Start) ->
 
 @pytest.mark.parametrize("unit", ["requests", "tokens", "concurrent_requests"])
 async def test_over_a_quota_costs_nothing(share_gateway: Share, unit: str) -> None:
-    """The limit has room for two prompts: three are more than the limit, and two of them go through afterwards."""
+    """The limit allows two prompts: three are refused, and two succeed afterwards."""
     policy = {
         "requests": Policy(requests_per_minute=2),
         "tokens": Policy(tokens_per_minute=30),
@@ -278,7 +278,7 @@ async def test_leaving_cancels_all(share_gateway: Share, stream: bool) -> None:
 
 
 async def one_fails(attempt: Attempt, begun: asyncio.Event | None = None) -> None:
-    """The second prompt does, once the others have begun (and their caller has ``begun`` to read); these never end."""
+    """The second prompt fails after the others have started and ``begun`` is set; the others never end."""
     if attempt.prompt_ids != IDS[1]:
         await until_cancelled(attempt)
         return
@@ -326,7 +326,7 @@ async def test_one_that_fails_in_mid_stream_is_the_last_event(share_gateway: Sha
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_is_rescued_in_the_middle(share_gateway: Share, stream: bool) -> None:
-    """The others notice nothing, and nothing is missing or there twice."""
+    """The others are unaffected, and no token is lost or duplicated."""
     gateway = await share_gateway()
 
     async def hand_one_back(attempt: Attempt) -> None:

@@ -1,4 +1,4 @@
-"""A body that never arrives holds a connection for a while, not for ever."""
+"""A body that never arrives holds a connection only for a limited time."""
 
 import asyncio
 from urllib.parse import urlsplit
@@ -10,7 +10,7 @@ from tests.waiting import HANGS_S
 
 
 async def half_a_request(gateway: GatewayUnderTest, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection on which a body has begun that does not go on."""
+    """Open a connection with a body that stalls."""
     address = urlsplit(gateway.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {gateway.key}\r\n"

@@ -67,7 +67,7 @@ async def test_token_ids_become_their_text_again(share_gateway: Share) -> None:
 async def test_how_many_tokens_become_text_is_bounded(
     share_gateway: Share, body: Any, param: str | None, code: str
 ) -> None:
-    """Two million held up all other requests for 1.3 s."""
+    """Two million tokens once blocked all other requests for 1.3 s."""
     gateway = await share_gateway()
     async with client_of(gateway) as client:
         assert error_of(await client.post("/detokenize", json=body)) == (400, code, param)
@@ -76,7 +76,7 @@ async def test_how_many_tokens_become_text_is_bounded(
 
 
 async def test_a_long_prompt_does_not_hold_others_up(share_gateway: Share) -> None:
-    """Others are answered again and again while a megabyte is counted; all in one turn they would not be."""
+    """Other requests are answered repeatedly while a megabyte is tokenized."""
     gateway = await with_long_context(share_gateway)
     async with client_of(gateway) as client:
         body = {"model": MODEL, "prompt": "The quick brown fox jumps over the lazy dog. " * 23_000}

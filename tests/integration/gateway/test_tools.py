@@ -1,4 +1,4 @@
-"""Calls of tools over the wire; what they become in every format and API is told in tests/unit/gateway/api/tools."""
+"""Tool calls over the wire. Formats and APIs are tested in tests/unit/gateway/api/tools."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.unit.gateway.api.tools.calls import ARGUMENTS, HELLO, NOW, TOOL, TWO_
 
 
 async def test_a_rescue_within_the_arguments(share_gateway: Share) -> None:
-    """The first worker fails there; the second goes on, and the deltas are those of an undisturbed answer."""
+    """The first worker fails there; the second continues, and the deltas equal those of an undisturbed answer."""
     gateway = await share_gateway(model_card=replace(card(), chat_template=HERMES_STYLE, context_length=4096))
     place = TWO_CALLS.index("Köln") + 2
 

@@ -1,4 +1,4 @@
-"""Answers that clients do not read, or that are not complete yet: bounded in bytes, for each tenant and for all."""
+"""Unread and incomplete answers are limited in bytes, per tenant and in total."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from tests.waiting import HANGS_S, until
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 TOP = tuple((number, f"word {number}", -1.5 * number, b"word") for number in range(20))
 TOKENS = 400
-CHOICES = 8  # make some 2 MB of log-probabilities, and 5 MB of JSON
+CHOICES = 8  # about 2 MB of log-probabilities, and 5 MB of JSON
 
 
 def logprob(number: int) -> TokenLogprob:
@@ -24,7 +24,7 @@ def logprob(number: int) -> TokenLogprob:
 
 
 async def describe(attempt: Attempt) -> None:
-    """So many tokens for each choice, with everything about them."""
+    """Generate this many tokens per choice, with all log-probabilities."""
     await attempt.accept()
     for index in range(attempt.job.sampling.n):
         for number in range(TOKENS):
@@ -84,7 +84,7 @@ async def test_an_answer_beyond_a_tenants_share_ends_in_an_error(start_gateway: 
 
 
 async def test_streams_that_nobody_reads_take_no_more_than_their_share(start_gateway: Start) -> None:
-    """40 of them took 1.2 GB within a minute."""
+    """40 streams once took 1.2 GB within a minute."""
     gateway = await start_gateway(limits={"max_unread_bytes": 8_000_000})
     worker = await gateway.add_worker(script=describe_for_ever)
     body = {"model": MODEL, "messages": HELLO, "stream": True, "logprobs": True, "top_logprobs": 20}

@@ -1,4 +1,4 @@
-"""``/v1/batches`` as OpenAI's client drives it: from a file of lines to files of results."""
+"""``/v1/batches`` with OpenAI's client: from an input file to result files."""
 
 import asyncio
 import base64
@@ -46,7 +46,7 @@ async def over(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
 
 
 async def results(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
-    """The lines of a result file by custom_id; each once."""
+    """Return the lines of a result file by custom_id, each exactly once."""
     if file_id is None:
         return {}
     lines = [json.loads(text) for text in (await client.files.content(file_id)).text.splitlines()]
@@ -66,7 +66,7 @@ async def client(gateway: GatewayOfOneTest) -> openai.AsyncOpenAI:
 
 
 async def test_from_lines_to_results(start_gateway: Start, postgres_url: str) -> None:
-    """In PostgreSQL; all that follows is in SQLite."""
+    """With PostgreSQL; all other tests use SQLite."""
     gateway = await start_gateway(database_url=postgres_url, batches=QUICK)
     await gateway.add_worker()
     client = gateway.client()
@@ -269,7 +269,7 @@ async def test_a_revoked_key_fails_its_batch(gateway: GatewayOfOneTest) -> None:
 
 
 async def test_another_gateway_goes_on(start_gateway: Start) -> None:
-    """The first one is told to end in the middle of it."""
+    """The first gateway shuts down in the middle of the batch."""
     first = await start_gateway(batches=QUICK)
     second = await start_gateway(batches=QUICK)
     await first.add_worker()

@@ -1,4 +1,4 @@
-"""``/v1/files`` as OpenAI's client uses it, and as others misuse it."""
+"""``/v1/files`` with OpenAI's client, and its misuse."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -44,7 +44,7 @@ async def http(gateway: GatewayUnderTest) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def client_of(gateway: GatewayUnderTest, name: str, team_id: str) -> openai.AsyncOpenAI:
-    """A client with a new key of a team."""
+    """Return a client with a new key of a team."""
     engine = create_engine(gateway.settings.database_url)
     _, token = await create_key(engine, name, PEPPER, Grant(team_id=team_id))
     await engine.dispose()
@@ -63,7 +63,7 @@ async def client_of(gateway: GatewayUnderTest, name: str, team_id: str) -> opena
 
 
 async def team_of(gateway: GatewayUnderTest, name: str) -> Team:
-    """A new team."""
+    """Create a team."""
     engine = create_engine(gateway.settings.database_url)
     team = await create_team(engine, name, "cli:test")
     await engine.dispose()
@@ -71,7 +71,7 @@ async def team_of(gateway: GatewayUnderTest, name: str) -> Team:
 
 
 async def test_upload_list_retrieve_content_delete(start_gateway: Start, postgres_url: str) -> None:
-    """In PostgreSQL; all that follows is in SQLite."""
+    """With PostgreSQL; all other tests use SQLite."""
     gateway = await start_gateway(database_url=postgres_url, with_card=False)
     client = gateway.client()
     made = await client.files.create(file=("lines.jsonl", LINES), purpose="batch")
@@ -152,7 +152,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def begin_upload(gateway: GatewayUnderTest, key: str, path: str = "/v1/files", part: bytes = PART) -> Connection:
-    """An upload that does not end."""
+    """Begin an upload that does not end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     head = (
         f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=x\r\n"
@@ -168,7 +168,7 @@ async def status_of(reader: asyncio.StreamReader) -> bytes:
 
 
 async def uploading(gateway: GatewayUnderTest, count: int) -> None:
-    """Wait until so many uploads are under way."""
+    """Wait until this many uploads are in progress."""
     engine = create_engine(gateway.settings.database_url)
 
     async def are_there() -> bool:
@@ -190,7 +190,7 @@ async def test_an_upload_that_stands_still_is_given_up(gateway: GatewayUnderTest
 
 
 async def test_an_upload_that_never_ends_is_given_up(start_gateway: Start) -> None:
-    """However fast it comes."""
+    """Even if it is fast."""
     gateway = await start_gateway(with_card=False, batches={"upload_silence_s": HANGS_S, "upload_s": 0.3})
     reader, writer = await begin_upload(gateway, gateway.key)
     assert await status_of(reader) == b"408"
@@ -200,7 +200,7 @@ async def test_an_upload_that_never_ends_is_given_up(start_gateway: Start) -> No
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/messages/batches"])
 async def test_an_upload_that_trickles_is_given_up(share_gateway: Share, path: str) -> None:
-    """A byte every ten seconds held a slot for an hour."""
+    """A byte every ten seconds once held a slot for an hour."""
     pace = {"upload_min_bytes_per_s": 1_000_000, "upload_pace_s": 0.2}
     gateway = await share_gateway(with_card=False, batches={"upload_silence_s": HANGS_S, **pace})
     reader, writer = await begin_upload(gateway, gateway.key, path, PART if path == "/v1/files" else b'{"requests": [')
@@ -214,7 +214,7 @@ async def test_an_upload_that_trickles_is_given_up(share_gateway: Share, path: s
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/messages/batches"])
 async def test_one_tenant_leaves_slots_to_others(share_gateway: Share, path: str) -> None:
-    """One key held all 16; everybody else got 503."""
+    """One key once held all 16 slots; other keys got 503."""
     gateway = await share_gateway(with_card=False, batches={"max_uploads": 4, "upload_silence_s": HANGS_S})
     _, key = await gateway.make_key()
     other = gateway.client(api_key=key)
@@ -235,7 +235,7 @@ async def test_one_tenant_leaves_slots_to_others(share_gateway: Share, path: str
 async def test_what_uploads_under_way_have_written_counts(
     start_gateway: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of many might have filled what is left of the tenant's room."""
+    """Otherwise each concurrent upload could fill the tenant's remaining storage."""
     monkeypatch.setattr("gateway.batches.upload.WRITE_BYTES", 1)
     batches = {"max_tenant_bytes": 150_000, "upload_silence_s": HANGS_S}
     gateway = await start_gateway(with_card=False, batches=batches)
@@ -246,7 +246,7 @@ async def test_what_uploads_under_way_have_written_counts(
         return sum(path.stat().st_size for path in parts) > 16_000
 
     await until(are_written)
-    with pytest.raises(openai.APIStatusError, match="together") as refused:
+    with pytest.raises(openai.APIStatusError, match="in total") as refused:
         await gateway.client().files.create(file=b"x" * 140_000, purpose="batch")
     assert refused.value.status_code == 413
     for _, writer in held:
@@ -267,7 +267,7 @@ async def test_what_uploads_under_way_have_written_counts(
 async def test_message_batches_are_parsed_in_their_tenants_threads(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the event loop, one of 4 MiB held up all other requests."""
+    """On the event loop, a batch of 4 MiB would block all other requests."""
     asked: list[tuple[str, int]] = []
     run = EncoderPool.run
 
@@ -301,7 +301,7 @@ async def test_uploads_are_requests_in_the_limits_of_their_key(start_gateway: St
         body: dict[str, Any] = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
         first = await client.post("/v1/files", **body)
         assert (first.status_code, first.headers["x-ratelimit-remaining-requests"]) == (200, "2")
-        assert (await client.post("/v1/files", json={})).status_code == 400  # what is refused counts, too
+        assert (await client.post("/v1/files", json={})).status_code == 400  # refused uploads count, too
         assert (await client.post("/v1/messages/batches", json={})).status_code == 400
         for path in ("/v1/files", "/v1/messages/batches"):
             refused = await client.post(path, **body)
@@ -309,7 +309,7 @@ async def test_uploads_are_requests_in_the_limits_of_their_key(start_gateway: St
 
 
 async def test_a_form_without_end_is_refused(http: httpx.AsyncClient) -> None:
-    """What follows the form's end, or lies before it, is not counted as the file's."""
+    """Data before and after the form does not count as part of the file."""
     form = b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n'
     headers = {"content-type": "multipart/form-data; boundary=x"}
     refused = await http.post("/v1/files", content=form + b"x" * 400_000, headers=headers)
@@ -320,7 +320,7 @@ async def test_a_form_without_end_is_refused(http: httpx.AsyncClient) -> None:
 
 
 class Store:
-    """The files of a gateway that is not there."""
+    """The files of a gateway that is not running."""
 
     def __init__(self, database_url: str, folder: Path) -> None:
         self.folder = folder
@@ -344,14 +344,14 @@ class Store:
 
 @pytest.fixture
 async def store(database_url: str, tmp_path: Path) -> AsyncIterator[Store]:
-    """On either database."""
+    """Return a store on each database."""
     store = Store(database_url, tmp_path / "files")
     yield store
     await store.engine.dispose()
 
 
 async def test_what_a_dead_gateway_has_begun_is_swept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It died between storage and SQL, in the middle of the upload, or of a deletion: the bytes stayed for ever."""
+    """After a crash during an upload or deletion, bytes once stayed forever."""
     for name in ("file-stored", "file-half", "file-deleted", "file-kept", "file-coming"):
         until_ms = 1 if name in {"file-stored", "file-half"} else 1 << 50
         await store.files.begin(store.file(name), until_ms)
@@ -373,7 +373,7 @@ async def test_what_a_dead_gateway_has_begun_is_swept(store: Store, monkeypatch:
 
 
 async def test_a_file_stays_for_a_while_after_its_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch may have been made of it in its last moment."""
+    """A batch may have just been created from it."""
     monkeypatch.setattr("gateway.batches.files.unix_now_ms", lambda: 2 * SWEEP_GRACE_MS)
     for name, age_ms in (("file-young", SWEEP_GRACE_MS - 1), ("file-old", SWEEP_GRACE_MS)):
         await store.files.begin(store.file(name), 2 * SWEEP_GRACE_MS - age_ms)
@@ -386,8 +386,8 @@ async def test_a_file_stays_for_a_while_after_its_end(store: Store, monkeypatch:
 async def test_what_is_read_of_a_deleted_file_is_no_whole_one(
     store: Store, monkeypatch: pytest.MonkeyPatch, read_parts: int
 ) -> None:
-    """Results ended early, as if there were no more."""
-    monkeypatch.setattr("gateway.batches.files.SWEPT_AT_A_TIME", 1)  # also parts that are looked up at a time
+    """Results once ended early without an error."""
+    monkeypatch.setattr("gateway.batches.files.SWEPT_AT_A_TIME", 1)  # page size of parts, too
     await store.files.begin(store.file("file-read"), 1 << 50)
     for number in range(3):
         async with store.files.storage.writing(f"file-read/{number}") as writer:
@@ -408,7 +408,7 @@ async def _dies(_prefix: str) -> list[str]:
 
 
 async def test_an_expired_file_stays_while_a_batch_reads_it(store: Store) -> None:
-    """A gateway that took the batch over found no lines, and failed it as empty."""
+    """A gateway that took over the batch once found no lines, and failed it as empty."""
     for name in ("file-read", "file-unread"):
         await store.files.begin(store.file(name), 1 << 50)
         await store.write(name)

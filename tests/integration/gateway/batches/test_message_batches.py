@@ -1,4 +1,4 @@
-"""``/v1/messages/batches`` as Anthropic's own client drives it, and what the client makes of refusals."""
+"""``/v1/messages/batches`` with Anthropic's client, including refusals."""
 
 import asyncio
 import time
@@ -56,7 +56,7 @@ def type_of(error: anthropic.APIStatusError) -> str:
 
 
 async def test_from_requests_to_results(start_gateway: Start, postgres_url: str) -> None:
-    """In PostgreSQL; all that follows is in SQLite."""
+    """With PostgreSQL; all other tests use SQLite."""
     gateway = await start_gateway(database_url=postgres_url, batches=QUICK)
     await gateway.add_worker()
     async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=gateway.key, max_retries=0) as client:
@@ -123,7 +123,7 @@ async def test_pages_in_both_directions_without_those_of_the_other_surface(
     assert [batch.id async for batch in openai.batches.list()] == []
     files = [file.id async for file in openai.files.list(purpose="batch")]
     line = await openai.files.create(file=b"{}\n", purpose="batch")
-    endpoint: Any = "/v1/messages"  # which OpenAI does not have
+    endpoint: Any = "/v1/messages"  # not an endpoint of OpenAI's API
     other = await openai.batches.create(input_file_id=line.id, endpoint=endpoint, completion_window="24h")
     with pytest.raises(anthropic.NotFoundError):
         await client.messages.batches.retrieve(other.id)
@@ -228,7 +228,7 @@ async def test_errors_are_of_the_clients_own_types(gateway: GatewayOfOneTest, cl
         packed = await http.post("/v1/messages/batches", content=b"x", headers={"content-encoding": "gzip"})
         assert (packed.status_code, packed.json()["type"]) == (415, "error")
         assert packed.headers["request-id"]
-    assert len(files_of(gateway) - before) == 1  # nothing is left of what was refused
+    assert len(files_of(gateway) - before) == 1  # refused batches leave no file
     await batches.cancel(batch.id)
     await ended(client, batch.id)
 

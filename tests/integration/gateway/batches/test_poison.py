@@ -1,4 +1,4 @@
-"""Batches that stop themselves and no other: what cannot be indexed or run is given up, and nobody waits for it."""
+"""Batches that cannot be indexed or run are given up and do not block other batches."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -100,7 +100,7 @@ async def test_a_batch_that_cannot_be_indexed_can_be_cancelled(
 async def test_a_batch_whose_index_is_not_ready_can_be_cancelled(
     share_gateway: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An index may take half an hour."""
+    """Building an index can take half an hour."""
     began = asyncio.Event()
 
     async def takes_for_ever(*_: Any) -> IndexReport:
@@ -119,10 +119,10 @@ async def test_a_batch_whose_index_is_not_ready_can_be_cancelled(
 async def test_what_becomes_of_batches_whose_gateways_die(
     start_gateway: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How often one was taken tells when to give it up: they are not there to say why.
+    """The number of takes decides when to give up: dead gateways leave no reason.
 
-    One without its input was taken for empty. Its key's team had deleted the file as the batch was made, or somebody in
-    the storage.
+    A batch without its input file once counted as empty. The file had been deleted by its team or in the storage while
+    the batch was created.
     """
     begun = 0
 

@@ -1,4 +1,4 @@
-"""Tests at the socket run on the loop that production uses: what it does with a closed connection is its own."""
+"""Socket tests use production's event loop, because loops handle closed connections differently."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Connections with nothing in front of the gateway, and what they may do to it."""
+"""Direct connections to the gateway, and their limits."""
 
 import asyncio
 import json
@@ -23,28 +23,28 @@ LIVE = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Client:
-    """A connection of bytes."""
+    """A raw connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
 
     async def send(self, data: bytes) -> None:
-        """Send it. Raises ConnectionError."""
-        if self.writer.is_closing():  # uvloop's own error would be another
+        """Send bytes. Raises ConnectionError."""
+        if self.writer.is_closing():  # uvloop would raise a different error
             raise ConnectionError("the connection is closed")
         self.writer.write(data)
         await self.writer.drain()
 
     async def send_again(self, data: bytes) -> None:
-        """Send the same again and again, for as long as it is taken. Raises ConnectionError."""
+        """Send the same bytes repeatedly, while they are accepted. Raises ConnectionError."""
         async with asyncio.timeout(HANGS_S):
             while True:
                 await self.send(data)
                 await asyncio.sleep(0.001)
 
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """The next whole answer, without interim ones."""
+        """Return the next complete answer, without interim responses."""
         async with asyncio.timeout(HANGS_S):
             while True:
                 head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -62,7 +62,7 @@ class Client:
             return status, headers, body
 
     async def rest(self) -> bytes:
-        """All that comes until the gateway closes."""
+        """Return everything until the gateway closes the connection."""
         async with asyncio.timeout(HANGS_S):
             try:
                 return await self.reader.read()
@@ -70,7 +70,7 @@ class Client:
                 return b""
 
     async def refusal(self) -> tuple[int, str | None]:
-        """Status and code of an error, after which the connection ends."""
+        """Return status and code of an error that closes the connection."""
         status, headers, body = await self.answer()
         assert headers["connection"] == "close"
         assert await self.rest() == b""
@@ -104,7 +104,7 @@ async def hello(attempt: Attempt) -> None:
 
 
 async def test_a_request_that_came_before_an_idle_connection_is_closed_is_answered(start_gateway: Start) -> None:
-    """The loop was busy: when it looks, the time is up, and a request lies in the socket."""
+    """The loop was busy: when the timer fires, an unread request is in the socket."""
     gateway = await start_gateway(connections={"keep_alive_s": 1.0})
     async with connect(gateway) as client:
         await client.send(LIVE)
@@ -112,7 +112,7 @@ async def test_a_request_that_came_before_an_idle_connection_is_closed_is_answer
         os.write(client.writer.get_extra_info("socket").fileno(), LIVE)
         time.sleep(1.5)  # noqa: ASYNC251
         assert (await client.answer())[0] == 200
-        assert await client.rest() == b""  # idle: it ends in order
+        assert await client.rest() == b""  # idle: a clean close
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ async def test_a_head_has_a_size(start_gateway: Start) -> None:
         await client.send(b"GET /livez HTTP/1.1\r\nHost: x\r\nX: ")
         with pytest.raises(ConnectionError):
             await client.send_again(b"x" * 1000)
-    async with connect(gateway) as client:  # others are not concerned, also where much comes in one piece
+    async with connect(gateway) as client:  # other connections are unaffected, also with much data in one read
         body = b"x" * 30_000
         long = b"POST /livez HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         await client.send(long + LIVE[:20])
@@ -165,7 +165,7 @@ async def test_a_head_has_its_time(start_gateway: Start) -> None:
         assert (await later.answer())[0] == 200
         await later.send(LIVE[:20])
         assert await later.refusal() == (408, "request_timeout")
-    async with connect(gateway) as refused:  # what nobody waits for any more is not taken for ever
+    async with connect(gateway) as refused:  # a discarded body is not read forever
         await refused.send(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nx")
         assert (await refused.answer())[0] == 404
         assert await refused.rest() == b""
@@ -268,7 +268,7 @@ async def test_a_stream_of_http_1_0_that_is_broken_off_does_not_end_as_a_whole_o
 
 
 async def test_connections_are_counted(start_gateway: Start) -> None:
-    bounds = {"max_per_address": 2, "trusted_proxies": ("192.0.2.1",)}  # we are no proxy
+    bounds = {"max_per_address": 2, "trusted_proxies": ("192.0.2.1",)}  # this client is not a proxy
     gateway = await start_gateway(with_card=False, connections=bounds)
     async with connect(gateway) as first, connect(gateway), connect(gateway) as third:
         assert await third.refusal() == (429, "too_many_connections")
@@ -289,7 +289,7 @@ async def test_trusted_proxies_may_have_as_many_as_there_may_be(start_gateway: S
         assert await refused.refusal() == (503, "overloaded")
         await idle.send(LIVE)
         assert (await idle.answer())[0] == 200
-        async with connect(gateway) as new:  # takes the place of the idle one
+        async with connect(gateway) as new:  # replaces the idle connection
             await new.send(LIVE)
             assert (await new.answer())[0] == 200
             assert await idle.rest() == b""
@@ -383,11 +383,11 @@ async def test_what_comes_behind_a_request_to_upgrade_is_answered_however_it_is_
             assert (await client.answer())[0] == 200
 
 
-MANY = 60  # descriptions: more than the sockets hold
+MANY = 60  # documents: more than the socket buffers hold
 
 
 async def small_window(gateway: GatewayUnderTest) -> Client:
-    """A client that takes little at a time."""
+    """Return a client with a small receive window."""
     address = urlsplit(gateway.url)
     wire = socket.socket()
     wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,4 +1,4 @@
-"""Answers beside generating: to browsers, probes and tools, and what the description promises."""
+"""Routes besides inference: browsers, probes, tools, and the OpenAPI document."""
 
 import gzip
 import json
@@ -102,7 +102,7 @@ async def test_bodies_in_other_codings_are_refused_with_the_reason(http: httpx.A
 @pytest.mark.parametrize("packed", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
 @pytest.mark.parametrize("path", JSON_BODIES)
 async def test_bodies_may_be_compressed(http: httpx.AsyncClient, path: str, packed: Callable[[bytes], bytes]) -> None:
-    """Each is understood as it would be uncompressed; what is no such coding is a 400."""
+    """Compressed bodies work like uncompressed ones; invalid encodings are a 400."""
     body = json.dumps(JSON_BODIES[path]).encode()
     coding = {"content-encoding": packed.__module__.replace("zstandard", "zstd").split(".")[0]}
     plain, answer = await http.post(path, content=body), await http.post(path, content=packed(body), headers=coding)
@@ -116,7 +116,7 @@ async def test_bodies_may_be_compressed(http: httpx.AsyncClient, path: str, pack
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["content-length", "chunked"])
 @pytest.mark.parametrize("path", JSON_BODIES)
 async def test_compressed_bodies_that_are_refused(http: httpx.AsyncClient, path: str, *, is_chunked: bool) -> None:
-    """Bombs of either kind, many members, a coding of another name and a body that was compressed twice."""
+    """Decompression bombs, many members, an unknown encoding, and a doubly compressed body."""
     gzipped = gzip.compress(json.dumps(JSON_BODIES[path]).encode())
     for coding, body, status, code in (
         ("gzip", gzip.compress(bytes(3 * FREE_BYTES)), 413, "request_too_large"),
@@ -145,7 +145,7 @@ async def pieces(body: bytes) -> AsyncIterator[bytes]:
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/messages/batches"])
 async def test_uploads_are_not_compressed(http: httpx.AsyncClient, path: str) -> None:
-    """They are as large as a disk; what they become would have to be bounded on the way."""
+    """Uploads can be as large as a disk, so they are not decompressed."""
     answer = await http.post(path, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
     assert answer.status_code == 415
     assert "uncompressed" in answer.text

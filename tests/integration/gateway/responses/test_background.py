@@ -1,4 +1,4 @@
-"""Responses in the background: made apart from their client, read again from any event, by OpenAI's client."""
+"""Background responses with OpenAI's client: independent of the client, and readable from any event."""
 
 import asyncio
 import base64
@@ -31,7 +31,7 @@ BACKGROUND: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True}
 
 
 class FreeShares:
-    """Memory and threads without end, for a store that has no callers."""
+    """Unlimited memory and threads, for a store without clients."""
 
     @asynccontextmanager
     async def room(self, tenant: str, size_bytes: int) -> AsyncIterator[None]:
@@ -49,13 +49,13 @@ def store_of(bus: Bus, shares: Shares | None = None) -> ResponseStore:
 
 
 async def ended(store: ResponseStore, key: Key) -> dict[str, Any] | None:
-    """Return a response that is stored as ended; None: there is none."""
+    """Return a stored, ended response; None: not found."""
     answer = await store.read(key, lambda kept: kept.answer if kept.is_over else None)
     return None if answer is None else json.loads(answer)
 
 
 class Paced:
-    """A script of so many tokens that stops before some of them until it may go on; goes on where another has ended."""
+    """A script that pauses before some of its tokens, and continues resumed answers."""
 
     def __init__(self, tokens: int = 6, stops: int = 2) -> None:
         self.tokens = tokens
@@ -103,7 +103,7 @@ async def events_of(client: openai.AsyncOpenAI, response_id: str, after: int | N
 async def test_from_queued_to_completed(start_gateway: Start, bus: Bus) -> None:
     gateway = await start_gateway()
     client = gateway.client()
-    made = await client.responses.create(**BACKGROUND)  # nobody works yet
+    made = await client.responses.create(**BACKGROUND)  # no worker yet
     assert (made.status, made.background, made.output) == ("queued", True, [])
     assert (await client.responses.retrieve(made.id)).status == "queued"
     await gateway.add_worker()
@@ -149,7 +149,7 @@ async def test_a_reader_may_leave_and_another_gateway_may_be_asked(start_gateway
     async for event in await client.responses.create(**BACKGROUND, stream=True):
         seen.append(event)
         if len([one for one in seen if one.type == "response.output_text.delta"]) == 2:
-            break  # the client goes away
+            break  # the client disconnects
     response_id = seen[0].response.id
     assert (await at_other.responses.retrieve(response_id)).status == "in_progress"
     reading = asyncio.create_task(events_of(at_other, response_id, seen[-1].sequence_number))
@@ -172,7 +172,7 @@ async def test_cancelling(start_gateway: Start, asked: str) -> None:
     cancelled = await asking.responses.cancel(made.id)
     assert cancelled.status == "cancelled"
     assert (await over(client, made.id)).status == "cancelled"
-    assert (await client.responses.cancel(made.id)).status == "cancelled"  # again
+    assert (await client.responses.cancel(made.id)).status == "cancelled"  # a second time
     assert worker.attempts[0].cancelled.is_set()
     [record] = await gateway.records()
     assert record.outcome == "cancelled"
@@ -217,7 +217,7 @@ async def test_what_runs_cannot_be_deleted_and_what_has_ended_can(share_gateway:
 
 
 async def test_another_gateway_goes_on_where_one_leaves(start_gateway: Start) -> None:
-    """No event is lost, repeated or changed; one record, with all tokens."""
+    """No event is lost, repeated, or changed; one record has all tokens."""
     leaving = await start_gateway()
     staying = await start_gateway(responses={"take_over_s": 0.1})
     script = Paced()
@@ -245,7 +245,7 @@ async def test_another_gateway_goes_on_where_one_leaves(start_gateway: Start) ->
 
 
 async def test_its_own_successor_goes_on(start_gateway: Start) -> None:
-    """A gateway that comes back under its name, as after a restart, makes the rest of what it had."""
+    """A gateway that restarts under the same name continues its responses."""
     first = await start_gateway()
     script = Paced(stops=0)
     made = await first.client().responses.create(**BACKGROUND)
@@ -258,7 +258,7 @@ async def test_its_own_successor_goes_on(start_gateway: Start) -> None:
 
 
 async def left_behind(start_gateway: Start, *texts: str) -> tuple[GatewayUnderTest, list[str]]:
-    """Return a gateway that has left, and responses that nobody makes now, one for each text."""
+    """Return a stopped gateway and its unfinished responses, one per text."""
     gateway = await start_gateway()
     client = gateway.client()
     made = [(await client.responses.create(**{**BACKGROUND, "input": text})).id for text in texts]
@@ -292,7 +292,7 @@ async def has_no_runs(store: ResponseStore) -> bool:
 
 
 async def test_who_was_taken_for_dead_adds_nothing(start_gateway: Start, bus: Bus) -> None:
-    """The fence: a gateway that was only frozen adds no event once another one goes on."""
+    """Fencing: a frozen gateway adds no event after a takeover."""
     await left_behind(start_gateway, "Hi")
     store = store_of(bus)
     [key] = await store.running()

@@ -1,4 +1,4 @@
-"""Responses that cannot be made, or are large once they are opened: each stops itself, at its tenant's cost."""
+"""Responses that always fail, or decompress to a large size, affect only themselves and their tenant."""
 
 import base64
 import json
@@ -45,7 +45,7 @@ SMALL = {"max_body_bytes": 60_000}
 
 
 async def messages_of(gateway: GatewayUnderTest, kind: str) -> dict[str, int]:
-    """Return the subjects of one kind that belong to the test's keys, with how many messages each has."""
+    """Return the subjects of a kind of the test's keys, with their message counts."""
     info = await gateway.bus.api(f"STREAM.INFO.{subjects.RESPONSES_STREAM}", {"subjects_filter": f"res.*.*.{kind}"})
     found: dict[str, int] = info["state"].get("subjects") or {}
     ours = gateway.key_ids
@@ -53,7 +53,7 @@ async def messages_of(gateway: GatewayUnderTest, kind: str) -> dict[str, int]:
 
 
 async def newest(gateway: GatewayUnderTest, kind: str) -> bytes:
-    """Return the last message of one kind, opened."""
+    """Return the last message of a kind, decompressed."""
     subject = next(iter(await messages_of(gateway, kind)))
     found = await gateway.bus.get_message(subjects.RESPONSES_STREAM, last_by_subj=subject)
     assert found is not None
@@ -72,7 +72,7 @@ async def series(gateway: GatewayUnderTest, name: str) -> float:
 async def test_what_fails_twice_in_the_same_way_is_given_up(
     start_gateway: Start, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And another one, of the same gateways, is made. What fails in another way each time is tried more often."""
+    """Other responses of the gateways are unaffected. Different failures allow more attempts."""
     admit = Background._admit_again
     reasons: dict[str, list[str]] = {"same": [], "other": []}
 
@@ -107,7 +107,7 @@ async def none_of(gateway: GatewayUnderTest, kind: str) -> bool:
 async def test_what_is_lost_or_cannot_be_read_keeps_nobody_from_being_taken_over(
     start_gateway: Start, bus: Bus
 ) -> None:
-    """One loses its gateways too often, one of an older release holds a NaN, and three are rubbish."""
+    """One loses its gateways too often, one of an older release contains NaN, and three are garbage."""
     left, (lost, old, innocent) = await left_behind(start_gateway, "lost", "old", "innocent")
     store = store_of(bus)
     keys = {key.response_id: key for key in await store.running()}
@@ -120,7 +120,7 @@ async def test_what_is_lost_or_cannot_be_read_keeps_nobody_from_being_taken_over
     for number in range(5):
         await change(lost, owner=f"g{number}")
     await change(lost, owner="lost", tries=runs.MAX_TRIES - 1)
-    assert set((await messages_of(left, "run")).values()) == {1}  # however often it is taken over
+    assert set((await messages_of(left, "run")).values()) == {1}  # after any number of takeovers
     found = await store.run_of(keys[old])
     assert found is not None
     body = found[0].body.replace(b'"old"', b'[{"role":"user","content":"old","junk":NaN}]')
@@ -140,13 +140,13 @@ async def test_what_is_lost_or_cannot_be_read_keeps_nobody_from_being_taken_over
     await until(lambda: is_set_aside(gateway.settings.database_url, "response", "resp_0", "cannot be read"))
     for key in keys.values():
         await until(partial(ended, store, key))
-    assert len(await messages_of(gateway, "run")) == 3  # the rubbish
+    assert len(await messages_of(gateway, "run")) == 3  # the garbage
 
 
 async def test_a_conversation_that_is_too_large_for_its_end_is_left_out(
     start_gateway: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stored without; who goes on from it is told."""
+    """It is stored without its conversation; continuing it is refused."""
     gateway = await start_gateway(responses={**QUICK, "max_response_bytes": 3000})
     script = Paced()
     await gateway.add_worker(script=script)
@@ -169,7 +169,7 @@ def with_large_items(stored: Any) -> Any:
 
 
 async def go_on(client: openai.AsyncOpenAI, response_id: str) -> bool:
-    """Ask until the response is stored; raises what it is refused for then."""
+    """Continue the response after it is stored; raise the refusal."""
     try:
         await client.responses.create(model=MODEL, input="More", previous_response_id=response_id)
     except openai.BadRequestError as error:
@@ -182,7 +182,7 @@ async def go_on(client: openai.AsyncOpenAI, response_id: str) -> bool:
 
 
 async def test_runs_and_events_count(start_gateway: Start) -> None:
-    """What is made counts, what was made counts with its events, and what is deleted does not."""
+    """Running responses count, ended ones count with their events, and deleted ones do not."""
     gateway = await start_gateway(responses={"max_tenant_responses": 1})
     script = Paced()
     await gateway.add_worker(script=script)
@@ -203,7 +203,7 @@ async def test_runs_and_events_count(start_gateway: Start) -> None:
 
 @pytest.mark.parametrize("limits", [{"max_tenant_responses": 1}, {"max_tenant_bytes": 100_000}])
 async def test_every_gateway_counts_what_is_made(start_gateway: Start, limits: dict[str, int]) -> None:
-    """Also one that has it from the queue server alone, as after a restart."""
+    """Also a gateway that reads the state from the queue server, like after a restart."""
     gateway = await start_gateway(responses=limits)
     await gateway.client().responses.create(**BACKGROUND)
     other = await start_gateway(responses=limits)
@@ -220,7 +220,7 @@ async def test_events_that_outgrow_what_is_counted_for_them_count(
     gateway = await share_gateway()
     script = Paced()
     await gateway.add_worker(script=script)
-    item: Any = {"id": random.Random(0).randbytes(4000).hex(), "role": "user", "content": "Hi"}  # costs no tokens
+    item: Any = {"id": random.Random(0).randbytes(4000).hex(), "role": "user", "content": "Hi"}  # an id adds no tokens
     await gateway.client().responses.create(**{**BACKGROUND, "input": [item]})
 
     async def has_grown() -> bool:
@@ -266,7 +266,7 @@ async def test_the_request_of_a_run_has_known_fields_only(share_gateway: Share) 
 
 
 async def test_a_request_is_as_large_as_a_body_may_be_also_as_it_is_kept(share_gateway: Share) -> None:
-    """Each of its items is kept with its type."""
+    """Each item is stored with its type."""
     items = [{"id": "i" * 1000, "role": "user", "content": "Hi"} for _ in range(20)]
     asked = {"model": MODEL, "input": items, "background": True}
     items[0]["id"] += "i" * (SMALL["max_body_bytes"] - len(compact(asked)))
@@ -288,7 +288,7 @@ async def test_a_conversation_is_as_large_as_a_body_may_be(share_gateway: Share)
     gateway = await share_gateway(limits=SMALL)
     await gateway.add_worker()
     client = gateway.client()
-    item: Any = {"id": "i" * 25_000, "role": "user", "content": "Hi"}  # an id costs no tokens
+    item: Any = {"id": "i" * 25_000, "role": "user", "content": "Hi"}  # an id adds no tokens
     previous: Any = {}
     for _ in range(2):
         made = await client.responses.create(model=MODEL, input=[item], store=True, **previous)
@@ -316,7 +316,7 @@ async def test_a_stored_conversation_has_as_many_values_as_a_body_may(share_gate
 
 @pytest.mark.parametrize("told", [True, False])
 async def test_what_opens_to_more_than_may_be_is_not_opened(share_gateway: Share, told: bool) -> None:
-    """It can be deleted. ``told``: it says how large it is, as this release does."""
+    """It can be deleted. ``told``: the message has a size header, as in this release."""
     gateway = await share_gateway()
     await gateway.add_worker()
     client = gateway.client()
@@ -355,7 +355,7 @@ async def test_what_is_no_json_is_a_clear_error(share_gateway: Share, bad: bytes
 async def test_what_opens_to_much_is_read_in_the_tenants_threads(
     share_gateway: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what it opens to, not by what it takes."""
+    """By decompressed size."""
     asked: list[int] = []
     run = EncoderPool.run
 
@@ -384,7 +384,7 @@ async def test_what_opens_to_much_is_read_in_the_tenants_threads(
 
 
 class NotedShares(FreeShares):
-    """Shares that look whether what is opened is held in the tenant's share of memory."""
+    """Shares that check whether decompressed data is reserved in the tenant's memory."""
 
     def __init__(self) -> None:
         self.held: Counter[str] = Counter()  # bytes by tenant
@@ -403,7 +403,7 @@ class NotedShares(FreeShares):
 
 
 async def test_what_is_read_is_held_in_its_tenants_memory(share_gateway: Share) -> None:
-    """While it is opened, and events until they are sent."""
+    """During decompression; events until they are sent."""
     gateway = await share_gateway()
     await gateway.add_worker()
     client = gateway.client()
@@ -421,7 +421,7 @@ async def test_what_is_read_is_held_in_its_tenants_memory(share_gateway: Share) 
 
 
 async def test_gateways_of_the_release_before_can_open_what_is_stored(share_gateway: Share) -> None:
-    """They read what others have stored, while a new release is rolled out, and know one way of sealing."""
+    """During a rollout, older gateways must read the messages of newer ones."""
     gateway = await share_gateway(payloads=PayloadSettings(key=SecretStr("11" * 32)))
     await gateway.add_worker()
     await gateway.client().responses.create(model=MODEL, input="Hi", store=True)

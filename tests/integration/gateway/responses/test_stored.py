@@ -1,4 +1,4 @@
-"""Responses that are stored: retrieved, gone on from, listed and deleted, by OpenAI's client."""
+"""Stored responses: retrieved, continued, listed, and deleted with OpenAI's client."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ async def test_a_conversation_goes_on(share_gateway: Share) -> None:
     )
     assert third.previous_response_id == second.id
     assert "Be brief." in prompts[0]
-    assert "Be brief." not in prompts[1]  # instructions are of one response
+    assert "Be brief." not in prompts[1]  # instructions apply to one response
     places = [prompts[2].index(text) for text in ("one", "answer 1", "two", "answer 2", "three")]
     assert places == sorted(places)
     listed: list[Any] = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=1)]
