@@ -1,7 +1,7 @@
 """Complete answers, for clients that do not stream.
 
-Log-probabilities may be a thousand times as large as the text. Until the answer is written they stay as the bytes in
-which they came, and are written piece by piece, so that others' requests go on meanwhile.
+Log-probabilities can be a thousand times as large as the text. They stay in encoded form until the answer is written,
+and are written in pieces, so that other requests can run in between.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ def chat_answer(
     gathered: Sequence[CollectedChoice],
     *,
     usage: dict[str, Any],
-    details: AnswerOptions = DEFAULT_OPTIONS,
+    options: AnswerOptions = DEFAULT_OPTIONS,
     form: AnswerForm | None = None,
     check: SchemaCheck | None = None,
 ) -> CompleteAnswer:
@@ -128,15 +128,15 @@ def chat_answer(
     ``check``: what they are checked against.
     """
     parsers = [form.parser() if form else None for _ in gathered]
-    rows = [_chat_row(index, *one, details, check) for index, one in enumerate(zip(gathered, parsers, strict=True))]
+    rows = [_chat_row(index, *one, options, check) for index, one in enumerate(zip(gathered, parsers, strict=True))]
     counted_tokens = sum(choice.reasoning_tokens for choice in gathered)
     if form is not None and (form.dialect.has_reasoning or counted_tokens):
         read = [(parser.reasoning, choice.frames) for choice, parser in zip(gathered, parsers, strict=True) if parser]
         usage = with_reasoning_tokens(usage, counted_tokens + sum(reasoning_tokens(*one) for one in read))
-    head = answer_head(answer_id, "chat.completion", created, model, details)
-    marked = encode_json({**head, "choices": rows, "usage": usage, **_of_prompt(gathered[0], details)})
+    head = answer_head(answer_id, "chat.completion", created, model, options)
+    marked = encode_json({**head, "choices": rows, "usage": usage, **_of_prompt(gathered[0], options)})
     logprobs = [
-        chat_pieces(choice.token_logprobs(), as_ids=details.tokens_as_ids) for choice in gathered if choice.logprobs
+        chat_pieces(choice.token_logprobs(), as_ids=options.tokens_as_ids) for choice in gathered if choice.logprobs
     ]
     return CompleteAnswer(marked, logprobs, [choice.content for choice in gathered])
 
@@ -154,7 +154,7 @@ def choice_object(content: ChoiceContent, parser: AnswerParser | None) -> dict[s
 
 
 def _chat_row(
-    index: int, choice: CollectedChoice, parser: AnswerParser | None, details: AnswerOptions, check: SchemaCheck | None
+    index: int, choice: CollectedChoice, parser: AnswerParser | None, options: AnswerOptions, check: SchemaCheck | None
 ) -> dict[str, Any]:
     fields = choice_object(choice.content, parser)
     message = fields["message"]
@@ -164,21 +164,21 @@ def _chat_row(
         "logprobs": _LOGPROBS_HERE if choice.logprobs else None,
         "finish_reason": fields["finish_reason"],
         **(check.fields(message["content"], calls_of(message), fields["finish_reason"]) if check else {}),
-        **_own_token_ids(choice, details),
+        **_own_token_ids(choice, options),
     }
 
 
-def _own_token_ids(choice: CollectedChoice, details: AnswerOptions) -> dict[str, Any]:
-    return {} if details.prompt_ids is None else {"token_ids": choice.token_ids}
+def _own_token_ids(choice: CollectedChoice, options: AnswerOptions) -> dict[str, Any]:
+    return {} if options.prompt_ids is None else {"token_ids": choice.token_ids}
 
 
-def _of_prompt(first: CollectedChoice, details: AnswerOptions) -> dict[str, Any]:
+def _of_prompt(first: CollectedChoice, options: AnswerOptions) -> dict[str, Any]:
     """Return the fields about the prompt, which are part of the first choice."""
     fields: dict[str, Any] = {}
-    if details.prompt_ids is not None:
-        fields["prompt_token_ids"] = details.prompt_ids
-    if details.prompt_logprobs is not None:
-        fields["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs, details.prompt_logprobs)
+    if options.prompt_ids is not None:
+        fields["prompt_token_ids"] = options.prompt_ids
+    if options.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs, options.prompt_logprobs)
     return fields
 
 
@@ -197,35 +197,35 @@ def completion_answer(
     prompts: Sequence[CompletionRows],
     *,
     usage: dict[str, Any],
-    details: AnswerOptions = DEFAULT_OPTIONS,
+    options: AnswerOptions = DEFAULT_OPTIONS,
 ) -> CompleteAnswer:
     """Return a ``text_completion`` body. ``prompts``: the choices of each prompt."""
-    head = answer_head(answer_id, "text_completion", created, model, details)
+    head = answer_head(answer_id, "text_completion", created, model, options)
     marked = encode_json({**head, "choices": [row for prompt in prompts for row in prompt.rows], "usage": usage})
     logprobs = [pieces for prompt in prompts for pieces in prompt.logprobs]
     return CompleteAnswer(marked, logprobs, [content for prompt in prompts for content in prompt.contents])
 
 
 def completion_rows(
-    gathered: Sequence[CollectedChoice], details: AnswerOptions = DEFAULT_OPTIONS, check: SchemaCheck | None = None
+    gathered: Sequence[CollectedChoice], options: AnswerOptions = DEFAULT_OPTIONS, check: SchemaCheck | None = None
 ) -> CompletionRows:
     """Return the choices of one prompt."""
-    of_prompt = _of_prompt(gathered[0], details)
-    has_logprobs = [bool(choice.logprobs) or details.echo_logprobs is not None for choice in gathered]
+    of_prompt = _of_prompt(gathered[0], options)
+    has_logprobs = [bool(choice.logprobs) or options.echo_logprobs is not None for choice in gathered]
     rows = [
         {
-            "index": details.first_index + index,
-            "text": details.echo + "".join(choice.texts),
+            "index": options.first_index + index,
+            "text": options.echo + "".join(choice.texts),
             "logprobs": _LOGPROBS_HERE if has else None,
             "finish_reason": choice.finish_reason,
             **(check.fields("".join(choice.texts), [], choice.finish_reason) if check else {}),
-            **_own_token_ids(choice, details),
+            **_own_token_ids(choice, options),
             **of_prompt,
         }
         for index, (choice, has) in enumerate(zip(gathered, has_logprobs, strict=True))
     ]
     logprobs = [
-        _completion_logprobs(gathered[0].prompt_logprobs, choice, details)
+        _completion_logprobs(gathered[0].prompt_logprobs, choice, options)
         for choice, has in zip(gathered, has_logprobs, strict=True)
         if has
     ]
@@ -233,10 +233,10 @@ def completion_rows(
 
 
 def _completion_logprobs(
-    prompt: list[PromptLogprob], choice: CollectedChoice, details: AnswerOptions
+    prompt: list[PromptLogprob], choice: CollectedChoice, options: AnswerOptions
 ) -> Iterator[bytes]:
-    lists = CompletionLogprobs(as_ids=details.tokens_as_ids)
+    lists = CompletionLogprobs(as_ids=options.tokens_as_ids)
     echoed = None
-    if details.echo_logprobs is not None:
-        echoed = lists.of_prompt(prompt, details.echo_logprobs, details.echo)
+    if options.echo_logprobs is not None:
+        echoed = lists.of_prompt(prompt, options.echo_logprobs, options.echo)
     return lists.pieces(echoed, choice.token_logprobs())

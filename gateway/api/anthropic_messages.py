@@ -189,18 +189,18 @@ def content_of(
     """Return the blocks of a whole answer, and the stop sequence at its end, if there is one."""
     blocks: list[dict[str, Any]] = []
     plain = (piece._replace(kind=Kind.CONTENT) if piece.kind is Kind.REFUSAL else piece for piece in pieces)
-    told = joined(piece for piece in plain if shows_thinking or piece.kind is not Kind.REASONING)
+    shown = joined(piece for piece in plain if shows_thinking or piece.kind is not Kind.REASONING)
     stopped_by = None
-    for number, piece in enumerate(told):
+    for number, piece in enumerate(shown):
         if piece.kind is Kind.CALL:
-            following = told[number + 1] if number + 1 < len(told) else None
+            following = shown[number + 1] if number + 1 < len(shown) else None
             text = following.text if following is not None and following.kind is Kind.ARGUMENTS else ""
             blocks.append({**_call(piece), "input": _object(text)})
         elif piece.kind is Kind.REASONING:
             blocks.append({"type": "thinking", "thinking": piece.text, "signature": SIGNATURE})
         elif piece.kind is Kind.CONTENT:
             text = piece.text
-            if number == len(told) - 1:
+            if number == len(shown) - 1:
                 end = HeldEnd(stops)
                 text = end.push(text)
                 rest, stopped_by = end.end(is_stopped=is_stopped)
@@ -425,7 +425,7 @@ def error_fields(error: Refused) -> dict[str, Any]:
 
 
 def counted_chat(body: bytes) -> tuple[dict[str, Any], set[str]]:
-    """Return the chat that POST /v1/messages/count_tokens counts, and the names of what was left out.
+    """Return the chat that POST /v1/messages/count_tokens counts, and the names of omitted parts.
 
     Raises MalformedJson or InvalidParameter.
     """

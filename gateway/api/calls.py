@@ -27,7 +27,7 @@ from gateway.api.events import (
     with_running_usage,
     with_token_ids,
 )
-from gateway.api.logprobs import DEFAULT_OPTIONS, details_of
+from gateway.api.logprobs import DEFAULT_OPTIONS, AnswerOptions
 from gateway.api.misspelt import ignored_names, misspelt_fields
 from gateway.api.sampling import (
     answer_form,
@@ -189,7 +189,7 @@ class ChatCall(GenerationCall[ChatCompletionRequest]):
         self.misspelt = misspelt_fields(self.request)
         self.adapted = ignored_names(self.misspelt)
         self.is_counted_only = False
-        self._details = DEFAULT_OPTIONS
+        self._options = DEFAULT_OPTIONS
         self._form: AnswerForm | None = None  # of engine answers that are more than plain text
         self._parts_form: AnswerForm | None = None  # of all answers, if some may arrive in parts
         self._check: SchemaCheck | None = None  # of keywords that no grammar enforces
@@ -212,7 +212,7 @@ class ChatCall(GenerationCall[ChatCompletionRequest]):
             notes=self.adapted,
         )
         prompt_ids = truncated(request, prompt_ids, tokens.context_length)
-        self._details = details_of(request, prompt_ids)
+        self._options = AnswerOptions.of(request, prompt_ids)
         self.is_counted_only = tokens.counts_chats
         self._form = None if tokens.counts_chats else answer_form(tokens, request, prompt_ids)
         self._parts_form = form_of_parts(request) if tokens.takes_messages and self._form is None else self._form
@@ -255,17 +255,17 @@ class ChatCall(GenerationCall[ChatCompletionRequest]):
         shape: dict[str, Any] = {
             "choices": choices,
             "with_usage": request.include_usage,
-            "details": self._details,
+            "options": self._options,
         }
         chunks: Chunks = (
             ChatChunks(answer_id, created, request.model, **shape)
             if self._parts_form is None
             else ParsedChatChunks(answer_id, created, request.model, form=self._parts_form, **shape)
         )
-        chunks = with_running_usage(chunks, request, self._details)
+        chunks = with_running_usage(chunks, request, self._options)
         if self._check:
             chunks = CheckedChunks(chunks, self._check, choices=choices)
-        return with_token_ids(chunks, self._details, choices=choices, prompt_in_choice=False)
+        return with_token_ids(chunks, self._options, choices=choices, prompt_in_choice=False)
 
     async def whole(
         self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
@@ -277,7 +277,7 @@ class ChatCall(GenerationCall[ChatCompletionRequest]):
             self.request.model,
             await gather(frames, self.request.n or 1),
             usage=usage,
-            details=self._details,
+            options=self._options,
             form=self._parts_form,
             check=self._check,
         )
@@ -302,7 +302,7 @@ class CompletionCall(GenerationCall[CompletionRequest]):
         self.adapted = ignored_names(self.misspelt)
         self.prompt_param = "prompt"
         self.first_index = 0  # see AnswerOptions
-        self._details = DEFAULT_OPTIONS
+        self._options = DEFAULT_OPTIONS
         self._check: SchemaCheck | None = None  # of keywords that no grammar enforces
 
     def parts(self, settings: GatewaySettings) -> Sequence[Self]:
@@ -339,7 +339,7 @@ class CompletionCall(GenerationCall[CompletionRequest]):
         if request.echo:
             is_whole = len(prompt_ids) == len(given_ids)
             echo = prompt if isinstance(prompt, str) and is_whole else await tokens.decode(prompt_ids)
-        self._details = details_of(request, prompt_ids, echo, first_index=self.first_index)
+        self._options = AnswerOptions.of(request, prompt_ids, echo, first_index=self.first_index)
         self._check = SchemaCheck() if tokens.lenient_schemas else None
         self._defaults = tokens.sampling
         return prompt_ids
@@ -358,12 +358,12 @@ class CompletionCall(GenerationCall[CompletionRequest]):
             request.model,
             choices=choices,
             with_usage=request.include_usage,
-            details=self._details,
+            options=self._options,
         )
-        chunks = with_running_usage(chunks, request, self._details)
+        chunks = with_running_usage(chunks, request, self._options)
         if self._check:
-            chunks = CheckedChunks(chunks, self._check, choices=choices, echo_chars=len(self._details.echo))
-        return with_token_ids(chunks, self._details, choices=choices, prompt_in_choice=True)
+            chunks = CheckedChunks(chunks, self._check, choices=choices, echo_chars=len(self._options.echo))
+        return with_token_ids(chunks, self._options, choices=choices, prompt_in_choice=True)
 
     async def whole(
         self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
@@ -373,14 +373,14 @@ class CompletionCall(GenerationCall[CompletionRequest]):
 
     async def rows(self, frames: Iterable[AnyTokens]) -> CompletionRows:
         """Return the choices of an answer that is not streamed."""
-        return completion_rows(await gather(frames, self.request.n or 1), self._details, self._check)
+        return completion_rows(await gather(frames, self.request.n or 1), self._options, self._check)
 
     def answer_body(
         self, answer_id: str, created: int, prompts: Sequence[CompletionRows], usage: dict[str, Any]
     ) -> CompleteAnswer:
         """Return the body of an answer with the choices of these prompts."""
         return completion_answer(
-            f"cmpl-{answer_id}", created, self.request.model, prompts, usage=usage, details=self._details
+            f"cmpl-{answer_id}", created, self.request.model, prompts, usage=usage, options=self._options
         )
 
     def choice(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:

@@ -63,10 +63,10 @@ def usage_fields(prompt_tokens: int, cached_tokens: int, completion_tokens: int)
     }
 
 
-def answer_head(answer_id: str, kind: str, created: int, model: str, details: AnswerOptions) -> dict[str, Any]:
+def answer_head(answer_id: str, kind: str, created: int, model: str, options: AnswerOptions) -> dict[str, Any]:
     """Return the first fields of every answer and every chunk."""
     head = {"id": answer_id, "object": kind, "created": created, "model": model}
-    return head if details.service_tier is None else {**head, "service_tier": details.service_tier}
+    return head if options.service_tier is None else {**head, "service_tier": options.service_tier}
 
 
 def _envelope(head: dict[str, Any]) -> bytes:
@@ -100,11 +100,11 @@ class ChatChunks:
         *,
         choices: int,
         with_usage: bool,
-        details: AnswerOptions = DEFAULT_OPTIONS,
+        options: AnswerOptions = DEFAULT_OPTIONS,
     ) -> None:
-        head = answer_head(answer_id, "chat.completion.chunk", created, model, details)
+        head = answer_head(answer_id, "chat.completion.chunk", created, model, options)
         ends = ChunkEnvelope(head, choices=choices, with_usage=with_usage)
-        self._tokens_as_ids = details.tokens_as_ids
+        self._tokens_as_ids = options.tokens_as_ids
         self.usage = ends.usage
         self._tail = ends.tail
         self._heads = ends.heads
@@ -156,18 +156,18 @@ class CompletionChunks:
         *,
         choices: int,
         with_usage: bool,
-        details: AnswerOptions = DEFAULT_OPTIONS,
+        options: AnswerOptions = DEFAULT_OPTIONS,
     ) -> None:
-        head = answer_head(answer_id, "text_completion", created, model, details)
-        ends = ChunkEnvelope(head, choices=choices, with_usage=with_usage, first_index=details.first_index)
+        head = answer_head(answer_id, "text_completion", created, model, options)
+        ends = ChunkEnvelope(head, choices=choices, with_usage=with_usage, first_index=options.first_index)
         self.usage = ends.usage
         self._tail = ends.tail
         self._heads = [head + b'"text":' for head in ends.heads]
         self._plain_tail = b',"logprobs":null' + _FINISH_NULL + ends.tail
-        self._logprobs = [CompletionLogprobs(as_ids=details.tokens_as_ids) for _ in range(choices)]
-        self._unsent_echo = [details.echo] * choices
-        self._details = details
-        self._missing_prompt_tokens = 0 if details.echo_logprobs is None else details.prompt_tokens
+        self._logprobs = [CompletionLogprobs(as_ids=options.tokens_as_ids) for _ in range(choices)]
+        self._unsent_echo = [options.echo] * choices
+        self._options = options
+        self._missing_prompt_tokens = 0 if options.echo_logprobs is None else options.prompt_tokens
         self._prompt: list[PromptLogprob] = []
         self._waiting: list[Tokens | Deltas] = []
 
@@ -198,7 +198,7 @@ class CompletionChunks:
             return b""
         events = []
         for index, echo in enumerate(self._unsent_echo):
-            lists = self._logprobs[index].of_prompt(self._prompt, self._details.echo_logprobs or 0, echo)
+            lists = self._logprobs[index].of_prompt(self._prompt, self._options.echo_logprobs or 0, echo)
             events.append(self._event(index, echo, lists, None))
             self._unsent_echo[index] = ""
         return b"".join(events + [self.of(waiting) for waiting in self._waiting])
@@ -349,11 +349,11 @@ class ParsedChatChunks:
         form: AnswerForm,
         choices: int,
         with_usage: bool,
-        details: AnswerOptions = DEFAULT_OPTIONS,
+        options: AnswerOptions = DEFAULT_OPTIONS,
     ) -> None:
-        head = answer_head(answer_id, "chat.completion.chunk", created, model, details)
+        head = answer_head(answer_id, "chat.completion.chunk", created, model, options)
         ends = ChunkEnvelope(head, choices=choices, with_usage=with_usage)
-        self._tokens_as_ids = details.tokens_as_ids
+        self._tokens_as_ids = options.tokens_as_ids
         self._ends = ends
         self._has_reasoning = form.dialect.has_reasoning
         self._choices = [_StreamedChoice(form) for _ in range(choices)]
@@ -418,15 +418,15 @@ def parsed_message(text: str, parser: AnswerParser, parts: Sequence[Part] = ()) 
 # Token ids in the events of a stream.
 
 
-def with_token_ids(chunks: Chunks, details: AnswerOptions, *, choices: int, prompt_in_choice: bool) -> Chunks:
+def with_token_ids(chunks: Chunks, options: AnswerOptions, *, choices: int, prompt_in_choice: bool) -> Chunks:
     """Return chunks that include token ids if the request asks for them."""
-    if details.prompt_ids is None:
+    if options.prompt_ids is None:
         return chunks
     return WithTokenIds(
         chunks,
-        details.prompt_ids,
+        options.prompt_ids,
         choices=choices,
-        first_index=details.first_index,
+        first_index=options.first_index,
         prompt_in_choice=prompt_in_choice,
     )
 
@@ -473,11 +473,11 @@ class WithTokenIds:
 _NO_CACHE_KNOWN: Final = 0  # the number of cached tokens is known only at the end
 
 
-def with_running_usage(chunks: Chunks, request: GenerationRequest, details: AnswerOptions) -> Chunks:
+def with_running_usage(chunks: Chunks, request: GenerationRequest, options: AnswerOptions) -> Chunks:
     """Return chunks that include the running usage if the request asks for it."""
-    options = request.stream_options
-    is_wanted = request.include_usage and options is not None and options.continuous_usage_stats
-    return WithRunningUsage(chunks, details.prompt_tokens) if is_wanted else chunks
+    wanted = request.stream_options
+    is_wanted = request.include_usage and wanted is not None and wanted.continuous_usage_stats
+    return WithRunningUsage(chunks, options.prompt_tokens) if is_wanted else chunks
 
 
 class WithRunningUsage:
@@ -501,8 +501,8 @@ class WithRunningUsage:
 #
 # Validates answers against schemas that a grammar cannot fully enforce (``gateway.api.sampling``).
 #
-# The answer has been made and paid for, so it is sent whatever comes out; each choice tells it in ``schema_errors``. A
-# check runs between others' tokens: what it may cost is bounded, and a schema that cannot be bounded is not checked.
+# The answer is already generated and paid for, so it is sent in any case; each choice reports ``schema_errors``. The
+# check runs on the event loop, so its cost is bounded, and a schema of unbounded cost is not checked.
 
 MAX_SCHEMA_CHARS: Final = 16_384  # compiles in at most 50 ms, even if it consists of patterns
 MAX_WORK: Final = 8_000_000  # characters of the schema times characters of the answer: at most 35 ms
@@ -533,9 +533,9 @@ class SchemaCheck:
             self._tools[tool] = _Checked(schema)
 
     def fields(self, text: str | None, calls: list[dict[str, Any]], finish_reason: str | None) -> dict[str, Any]:
-        """``schema_errors`` of a choice: a list, empty where all is well, or None where that could not be checked.
+        """Return ``schema_errors`` of a choice: a list, empty if valid, or None if it cannot be checked.
 
-        ``calls``: the ``function`` of each. Nothing is told of an answer that was cut off.
+        ``calls``: the ``function`` of each call. Truncated answers have no ``schema_errors``.
         """
         if finish_reason not in _COMPLETE:
             return {}

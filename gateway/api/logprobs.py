@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 from msgspec import Struct
@@ -27,25 +27,23 @@ class AnswerOptions(Struct, frozen=True):
     prompt_tokens: int = 0
     first_index: int = 0  # index of this prompt's first choice in the answer
 
+    @classmethod
+    def of(cls, request: GenerationRequest, prompt_ids: Sequence[int], echo: str = "", *, first_index: int = 0) -> Self:
+        """Return the options that a request sets."""
+        echo_logprobs = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
+        return cls(
+            service_tier=None if request.service_tier is None else "flex" if request.is_batch else "default",
+            tokens_as_ids=bool(request.return_tokens_as_token_ids),
+            prompt_logprobs=request.prompt_logprobs,
+            prompt_ids=prompt_ids if request.return_token_ids else None,
+            echo=echo,
+            echo_logprobs=echo_logprobs,
+            prompt_tokens=len(prompt_ids),
+            first_index=first_index,
+        )
+
 
 DEFAULT_OPTIONS: Final = AnswerOptions()
-
-
-def details_of(
-    request: GenerationRequest, prompt_ids: Sequence[int], echo: str = "", *, first_index: int = 0
-) -> AnswerOptions:
-    """Return the options that a request sets."""
-    echo_logprobs = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
-    return AnswerOptions(
-        service_tier=None if request.service_tier is None else "flex" if request.is_batch else "default",
-        tokens_as_ids=bool(request.return_tokens_as_token_ids),
-        prompt_logprobs=request.prompt_logprobs,
-        prompt_ids=prompt_ids if request.return_token_ids else None,
-        echo=echo,
-        echo_logprobs=echo_logprobs,
-        prompt_tokens=len(prompt_ids),
-        first_index=first_index,
-    )
 
 
 # --- logprobs ---------------------------------------------------------------------------------------------------------

@@ -176,8 +176,8 @@ def fields_of(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]
 #
 # Responses tools and items of earlier calls in chat format.
 #
-# A ``custom`` tool takes a text: for the model it is a function with one text. Tools that only a hosted service can run
-# are left out, and their earlier calls and results are told as those of functions of that name.
+# A ``custom`` tool takes text: for the model it is a function with one text argument. Hosted tools are omitted, and
+# their earlier calls and results become those of functions with their names.
 
 NAMESPACE_MARK: Final = "__"  # between a namespace and the name of a tool in it
 INPUT: Final = "input"  # the argument of a custom tool's function
@@ -200,7 +200,7 @@ _PARAMETERS_OF_CUSTOM: Final = {
 _NO_ARGUMENTS: Final = frozenset({"id", "type", "status", "call_id", "output", "outputs", "results", "name", "caller"})
 
 
-class ToldTool(NamedTuple):
+class ClientTool(NamedTuple):
     """How a tool is presented to the client."""
 
     name: str
@@ -224,7 +224,7 @@ class ToolList:
 
     def __init__(self, tools: Sequence[Item], adapted: set[str]) -> None:
         """Translate tools; add the names of skipped tools to ``adapted``. Raises InvalidParameter."""
-        self.told: dict[str, ToldTool] = {}  # by the model's name of the tool
+        self.shown: dict[str, ClientTool] = {}  # by the model's name of the tool
         self._adapted = adapted
         self.functions = [
             function for number, tool in enumerate(tools) for function in self._of(tool, f"tools.{number}")
@@ -248,7 +248,7 @@ class ToolList:
             return
         name = text_of(tool, "name", param)
         flat = name if space is None else f"{space}{NAMESPACE_MARK}{name}"
-        self.told[flat] = ToldTool(name, space, is_custom=kind == "custom")
+        self.shown[flat] = ClientTool(name, space, is_custom=kind == "custom")
         yield _custom(tool, param, flat) if kind == "custom" else _function(tool, param, flat)
 
     def choice(self, choice: str | Item | None) -> object:

@@ -17,8 +17,8 @@ from gateway.api.openai_items import (
     INPUT,
     NAMESPACE_MARK,
     SCHEMA_FIELDS,
+    ClientTool,
     Item,
-    ToldTool,
     ToolList,
     content_of,
     custom_input,
@@ -91,12 +91,12 @@ def fault(error: Refused) -> dict[str, str]:
 class ResponseEvents:
     """The events of one answer."""
 
-    def __init__(self, head: AnswerHead, told: Mapping[str, Any], tools: Mapping[str, ToldTool]) -> None:
-        """``told``: fields copied from the request. ``tools``: by the model's names."""
+    def __init__(self, head: AnswerHead, echoed: Mapping[str, Any], tools: Mapping[str, ClientTool]) -> None:
+        """``echoed``: fields copied from the request. ``tools``: by the model's names."""
         self._head = head
-        self._told = told
+        self._echoed = echoed
         self._tools = tools
-        self._called = ToldTool("")  # tool of the open call
+        self._called = ClientTool("")  # tool of the open call
         self._output: list[dict[str, Any]] = []  # complete items
         self._kind: Kind | None = None  # of the open item
         self._item: dict[str, Any] = {}
@@ -154,7 +154,7 @@ class ResponseEvents:
 
     def _piece(self, piece: Piece) -> bytes:
         if piece.kind is Kind.CALL:
-            closed, self._called = self._close(), self._tools.get(piece.text, ToldTool(piece.text))
+            closed, self._called = self._close(), self._tools.get(piece.text, ClientTool(piece.text))
             prefix = "ctc" if self._called.is_custom else "fc"
             return closed + self._open(Kind.CALL, prefix, self._called.item(piece.call_id))
         if piece.kind is Kind.ARGUMENTS:
@@ -219,8 +219,8 @@ class ResponseEvents:
         _, field, name = _PARTS[kind]
         part = self._part(kind, text)
         place = {**self._place(), "content_index": self._part_index}
-        told = {**place, field: text, **({"logprobs": []} if kind is Kind.CONTENT else {})}
-        events = self._event(f"response.{name}.done", told)
+        done = {**place, field: text, **({"logprobs": []} if kind is Kind.CONTENT else {})}
+        events = self._event(f"response.{name}.done", done)
         events += self._event("response.content_part.done", {**place, "part": part})
         self._item = {**self._item, "content": [*self._item["content"], part]}
         self._text = []
@@ -258,7 +258,7 @@ class ResponseEvents:
             "incomplete_details": None,
             "output": list(self._output),
             "usage": None,
-            **self._told,
+            **self._echoed,
             **fields,
         }
         return self.response
@@ -393,7 +393,7 @@ class ResponsesTranslation:
         given = request.input
         fields["input"] = given if isinstance(given, str) else [known_item(item) for item in given]
         fields["tools"] = [known_tool(tool) for tool in request.tools or ()]
-        fields["text"] = _told_text(request.text)
+        fields["text"] = _shown_text(request.text)
         if request.tool_choice is not None:
             fields["tool_choice"] = known_choice(request.tool_choice)
         if request.reasoning is not None:
@@ -402,7 +402,7 @@ class ResponsesTranslation:
 
     def events(self, head: AnswerHead) -> ResponseEvents:
         """Implement ``Translation``."""
-        return ResponseEvents(head, self._told(head), self._tools.told)
+        return ResponseEvents(head, self._echoed(head), self._tools.shown)
 
     def whole(self, head: AnswerHead, pieces: Sequence[Piece], finish_reason: str, usage: Usage) -> dict[str, Any]:
         """Implement ``Translation``."""
@@ -410,7 +410,7 @@ class ResponsesTranslation:
         events.of(joined(pieces))
         return events.finished(finish_reason, usage)
 
-    def _told(self, head: AnswerHead) -> dict[str, Any]:
+    def _echoed(self, head: AnswerHead) -> dict[str, Any]:
         """Return the fields of the answer that are copied from the request."""
         request = self._request
         reasoning = request.reasoning
@@ -434,7 +434,7 @@ class ResponsesTranslation:
             },
             "service_tier": "flex" if request.service_tier == "flex" else "default",
             "store": self.is_stored,
-            "text": _told_text(request.text),
+            "text": _shown_text(request.text),
             "top_logprobs": 0,
             "truncation": "disabled",
             "user": request.user,
@@ -492,12 +492,12 @@ def previous_of(body: bytes) -> str | None:
     return parse_body(ResponsesRequest, body).previous_response_id if b"previous_response_id" in body else None
 
 
-def _told_text(text: _Text | None) -> dict[str, Any]:
+def _shown_text(text: _Text | None) -> dict[str, Any]:
     wanted: dict[str, Any] = {"type": "text"}
     if text is not None and text.format is not None:
         wanted = {"type": text.format.get("type"), **fields_of(text.format, SCHEMA_FIELDS)}
-    told = {"format": wanted}
-    return told if text is None or text.verbosity is None else {**told, "verbosity": text.verbosity}
+    shown = {"format": wanted}
+    return shown if text is None or text.verbosity is None else {**shown, "verbosity": text.verbosity}
 
 
 def _assistant_turn(messages: list[dict[str, Any]], *taken: str) -> dict[str, Any]:

@@ -232,10 +232,10 @@ _SCHEMA_KINDS: Final = frozenset({"json_schema", "json_object"})
 def conversation_of(
     request: ChatCompletionRequest, tokens: ModelTokens, *, max_tokens: int, prompt_tokens: int, is_text: bool
 ) -> Conversation | None:
-    """Build the conversation for pools that take messages; None where there are none, or they cannot honour the body.
+    """Build the conversation for chat pools; None if there are none, or they do not support a field of the body.
 
-    ``is_text``: what engines make of its answer is what is told of it. Raises InvalidParameter where only such pools
-    serve the model.
+    ``is_text``: engines' answers are returned as plain text. Raises InvalidParameter for an unsupported field if only
+    chat pools serve the model.
     """
     if not tokens.takes_messages:
         return None

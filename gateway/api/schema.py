@@ -1,7 +1,7 @@
 """Request bodies of the public API: OpenAI's fields plus vLLM's sampling fields.
 
-Fields nobody knows are ignored. Fields that the API knows and this version cannot honour are refused by name
-(``UNSUPPORTED``), never silently dropped. Types are strict: "5" is no number.
+Unknown fields are ignored. Known fields that this version does not support are refused by name (``UNSUPPORTED``),
+never silently dropped. Types are strict: "5" is not a number.
 """
 
 from collections.abc import Mapping

@@ -16,7 +16,7 @@ from typing import Final
 
 from db.engine import SQL_ERRORS, describe
 from gateway.batches.index import NoRoomForIndex
-from gateway.batches.run import BatchRun, Feeding, Stop
+from gateway.batches.run import BatchRun, FeederDeps, Stop
 from gateway.batches.storage.base import StorageError
 from gateway.batches.store import OVER, Batch, Lost, Status
 from protocol import subjects
@@ -55,13 +55,13 @@ class Feeder:
     """Run ``run`` as a supervised task."""
 
     def __init__(
-        self, feeding: Feeding, bus: Bus, gateway_id: str, changed: asyncio.Event, *, finished: Finished
+        self, deps: FeederDeps, bus: Bus, gateway_id: str, changed: asyncio.Event, *, finished: Finished
     ) -> None:
         """``changed``: set when a batch was created or changed.
 
         ``finished`` is called with each ended batch, at least once.
         """
-        self._feeding = feeding
+        self._deps = deps
         self._finished = finished
         self._bus = bus
         self._gateway_id = gateway_id
@@ -82,12 +82,12 @@ class Feeder:
                 await self._look()
                 if time.monotonic() - swept_s >= SWEEP_PERIOD_S:
                     swept_s = time.monotonic()
-                    await asyncio.to_thread(_remove_old, self._feeding.folder)
-                    await self._feeding.files.sweep(OVER)
-                await self._feeding.set_aside.flush()  # of all parts of this gateway
+                    await asyncio.to_thread(_remove_old, self._deps.folder)
+                    await self._deps.files.sweep(OVER)
+                await self._deps.set_aside.flush()  # of all parts of this gateway
             except _AWAY as error:
                 log.warning("batches are paused: %s", describe(error))
-            await wait_for(self._changed, self._feeding.settings.poll_s)
+            await wait_for(self._changed, self._deps.settings.poll_s)
             self._changed.clear()
 
     def leave(self) -> None:
@@ -107,8 +107,8 @@ class Feeder:
                 await asyncio.wait(late, timeout=LEAVE_LIMIT_S)
 
     async def _look(self) -> None:
-        batches = await self._feeding.batches.open_batches()
-        self._feeding.series.open_batches = len(batches)
+        batches = await self._deps.batches.open_batches()
+        self._deps.series.open_batches = len(batches)
         now_ms, now_s = unix_now_ms(), time.monotonic()
         for batch in batches:
             held = self._held.get(batch.id)
@@ -125,7 +125,7 @@ class Feeder:
         """Return whether there is a slot, or a tenant with several batches can pause one for a tenant without any."""
         if self._leaving:
             return False
-        if len(self._running) < self._feeding.settings.max_running:
+        if len(self._running) < self._deps.settings.max_running:
             return True
         return all(held.run.batch.tenant != tenant for held in self._held.values()) and self._to_rest() is not None
 
@@ -142,17 +142,17 @@ class Feeder:
         return most[-1] if len(most) > 1 else None
 
     async def _take(self, batch: Batch) -> None:
-        settings = self._feeding.settings
+        settings = self._deps.settings
         lease = Lease(self._bus, subjects.BATCHES_BUCKET, batch.id, self._gateway_id, lease_s=settings.lease_s)
         if not await lease.renew():
             self._rests[batch.id] = time.monotonic() + settings.lease_s * RENEW_PART
             return
         try:
-            taken = await self._feeding.batches.take(batch.id, self._gateway_id)
+            taken = await self._deps.batches.take(batch.id, self._gateway_id)
         except Lost:
             return
         log.info("feeding batch %s, epoch %d", taken.id, taken.epoch)
-        run = BatchRun(self._feeding, taken)
+        run = BatchRun(self._deps, taken)
         _stop_where_due(run, taken, unix_now_ms())
         held = self._held[taken.id] = _Held(run, lease)
         held.task = asyncio.create_task(self._feed(held), name=taken.id)
@@ -162,7 +162,7 @@ class Feeder:
             resting.run.stop(Stop.LEAVING)
 
     async def _renew(self, held: _Held) -> None:
-        if time.monotonic() - held.renewed_s < self._feeding.settings.lease_s * RENEW_PART:
+        if time.monotonic() - held.renewed_s < self._deps.settings.lease_s * RENEW_PART:
             return
         try:
             if await held.lease.renew():
@@ -176,7 +176,7 @@ class Feeder:
         batch_id = held.run.batch.id
         is_over = False
         try:
-            with self._feeding.series.feeding(held.run):
+            with self._deps.series.feeding(held.run):
                 is_over = await self._run(held.run)
                 self._failures.pop(batch_id, None)
         except* Lost:
@@ -189,14 +189,14 @@ class Feeder:
             log.exception("retrying batch %s", batch_id, exc_info=errors)
             self._note_failure(batch_id, errors)
         finally:
-            self._rests[batch_id] = time.monotonic() + self._feeding.settings.retry_s
+            self._rests[batch_id] = time.monotonic() + self._deps.settings.retry_s
             del self._held[batch_id]
             with contextlib.suppress(BusError):
                 await held.lease.release()
         if is_over:
-            batch = await self._feeding.batches.find(batch_id)
+            batch = await self._deps.batches.find(batch_id)
             if batch is not None:
-                self._feeding.series.ended(batch.status)
+                self._deps.series.ended(batch.status)
                 await self._tell(batch)
         self._changed.set()
 
@@ -232,7 +232,7 @@ class Feeder:
 
     async def _tell_again(self) -> None:
         """Announce recently ended batches again, in case their gateway died first. Events are deduplicated."""
-        for batch in await self._feeding.batches.over_since(unix_now_ms() - TOLD_AGAIN_MS):
+        for batch in await self._deps.batches.over_since(unix_now_ms() - TOLD_AGAIN_MS):
             await self._tell(batch)
 
 

@@ -16,7 +16,7 @@ from protocol.wire import UNDECODABLE
 
 # --- order ------------------------------------------------------------------------------------------------------------
 #
-# Feeding order: lines with a common prefix run together, so that engines compute the prefix once.
+# FeederDeps order: lines with a common prefix run together, so that engines compute the prefix once.
 
 BLOCK_CHARS: Final = 256
 MAX_BLOCKS: Final = 128  # 32,768 characters; longer common prefixes count as equal

@@ -17,8 +17,8 @@ from gateway.batches.feeder import Feeder, Finished
 from gateway.batches.files import Files, UploadSlots
 from gateway.batches.openai_routes import NewBatch, batch_router, file_router
 from gateway.batches.parts import BatchServices, Counted, Threads
-from gateway.batches.room import Admission, Room
-from gateway.batches.run import Feeding
+from gateway.batches.room import Admission, OpenLines
+from gateway.batches.run import FeederDeps
 from gateway.batches.series import BatchSeries
 from gateway.batches.storage.registry import open_storage
 from gateway.batches.store import Batches
@@ -67,19 +67,19 @@ def make_feeder(
     finished: Finished,
 ) -> Feeder:
     """Return the feeder. ``models``: the configured model of each name and alias."""
-    feeding = Feeding(
+    deps = FeederDeps(
         settings=services.settings,
         keys=services.keys,
         files=services.files,
         batches=services.batches,
         asking=asking,
         models=models,
-        room=Room(admission, services.settings),
+        room=OpenLines(admission, services.settings),
         series=series,
         set_aside=set_aside,
         folder=services.folder,
     )
-    return Feeder(feeding, bus, gateway_id, services.changed, finished=finished)
+    return Feeder(deps, bus, gateway_id, services.changed, finished=finished)
 
 
 # --- routes -----------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Window:
             self._limit = max(LEAST_LIMIT, self._limit / 2)
 
 
-class Room:
+class OpenLines:
     """The open lines of all batches that a gateway feeds."""
 
     def __init__(self, admission: Admission, settings: BatchSettings) -> None:

@@ -31,7 +31,7 @@ from gateway.batches.lines import (
     response_line,
 )
 from gateway.batches.results import Results
-from gateway.batches.room import Room, Window
+from gateway.batches.room import OpenLines, Window
 from gateway.batches.series import BatchSeries
 from gateway.batches.store import ANTHROPIC, Batch, Batches, Counts, Status
 from gateway.settings import BatchSettings
@@ -67,7 +67,7 @@ FILE_GONE: Final = "input_file_deleted"
 _ENDS: Final = {Stop.CANCELLED: Status.CANCELLED, Stop.EXPIRED: Status.EXPIRED, Stop.REVOKED: Status.FAILED}
 
 
-class Feeding(Struct, frozen=True):
+class FeederDeps(Struct, frozen=True):
     """Dependencies of feeding batches."""
 
     settings: BatchSettings
@@ -76,7 +76,7 @@ class Feeding(Struct, frozen=True):
     batches: Batches
     asking: Asking
     models: Mapping[str, str]  # the configured model of each name and alias
-    room: Room
+    room: OpenLines
     series: BatchSeries
     set_aside: SetAside
     folder: Path  # for indexes
@@ -85,10 +85,10 @@ class Feeding(Struct, frozen=True):
 class BatchRun:
     """Feeds a batch. Raises Lost if another gateway has taken it over, and errors of SQL and the storage."""
 
-    def __init__(self, feeding: Feeding, batch: Batch) -> None:
+    def __init__(self, deps: FeederDeps, batch: Batch) -> None:
         """``batch``: as read when it was taken."""
         self.batch = batch
-        self._feeding = feeding
+        self._deps = deps
         self._window = Window()
         self._stop: Stop | None = None
         self._gone = asyncio.Event()  # set to end open lines
@@ -111,18 +111,18 @@ class BatchRun:
 
     def _committed(self, counts: Counts) -> None:
         self.left_lines -= counts.completed + counts.failed
-        self._feeding.series.committed(counts)
+        self._deps.series.committed(counts)
 
     @property
     def _principal(self) -> Principal | None:
-        principal = self._feeding.keys.holder_of(self.batch.key_id)
+        principal = self._deps.keys.holder_of(self.batch.key_id)
         return None if principal is None or principal.has_expired(unix_now_ms()) else principal
 
     async def run(self) -> bool:
         """Feed the batch to its end; False: it has not ended, and another gateway continues it."""
         principal = self._principal
         if principal is None:
-            if self._feeding.keys.may_be_old:
+            if self._deps.keys.may_be_old:
                 return False
             self.stop(Stop.REVOKED)
         try:
@@ -137,8 +137,8 @@ class BatchRun:
         if report.errors:
             await self._end(Status.FAILED, report.errors)
             return True
-        with contextlib.closing(Index(self._index_path)) as index, self._feeding.room.batch():
-            await self._feeding.batches.start(self.batch, report.total, report.models)
+        with contextlib.closing(Index(self._index_path)) as index, self._deps.room.batch():
+            await self._deps.batches.start(self.batch, report.total, report.models)
             return await self._run(index, report.total)
 
     async def set_aside(self, tries: int, reason: str) -> None:
@@ -147,7 +147,7 @@ class BatchRun:
             f"The batch failed {tries} times for the same reason and was given up: {reason}. Completed lines are kept."
         )
         await self._end(self._status_set_aside, [LineError(SET_ASIDE, message)])
-        self._feeding.set_aside.note("batch", self.batch.id, self.batch.tenant, reason)
+        self._deps.set_aside.note("batch", self.batch.id, self.batch.tenant, reason)
 
     @property
     def _status_set_aside(self) -> Status:
@@ -165,11 +165,11 @@ class BatchRun:
 
     @property
     def _index_path(self) -> Path:
-        return self._feeding.folder / f"{self.batch.id}.{self.batch.epoch}.index"
+        return self._deps.folder / f"{self.batch.id}.{self.batch.epoch}.index"
 
     async def _index(self, principal: Principal | None) -> IndexReport | None:
         """Index the lines; None: the batch is stopped. ``principal``: None: no line will run."""
-        settings, models = self._feeding.settings, self._feeding.models
+        settings, models = self._deps.settings, self._deps.models
         await asyncio.to_thread(self._make_room)
         any_model = principal is None or self.batch.surface == ANTHROPIC
         task = IndexTask(
@@ -186,12 +186,12 @@ class BatchRun:
         )
         if self.is_leaving:
             return None
-        indexing = asyncio.create_task(make_index(task, self._feeding.files.content(self.batch.input_file_id)))
+        indexing = asyncio.create_task(make_index(task, self._deps.files.content(self.batch.input_file_id)))
         stopping = asyncio.create_task(self._wake.wait())
         try:
             await asyncio.wait({indexing, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if self._stop is Stop.CANCELLED and self.batch.in_progress_unix_ms is None:
-                await asyncio.wait({indexing}, timeout=self._feeding.settings.grace_s)
+                await asyncio.wait({indexing}, timeout=self._deps.settings.grace_s)
                 return await indexing if indexing.done() else None
             return None if self.is_leaving else await indexing
         finally:
@@ -201,20 +201,20 @@ class BatchRun:
 
     def _make_room(self) -> None:
         """Delete indexes of earlier epochs, left by gateways that died before opening them."""
-        self._feeding.folder.mkdir(parents=True, exist_ok=True)
-        for path in self._feeding.folder.glob(f"{self.batch.id}.*"):
+        self._deps.folder.mkdir(parents=True, exist_ok=True)
+        for path in self._deps.folder.glob(f"{self.batch.id}.*"):
             path.unlink(missing_ok=True)
 
     async def _run(self, index: Index, total: int) -> bool:
-        feeding = self._feeding
-        done, number = await feeding.batches.done(self.batch)
+        deps = self._deps
+        done, number = await deps.batches.done(self.batch)
         self.left_lines = total - done.count
         results = Results(
-            feeding.batches,
-            feeding.files.storage,
+            deps.batches,
+            deps.files.storage,
             self.batch,
             next_number=number,
-            commit_s=feeding.settings.commit_s,
+            commit_s=deps.settings.commit_s,
             committed=self._committed,
             give_up=lambda: self._stop is Stop.LOST,
         )
@@ -228,21 +228,21 @@ class BatchRun:
                 task.add_done_callback(self._open.discard)
             while self._open:
                 has_gone = self._gone.is_set()
-                _, open_still = await asyncio.wait(self._open, timeout=self._feeding.settings.grace_s)
+                _, open_still = await asyncio.wait(self._open, timeout=self._deps.settings.grace_s)
                 for task in open_still if has_gone else ():
                     task.cancel()
             results.end()
-        done, _ = await feeding.batches.done(self.batch)
+        done, _ = await deps.batches.done(self.batch)
         return await self._finish(index, results, complete=done.count == total)
 
     async def _may_open(self, text: bytes, results: Results) -> bool:
         """Wait until another line can be opened; False: stop."""
-        room, window, size = self._feeding.room, self._window, len(text)
+        room, window, size = self._deps.room, self._window, len(text)
         name = decode_model(text).body.model
-        model = self._feeding.models.get(name, name)
+        model = self._deps.models.get(name, name)
         while self._stop is None:
             principal = self._principal
-            if principal is None and not self._feeding.keys.may_be_old:
+            if principal is None and not self._deps.keys.may_be_old:
                 self.stop(Stop.REVOKED)
                 break
             if principal is not None and results.has_room and time.monotonic() >= self._not_before_s:
@@ -258,12 +258,12 @@ class BatchRun:
 
     async def _run_line(self, number: int, text: bytes, results: Results) -> None:
         line = decode_line(text)
-        with self._feeding.room.line(len(text)):
+        with self._deps.room.line(len(text)):
             answer = await self._answer(line)
         if answer is None:
             return
         if answer.error is None:
-            self._window.grow(self._feeding.room.share)
+            self._window.grow(self._deps.room.share)
         respond = partial(response_line, status=answer.status, request_id=answer.request_id, body=answer.body)
         results.add(number, respond(self.batch.id, number, line.custom_id), answer.counts)
 
@@ -283,7 +283,7 @@ class BatchRun:
                 self.stop(Stop.REVOKED)
                 return None
             tries += verdict is Verdict.AGAIN
-            if tries >= self._feeding.settings.max_line_tries:
+            if tries >= self._deps.settings.max_line_tries:
                 return answer
             pause_s = backoff
             if verdict is Verdict.REFUSED:
@@ -299,7 +299,7 @@ class BatchRun:
         left_ms = self.batch.expires_unix_ms - unix_now_ms()
         if principal is None or left_ms <= 0:
             return None
-        return await self._feeding.asking.ask(
+        return await self._deps.asking.ask(
             self.batch.endpoint, bytes(line.body), principal, limit_s=left_ms / 1000, gone=self._gone
         )
 
@@ -308,10 +308,10 @@ class BatchRun:
     async def _finish(self, index: Index, results: Results, *, complete: bool) -> bool:
         stop = self._stop
         if complete:
-            await self._feeding.batches.finalizing(self.batch)
+            await self._deps.batches.finalizing(self.batch)
             await self._end(Status.CANCELLED if stop is Stop.CANCELLED else Status.COMPLETED)
             return True
-        if stop is None or stop not in _ENDS or (stop is Stop.REVOKED and self._feeding.keys.may_be_old):
+        if stop is None or stop not in _ENDS or (stop is Stop.REVOKED and self._deps.keys.may_be_old):
             return False
         is_revoked = stop is Stop.REVOKED
         await self._give_up(index, results, _FAILURES[stop], Counts(failed=1, given_up=0 if is_revoked else 1))
@@ -320,7 +320,7 @@ class BatchRun:
 
     async def _give_up(self, index: Index, results: Results, why: LineFailure, counts: Counts) -> None:
         """Write the reason for every incomplete line to the error file."""
-        done, _ = await self._feeding.batches.done(self.batch)
+        done, _ = await self._deps.batches.done(self.batch)
         async for number, text in index.lines(done):
             failure = failure_line(self.batch.id, number, decode_line(text).custom_id, why)
             results.add(number, failure, counts)
@@ -334,10 +334,10 @@ class BatchRun:
         return LineError(REVOKED, message)
 
     async def _end(self, status: Status, errors: list[LineError] | None = None) -> None:
-        feeding = self._feeding
-        await feeding.batches.end(self.batch, status, feeding.settings.file_ttl_s, errors or ())
+        deps = self._deps
+        await deps.batches.end(self.batch, status, deps.settings.file_ttl_s, errors or ())
         for file_id in self.batch.result_ids:  # parts left by gateways that died before committing them
-            known = await feeding.batches.objects(file_id)
-            for name in await feeding.files.storage.names(f"{file_id}/"):
+            known = await deps.batches.objects(file_id)
+            for name in await deps.files.storage.names(f"{file_id}/"):
                 if name not in known:
-                    await feeding.files.storage.delete(name)
+                    await deps.files.storage.delete(name)

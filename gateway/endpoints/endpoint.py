@@ -130,7 +130,7 @@ class Endpoint(Generic[AnyCall]):
     async def _serve(self, exchange: Exchange, admitted: Admitted[AnyCall], arrival: Arrival) -> None:
         stream = self._core.start(admitted)
         try:
-            with exchange.reply.calling_when_gone(stream.cancel):
+            with exchange.reply.on_disconnect(stream.cancel):
                 await self._write(exchange, stream, arrival)
         except Exception as mistake:
             log.exception("request %s failed while it was answered", exchange.request_id, exc_info=mistake)

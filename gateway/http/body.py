@@ -109,7 +109,7 @@ def _one_more(parts: int) -> int:
 # A memory budget that tenants share.
 
 
-class ByteRoom:
+class MemoryBudget:
     """A memory budget. A tenant can hold at most as much as it leaves free. Use only from the event loop."""
 
     def __init__(self, max_bytes: int, limit_s: float) -> None:
@@ -242,7 +242,7 @@ class BodyReader:
         """``limit_s``: maximum wait for memory, and again for the body to arrive."""
         self._max_body_bytes = limits.max_body_bytes
         # Otherwise the largest body would never fit.
-        self._room = ByteRoom(max(limits.max_reading_bytes, 2 * limits.max_body_bytes), limit_s)
+        self._room = MemoryBudget(max(limits.max_reading_bytes, 2 * limits.max_body_bytes), limit_s)
         self._limit_s = limit_s
 
     async def read(

@@ -17,7 +17,7 @@ NO_BODY: Final = {HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED}
 class Cycle(RequestResponseCycle):
     """One request and its response."""
 
-    _on_gone: Callable[[], object] | None = None
+    _on_disconnect: Callable[[], object] | None = None
     _ends_by_close = False  # for HTTP/1.0 clients, without chunked encoding; an aborted response is reset
 
     def whole_body(self) -> bytes | None:
@@ -28,23 +28,23 @@ class Cycle(RequestResponseCycle):
         body, self.body = bytes(self.body), bytearray()
         return body
 
-    def call_when_gone(self, callback: Callable[[], object] | None) -> None:
+    def call_on_disconnect(self, callback: Callable[[], object] | None) -> None:
         """Call ``callback`` once if the client disconnects before the response is complete; None: unset.
 
         Use after the body is received: nothing else would notice the disconnect then.
         """
-        self._on_gone = callback
+        self._on_disconnect = callback
         if callback is None:
             return
         self.flow.resume_reading()
         if self.disconnected:
-            self.gone()
+            self.notify_disconnect()
 
-    def gone(self) -> None:
-        """Handle the disconnect of the client."""
+    def notify_disconnect(self) -> None:
+        """Mark the client as disconnected, and call back."""
         self.disconnected = True
         self.message_event.set()
-        callback, self._on_gone = self._on_gone, None
+        callback, self._on_disconnect = self._on_disconnect, None
         if callback is not None:
             callback()
 

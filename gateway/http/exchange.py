@@ -66,7 +66,7 @@ class Reply(Protocol):
         """Abort immediately; drop unread data."""
         ...
 
-    def calling_when_gone(self, callback: Callable[[], object]) -> AbstractContextManager[None]:
+    def on_disconnect(self, callback: Callable[[], object]) -> AbstractContextManager[None]:
         """Call ``callback`` if the client disconnects. Use after the body is received."""
         ...
 
@@ -103,22 +103,22 @@ class ClientReply:
         """Return the body of the request if it has already arrived."""
         return None if self.cycle is None else self.cycle.whole_body()
 
-    async def wait_until_gone(self) -> None:
+    async def wait_for_disconnect(self) -> None:
         """Return when the client has disconnected."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
     @contextmanager
-    def calling_when_gone(self, callback: Callable[[], object]) -> Iterator[None]:
+    def on_disconnect(self, callback: Callable[[], object]) -> Iterator[None]:
         """Implement ``Reply``."""
         if self.cycle is not None:
-            self.cycle.call_when_gone(callback)
+            self.cycle.call_on_disconnect(callback)
             try:
                 yield
             finally:
-                self.cycle.call_when_gone(None)
+                self.cycle.call_on_disconnect(None)
             return
-        watcher = asyncio.create_task(self.wait_until_gone())  # another server
+        watcher = asyncio.create_task(self.wait_for_disconnect())  # another server
         watcher.add_done_callback(lambda watcher: None if watcher.cancelled() else callback())
         try:
             yield
@@ -301,7 +301,7 @@ class Exchange:
     async def while_connected(self, answering: Awaitable[None]) -> None:
         """Await ``answering``; cancel it if the client disconnects."""
         answer = asyncio.ensure_future(answering)
-        with self.reply.calling_when_gone(answer.cancel):
+        with self.reply.on_disconnect(answer.cancel):
             try:
                 await asyncio.wait({answer})
                 if not answer.cancelled():

@@ -49,7 +49,7 @@ class StreamWriter:
         self._maker = maker
         self._do_not_queue = bool(maker.request.do_not_queue)
         self._with_usage = maker.request.include_usage
-        self._told: set[str] = set()  # sent in the headers
+        self._sent_changes: set[str] = set()  # sent in the headers
         self._chunks = maker.chunks(exchange.id, exchange.received_unix_ms // 1000)
 
     async def write(self) -> None:
@@ -94,7 +94,7 @@ class StreamWriter:
 
     async def _write_all(self, events: list[Event]) -> None:
         await self._exchange.start(200, list(SSE_HEADERS), self._stream)
-        self._told = self._exchange.adapted_for(self._stream)
+        self._sent_changes = self._exchange.adapted_for(self._stream)
         if not events and self._stream.state is State.QUEUED and self._timeouts.queued_comment_s:
             await self._exchange.write(self._sign_of_life(State.QUEUED.value), more=True)
         while not events or not isinstance(events[-1], Ended):
@@ -131,7 +131,7 @@ class StreamWriter:
             # The headers have already been sent.
             with_comments = self._timeouts.queued_comment_s > 0
             late = comment(f"spillway attempts={stream.attempt}") if with_comments and stream.attempt > 1 else b""
-            if with_comments and (adapted := self._exchange.adapted_for(stream) - self._told):
+            if with_comments and (adapted := self._exchange.adapted_for(stream) - self._sent_changes):
                 late += comment(f"spillway adapted={', '.join(sorted(adapted))}")
             await self._exchange.write(body + usage + late + self._maker.done, more=False)
         elif stream.failure is not None:

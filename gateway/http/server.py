@@ -206,7 +206,7 @@ class Connection(HttpToolsProtocol):
             self._log_refusal(None, cycle.scope["raw_path"])
         self._waiting.clear()
         if self._answering is not None and not self._answering.response_complete:
-            self._answering.gone()
+            self._answering.notify_disconnect()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:

@@ -82,7 +82,7 @@ class RecordedReply:
     def abort(self) -> None:
         """Implement ``Reply``: the recording stays incomplete."""
 
-    def calling_when_gone(self, callback: Callable[[], object]) -> AbstractContextManager[None]:
+    def on_disconnect(self, callback: Callable[[], object]) -> AbstractContextManager[None]:
         """Implement ``Reply``."""
         return calling_once(self._run.abandoned, callback)
 

@@ -38,8 +38,8 @@ class ResponsesCall(SurfaceCall):
         self.asked = cast("ResponsesTranslation", self._translation)
 
     @property
-    def _told(self) -> ResponseEvents:
-        """Return the events of the current chunks."""
+    def _response_events(self) -> ResponseEvents:
+        """Encoder of the events, available after ``chunks``."""
         return cast("ResponseEvents", self._events)
 
     def first_response(self, answer_id: str, created: int) -> tuple[bytes, dict[str, Any]]:
@@ -52,26 +52,26 @@ class ResponsesCall(SurfaceCall):
         chunks = super().chunks(answer_id, created)
         if self.recorder is None:
             return chunks
-        self.recorder.add(None, self._told.queued())
+        self.recorder.add(None, self._response_events.queued())
         return _RecordedChunks(chunks, self.recorder)
 
     def error_event(self, error: Refused) -> bytes:
         """Implement ``AnswerEncoder``."""
         events = super().error_event(error)
         if self.recorder is not None:
-            self.recorder.add(None, events, self._told.response)
+            self.recorder.add(None, events, self._response_events.response)
         return events
 
     def cancelled(self) -> None:
         """Record the cancellation."""
         if self.recorder is not None:
-            self.recorder.add(None, self._told.cancelled(), self._told.response)
+            self.recorder.add(None, self._response_events.cancelled(), self._response_events.response)
 
     async def before_end(self, body: dict[str, Any] | None = None) -> None:
         """Implement ``AnswerEncoder``: store the response; if that fails, set ``store`` to false in it."""
-        response = self._told.response if body is None else body
+        response = self._response_events.response if body is None else body
         if self.recorder is not None:
-            self.recorder.add(None, self._told.last, response)
+            self.recorder.add(None, self._response_events.last, response)
         elif self.keep is not None:
             answer_id = str(response["id"]).removeprefix("resp_")
             try:

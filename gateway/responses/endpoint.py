@@ -31,7 +31,7 @@ from gateway.responses.messages import Key, NotKept
 from gateway.responses.reading import EventsLost, continued, follow, keep
 from gateway.responses.run import BackgroundRun, Lost
 from gateway.responses.runs import BackgroundRuns, Making
-from gateway.responses.store import ResponseStore, Run, answer_id_of, patiently
+from gateway.responses.store import ResponseStore, Run, answer_id_of, retry_bus
 from gateway.responses.usage import TenantFull
 from gateway.tokenizing.encoder_pool import EncoderPool
 from protocol.errors import BusError, ProtocolError
@@ -67,7 +67,7 @@ class MakeResponses(Generation[ResponsesCall]):
             call = await super().read(principal, body)
             why = None
             if call.asked.is_stored:
-                why = await patiently(partial(self.store.why_full, principal.tenant))
+                why = await retry_bus(partial(self.store.why_full, principal.tenant))
         except (BusError, ProtocolError) as error:
             raise StorageUnavailable from error
         if why is not None:

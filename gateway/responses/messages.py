@@ -192,6 +192,6 @@ class Messages:
         try:
             return self._sealer.open(sealed, encoding.decode("latin-1"), key.response_id, part, most)
         except TooLargeToOpen as error:
-            raise Unreadable(f"what is kept of {key.response_id} is larger than {most} bytes") from error
+            raise Unreadable(f"the stored data of {key.response_id} is larger than {most} bytes") from error
         except PayloadError as error:
-            raise ProtocolError(f"what is kept of {key.response_id} cannot be read: {error}") from error
+            raise ProtocolError(f"the stored data of {key.response_id} cannot be read: {error}") from error

@@ -13,7 +13,7 @@ import msgspec
 from gateway.api.openai_items import Item, with_history
 from gateway.errors import InvalidParameter, Overloaded, RateLimitExceeded
 from gateway.responses.messages import Key, Unreadable
-from gateway.responses.store import EventsPart, Kept, ResponseStore, StoredResponse, patiently
+from gateway.responses.store import EventsPart, Kept, ResponseStore, StoredResponse, retry_bus
 from protocol.errors import BusError
 from protocol.process import backoff_s, wait_for
 from protocol.wire import PROTOCOL_VERSION
@@ -106,7 +106,7 @@ async def continued(store: ResponseStore, previous: Key, body: bytes) -> bytes:
     Raises InvalidParameter, BusError, ProtocolError, and the errors of the store's shares.
     """
     try:
-        merged = await patiently(lambda: store.read(previous, partial(_continued, body, store.max_body_bytes)))
+        merged = await retry_bus(lambda: store.read(previous, partial(_continued, body, store.max_body_bytes)))
     except Unreadable as error:
         raise InvalidParameter(f"The previous response cannot be continued: {error}.", param=PARAM) from error
     if merged is None:
@@ -129,4 +129,4 @@ def _continued(body: bytes, max_bytes: int, kept: Kept) -> bytes | None:
 async def keep(store: ResponseStore, tenant: str, response: dict[str, Any], items: list[Item]) -> None:
     """Store an ended response with its input items. Raises BusError and NotKept."""
     stored = StoredResponse(PROTOCOL_VERSION, _encode(response), _encode(items))
-    await patiently(lambda: store.put(Key(tenant, response["id"]), stored))
+    await retry_bus(lambda: store.put(Key(tenant, response["id"]), stored))

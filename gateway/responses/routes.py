@@ -16,7 +16,7 @@ from gateway.errors import InvalidParameter, StorageUnavailable, UnknownObject
 from gateway.http.pages import exchange_of, json_answer
 from gateway.responses.messages import Key, Unreadable
 from gateway.responses.reading import follow
-from gateway.responses.store import Kept, ResponseStore, State, patiently
+from gateway.responses.store import Kept, ResponseStore, State, retry_bus
 from protocol.errors import BusError, ProtocolError
 from protocol.process import wait_for
 
@@ -60,7 +60,7 @@ class KeptResponses:
     async def read(self, key: Key, view: Callable[[Kept], _View]) -> _View:
         """Return the result of ``view`` for a response of the key's team."""
         try:
-            found = await patiently(lambda: self.store.read(key, view))
+            found = await retry_bus(lambda: self.store.read(key, view))
         except Unreadable as error:
             raise InvalidParameter(f"The response cannot be read: {error}.", param="response_id") from error
         except _AWAY as error:
@@ -79,7 +79,7 @@ class KeptResponses:
             return answer
         try:
             async with self.store.listening(key) as added:
-                await patiently(partial(self.store.cancel, key))
+                await retry_bus(partial(self.store.cancel, key))
                 until_s = time.monotonic() + CANCEL_LIMIT_S
                 while not is_over and time.monotonic() < until_s:
                     added.clear()
@@ -93,13 +93,13 @@ class KeptResponses:
     async def delete(self, key: Key) -> None:
         """Delete an ended or unreadable response."""
         try:
-            is_over = await patiently(partial(self._is_over, key))
+            is_over = await retry_bus(partial(self._is_over, key))
             if is_over is None:
                 raise _unknown(key)
             if not is_over:
                 message = "The response is still in progress. Cancel it first."
                 raise InvalidParameter(message, param="response_id", code="response_in_progress")
-            await patiently(partial(self.store.delete, key))
+            await retry_bus(partial(self.store.delete, key))
         except _AWAY as error:
             raise StorageUnavailable from error
 

@@ -24,7 +24,7 @@ from gateway.errors import Refused
 from gateway.request.request import PartialAnswer
 from gateway.responses.messages import THREADED_BYTES, Key, NotKept
 from gateway.responses.reading import EVENT_END
-from gateway.responses.store import EventsPart, ResponseStore, Run, StoredResponse, answer_id_of, patiently
+from gateway.responses.store import EventsPart, ResponseStore, Run, StoredResponse, answer_id_of, retry_bus
 from protocol.errors import BusError, ProtocolError
 from protocol.job import Deltas, Tokens
 from protocol.job import encode as encode_frame
@@ -126,7 +126,7 @@ class BackgroundRun:
         self._changed = asyncio.Event()
         self._storing: asyncio.Task[None] | None = None
 
-    # --- what is there ------------------------------------------------------------------------------------------------
+    # --- stored parts -------------------------------------------------------------------------------------------------
 
     async def begin(self, events: bytes) -> None:
         """Store the first events. Raises Lost, BusError and NotKept."""
@@ -229,7 +229,7 @@ class BackgroundRun:
             tuple(one.frame for one in taken if one.frame),
             taken[-1].response,
         )
-        await patiently(partial(self._add, part), STORE_PATIENCE_S)
+        await retry_bus(partial(self._add, part), STORE_PATIENCE_S)
         for _ in taken:
             self._pending.popleft()
         self._pending_bytes -= size

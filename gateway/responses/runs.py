@@ -27,7 +27,7 @@ from gateway.responses.store import (
     Run,
     decode_question,
     encode,
-    patiently,
+    retry_bus,
 )
 from gateway.settings import ResponseSettings
 from protocol import subjects, wire
@@ -170,9 +170,9 @@ class BackgroundRuns:
         """
         self._running[run.key] = run  # before other gateways can ask
         try:
-            run.run_bytes = await patiently(partial(self._store.begin, run.run))
+            run.run_bytes = await retry_bus(partial(self._store.begin, run.run))
             run.held_bytes = run.run_bytes + HELD_FOR_EVENTS_BYTES
-            await patiently(partial(run.begin, events))
+            await retry_bus(partial(run.begin, events))
         except Lost:
             del self._running[run.key]
             run.stop()
@@ -183,7 +183,7 @@ class BackgroundRuns:
             raise
 
     def make(self, run: BackgroundRun, making: Making) -> None:
-        """Run a response in a task of its own."""
+        """Run a response in a separate task."""
         self._running[run.key] = run
         self.series.running = len(self._running)
         task = self._tasks[run.key] = asyncio.create_task(self._make(run, making), name=run.key.response_id)
@@ -263,7 +263,7 @@ class BackgroundRuns:
             await self._finished(run.run.team_id, ended.status, run.key.response_id, ended_unix_s)
             await self._store.forget_run(run.key)
 
-        await patiently(finish, FINISH_LIMIT_S)
+        await retry_bus(finish, FINISH_LIMIT_S)
 
     async def _store_end(self, run: BackgroundRun) -> None:
         """Store it with its conversation, or without it if that is too large or not JSON."""

@@ -27,7 +27,7 @@ from nats.aio.msg import Msg
 
 from gateway.api.openai_items import items_of
 from gateway.errors import UnknownObject
-from gateway.http.body import LARGE_BODY_BYTES, ByteRoom
+from gateway.http.body import LARGE_BODY_BYTES, MemoryBudget
 from gateway.responses.messages import Found, Key, Messages, Placed, Sealed, Unreadable
 from gateway.responses.usage import TenantUsages
 from gateway.settings import ResponseSettings
@@ -51,7 +51,7 @@ LONGEST_WAIT_S: Final = 1.0
 _Answer = TypeVar("_Answer")
 
 
-async def patiently(ask: Callable[[], Awaitable[_Answer]], limit_s: float = PATIENCE_S) -> _Answer:
+async def retry_bus(ask: Callable[[], Awaitable[_Answer]], limit_s: float = PATIENCE_S) -> _Answer:
     """Retry until there is a result. Raises the last BusError after ``limit_s``, and StreamFull immediately."""
     until_s = time.monotonic() + limit_s
     for wait_s in backoff_s(LONGEST_WAIT_S):
@@ -286,7 +286,7 @@ class ReadShares:
 
     def __init__(self, max_bytes: int, max_body_bytes: int, limit_s: float, threads: Threads) -> None:
         """``limit_s``: maximum wait of a read for memory."""
-        self._room = ByteRoom(
+        self._room = MemoryBudget(
             max(max_bytes, 2 * MAX_READ_BODIES * max_body_bytes), limit_s
         )  # otherwise one read would never fit
         self._threads = threads
@@ -498,7 +498,7 @@ class ResponseStore:
                 try:
                     return view(opened())
                 except UNDECODABLE as error:
-                    raise Unreadable(f"what is kept of {key.response_id} cannot be read: {error}") from error
+                    raise Unreadable(f"the stored data of {key.response_id} cannot be read: {error}") from error
 
             return await self._shares.run(key.tenant, size_bytes, work)
 

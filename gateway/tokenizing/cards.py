@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class UnusableCard(Exception):
-    """A model cannot be served with what its card says; the message says why."""
+    """A model cannot be served with its card. The message has the reason."""
 
 
 def check_context_length(tokens: int) -> None:
@@ -55,7 +55,7 @@ async def usable_template(model: str, source: str, special_tokens: Mapping[str, 
         raise UnusableCard(f"its chat template is invalid: {error}") from error
     if reason is None:
         template = await asyncio.to_thread(ChatTemplate, source, special_tokens)
-        with contextlib.suppress(InvalidParameter):  # it needs another kind of conversation
+        with contextlib.suppress(InvalidParameter):  # it requires a different kind of conversation
             template.render(_PROBE)
 
         async def render(messages: Sequence[Message], tools: Sequence[Message]) -> str:

@@ -198,7 +198,7 @@ class ModelCatalog:
         await asyncio.gather(*map(self._try_load, sorted(self._stale)))
 
     async def _try_load(self, model: str) -> None:
-        self._stale.discard(model)  # before: a card that comes meanwhile makes the model stale again
+        self._stale.discard(model)  # first: a card that arrives during the load makes the model stale again
         try:
             await self._load(model)
         except (BusError, Overloaded) as error:  # to be retried

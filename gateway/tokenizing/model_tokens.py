@@ -61,7 +61,7 @@ class ModelTokens:
         self._template = template
         self._tool_template = tool_template or template  # for conversations with tools
         self._pool = pool
-        self._tenant = ""  # whose share of the threads is used
+        self._tenant = ""  # the tenant whose share of the threads is used
         self._add_special_tokens = add_special_tokens
         self._control_tokens = None if control_tokens_in_content else ControlTokens(encoder)
 
@@ -188,7 +188,7 @@ class ModelTokens:
 
     @property
     def describes_tools(self) -> bool:
-        """True if prompts tell the model of tools: its template does, or a prompt of ours."""
+        """True if prompts describe tools: in the chat template or in a system message of the gateway."""
         return self._describes_tools_itself or self.template_reads("tools")
 
     @property

@@ -78,7 +78,7 @@ class Renderer:
         self, source: str, special_tokens: Mapping[str, str], *, answer_limit_s: float = ANSWER_LIMIT_S
     ) -> None:
         self.source = source
-        self.rules: TemplateRules = AS_IS  # what it takes, once that is found
+        self.rules: TemplateRules = AS_IS  # what the template accepts, set when known
         self._answer_limit_s = answer_limit_s
         self.variables: frozenset[str] = frozenset()  # variables that it reads; known after the start
         self._special_tokens = dict(special_tokens)

@@ -1,7 +1,7 @@
-"""Prepares a client's JSON schema for the grammar engine: drops annotations, and refuses by path what would go wrong.
+"""Prepares a client's JSON schema for the grammar engine: drops annotations and refuses unsupported parts by path.
 
-``format`` is an annotation in JSON Schema: one that the grammar engine does not know is left out. The grammar engine
-reads numbers as doubles, so an integer beyond 2^53 would be enforced as another one: it is refused.
+``format`` is an annotation in JSON Schema: unknown formats are dropped. The grammar engine reads numbers as doubles, so
+integers beyond 2^53 are refused: they would be enforced inexactly.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ import jsonschema_rs
 
 from gateway.errors import InvalidParameter
 
-# What a value must be as a whole, which cannot be said of its beginning (llguidance refuses all of them).
+# Constraints on a complete value, which cannot be enforced token by token (llguidance refuses all of them).
 UNENFORCEABLE: Final = frozenset({
     "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "dependentRequired",
     "dependentSchemas", "dependencies", "propertyNames", "unevaluatedProperties", "unevaluatedItems",
@@ -23,12 +23,12 @@ TYPES: Final = frozenset({"array", "boolean", "integer", "null", "number", "obje
 MAX_EXACT_INTEGER: Final = 2**53
 MAX_CHECKED_PATTERN_CHARS: Final = 1_000  # longer patterns are left to the engine, whose compiler can be killed
 PATTERN_BYTES: Final = 1_048_576  # of a compiled pattern
-_ENGINE_OPTIONS: Final = "x-guidance"  # llguidance's own: white space must stay bounded
+_ENGINE_OPTIONS: Final = "x-guidance"  # llguidance's options: whitespace must stay bounded
 _HARMLESS: Final = {
     "uniqueItems": False,
     "unevaluatedProperties": True,
     "unevaluatedItems": True,
-}  # they demand nothing
+}  # keywords without effect
 _OF_SCHEMAS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # by name
 _LISTS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
 _SCHEMAS: Final = frozenset({"items", "additionalProperties", "additionalItems"})
@@ -39,14 +39,14 @@ _NUMBERS: Final = frozenset({
 
 @dataclass(slots=True)
 class SchemaReader:
-    """Reads one schema, which stands at ``path`` of the request; errors have ``param``, or their own path if None."""
+    """Reads the schema at ``path`` of the request. Errors have ``param``, or their own path if it is None."""
 
     path: str
     param: str | None = None
-    left_out: dict[str, str] = field(default_factory=dict)  # unenforceable keywords that were found, and where first
+    left_out: dict[str, str] = field(default_factory=dict)  # unenforceable keywords, with the path of the first use
 
     def read(self, schema: Any) -> Any:  # noqa: ANN401  # a schema, as it came
-        """Return the schema without what cannot be enforced. Raises InvalidParameter."""
+        """Return the schema without unenforceable keywords. Raises InvalidParameter."""
         try:
             return self._kept(schema, self.path)
         except RecursionError as error:
@@ -98,7 +98,7 @@ def _has_inexact_integer(value: Any) -> bool:  # noqa: ANN401
 
 
 def _pattern_error(pattern: str) -> str:
-    """Return why a pattern cannot be read, in a few words; empty if it can."""
+    """Return a short reason why a pattern is invalid; empty if it is valid."""
     if len(pattern) > MAX_CHECKED_PATTERN_CHARS:
         return ""
     options = jsonschema_rs.RegexOptions(size_limit=PATTERN_BYTES)

@@ -34,7 +34,7 @@ class ModelTokenSettings(Settings):
     # Whether keywords of JSON schemas that no grammar can enforce ("not", "uniqueItems", …) are checked after an
     # answer is generated, instead of being refused.
     lenient_schemas: bool = False
-    # Whether the sampling parameters of its generation_config.json stand in for what a request leaves out.
+    # Whether its generation_config.json has the defaults of omitted sampling parameters.
     generation_config: Literal["auto", "ignore"] = "auto"
 
 

@@ -122,7 +122,7 @@ class ChatTemplate:
         self._cpu_limit_s = cpu_limit_s
         environment = _environment()
         self.source = source
-        self.rules: TemplateRules = AS_IS  # what it takes, once that is found
+        self.rules: TemplateRules = AS_IS  # what the template accepts, set when known
         self.variables = frozenset(
             meta.find_undeclared_variables(environment.parse(source))
         )  # variables that the template reads

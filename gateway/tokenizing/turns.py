@@ -1,10 +1,9 @@
-"""Conversations in the order that a chat template takes.
+"""Adapts conversations to what a chat template accepts.
 
-Clients send system messages anywhere, several calls at once, and two messages of one role in a row. Many templates
-refuse some of these, or leave them out without a word. What a template takes is found by rendering small
-conversations, once, when its model is loaded (``find_rules``). ``fitted`` then writes each conversation so that the
-template takes it, and changes nothing that the template takes as it is. Every change has a name, which the client is
-told.
+Clients send system messages anywhere, several calls at once, and consecutive messages of one role. Many templates
+refuse some of these or silently drop them. ``find_rules`` renders small conversations when the model is loaded, to
+find what its template accepts. ``fitted`` then changes each conversation only where the template requires it. Every
+change has a name, which is returned to the client.
 """
 
 import hashlib
@@ -17,9 +16,9 @@ from gateway.errors import InvalidParameter
 
 # Names of the changes, for the client.
 SYSTEM_JOINED: Final = "system-joined"  # leading system messages became one
-SYSTEM_AS_USER: Final = "system-as-user"  # a system message became text of the user
-TURNS_MERGED: Final = "turns-merged"  # neighbors of one role became one message
-TURN_ADDED: Final = "turn-added"  # a short message between two that must not be neighbors
+SYSTEM_AS_USER: Final = "system-as-user"  # a system message became a user message
+TURNS_MERGED: Final = "turns-merged"  # consecutive messages of one role became one
+TURN_ADDED: Final = "turn-added"  # a short message was inserted between two that must not be adjacent
 TOOLS_AS_TEXT: Final = "tools-as-text"  # calls and results of earlier turns became text
 CALLS_SPLIT: Final = "calls-split"  # each of several calls became a message, with its result
 TOOLS_DESCRIBED: Final = "tools-described"  # the system message describes the tools
@@ -38,7 +37,7 @@ Render = Callable[[Sequence[Message], Sequence[Message]], Awaitable[str]]  # a c
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call: an object that becomes its JSON where a template (DeepSeek's) concatenates it to a text."""
+    """Arguments of a call: an object that turns into JSON if a template (DeepSeek's) concatenates it with text."""
 
     def __radd__(self, text: str) -> str:
         return text + json.dumps(self, ensure_ascii=False)
@@ -46,17 +45,17 @@ class Arguments(dict[str, Any]):
 
 @dataclass(frozen=True)
 class TemplateRules:
-    """What a template takes: it neither refuses it nor leaves it out. Each is true for templates that take anything."""
+    """What a template accepts, that is, neither refuses nor drops. All true: the template accepts everything."""
 
     system: bool = True
-    system_before_result: bool = True  # in a conversation that ends with the result of a tool
+    system_before_result: bool = True  # in a conversation that ends with a tool result
     several_systems: bool = True  # at the beginning
     later_system: bool = True
-    system_alone: bool = True  # a conversation without a message of the user
+    system_alone: bool = True  # a conversation without a user message
     user_twice: bool = True
     assistant_twice: bool = True
     assistant_first: bool = True
-    tools: bool = True  # it tells the model what tools there are
+    tools: bool = True  # the template describes the tools
     tool_results: bool = True
     user_after_tool: bool = True
     several_calls: bool = True  # in one message
@@ -65,7 +64,7 @@ class TemplateRules:
 
 
 AS_IS: Final = TemplateRules()
-# For conversations that a template refuses although it takes those it was tried with.
+# For conversations that a template refuses although it accepts the probes.
 STRICT: Final = replace(
     TemplateRules(**{rule.name: False for rule in fields(TemplateRules)}), system=True, tool_results=True
 )
@@ -127,7 +126,7 @@ _PROBES_WITH_TOOLS: Final[dict[str, list[Message]]] = {
 
 
 async def find_rules(render: Render) -> TemplateRules:
-    """Find what a template takes; ``render`` renders with it, and raises InvalidParameter where it refuses."""
+    """Find what a template accepts. ``render`` renders with it, and raises InvalidParameter if it refuses."""
 
     async def takes(messages: Sequence[Message], tools: Sequence[Message] = ()) -> bool:
         try:
@@ -137,7 +136,7 @@ async def find_rules(render: Render) -> TemplateRules:
         return all(word in text for word in (*_words(messages), *_names(tools)))
 
     if not await takes(_PLAIN):
-        return AS_IS  # it needs what no probe has
+        return AS_IS  # the template requires something that no probe has
     found = {rule: await takes(messages) for rule, messages in _PROBES.items()}
     found["tools"] = await takes(_PLAIN, [_TOLD])
     if await takes(_PROBES_WITH_TOOLS["tool_results"], [_CALLED]):
@@ -148,7 +147,7 @@ async def find_rules(render: Render) -> TemplateRules:
 
 
 def _words(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the words of a probe that its rendered text must have."""
+    """Yield the words of a probe that its rendered text must contain."""
     for message in messages:
         if message["content"].startswith("probe"):
             yield message["content"]
@@ -164,7 +163,7 @@ def _names(tools: Sequence[Message]) -> Iterator[str]:
 
 
 def fitted(messages: Sequence[Message], rules: TemplateRules, notes: set[str]) -> Sequence[Message]:
-    """Return a conversation as a template with these rules takes it; add the names of the changes to ``notes``."""
+    """Return a conversation adapted to a template's rules; add the names of the changes to ``notes``."""
     if rules == AS_IS:
         return messages
     for step in _STEPS:
@@ -173,7 +172,7 @@ def fitted(messages: Sequence[Message], rules: TemplateRules, notes: set[str]) -
 
 
 def _systems_placed(messages: Sequence[Message], rules: TemplateRules, notes: set[str]) -> Sequence[Message]:
-    """Join leading system messages, and turn what cannot stay a system message into text of the user."""
+    """Join leading system messages, and turn unsupported system messages into user messages."""
     count = next((number for number, message in enumerate(messages) if message["role"] != "system"), len(messages))
     leading, rest = list(messages[:count]), messages[count:]
     has_user = any(message["role"] == "user" for message in rest)
@@ -181,7 +180,7 @@ def _systems_placed(messages: Sequence[Message], rules: TemplateRules, notes: se
     if leading and not (takes_system and (rules.system_alone or has_user)):
         notes.add(SYSTEM_AS_USER)
         text = _joined(leading)
-        if rest and rest[0]["role"] == "user":  # as templates without a system role have it
+        if rest and rest[0]["role"] == "user":  # the convention of templates without a system role
             rest = [{**rest[0], "content": _joined([{"content": text}, rest[0]])}, *rest[1:]]
             leading = []
         else:
@@ -196,9 +195,9 @@ def _systems_placed(messages: Sequence[Message], rules: TemplateRules, notes: se
 
 
 def _later_as_user(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield system messages as text of the user, where they stand: the beginning of the prompt stays in the cache.
+    """Yield system messages as user messages in place, so that the cached prompt prefix stays valid.
 
-    A result follows its call: what stands between them comes after it.
+    Messages between a call and its result are moved after the result.
     """
     waiting: list[Message] = []
     for message in messages:
@@ -245,7 +244,7 @@ def _calls_split(messages: Sequence[Message], rules: TemplateRules, notes: set[s
 
 
 def _call_by_call(message: Message, results: Sequence[Message]) -> Iterator[Message]:
-    """Yield a message, each of several calls as one of its own with its results after it."""
+    """Yield a message; split several calls into one message per call, each followed by its results."""
     calls = message.get("tool_calls", ())
     if len(calls) < 2:
         yield message
@@ -295,7 +294,7 @@ def _short_id(call_id: str, notes: set[str]) -> str:
 
 
 def _turns_alternate(messages: Sequence[Message], rules: TemplateRules, notes: set[str]) -> Sequence[Message]:
-    """Merge neighbors of one role, and put a message between those that must not be neighbors."""
+    """Merge consecutive messages of one role, and insert a message between roles that must not be adjacent."""
     merges = {"user": not rules.user_twice, "assistant": not rules.assistant_twice}
     turns: list[Message] = []
     for message in messages:

@@ -1,4 +1,4 @@
-"""Bodies of requests."""
+"""Request bodies."""
 
 import json
 from typing import Any

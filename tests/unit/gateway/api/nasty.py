@@ -1,4 +1,4 @@
-"""Bodies that no schema suggests."""
+"""Malformed and unusual bodies."""
 
 from typing import Final
 
@@ -24,7 +24,7 @@ NASTY: Final[tuple[bytes, ...]] = (
     b'{"model": "\\u0000"}',
     b'{"model": true}',
 )
-# Further fields of bodies that name a model.
+# Additional fields of bodies with a model.
 OF_MODEL: Final[tuple[bytes, ...]] = (
     b'"messages": [{"role": "user", "content": "\\ud800"}]',
     b'"messages": [[]]',

@@ -1,4 +1,4 @@
-"""Anthropic's Messages as a chat and back."""
+"""Translation of Anthropic's Messages to chats and back."""
 
 import json
 from typing import Any
@@ -86,7 +86,7 @@ def test_fields_of_the_chat() -> None:
         ({"max_tokens": 0}, "max_tokens"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
         translated(**fields)
     assert refused.value.param == param
@@ -104,8 +104,8 @@ ANSWERS = st.lists(
 
 
 @given(ANSWERS, st.integers(1, 3), st.sampled_from(["stop", "length"]))
-def test_how_an_answer_was_split_changes_no_block(pieces: list[Piece], at_once: int, reason: str) -> None:
-    """A rescue begins a new frame anywhere: blocks, and where the text ends, follow from the text alone."""
+def test_blocks_do_not_depend_on_frames(pieces: list[Piece], at_once: int, reason: str) -> None:
+    """A resume can start a new frame anywhere: blocks and the end of the text depend only on the text."""
     translation = translated(stop_sequences=STOPS)
     whole = translation.whole(HEAD, pieces, reason, USAGE)
     split = [
@@ -125,12 +125,12 @@ def test_how_an_answer_was_split_changes_no_block(pieces: list[Piece], at_once: 
     [
         (["END"], "One END", "One ", "END"),
         (["b"], "ab", "a", "b"),
-        (["abX", "b"], "ab", "a", "b"),  # "ab" might have become the first
+        (["abX", "b"], "ab", "a", "b"),  # "ab" may be the beginning of the first
         (["b", "ab"], "ab", "", "ab"),
         (["END"], "One", "One", None),
     ],
 )
-def test_the_sequence_that_ended_a_text_is_told_and_cut_off(
+def test_the_matched_stop_sequence_is_reported_and_removed(
     stops: list[str], text: str, shown: str, stop: str | None
 ) -> None:
     translation, pieces = translated(stop_sequences=stops), [Piece(Kind.CONTENT, text)]
@@ -143,7 +143,7 @@ def test_the_sequence_that_ended_a_text_is_told_and_cut_off(
 
 
 def read(streamed: bytes) -> dict[str, Any]:
-    """Put a stream together as clients do."""
+    """Assemble a stream like clients do."""
     message: dict[str, Any] = {}
     arguments: dict[int, str] = {}
     for line in streamed.decode().splitlines():
@@ -169,7 +169,7 @@ def read(streamed: bytes) -> dict[str, Any]:
     return message
 
 
-def test_tools_of_anthropics_own_are_left_out_and_their_results_told() -> None:
+def test_built_in_tools_are_omitted_and_their_results_kept() -> None:
     tools = [{"type": kind, "name": "w"} for kind in ("web_search_20250305", "bash_20250124")]
     blocks = [
         {"type": "text", "text": "I look."},

@@ -56,7 +56,7 @@ def test_completion_errors_name_the_field(fields: dict[str, Any], param: str) ->
     assert caught.value.param == param
 
 
-def test_missing_fields_are_called_missing() -> None:
+def test_missing_fields_are_reported_as_missing() -> None:
     with pytest.raises(InvalidParameter) as caught:
         parse_chat(b'{"messages": []}')
     assert (caught.value.param, caught.value.code) == ("model", "missing_required_parameter")
@@ -70,7 +70,7 @@ def test_malformed_json(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", [b"[]", b"5", b"null"])
-def test_json_that_is_no_object(body: bytes) -> None:
+def test_json_that_is_not_an_object(body: bytes) -> None:
     with pytest.raises(BadRequest, match="JSON object"):
         parse_chat(body)
 

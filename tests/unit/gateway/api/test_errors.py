@@ -48,7 +48,7 @@ def test_envelope_has_real_nulls_and_a_default_message() -> None:
     }
 
 
-def test_a_better_estimate_goes_before_the_codes_own() -> None:
+def test_retry_after_overrides_the_default_of_the_code() -> None:
     error = RequestFailed(Failure(ErrorCode.TOO_MANY_QUEUED, "why", retry_after_s=42))
     headers = dict(headers_of(error))
     assert headers[b"x-should-retry"] == b"true"
@@ -62,7 +62,7 @@ def test_retry_headers() -> None:
 
 
 @pytest.mark.parametrize(("wait_s", "earliest_s", "latest_s"), [(1, 1, 1.5), (5, 5, 7.5), (50, 40, 60), (60, 40, 60)])
-def test_those_refused_together_do_not_return_together(wait_s: int, earliest_s: float, latest_s: float) -> None:
+def test_retry_times_have_jitter(wait_s: int, earliest_s: float, latest_s: float) -> None:
     failure = Failure(ErrorCode.TOO_MANY_QUEUED, "why", retry_after_s=wait_s)
     waits_s: list[float] = []
     for _ in range(200):
@@ -73,8 +73,8 @@ def test_those_refused_together_do_not_return_together(wait_s: int, earliest_s: 
     assert max(waits_s) - min(waits_s) > 0.8 * (latest_s - earliest_s)
 
 
-async def test_a_caller_who_leaves_in_the_middle_of_a_body_is_no_error_of_ours() -> None:
-    """Exceptions without a handler are raised out of the application, and logged with their traceback."""
+async def test_a_disconnect_during_the_body_is_not_a_server_error() -> None:
+    """Unhandled exceptions leave the application and are logged with a traceback."""
     app = FastAPI()
     add_error_answers(app, ())
 
@@ -88,7 +88,7 @@ async def test_a_caller_who_leaves_in_the_middle_of_a_body_is_no_error_of_ours()
 
 
 def leaving(app: FastAPI) -> ASGIApp:
-    """The application for a caller who leaves at once."""
+    """Return an application whose client disconnects immediately."""
 
     async def receive() -> Message:
         return {"type": "http.disconnect"}
@@ -112,7 +112,7 @@ def leaving(app: FastAPI) -> ASGIApp:
         ("/favicon.ico", ""),
     ],
 )
-async def test_an_unknown_path_near_a_known_one(start_local: Start, path: str, hint: str) -> None:
+async def test_an_unknown_path_gets_a_hint(start_local: Start, path: str, hint: str) -> None:
     gateway = await start_local()
     answer = await gateway.post(path)
     assert answer.status_code == 404

@@ -1,4 +1,4 @@
-"""Errors name a field once, as the client of each API knows it."""
+"""Errors name a field once, with the field name of the client's API."""
 
 import json
 
@@ -19,7 +19,7 @@ SCHEMA = "response_format.json_schema.schema.properties.stop.pattern"
 @pytest.mark.parametrize(
     ("param", "message", "of_messages", "of_responses"),
     [
-        # The field's chat name, the message, and the field in Messages and Responses.
+        # The chat's field, the message, and the fields in Messages and Responses.
         ("stop", "'{}' must hold at most 16 strings", "stop_sequences", "stop"),
         ("stop.0", "'{}' must be a string", "stop_sequences.0", "stop.0"),
         ("stop_token_ids", "'{}' is wrong", "stop_token_ids", "stop_token_ids"),
@@ -67,14 +67,14 @@ def test_each_field(param: str, message: str, of_messages: str, of_responses: st
     assert told == message.replace("{}", of_messages)
     body = json.loads(Responses().error_body(error, "req_1"))["error"]
     assert (body["message"], body["param"]) == (message.replace("{}", of_responses), of_responses)
-    assert json.dumps(told) in MESSAGES.events(HEAD).failed(error).decode()  # after the head of a stream was sent
+    assert json.dumps(told) in MESSAGES.events(HEAD).failed(error).decode()  # after the stream has started
     assert json.dumps(body["message"]) in RESPONSES.events(HEAD).failed(error).decode()
     assert Messages().field_name(param) == of_messages
     assert Responses().field_name(param) == of_responses
 
 
 def test_a_message_without_the_field_gets_it() -> None:
-    """Messages has no other place for it."""
+    """Messages has no separate field for it."""
     error = InvalidParameter("more than the pool holds", param="stop")
     told = json.loads(Messages().error_body(error, "req_1"))["error"]["message"]
     assert told == "stop_sequences: more than the pool holds"

@@ -1,4 +1,4 @@
-"""Request bodies: what pydantic takes for JSON, and all that reads a body after it, is the same."""
+"""Request bodies: pydantic and all later parsers accept the same JSON."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ NUMBERS = ("NaN", "Infinity", "-Infinity", "1e400", "-1E+999", "1e309", "9" * 40
         ('{"metadata": {"x": %s, "y": 1.0}}', "metadata.x"),
     ],
 )
-def test_a_number_that_is_none_is_refused_by_name(body: str, param: str, number: str) -> None:
+def test_an_invalid_number_is_refused_by_field(body: str, param: str, number: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
         parse_body(Body, (body % number).encode())
     assert refused.value.param == param
@@ -32,17 +32,17 @@ def test_a_number_that_is_none_is_refused_by_name(body: str, param: str, number:
 @pytest.mark.parametrize(
     "body",
     [
-        '{"a": 1e999, "a": 1}',  # pydantic reads the last of two
+        '{"a": 1e999, "a": 1}',  # pydantic reads the last one
         '{"a": NaN, "b": [%s]}' % ("[]," * MAX_SEARCHED_VALUES + "[]"),
     ],
 )
-def test_one_that_is_not_found_is_refused_all_the_same(body: str) -> None:
+def test_an_invalid_number_without_a_field_is_refused(body: str) -> None:
     with pytest.raises(MalformedJson):
         parse_body(Body, body.encode())
 
 
 @pytest.mark.parametrize("number", ["1e308", "-1.7976931348623157e308", "1e-400", "0e999", str(10**40), "-0.0"])
-def test_any_other_number_is_taken(number: str) -> None:
+def test_valid_numbers_are_accepted(number: str) -> None:
     assert parse_body(Body, f'{{"a": {number}}}'.encode()).model_extra is not None
 
 
@@ -78,7 +78,7 @@ _VALUES = st.recursive(_WORDS | st.floats().map(repr) | st.integers().map(str), 
 
 
 @given(_VALUES | st.lists(_WORDS, max_size=8).map("".join), st.sampled_from(["utf-8", "latin-1"]))
-def test_what_is_taken_can_be_read_and_written_by_all(value: str, encoding: str) -> None:
+def test_accepted_bodies_can_be_parsed_and_encoded_everywhere(value: str, encoding: str) -> None:
     body = b'{"a": %b}' % value.encode(encoding, "replace")
     try:
         taken: Any = parse_body(Body, body)

@@ -1,4 +1,4 @@
-"""Fields that popular clients send, and that asked for nothing a model here could not do: they were refused."""
+"""Fields that popular clients send with values that have no effect. They were once refused."""
 
 from typing import Any
 
@@ -31,18 +31,18 @@ async def answers(attempt: Attempt) -> None:
     await attempt.finish()
 
 
-async def test_they_are_answered(start_local: Start) -> None:
+async def test_harmless_fields_are_accepted(start_local: Start) -> None:
     gateway = await start_local(models={MODEL: ModelSettings(default_max_tokens=7, aliases=("short",))})
     worker = await gateway.add_worker(script=answers)
     answer = await gateway.client().chat.completions.create(model=MODEL, messages=HELLO, extra_body=HARMLESS)
     assert answer.choices[0].message.content == "ab"
     job = worker.attempts[0].job
-    assert job.sampling.max_tokens == 512 - len(worker.attempts[0].prompt_ids)  # all that the context leaves
+    assert job.sampling.max_tokens == 512 - len(worker.attempts[0].prompt_ids)  # the rest of the context
     await gateway.client().completions.create(model=MODEL, prompt="Hi", max_tokens=-1)
     assert worker.attempts[1].job.sampling.max_tokens == 512 - len(worker.attempts[1].prompt_ids)
 
 
-async def test_the_end_that_is_kept(start_local: Start) -> None:
+async def test_truncation_side(start_local: Start) -> None:
     gateway = await start_local()
     worker = await gateway.add_worker(script=answers)
     for side, kept in (("left", "def"), ("right", "abc"), (None, "def")):
@@ -79,7 +79,7 @@ async def test_texts_of_tokens(start_local: Start) -> None:
     assert told["token_strs"] == ["<s>", "a", "Ġ", "b"]
 
 
-async def test_what_cannot_be_honoured_is_named(start_local: Start) -> None:
+async def test_unsupported_fields_are_named(start_local: Start) -> None:
     gateway = await start_local()
     with pytest.raises(openai.BadRequestError) as refused:
         await gateway.client().chat.completions.create(

@@ -1,4 +1,4 @@
-"""Keywords of a schema that no grammar can enforce are refused by name, or left out where the operator says so."""
+"""Unenforceable schema keywords are refused by name, or omitted with lenient_schemas."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ def compiles(schema: object) -> bool:
 
 
 @pytest.mark.parametrize("word", sorted(UNENFORCEABLE))
-def test_what_the_engine_cannot_enforce(word: str) -> None:
+def test_unenforceable_keywords(word: str) -> None:
     inner = {"type": "array" if "tems" in word else "object", word: VALUES.get(word, {"type": "object"})}
     schema = {"type": "object", "properties": {"a": {"anyOf": [inner, {"type": "null"}]}}, "required": ["a"]}
     assert not compiles(schema)
@@ -46,7 +46,7 @@ def test_what_the_engine_cannot_enforce(word: str) -> None:
     assert compiles(kept)
 
 
-def test_names_and_values_are_no_keywords() -> None:
+def test_names_and_values_are_not_keywords() -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -60,12 +60,12 @@ def test_names_and_values_are_no_keywords() -> None:
     assert source_of(schema) == schema
 
 
-def test_what_demands_nothing_is_left_out_quietly() -> None:
+def test_keywords_without_effect_are_dropped() -> None:
     assert source_of({"type": "array", "uniqueItems": False}) == {"type": "array"}
 
 
 @pytest.mark.parametrize("kind", ["lark", "regex", "json_object"])
-def test_other_kinds_are_left_alone(kind: Any) -> None:
+def test_other_grammars_are_unchanged(kind: Any) -> None:
     grammar = Grammar(kind, 'start: "not"', "f")
     assert enforceable(grammar, None) is grammar
     assert enforceable(None, None) is None

@@ -1,4 +1,4 @@
-"""Unknown fields that are near a known one: named in a header, or refused in strict mode."""
+"""Unknown fields that resemble a known one are named in a header, or refused in strict mode."""
 
 import json
 from typing import Any
@@ -55,20 +55,20 @@ def body_of(path: str, **fields: Any) -> Body:
 
 
 @pytest.mark.parametrize(("path", "name", "known"), NEAR)
-def test_what_is_near(path: str, name: str, known: str | None) -> None:
+def test_similar_names(path: str, name: str, known: str | None) -> None:
     assert misspelt_fields(body_of(path, **{name: 1})) == ({} if known is None else {name: known})
 
 
-def test_a_field_that_was_given_as_well_is_not_meant() -> None:
+def test_a_known_field_that_is_set_is_not_suggested() -> None:
     assert misspelt_fields(body_of("/v1/chat/completions", max_token=1, max_tokens=2)) == {}
 
 
-def test_only_so_many_are_compared() -> None:
+def test_comparisons_are_bounded() -> None:
     unknown = {f"unknown_{number}": 1 for number in range(MAX_COMPARED)}
     assert misspelt_fields(body_of("/v1/chat/completions", **unknown, max_token=1)) == {}
 
 
-def test_no_field_of_an_api_is_taken_for_a_mistake() -> None:
+def test_no_api_field_counts_as_misspelled() -> None:
     sections = {route.removeprefix("POST "): section for route, section in page.sections().items()}
     for path in BODIES.keys() & sections.keys():
         kind, _ = BODIES[path]
@@ -78,7 +78,7 @@ def test_no_field_of_an_api_is_taken_for_a_mistake() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
-async def test_it_is_named_in_a_header(start_local: Start, path: str) -> None:
+async def test_a_misspelled_field_is_named_in_a_header(start_local: Start, path: str) -> None:
     gateway = await start_local()
     await gateway.add_worker(script=says_a)
     _, body = BODIES[path]
@@ -90,7 +90,7 @@ async def test_it_is_named_in_a_header(start_local: Start, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings"])
-async def test_it_is_refused_in_strict_mode(start_local: Start, path: str) -> None:
+async def test_a_misspelled_field_is_refused_in_strict_mode(start_local: Start, path: str) -> None:
     gateway = await start_local(strict_fields=True)
     known = "dimensions" if path == "/v1/embeddings" else "temperature"
     answer = await gateway.post(path, **BODIES[path][1], anything=1, **{f"{known}s": 1})

@@ -1,4 +1,4 @@
-"""Bodies that no schema suggests are refused as what they are, or answered."""
+"""Malformed and unusual bodies are refused with the right error, or answered."""
 
 import pytest
 

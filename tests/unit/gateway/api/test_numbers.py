@@ -1,4 +1,4 @@
-"""NaN, infinity and 1e400 are no JSON: every API says so, and names the field."""
+"""NaN, infinity, and 1e400 are not JSON: every API refuses them by field."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ NUMBERS = ("NaN", "-Infinity", "1e400")
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_every_api_refuses_it_by_name(start_local: Start, path: str) -> None:
+async def test_every_api_refuses_invalid_numbers_by_field(start_local: Start, path: str) -> None:
     http = (await start_local()).http()
     for number in NUMBERS:
         body = json.dumps({"model": MODEL, **BODIES[path], "junk": {"x": "?"}}).replace('"?"', number)
@@ -37,8 +37,8 @@ async def test_every_api_refuses_it_by_name(start_local: Start, path: str) -> No
 
 
 @pytest.mark.parametrize("size", [1, 20_000])
-async def test_a_conversation_that_goes_on_refuses_it(start_local: Start, size: int) -> None:
-    """Also where the body is read before the stored conversation is."""
+async def test_a_continued_conversation_refuses_invalid_numbers(start_local: Start, size: int) -> None:
+    """The body is read before the stored conversation."""
     http = (await start_local()).http()
     for number in NUMBERS:
         body = json.dumps({"model": MODEL, "input": "x" * size, "previous_response_id": "resp_1", "junk": "?"})

@@ -1,4 +1,4 @@
-"""OpenAI's Responses as a chat and back."""
+"""Translation of OpenAI's Responses to chats and back."""
 
 import json
 from typing import Any
@@ -73,7 +73,7 @@ def test_fields_of_the_chat() -> None:
 
 
 @given(ANSWERS, st.integers(1, 3), st.sampled_from(["stop", "length"]))
-def test_how_an_answer_was_split_changes_no_item(pieces: list[Piece], at_once: int, reason: str) -> None:
+def test_items_do_not_depend_on_frames(pieces: list[Piece], at_once: int, reason: str) -> None:
     translation = translated()
     whole = translation.whole(HEAD, pieces, reason, USAGE)
     split = []
@@ -99,8 +99,8 @@ def test_how_an_answer_was_split_changes_no_item(pieces: list[Piece], at_once: i
         assert text == (told["arguments"] if part < 0 else told["content"][part]["text"])
 
 
-def test_the_body_that_is_kept_means_the_same() -> None:
-    """And has nothing in it that is not known: whoever takes a response over makes the same of it."""
+def test_the_stored_body_is_equivalent() -> None:
+    """It has only known fields, and a gateway that takes over the response translates it equally."""
     junk = {"junk": "x"}
     asked: dict[str, Any] = {
         "input": [
@@ -147,7 +147,7 @@ HOSTED = (
 )  # fmt: skip
 
 
-def test_a_custom_tool_is_a_function_with_one_text() -> None:
+def test_a_custom_tool_is_a_function_with_a_text_argument() -> None:
     asked = translated(tools=[CUSTOM, FUNCTION], tool_choice={"type": "custom", "name": "apply_patch"})
     function = asked.chat["tools"][0]["function"]
     assert function["parameters"]["required"] == ["input"]
@@ -157,7 +157,7 @@ def test_a_custom_tool_is_a_function_with_one_text() -> None:
 
 
 @pytest.mark.parametrize("kind", HOSTED)
-def test_what_only_a_hosted_service_can_run_is_left_out(kind: str) -> None:
+def test_hosted_tools_are_omitted(kind: str) -> None:
     asked = translated(tools=[{"type": kind, "anything": {}}, FUNCTION], tool_choice="auto")
     assert [tool["function"]["name"] for tool in asked.chat["tools"]] == ["look"]
     assert asked.adapted == {f"tool-skipped:{kind}"}
@@ -165,7 +165,7 @@ def test_what_only_a_hosted_service_can_run_is_left_out(kind: str) -> None:
     assert (alone.chat["tools"], alone.chat["tool_choice"]) == (None, "required")
 
 
-def test_names_in_the_header_are_few_and_plain() -> None:
+def test_names_in_the_header_are_bounded_and_plain() -> None:
     tools = [{"type": "a\r\nx-evil: 1"}, {"type": "ä"}, *({"type": f"tool_{number}"} for number in range(100))]
     adapted = translated(tools=tools).adapted
     assert "tool-skipped:other" in adapted
@@ -181,7 +181,7 @@ def test_names_in_the_header_are_few_and_plain() -> None:
         ('{"input": "*** Beg', '{"input": "*** Beg', "incomplete"),
     ],
 )
-def test_a_call_of_a_custom_tool_is_told_as_one(arguments: str, told: str, status: str) -> None:
+def test_a_custom_tool_call_is_returned_as_one(arguments: str, told: str, status: str) -> None:
     asked = translated(tools=[CUSTOM])
     pieces = [Piece(Kind.CALL, "apply_patch", "c1"), *(Piece(Kind.ARGUMENTS, char) for char in arguments)]
     [item] = asked.whole(HEAD, pieces, "stop", USAGE)["output"]
@@ -198,7 +198,7 @@ def test_a_call_of_a_custom_tool_is_told_as_one(arguments: str, told: str, statu
     assert kinds[2:] == [
         "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done",
     ]  # fmt: skip
-    # The item goes back into the next conversation as it came.
+    # Clients send the item back unchanged in the next conversation.
     again = translated(input=[item, {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done."}])
     call, result = again.chat["messages"]
     assert call["tool_calls"][0]["function"] == {"name": "apply_patch", "arguments": {"input": told}}
@@ -224,9 +224,7 @@ def test_a_call_of_a_custom_tool_is_told_as_one(arguments: str, told: str, statu
          [("code_interpreter", {"code": "1"})], [("i", '[{"logs": "1"}]')]),
     ],
 )  # fmt: skip
-def test_items_of_tools_that_run_elsewhere_are_told_as_functions(
-    items: list[Any], calls: list[Any], results: list[Any]
-) -> None:
+def test_items_of_hosted_tools_become_function_calls(items: list[Any], calls: list[Any], results: list[Any]) -> None:
     asked = translated(input=items)
     messages = asked.chat["messages"]
     called = [call["function"] for message in messages for call in message.get("tool_calls", ())]
@@ -239,12 +237,12 @@ def test_items_of_tools_that_run_elsewhere_are_told_as_functions(
     "kind",
     ["web_search_call", "image_generation_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"],
 )
-def test_items_without_a_result_are_left_out(kind: str) -> None:
+def test_items_without_a_result_are_omitted(kind: str) -> None:
     asked = translated(input=[{"role": "user", "content": "hi"}, {"type": kind, "id": "x"}])
     assert [message["role"] for message in asked.chat["messages"]] == ["user"]
     assert asked.adapted == {f"item-skipped:{kind}"}
 
 
-def test_arguments_that_are_no_text_are_stored_as_text() -> None:
+def test_arguments_are_stored_as_text() -> None:
     item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": {"a": 1}}
     assert json.loads(translated(input=[item]).body())["input"][0]["arguments"] == '{"a":1}'

@@ -1,4 +1,4 @@
-"""Answers that come in parts: streamed, whole, and as they are kept of callers who agreed to that."""
+"""Answers in parts: streamed, whole, and as stored payloads."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def form(**fields: Any) -> AnswerForm:
 def streamed(
     frames: list[Deltas | Tokens], of: AnswerForm
 ) -> tuple[list[dict[str, Any]], RecordedAnswer, dict[str, Any]]:
-    """The choices of all events, what is kept of them, and the usage."""
+    """Return the choices of all events, their payload, and the usage."""
     answer = RecordedAnswer(1, 1000)
     made = ParsedChatChunks("a", 1, "m", form=of, choices=1, with_usage=True)
     chunks = RecordedChunks(made, answer)
@@ -78,8 +78,8 @@ async def whole_of(frames: list[Deltas | Tokens], of: AnswerForm) -> dict[str, A
 
 
 @pytest.mark.parametrize("is_legacy", [False, True])
-async def test_only_one_call_where_only_one_is_wanted(is_legacy: bool) -> None:
-    """Not every API can be told so."""
+async def test_parallel_calls_are_dropped_if_disabled(is_legacy: bool) -> None:
+    """Not every API has this option."""
     wanted = form(is_single_call=True, is_legacy=is_legacy)
     frames: list[Deltas | Tokens] = [frame(*CALLS[:3]), frame(*CALLS[3:]), frame(reason="stop")]
     choices, _, _ = streamed(frames, wanted)
@@ -92,7 +92,7 @@ async def test_only_one_call_where_only_one_is_wanted(is_legacy: bool) -> None:
     assert calls == [{"name": "weather", "arguments": '{"city":"Rome"}'}]
 
 
-async def test_text_of_engines_and_of_apis_is_one_answer() -> None:
+async def test_engine_text_and_api_parts_form_one_answer() -> None:
     tokens = Tokens("r", 1, 1, 0, (1,), "Hello")
     frames: list[Deltas | Tokens] = [tokens, frame(Part("text", " world")), frame(reason="stop")]
     choices, answer, _ = streamed(frames, form())

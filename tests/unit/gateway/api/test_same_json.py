@@ -1,7 +1,7 @@
-"""pydantic, which reads bodies, and msgspec, which reads all else, agree on what is valid.
+"""pydantic, which parses bodies, and msgspec, which parses everything else, agree on valid JSON.
 
-A body that only one of them reads is accepted now and stops something later: a background response, a line of a batch,
-a stored conversation. Bodies are texts here, since what the two differ in cannot be said in Python's values.
+A body that only one of them accepts would fail later: in a background response, a line of a batch, or
+a stored conversation. Bodies are texts here, because Python values cannot express the differences.
 """
 
 import json
@@ -80,7 +80,7 @@ REQUIRED = {
 
 @st.composite
 def bodies(draw: st.DrawFn) -> bytes:
-    """Bodies that every API would accept, but for a few fields; some come twice."""
+    """Return bodies that every API accepts except for a few fields; some fields are duplicated."""
     fields = list(REQUIRED.items())
     for name in draw(st.lists(st.sampled_from(FIELDS), min_size=1, max_size=3)):
         fields.insert(draw(st.integers(0, len(fields))), (name, draw(VALUES)))
@@ -96,7 +96,7 @@ def assert_none(request: object, refusal: Exception) -> None:
 
 
 def deep(levels: int) -> bytes:
-    """A body whose lists and objects are nested so deep, itself included."""
+    """Return a body with this nesting depth, including itself."""
     return HEAD + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
 
 
@@ -106,7 +106,7 @@ def deep(levels: int) -> bytes:
 @example(deep(200))
 @example(deep(201))
 @example(deep(1100))
-def test_what_pydantic_accepts_msgspec_writes_and_reads(body: bytes) -> None:
+def test_msgspec_accepts_what_pydantic_accepts(body: bytes) -> None:
     for parse in PARSERS:
         try:
             request = parse(body)
@@ -128,7 +128,7 @@ def test_what_pydantic_accepts_msgspec_writes_and_reads(body: bytes) -> None:
 @example(deep(200))
 @example(deep(201))
 @example(b'{"model":"x","model":"m","messages":[{"role":"user","content":"a"}]}')
-def test_a_body_is_valid_by_itself_and_as_a_line(body: bytes) -> None:
+def test_a_body_is_equally_valid_alone_and_as_a_line(body: bytes) -> None:
     line = b'{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":' + body + b"}"
     try:
         request = parse_chat(body)
@@ -137,10 +137,10 @@ def test_a_body_is_valid_by_itself_and_as_a_line(body: bytes) -> None:
     try:
         check_line(line, CHAT, MODELS)
     except Wrong as wrong:
-        if wrong.param != "body.model":  # of a model that is not there the endpoint says so, too
+        if wrong.param != "body.model":  # the endpoint also reports an unknown model
             assert_none(request, wrong)
         return
-    # What the line holds is told to the API as it stands there.
+    # The line passes its body to the API unchanged.
     as_line = bytes(decode_line(line).body)
     try:
         assert parse_chat(as_line) == request
@@ -152,7 +152,7 @@ def test_a_body_is_valid_by_itself_and_as_a_line(body: bytes) -> None:
 @example(deep(200))
 @example(deep(201))
 @example(deep(202))
-def test_a_body_is_valid_by_itself_and_as_a_request_of_a_batch(body: bytes) -> None:
+def test_a_body_is_equally_valid_alone_and_in_a_batch(body: bytes) -> None:
     try:
         parse_body(MessagesRequest, body)
         is_valid = True

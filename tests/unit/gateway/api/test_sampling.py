@@ -16,15 +16,15 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
     [
         {},
         {"temperature": 0},
-        {"temperature": 1.0},  # the API's default, and not the model's
+        {"temperature": 1.0},  # the API's default, not the model's
         {"top_p": 1},
         {"top_k": 5},
         {"min_p": 0},
         {"repetition_penalty": 1.0, "temperature": 0.2},
-        {"temperature": None},  # the same as leaving it out
+        {"temperature": None},  # same as omitted
     ],
 )
-def test_a_model_s_own_defaults_stand_in_for_what_is_left_out(asked: dict[str, Any]) -> None:
+def test_model_defaults_replace_omitted_parameters(asked: dict[str, Any]) -> None:
     given = {name: value for name, value in asked.items() if value is not None}
     left = {name: value for name, value in DEFAULTS.items() if name not in given}
     expected = Sampling(max_tokens=7, **given, defaults=left)

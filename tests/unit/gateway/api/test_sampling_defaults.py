@@ -1,4 +1,4 @@
-"""A model's own sampling parameters, from its worker's card to the jobs of every API."""
+"""A model's default sampling parameters, from its card to the jobs of every API."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ async def send(gateway: LocalGateway, path: str, body: dict[str, Any] | None = N
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_they_stand_in_for_what_is_left_out(start_local: Start, path: str) -> None:
+async def test_model_defaults_replace_omitted_parameters(start_local: Start, path: str) -> None:
     gateway = await start_local(model_card=card(sampling=OWN))
     worker = await gateway.add_worker(script=answer_hello)
     answer = await send(gateway, path, BODIES[path])
@@ -41,7 +41,7 @@ async def test_they_stand_in_for_what_is_left_out(start_local: Start, path: str)
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
-async def test_they_are_shown_unless_ignored(start_local: Start, is_ignored: bool) -> None:
+async def test_model_defaults_are_shown_unless_ignored(start_local: Start, is_ignored: bool) -> None:
     settings = ModelSettings(aliases=("short",), generation_config="ignore" if is_ignored else "auto")
     gateway = await start_local(model_card=card(sampling=OWN), models={MODEL: settings})
     worker = await gateway.add_worker(script=answer_hello)

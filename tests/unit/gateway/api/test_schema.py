@@ -87,7 +87,7 @@ def test_what_vllm_added_reaches_the_wire() -> None:
         ({"logprobs": 0, "echo": True, "prompt_logprobs": 2, "max_tokens": 0}, 2),
     ],
 )
-def test_an_echo_with_logprobs_wants_those_of_the_prompt(fields: dict[str, Any], wanted: int | None) -> None:
+def test_an_echo_with_logprobs_requests_prompt_logprobs(fields: dict[str, Any], wanted: int | None) -> None:
     assert sampling_of(parse_completion(completion(**fields)), 0).prompt_logprobs == wanted
 
 
@@ -112,7 +112,7 @@ def test_calls_and_their_results_reach_the_template() -> None:
     ]
 
 
-def test_arguments_that_are_nested_too_deeply_stay_a_text() -> None:
+def test_deeply_nested_arguments_stay_text() -> None:
     nested = "[" * 100_000
     assert CalledFunction(name="f", arguments=nested).arguments_for_template() == {"arguments": nested}
 
@@ -131,8 +131,8 @@ def test_arguments_that_are_nested_too_deeply_stay_a_text() -> None:
         ('{"a": "\\ud83d\\ude00"}', {"a": "😀"}),
     ],
 )
-def test_arguments_that_are_no_object_are_held_by_one(text: str, found: Any) -> None:
-    """A model wrote them, or was cut off in them; templates refused the whole conversation."""
+def test_invalid_arguments_are_wrapped_in_an_object(text: str, found: Any) -> None:
+    """The model wrote invalid or truncated arguments; templates refused the conversation."""
     function = CalledFunction(name="f", arguments=text)
     assert function.arguments_for_template() == ({"arguments": text} if found is None else found)
     assert json.loads(function.arguments_object or "{}") == function.arguments_for_template()
@@ -141,14 +141,14 @@ def test_arguments_that_are_no_object_are_held_by_one(text: str, found: Any) -> 
     assert turn.calls[0].arguments == function.arguments_object
 
 
-def test_null_is_the_same_as_nothing() -> None:
+def test_null_equals_an_omitted_field() -> None:
     names = ("n", "stop", "seed", "temperature", "top_k", "logit_bias", "logprobs", "max_tokens", "stream", "tools")
     request = parse_chat(chat(**dict.fromkeys(names)))
     assert requested_max_tokens(request) is None
     assert sampling_of(request, 5) == Sampling(max_tokens=5)
 
 
-def test_logprobs_without_top_ones_and_top_k_off() -> None:
+def test_logprobs_without_top_logprobs_and_top_k_off() -> None:
     assert sampling_of(parse_chat(chat(logprobs=True, top_k=-1)), 5) == Sampling(max_tokens=5, logprobs=0)
     assert sampling_of(parse_chat(chat(logprobs=False)), 5).logprobs is None
     assert sampling_of(parse_completion(completion(logprobs=5)), 5).logprobs == 5
@@ -158,7 +158,7 @@ def test_unknown_fields_are_ignored() -> None:
     assert parse_chat(chat(whatever=1, messages=[{**USER, "weight": 1}])).model == "m"
 
 
-def test_text_parts_make_one_text_and_developers_are_the_system() -> None:
+def test_text_parts_are_joined_and_developer_means_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": parts, "name": "n"}, {"role": "assistant", "content": None}]
     turns = [message.for_template() for message in parse_chat(chat(messages=messages)).messages]
@@ -285,7 +285,7 @@ def test_chat_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
         {"max_completion_tokens": -1},
     ],
 )
-def test_values_that_ask_for_nothing_unsupported(fields: dict[str, Any]) -> None:
+def test_default_values_of_unsupported_fields_are_accepted(fields: dict[str, Any]) -> None:
     assert parse_chat(chat(**fields)).model == "m"
 
 
@@ -316,14 +316,14 @@ def test_values_that_ask_for_nothing_unsupported(fields: dict[str, Any]) -> None
         ({"guided_grammar": "start: /a/"}, Grammar("lark", "start: /a/", "guided_grammar")),
     ],
 )
-def test_what_answers_must_look_like(fields: dict[str, Any], grammar: Grammar | None) -> None:
+def test_output_formats(fields: dict[str, Any], grammar: Grammar | None) -> None:
     request = parse_chat(chat(**fields))
     assert request.grammar == grammar
     assert sampling_of(request, 10).grammar == grammar
 
 
 def test_legacy_functions_are_tools() -> None:
-    """Clients from before there were tools; their results have a name, not an id."""
+    """Legacy clients: their results have a name instead of an id."""
     messages = [
         USER,
         {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"city": "Paris"}'}},

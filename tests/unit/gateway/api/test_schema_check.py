@@ -1,4 +1,4 @@
-"""Keywords that no grammar enforces are checked in whole answers, at a bounded cost, and reported in each choice."""
+"""Unenforceable keywords are validated after generation, at a bounded cost, and reported per choice."""
 
 import json
 from typing import Any
@@ -30,7 +30,7 @@ def errors_of(schema: object, text: str, finish_reason: str = "stop") -> Any:
     return check_of(schema).fields(text, [], finish_reason).get("schema_errors", "absent")
 
 
-def test_what_meets_its_schema_and_what_does_not() -> None:
+def test_valid_and_invalid_answers() -> None:
     assert errors_of(UNIQUE, '{"items": [1, 2]}') == []
     [error] = errors_of(UNIQUE, '{"items": [1, 1]}')
     assert error.startswith("$.items: [1,1]")
@@ -41,7 +41,7 @@ def test_what_meets_its_schema_and_what_does_not() -> None:
     assert errors_of(UNIQUE, '{"items": [1', "length") == "absent"
 
 
-def test_errors_are_few_and_short() -> None:
+def test_errors_are_bounded() -> None:
     schema = {"type": "array", "items": {"not": {"type": "string"}}}
     errors = errors_of(schema, json.dumps(["x" * 1000] * 50))
     assert len(errors) == MAX_ERRORS
@@ -61,7 +61,7 @@ def test_errors_are_few_and_short() -> None:
     ],
     ids=["remote", "recursive", "unevaluated", "look-around", "large-pattern", "invalid", "large"],
 )
-def test_what_cannot_be_checked(schema: object) -> None:
+def test_schemas_that_cannot_be_checked(schema: object) -> None:
     assert errors_of(schema, "{}") is None
 
 
@@ -89,7 +89,7 @@ def frame(text: str, finish_reason: str | None = None) -> Tokens:
     return Tokens("r", 1, 1, 0, (1,), text, finish_reason)
 
 
-def test_the_last_event_of_a_stream_tells() -> None:
+def test_the_last_event_has_schema_errors() -> None:
     chunks = CheckedChunks(ChatChunks("x", 0, "m", choices=1, with_usage=False), check_of(UNIQUE), choices=1)
     assert set(finished(chunks.of(frame('{"items": [1,')))) == {"absent"}
     *before, end = finished(chunks.of(frame(" 1]}", "stop")))
@@ -97,9 +97,9 @@ def test_the_last_event_of_a_stream_tells() -> None:
     assert len(end) == 1
 
 
-def test_an_echoed_prompt_is_no_answer() -> None:
+def test_an_echoed_prompt_is_not_checked() -> None:
     from gateway.api.logprobs import AnswerOptions
 
-    inner = CompletionChunks("x", 0, "m", choices=1, with_usage=False, details=AnswerOptions(echo="Say: "))
+    inner = CompletionChunks("x", 0, "m", choices=1, with_usage=False, options=AnswerOptions(echo="Say: "))
     chunks = CheckedChunks(inner, check_of(UNIQUE), choices=1, echo_chars=5)
     assert finished(chunks.of(frame('{"items": []}', "stop"))) == [[]]

@@ -21,11 +21,11 @@ def frame(text: str, index: int = 0, **rest: Any) -> Tokens:
 
 
 def whole_completion(
-    frames: list[Tokens], *, usage: dict[str, Any] | None = None, details: AnswerOptions = DEFAULT_OPTIONS
+    frames: list[Tokens], *, usage: dict[str, Any] | None = None, options: AnswerOptions = DEFAULT_OPTIONS
 ) -> bytes:
     async def make() -> bytes:
-        rows = completion_rows(await gather(frames, 1), details)
-        return await written(completion_answer("cmpl-1", 17, "m", [rows], usage=usage or {}, details=details))
+        rows = completion_rows(await gather(frames, 1), options)
+        return await written(completion_answer("cmpl-1", 17, "m", [rows], usage=usage or {}, options=options))
 
     return asyncio.run(make())
 
@@ -35,18 +35,18 @@ def whole_chat(
     *,
     choices: int = 1,
     usage: dict[str, Any] | None = None,
-    details: AnswerOptions = DEFAULT_OPTIONS,
+    options: AnswerOptions = DEFAULT_OPTIONS,
 ) -> bytes:
     async def make() -> bytes:
         gathered = await gather(frames, choices)
-        return await written(chat_answer("c", 17, "m", gathered, usage=usage or {}, details=details))
+        return await written(chat_answer("c", 17, "m", gathered, usage=usage or {}, options=options))
 
     return asyncio.run(make())
 
 
 async def written(answer: CompleteAnswer) -> bytes:
     body = b"".join([piece async for piece in answer.pieces()])
-    assert len(json.loads(answer.body)["choices"]) == len(answer.contents)  # it is whole without log-probabilities, too
+    assert len(json.loads(answer.body)["choices"]) == len(answer.contents)  # it is valid JSON without log-probabilities
     return body
 
 
@@ -77,7 +77,7 @@ def test_chat_chunks_are_exactly_openais() -> None:
         chunk([choice({"content": '"Hi"\n\n'})]),
     ]
     assert events(chunks.of(frame("x"))) == [chunk([choice({"content": "x"})])]
-    assert chunks.of(frame("")) == b""  # held back: nothing to tell
+    assert chunks.of(frame("")) == b""  # held back: no text
     assert events(chunks.of(frame("end", finish_reason="length"))) == [
         chunk([choice({"content": "end"})]),
         chunk([choice({}, finish_reason="length")]),
@@ -91,7 +91,7 @@ def test_each_choice_has_its_own_role() -> None:
     assert "role" in second[0]["choices"][0]["delta"]
 
 
-def test_usage_is_null_but_at_the_end() -> None:
+def test_usage_is_null_until_the_end() -> None:
     chunks = chat_chunks(with_usage=True)
     usage = usage_fields(prompt_tokens=3, cached_tokens=2, completion_tokens=4)
     all_events = events(chunks.of(frame("a", finish_reason="stop")) + chunks.usage(usage, 1))
@@ -113,7 +113,7 @@ def test_chat_logprobs() -> None:
 
 
 def test_completion_chunks() -> None:
-    chunks = CompletionChunks("cmpl-1", 17, "m", choices=1, with_usage=False, details=AnswerOptions(echo="say "))
+    chunks = CompletionChunks("cmpl-1", 17, "m", choices=1, with_usage=False, options=AnswerOptions(echo="say "))
     stream = chunks.of(frame("hi")) + chunks.of(frame("")) + chunks.of(frame("", finish_reason="stop"))
     head = {"id": "cmpl-1", "object": "text_completion", "created": 17, "model": "m"}
     choice = {"index": 0, "logprobs": None}
@@ -123,7 +123,7 @@ def test_completion_chunks() -> None:
     ]
 
 
-def test_completion_logprobs_know_their_offsets() -> None:
+def test_completion_logprobs_have_text_offsets() -> None:
     chunks = CompletionChunks("cmpl-1", 17, "m", choices=1, with_usage=False)
     stream = b"".join(chunks.of(frame("é", logprobs=LOGPROBS)) for _ in range(2))
     offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in events(stream)]
@@ -146,8 +146,8 @@ def test_whole_chat_answer() -> None:
     assert answer.choices[1].logprobs is None
 
 
-def test_log_probabilities_are_told_alike_as_they_came_and_from_bytes() -> None:
-    """In pieces of many tokens each, and with every choice's own."""
+def test_log_probabilities_are_equal_decoded_or_as_bytes() -> None:
+    """In pieces of many tokens, for every choice."""
     frames = [
         frame(str(number), number % 2, logprobs=(TokenLogprob(number, str(number), -float(number), b"x"),))
         for number in range(100)
@@ -197,17 +197,17 @@ def test_prompt_logprobs_are_vllms() -> None:
             "8": {"logprob": -2.0, "rank": 2, "decoded_token": " x"},
         },
     ]
-    details = AnswerOptions(prompt_logprobs=2)
-    assert json.loads(whole_chat(frames, details=details))["prompt_logprobs"] == told
-    whole = json.loads(whole_completion(frames, details=details))
+    options = AnswerOptions(prompt_logprobs=2)
+    assert json.loads(whole_chat(frames, options=options))["prompt_logprobs"] == told
+    whole = json.loads(whole_completion(frames, options=options))
     assert whole["choices"][0]["prompt_logprobs"] == told
     assert whole["choices"][0]["text"] == "hi"
     assert whole["choices"][0]["logprobs"] is None
 
 
-def test_an_echo_begins_with_the_prompts_logprobs() -> None:
+def test_an_echo_starts_with_the_prompts_logprobs() -> None:
     frames = [of_prompt(*PROMPT), frame("é", logprobs=LOGPROBS), frame("é", logprobs=LOGPROBS, finish_reason="length")]
-    body = whole_completion(frames, usage=usage_fields(3, 0, 2), details=ECHO)
+    body = whole_completion(frames, usage=usage_fields(3, 0, 2), options=ECHO)
     [choice] = json.loads(body)["choices"]
     assert choice["text"] == "Say x yéé"
     assert choice["logprobs"] == {
@@ -220,13 +220,13 @@ def test_an_echo_begins_with_the_prompts_logprobs() -> None:
 
 def test_scoring_alone() -> None:
     frames = [of_prompt(*PROMPT), Tokens("r", 1, 2, 0, (), "", "length")]
-    body = json.loads(whole_completion(frames, details=ECHO))
+    body = json.loads(whole_completion(frames, options=ECHO))
     [choice] = body["choices"]
     assert (choice["text"], choice["logprobs"], choice["finish_reason"]) == ("Say x y", ECHOED, "length")
 
 
-def test_a_streamed_echo_comes_first_to_every_choice() -> None:
-    chunks = CompletionChunks("cmpl-1", 17, "m", choices=2, with_usage=False, details=ECHO)
+def test_a_streamed_echo_precedes_every_choice() -> None:
+    chunks = CompletionChunks("cmpl-1", 17, "m", choices=2, with_usage=False, options=ECHO)
     assert chunks.of(of_prompt(*PROMPT[:2])) == b""
     assert chunks.of(frame("early", 1, logprobs=LOGPROBS)) == b"", "choice 1 was faster than the prompt's logprobs"
     stream = events(chunks.of(of_prompt(*PROMPT[2:])) + chunks.of(frame("é", logprobs=LOGPROBS)))
@@ -241,16 +241,16 @@ def test_a_streamed_echo_comes_first_to_every_choice() -> None:
     assert [choice["logprobs"]["text_offset"] for choice in choices[2:]] == [[7], [7]]
 
 
-def test_tokens_called_by_their_ids() -> None:
-    details = AnswerOptions(tokens_as_ids=True)
-    chunks = ChatChunks("c", 17, "m", choices=1, with_usage=False, details=details)
+def test_tokens_named_by_their_ids() -> None:
+    options = AnswerOptions(tokens_as_ids=True)
+    chunks = ChatChunks("c", 17, "m", choices=1, with_usage=False, options=options)
     [_, event] = events(chunks.of(frame("é", logprobs=LOGPROBS)))
     [entry] = event["choices"][0]["logprobs"]["content"]
     assert (entry["token"], [top["token"] for top in entry["top_logprobs"]]) == (
         "token_id:5",
         ["token_id:5", "token_id:6"],
     )
-    whole = whole_completion([frame("é", logprobs=LOGPROBS)], details=details)
+    whole = whole_completion([frame("é", logprobs=LOGPROBS)], options=options)
     lists = json.loads(whole)["choices"][0]["logprobs"]
     assert (lists["tokens"], lists["top_logprobs"]) == (["token_id:5"], [{"token_id:5": -0.5, "token_id:6": -1.5}])
 
@@ -258,8 +258,8 @@ def test_tokens_called_by_their_ids() -> None:
 @pytest.mark.parametrize("in_choice", [False, True])
 def test_token_ids_in_a_stream(in_choice: bool) -> None:
     inner = chat_chunks(choices=2)
-    details = AnswerOptions(prompt_ids=[1, 2])
-    chunks = with_token_ids(inner, details, choices=2, prompt_in_choice=in_choice)
+    options = AnswerOptions(prompt_ids=[1, 2])
+    chunks = with_token_ids(inner, options, choices=2, prompt_in_choice=in_choice)
     stream = b"".join(chunks.of(frame(text, index)) for index, text in ((0, "a"), (1, "b"), (0, ""), (0, "c")))
     stream += chunks.of(frame("d", finish_reason="stop"))
     told: dict[int, list[int]] = {0: [], 1: []}
@@ -275,19 +275,19 @@ def test_token_ids_in_a_stream(in_choice: bool) -> None:
 
 
 def test_token_ids_in_whole_answers() -> None:
-    details = AnswerOptions(prompt_ids=[1, 2])
+    options = AnswerOptions(prompt_ids=[1, 2])
     frames = [frame("a"), frame("b", finish_reason="stop")]
-    chat = json.loads(whole_chat(frames, details=details))
+    chat = json.loads(whole_chat(frames, options=options))
     assert (chat["prompt_token_ids"], chat["choices"][0]["token_ids"]) == ([1, 2], [5, 5])
-    plain = json.loads(whole_completion(frames, details=details))["choices"][0]
+    plain = json.loads(whole_completion(frames, options=options))["choices"][0]
     assert (plain["prompt_token_ids"], plain["token_ids"]) == ([1, 2], [5, 5])
 
 
-def test_the_service_tier_is_told_where_it_was_named() -> None:
-    details = AnswerOptions(service_tier="flex")
-    chunks = ChatChunks("c", 17, "m", choices=1, with_usage=False, details=details)
+def test_the_service_tier_is_returned_if_requested() -> None:
+    options = AnswerOptions(service_tier="flex")
+    chunks = ChatChunks("c", 17, "m", choices=1, with_usage=False, options=options)
     assert {event["service_tier"] for event in events(chunks.of(frame("a")))} == {"flex"}
     whole = ChatCompletion.model_validate_json(
-        whole_chat([frame("a", finish_reason="stop")], usage=usage_fields(1, 0, 1), details=details)
+        whole_chat([frame("a", finish_reason="stop")], usage=usage_fields(1, 0, 1), options=options)
     )
     assert whole.service_tier == "flex"

@@ -1,4 +1,4 @@
-"""What a refusal means for the line that it answers."""
+"""The effect of a refusal on its line."""
 
 import pytest
 
@@ -23,7 +23,7 @@ from protocol.gateways import Kind
     [
         (InvalidParameter("wrong"), Verdict.FAILED),
         (InvalidApiKey(), Verdict.REVOKED),
-        (InsufficientQuota("used up"), Verdict.REFUSED),  # a new day brings a new budget
+        (InsufficientQuota("used up"), Verdict.REFUSED),  # a new day has a new budget
         (InsufficientQuota("more than all of it", param="max_tokens", limit=Kind.MONEY), Verdict.FAILED),
         (RateLimitExceeded("more than the limit", is_final=True, limit=Kind.TOKENS), Verdict.FAILED),
         (RateLimitExceeded("used", limit=Kind.TOKENS), Verdict.REFUSED),
@@ -36,11 +36,11 @@ from protocol.gateways import Kind
         (Refused(), Verdict.AGAIN),
     ],
 )
-def test_what_no_wait_helps_fails_the_line(error: Refused, verdict: Verdict) -> None:
+def test_a_final_refusal_fails_the_line(error: Refused, verdict: Verdict) -> None:
     assert verdict_of(error) is verdict
 
 
-def test_a_line_waits_as_long_as_its_refusal_says() -> None:
+def test_a_line_waits_for_retry_after() -> None:
     assert wait_s(Refused()) == USUAL_WAIT_S
     assert 20 <= wait_s(RateLimitExceeded("used", retry_after_s=20)) <= 30
     assert wait_s(RateLimitExceeded("used", retry_after_s=4000)) <= 60

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from gateway.batches.asking import Answer
 from gateway.batches.feeder import MAX_TRIES, Feeder
 from gateway.batches.lines import decode_line
-from gateway.batches.room import Room
+from gateway.batches.room import OpenLines
 from gateway.batches.run import BatchRun, Stop
 from gateway.batches.store import Batch, Counts
 from gateway.errors import RateLimitExceeded, Refused
@@ -23,7 +23,7 @@ LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": 
 
 
 class Run:
-    """A run whose calls are noted."""
+    """A run that records its calls."""
 
     batch = BATCH
 
@@ -45,7 +45,7 @@ class Run:
         ([KeyError, *[ValueError] * MAX_TRIES], f"ValueError {MAX_TRIES}"),
     ],
 )
-async def test_only_failures_of_one_kind_in_a_row_give_a_batch_up(failures: list[Any], called: str) -> None:
+async def test_repeated_equal_failures_give_up_a_batch(failures: list[Any], called: str) -> None:
     anything: Any = None
     feeder = Feeder(anything, anything, "gw", asyncio.Event(), finished=anything)
     for failure in failures:
@@ -55,11 +55,11 @@ async def test_only_failures_of_one_kind_in_a_row_give_a_batch_up(failures: list
     assert run.called == [called]
 
 
-BROKEN, FULL = Refused(), RateLimitExceeded("used", retry_after_s=1)  # with 0 a line waits the usual five seconds
+BROKEN, FULL = Refused(), RateLimitExceeded("used", retry_after_s=1)  # with 0 a line waits the default of five seconds
 
 
 class Asking:
-    """Answers a line with these errors, one after the other, and then with success."""
+    """Answers a line with these errors in order, then with success."""
 
     def __init__(self, errors: list[Refused]) -> None:
         self.errors = errors
@@ -80,7 +80,7 @@ class Asking:
         ([FULL, BROKEN, FULL, BROKEN], 4, False),
     ],
 )
-async def test_a_line_is_tried_so_often_and_waits_for_room(
+async def test_a_line_has_limited_attempts_and_waits_for_capacity(
     errors: list[Refused], asked: int, is_answered: bool
 ) -> None:
     asking = Asking([*errors])
@@ -93,7 +93,7 @@ async def test_a_line_is_tried_so_often_and_waits_for_room(
 
 
 class Keys:
-    """A key ring that knows a key from the second look on."""
+    """A key ring that finds a key only from the second lookup on."""
 
     may_be_old = True
 
@@ -105,10 +105,10 @@ class Keys:
         return principal() if self.looks > 1 else None
 
 
-async def test_a_line_waits_while_its_key_may_only_not_be_known_yet() -> None:
+async def test_a_line_waits_while_its_key_may_be_new() -> None:
     admission: Any = SimpleNamespace(queues=())
     settings = BatchSettings()
-    feeding: Any = SimpleNamespace(keys=Keys(), settings=settings, models={}, room=Room(admission, settings))
+    feeding: Any = SimpleNamespace(keys=Keys(), settings=settings, models={}, room=OpenLines(admission, settings))
     run = BatchRun(feeding, BATCH)
     results: Any = SimpleNamespace(has_room=True)
     assert await run._may_open(LINE, results)

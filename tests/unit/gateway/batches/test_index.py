@@ -32,7 +32,7 @@ def task_in(folder: Path) -> IndexTask:
     return IndexTask(str(folder / "one.index"), PATH, {"m": "m"}, max_lines=1000, max_line_bytes=1000)
 
 
-def test_whose_gateway_dies_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_dead_gateway_leaves_no_index_process(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "gateway.batches.index"],
         stdin=subprocess.PIPE,
@@ -51,8 +51,8 @@ def test_whose_gateway_dies_leaves_nothing_behind(tmp_path: Path) -> None:
     process.stderr.close()
 
 
-def test_a_file_with_a_bom_is_read(tmp_path: Path) -> None:
-    """With several, too: files joined by `cat`."""
+def test_a_file_with_a_bom_is_accepted(tmp_path: Path) -> None:
+    """Also with several BOMs: files joined by `cat`."""
     lines = [codecs.BOM_UTF8 + line for line in LINES.splitlines(keepends=True)]
     report = build(task_in(tmp_path), io.BytesIO(b"".join(lines)))
     assert (report.total, report.errors) == (100, [])
@@ -70,7 +70,7 @@ def test_a_file_in_another_encoding_is_one_error(tmp_path: Path, encoding: str) 
 
 
 def test_an_open_index_has_no_file(tmp_path: Path) -> None:
-    """Whatever ends its process, nothing is left; large files of dead gateways filled the disk for a day."""
+    """No file is left after a crash. Indexes of dead gateways once filled the disk for a day."""
     task, source = task_in(tmp_path), tmp_path / "lines"
     source.write_bytes(LINES)
     with source.open("rb") as lines:
@@ -81,8 +81,8 @@ def test_an_open_index_has_no_file(tmp_path: Path) -> None:
     index.close()
 
 
-def test_every_line_is_fed_once_however_many_there_are(tmp_path: Path) -> None:
-    """They are looked up in pages, in the order of their prompts, which is not that of their numbers."""
+def test_every_line_is_fed_once(tmp_path: Path) -> None:
+    """Lines are read in pages, ordered by prompt instead of number."""
     count = NUMBERS_AT_A_TIME + 100
     lines = [
         b'{"custom_id": "%d", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "%d"}}\n'
@@ -105,7 +105,9 @@ async def test_no_secret_is_in_its_environment(tmp_path: Path, monkeypatch: pyte
     async def content() -> AsyncIterator[bytes]:
         """The process runs while this is read."""
         for child in psutil.Process().children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # an earlier test's, which has ended and is not reaped yet
+            with contextlib.suppress(
+                psutil.NoSuchProcess
+            ):  # an ended process of an earlier test that is not reaped yet
                 if "gateway.batches.index" in child.cmdline():
                     seen.append(child.environ())
         yield LINES
@@ -119,8 +121,8 @@ async def _numbers(index: Index) -> list[int]:
     return [number async for number, _ in index.lines(Done())]
 
 
-async def test_it_is_closed_only_after_a_read_that_was_left_behind(tmp_path: Path) -> None:
-    """SQLite crashes the process if it is closed in the midst of one."""
+async def test_the_index_is_closed_after_pending_reads(tmp_path: Path) -> None:
+    """SQLite crashes the process if it is closed during a read."""
     assert build(task_in(tmp_path), io.BytesIO(LINES)).total == 100
     index = Index(tmp_path / "one.index")
     is_reading, may_go_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Which lines are done."""
+"""Completed lines."""
 
 import pytest
 

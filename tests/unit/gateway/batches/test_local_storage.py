@@ -1,4 +1,4 @@
-"""A folder as the place for files: what a cancelled caller leaves."""
+"""Local file storage: cancellation leaks nothing."""
 
 import asyncio
 import os
@@ -9,9 +9,9 @@ import pytest
 from gateway.batches.storage.local import LocalStorage
 
 
-async def test_whoever_is_cancelled_while_a_file_is_being_opened_leaves_nothing(tmp_path: Path) -> None:
+async def test_cancellation_while_opening_leaks_no_file(tmp_path: Path) -> None:
     unfinished = tmp_path / "name.part"
-    os.mkfifo(unfinished)  # opening it for writing lasts until somebody reads
+    os.mkfifo(unfinished)  # opening it for writing blocks until it has a reader
 
     async def write() -> None:
         async with LocalStorage(tmp_path).writing("name"):

@@ -1,4 +1,4 @@
-"""The body of a batch of messages, cut anywhere."""
+"""The body of a message batch, split anywhere."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def body_of(*requests: Any) -> bytes:
 
 
 def read(body: bytes, *sizes: int, lines: bool = False) -> list[Any]:
-    """The lines of a body that comes in chunks of these sizes, the last of which is repeated."""
+    """Return the lines of a body in chunks of these sizes; the last size repeats."""
 
     async def chunks() -> AsyncIterator[bytes]:
         at = 0
@@ -50,7 +50,7 @@ def read(body: bytes, *sizes: int, lines: bool = False) -> list[Any]:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.booleans(), st.booleans())
-def test_where_it_is_cut_makes_no_difference(sizes: list[int], is_pretty: bool, is_ascii: bool) -> None:
+def test_chunk_boundaries_do_not_matter(sizes: list[int], is_pretty: bool, is_ascii: bool) -> None:
     wanted = [request("a"), request("b-_9", temperature=0.25), request("c", metadata={"user_id": None})]
     body = json.dumps(
         {"other": [1.5, {"requests": []}], "requests": wanted, "n": 12},
@@ -66,14 +66,14 @@ def test_where_it_is_cut_makes_no_difference(sizes: list[int], is_pretty: bool, 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each chunk be a piece, wherever it is cut."""
+    """Parse each chunk as a piece."""
     monkeypatch.setattr(anthropic_routes, "PIECE_BYTES", 1)
 
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("cut", [1, 7, 700, 1200, 1900, 10_000])
-def test_a_request_may_have_all_that_a_line_may(cut: int) -> None:
-    """One of 3.5 MiB, with another behind it, was too large for a limit of 4 MiB, by where its chunks ended."""
+def test_a_request_can_be_as_large_as_a_line(cut: int) -> None:
+    """Depending on chunk boundaries, a request of 3.5 MiB was once refused with a limit of 4 MiB."""
     around = len(read(body_of(request("a", system=""), request("b")), 10_000, lines=True)[0])
     for more, is_allowed in ((0, True), (1, False)):
         body = body_of(request("a", system="x" * (SMALL.max_line_bytes - around + more)), request("b"))
@@ -87,14 +87,14 @@ def test_a_request_may_have_all_that_a_line_may(cut: int) -> None:
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("cut", [1, 2, 3, 5])
-def test_pieces_may_end_anywhere(cut: int) -> None:
+def test_pieces_can_end_anywhere(cut: int) -> None:
     wanted = [request("a", system='\\"]}\\\\ \u2028 \n', temperature=-1.5e-3), request("b", stop=[])]
     body = json.dumps({"n": 12, "deep": [[{}]], "requests": wanted, "last": 1.5}, indent=1).encode()
     assert [line["body"] for line in read(body, cut)] == [one["params"] for one in wanted]
 
 
 def test_all_parsing_is_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body of 4 MiB held up all other requests for 687 ms."""
+    """A body of 4 MiB once blocked all other requests for 687 ms."""
     threads: set[int] = set()
     decode = anthropic_routes._line
 
@@ -128,7 +128,7 @@ def test_all_parsing_is_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, "requests"),
     ],
 )
-def test_what_is_wrong_is_named(requests: Any, param: str) -> None:
+def test_errors_are_named(requests: Any, param: str) -> None:
     body = json.dumps({"requests": requests}).encode()
     for size in (7, len(body)):
         with pytest.raises(InvalidParameter) as caught:
@@ -160,14 +160,14 @@ def test_what_is_wrong_is_named(requests: Any, param: str) -> None:
         (b'{"requests": [' + b" " * 30_000, BodyTooLarge),
     ],
 )
-def test_what_is_no_json_is_refused(body: bytes, error: type[Refused]) -> None:
+def test_invalid_json_is_refused(body: bytes, error: type[Refused]) -> None:
     with pytest.raises(error):
         read(body, 1000)
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_a_request_may_be_as_deep_as_the_endpoint_reads(more: int) -> None:
-    levels = MAX_NESTING - 2 + more  # in its parameters
+def test_a_request_can_be_as_deep_as_the_endpoint_allows(more: int) -> None:
+    levels = MAX_NESTING - 2 + more  # nesting of the parameters
     body = json.dumps({"requests": [request("a", junk="?")]}).replace('"?"', "[" * levels + "]" * levels).encode()
     if not more:
         assert len(read(body, 100)) == 1
@@ -177,7 +177,7 @@ def test_a_request_may_be_as_deep_as_the_endpoint_reads(more: int) -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400", "-1e400"])
-def test_a_number_that_is_none_is_refused(number: str) -> None:
+def test_an_invalid_number_is_refused(number: str) -> None:
     body = json.dumps({"requests": [request("a", junk="?")]}).replace('"?"', number)
     with pytest.raises((MalformedJson, InvalidParameter)):
         read(body.encode(), 100)

@@ -1,4 +1,4 @@
-"""Results on their way into parts."""
+"""Writing results in parts."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ from tests.waiting import HANGS_S
 
 
 class SlowStorage(LocalStorage):
-    """Begins a file, and ends it once it may."""
+    """Completes a file only after permission."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -30,8 +30,8 @@ class SlowStorage(LocalStorage):
             await self.may_end.wait()
 
 
-async def test_the_last_line_comes_while_a_part_is_written(sqlite_url: str, tmp_path: Path) -> None:
-    """The writing was broken off then: all lines of that part were asked and paid a second time."""
+async def test_the_last_line_arrives_while_a_part_is_written(sqlite_url: str, tmp_path: Path) -> None:
+    """This once aborted the write, and all lines of the part ran a second time."""
     database, storage = create_engine(sqlite_url), SlowStorage(tmp_path / "files")
     batches = Batches(database)
     now_ms = unix_now_ms()

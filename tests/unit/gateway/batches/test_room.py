@@ -1,4 +1,4 @@
-"""How many lines may be open at once."""
+"""Limits of open lines."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from gateway.batches import room
 from gateway.batches.room import FIRST_LIMIT, HALVING_GAP_S, Window
 
 
-def test_a_reason_that_many_lines_see_halves_the_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_lines_with_one_reason_halve_the_window_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: now_s))
     window = Window()

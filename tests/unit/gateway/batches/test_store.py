@@ -1,4 +1,4 @@
-"""Batches in SQL: who moves one on."""
+"""Batches in SQL: who can change their state."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def new_batch() -> Batch:
     return Batch("batch_1", "openai", "t", "team", "k", "key", "/v1/completions", "file-1", "24h", 1, 2)
 
 
-async def test_only_whoever_took_it_last_commits(sqlite_url: str) -> None:
+async def test_only_the_latest_holder_commits(sqlite_url: str) -> None:
     database = create_engine(sqlite_url)
     batches = Batches(database)
     await batches.add(new_batch())
@@ -27,7 +27,7 @@ async def test_only_whoever_took_it_last_commits(sqlite_url: str) -> None:
     assert (found.completed, found.holder) == (1, "gw")
 
 
-async def test_a_batch_whose_lines_are_done_cannot_be_cancelled(sqlite_url: str) -> None:
+async def test_a_finalizing_batch_cannot_be_cancelled(sqlite_url: str) -> None:
     database = create_engine(sqlite_url)
     batches = Batches(database)
     await batches.add(new_batch())

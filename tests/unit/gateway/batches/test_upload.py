@@ -1,4 +1,4 @@
-"""Reading the form of an upload: what is wrong is the client's error."""
+"""Parsing upload forms: malformed ones are client errors."""
 
 from collections.abc import AsyncIterator
 
@@ -10,7 +10,7 @@ from gateway.errors import InvalidParameter
 
 class Nowhere:
     async def write(self, data: bytes) -> None:
-        """Forget it."""
+        """Discard the data."""
 
 
 async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
@@ -30,14 +30,14 @@ async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
     ],
     ids=["long-boundary", "no-boundary", "preamble", "header", "headers", "empty"],
 )
-async def test_a_form_that_cannot_be_read_is_refused(content_type: str, body: bytes) -> None:
+async def test_an_unreadable_form_is_refused(content_type: str, body: bytes) -> None:
     with pytest.raises(InvalidParameter):
         await receive_upload(chunks(body), content_type, Nowhere(), max_bytes=1000)
 
 
 @pytest.mark.parametrize("size", [1, 5, 7, 1000])
-async def test_what_stands_before_a_form_is_refused_wherever_it_is_cut(size: int) -> None:
-    """The parser skips it only as far as it comes in one chunk."""
+async def test_data_before_a_form_is_refused(size: int) -> None:
+    """The parser would skip it if it is in the same chunk."""
     form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
 
     async def received(body: bytes) -> Upload:

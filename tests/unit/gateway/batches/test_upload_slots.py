@@ -1,4 +1,4 @@
-"""Who gets a slot for an upload, and how fast an upload must come."""
+"""Upload slots, and the minimum speed of uploads."""
 
 from contextlib import ExitStack
 
@@ -25,7 +25,7 @@ def test_a_tenant_holds_no_more_than_it_leaves_free(max_uploads: int, share: int
         pass
 
 
-def test_a_full_gateway_and_a_full_share_are_told_apart() -> None:
+def test_a_full_gateway_and_a_full_share_have_different_errors() -> None:
     slots = UploadSlots(4)
     with slots.hold("a"), slots.hold("a"):
         with pytest.raises(RateLimitExceeded) as refused, slots.hold("a"):
@@ -36,7 +36,7 @@ def test_a_full_gateway_and_a_full_share_are_told_apart() -> None:
             pass
 
 
-def test_what_is_written_counts_for_all_uploads_of_the_tenant() -> None:
+def test_written_bytes_count_for_all_uploads_of_the_tenant() -> None:
     slots = UploadSlots(16)
     with slots.hold("a") as first:
         first.count(60, room_bytes=100)
@@ -44,23 +44,23 @@ def test_what_is_written_counts_for_all_uploads_of_the_tenant() -> None:
             other.count(60, room_bytes=100)
         with slots.hold("a") as second, pytest.raises(BodyTooLarge):
             second.count(60, room_bytes=100)
-        with slots.hold("a") as third:  # what has ended counts no more
+        with slots.hold("a") as third:  # ended uploads do not count
             third.count(40, room_bytes=100)
 
 
 @pytest.mark.parametrize(
     ("came", "is_too_slow"),
     [
-        ([(1, 10.0)] * 3, True),  # a byte every ten seconds held a slot for an hour
+        ([(1, 10.0)] * 3, True),  # a byte every ten seconds once held a slot for an hour
         ([(3000, 30.0)], False),
         ([(2999, 30.0)], True),
         ([(2000, 1.0), (0, 28.0), (1000, 1.0)], False),  # a burst, and a pause
-        ([(100_000, 1.0), (1, 29.0), (1, 29.9)], False),  # the second window is not over
+        ([(100_000, 1.0), (1, 29.0), (1, 29.9)], False),  # the second window has not ended
         ([(100_000, 1.0), (1, 29.0), (1, 29.9), (1, 0.1)], True),
-        ([(1, 0.0)] * 1000, False),  # no time was waited for the client
+        ([(1, 0.0)] * 1000, False),  # no time spent waiting for the client
     ],
 )
-def test_an_upload_comes_at_a_least_pace(came: list[tuple[int, float]], is_too_slow: bool) -> None:
+def test_uploads_have_a_minimum_speed(came: list[tuple[int, float]], is_too_slow: bool) -> None:
     pace = Pace(min_bytes_per_s=100, window_s=30.0)
     *before, last = came
     for size, waited_s in before:

@@ -1,4 +1,4 @@
-"""Lines that nobody may stumble over later: what cannot be read, or lies too deep, is invalid at once."""
+"""Validation of lines: unreadable or deeply nested lines are invalid immediately, instead of failing later."""
 
 import msgspec
 import pytest
@@ -54,18 +54,18 @@ LINE = '{"custom_id":"ä","body":'
         (b"{'a': 1}}", 26, "object keys must be strings"),
     ],
 )
-def test_a_line_that_is_no_json_says_where_and_why(rest: bytes, column: int, reason: str) -> None:
+def test_a_json_error_has_position_and_reason(rest: bytes, column: int, reason: str) -> None:
     with pytest.raises(Wrong, match=f"This line is not valid JSON: column {column}: {reason}") as caught:
         check_line(LINE.encode() + rest, "/v1/completions", {"m": "m"})
     assert caught.value.code == "invalid_json_line"
 
 
-def test_where_the_place_is_unknown_none_is_named() -> None:
+def test_an_unknown_position_is_omitted() -> None:
     with pytest.raises(Wrong, match="This line is not valid JSON: Number out of range"):
         check_line(LINE.encode() + b"1e999}", "/v1/completions", {"m": "m"})
 
 
-def test_a_line_may_be_as_deep_as_a_request() -> None:
+def test_a_line_can_be_as_deep_as_a_request() -> None:
     assert check_line(nested(MAX_DEPTH), "/v1/completions", {"m": "m"}).model == "m"
 
 

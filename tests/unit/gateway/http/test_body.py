@@ -43,12 +43,12 @@ async def test_refuses_at_the_bound_and_reads_no_further() -> None:
         await read_body(receiving(part(b"ab"), part(b"cd")), {}, 3, LIMIT_S)
 
 
-async def test_a_caller_who_leaves() -> None:
+async def test_a_client_that_disconnects() -> None:
     with pytest.raises(ClientDisconnected):
         await read_body(receiving(part(b"ab"), {"type": "http.disconnect"}), {}, 3, LIMIT_S)
 
 
-async def test_a_caller_who_says_nothing_more() -> None:
+async def test_a_client_that_stalls() -> None:
     async def receive() -> dict[str, Any]:
         await asyncio.Event().wait()
         raise AssertionError
@@ -62,14 +62,14 @@ def many(text: str) -> bytes:
 
 
 @pytest.mark.parametrize("body", [b"[" + many("[],") + b"0]", b"{" + many('"a":1,') + b"}", b"[" + many("{},") + b"0]"])
-def test_a_body_of_countless_values_is_refused(body: bytes) -> None:
-    """4 MB of empty lists took a second to read, during which nothing else ran."""
+def test_a_body_with_too_many_values_is_refused(body: bytes) -> None:
+    """4 MB of empty lists once blocked the process for a second."""
     with pytest.raises(InvalidParameter, match="are allowed") as caught:
         check_values(body)
     assert caught.value.code == "too_many_values"
 
 
-def test_texts_may_hold_anything() -> None:
+def test_marks_inside_strings_do_not_count() -> None:
     check_values(b'{"prompt": "' + many("[{:") + b'\\\\", "stop": "\\"' + many("[") + b'"}')
     check_values(b'{"prompt": [' + b"1," * 10**6 + b"1]}")
 
@@ -82,7 +82,7 @@ def test_json_in_texts_counts_together() -> None:
 
 
 @pytest.mark.parametrize("encoding", [b"deflate", b"GZIP, deflate", b"br", b"gzip, zstd"])
-async def test_a_body_of_another_coding_is_refused_before_it_is_read(encoding: bytes) -> None:
+async def test_an_unsupported_encoding_is_refused_before_reading(encoding: bytes) -> None:
     with pytest.raises(UnsupportedEncoding, match="uncompressed") as caught:
         await read_body(receiving(), {b"content-encoding": encoding}, 3, LIMIT_S)
     assert form_of(caught.value).status == 415
@@ -105,10 +105,10 @@ async def read_coded(sent: bytes, coding: bytes, max_bytes: int = 64 * MIB) -> b
 
 
 @pytest.mark.parametrize("coding", CODINGS)
-async def test_a_compressed_body_is_decoded_within_bounds(coding: bytes) -> None:
+async def test_a_compressed_body_is_decoded_within_limits(coding: bytes) -> None:
     packed = CODINGS[coding]
     assert await read_coded(packed(b'{"a": 1}'), coding) == b'{"a": 1}'
-    assert await read_coded(packed(b"a") + packed(b"b"), coding) == b"ab"  # members, or frames
+    assert await read_coded(packed(b"a") + packed(b"b"), coding) == b"ab"  # members or frames
     assert await read_coded(packed(b"x" * MIB), coding) == b"x" * MIB
     with pytest.raises(BodyTooLarge, match="at most 100 bytes"):
         await read_coded(packed(b"x" * 101), coding, 100)
@@ -120,8 +120,8 @@ async def test_a_compressed_body_is_decoded_within_bounds(coding: bytes) -> None
 
 
 @pytest.mark.parametrize("coding", CODINGS)
-async def test_a_body_of_very_many_parts_is_refused(coding: bytes) -> None:
-    """Each costs a copy of what comes after it: 800 KB of empty gzip members took seconds."""
+async def test_a_body_with_too_many_parts_is_refused(coding: bytes) -> None:
+    """Each part copies the rest: 800 KB of empty gzip members once took seconds."""
     packed = CODINGS[coding]
     assert await read_coded(packed(b"a") * MAX_PARTS, coding) == b"a" * MAX_PARTS
     with pytest.raises(InvalidParameter, match="more than 64"):

@@ -1,4 +1,4 @@
-"""Bodies being read are bounded in bytes together, and one tenant's slow senders keep nobody else out."""
+"""Bodies share a memory budget, and slow senders of one tenant do not block other tenants."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ LIMIT_S = 20.0
 
 
 class Sender:
-    """A client that sends its body when it is told to."""
+    """A client that sends its body on command."""
 
     def __init__(self, reader: BodyReader, tenant: str, headers: dict[bytes, bytes] = LENGTH) -> None:
         self.is_read = asyncio.Event()
@@ -37,7 +37,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_tenant_holds_no_more_than_they_leave() -> None:
+async def test_a_tenant_holds_no_more_than_it_leaves_free() -> None:
     reader = reader_of(4)
     first, second, third = (Sender(reader, "a") for _ in range(3))
     await settled()
@@ -53,7 +53,7 @@ async def test_a_tenant_holds_no_more_than_they_leave() -> None:
         await sender.task
 
 
-async def test_what_leaves_early_leaves_its_room() -> None:
+async def test_an_early_exit_releases_its_memory() -> None:
     reader = reader_of(2)
     gone, waiting, left = Sender(reader, "a"), Sender(reader, "a"), Sender(reader, "a")
     await settled()
@@ -64,7 +64,7 @@ async def test_what_leaves_early_leaves_its_room() -> None:
     waiting.task.cancel()
 
 
-async def test_a_body_of_unknown_length_may_be_of_any() -> None:
+async def test_a_body_of_unknown_length_reserves_the_maximum() -> None:
     reader = reader_of(2)
     first, second = Sender(reader, "a", {}), Sender(reader, "a", {})
     await settled()
@@ -84,9 +84,9 @@ async def test_small_bodies_never_wait() -> None:
     large.task.cancel()
 
 
-async def test_who_waits_in_vain_is_told() -> None:
+async def test_a_timeout_is_reported() -> None:
     reader = reader_of(2, limit_s=0.05)
-    await reader._room._enter("a", SIZE, "a body")  # one that stays
+    await reader._room._enter("a", SIZE, "a body")  # never released
     sender = Sender(reader, "a")
     with pytest.raises(Overloaded):
         await sender.task
@@ -104,6 +104,6 @@ async def test_who_waits_in_vain_is_told() -> None:
         ({}, 8 * FREE_BYTES),
     ],
 )
-def test_room_is_kept_for_what_a_body_may_become(headers: dict[bytes, bytes], most: int) -> None:
+def test_the_decoded_size_is_reserved(headers: dict[bytes, bytes], most: int) -> None:
     reader = BodyReader(LimitSettings(max_body_bytes=8 * FREE_BYTES), LIMIT_S)
     assert reader._most(headers) == most

@@ -1,4 +1,4 @@
-"""State kept of all connections together; what a single one may do is tested at the socket."""
+"""State of all connections. Single connections are tested at the socket."""
 
 import resource
 
@@ -11,11 +11,11 @@ LONGEST_USUAL_S = 600  # Google's load balancers
 
 
 def test_idle_connections_outlive_those_of_clients_and_proxies() -> None:
-    """Equal would be worst: the client's next request crosses the closing."""
+    """Equal timeouts would be worst: the next request arrives while the connection closes."""
     assert ConnectionSettings().keep_alive_s > LONGEST_USUAL_S
 
 
-def test_as_many_files_as_connections_need_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_open_file_limit_is_raised(caplog: pytest.LogCaptureFixture) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = OTHER_FILES + 300
     try:

@@ -1,4 +1,4 @@
-"""Return what is written to the socket for the head of a response."""
+"""Bytes written to the socket for a response."""
 
 import asyncio
 import logging
@@ -14,13 +14,13 @@ SERVER = (b"server", b"spillway")
 
 
 class Socket(asyncio.Transport):
-    """Keeps what is written."""
+    """Records writes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
         self.is_read = True
-        self.resets: list[bool] = []  # whether a client is told by a reset that the connection is closed
+        self.resets: list[bool] = []  # whether closing sends a reset
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return {"socket": self}.get(name, default)
@@ -79,7 +79,7 @@ async def test_an_answer_of_known_length(socket: Socket) -> None:
     assert socket.written == b"HTTP/1.1 200 OK\r\nserver: spillway\r\ncontent-length: 2\r\nx-a: 1\r\n\r\nok"
 
 
-async def test_an_answer_of_unknown_length_comes_in_chunks(socket: Socket) -> None:
+async def test_an_answer_of_unknown_length_is_chunked(socket: Socket) -> None:
     cycle = cycle_on(socket)
     await cycle.send(head())
     await cycle.send(body(b"ok", more=True))
@@ -90,7 +90,7 @@ async def test_an_answer_of_unknown_length_comes_in_chunks(socket: Socket) -> No
     )
 
 
-async def test_to_http_1_0_it_ends_with_the_connection(socket: Socket) -> None:
+async def test_an_http_1_0_answer_ends_with_the_connection(socket: Socket) -> None:
     cycle = cycle_on(socket, keep_alive=False, version="1.0")
     await cycle.send(head())
     assert socket.resets == [True]
@@ -101,7 +101,7 @@ async def test_to_http_1_0_it_ends_with_the_connection(socket: Socket) -> None:
 
 
 @pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("POST", 204), ("POST", 304)])
-async def test_where_no_body_may_be_none_is_announced(socket: Socket, method: str, status: int) -> None:
+async def test_bodyless_statuses_have_no_content_length(socket: Socket, method: str, status: int) -> None:
     cycle = cycle_on(socket, method=method)
     await cycle.send(head(status))
     await cycle.send(body(b""))
@@ -110,7 +110,7 @@ async def test_where_no_body_may_be_none_is_announced(socket: Socket, method: st
 
 
 @pytest.mark.parametrize("headers", [(), ((b"connection", b"close"),)])
-async def test_that_the_connection_ends_is_said_once(socket: Socket, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+async def test_connection_close_is_sent_once(socket: Socket, headers: tuple[tuple[bytes, bytes], ...]) -> None:
     cycle = cycle_on(socket, keep_alive=bool(headers))
     await cycle.send(head(200, (b"content-length", b"0"), *headers))
     await cycle.send(body(b""))
@@ -119,27 +119,27 @@ async def test_that_the_connection_ends_is_said_once(socket: Socket, headers: tu
 
 
 @pytest.mark.parametrize("value", [b"a\r\nset-cookie: b", b"a\nb", b"a\rb", b"a\0b"])
-async def test_a_header_cannot_begin_another(socket: Socket, value: bytes) -> None:
+async def test_header_injection_is_refused(socket: Socket, value: bytes) -> None:
     with pytest.raises(RuntimeError, match="control character"):
         await cycle_on(socket).send(head(200, (b"x-a", value)))
     assert not socket.written
 
 
-async def test_whoever_leaves_is_told_of_once(socket: Socket) -> None:
+async def test_a_disconnect_is_reported_once(socket: Socket) -> None:
     told: list[str] = []
     cycle = cycle_on(socket)
     cycle.flow.pause_reading()
-    cycle.call_when_gone(lambda: told.append("gone"))
-    assert socket.is_read  # or nobody would notice
-    cycle.gone()
-    cycle.gone()
+    cycle.call_on_disconnect(lambda: told.append("gone"))
+    assert socket.is_read  # otherwise a disconnect would go unnoticed
+    cycle.notify_disconnect()
+    cycle.notify_disconnect()
     assert told == ["gone"]
-    cycle.call_when_gone(lambda: told.append("late"))
+    cycle.call_on_disconnect(lambda: told.append("late"))
     assert told == ["gone", "late"]
 
 
-async def test_whoever_leaves_after_the_answer_is_not_told_of(socket: Socket) -> None:
+async def test_a_disconnect_after_the_answer_is_not_reported(socket: Socket) -> None:
     cycle = cycle_on(socket)
-    cycle.call_when_gone(lambda: pytest.fail("nobody asks any more"))
-    cycle.call_when_gone(None)
-    cycle.gone()
+    cycle.call_on_disconnect(lambda: pytest.fail("nobody asks any more"))
+    cycle.call_on_disconnect(None)
+    cycle.notify_disconnect()

@@ -24,7 +24,7 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream":
 
 
 class Socket:
-    """Takes ASGI messages; may stop reading."""
+    """Receives ASGI messages; can stop reading."""
 
     def __init__(self) -> None:
         self.heads: list[MutableMapping[str, Any]] = []
@@ -59,7 +59,7 @@ def writing(
 
 
 async def step(request: OpenRequest, *frames: Frame) -> None:
-    """One engine step: all its frames come in one callback; then everybody else runs."""
+    """Run an engine step: deliver all frames in one callback, then let other tasks run."""
     for frame in frames:
         request.on_frame("w", frame, 1.0)
     for _ in range(5):
@@ -70,7 +70,7 @@ async def test_one_write_per_engine_step() -> None:
     request, _ = open_request(n=3)
     socket, task = writing(request, n=3)
     await step(request, accepted())
-    assert socket.heads == []  # it may still be refused
+    assert socket.heads == []  # it can still be refused
     await step(request, *(tokens(1 + i, "a", index=i) for i in range(3)))
     assert (socket.heads[0]["status"], len(socket.writes)) == (200, 1)
     await step(request, *(tokens(4 + i, "b", index=i, finish_reason="stop") for i in range(3)))
@@ -125,7 +125,7 @@ async def test_usage_comes_before_the_end() -> None:
     assert json.loads(events[-3].removeprefix(b"data: "))["usage"]["completion_tokens"] == 1
 
 
-async def test_a_client_that_reads_nothing_is_broken_off() -> None:
+async def test_a_client_that_does_not_read_is_disconnected() -> None:
     request, _ = open_request()
     socket, task = writing(request)
     await step(request, accepted(), tokens(1))
@@ -139,8 +139,8 @@ async def test_a_client_that_reads_nothing_is_broken_off() -> None:
     assert request.failure.code is ErrorCode.SLOW_CLIENT
 
 
-async def test_a_writer_that_breaks_leaves_a_request_that_can_still_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer's time limit is over with the writer; moving it from `cancel` raised, and the record was lost."""
+async def test_a_failed_writer_leaves_a_request_that_can_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer's time limit ends with the writer. Rescheduling it in `cancel` once raised and lost the record."""
     request, _ = open_request()
     _, task = writing(request)
     await step(request, accepted())
@@ -152,13 +152,13 @@ async def test_a_writer_that_breaks_leaves_a_request_that_can_still_be_ended(mon
     assert request.state is State.STOPPING
 
 
-async def test_a_failure_while_the_intent_is_not_stored_is_a_proper_refusal() -> None:
-    """A queue server that hangs holds the head back for longer than some callers' deadlines."""
+async def test_a_failure_before_the_intent_is_stored_has_a_status() -> None:
+    """A hanging queue server delays the head for longer than some deadlines."""
     request, _ = open_request()
     request.row = asyncio.get_running_loop().create_future()
     socket, task = writing(request)
     await step(request, accepted(), tokens(1, "a"))
-    assert socket.heads == []  # nobody is told anything yet
+    assert socket.heads == []  # nothing is sent yet
     request.fail(Failure(ErrorCode.DEADLINE_EXCEEDED, "too late"), 2.0)
     await task
     assert socket.heads[0]["status"] == 504

@@ -1,4 +1,4 @@
-"""Claims of keys while the queue server is away."""
+"""Claims while the queue server is unavailable."""
 
 import logging
 from typing import Any, cast
@@ -10,7 +10,7 @@ from protocol.nats.bus import Bus
 
 
 class SilentBus:
-    """Is connected, and has no answer in time."""
+    """Is connected but does not answer in time."""
 
     connected = True
 

@@ -1,4 +1,4 @@
-"""Kept answers: for how long, and which are dropped."""
+"""How long answers are kept, and which are dropped."""
 
 import asyncio
 from typing import Any
@@ -33,7 +33,7 @@ async def answer(runs: Runs, name: str, body: bytes = b"x", status: int = 200) -
     return run
 
 
-async def test_a_good_answer_is_kept_for_a_while() -> None:
+async def test_a_successful_answer_is_kept_for_keep_s() -> None:
     released: list[int] = []
     runs = runs_with(released, keep_s=0.02)
     run = await answer(runs, "k")
@@ -46,7 +46,7 @@ async def test_a_good_answer_is_kept_for_a_while() -> None:
     assert released == [1]
 
 
-async def test_errors_and_halves_free_the_key() -> None:
+async def test_errors_and_incomplete_answers_release_the_key() -> None:
     released: list[int] = []
     runs = runs_with(released)
     await answer(runs, "refused", status=503)
@@ -60,7 +60,7 @@ async def test_errors_and_halves_free_the_key() -> None:
     assert (part.body, part.ended, part.complete) == (b"x", True, False)
 
 
-async def test_nobody_reads() -> None:
+async def test_a_run_without_readers_is_cancelled() -> None:
     runs = runs_with(reattach_s=0.01)
     run = runs.begin("k", "print", None)
     with run.reading():
@@ -71,7 +71,7 @@ async def test_nobody_reads() -> None:
     assert runs.find("k") is None
 
 
-async def test_the_oldest_answers_make_room() -> None:
+async def test_the_oldest_answers_are_dropped_first() -> None:
     runs = runs_with(max_bytes=100)
     for name in "abc":
         await answer(runs, name, b"x" * 40)
@@ -82,8 +82,8 @@ async def test_the_oldest_answers_make_room() -> None:
     assert [run.name for run in runs] == ["b", "c"]
 
 
-async def test_what_runs_outgrows_the_room() -> None:
-    """Its readers go on as long as they keep up; who would begin again cannot."""
+async def test_a_running_answer_can_outgrow_the_memory() -> None:
+    """Readers that keep up continue; new readers cannot start."""
     runs = runs_with(max_bytes=100)
     await answer(runs, "old", b"x" * 40)
     run = runs.begin("k", "print", None)
@@ -97,7 +97,7 @@ async def test_what_runs_outgrows_the_room() -> None:
     await write(run, b"", more=False)
     runs.ended(run)
     assert len(runs) == 0
-    await answer(runs, "next", b"x" * 100)  # all of the room is free again
+    await answer(runs, "next", b"x" * 100)  # all memory is free again
     assert len(runs) == 1
 
 

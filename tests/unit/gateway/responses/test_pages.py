@@ -19,7 +19,7 @@ ITEMS = b'[{"id": "a"}, {"id": "b"}, {"id": "c"}]'
         ("c", "asc", [], False),
     ],
 )
-def test_a_page_begins_behind_the_item_that_was_named(
+def test_a_page_starts_after_the_given_item(
     after: str | None, order: Literal["asc", "desc"], ids: list[str], *, has_more: bool
 ) -> None:
     page = json.loads(Kept(b"{}", ITEMS).page(after, 2, order))

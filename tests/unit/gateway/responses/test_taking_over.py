@@ -1,4 +1,4 @@
-"""Responses in the background: how one is begun, and admitted again by another gateway."""
+"""Background responses: starting them, and admitting them again on another gateway."""
 
 import time
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ LIMIT_S = 600.0
 
 
 class Store:
-    """A store without room."""
+    """A full store."""
 
     max_body_bytes = 1000
 
@@ -30,24 +30,24 @@ class Store:
         raise StreamFull("full")
 
     async def delete(self, _: Any) -> None:
-        """Remove what is left."""
+        """Delete the response."""
 
 
 class TakenOver(Store):
-    """A store in which another gateway goes on with each response before its first events are there."""
+    """A store in which another gateway takes over each response before its first events."""
 
     async def begin(self, _: Run) -> int:
         return 0
 
     async def add_part(self, *_: Any) -> None:
-        """Refuse it."""
+        """Refuse the part."""
 
     async def delete(self, _: Any) -> None:
         raise AssertionError("another gateway makes it")
 
 
 class Operation:
-    """Admits every call, and notes how it arrived."""
+    """Admits every call, and records its arrival."""
 
     def __init__(self, store: Store) -> None:
         self.core = SimpleNamespace(settings=gateway_settings(), refuse_if_full=lambda: None)
@@ -87,7 +87,7 @@ def run_since(runs: BackgroundRuns, age_s: float) -> Any:
 @pytest.mark.parametrize(
     ("error", "age_s", "is_final"),
     [
-        (RateLimitExceeded("used", limit=Kind.TOKENS), 0.0, False),  # it was admitted once
+        (RateLimitExceeded("used", limit=Kind.TOKENS), 0.0, False),  # it was already admitted once
         (StorageUnavailable(), 0.0, False),
         (InvalidApiKey(), 0.0, True),
         (RateLimitExceeded("used", limit=Kind.TOKENS), LIMIT_S, True),
@@ -98,7 +98,7 @@ def test_what_ends_a_response_that_was_taken_over(error: Refused, age_s: float, 
     assert runs._is_final(run_since(runs, age_s), error) is is_final
 
 
-async def test_its_time_began_with_its_first_gateway() -> None:
+async def test_its_time_limit_starts_at_its_first_gateway() -> None:
     operation: Any = Operation(Store())
     runs = runs_of(operation.store)
     await Background(operation, runs)._admit_again(run_since(runs, 100.0), principal())
@@ -106,15 +106,15 @@ async def test_its_time_began_with_its_first_gateway() -> None:
     assert arrival.received_s < time.monotonic() - 99.0
 
 
-async def test_one_that_cannot_be_stored_gives_back_what_it_was_admitted_with() -> None:
+async def test_an_unstored_response_is_refunded() -> None:
     refunds: list[str] = []
     with pytest.raises(StorageUnavailable):
         await begin(Store(), refunds)
     assert refunds == ["refunded"]
 
 
-async def test_a_gateway_that_was_frozen_before_the_first_events_answers_with_what_another_makes() -> None:
-    """It answered 503, and deleted the response that another gateway had begun to make."""
+async def test_a_frozen_gateway_answers_with_the_response_of_its_successor() -> None:
+    """It once answered 503 and deleted the other gateway's response."""
     refunds: list[str] = []
     run = await begin(TakenOver(), refunds)
     assert run.is_handed_over

@@ -1,17 +1,17 @@
-"""Cards that cannot be used: what they say is judged before any of it is."""
+"""Unusable cards are rejected before use."""
 
 import pytest
 
 from gateway.tokenizing.cards import MAX_CONTEXT_LENGTH, UnusableCard, check_context_length, usable_template
 
-DEEP = "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"  # its very reading ended the gateway
+DEEP = "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"  # parsing it once crashed the gateway
 LARGE = "{% set a = 'a' * 1000 %}" + "{% set a = a ~ a %}" * 30
 
 
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (DEEP, "RecursionError|time or memory"),  # a slow machine may come to the one limit before the other
+        (DEEP, "RecursionError|time or memory"),  # a slow machine may hit either limit first
         pytest.param(LARGE, "MemoryError|time or memory", marks=pytest.mark.slow),
         ("{% if %}", "is invalid"),
         ("x" * 300_000, "300000 characters"),

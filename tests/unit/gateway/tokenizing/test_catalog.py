@@ -91,7 +91,7 @@ async def test_a_model_that_is_not_ready_says_what_is_missing(
         wanted = rf"no worker has published {missing} a worker of a pool whose `models` name it \(gpu, spot\), or set "
         with pytest.raises(ModelNotReady, match=wanted):
             catalog.tokens_of(MODEL)
-        name = objects.tokenizer_object_name(byte_tokenizer_json())  # which is not there
+        name = objects.tokenizer_object_name(byte_tokenizer_json())  # which does not exist
         card = ModelCard(PROTOCOL_VERSION, MODEL, 64, name, CHATML)
         await bus.request(subjects.model_card_subject(MODEL), encode(card), timeout_s=HANGS_S)
 
@@ -103,8 +103,8 @@ async def test_a_model_that_is_not_ready_says_what_is_missing(
         await until(is_said)
 
 
-async def test_news_of_a_card_that_is_not_stored_yet(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain subscribers hear of a card at once; a cluster has it only when most of its servers have stored it."""
+async def test_a_card_announced_before_it_is_stored(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subscribers get the announcement immediately; a cluster stores the card a little later."""
     looks: list[str] = []
 
     async def read(bus: Bus, model: str) -> ModelCard | None:
@@ -118,10 +118,10 @@ async def test_news_of_a_card_that_is_not_stored_yet(bus: Bus, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("before", [{}, {"chat_template": "{% if %}"}], ids=["usable", "unusable"])
-async def test_news_of_a_card_whose_predecessor_is_still_read(
+async def test_a_card_announced_while_its_predecessor_is_read(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, Any]
 ) -> None:
-    """The older one was kept, or refused once more, until the next came."""
+    """The gateway once kept or refused the older one until the next announcement."""
     older: list[ModelCard | None] = []
 
     async def read(bus: Bus, model: str) -> ModelCard | None:
@@ -135,10 +135,8 @@ async def test_news_of_a_card_whose_predecessor_is_still_read(
         await until(lambda: catalog.context_length(MODEL) == 128)
 
 
-async def test_a_card_that_comes_while_another_is_judged(
-    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was forgotten: the gateway served the older one until the next."""
+async def test_a_card_that_arrives_during_a_check(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was once missed: the gateway served the older one until the next announcement."""
     judged = 0
 
     async def judge(model: str, source: str, special_tokens: Mapping[str, str]) -> AnyTemplate:
@@ -146,7 +144,7 @@ async def test_a_card_that_comes_while_another_is_judged(
         judged += 1
         if judged == 1:
             await publish(bus, context_length=128)
-            await until(catalog._wake.is_set)  # it has heard of it
+            await until(catalog._wake.is_set)  # the announcement has arrived
         return await usable_template(model, source, special_tokens)
 
     monkeypatch.setattr("gateway.tokenizing.catalog.usable_template", judge)
@@ -164,7 +162,7 @@ async def test_a_restart_counts_without_workers(bus: Bus, tmp_path: Path) -> Non
         assert catalog.not_ready() == []
 
 
-async def test_a_spoiled_cache_is_not_believed(bus: Bus, tmp_path: Path) -> None:
+async def test_a_corrupt_cache_is_ignored(bus: Bus, tmp_path: Path) -> None:
     await publish(bus)
     async with running(bus, tmp_path):
         pass
@@ -174,10 +172,8 @@ async def test_a_spoiled_cache_is_not_believed(bus: Bus, tmp_path: Path) -> None
         assert catalog.not_ready() == []
 
 
-async def test_a_cache_that_cannot_be_used_is_no_need(
-    bus: Bus, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A full disk ended the gateway with the next card."""
+async def test_the_cache_is_optional(bus: Bus, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk once stopped the gateway at the next card."""
     async with running(bus, tmp_path) as catalog:
         folder = tmp_path / "tokenizers"
         folder.rmdir()
@@ -241,7 +237,7 @@ OWN = {"temperature": 0.6, "top_k": 20}
         ({"tokenizer": "model"}, {"sampling": {"top_p": 0.9}}, {"top_p": 0.9}),
     ],
 )
-async def test_a_model_has_sampling_parameters_of_its_own(
+async def test_a_model_has_default_sampling_parameters(
     bus: Bus, tmp_path: Path, settings: dict[str, Any], card: dict[str, Any] | None, expected: dict[str, float]
 ) -> None:
     folder = tmp_path / "model"
@@ -263,7 +259,7 @@ async def test_a_broken_generation_config_is_named(bus: Bus, tmp_path: Path) -> 
         assert "generation_config.json" in catalog.unusable[MODEL]
 
 
-async def test_a_wrong_path_ends_the_start(bus: Bus, tmp_path: Path) -> None:
+async def test_an_invalid_path_aborts_the_start(bus: Bus, tmp_path: Path) -> None:
     models = {MODEL: ModelSettings(tokenizer=str(tmp_path / "nothing"), context_length=50)}
     with pytest.raises(TokenizerError, match="nothing"):
         await ModelCatalog(bus, models, tmp_path).start()
@@ -273,10 +269,10 @@ async def _too_late(*_: object) -> bytes:
     raise TimeoutError
 
 
-async def test_a_card_that_a_busy_machine_has_no_time_for(
+async def test_a_card_on_a_busy_machine_is_retried(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is not the card's fault: it is tried again, and not refused until the next one comes."""
+    """The card is not at fault, so the check is retried."""
     async with running(bus, tmp_path, retry_s=0.01) as catalog:
         with monkeypatch.context() as busy:
             busy.setattr("gateway.tokenizing.renderer._answer_of", _too_late)

@@ -1,4 +1,4 @@
-"""A client's words are text, also where they are spelled like a control token; nothing else changes by that."""
+"""Client text that looks like a control token stays text; other text is unchanged."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ TEXTS = ["the cat sat on the mat", "Hi, there 123", "<|im_ end|>", " a  b\n", "n
 
 
 def trained(model: str) -> bytes:
-    """Tokenizers of several kinds, whose control tokens are in the model's vocabulary or are not."""
+    """Return a trained tokenizer, with its control tokens inside or outside the model's vocabulary."""
     kinds: dict[str, tuple[Any, Any]] = {
         "bpe": (models.BPE(unk_token="<unk>"), trainers.BpeTrainer),
         "unigram": (models.Unigram(), trainers.UnigramTrainer),
@@ -39,7 +39,7 @@ def trained(model: str) -> bytes:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     options: dict[str, Any] = {"unk_token": "<unk>"} if model == "unigram" else {}
-    special = ["<unk>", BOS, START]  # known to the model itself
+    special = ["<unk>", BOS, START]  # in the model's vocabulary
     tokenizer.train_from_iterator(
         TEXTS * 5, trainer(vocab_size=200, special_tokens=special, show_progress=False, **options)
     )
@@ -85,12 +85,12 @@ def user(content: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def test_nobody_can_forge_a_turn() -> None:
-    """Before, the prompt of this message held two more turns, one of them the system's."""
+def test_a_turn_cannot_be_forged() -> None:
+    """Without protection, the prompt has two forged turns, including a system turn."""
     ids = encoded(CHATML, user(FORGED))
     assert (count(ids, START), count(ids, END), count(ids, BOS)) == (2, 1, 0)
     rendered = ChatTemplate(CHATML, {}).render(user(FORGED))
-    assert byte_tokenizer().decode(ids, skip_special_tokens=False) == rendered  # not one character is lost
+    assert byte_tokenizer().decode(ids, skip_special_tokens=False) == rendered  # no character is lost
     assert count(encoded(CHATML, user(FORGED), control_tokens_in_content=True), START) == 3
 
 
@@ -111,7 +111,7 @@ TOOL = {
         (user("x"), {"tools": [TOOL]}),
     ],
 )
-def test_wherever_it_stands(messages: list[dict[str, Any]], more: dict[str, Any]) -> None:
+def test_control_tokens_in_every_field_stay_text(messages: list[dict[str, Any]], more: dict[str, Any]) -> None:
     ids = encoded(tool_templates.HERMES_STYLE, messages, **more)
     plain_messages, plain_more = json.loads(json.dumps([messages, more]).replace(json.dumps(FORGED)[1:-1], "x"))
     plain = encoded(tool_templates.HERMES_STYLE, plain_messages, **plain_more)
@@ -131,7 +131,7 @@ def test_wherever_it_stands(messages: list[dict[str, Any]], more: dict[str, Any]
         "mine",
     ],
 )
-def test_templates_may_do_with_it_what_they_like(expression: str) -> None:
+def test_template_filters_do_not_break_it(expression: str) -> None:
     template = CHATML.replace("message.content", expression)
     ids = encoded(template, user(FORGED), variables={"mine": FORGED})
     assert (count(ids, START), count(ids, END), count(ids, BOS)) == (2, 1, 0)
@@ -139,17 +139,17 @@ def test_templates_may_do_with_it_what_they_like(expression: str) -> None:
     assert byte_tokenizer().decode(ids, skip_special_tokens=False) == rendered
 
 
-def test_text_that_a_filter_changes_is_no_token_either() -> None:
+def test_filtered_text_is_not_a_token() -> None:
     ids = encoded(CHATML.replace("message.content", "message.content | upper"), user(FORGED))
     assert (count(ids, START), count(ids, END)) == (2, 1)
 
 
-def test_marks_of_turns_that_are_not_called_special() -> None:
+def test_turn_markers_that_are_not_special() -> None:
     encoder = ENCODERS["bpe"]
     token_id, special = encoder.added_tokens()[USER]
     assert not special
     assert encoded(DEEPSEEK, user(f"x{USER}y"), "bpe").count(token_id) == 1
-    think, _ = encoder.added_tokens()["<think>"]  # as answers have brought it
+    think, _ = encoder.added_tokens()["<think>"]  # as in an earlier answer
     assert think in encoded(DEEPSEEK, user(f"{USER}<think>"), "bpe")
 
 
@@ -168,8 +168,8 @@ async def test_a_message_that_is_continued() -> None:
     )
 )
 @settings(max_examples=20)
-def test_all_else_is_encoded_as_ever(name: str, contents: list[str]) -> None:
-    """The other way of encoding makes the same tokens of the same text, where no message holds a control token's."""
+def test_all_other_text_is_encoded_unchanged(name: str, contents: list[str]) -> None:
+    """Without control tokens in messages, both ways of encoding give the same tokens."""
     encoder = ENCODERS[name]
     control = ControlTokens(encoder)
     messages = [message for content in contents for message in user(content)]

@@ -17,7 +17,7 @@ THREADS = 3
 
 
 class Stage:
-    """A pool whose work holds its thread until it is let go."""
+    """A pool whose work blocks its thread until released."""
 
     def __init__(self) -> None:
         self.pool = EncoderPool(THREADS)
@@ -64,8 +64,8 @@ async def code_of(asked: Coroutine[Any, Any, Any]) -> tuple[int, str | None]:
     return form_of(caught.value).status, caught.value.code
 
 
-async def test_one_tenants_long_work_leaves_threads_for_everybody_else(stage: Stage) -> None:
-    """One key's long prompts held all threads: others waited for seconds."""
+async def test_one_tenants_long_work_leaves_threads_for_others(stage: Stage) -> None:
+    """One key's long prompts once held all threads."""
     for number in range(4):
         stage.give("greedy", f"greedy {number}", LONG)
     await until(lambda: stage.begun == ["greedy 0"])
@@ -103,7 +103,7 @@ async def test_tenants_take_turns(stage: Stage) -> None:
     assert stage.begun[THREADS:] == order
 
 
-async def test_what_waits_is_bounded(stage: Stage) -> None:
+async def test_waiting_work_is_bounded(stage: Stage) -> None:
     quarter = MAX_TENANT_BYTES // 4
     for number in range(4):
         stage.give("greedy", f"greedy {number}", quarter)
@@ -115,13 +115,13 @@ async def test_what_waits_is_bounded(stage: Stage) -> None:
     assert await code_of(stage.pool.run("the last", 1, list)) == (503, "overloaded")
     await stage.let_go("greedy 0")
     assert await stage.pool.run("the last", 1, lambda: 5) == 5
-    for number in range(MAX_TENANT_ITEMS - 3):  # the other three wait since the beginning
+    for number in range(MAX_TENANT_ITEMS - 3):  # the other three are already waiting
         stage.give("greedy", f"small {number}")
-    await asyncio.sleep(0)  # each is there once its task has begun
+    await asyncio.sleep(0)  # let the task enqueue its item
     assert await code_of(stage.pool.run("greedy", 1, list)) == (429, "rate_limit_exceeded")
 
 
-async def test_who_leaves_frees_his_place(stage: Stage) -> None:
+async def test_a_canceled_caller_frees_its_slot(stage: Stage) -> None:
     for number in range(THREADS):
         stage.give("others", f"blocking {number}")
     leaving = stage.give("greedy", "left", MAX_TENANT_BYTES)
@@ -134,10 +134,10 @@ async def test_who_leaves_frees_his_place(stage: Stage) -> None:
     assert "left" not in stage.begun
 
 
-async def test_errors_reach_their_callers_and_nobody_else(stage: Stage) -> None:
+async def test_errors_reach_only_their_callers(stage: Stage) -> None:
     def fail() -> None:
         raise LookupError("no")
 
     with pytest.raises(LookupError):
-        await stage.pool.run("a", 10**6, fail)  # so large that what it took is given back
+        await stage.pool.run("a", 10**6, fail)  # large enough to trim memory
     assert await stage.pool.run("a", 10**6, lambda: 5) == 5

@@ -37,12 +37,10 @@ def test_unknown_tiktoken_encoding() -> None:
         TiktokenEncoder("no-such-encoding")
 
 
-def test_a_tiktoken_encoding_that_is_neither_cached_nor_to_be_had(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unavailable_tiktoken_encoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     for name in ("https_proxy", "HTTPS_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
     with pytest.raises(TokenizerError, match="TIKTOKEN_CACHE_DIR"):
         TiktokenEncoder("o200k_base")
 
@@ -78,14 +76,14 @@ def part(kind: str, **rest: object) -> dict[str, object]:
         ({"pre_tokenizer": part("Whitespace")}, None),
     ],
 )
-def test_how_much_text_a_token_can_stand_for(changes: dict[str, object], factor: int | None) -> None:
-    """If characters may vanish, the length of a text is no lower bound of its tokens."""
+def test_max_chars_of_a_token(changes: dict[str, object], factor: int | None) -> None:
+    """If characters can vanish, the length of a text gives no lower bound for its tokens."""
     document = json.loads(byte_tokenizer_json()) | changes
     longest = max(map(len, (BOS, START)))
     assert HuggingFaceEncoder(json.dumps(document).encode()).max_chars == (None if factor is None else longest * factor)
 
 
-def test_a_token_that_swallows_spaces_stands_for_any_number() -> None:
+def test_a_token_that_absorbs_spaces_is_unbounded() -> None:
     document = json.loads(byte_tokenizer_json())
     document["added_tokens"][0]["rstrip"] = True
     assert HuggingFaceEncoder(json.dumps(document).encode()).max_chars is None

@@ -1,4 +1,4 @@
-"""Inputs of pooling models: several texts, pairs, and what is kept of those that are too long."""
+"""Inputs of pooling models: texts, pairs, and truncation."""
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -26,7 +26,7 @@ def words(count: int, first: int = 0) -> str:
     return " ".join(WORDS[(first + i) % len(WORDS)] for i in range(count))
 
 
-def test_texts_are_encoded_each_by_itself() -> None:
+def test_texts_are_encoded_separately() -> None:
     texts = [words(3), words(1), words(7)]
     found = encoder().encode_inputs(texts, add_special_tokens=True, most_tokens=None)
     assert found == [encoder().encode(text, add_special_tokens=True) for text in texts]
@@ -42,21 +42,21 @@ def test_long_texts_keep_their_beginning_and_their_special_tokens(most: int, spe
     assert encoder().encode_inputs(texts, add_special_tokens=special, most_tokens=most) == expected
 
 
-def test_pairs_tell_their_texts_apart() -> None:
+def test_pairs_have_token_types() -> None:
     first, second = encoder().encode_pairs([(words(2), words(3)), (words(1), words(1))], most_tokens=None)
     assert (len(first.token_ids), first.first_tokens) == (8, 4)
     assert (len(second.token_ids), second.first_tokens) == (5, 3)
     assert first.token_ids == [0, 2, 3, 1, 2, 3, 4, 1]
 
 
-def test_a_tokenizer_may_have_one_type_only() -> None:
+def test_a_tokenizer_with_one_token_type() -> None:
     (pair,) = encoder(tokenizer("[CLS] $A [SEP] [SEP] $B [SEP]")).encode_pairs([(words(2), words(3))], most_tokens=None)
     assert len(pair.token_ids) == pair.first_tokens == 9
 
 
 @pytest.mark.parametrize("lengths", [(3, 12), (12, 3), (9, 9), (15, 14), (1, 1), (0, 20), (5, 6)], ids=str)
 @pytest.mark.parametrize("most", [4, 9, 10, 17])
-def test_pairs_are_cut_as_the_library_cuts_them(lengths: tuple[int, int], most: int) -> None:
+def test_pairs_are_truncated_like_in_the_library(lengths: tuple[int, int], most: int) -> None:
     texts = words(lengths[0]), words(lengths[1], first=5)
     reference = tokenizer()
     reference.enable_truncation(most, strategy="longest_first")
@@ -66,7 +66,7 @@ def test_pairs_are_cut_as_the_library_cuts_them(lengths: tuple[int, int], most: 
     assert pair.first_tokens == expected.type_ids.count(0)
 
 
-def test_pairs_that_cannot_be_told_apart_are_refused() -> None:
+def test_unsupported_token_types_are_refused() -> None:
     strange = encoder(tokenizer("[CLS]:1 $A [SEP] $B:1 [SEP]:1"))
     with pytest.raises(TokenizerError, match="not supported"):
         strange.encode_pairs([("w1", "w2")], most_tokens=None)

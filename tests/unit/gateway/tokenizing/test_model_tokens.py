@@ -21,7 +21,7 @@ def tokens(template: str | None = CHATML) -> ModelTokens:
 
 
 @pytest.mark.parametrize("size", [10, model_tokens.INLINE_CHARS + 1])
-async def test_short_and_long_prompts_are_encoded_alike(size: int) -> None:
+async def test_short_and_long_prompts_are_encoded_equally(size: int) -> None:
     text = "héllo " * size
     assert await tokens().encode_text(text) == byte_tokenizer().encode(text).ids
     rendered = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
@@ -33,8 +33,8 @@ async def test_short_and_long_prompts_are_encoded_alike(size: int) -> None:
 @pytest.mark.parametrize(
     "more", [{"reasoning_content": "x"}, {"name": "x"}, {"tool_calls": "x"}, {"variables": {"x": "x"}}]
 )
-async def test_all_that_may_be_rendered_counts_as_long(more: dict[str, Any]) -> None:
-    """Rendered and encoded in the event loop, 4 MB of reasoning held everybody up."""
+async def test_all_rendered_text_counts_as_long(more: dict[str, Any]) -> None:
+    """4 MB of reasoning, rendered in the event loop, once blocked all requests."""
 
     class Counting(EncoderPool):
         runs = 0
@@ -53,7 +53,7 @@ async def test_all_that_may_be_rendered_counts_as_long(more: dict[str, Any]) -> 
     pool.close()
 
 
-async def test_a_model_without_a_chat_format() -> None:
+async def test_a_model_without_a_chat_template() -> None:
     with pytest.raises(InvalidParameter, match="no chat template") as caught:
         await tokens(None).encode_chat([{"role": "user", "content": "x"}])
     assert caught.value.param == "model"
@@ -64,8 +64,8 @@ class NeverEncoding(HuggingFaceEncoder):
         raise AssertionError(f"{len(text)} characters were encoded ({add_special_tokens=})")
 
 
-async def test_a_text_that_cannot_fit_is_refused_unread() -> None:
-    """4 MB of text for a context of 8,192 tokens took 4 s of encoding, and half a gigabyte of memory for good."""
+async def test_an_oversized_text_is_refused_without_encoding() -> None:
+    """Encoding 4 MB of text once took 4 s and permanently half a gigabyte of memory."""
     chat = ChatTemplate(CHATML, {})
     ours = ModelTokens("m", NeverEncoding(byte_tokenizer_json()), chat, 100, EncoderPool()).of_tenant("t")
     text = "a" * (100 * len(START) + 1)  # the longest token
@@ -78,7 +78,7 @@ async def test_a_text_that_cannot_fit_is_refused_unread() -> None:
     with pytest.raises(ContextLengthExceeded) as caught:
         await ours.encode_inputs(["a", text], add_special_tokens=None, most_tokens=None, field="input")
     assert caught.value.param == "input.1"
-    with pytest.raises(AssertionError):  # who wants to know only how many there are, or the last of them
+    with pytest.raises(AssertionError):  # only the count and the last tokens are available
         await ours.encode_text(text)
 
 
@@ -97,10 +97,10 @@ async def test_a_refusal_does_not_hold_the_tokens() -> None:
     assert len(await ours.encode_text("a" * 98, within_context="prompt")) == 99
 
 
-async def test_the_event_loop_goes_on_while_a_long_prompt_is_encoded() -> None:
-    """Counts turns of the loop: an encoder that held the GIL would allow hardly any until it is done."""
+async def test_a_long_prompt_does_not_block_the_event_loop() -> None:
+    """Counts iterations of the loop: an encoder that holds the GIL would allow hardly any."""
     subject = tokens()
-    text = "The quick brown fox jumps over the lazy dog. " * 12_000  # 540 kB: some 0.1 s of encoding
+    text = "The quick brown fox jumps over the lazy dog. " * 12_000  # 540 kB: about 0.1 s of encoding
     encoding = asyncio.create_task(subject.encode_text(text))
     turns = 0
     while not encoding.done():
@@ -111,7 +111,7 @@ async def test_the_event_loop_goes_on_while_a_long_prompt_is_encoded() -> None:
 
 
 @pytest.mark.parametrize("content", ["Once upon", "Once upon ", " Once upon\n"])
-async def test_a_final_message_is_continued_as_transformers_has_it(content: str) -> None:
+async def test_a_final_message_is_continued_like_in_transformers(content: str) -> None:
     messages = [{"role": "user", "content": "a story"}, {"role": "assistant", "content": content}]
     oracle = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())
     for template in (CHATML, CHATML.replace("message.content", "message.content | trim")):

@@ -1,4 +1,4 @@
-"""A template rendered in a process of its own says what it would say here."""
+"""A template in a separate process renders the same text as in this process."""
 
 import json
 import os
@@ -25,7 +25,7 @@ Start = Callable[[str], Awaitable[Renderer]]
 
 @pytest.fixture
 async def renderer_of() -> AsyncIterator[Start]:
-    """Starts a renderer of the template given; its process has ended after the test."""
+    """Return a function that starts a renderer; its process is stopped after the test."""
     renderers = []
 
     async def start(source: str) -> Renderer:
@@ -39,7 +39,7 @@ async def renderer_of() -> AsyncIterator[Start]:
 
 
 async def test_the_same_text(renderer_of: Start) -> None:
-    """Its template joins arguments to texts, which are objects elsewhere."""
+    """The template concatenates arguments, which are objects elsewhere, to text."""
     deepseek = await renderer_of(tool_templates.DEEPSEEK_V31_STYLE)
     here = ChatTemplate(tool_templates.DEEPSEEK_V31_STYLE, SPECIAL)
     body = {"model": "m", "messages": CONVERSATION, "tools": [{"type": "function", "function": WEATHER}]}
@@ -54,7 +54,7 @@ async def test_the_same_text(renderer_of: Start) -> None:
 
 
 async def test_no_secret_is_in_its_environment(renderer_of: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker's template that gets out of its sandbox read the pepper and the database's password there."""
+    """A template that escapes its sandbox could otherwise read the pepper and the database password."""
     for name in ("SPILLWAY_AUTH__PEPPER", "PGPASSWORD", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret")
     renderer = await renderer_of(REFUSES)
@@ -69,7 +69,7 @@ async def test_a_machine_that_is_too_busy() -> None:
     await renderer.close()
 
 
-async def test_what_the_template_refuses(renderer_of: Start) -> None:
+async def test_refusals_of_the_template(renderer_of: Start) -> None:
     renderer = await renderer_of(REFUSES)
     with pytest.raises(InvalidParameter, match="not me") as refused:
         await renderer.render([{"content": "x"}], variables={"mine": "me"})
@@ -80,13 +80,13 @@ async def test_what_the_template_refuses(renderer_of: Start) -> None:
     assert await renderer.render([{"content": "x"}]) == "x"
 
 
-async def test_a_process_that_is_gone_is_started_again(renderer_of: Start) -> None:
+async def test_a_dead_process_is_restarted(renderer_of: Start) -> None:
     renderer = await renderer_of(REFUSES)
     renderer.kill()
     assert await renderer.render([{"content": "x"}]) == "x"
 
 
-async def test_modules_in_the_current_folder_are_none_of_its(
+async def test_modules_in_the_current_folder_are_not_imported(
     renderer_of: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("tokens", "web"):
@@ -97,7 +97,7 @@ async def test_modules_in_the_current_folder_are_none_of_its(
     assert await renderer.render([{"content": "x"}]) == "x"
 
 
-async def test_what_cannot_even_be_compiled(renderer_of: Start) -> None:
+async def test_templates_that_cannot_be_compiled(renderer_of: Start) -> None:
     with pytest.raises(InvalidParameter, match="RecursionError|TemplateSyntaxError"):
         await renderer_of("{{ " + "(" * 5000 + ")" * 5000 + " }}")
 
@@ -111,10 +111,10 @@ async def test_limits_of_time_and_memory(renderer_of: Start) -> None:
         await renderer_of("{{ 9 ** (9 ** 9) }}")
 
 
-async def test_nothing_is_left_of_a_closed_one(renderer_of: Start) -> None:
+async def test_closing_leaves_no_process(renderer_of: Start) -> None:
     renderer = await renderer_of(REFUSES)
     assert renderer._process is not None
     pid = renderer._process.pid
     await renderer.close()
-    with pytest.raises(ProcessLookupError):  # nor a zombie
+    with pytest.raises(ProcessLookupError):  # not even a zombie
         os.kill(pid, 0)

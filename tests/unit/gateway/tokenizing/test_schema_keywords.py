@@ -1,4 +1,4 @@
-"""Schemas as pydantic, zod and OpenAPI emit them: annotations are dropped, inexact bounds refused by their path."""
+"""Schemas from pydantic, zod, and OpenAPI: annotations are dropped, and inexact bounds refused by path."""
 
 import json
 from typing import Any
@@ -67,7 +67,7 @@ def test_an_error_names_its_path(inner: dict[str, Any], word: str) -> None:
     assert f"{PLACE}.properties.d.{word}" in str(refused.value)
 
 
-def test_what_is_exact_or_no_keyword_is_left_alone() -> None:
+def test_exact_numbers_and_non_keywords_are_unchanged() -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"enum": [2**53, -(2**53), "(", {"format": "x"}]}, "pattern": {"pattern": "^a{2,3}$"}},

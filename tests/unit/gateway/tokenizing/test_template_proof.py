@@ -1,6 +1,6 @@
-"""Templates that are proven run within the gateway; what may take long, or grow, must never be among them."""
+"""Proven templates run inside the gateway. Templates with unbounded time or size must not be proven."""
 
-# ruff: noqa: E501  # a template is one line
+# ruff: noqa: E501  # templates are single lines
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from tests.small_tokenizer import CHATML
 from tests.unit.gateway.tokenizing import test_templates as styles
 
 DEMO = Path(__file__).parents[4] / "models/spillway-demo/chat_template.jinja"
-# Constructs of published templates that those of our tests lack.
+# Constructs of published templates that the other test templates lack.
 MORE = """{%- macro text_of(content) -%}
     {%- if content is string %}{{- content }}
     {%- else %}{%- for item in content %}{%- if item.type == 'text' %}{{- item.text }}{%- endif %}{%- endfor %}{%- endif %}
@@ -102,7 +102,7 @@ def test_the_usual_ones_are_proven(name: str) -> None:
         "{% set a = messages %}" + "{% set a = [a] | string %}" * 30,
         "{% set a = messages %}" + "{% set a = [a] ~ '' %}" * 30,
         "{% macro f() %}{{ x }}{% endmacro %}{% set ns = namespace(s='') %}{% for x in messages %}{% set ns.s = ns.s + f() %}{% endfor %}",
-        # what nobody knows
+        # unsupported constructs
         "{% include 'x' %}",
         "{% filter upper %}x{% endfilter %}",
         "{{ messages | wordwrap(1) }}",

@@ -1,4 +1,4 @@
-"""Rendered text and token ids must equal transformers' own, for templates in the styles of several families."""
+"""Rendered text and token ids equal those of transformers, for templates of several model families."""
 
 import time
 from typing import Any
@@ -116,13 +116,13 @@ def test_no_second_beginning_token() -> None:
     assert ids.count(bos) == 1
 
 
-def test_a_template_may_refuse_and_says_why() -> None:
+def test_a_template_refusal_has_its_message() -> None:
     with pytest.raises(InvalidParameter, match="roles must alternate") as caught:
         ChatTemplate(MISTRAL_STYLE, {"bos_token": BOS, "eos_token": EOS}).render(WITH_SYSTEM)
     assert caught.value.param == "messages"
 
 
-def test_data_that_is_nested_too_deeply_is_the_callers_fault() -> None:
+def test_deeply_nested_data_is_a_client_error() -> None:
     nested: list[Any] = []
     for _ in range(100_000):
         nested = [nested]
@@ -153,8 +153,8 @@ def test_callers_cannot_replace_what_the_gateway_sets() -> None:
         assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
-def test_what_is_written_is_bounded() -> None:
-    """For each message a template may write all tools, or look through all messages and write nothing."""
+def test_rendered_text_is_bounded() -> None:
+    """A template may write all tools for each message, or loop over all messages without output."""
     long = ChatTemplate("{% for m in messages %}{{ messages[0].content }}{% endfor %}", {}, max_chars=1000)
     assert len(long.render([{"content": "x" * 100}] * 10)) == 1000
     with pytest.raises(InvalidParameter, match="exceeds 1000 characters"):
@@ -166,13 +166,13 @@ def test_what_is_written_is_bounded() -> None:
 
 
 class _FromABusyMachine(dict[str, Any]):
-    """A message that costs time, and none of the processor's."""
+    """A message that takes wall time but no CPU time."""
 
     def __getitem__(self, name: str) -> Any:
         time.sleep(0.005)
         return super().__getitem__(name)
 
 
-def test_a_busy_machine_refuses_nothing() -> None:
+def test_a_busy_machine_causes_no_refusals() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% endfor %}", {}, cpu_limit_s=0.05)
     assert template.render([_FromABusyMachine(content="x")] * 20) == "x" * 20

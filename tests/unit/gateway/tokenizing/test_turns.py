@@ -1,4 +1,4 @@
-"""Conversations that clients send, and templates that refuse or leave out a part of them."""
+"""Client conversations, and templates that refuse or drop parts of them."""
 
 import re
 from dataclasses import asdict, replace
@@ -41,7 +41,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "p
 
 
 def said(roles: str) -> list[dict[str, Any]]:
-    """Messages of these roles; c: the assistant calls a tool; d: it calls two; r: a result; t: it thinks, and calls."""
+    """Return messages by letter: c: the assistant calls a tool; d: two tools; r: a result; t: it thinks and calls."""
     messages: list[dict[str, Any]] = []
     called: list[str] = []
     for number, role in enumerate(roles):
@@ -66,7 +66,7 @@ def said(roles: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-async def test_what_a_template_refuses_or_leaves_out_is_found(name: str) -> None:
+async def test_rules_of_a_template_are_detected(name: str) -> None:
     template = await usable_template("m", PUBLISHED[name], {})
     assert {rule for rule, takes in asdict(template.rules).items() if not takes} == REFUSED[name]
     await closed(template)
@@ -84,8 +84,8 @@ CONVERSATIONS = (
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-async def test_every_template_takes_every_conversation_whole(name: str) -> None:
-    """With a template like Qwen 3.5's, coding agents ended at their first system message after the beginning."""
+async def test_every_template_accepts_every_conversation(name: str) -> None:
+    """Templates like Qwen 3.5's once refused later system messages of coding agents."""
     template = await usable_template("m", PUBLISHED[name], {})
     tokens = ModelTokens("m", HuggingFaceEncoder(byte_tokenizer_json()), template, 100_000, EncoderPool())
     for roles in CONVERSATIONS:
@@ -148,9 +148,9 @@ def test_a_conversation_is_fitted_to_the_rules(
     assert (roles_of(found), told) == (turns, notes)
 
 
-def test_calls_that_are_split_keep_their_results_and_their_ids() -> None:
+def test_split_calls_keep_their_results_and_ids() -> None:
     calls = said("udrr")
-    calls[2], calls[3] = calls[3], calls[2]  # in another order
+    calls[2], calls[3] = calls[3], calls[2]  # in a different order
     told = set[str]()
     found = fitted(calls, replace(AS_IS, several_calls=False, long_call_ids=False), told)
     ids = [[call["id"] for call in message.get("tool_calls", ())] or message.get("tool_call_id") for message in found]
@@ -162,13 +162,13 @@ def test_calls_that_are_split_keep_their_results_and_their_ids() -> None:
     assert fitted(already, TemplateRules(long_call_ids=False), told) == already
 
 
-def test_reasoning_joins_the_content_that_cannot_stand_beside_it() -> None:
+def test_reasoning_joins_content_if_the_template_requires_it() -> None:
     [_, joined] = fitted(said("ut"), replace(AS_IS, reasoning_beside_content=False), set())
     assert {joined[name] for name in ("reasoning_content", "reasoning", "thinking")} == {"thought1.\n\ntext1."}
 
 
-def test_the_beginning_of_the_prompt_stays_as_it_was_when_a_system_message_is_added() -> None:
-    """Moved to the front, each would cost the whole prefix cache."""
+def test_a_new_system_message_keeps_the_prompt_prefix() -> None:
+    """Moving it to the front would invalidate the prefix cache."""
     template = ChatTemplate(SYSTEM_FIRST, {})
     rules = TemplateRules(several_systems=False, later_system=False)
     before, after = (
@@ -177,7 +177,7 @@ def test_the_beginning_of_the_prompt_stays_as_it_was_when_a_system_message_is_ad
     assert after.startswith(before)
 
 
-async def test_a_refusal_that_no_probe_foresaw_is_met_with_stricter_rules() -> None:
+async def test_an_unexpected_refusal_applies_stricter_rules() -> None:
     source = "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}" + SYSTEM_FIRST
     template = await usable_template("m", source, {})
     tokens = ModelTokens("m", HuggingFaceEncoder(byte_tokenizer_json()), template, 10_000, EncoderPool())
@@ -191,7 +191,7 @@ async def test_a_refusal_that_no_probe_foresaw_is_met_with_stricter_rules() -> N
     assert not notes
 
 
-async def test_the_last_message_is_gone_on_with_where_it_was_merged() -> None:
+async def test_a_merged_last_message_can_be_continued() -> None:
     template = await usable_template("m", ALTERNATING_WITH_TOOLS, {})
     tokens = ModelTokens("m", HuggingFaceEncoder(byte_tokenizer_json()), template, 10_000, EncoderPool())
     ids = await tokens.encode_chat(said("uaa"), add_generation_prompt=False, continue_final_message=True)

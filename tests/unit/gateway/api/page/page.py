@@ -1,7 +1,7 @@
-"""What docs/reference/api.md says of each parameter: its tables, read.
+"""Parses the parameter tables of docs/reference/api.md.
 
-A section begins with ``## POST /v1/…``. A table whose first column is "parameter" tells what becomes of each; one whose
-first column is "inside" tells the same of fields and values within them:
+A section begins with ``## POST /v1/…``. A table whose first column is "parameter" has the status of each parameter; one
+whose first column is "inside" has the status of nested fields and values:
 
     | parameter | | |                         | inside | supported | ignored | refused | |
     | `n`, `seed` | supported | … |            | `tools[].type` | `function` | | `custom` | … |
@@ -15,21 +15,21 @@ PAGE: Final = Path(__file__).parents[5] / "docs" / "reference" / "api.md"
 SUPPORTED: Final = "supported"
 IGNORED: Final = "ignored"
 REFUSED: Final = "refused"
-ANYWHERE: Final = "*"  # the place of a field that is the same wherever it stands
-OTHERS: Final = "*"  # the name of all values that have no row of their own
+ANYWHERE: Final = "*"  # the path of a field that is the same everywhere
+OTHERS: Final = "*"  # the name of all values without their own row
 _NAME: Final = re.compile(r"`([^`]+)`")
 _ROUTE: Final = re.compile(r"`((?:GET|POST|DELETE) /\S*)`")
 
-Section = dict[tuple[str, str], str]  # what becomes of (where, name); where: "" for a parameter
+Section = dict[tuple[str, str], str]  # status by (path, name); path: "" for a parameter
 
 
 def routes() -> set[str]:
-    """All routes that the page names."""
+    """Return all routes on the page."""
     return set(_ROUTE.findall(PAGE.read_text()))
 
 
 def sections() -> dict[str, Section]:
-    """What the page says, by the first route in the heading of each section."""
+    """Return the sections by the first route of their headings."""
     found: dict[str, Section] = {}
     for part in PAGE.read_text().split("\n## ")[1:]:
         heading, _, text = part.partition("\n")
@@ -65,6 +65,6 @@ def _add(section: Section, rows: Section) -> None:
 
 
 def status_of(section: Section, where: str, name: str) -> str | None:
-    """What becomes of it by its row, or by that of all others; None: there is none."""
+    """Return the status from its row, or from the row of all others; None: no row."""
     rows = ((where, name), (ANYWHERE, name), (where, OTHERS))
     return next((section[row] for row in rows if row in section), None)

@@ -1,4 +1,4 @@
-"""The parameters that an SDK knows, out of its own types, each with a value as a client would send it."""
+"""The parameters of an SDK, from its types, each with an example value."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -10,21 +10,21 @@ from typing_extensions import (
     is_typeddict,
 )
 
-TAGS: Final = ("type", "role")  # the fields that tell which of several objects it is
-WRONG: Final = ({"no": "such"}, True)  # values of which at least one is of a wrong type
+TAGS: Final = ("type", "role")  # the discriminator fields
+WRONG: Final = ({"no": "such"}, True)  # at least one of these has a wrong type
 
 Wrap = Callable[[Any], Any]
-Examples = Mapping[str, Any]  # values instead of made-up ones, by path
+Examples = Mapping[str, Any]  # example values by path
 
 
 class Known(NamedTuple):
-    """A parameter, a field within one, or one of its values."""
+    """A parameter, a nested field, or one of its values."""
 
     top: str  # the parameter
-    where: str  # the path of the object that has it; "" for a parameter itself
-    name: str  # of the field, or the value
-    value: Any  # the parameter, with this in it
-    wrong: Any = None  # the same of a type that it cannot have; None: there is no such type
+    where: str  # path of the parent object; "" for a parameter
+    name: str  # name of the field, or the value
+    value: Any  # the parameter with this field or value
+    wrong: Any = None  # the same with a wrong type; None: every type is allowed
 
     @property
     def path(self) -> str:
@@ -32,7 +32,7 @@ class Known(NamedTuple):
 
 
 class Walk:
-    """All that one of the SDK's types knows, as deep as ``goes_on`` says."""
+    """Collects everything in an SDK type, as deep as ``goes_on`` allows."""
 
     def __init__(self, kind: Any, examples: Examples, goes_on: Callable[[Known], bool]) -> None:
         self._kind = kind
@@ -82,7 +82,7 @@ class Walk:
                 yield from self._within(top, hint, path, put)
 
     def _minimal(self, kind: Any, where: str, tag: Mapping[str, str]) -> dict[str, Any]:
-        """The object with what it must have."""
+        """Return an object with its required fields."""
         given = self._examples.get(where)
         if given is not None:
             return {**given, **tag}
@@ -119,7 +119,7 @@ def _is_required(kind: Any, name: str) -> bool:
 
 
 def _members(hint: Any) -> list[Any]:
-    """The types of a union, without None."""
+    """Return the types of a union, without None."""
     origin = get_origin(hint)
     if origin in {Annotated, Required, NotRequired}:
         return _members(get_args(hint)[0])
@@ -129,7 +129,7 @@ def _members(hint: Any) -> list[Any]:
 
 
 def _item_of(kind: Any) -> Any:
-    """The type of a list's items; None if it is no list."""
+    """Return the item type of a list; None if it is not a list."""
     arguments = get_args(kind)
     is_list = len(arguments) == 1 and get_origin(kind) is not Literal
     return arguments[0] if is_list else None
@@ -144,7 +144,7 @@ def _tag_of(kind: Any) -> tuple[str | None, tuple[str, ...]]:
 
 
 def wrong_of(hint: Any) -> Any:
-    """A value of a type that ``hint`` does not allow; None if it allows everything."""
+    """Return a value of a type that ``hint`` does not allow; None if it allows every type."""
     kinds = _members(hint)
     if object in kinds:
         return None

@@ -1,4 +1,4 @@
-"""What docs/reference/api.md says of the parameters that an SDK knows, and whether a gateway does so."""
+"""Compares docs/reference/api.md with an SDK's parameters and the behavior of a gateway."""
 
 import re
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ STORED: Final = frozenset({"store", "previous_response_id", "background"})  # pa
 
 
 class Told:
-    """What the page says of one route."""
+    """The page's rows of a route."""
 
     def __init__(self, sdk: Sdk) -> None:
         self.sdk = sdk
@@ -26,7 +26,7 @@ class Told:
         return self.status(known) == page.SUPPORTED and known.path not in self.sdk.opaque
 
     def status(self, known: Known) -> str:
-        """What becomes of it: by its own row, by that of all others, or as of what it is in."""
+        """Return its status: from its row, the row of all others, or its parent."""
         where, top = known.where, self.rows.get(("", known.top), "")
         if known.name == known.top == "model":
             return page.IGNORED  # its values are names
@@ -39,7 +39,7 @@ class Told:
 
 
 async def faults(http: httpx.AsyncClient, told: Told, asked: Iterable[Known]) -> list[str]:
-    """Which of the rows are not true, of what a gateway has been asked."""
+    """Return the rows that do not match the gateway's answers."""
     found = []
     for known in asked:
         status = told.status(known)
@@ -65,7 +65,7 @@ async def _ask(http: httpx.AsyncClient, sdk: Sdk, known: Known, value: Any) -> h
 
 
 def _fault(answer: httpx.Response, known: Known, status: str) -> str:
-    """What is wrong with an answer; empty if nothing is."""
+    """Return the error of an answer; empty if there is none."""
     if status != page.REFUSED:
         return "" if answer.status_code == httpx.codes.OK else f"{answer.status_code} {answer.text}"
     if answer.status_code != httpx.codes.BAD_REQUEST:
@@ -85,5 +85,5 @@ def _first_quoted(message: str) -> str:
 
 
 def _plain(path: str) -> str:
-    """A path without the numbers and kinds of items."""
+    """Return a path without indexes and types of items."""
     return re.sub(r"\.\d+(?=\.|$)|\[[^\]]*\]", "", path)

@@ -1,4 +1,4 @@
-"""The routes whose parameters an SDK knows, with what a valid request of each has."""
+"""The routes with SDK types, and a valid request of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,15 +23,17 @@ class Sdk:
     """One route."""
 
     path: str
-    section: str  # the route in its section's heading
+    section: str  # the route in the heading of its section
     params: Any  # the SDK's type
-    body: Mapping[str, Any]  # what must be there
-    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what a parameter needs, by its path
-    examples: Mapping[str, Any] = field(default_factory=dict)  # values, by path
-    after: Mapping[str, list[Any]] = field(default_factory=dict)  # what follows the items of a list, by parameter
-    of_any_type: frozenset[str] = frozenset()  # that a model wrote, by path
-    opaque: frozenset[str] = frozenset()  # objects that are the client's own, by path
-    further: frozenset[str] = frozenset()  # parameters that the type does not have
+    body: Mapping[str, Any]  # required fields
+    beside: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # additional fields that a parameter requires, by path
+    examples: Mapping[str, Any] = field(default_factory=dict)  # example values by path
+    after: Mapping[str, list[Any]] = field(default_factory=dict)  # items to append to a list, by parameter
+    of_any_type: frozenset[str] = frozenset()  # model output of any type, by path
+    opaque: frozenset[str] = frozenset()  # free-form objects of the client, by path
+    further: frozenset[str] = frozenset()  # parameters missing from the type
     makes_vectors: bool = False
 
 
@@ -106,7 +108,7 @@ RESPONSES = Sdk(
         "reasoning.mode": "standard",
         "input[function_call_output]": {"call_id": "c", "output": "x"},
     },
-    after={"input": HELLO},  # some items alone are no conversation
+    after={"input": HELLO},  # some items are not a conversation by themselves
     of_any_type=frozenset({"input[function_call].arguments"}),
 )
 _MESSAGES: Final[dict[str, Any]] = {

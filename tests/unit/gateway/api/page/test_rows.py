@@ -1,6 +1,6 @@
-"""docs/reference/api.md says what becomes of every parameter that the SDKs know: each of its rows is true of a gateway.
+"""docs/reference/api.md has a row for every SDK parameter, and every row matches the gateway.
 
-Where this fails after an upgrade of an SDK, it names what the SDK knows now and the page does not.
+If this fails after an SDK upgrade, it lists the new parameters that the page lacks.
 """
 
 import pytest
@@ -35,7 +35,7 @@ def test_values_are_all_listed_where_some_are(told: Told) -> None:
     assert [one for one in found if one[0] in listed and page.status_of(told.rows, *one) is None] == []
 
 
-def test_no_row_is_of_something_else(told: Told) -> None:
+def test_no_row_has_an_unknown_name(told: Told) -> None:
     found = {(known.where, known.name) for sdk in SDKS if sdk.section == told.sdk.section for known in Told(sdk).walk}
     wheres = {where for where, _ in found} | {page.ANYWHERE}
     assert [row for row in told.rows if row[0] and row[0] not in wheres] == []

@@ -1,4 +1,4 @@
-"""A gateway whose model makes vectors."""
+"""A gateway with an embedding model."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Cards of pooling models, and scripts that answer their inputs."""
+"""Cards of pooling models, and scripts that answer inputs."""
 
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,7 +19,7 @@ SCORER = PoolingCard("score", 1)
 
 
 def tokenizer_json() -> bytes:
-    """One token per byte; pairs as BERT has them."""
+    """Return a tokenizer with one token per byte and BERT's pairs."""
     tokenizer = byte_tokenizer().from_str(byte_tokenizer().to_str())
     special = [(token, tokenizer.token_to_id(token)) for token in (BOS, EOS)]
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -33,14 +33,14 @@ def ids(text: str) -> list[int]:
 
 
 def with_card(pooling: PoolingCard | None) -> dict[str, Any]:
-    """Options of a gateway whose model has this card."""
+    """Return the options of a gateway whose model has this card."""
     name = objects.tokenizer_object_name(tokenizer_json())
     model_card = ModelCard(PROTOCOL_VERSION, MODEL, CONTEXT, name, None, pooling=pooling)
     return {"model_card": model_card, "tokenizer": tokenizer_json()}
 
 
 def inputs_of(attempt: Attempt) -> list[list[int]]:
-    """The inputs that a job holds."""
+    """Return the inputs of a job."""
     pooling = attempt.job.pooling
     assert pooling is not None
     lengths = unpack_token_ids(pooling.lengths)
@@ -52,7 +52,7 @@ def vector_of(token_ids: list[int]) -> tuple[float, float, float]:
 
 
 async def embed(attempt: Attempt) -> None:
-    """Answer all inputs that are not answered yet, the last one first."""
+    """Answer all pending inputs, the last one first."""
     await attempt.accept()
     answered = {point.index for point in attempt.job.resume}
     for index, token_ids in reversed(list(enumerate(inputs_of(attempt)))):
@@ -62,7 +62,7 @@ async def embed(attempt: Attempt) -> None:
 
 
 async def score_by_second(attempt: Attempt) -> None:
-    """A pair's score is its second text's length by 100."""
+    """Score each pair as the length of its second text divided by 100."""
     await attempt.accept()
     assert attempt.job.pooling is not None
     firsts = unpack_token_ids(attempt.job.pooling.first_lengths)

@@ -1,4 +1,4 @@
-"""Embeddings, of workers that do what a test says."""
+"""Embeddings with scripted workers."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ async def test_lost_frames_are_sent_again(start_embedder: StartEmbedder) -> None
     assert record.attempts == 1
 
 
-async def test_an_answer_to_an_input_never_sent_is_the_workers_failure(start_embedder: StartEmbedder) -> None:
+async def test_an_answer_to_an_unknown_input_fails_the_worker(start_embedder: StartEmbedder) -> None:
     gateway = await start_embedder(EMBEDDER)
 
     async def lie_first(attempt: Attempt) -> None:
@@ -95,7 +95,7 @@ async def test_an_answer_to_an_input_never_sent_is_the_workers_failure(start_emb
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-async def test_what_cannot_be_embedded_is_said_so(gateway: LocalGateway) -> None:
+async def test_invalid_inputs_are_refused(gateway: LocalGateway) -> None:
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"input": ""}, "input", "input 0 is empty"),
         ({"input": []}, "input", "non-empty"),
@@ -136,7 +136,7 @@ async def test_an_input_too_long_may_be_truncated(gateway: LocalGateway) -> None
     assert token_ids == [[1, 2]]
 
 
-async def test_dimensions_travel_where_the_model_was_trained_for_fewer(start_embedder: StartEmbedder) -> None:
+async def test_dimensions_reach_models_trained_for_fewer(start_embedder: StartEmbedder) -> None:
     gateway = await start_embedder(MATRYOSHKA)
     worker = await gateway.add_worker(script=embed)
     client = gateway.client()
@@ -148,7 +148,7 @@ async def test_dimensions_travel_where_the_model_was_trained_for_fewer(start_emb
         await client.embeddings.create(model=MODEL, input="a", dimensions=4)
 
 
-async def test_only_some_dimensions(start_embedder: StartEmbedder) -> None:
+async def test_unsupported_dimensions_are_refused(start_embedder: StartEmbedder) -> None:
     gateway = await start_embedder(PoolingCard("embed", 8, is_matryoshka=True, matryoshka_dimensions=(2, 4)))
     with pytest.raises(openai.BadRequestError, match="must be 2, 4 for this model, not 3"):
         await gateway.client().embeddings.create(model=MODEL, input="a", dimensions=3)
@@ -180,7 +180,7 @@ TASKS: dict[str, tuple[PoolingCard | None, list[tuple[str, dict[str, Any], str]]
 
 
 @pytest.mark.parametrize("task", TASKS)
-async def test_a_model_is_for_its_task_only(start_embedder: StartEmbedder, task: str) -> None:
+async def test_a_model_refuses_other_tasks(start_embedder: StartEmbedder, task: str) -> None:
     card, cases = TASKS[task]
     gateway = await start_embedder(card)
     for path, fields, says in cases:

@@ -1,4 +1,4 @@
-"""Scores and reranking through a whole gateway."""
+"""Scores and reranking through a complete gateway."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ async def test_reranking_sorts_by_relevance(scorer: LocalGateway) -> None:
     assert [record.endpoint for record in await scorer.records(4)] == ["rerank"] * 4
 
 
-async def test_an_embedding_model_scores_by_the_angle(gateway: LocalGateway) -> None:
+async def test_an_embedding_model_scores_by_cosine(gateway: LocalGateway) -> None:
     scores = {"text_1": "a", "text_2": ["a", "bcd"]}
     answer = (await gateway.post("/v1/score", **scores)).json()
     ranks = {"query": "a", "documents": ["bcd", "a"]}
@@ -64,7 +64,7 @@ async def test_an_embedding_model_scores_by_the_angle(gateway: LocalGateway) -> 
     assert answer["usage"]["prompt_tokens"] == 2 * len(ids("a")) + len(ids("bcd"))
 
 
-async def test_a_pair_too_long_is_cut_where_it_is_longer(scorer: LocalGateway) -> None:
+async def test_a_long_pair_is_truncated_at_its_longer_text(scorer: LocalGateway) -> None:
     body = {"query": "query", "documents": ["d" * 60]}
     refused = await scorer.post("/v1/rerank", **body)
     cut = await scorer.post("/v1/rerank", **body, truncate_prompt_tokens=-1)
@@ -76,7 +76,7 @@ async def test_a_pair_too_long_is_cut_where_it_is_longer(scorer: LocalGateway) -
     assert pair[: len(ids("query"))] == ids("query")
 
 
-async def test_a_wrong_field_is_named(scorer: LocalGateway) -> None:
+async def test_an_invalid_field_is_named(scorer: LocalGateway) -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("/v1/rerank", {"query": "q", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "q", "documents": [5]}, "documents.0"),

@@ -1,4 +1,4 @@
-"""Scripted workers that call tools, and streams put together."""
+"""Scripted workers that call tools, and assembly of streams."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -30,13 +30,13 @@ StartModel = Callable[..., Awaitable[LocalGateway]]
 
 
 class HasClient(Protocol):
-    """A gateway, wherever it runs."""
+    """A gateway with a client."""
 
     def client(self) -> openai.AsyncOpenAI: ...
 
 
 def says(*texts: str, finish_reason: str = "stop", width: int = 3) -> Callable[[Attempt], Awaitable[None]]:
-    """A script whose choices are these texts, a few characters at a time."""
+    """Return a script that generates these texts, a few characters at a time."""
 
     async def script(attempt: Attempt) -> None:
         await attempt.accept()
@@ -50,7 +50,7 @@ def says(*texts: str, finish_reason: str = "stop", width: int = 3) -> Callable[[
 
 
 async def streamed(gateway: HasClient, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a streamed answer, put together from its deltas."""
+    """Return the choices of a streamed answer, assembled from its deltas."""
     stream = await gateway.client().chat.completions.create(
         **{"model": MODEL, "messages": HELLO, "tools": [TOOL, NOW], "stream": True, **fields}
     )

@@ -1,4 +1,4 @@
-"""A gateway whose model has the chat template given."""
+"""A gateway whose model has a given chat template."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.unit.gateway.local_gateway import MODEL, LocalGateway, card
 
 @pytest.fixture
 def start_model(start_local: Start) -> StartModel:
-    """Starts a gateway whose model has the chat template given."""
+    """Return a function that starts a gateway whose model has the given chat template."""
 
     async def start(template: str, *, tool_template: str | None = None, **settings: Any) -> LocalGateway:
         models = {MODEL: ModelSettings(aliases=("short",), **settings)}

@@ -1,4 +1,4 @@
-"""Calls of tools, as the official clients see them, from scripted workers that write them."""
+"""Tool calls of scripted workers, as the official clients see them."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ async def test_calls_whole_and_streamed(start_model: StartModel) -> None:
         {"content": "No, it won't.\n", "reasoning": None, "calls": [], "end": "stop"},
     ]
     job = worker.attempts[0].job
-    assert job.sampling.grammar is None  # nothing is forced
+    assert job.sampling.grammar is None  # no grammar
     assert job.sampling.skip_special_tokens
     prompt = byte_tokenizer().decode(worker.attempts[0].prompt_ids, skip_special_tokens=False)
     assert '{"type": "function", "function": {"name": "get_weather", "description": "…"' in prompt
@@ -77,7 +77,7 @@ async def test_calls_whole_and_streamed(start_model: StartModel) -> None:
     assert "<tool_response>\ndry\n</tool_response>" in prompt
 
 
-async def test_alone_without_content_and_no_more_than_one(start_model: StartModel) -> None:
+async def test_single_call_without_content(start_model: StartModel) -> None:
     gateway = await start_model(HERMES_STYLE)
     await gateway.add_worker(script=says(f"{CALL}\n{CALL}"))
     answer = await gateway.client().chat.completions.create(
@@ -90,7 +90,7 @@ async def test_alone_without_content_and_no_more_than_one(start_model: StartMode
 
 
 async def test_legacy_functions(start_model: StartModel) -> None:
-    """As OpenAI's older clients ask and are answered."""
+    """As used by OpenAI's older clients."""
     gateway = await start_model(HERMES_STYLE)
     worker = await gateway.add_worker(script=says(f"{CALL}\n{CALL}"))
     function = {"name": "get_weather", "description": "…", "parameters": SCHEMA}
@@ -117,7 +117,7 @@ async def test_legacy_functions(start_model: StartModel) -> None:
     prompt = byte_tokenizer().decode(worker.attempts[-1].prompt_ids, skip_special_tokens=False)
     assert CALL in prompt
     assert "<tool_response>\ndry\n</tool_response>" in prompt
-    assert worker.attempts[-1].job.sampling.grammar is not None  # it must call
+    assert worker.attempts[-1].job.sampling.grammar is not None  # a call is required
 
 
 async def test_schemas_of_tools_that_cannot_be_forced(start_model: StartModel) -> None:
@@ -137,7 +137,7 @@ async def test_schemas_of_tools_that_cannot_be_forced(start_model: StartModel) -
     assert [end.schema_errors for end in ends] == [[told]]
 
 
-async def test_what_is_cut_off_or_no_call(start_model: StartModel) -> None:
+async def test_truncated_and_invalid_calls(start_model: StartModel) -> None:
     gateway = await start_model(HERMES_STYLE)
     await gateway.add_worker(
         script=says(CALL.partition("ays")[0], "so <tool_call>\n{oops", CALL[:15], finish_reason="length")
@@ -166,7 +166,7 @@ async def test_what_is_cut_off_or_no_call(start_model: StartModel) -> None:
     ids=["hermes", "glm", "deepseek-v3", "deepseek-v31", "kimi"],
 )
 async def test_a_rescue_within_the_arguments(start_model: StartModel, template: str, calls: str) -> None:
-    """The first worker fails there; the second goes on, and the deltas are those of an undisturbed answer."""
+    """The first worker fails there; the second continues, and the deltas equal those of an undisturbed answer."""
     gateway = await start_model(template)
     place = calls.index("Köln") + 2
 
@@ -196,7 +196,7 @@ async def test_forced_by_a_grammar(start_model: StartModel, choice: Any) -> None
     worker = await gateway.add_worker(script=says('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'))
     [answer] = await streamed(gateway, tool_choice=choice, stop=["\n"])
     assert (answer["calls"], answer["end"]) == ([["now", "{}"]], "tool_calls")
-    assert worker.attempts[0].job.sampling.stop == ()  # they would cut the call's markup
+    assert worker.attempts[0].job.sampling.stop == ()  # they could match inside the call's markup
     grammar = worker.attempts[0].job.sampling.grammar
     assert grammar is not None
     assert (grammar.kind, grammar.field) == ("lark", "tools")
@@ -215,9 +215,7 @@ async def test_forced_by_a_grammar(start_model: StartModel, choice: Any) -> None
     ],
     ids=["hermes", "thinking", "llama", "glm", "kimi", "deepseek"],
 )
-async def test_stop_strings_go_with_what_tells_content_from_calls(
-    start_model: StartModel, template: str, markup: Markup
-) -> None:
+async def test_stop_strings_apply_only_to_content(start_model: StartModel, template: str, markup: Markup) -> None:
     gateway = await start_model(template)
     worker = await gateway.add_worker(script=says("Hi"))
     await streamed(gateway, stop=["\n"])
@@ -236,7 +234,7 @@ async def test_a_schema_error_names_the_tool_and_the_path(start_model: StartMode
     assert "tools.1.function.parameters.properties.d.pattern" in message
 
 
-async def test_none_means_that_nothing_is_told_of_tools(start_model: StartModel) -> None:
+async def test_tool_choice_none_omits_the_tools(start_model: StartModel) -> None:
     gateway = await start_model(HERMES_STYLE)
     worker = await gateway.add_worker(script=says("Hi"))
     answer = await gateway.client().chat.completions.create(
@@ -246,7 +244,7 @@ async def test_none_means_that_nothing_is_told_of_tools(start_model: StartModel)
     assert "get_weather" not in byte_tokenizer().decode(worker.attempts[0].prompt_ids)
 
 
-async def test_without_tools_text_is_passed_on_as_it_comes(start_model: StartModel) -> None:
+async def test_without_tools_text_is_unchanged(start_model: StartModel) -> None:
     gateway = await start_model(HERMES_STYLE)
     await gateway.add_worker(script=says(f" \n{CALL} ", width=5))
     ask: dict[str, Any] = {"model": MODEL, "messages": HELLO}
@@ -258,7 +256,7 @@ async def test_without_tools_text_is_passed_on_as_it_comes(start_model: StartMod
     assert {len(text) for text in texts[:-1]} == {5}
 
 
-async def test_a_template_of_its_own_for_tools(start_model: StartModel) -> None:
+async def test_a_separate_template_for_tools(start_model: StartModel) -> None:
     gateway = await start_model(card().chat_template or "", tool_template=HERMES_STYLE)
     worker = await gateway.add_worker(script=says(CALL))
     [choice] = await streamed(gateway)
@@ -296,7 +294,7 @@ async def test_refusals_name_the_field(start_model: StartModel) -> None:
     assert "lenient_schemas" in message
 
 
-async def test_an_operator_may_turn_parsers_off(start_model: StartModel) -> None:
+async def test_parsers_can_be_disabled(start_model: StartModel) -> None:
     gateway = await start_model(THINKING_STYLE, tool_parser="none", reasoning_parser="none")
     status, param, message = await refusal(gateway)
     assert (status, param) == (400, "tools")
@@ -325,7 +323,7 @@ async def test_the_clients_own_helpers(start_model: StartModel) -> None:
     assert final.choices[0].message.tool_calls is not None
     [call] = final.choices[0].message.tool_calls
     assert call.function.parsed_arguments == Weather(city="Köln", days=2)
-    assert worker.attempts[0].job.sampling.grammar is not None  # it is strict
+    assert worker.attempts[0].job.sampling.grammar is not None  # the tool is strict
 
     parsed = await gateway.client().chat.completions.parse(model=MODEL, messages=HELLO, tools=tools)
     assert parsed.choices[0].message.tool_calls is not None

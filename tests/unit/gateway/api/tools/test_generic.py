@@ -1,4 +1,4 @@
-"""Tools of a model whose chat template knows none, through every API."""
+"""Tools with a chat template that does not support them, through every API."""
 
 import json
 from typing import Any
@@ -22,7 +22,7 @@ APIS = {
 
 @pytest.mark.parametrize("path", APIS)
 async def test_every_api_describes_the_tools(start_model: StartModel, path: str) -> None:
-    """It was a 400: "not made for tools"."""
+    """This was once a 400."""
     gateway = await start_model(NO_SYSTEM)
     worker = await gateway.add_worker(script=says(CALL))
     for stream in (False, True) if "token" not in path else (False,):
@@ -41,7 +41,7 @@ async def test_every_api_describes_the_tools(start_model: StartModel, path: str)
         assert prompt.index("<tools>") < prompt.index("Hi") < prompt.index("<tool_response>\n18 °C")
 
 
-async def test_a_call_is_read_and_forced_as_with_any_model(start_model: StartModel) -> None:
+async def test_a_call_is_parsed_and_forced_like_any_other(start_model: StartModel) -> None:
     gateway = await start_model(NO_SYSTEM)
     worker = await gateway.add_worker(script=says(CALL))
     choice: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
@@ -56,7 +56,7 @@ async def test_a_call_is_read_and_forced_as_with_any_model(start_model: StartMod
     assert "get_weather" not in prompt_of(worker)
 
 
-async def test_a_setting_turns_it_off(start_model: StartModel) -> None:
+async def test_generic_tools_can_be_disabled(start_model: StartModel) -> None:
     gateway = await start_model(NO_SYSTEM, tool_parser="none")
     await gateway.add_worker(script=says("Fine."))
     refused = await gateway.post(

@@ -1,4 +1,4 @@
-"""Conversations as coding agents send them, through every API, for a template that refuses much of them."""
+"""Conversations of coding agents, through every API, with a strict template."""
 
 import json
 from typing import Any
@@ -73,8 +73,8 @@ def prompt_of(worker: Any) -> str:
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_system_messages_stand_anywhere_and_calls_may_be_broken(start_model: StartModel, path: str) -> None:
-    """Both were a 400 with the template's own words; a coding agent ended at its first turn."""
+async def test_system_messages_anywhere_and_broken_calls_are_accepted(start_model: StartModel, path: str) -> None:
+    """Both were once a 400, which stopped coding agents at their first turn."""
     body, adapted = APIS[path]
     gateway = await start_model(SYSTEM_FIRST, tool_parser=PARSER)
     worker = await gateway.add_worker(script=says("Fine."))
@@ -94,7 +94,7 @@ async def test_system_messages_stand_anywhere_and_calls_may_be_broken(start_mode
         assert later.index("18 °C") < later.index(LATER)
 
 
-async def test_what_a_template_takes_is_sent_as_it_is(start_model: StartModel) -> None:
+async def test_accepted_conversations_are_unchanged(start_model: StartModel) -> None:
     gateway = await start_model(HERMES_STYLE)
     await gateway.add_worker(script=says("Fine."))
     answer = await gateway.post("/v1/chat/completions", messages=[HI, LATE])
@@ -102,8 +102,8 @@ async def test_what_a_template_takes_is_sent_as_it_is(start_model: StartModel) -
     assert "x-spillway-adapted" not in answer.headers
 
 
-async def test_a_template_that_alternates_strictly_takes_an_agents_turns(start_model: StartModel) -> None:
-    """Rendered in a process of its own; the ids are another model's."""
+async def test_a_strictly_alternating_template_accepts_agent_turns(start_model: StartModel) -> None:
+    """Rendered in a separate process; the ids have another model's format."""
     gateway = await start_model(ALTERNATING_WITH_TOOLS)
     worker = await gateway.add_worker(script=says("Fine."))
     answer = await gateway.post("/v1/chat/completions", **{**CHAT, "messages": [*CHAT["messages"], HI, HI]})
@@ -116,7 +116,7 @@ async def test_a_template_that_alternates_strictly_takes_an_agents_turns(start_m
 @pytest.mark.parametrize(
     "arguments", [BROKEN, "[]", '"x"', "null", "", "x", '{"a": NaN}', None, {"city": "Rome"}, [], 5]
 )
-async def test_arguments_of_any_kind_leave_the_conversation_usable(start_model: StartModel, arguments: Any) -> None:
+async def test_invalid_arguments_keep_the_conversation_usable(start_model: StartModel, arguments: Any) -> None:
     gateway = await start_model(SYSTEM_FIRST, tool_parser=PARSER)
     await gateway.add_worker(script=says("Fine."))
     call = {**CHAT_CALL, "function": {"name": "get_weather", "arguments": arguments}}
@@ -136,8 +136,8 @@ async def test_arguments_of_any_kind_leave_the_conversation_usable(start_model: 
         assert answer.status_code == 200, (path, answer.text)
 
 
-async def test_a_call_that_was_cut_off_is_not_said_to_be_one(start_model: StartModel) -> None:
-    """A client would run it, and its conversation was refused from then on."""
+async def test_a_truncated_call_has_no_tool_calls_reason(start_model: StartModel) -> None:
+    """Clients would run it, and the conversation would be refused afterwards."""
     gateway = await start_model(HERMES_STYLE)
     await gateway.add_worker(script=says(f"{CALL}\n{CALL.partition('ays')[0]}"))
     chat = await gateway.post("/v1/chat/completions", messages=[HI], tools=CHAT["tools"])

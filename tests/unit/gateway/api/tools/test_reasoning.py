@@ -1,4 +1,4 @@
-"""Reasoning, and the ids that families of models give their calls."""
+"""Reasoning, and the call ids of model families."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ async def test_reasoning_that_the_template_began(start_model: StartModel) -> Non
     answer = await gateway.client().chat.completions.create(**ask, tools=[TOOL])
     assert answer.usage is not None
     assert answer.usage.completion_tokens_details is not None
-    # They came in 4 and 3 tokens; the last of the first also began its mark.
+    # They have 4 and 3 tokens; the last token of the first also begins the delimiter.
     assert answer.usage.completion_tokens_details.reasoning_tokens == 7
     first, second = (choice.message.model_dump() for choice in answer.choices)
     assert first["reasoning"] == first["reasoning_content"] == "They ask …"
@@ -44,7 +44,7 @@ async def test_reasoning_that_the_template_began(start_model: StartModel) -> Non
     )
     *_, last = [chunk async for chunk in stream]
     assert last.usage == answer.usage
-    # Without tools it is split all the same; without thinking there is nothing to split.
+    # It is also split without tools; without thinking there is nothing to split.
     quiet = await gateway.client().chat.completions.create(
         **ask, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
     )
@@ -92,7 +92,7 @@ async def test_harmony(start_model: StartModel) -> None:
     assert "Reasoning: low" in byte_tokenizer().decode(worker.attempts[0].prompt_ids)
 
 
-async def test_kimis_calls_keep_the_ids_that_it_gave_them(start_model: StartModel) -> None:
+async def test_kimi_call_ids_are_kept(start_model: StartModel) -> None:
     gateway = await start_model(KIMI_STYLE)
     worker = await gateway.add_worker(
         script=says(f"<|tool_calls_section_begin|>{KIMI_CALLS}<|tool_calls_section_end|>")
