@@ -26,7 +26,7 @@ from gateway.tokenizing.template_values import (
 )
 
 MAX_WEIGHT: Final = 64.0
-MAX_STEPS: Final = 50_000  # of the proof itself: a macro is analysed at each call
+MAX_STEPS: Final = 50_000  # of the proof itself: a macro is analyzed at each call
 _TIME_CHARS: Final = 100  # of a formatted time
 
 _NUMBERS: Final = {"length", "count", "int", "abs"}

@@ -68,7 +68,7 @@ async def the_good_one_answers(gateway: GatewayUnderTest) -> None:
         ({"data": b"{}"}, "tokenizer"),
     ],
 )
-async def test_its_model_alone_is_not_served(share_gateway: Share, changes: dict[str, Any], reason: str) -> None:
+async def test_only_its_model_is_not_served(share_gateway: Share, changes: dict[str, Any], reason: str) -> None:
     """A recursive template once crashed every gateway; a nested loop blocked all chats and the shutdown.
 
     More bad cards: tests/unit/gateway/tokenizing/test_cards.py.

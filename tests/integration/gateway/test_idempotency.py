@@ -113,7 +113,7 @@ async def test_a_stream_is_replayed_to_the_sdk(share_gateway: Share) -> None:
     assert len(worker.attempts) == 1
 
 
-async def test_an_impatient_sdk_gets_its_answer_by_its_retry(share_gateway: Share) -> None:
+async def test_an_sdk_with_a_short_timeout_gets_its_answer_on_retry(share_gateway: Share) -> None:
     """The client's timeout aborts the first attempt; the second attaches to the run."""
     gateway = await share_gateway()
     held = Held()
@@ -130,7 +130,7 @@ async def test_an_impatient_sdk_gets_its_answer_by_its_retry(share_gateway: Shar
     assert (len(worker.attempts), record.outcome) == (1, "ok")
 
 
-async def test_two_at_once_share_one_run(share_gateway: Share) -> None:
+async def test_two_concurrent_requests_share_one_run(share_gateway: Share) -> None:
     gateway = await share_gateway()
     held = Held()
     worker = await gateway.add_worker(script=held)
@@ -148,7 +148,7 @@ async def test_two_at_once_share_one_run(share_gateway: Share) -> None:
     assert len(await gateway.records()) == 1
 
 
-async def test_a_broken_connection_is_taken_up_again(share_gateway: Share) -> None:
+async def test_a_broken_connection_can_be_resumed(share_gateway: Share) -> None:
     gateway = await share_gateway()
     held = Held()
     worker = await gateway.add_worker(script=held)
@@ -166,7 +166,7 @@ async def test_a_broken_connection_is_taken_up_again(share_gateway: Share) -> No
     assert (record.outcome, record.http_status, record.completion_tokens) == ("ok", 200, 2)
 
 
-async def test_an_answer_that_nobody_sees_is_kept_all_the_same(share_gateway: Share) -> None:
+async def test_an_unread_answer_is_kept(share_gateway: Share) -> None:
     gateway = await share_gateway()
     held = Held()
     await gateway.add_worker(script=held)
@@ -221,7 +221,7 @@ async def test_an_impossible_key(share_gateway: Share, key: str) -> None:
     assert answer.json()["error"]["param"] == "Idempotency-Key"
 
 
-async def test_what_failed_is_not_replayed(share_gateway: Share) -> None:
+async def test_failures_are_not_replayed(share_gateway: Share) -> None:
     gateway = await share_gateway(max_attempts=1)
 
     async def fail(attempt: Attempt) -> None:
@@ -241,7 +241,7 @@ async def test_what_failed_is_not_replayed(share_gateway: Share) -> None:
     assert len(await gateway.records(2)) == 2
 
 
-async def test_keys_of_others_are_theirs(share_gateway: Share) -> None:
+async def test_keys_are_separate_per_tenant(share_gateway: Share) -> None:
     gateway = await share_gateway()
     _, other_key = await gateway.make_key()
     await gateway.add_worker()
@@ -299,7 +299,7 @@ async def test_a_dead_gateways_key_is_taken_over(start_gateway: Start) -> None:
     assert (answer.standing, answer.complete, len(worker.attempts)) == (None, True, 2)
 
 
-async def test_without_the_bucket_a_key_counts_at_its_gateway(start_gateway: Start, nats_server: NatsServer) -> None:
+async def test_without_the_bucket_keys_apply_per_gateway(start_gateway: Start, nats_server: NatsServer) -> None:
     gateway = await start_gateway()
     worker = await gateway.add_worker()
     nats_server.kill()

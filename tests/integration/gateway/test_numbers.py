@@ -34,7 +34,7 @@ async def client(share_gateway: Share) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.mark.parametrize("path", REFUSED)
-async def test_it_is_refused_by_name(client: httpx.AsyncClient, path: str) -> None:
+async def test_hostile_parameters_are_refused_by_name(client: httpx.AsyncClient, path: str) -> None:
     body, named = REFUSED[path]
     for number in NUMBERS:
         answer = await client.post(path, content=body.replace("?", number))

@@ -68,7 +68,7 @@ def test_every_parameter_has_a_row(section: str) -> None:
 
 
 @pytest.mark.parametrize("section", OURS)
-def test_every_field_of_ours_has_a_row(section: str) -> None:
+def test_every_spillway_field_has_a_row(section: str) -> None:
     bodies, unsupported = OURS[section]
     fields = {name for body in bodies for name in body.model_fields} - EVERYWHERE
     rows = page.sections()[section]
@@ -167,7 +167,7 @@ async def test_models(claude: anthropic.AsyncAnthropic, name: str) -> None:
     assert not asked.has_more
 
 
-async def test_fields_of_ours_are_read(gateway: GatewayUnderTest) -> None:
+async def test_spillway_fields_have_an_effect(gateway: GatewayUnderTest) -> None:
     faults = []
     bodies: dict[str, tuple[type[Any], dict[str, Any], dict[str, Any]]] = {
         "/tokenize": (schema.TokenizeRequest, {"prompt": "x"}, {}),

@@ -119,7 +119,7 @@ async def stored_messages(bus: Bus) -> int:
     return int(info["state"]["last_seq"])
 
 
-async def test_nothing_is_kept_without_consent(start_keeper: StartKeeper) -> None:
+async def test_nothing_is_stored_without_consent(start_keeper: StartKeeper) -> None:
     keeper = await start_keeper()
     stranger = keeper.gateway.client()
     for stream in (False, True):
@@ -132,9 +132,7 @@ async def test_nothing_is_kept_without_consent(start_keeper: StartKeeper) -> Non
     assert await keeper.stored() == 1
 
 
-async def test_a_retention_from_before_it_had_a_bound(
-    start_keeper: StartKeeper, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_retention_above_the_maximum(start_keeper: StartKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its expiry once overflowed the message and crashed the gateway."""
     monkeypatch.setattr("db.accounts.checks.MAX_RETENTION_DAYS", 10**15)
     keeper = await start_keeper(policy=Policy(log_payload=True, redact=False, retention_days=10**15))
@@ -144,7 +142,7 @@ async def test_a_retention_from_before_it_had_a_bound(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_chat_is_kept_as_it_was_asked_and_answered(start_keeper: StartKeeper, stream: bool) -> None:
+async def test_a_chat_is_stored(start_keeper: StartKeeper, stream: bool) -> None:
     keeper = await start_keeper(policy=Policy(log_payload=True, redact=False, train_ok=True, retention_days=3))
     parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
@@ -168,7 +166,7 @@ async def test_a_chat_is_kept_as_it_was_asked_and_answered(start_keeper: StartKe
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_completion_is_kept(start_keeper: StartKeeper, stream: bool) -> None:
+async def test_a_completion_is_stored(start_keeper: StartKeeper, stream: bool) -> None:
     keeper = await start_keeper()
     answer: Any = await keeper.client.completions.create(model=MODEL, prompt="Once", echo=True, stream=stream)
     if stream:
@@ -181,9 +179,7 @@ async def test_a_completion_is_kept(start_keeper: StartKeeper, stream: bool) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_calls_of_tools_are_kept_with_the_ids_that_the_caller_got(
-    start_keeper: StartKeeper, stream: bool
-) -> None:
+async def test_tool_calls_are_stored_with_the_ids_of_the_client(start_keeper: StartKeeper, stream: bool) -> None:
     script = says(TWO_CALLS, "Just text.", TWO_CALLS)
     its_card = replace(card(), chat_template=HERMES_STYLE, context_length=4096)
     keeper = await start_keeper(script, model_card=its_card)
@@ -204,7 +200,7 @@ async def test_calls_of_tools_are_kept_with_the_ids_that_the_caller_got(
     assert [choice["finish_reason"] for choice in payload.choices] == ["tool_calls", "stop", "tool_calls"]
 
 
-async def test_personal_data_is_taken_out_unless_agreed_otherwise(start_keeper: StartKeeper) -> None:
+async def test_personal_data_is_redacted_by_default(start_keeper: StartKeeper) -> None:
     keeper = await start_keeper(says("Hello ann@example.com, call +49 171 1234567"), policy=Policy(log_payload=True))
     await keeper.ask(user="customer-7")
     payload = await keeper.payload()
@@ -216,7 +212,7 @@ async def test_personal_data_is_taken_out_unless_agreed_otherwise(start_keeper: 
     assert payload.end_user == "customer-7"
 
 
-async def test_what_cannot_be_redacted_is_not_kept(start_keeper: StartKeeper) -> None:
+async def test_unredactable_payloads_are_not_stored(start_keeper: StartKeeper) -> None:
     keeper = await start_keeper(policy=Policy(log_payload=True))
     await keeper.client.completions.create(model=MODEL, prompt=[72, 105])
     [row] = await keeper.rows(1)
@@ -239,7 +235,7 @@ async def test_encrypted_at_rest_and_readable_after_a_change_of_keys(start_keepe
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("large", ["question", "answer"])
-async def test_what_is_too_large_is_not_kept_and_its_row_says_so(
+async def test_oversized_payloads_are_marked_and_not_stored(
     start_keeper: StartKeeper, large: str, stream: bool
 ) -> None:
     script = says("y" * 900, width=50) if large == "answer" else answer_hello
@@ -250,7 +246,7 @@ async def test_what_is_too_large_is_not_kept_and_its_row_says_so(
     assert (row["dropped"], row["request"], row["answer"]) == (True, None, None)
 
 
-async def test_what_waits_counts_with_the_conversation_that_it_goes_on_with(
+async def test_queued_payloads_count_their_continued_conversation(
     start_keeper: StartKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request of 110 bytes can continue megabytes of conversation."""
@@ -271,9 +267,7 @@ async def test_what_waits_counts_with_the_conversation_that_it_goes_on_with(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_another_worker_went_on_with_is_kept_once_and_whole(
-    start_keeper: StartKeeper, stream: bool
-) -> None:
+async def test_a_resumed_answer_is_stored_once_and_complete(start_keeper: StartKeeper, stream: bool) -> None:
     async def script(attempt: Attempt) -> None:
         await attempt.accept()
         if attempt.job.attempt == 1:
@@ -292,7 +286,7 @@ async def test_an_answer_that_another_worker_went_on_with_is_kept_once_and_whole
     assert record.attempts == 2
 
 
-async def test_what_was_cancelled_or_failed_is_not_kept(start_keeper: StartKeeper) -> None:
+async def test_canceled_and_failed_requests_are_not_stored(start_keeper: StartKeeper) -> None:
     async def script(attempt: Attempt) -> None:
         if attempt.job.prompt_tokens > 60:
             await attempt.accept()
@@ -342,7 +336,7 @@ async def has_messages(bus: Bus, count: int) -> bool:
     return await stored_messages(bus) >= count
 
 
-async def test_the_writer_survives_what_nobody_can_store(
+async def test_the_writer_survives_unstorable_payloads(
     start_gateway: Start, nats_url: str, database_url: str, bus: Bus
 ) -> None:
     await start_gateway(with_card=False)  # creates the streams
@@ -379,7 +373,7 @@ async def test_the_stream_forgets_what_is_in_sql(start_keeper: StartKeeper) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_of_several_prompts_each_is_kept_with_its_own_answer(start_keeper: StartKeeper, stream: bool) -> None:
+async def test_every_prompt_is_stored_with_its_answer(start_keeper: StartKeeper, stream: bool) -> None:
     async def say_how_long(attempt: Attempt) -> None:
         await attempt.accept()
         await attempt.tokens(f"{attempt.job.prompt_tokens}", (1,), finish_reason="stop")

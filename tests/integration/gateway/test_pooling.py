@@ -79,7 +79,7 @@ async def test_a_lost_worker_costs_only_the_inputs_it_has_not_answered(share_gat
     assert (record.attempts, record.outcome, record.prompt_tokens) == (2, "ok", answer.usage.prompt_tokens)
 
 
-async def test_a_caller_who_leaves_cancels_the_job(share_gateway: Share) -> None:
+async def test_a_disconnect_cancels_the_job(share_gateway: Share) -> None:
     gateway = await start_with(share_gateway, EMBEDDER)
 
     async def slow(attempt: Attempt) -> None:
@@ -128,7 +128,7 @@ async def test_a_large_answer_is_written_piece_by_piece(share_gateway: Share) ->
     assert raw.json()["usage"] == {"prompt_tokens": 64, "total_tokens": 64}
 
 
-async def test_the_gateway_holds_only_so_many_vectors(start_gateway: Start) -> None:
+async def test_the_gateway_limits_the_memory_of_vectors(start_gateway: Start) -> None:
     gateway = await start_with(start_gateway, EMBEDDER, limits={"max_vector_bytes": 30}, open_metrics=True)
     waits = asyncio.Event()
 

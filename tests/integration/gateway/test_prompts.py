@@ -78,7 +78,7 @@ async def test_lists_of_token_ids(share_gateway: Share) -> None:
     assert [(choice["prompt_token_ids"], choice["token_ids"]) for choice in told] == [(ids, [1, 2]) for ids in IDS]
 
 
-async def test_a_stream_is_interleaved_as_it_is_made(share_gateway: Share) -> None:
+async def test_a_stream_is_interleaved(share_gateway: Share) -> None:
     """The second prompt is answered while the first waits for its last token, and vice versa."""
     gateway = await share_gateway()
     second_is_done = asyncio.Event()
@@ -126,7 +126,7 @@ async def test_a_stream_is_interleaved_as_it_is_made(share_gateway: Share) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_scoring_as_harnesses_ask(share_gateway: Share, stream: bool) -> None:
+async def test_scoring_like_evaluation_harnesses(share_gateway: Share, stream: bool) -> None:
     gateway = await share_gateway()
 
     async def score(attempt: Attempt) -> None:
@@ -152,7 +152,7 @@ async def test_scoring_as_harnesses_ask(share_gateway: Share, stream: bool) -> N
     assert numbers == {0: [None, -0.71], 1: [None], 2: [None, -0.74, -0.75]}
 
 
-async def test_logprobs_of_what_is_made(share_gateway: Share) -> None:
+async def test_logprobs_of_generated_tokens(share_gateway: Share) -> None:
     gateway = await share_gateway()
 
     async def with_logprobs(attempt: Attempt) -> None:
@@ -248,7 +248,7 @@ async def test_over_a_quota_costs_nothing(share_gateway: Share, unit: str) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_leaving_cancels_all(share_gateway: Share, stream: bool) -> None:
+async def test_a_disconnect_cancels_all_prompts(share_gateway: Share, stream: bool) -> None:
     gateway = await share_gateway()
     worker = await gateway.add_worker(script=until_cancelled)
     has_head = asyncio.Event()
@@ -325,7 +325,7 @@ async def test_one_that_fails_in_mid_stream_is_the_last_event(share_gateway: Sha
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_is_rescued_in_the_middle(share_gateway: Share, stream: bool) -> None:
+async def test_a_prompt_is_resumed_on_another_worker(share_gateway: Share, stream: bool) -> None:
     """The others are unaffected, and no token is lost or duplicated."""
     gateway = await share_gateway()
 
@@ -359,7 +359,7 @@ async def test_one_is_rescued_in_the_middle(share_gateway: Share, stream: bool) 
     assert {record.outcome for record in records} == {"ok"}
 
 
-async def test_an_idempotency_key_is_of_the_whole(share_gateway: Share) -> None:
+async def test_an_idempotency_key_covers_all_prompts(share_gateway: Share) -> None:
     gateway = await share_gateway()
     worker = await gateway.add_worker(script=say_the_prompt)
     create = gateway.client().completions.with_raw_response.create

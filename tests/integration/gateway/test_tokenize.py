@@ -64,9 +64,7 @@ async def test_token_ids_become_their_text_again(share_gateway: Share) -> None:
         ({"tokens": [5], "more": [[]] * (MAX_BODY_VALUES + 1)}, None, "too_many_values"),
     ],
 )
-async def test_how_many_tokens_become_text_is_bounded(
-    share_gateway: Share, body: Any, param: str | None, code: str
-) -> None:
+async def test_detokenize_has_a_token_limit(share_gateway: Share, body: Any, param: str | None, code: str) -> None:
     """Two million tokens once blocked all other requests for 1.3 s."""
     gateway = await share_gateway()
     async with client_of(gateway) as client:
@@ -75,7 +73,7 @@ async def test_how_many_tokens_become_text_is_bounded(
     assert len(most.json()["prompt"]) == MAX_DETOKENIZED_TOKENS
 
 
-async def test_a_long_prompt_does_not_hold_others_up(share_gateway: Share) -> None:
+async def test_a_long_prompt_does_not_block_others(share_gateway: Share) -> None:
     """Other requests are answered repeatedly while a megabyte is tokenized."""
     gateway = await with_long_context(share_gateway)
     async with client_of(gateway) as client:

@@ -47,7 +47,7 @@ def ask(gateway: GatewayUnderTest, **rest: Any) -> Any:
     return gateway.client().completions.with_raw_response.create(**body)
 
 
-async def test_a_large_answer_is_told_in_parts_while_others_are_served(start_gateway: Start) -> None:
+async def test_a_large_answer_is_sent_in_parts(start_gateway: Start) -> None:
     gateway = await start_gateway()
     await gateway.add_worker(script=describe)
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
@@ -83,7 +83,7 @@ async def test_an_answer_beyond_a_tenants_share_ends_in_an_error(start_gateway: 
     assert record.completion_tokens == worker.attempts[0].made_tokens
 
 
-async def test_streams_that_nobody_reads_take_no_more_than_their_share(start_gateway: Start) -> None:
+async def test_unread_streams_stay_within_their_share(start_gateway: Start) -> None:
     """40 streams once took 1.2 GB within a minute."""
     gateway = await start_gateway(limits={"max_unread_bytes": 8_000_000})
     worker = await gateway.add_worker(script=describe_for_ever)

@@ -42,7 +42,7 @@ def read(path: Path) -> set[str]:
     return {json.loads(text)["custom_id"] for text in path.read_text().splitlines()}
 
 
-async def test_all_that_one_does_with_a_batch(gateway: GatewayUnderTest, tmp_path: Path) -> None:
+async def test_the_batch_commands(gateway: GatewayUnderTest, tmp_path: Path) -> None:
     await gateway.add_worker()
     batch = command_of(gateway)
     file = written(tmp_path / "lines.jsonl", line("a"), line("b"))
@@ -72,7 +72,7 @@ async def test_all_that_one_does_with_a_batch(gateway: GatewayUnderTest, tmp_pat
     assert (taken.exit_code, "already exists" in said) == (2, True)
 
 
-async def test_failed_lines_are_an_error_that_says_where_to_look(gateway: GatewayUnderTest, tmp_path: Path) -> None:
+async def test_failed_lines_are_reported_with_the_error_file(gateway: GatewayUnderTest, tmp_path: Path) -> None:
     await gateway.add_worker()
     batch = command_of(gateway)
     file = written(tmp_path / "lines.jsonl", line("good"), line("bad", temperature=9))
@@ -89,7 +89,7 @@ async def test_failed_lines_are_an_error_that_says_where_to_look(gateway: Gatewa
     assert (invalid.exit_code, "line 1: invalid_value: A line of a batch cannot" in invalid.stderr) == (1, True)
 
 
-async def test_another_model_is_asked(gateway: GatewayUnderTest, tmp_path: Path) -> None:
+async def test_the_model_option_replaces_the_model(gateway: GatewayUnderTest, tmp_path: Path) -> None:
     await gateway.add_worker()
     lines = [line("1", model="gpt-4"), {**line("2"), "body": {"messages": [{"role": "user", "content": "hi"}]}}]
     file = written(tmp_path / "lines.jsonl", *lines)
@@ -153,7 +153,7 @@ async def until_in_progress(client: openai.AsyncOpenAI) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_what_is_wrong_is_named(gateway: GatewayUnderTest, tmp_path: Path) -> None:
+async def test_errors_are_named(gateway: GatewayUnderTest, tmp_path: Path) -> None:
     batch, file = command_of(gateway), written(tmp_path / "lines.jsonl", line("1"))
     (tmp_path / "broken").write_text("\n{\n")
     (tmp_path / "empty").write_text("\n")

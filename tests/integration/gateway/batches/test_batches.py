@@ -165,7 +165,7 @@ async def test_every_endpoint_that_generates(client: openai.AsyncOpenAI) -> None
         assert done.usage.output_tokens == 2
 
 
-async def test_wrong_lines_fail_the_batch_before_anything_runs(client: openai.AsyncOpenAI) -> None:
+async def test_invalid_lines_fail_the_batch_before_anything_runs(client: openai.AsyncOpenAI) -> None:
     wrong = [
         "no json\n",
         {**line("2"), "method": "GET"},
@@ -196,7 +196,7 @@ async def test_wrong_lines_fail_the_batch_before_anything_runs(client: openai.As
     assert [error.code for error in empty.errors.data or []] == ["empty_file"]
 
 
-async def test_what_cannot_be_created(client: openai.AsyncOpenAI) -> None:
+async def test_invalid_batches_are_refused(client: openai.AsyncOpenAI) -> None:
     file = await client.files.create(file=b"{}\n", purpose="batch")
     good: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
     for change, param in (
@@ -213,7 +213,7 @@ async def test_what_cannot_be_created(client: openai.AsyncOpenAI) -> None:
         await client.batches.retrieve("batch_nothing")
 
 
-async def test_a_cancelled_batch_keeps_what_is_done(gateway: GatewayOfOneTest) -> None:
+async def test_a_cancelled_batch_keeps_completed_lines(gateway: GatewayOfOneTest) -> None:
     async def answer(attempt: Attempt) -> None:
         await (hold_until_cancelled if len(attempt.prompt_ids) > 60 else answer_hello)(attempt)
 
@@ -236,7 +236,7 @@ async def test_a_cancelled_batch_keeps_what_is_done(gateway: GatewayOfOneTest) -
     assert (await client.files.delete(batch.input_file_id)).deleted
 
 
-async def test_what_is_not_done_in_time_is_given_up(gateway: GatewayOfOneTest) -> None:
+async def test_incomplete_lines_expire(gateway: GatewayOfOneTest) -> None:
     await gateway.add_worker(script=hold_until_cancelled)
     client = gateway.client()
     batch = await submit(client, [line(str(number)) for number in range(40)])
@@ -268,7 +268,7 @@ async def test_a_revoked_key_fails_its_batch(gateway: GatewayOfOneTest) -> None:
     assert (status, json.loads(errors)[0]["code"]) == ("failed", "key_revoked")
 
 
-async def test_another_gateway_goes_on(start_gateway: Start) -> None:
+async def test_another_gateway_continues(start_gateway: Start) -> None:
     """The first gateway shuts down in the middle of the batch."""
     first = await start_gateway(batches=QUICK)
     second = await start_gateway(batches=QUICK)

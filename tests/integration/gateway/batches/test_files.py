@@ -127,14 +127,16 @@ WRONG_FORMS: list[tuple[dict[str, Any], str | None, str]] = [
 ]
 
 
-async def test_a_wrong_form_is_refused_and_leaves_nothing(http: httpx.AsyncClient, gateway: GatewayUnderTest) -> None:
+async def test_an_invalid_form_is_refused_and_leaves_nothing(
+    http: httpx.AsyncClient, gateway: GatewayUnderTest
+) -> None:
     before = files_of(gateway)
     for form, param, code in WRONG_FORMS:
         assert error_of(await http.post("/v1/files", **form)) == (400, code, param)
     assert files_of(gateway) == before
 
 
-async def test_bounds_of_a_file_and_of_a_tenant(http: httpx.AsyncClient) -> None:
+async def test_limits_of_a_file_and_a_tenant(http: httpx.AsyncClient) -> None:
     async def upload(size: int) -> httpx.Response:
         return await http.post("/v1/files", files={"file": ("a", b"x" * size)}, data={"purpose": "batch"})
 
@@ -180,7 +182,7 @@ async def uploading(gateway: GatewayUnderTest, count: int) -> None:
     await engine.dispose()
 
 
-async def test_an_upload_that_stands_still_is_given_up(gateway: GatewayUnderTest) -> None:
+async def test_a_stalled_upload_is_aborted(gateway: GatewayUnderTest) -> None:
     before = files_of(gateway)
     reader, writer = await begin_upload(gateway, gateway.key)
     assert await status_of(reader) == b"408"
@@ -189,7 +191,7 @@ async def test_an_upload_that_stands_still_is_given_up(gateway: GatewayUnderTest
     await uploading(gateway, 0)
 
 
-async def test_an_upload_that_never_ends_is_given_up(start_gateway: Start) -> None:
+async def test_an_endless_upload_is_aborted(start_gateway: Start) -> None:
     """Even if it is fast."""
     gateway = await start_gateway(with_card=False, batches={"upload_silence_s": HANGS_S, "upload_s": 0.3})
     reader, writer = await begin_upload(gateway, gateway.key)
@@ -199,7 +201,7 @@ async def test_an_upload_that_never_ends_is_given_up(start_gateway: Start) -> No
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/messages/batches"])
-async def test_an_upload_that_trickles_is_given_up(share_gateway: Share, path: str) -> None:
+async def test_a_slow_upload_is_aborted(share_gateway: Share, path: str) -> None:
     """A byte every ten seconds once held a slot for an hour."""
     pace = {"upload_min_bytes_per_s": 1_000_000, "upload_pace_s": 0.2}
     gateway = await share_gateway(with_card=False, batches={"upload_silence_s": HANGS_S, **pace})
@@ -232,9 +234,7 @@ async def test_one_tenant_leaves_slots_to_others(share_gateway: Share, path: str
     assert (await mine.files.create(file=LINES, purpose="batch")).bytes == len(LINES)
 
 
-async def test_what_uploads_under_way_have_written_counts(
-    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_bytes_of_uploads_in_progress_count(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each concurrent upload could fill the tenant's remaining storage."""
     monkeypatch.setattr("gateway.batches.upload.WRITE_BYTES", 1)
     batches = {"max_tenant_bytes": 150_000, "upload_silence_s": HANGS_S}
@@ -350,7 +350,7 @@ async def store(database_url: str, tmp_path: Path) -> AsyncIterator[Store]:
     await store.engine.dispose()
 
 
-async def test_what_a_dead_gateway_has_begun_is_swept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_of_a_dead_gateway_are_swept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a crash during an upload or deletion, bytes once stayed forever."""
     for name in ("file-stored", "file-half", "file-deleted", "file-kept", "file-coming"):
         until_ms = 1 if name in {"file-stored", "file-half"} else 1 << 50
@@ -372,7 +372,7 @@ async def test_what_a_dead_gateway_has_begun_is_swept(store: Store, monkeypatch:
     assert await store.files.usage("t") == (1, 1)
 
 
-async def test_a_file_stays_for_a_while_after_its_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_stays_for_a_grace_period_after_expiry(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch may have just been created from it."""
     monkeypatch.setattr("gateway.batches.files.unix_now_ms", lambda: 2 * SWEEP_GRACE_MS)
     for name, age_ms in (("file-young", SWEEP_GRACE_MS - 1), ("file-old", SWEEP_GRACE_MS)):
@@ -383,9 +383,7 @@ async def test_a_file_stays_for_a_while_after_its_end(store: Store, monkeypatch:
 
 
 @pytest.mark.parametrize("read_parts", [0, 1])
-async def test_what_is_read_of_a_deleted_file_is_no_whole_one(
-    store: Store, monkeypatch: pytest.MonkeyPatch, read_parts: int
-) -> None:
+async def test_reading_a_deleted_file_fails(store: Store, monkeypatch: pytest.MonkeyPatch, read_parts: int) -> None:
     """Results once ended early without an error."""
     monkeypatch.setattr("gateway.batches.files.SWEPT_AT_A_TIME", 1)  # page size of parts, too
     await store.files.begin(store.file("file-read"), 1 << 50)
@@ -407,7 +405,7 @@ async def _dies(_prefix: str) -> list[str]:
     raise KeyError
 
 
-async def test_an_expired_file_stays_while_a_batch_reads_it(store: Store) -> None:
+async def test_an_expired_file_stays_while_a_batch_uses_it(store: Store) -> None:
     """A gateway that took over the batch once found no lines, and failed it as empty."""
     for name in ("file-read", "file-unread"):
         await store.files.begin(store.file(name), 1 << 50)

@@ -90,7 +90,7 @@ async def test_from_requests_to_results(start_gateway: Start, postgres_url: str)
     assert len(await gateway.records(2)) == 2
 
 
-async def test_the_client_that_does_not_wait_for_itself(gateway: GatewayOfOneTest) -> None:
+async def test_the_sync_client(gateway: GatewayOfOneTest) -> None:
     await gateway.add_worker()
 
     def drive() -> tuple[list[str], str]:
@@ -159,7 +159,7 @@ async def test_a_cancelled_batch(gateway: GatewayOfOneTest, client: anthropic.As
     assert [file.id async for file in gateway.client().files.list()] == []
 
 
-async def test_what_expires(gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic) -> None:
+async def test_expired_requests(gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic) -> None:
     await gateway.add_worker(script=hold_until_cancelled)
     batch = await client.messages.batches.create(requests=[request(str(number)) for number in range(30)])
     async with gateway.engine.begin() as connection:
@@ -194,7 +194,7 @@ async def test_a_revoked_key_leaves_errors(gateway: GatewayOfOneTest, client: an
     assert lines.count(b'"key_revoked"') == 2
 
 
-async def test_errors_are_of_the_clients_own_types(gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic) -> None:
+async def test_errors_have_the_clients_types(gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic) -> None:
     batches = client.messages.batches
     before = files_of(gateway)
     for requests, named in (
@@ -237,9 +237,7 @@ def files_of(gateway: GatewayOfOneTest) -> set[Path]:
     return set((gateway.settings.data_dir / "files").glob("*/*"))
 
 
-async def test_results_that_were_deleted_are_not_empty(
-    gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic
-) -> None:
+async def test_deleted_results_are_an_error(gateway: GatewayOfOneTest, client: anthropic.AsyncAnthropic) -> None:
     await gateway.add_worker()
     batch = await ended(client, (await client.messages.batches.create(requests=[request("a")])).id)
     assert set(await results(client, batch.id)) == {"a"}

@@ -37,7 +37,7 @@ async def test_a_line_that_is_nested_too_deep_fails_its_batch_alone(share_gatewa
     assert [(error.code, error.line) for error in failed.errors.data or []] == [("invalid_json_line", 1)]
 
 
-async def test_a_batch_whose_indexer_dies_each_time_is_given_up(
+async def test_a_batch_that_crashes_the_indexer_is_given_up(
     share_gateway: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, tries = make_index, 0
@@ -62,7 +62,7 @@ async def test_a_batch_whose_indexer_dies_each_time_is_given_up(
     await until(lambda: is_set_aside(gateway.settings.database_url, "batch", poisonous.id, "IndexFailed"))
 
 
-async def test_a_full_disk_is_no_fault_of_a_batch(share_gateway: Share, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_does_not_fail_a_batch(share_gateway: Share, monkeypatch: pytest.MonkeyPatch) -> None:
     real, tries = make_index, 0
 
     async def has_no_room(task: IndexTask, content: AsyncIterator[bytes]) -> IndexReport:
@@ -116,9 +116,7 @@ async def test_a_batch_whose_index_is_not_ready_can_be_cancelled(
     assert (await over(client, batch)).status == "cancelled"
 
 
-async def test_what_becomes_of_batches_whose_gateways_die(
-    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_batches_of_dying_gateways(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of takes decides when to give up: dead gateways leave no reason.
 
     A batch without its input file once counted as empty. The file had been deleted by its team or in the storage while
@@ -157,7 +155,7 @@ async def test_what_becomes_of_batches_whose_gateways_die(
     assert (await over(client, await submit(client, [line("a")]))).status == "completed"
 
 
-async def test_nobody_waits_for_a_tenant_with_many_batches(start_gateway: Start) -> None:
+async def test_a_tenant_with_many_batches_does_not_block_others(start_gateway: Start) -> None:
     gateway = await start_gateway(batches={**PATIENT, "max_running": 2})
     engine = create_engine(gateway.settings.database_url)
     _, key = await create_key(engine, "another tenant", PEPPER)

@@ -103,7 +103,7 @@ async def hello(attempt: Attempt) -> None:
 # --- idle connections -------------------------------------------------------------------------------------------------
 
 
-async def test_a_request_that_came_before_an_idle_connection_is_closed_is_answered(start_gateway: Start) -> None:
+async def test_a_request_in_the_socket_of_an_idle_connection_is_answered(start_gateway: Start) -> None:
     """The loop was busy: when the timer fires, an unread request is in the socket."""
     gateway = await start_gateway(connections={"keep_alive_s": 1.0})
     async with connect(gateway) as client:
@@ -118,7 +118,7 @@ async def test_a_request_that_came_before_an_idle_connection_is_closed_is_answer
 # --- heads ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_head_has_a_size(start_gateway: Start) -> None:
+async def test_the_head_has_a_size_limit(start_gateway: Start) -> None:
     gateway = await start_gateway(connections={"max_head_bytes": 10_000, "max_headers": 50})
     heads = {
         "one piece": b"GET /livez HTTP/1.1\r\nHost: x\r\nX: %b\r\n\r\n" % (b"x" * 10_000),
@@ -142,7 +142,7 @@ async def test_a_head_has_a_size(start_gateway: Start) -> None:
         assert (await client.answer())[0] == 200
 
 
-async def test_headers_after_a_body_are_not_kept(share_gateway: Share) -> None:
+async def test_trailers_are_dropped(share_gateway: Share) -> None:
     gateway = await share_gateway()
     async with connect(gateway) as client:
         chunked = b"POST /livez HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
@@ -152,7 +152,7 @@ async def test_headers_after_a_body_are_not_kept(share_gateway: Share) -> None:
         assert (await client.answer())[0] == 200
 
 
-async def test_a_head_has_its_time(start_gateway: Start) -> None:
+async def test_the_head_has_a_time_limit(start_gateway: Start) -> None:
     gateway = await start_gateway(connections={"head_s": 0.3})
     async with connect(gateway) as half, connect(gateway) as silent, connect(gateway) as empty_lines:
         await half.send(LIVE[:20])
@@ -191,7 +191,7 @@ async def test_a_head_has_its_time(start_gateway: Start) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
     ],
 )
-async def test_what_two_could_read_in_two_ways_is_refused(share_gateway: Share, head: bytes) -> None:
+async def test_ambiguous_requests_are_refused(share_gateway: Share, head: bytes) -> None:
     gateway = await share_gateway()
     async with connect(gateway) as client:
         await client.send(head)
@@ -249,7 +249,7 @@ async def test_so_has_each_other_page(share_gateway: Share, path: bytes) -> None
     assert len(body) == length > 0
 
 
-async def test_a_stream_of_http_1_0_that_is_broken_off_does_not_end_as_a_whole_one(share_gateway: Share) -> None:
+async def test_an_aborted_http_1_0_stream_does_not_end_cleanly(share_gateway: Share) -> None:
     gateway = await share_gateway()
 
     async def breaks(attempt: Attempt) -> None:
@@ -283,7 +283,7 @@ async def test_connections_are_counted(start_gateway: Start) -> None:
     await until(is_let_in)
 
 
-async def test_trusted_proxies_may_have_as_many_as_there_may_be(start_gateway: Start) -> None:
+async def test_trusted_proxies_have_no_limit_per_address(start_gateway: Start) -> None:
     gateway = await start_gateway(with_card=False, connections={"max_per_address": 1, "max_total": 2})
     async with connect(gateway) as idle, connect(gateway) as busy, connect(gateway) as refused:
         assert await refused.refusal() == (503, "overloaded")
@@ -300,7 +300,7 @@ async def test_trusted_proxies_may_have_as_many_as_there_may_be(start_gateway: S
 # --- clients that leave, and those that do not ------------------------------------------------------------------------
 
 
-async def test_leaving_with_a_second_request_behind_the_first(share_gateway: Share) -> None:
+async def test_disconnecting_with_a_pipelined_request(share_gateway: Share) -> None:
     gateway = await share_gateway()
     worker = await gateway.add_worker(script=until_cancelled)
     async with connect(gateway) as client:
@@ -312,7 +312,7 @@ async def test_leaving_with_a_second_request_behind_the_first(share_gateway: Sha
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_has_only_closed_its_sending_side_is_answered(share_gateway: Share, stream: bool) -> None:
+async def test_a_half_closed_connection_is_answered(share_gateway: Share, stream: bool) -> None:
     gateway = await share_gateway(timeouts={"headers_grace_s": 20})
     may_begin = asyncio.Event()
 
@@ -336,7 +336,7 @@ async def test_a_client_that_has_only_closed_its_sending_side_is_answered(share_
     assert record.outcome == "ok"
 
 
-async def test_closing_the_sending_side_and_then_leaving(share_gateway: Share) -> None:
+async def test_half_closing_and_then_disconnecting(share_gateway: Share) -> None:
     gateway = await share_gateway()
     worker = await gateway.add_worker(script=until_cancelled)
     async with connect(gateway) as client:
@@ -358,7 +358,7 @@ async def test_a_bad_second_request_does_not_spoil_the_first_answer(share_gatewa
         assert await client.rest() == b""
 
 
-async def test_a_thousand_requests_in_one_piece_do_not_all_wait(share_gateway: Share) -> None:
+async def test_pipelined_requests_are_limited(share_gateway: Share) -> None:
     gateway = await share_gateway()
     await gateway.add_worker(script=hello)
     async with connect(gateway) as client:
@@ -371,9 +371,7 @@ UPGRADE = LIVE.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, len(UPGRADE), len(UPGRADE) + 1, 10_000])
-async def test_what_comes_behind_a_request_to_upgrade_is_answered_however_it_is_cut(
-    share_gateway: Share, piece_bytes: int
-) -> None:
+async def test_requests_after_an_upgrade_request_are_answered(share_gateway: Share, piece_bytes: int) -> None:
     gateway = await share_gateway()
     sent = UPGRADE + UPGRADE + LIVE
     async with connect(gateway) as client:
@@ -400,7 +398,7 @@ def is_gone(peer: Any) -> bool:
     return peer not in {found.raddr for found in psutil.Process().net_connections("tcp")}
 
 
-async def test_answers_that_nobody_reads_are_not_kept_for_ever(start_gateway: Start) -> None:
+async def test_unread_answers_are_dropped_after_a_timeout(start_gateway: Start) -> None:
     gateway = await start_gateway(connections={"keep_alive_s": 0.3}, timeouts={"unread_s": 0.2}, console={})
     many = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * MANY
     body = json.dumps({"model": MODEL, "prompt": "x" * 2_000_000}).encode()
@@ -461,7 +459,7 @@ async def test_a_flood_of_refusals_is_a_few_lines(start_gateway: Start, caplog: 
     assert any("more" in line for line in refusals(caplog))
 
 
-async def test_a_gateway_that_leaves_ends_each_connection_with_its_next_answer(start_gateway: Start) -> None:
+async def test_a_stopping_gateway_closes_connections_after_the_next_answer(start_gateway: Start) -> None:
     gateway = await start_gateway(timeouts={"shutdown_s": 20})
     worker = await gateway.add_worker(script=until_cancelled)
     async with connect(gateway) as busy, connect(gateway) as idle:

@@ -79,7 +79,7 @@ async def test_somebody_who_knows_only_the_address(http: httpx.AsyncClient) -> N
     assert (await http.get("/health")).json() == (await http.get("/readyz")).json()
 
 
-async def test_what_answers_get_answers_head(http: httpx.AsyncClient) -> None:
+async def test_get_routes_answer_head(http: httpx.AsyncClient) -> None:
     for path in ("/", "/v1/models", "/livez", "/openapi.json", f"/v1/models/{MODEL}", "/version", "/login"):
         head, whole = await http.head(path), await http.get(path)
         assert (head.status_code, head.content) == (200, b"")
@@ -92,7 +92,7 @@ async def test_what_answers_get_answers_head(http: httpx.AsyncClient) -> None:
     assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
 
 
-async def test_bodies_in_other_codings_are_refused_with_the_reason(http: httpx.AsyncClient) -> None:
+async def test_unsupported_encodings_are_refused_with_the_reason(http: httpx.AsyncClient) -> None:
     for path in (CHAT, "/v1/embeddings", "/tokenize"):
         answer = await http.post(path, content=b"{}", headers={"content-encoding": "br"})
         assert error_of(answer) == (415, "unsupported_content_encoding", None)
@@ -101,7 +101,9 @@ async def test_bodies_in_other_codings_are_refused_with_the_reason(http: httpx.A
 
 @pytest.mark.parametrize("packed", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
 @pytest.mark.parametrize("path", JSON_BODIES)
-async def test_bodies_may_be_compressed(http: httpx.AsyncClient, path: str, packed: Callable[[bytes], bytes]) -> None:
+async def test_compressed_bodies_are_accepted(
+    http: httpx.AsyncClient, path: str, packed: Callable[[bytes], bytes]
+) -> None:
     """Compressed bodies work like uncompressed ones; invalid encodings are a 400."""
     body = json.dumps(JSON_BODIES[path]).encode()
     coding = {"content-encoding": packed.__module__.replace("zstandard", "zstd").split(".")[0]}
@@ -192,7 +194,7 @@ def test_every_error_is_described_somewhere() -> None:
     assert [kind for kind in kinds() if (form_of_kind(kind).status, kind.code) not in described] == []
 
 
-def test_every_code_of_a_wrong_parameter_is_listed() -> None:
+def test_every_code_of_an_invalid_parameter_is_listed() -> None:
     sources = [path.read_text() for path in SOURCES]
     written = {code for source in sources for code in re.findall(r'code="([a-z_]+)"', source)}
     assert written == set(InvalidParameter.other_codes)
@@ -205,7 +207,7 @@ def test_answers_and_bodies_have_names_of_their_own() -> None:
     assert of_bodies & (SCHEMAS.keys() | ADMIN_SCHEMAS.keys()) == set()
 
 
-async def test_routes_are_in_groups_of_which_generation_is_the_first(http: httpx.AsyncClient) -> None:
+async def test_routes_are_grouped_with_generation_first(http: httpx.AsyncClient) -> None:
     document = (await http.get("/openapi.json")).json()
     assert next(iter(document["paths"])) == CHAT
     used = {tag for operations in document["paths"].values() for one in operations.values() for tag in one["tags"]}
@@ -261,7 +263,7 @@ async def test_every_status_is_described_with_its_codes(http: httpx.AsyncClient)
     assert {"401", "403", "404", "409", "413", "415"} <= set(paths["/admin/v1/keys"]["post"]["responses"])
 
 
-async def test_what_is_answered_is_described(http: httpx.AsyncClient) -> None:
+async def test_answers_match_their_description(http: httpx.AsyncClient) -> None:
     paths = (await http.get("/openapi.json")).json()["paths"]
     body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
     asked: list[tuple[str, str, str, dict[str, Any]]] = [

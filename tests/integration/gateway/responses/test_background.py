@@ -123,7 +123,7 @@ async def test_from_queued_to_completed(start_gateway: Start, bus: Bus) -> None:
     assert (event.type, made.id.encode() in event.body) == ("response.completed", True)
 
 
-async def test_its_events_can_be_read_again_from_any(share_gateway: Share) -> None:
+async def test_events_can_be_read_again_from_any_event(share_gateway: Share) -> None:
     gateway = await share_gateway()
     await gateway.add_worker()
     client = gateway.client()
@@ -139,7 +139,7 @@ async def test_its_events_can_be_read_again_from_any(share_gateway: Share) -> No
     assert (await client.responses.retrieve(response_id)).output_text == "Hello world"
 
 
-async def test_a_reader_may_leave_and_another_gateway_may_be_asked(start_gateway: Start) -> None:
+async def test_a_reader_can_continue_at_another_gateway(start_gateway: Start) -> None:
     gateway = await start_gateway()
     other = await start_gateway()
     script = Paced()
@@ -199,7 +199,7 @@ async def test_a_failure_is_the_response(share_gateway: Share) -> None:
         await client.responses.create(model=MODEL, input="More", previous_response_id=made.id)
 
 
-async def test_what_runs_cannot_be_deleted_and_what_has_ended_can(share_gateway: Share) -> None:
+async def test_only_ended_responses_can_be_deleted(share_gateway: Share) -> None:
     gateway = await share_gateway()
     script = Paced()
     await gateway.add_worker(script=script)
@@ -216,7 +216,7 @@ async def test_what_runs_cannot_be_deleted_and_what_has_ended_can(share_gateway:
             await client.responses.retrieve(made.id, stream=stream)
 
 
-async def test_another_gateway_goes_on_where_one_leaves(start_gateway: Start) -> None:
+async def test_another_gateway_takes_over_at_shutdown(start_gateway: Start) -> None:
     """No event is lost, repeated, or changed; one record has all tokens."""
     leaving = await start_gateway()
     staying = await start_gateway(responses={"take_over_s": 0.1})
@@ -244,7 +244,7 @@ async def test_another_gateway_goes_on_where_one_leaves(start_gateway: Start) ->
     assert (record.outcome, record.completion_tokens) == ("ok", 6)
 
 
-async def test_its_own_successor_goes_on(start_gateway: Start) -> None:
+async def test_a_restarted_gateway_continues(start_gateway: Start) -> None:
     """A gateway that restarts under the same name continues its responses."""
     first = await start_gateway()
     script = Paced(stops=0)
@@ -266,7 +266,7 @@ async def left_behind(start_gateway: Start, *texts: str) -> tuple[GatewayUnderTe
     return gateway, made
 
 
-async def test_what_was_cancelled_or_lost_its_key_meanwhile_is_not_made(start_gateway: Start, bus: Bus) -> None:
+async def test_canceled_and_revoked_responses_are_not_resumed(start_gateway: Start, bus: Bus) -> None:
     left, [cancelled, failed] = await left_behind(start_gateway, "cancelled", "failed")
     engine = create_engine(left.settings.database_url)
     await revoke_key(engine, "test 0")
@@ -291,7 +291,7 @@ async def has_no_runs(store: ResponseStore) -> bool:
     return await store.running() == []
 
 
-async def test_who_was_taken_for_dead_adds_nothing(start_gateway: Start, bus: Bus) -> None:
+async def test_a_fenced_gateway_adds_no_events(start_gateway: Start, bus: Bus) -> None:
     """Fencing: a frozen gateway adds no event after a takeover."""
     await left_behind(start_gateway, "Hi")
     store = store_of(bus)

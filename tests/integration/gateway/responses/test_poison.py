@@ -69,7 +69,7 @@ async def series(gateway: GatewayUnderTest, name: str) -> float:
 # --- what cannot be made ----------------------------------------------------------------------------------------------
 
 
-async def test_what_fails_twice_in_the_same_way_is_given_up(
+async def test_repeated_equal_failures_give_up_a_response(
     start_gateway: Start, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other responses of the gateways are unaffected. Different failures allow more attempts."""
@@ -104,9 +104,7 @@ async def none_of(gateway: GatewayUnderTest, kind: str) -> bool:
     return not await messages_of(gateway, kind)
 
 
-async def test_what_is_lost_or_cannot_be_read_keeps_nobody_from_being_taken_over(
-    start_gateway: Start, bus: Bus
-) -> None:
+async def test_lost_and_unreadable_responses_do_not_block_takeovers(start_gateway: Start, bus: Bus) -> None:
     """One loses its gateways too often, one of an older release contains NaN, and three are garbage."""
     left, (lost, old, innocent) = await left_behind(start_gateway, "lost", "old", "innocent")
     store = store_of(bus)
@@ -143,9 +141,7 @@ async def test_what_is_lost_or_cannot_be_read_keeps_nobody_from_being_taken_over
     assert len(await messages_of(gateway, "run")) == 3  # the garbage
 
 
-async def test_a_conversation_that_is_too_large_for_its_end_is_left_out(
-    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_oversized_conversation_is_not_stored(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stored without its conversation; continuing it is refused."""
     gateway = await start_gateway(responses={**QUICK, "max_response_bytes": 3000})
     script = Paced()
@@ -202,7 +198,7 @@ async def test_runs_and_events_count(start_gateway: Start) -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_tenant_responses": 1}, {"max_tenant_bytes": 100_000}])
-async def test_every_gateway_counts_what_is_made(start_gateway: Start, limits: dict[str, int]) -> None:
+async def test_every_gateway_counts_running_responses(start_gateway: Start, limits: dict[str, int]) -> None:
     """Also a gateway that reads the state from the queue server, like after a restart."""
     gateway = await start_gateway(responses=limits)
     await gateway.client().responses.create(**BACKGROUND)
@@ -212,7 +208,7 @@ async def test_every_gateway_counts_what_is_made(start_gateway: Start, limits: d
     assert full.value.code == "too_many_stored_responses"
 
 
-async def test_events_that_outgrow_what_is_counted_for_them_count(
+async def test_events_that_outgrow_their_reservation_count(
     share_gateway: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (runs, store):
@@ -265,7 +261,7 @@ async def test_the_request_of_a_run_has_known_fields_only(share_gateway: Share) 
     await client.responses.cancel(made.id)
 
 
-async def test_a_request_is_as_large_as_a_body_may_be_also_as_it_is_kept(share_gateway: Share) -> None:
+async def test_a_stored_request_can_be_as_large_as_a_body(share_gateway: Share) -> None:
     """Each item is stored with its type."""
     items = [{"id": "i" * 1000, "role": "user", "content": "Hi"} for _ in range(20)]
     asked = {"model": MODEL, "input": items, "background": True}
@@ -284,7 +280,7 @@ def compact(body: Any) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-async def test_a_conversation_is_as_large_as_a_body_may_be(share_gateway: Share) -> None:
+async def test_a_conversation_can_be_as_large_as_a_body(share_gateway: Share) -> None:
     gateway = await share_gateway(limits=SMALL)
     await gateway.add_worker()
     client = gateway.client()
@@ -299,7 +295,7 @@ async def test_a_conversation_is_as_large_as_a_body_may_be(share_gateway: Share)
     assert (body.param, body.code) == ("previous_response_id", "too_large")
 
 
-async def test_a_stored_conversation_has_as_many_values_as_a_body_may(share_gateway: Share) -> None:
+async def test_a_stored_conversation_can_have_as_many_values_as_a_body(share_gateway: Share) -> None:
     gateway = await share_gateway()
     await gateway.add_worker()
     client = gateway.client()
@@ -315,7 +311,7 @@ async def test_a_stored_conversation_has_as_many_values_as_a_body_may(share_gate
 
 
 @pytest.mark.parametrize("told", [True, False])
-async def test_what_opens_to_more_than_may_be_is_not_opened(share_gateway: Share, told: bool) -> None:
+async def test_oversized_messages_are_not_decompressed(share_gateway: Share, told: bool) -> None:
     """It can be deleted. ``told``: the message has a size header, as in this release."""
     gateway = await share_gateway()
     await gateway.add_worker()
@@ -338,7 +334,7 @@ async def test_what_opens_to_more_than_may_be_is_not_opened(share_gateway: Share
 
 
 @pytest.mark.parametrize("bad", [b'{"status":"completed","output":[{"x":NaN}]}', b"no JSON"])
-async def test_what_is_no_json_is_a_clear_error(share_gateway: Share, bad: bytes) -> None:
+async def test_invalid_json_is_a_clear_error(share_gateway: Share, bad: bytes) -> None:
     gateway = await share_gateway()
     await gateway.add_worker()
     client = gateway.client()
@@ -352,7 +348,7 @@ async def test_what_is_no_json_is_a_clear_error(share_gateway: Share, bad: bytes
     assert body.param == "previous_response_id"
 
 
-async def test_what_opens_to_much_is_read_in_the_tenants_threads(
+async def test_large_messages_are_opened_in_the_tenants_threads(
     share_gateway: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By decompressed size."""
@@ -402,7 +398,7 @@ class NotedShares(FreeShares):
         return work()
 
 
-async def test_what_is_read_is_held_in_its_tenants_memory(share_gateway: Share) -> None:
+async def test_reads_reserve_the_tenants_memory(share_gateway: Share) -> None:
     """During decompression; events until they are sent."""
     gateway = await share_gateway()
     await gateway.add_worker()
@@ -420,7 +416,7 @@ async def test_what_is_read_is_held_in_its_tenants_memory(share_gateway: Share) 
     assert not +shares.held
 
 
-async def test_gateways_of_the_release_before_can_open_what_is_stored(share_gateway: Share) -> None:
+async def test_the_previous_release_can_read_stored_messages(share_gateway: Share) -> None:
     """During a rollout, older gateways must read the messages of newer ones."""
     gateway = await share_gateway(payloads=PayloadSettings(key=SecretStr("11" * 32)))
     await gateway.add_worker()

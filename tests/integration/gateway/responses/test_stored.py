@@ -12,7 +12,7 @@ from tests.integration.gateway.scripted_worker import Attempt
 from tests.small_tokenizer import byte_tokenizer
 
 
-async def test_what_is_stored_can_be_retrieved_and_deleted(share_gateway: Share) -> None:
+async def test_stored_responses_can_be_retrieved_and_deleted(share_gateway: Share) -> None:
     gateway = await share_gateway()
     await gateway.add_worker()
     client = gateway.client()
@@ -50,7 +50,7 @@ async def test_a_stream_is_stored_before_its_last_event(share_gateway: Share) ->
 
 
 @pytest.mark.parametrize("by_default", [True, False])
-async def test_what_is_not_said_follows_the_setting(share_gateway: Share, by_default: bool) -> None:
+async def test_an_omitted_store_follows_the_setting(share_gateway: Share, by_default: bool) -> None:
     gateway = await share_gateway(**({"responses": {"store_by_default": True}} if by_default else {}))
     await gateway.add_worker()
     client = gateway.client()
@@ -64,7 +64,7 @@ async def test_what_is_not_said_follows_the_setting(share_gateway: Share, by_def
     assert (unknown.value.param, unknown.value.code) == ("previous_response_id", "previous_response_not_found")
 
 
-async def test_a_conversation_goes_on(share_gateway: Share) -> None:
+async def test_a_conversation_continues(share_gateway: Share) -> None:
     prompts: list[str] = []
 
     async def note(attempt: Attempt) -> None:
@@ -94,7 +94,7 @@ async def test_a_conversation_goes_on(share_gateway: Share) -> None:
     assert newest.has_more
 
 
-async def test_others_do_not_see_it(share_gateway: Share) -> None:
+async def test_other_teams_do_not_see_it(share_gateway: Share) -> None:
     gateway = await share_gateway()
     await gateway.add_worker()
     made = await gateway.client().responses.create(model=MODEL, input="Hi", store=True)
@@ -120,7 +120,7 @@ async def test_they_belong_to_the_team(start_gateway: Start) -> None:
         await one.responses.retrieve(made.id)
 
 
-async def test_a_team_may_not_store_without_end(start_gateway: Start) -> None:
+async def test_storage_of_a_team_is_limited(start_gateway: Start) -> None:
     gateway = await start_gateway(responses={"max_tenant_responses": 2})
     await gateway.add_worker()
     client = gateway.client()
@@ -133,7 +133,7 @@ async def test_a_team_may_not_store_without_end(start_gateway: Start) -> None:
     assert (await client.responses.create(model=MODEL, input="Hi")).output_text == "Hello world"
 
 
-async def test_what_is_too_large_is_answered_and_not_stored(start_gateway: Start) -> None:
+async def test_an_oversized_response_is_answered_but_not_stored(start_gateway: Start) -> None:
     gateway = await start_gateway(responses={"max_response_bytes": 200})
     await gateway.add_worker()
     made = await gateway.client().responses.create(model=MODEL, input="Hi", store=True)
@@ -145,7 +145,9 @@ async def test_what_is_too_large_is_answered_and_not_stored(start_gateway: Start
     ("fields", "param"),
     [({"background": True, "store": False}, "store"), ({"previous_response_id": ""}, "previous_response_id")],
 )
-async def test_what_cannot_be_is_refused_by_name(gateway: GatewayUnderTest, fields: dict[str, Any], param: str) -> None:
+async def test_invalid_requests_are_refused_by_name(
+    gateway: GatewayUnderTest, fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await gateway.client().responses.create(**{"model": MODEL, "input": "Hi", **fields})
     assert refused.value.param == param
@@ -158,7 +160,7 @@ async def gateway(share_gateway: Share) -> GatewayUnderTest:
     return gateway
 
 
-async def test_only_background_ones_stream_and_are_cancelled(gateway: GatewayUnderTest) -> None:
+async def test_only_background_responses_stream_and_cancel(gateway: GatewayUnderTest) -> None:
     client = gateway.client()
     made = await client.responses.create(model=MODEL, input="Hi", store=True)
     with pytest.raises(openai.BadRequestError) as stream:
