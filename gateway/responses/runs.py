@@ -77,7 +77,7 @@ FINISH_LIMIT_S: Final = 60.0
 LEAVE_LIMIT_S: Final = 5.0
 MAX_TRIES: Final = 8  # lost gateways and failures after which a response is given up
 UNREADABLE_REST_S: Final = 60.0  # before an unreadable run is read again
-NOBODY: Final = ""
+NO_OWNER: Final = ""
 _AWAY: Final = (BusError, ProtocolError, NotKept)
 _names_decoder = msgspec.msgpack.Decoder(frozenset[str])
 
@@ -227,7 +227,7 @@ class BackgroundRuns:
             found = await self._store.run_of(run.key)
             if found is None or found[0].owner != self._gateway_id:
                 return
-            failed = tried(found[0], NOBODY, reason)
+            failed = tried(found[0], NO_OWNER, reason)
             if reason == found[0].reason or failed.tries >= MAX_TRIES:
                 ending = self.new(failed)
                 await self._give_up(ending, reason)
@@ -296,7 +296,7 @@ class BackgroundRuns:
             try:
                 found = await self._store.run_of(run.key)
                 if found is not None and found[0].owner == self._gateway_id:
-                    await self._store.own(run.key, owned(found[0], NOBODY), found[1])
+                    await self._store.own(run.key, owned(found[0], NO_OWNER), found[1])
             except _AWAY as error:  # other gateways detect it themselves
                 log.warning("response %s could not be handed over: %s", run.key.response_id, error)
 
@@ -342,11 +342,11 @@ class BackgroundRuns:
             self._skip(key, error)
             return None
         self._unreadable.pop(key, None)
-        return NOBODY if found is None else found[0].owner
+        return NO_OWNER if found is None else found[0].owner
 
     async def _unmade(self, owner: str, keys: list[Key]) -> Iterable[tuple[Key, float]]:
         """Return the responses that their owner does not run, and how long that must last before a takeover."""
-        if owner in {NOBODY, self._gateway_id}:
+        if owner in {NO_OWNER, self._gateway_id}:
             return [(key, 0.0) for key in keys]
         period_s, silence_s = self._settings.take_over_s, self._settings.silence_s
         asked = keys[:MAX_ASKED]
@@ -379,7 +379,7 @@ class BackgroundRuns:
             return
         stored, sequence = found
         # A response that this process itself has left unended has not lost a gateway.
-        is_lost = owner != NOBODY and not (owner == self._gateway_id and key in self._unended)
+        is_lost = owner != NO_OWNER and not (owner == self._gateway_id and key in self._unended)
         mine = tried(stored, self._gateway_id) if is_lost else owned(stored, self._gateway_id)
         placed = await self._store.own(key, mine, sequence)
         if placed is None:
