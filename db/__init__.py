@@ -1,1 +1,1 @@
-"""SQL: the tables, the engine that connects to them, money, and the check of the schema's version."""
+"""SQL: tables, database engine, money, and the check of the schema's version."""

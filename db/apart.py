@@ -1,6 +1,6 @@
-"""Writing many items in one transaction, of which one may be poisonous: that one is set aside, the others are written.
+"""Writing many items in one transaction: an item that the database rejects is set aside, the others are written.
 
-Without this, whoever takes items from a queue meets the same one again after each restart, and all others wait for it.
+Otherwise, a consumer of a queue would receive the rejected item again after each restart, and block on it.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,10 +14,10 @@ _Item = TypeVar("_Item")
 async def write_apart(
     items: Sequence[_Item], write: Callable[[Sequence[_Item]], Awaitable[None]], set_aside: Callable[[_Item, str], None]
 ) -> None:
-    """Write all items, or if that fails because of one of them, each half apart; ``set_aside`` gets that one and why.
+    """Write all items. If one fails, write each half separately; ``set_aside`` gets the failing item and the reason.
 
-    ``write`` must write all of its items or none. By halves, one item of a thousand costs twenty transactions, not a
-    thousand. Raises DatabaseUnavailable: call again, what has been written is written again.
+    ``write`` must be atomic. By bisection, one bad item of a thousand costs twenty transactions, not a thousand. Raises
+    DatabaseUnavailable: call again; items already written are written again.
     """
     if not items:
         return
@@ -29,7 +29,7 @@ async def write_apart(
         if not is_refusal(error):
             raise DatabaseUnavailable(describe(error)) from error
         reason = describe(error)
-    except Exception as error:  # noqa: BLE001  # sqlite3's OverflowError, or a defect of ours that one of the items brings out
+    except Exception as error:  # noqa: BLE001  # sqlite3's OverflowError, or a bug that one of the items triggers
         reason = f"{type(error).__name__}: {error}"
     else:
         return

@@ -31,14 +31,14 @@ class DatabaseUrlError(DatabaseError, ValueError):
 
 
 class DatabaseUnavailable(DatabaseError):
-    """SQL failed, and may work later."""
+    """SQL failed, but may work later."""
 
 
 class SchemaMismatch(DatabaseError):
-    """The tables are not those this build was written for; the message names the command to run."""
+    """The schema is not the one that this build needs; the message names the command to run."""
 
 
-# asyncpg raises its own errors and the socket's while connecting; only later ones are wrapped by SQLAlchemy.
+# While connecting, asyncpg raises its own errors and socket errors. SQLAlchemy wraps only later ones.
 SQL_ERRORS: Final[tuple[type[Exception], ...]] = (
     SQLAlchemyError,
     OSError,
@@ -58,12 +58,12 @@ def describe(error: Exception) -> str:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Report whether the database will never accept the row that caused this error."""
-    # A false True loses a record, a false False blocks the ledger until an operator acts: only certain errors count.
+    """Return whether the database will never accept the row that caused this error."""
+    # A wrong True loses a record. A wrong False blocks the ledger until an operator acts. Only clear cases count.
     if isinstance(error, (DataError, IntegrityError, asyncpg.DataError)):
         return True
-    driver_error = getattr(error, "orig", None) or error  # COPY's errors come as the driver's own
-    if isinstance(getattr(driver_error, "__cause__", None), asyncpg.DataError):  # refused before it was sent
+    driver_error = getattr(error, "orig", None) or error  # COPY raises the driver's errors
+    if isinstance(getattr(driver_error, "__cause__", None), asyncpg.DataError):  # rejected before it was sent
         return True
     sqlstate = getattr(driver_error, "sqlstate", None) or ""
     return sqlstate.startswith(REFUSED_SQLSTATE_CLASSES)
@@ -72,7 +72,7 @@ def is_refusal(error: Exception) -> bool:
 # --- connections ------------------------------------------------------------------------------------------------------
 
 CONNECT_LIMIT_S: Final = 10.0
-POSTGRESQL_PORT: Final = 5432  # where a URL names none
+POSTGRESQL_PORT: Final = 5432  # default port
 STATEMENT_LIMIT_S: Final = 30.0
 LOCK_LIMIT_S: Final = 5.0
 
@@ -82,28 +82,28 @@ SQLITE_BEGIN: Final = "sqlite_begin"
 IMMEDIATE: Final = "IMMEDIATE"
 WRITER_LOCK_ID: Final = 0x5350494C4C4C4544  # "SPILLLED": PostgreSQL's advisory lock for writing the ledger
 
-# A writer looks up rows by their keys. While a table is small, PostgreSQL would otherwise scan it for each batch.
+# Writers look up rows by key. Without this setting, PostgreSQL scans a small table for each batch.
 _BEGIN_WRITING: Final = text("SELECT pg_advisory_xact_lock(:id), set_config('enable_seqscan', 'off', true)")
 
 
 def parse_database_url(database_url: str) -> URL:
     """Check a URL and set its async driver, which ``sqlite:///file`` and ``postgresql://…`` may omit.
 
-    Raises DatabaseUrlError, whose message never holds the password.
+    Raises DatabaseUrlError. The message never contains the password.
     """
     if problem := problem_of(database_url):
         raise DatabaseUrlError(f"database.url: {problem}")
     try:
         url = make_url(database_url)
     except (ArgumentError, ValueError) as error:
-        raise DatabaseUrlError(f"database.url: not a database URL; examples: {EXAMPLES}") from error
+        raise DatabaseUrlError(f"database.url: not a database URL. Examples: {EXAMPLES}") from error
     return url.set(drivername=DRIVERS[url.drivername])
 
 
 def create_engine(
     database_url: str, *, statement_limit_s: float = STATEMENT_LIMIT_S, lock_limit_s: float = LOCK_LIMIT_S
 ) -> AsyncEngine:
-    """Create an engine; it does not connect yet.
+    """Create an engine without connecting.
 
     ``statement_limit_s`` bounds every PostgreSQL statement, ``lock_limit_s`` is how long SQLite waits for another
     writer. Raises DatabaseUrlError.
@@ -114,7 +114,7 @@ def create_engine(
         event.listen(engine.sync_engine, "connect", _prepare_sqlite)
         event.listen(engine.sync_engine, "begin", _begin_sqlite)
         return engine
-    # The ping finds connections that a restarted server has dropped, before a transaction does.
+    # pool_pre_ping detects connections that a restarted server has dropped before a transaction uses them.
     limits: dict[str, Any] = {"timeout": CONNECT_LIMIT_S, "command_timeout": statement_limit_s}
     connect_args = {**limits, "async_creator_fn": _open_postgresql}
     return create_async_engine(url, pool_pre_ping=True, connect_args=connect_args)
@@ -127,7 +127,7 @@ def changing(engine: AsyncEngine) -> contextlib.AbstractAsyncContextManager[Asyn
 
 @contextlib.asynccontextmanager
 async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
-    """Begin a transaction that writes the ledger: the only one until it ends."""
+    """Begin a transaction that writes the ledger. Only one can run at a time."""
     async with changing(engine) as connection:
         if connection.dialect.name == "postgresql":
             await connection.execute(_BEGIN_WRITING, {"id": WRITER_LOCK_ID})
@@ -135,9 +135,9 @@ async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
 
 
 async def _open_sqlite(*arguments: Any, **options: Any) -> aiosqlite.Connection:  # noqa: ANN401  # as sqlite3.connect has them
-    """Open a connection; one that cannot be opened ends its thread first.
+    """Open a connection; if that fails, end its thread before raising.
 
-    aiosqlite only tells the thread to end. Where the event loop ended sooner, the thread died with a traceback.
+    aiosqlite does not wait for its thread. If the event loop ended first, the thread died with a traceback.
     """
     connection = aiosqlite.connect(*arguments, **options)
     thread = connection._thread  # noqa: SLF001  # as SQLAlchemy does
@@ -153,7 +153,7 @@ async def _open_sqlite(*arguments: Any, **options: Any) -> aiosqlite.Connection:
 
 
 async def _open_postgresql(*arguments: Any, **options: Any) -> asyncpg.Connection:  # noqa: ANN401  # as asyncpg.connect has them
-    """Open a connection. An error names host and port, which neither the socket's nor the server's own does."""
+    """Open a connection. Errors name host and port, which the original errors do not."""
     try:
         return await asyncpg.connect(*arguments, **options)
     except SQL_ERRORS as error:
@@ -179,7 +179,7 @@ def _begin_sqlite(connection: Connection) -> None:
 
 # --- waiting for the schema -------------------------------------------------------------------------------------------
 #
-# The check that the database has the tables this build was written for. ``migrations/`` creates them.
+# Checks that the database has the schema that this build needs. ``migrations/`` creates it.
 
 SCHEMA_VERSION: Final = "0021"  # the newest revision in migrations/versions; a test keeps both equal
 VERSION_TABLE: Final = "alembic_version"
@@ -195,19 +195,19 @@ async def check_schema(engine: AsyncEngine) -> None:
         raise DatabaseUnavailable(f"database {engine.url!r} is unreachable: {describe(error)}") from error
     # Migrations keep what the previous release needs: docs/how-to/upgrades.md.
     if found is not None and found > SCHEMA_VERSION:
-        log.warning("database schema is %s, of a newer release than this build's %s", found, SCHEMA_VERSION)
+        log.warning("database schema is %s, newer than this build's %s", found, SCHEMA_VERSION)
     elif found != SCHEMA_VERSION:
         raise SchemaMismatch(
-            f"database schema is {found or 'empty'}, this build needs {SCHEMA_VERSION}: run `spillway db upgrade`"
+            f"database schema is {found or 'empty'}, but this build needs {SCHEMA_VERSION}. Run `spillway db upgrade`"
         )
 
 
 async def wait_for_database(
     engine: AsyncEngine, first: Callable[[], Awaitable[None]], stopping: asyncio.Event | None = None
 ) -> None:
-    """Wait until SQL answers, check the schema and await ``first``; return early when stopping.
+    """Wait until the database answers, check the schema and await ``first``; return early when stopping.
 
-    Waits without a limit, and logs that it waits. Raises SchemaMismatch.
+    Waits without a limit and logs once that it is waiting. Raises SchemaMismatch.
     """
     is_waiting = False
     for wait_s in backoff_s():
@@ -223,7 +223,7 @@ async def wait_for_database(
         if await wait_for(stopping or asyncio.Event(), wait_s):
             return
     if is_waiting:
-        log.warning("the database answers")
+        log.warning("the database is available again")
 
 
 def read_schema_version(connection: Connection) -> str | None:

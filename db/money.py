@@ -1,6 +1,6 @@
-"""Money and prices: whole nano-USD wherever they are stored or added up; people write and read USD.
+"""Money and prices. Amounts are stored and summed as integer nano-USD; users read and write USD.
 
-No SQL here: settings, which every process reads, have prices too.
+Imports no SQL, because the settings of every process contain prices.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ def nano_usd(usd: float | Decimal | None) -> int | None:
 
 
 def usd_text(nano: int) -> str:
-    """Return an amount in USD, exact, with two decimals or as many as it has: ``12.50``, ``0.000000001``."""
+    """Return the exact amount in USD with at least two decimals: ``12.50``, ``0.000000001``."""
     whole, part = divmod(abs(nano), NANO_USD)
     decimals = f"{part:09}".rstrip("0").ljust(2, "0")
     return f"{'-' if nano < 0 else ''}{whole}.{decimals}"
 
 
 def charge_text(charge: int, unpriced_tokens: int) -> str:
-    """Return what was charged, exact: ``$0.000123``; tokens without a price are not $0.00 but ``no price``."""
+    """Return the exact charge: ``$0.000123``. Tokens without a price show as ``no price``, not as $0.00."""
     if not unpriced_tokens:
         return f"${usd_text(charge)}"
     return f"${usd_text(charge)} + no price" if charge else "no price"
@@ -38,7 +38,7 @@ def charge_text(charge: int, unpriced_tokens: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrice:
-    """Nano-USD for a million tokens of each kind; cached tokens are a part of prompt tokens."""
+    """Nano-USD per million tokens of each kind. Cached tokens are part of the prompt tokens."""
 
     prompt_nano_usd: int
     cached_nano_usd: int
@@ -66,7 +66,7 @@ class Price:
 
     @property
     def tokens(self) -> TokenPrice | None:
-        """Token prices; None where it has none."""
+        """The token prices; None if there are none."""
         if self.prompt_nano_usd is None and self.completion_nano_usd is None:
             return None
         prompt = self.prompt_nano_usd or 0
@@ -76,9 +76,9 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredPrice:
-    """A price of spillway.toml: of a model's tokens for clients (no pool) or at a hosted pool, or of machines.
+    """A price in spillway.toml: of a model's tokens for clients (no pool) or at a hosted pool, or of a pool's machines.
 
-    The price of a pool's machines has no model.
+    The price of machines has no model.
     """
 
     model: str

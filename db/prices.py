@@ -1,4 +1,4 @@
-"""Prices: what clients are charged for tokens, what hosted APIs and machines cost, and from when on.
+"""Prices with their start dates: charges to clients, and costs of hosted APIs and machines.
 
 All money is integer nano-USD (1e-9 USD): sums of millions of small charges stay exact.
 """
@@ -17,12 +17,12 @@ from db.money import CLIENTS, ConfiguredPrice, Price
 from db.tables import PriceRow
 
 FROM_CONFIG: Final = "config"
-NO_PRICE: Final = Price()  # ends the price before it
+NO_PRICE: Final = Price()  # ends the previous price
 
 
 @dataclass(frozen=True, slots=True)
 class MachinePrice:
-    """Nano-USD for an hour of one machine, and what it would cost on demand (None: unknown)."""
+    """Nano-USD per hour of one machine, and its on-demand price (None: unknown)."""
 
     nano_usd_per_hour: int
     on_demand_nano_usd_per_hour: int | None
@@ -59,9 +59,9 @@ class PriceBook:
 
 
 async def seed_prices(engine: AsyncEngine, configured: Iterable[ConfiguredPrice], now_unix_ms: int) -> None:
-    """Make the configuration's prices those in force from now on: enter what differs, end what it no longer has.
+    """Bring the price book in line with the configuration from now on: add changed prices, end removed ones.
 
-    Prices set by an operator since then stay. Raises SQL's own errors.
+    Prices that an operator has set are kept. Raises SQL errors.
     """
     wanted = {(entry.model, entry.pool): entry.price for entry in configured}
     async with writing(engine) as connection:
@@ -72,7 +72,7 @@ async def seed_prices(engine: AsyncEngine, configured: Iterable[ConfiguredPrice]
         for model, pool in [*wanted, *(latest.keys() - wanted.keys())]:
             before, price = latest.get((model, pool)), wanted.get((model, pool), NO_PRICE)
             if before is None or (before.source == FROM_CONFIG and _price(before) != price):
-                # After a clock that was set back, too, the newest row is the one in force.
+                # The newest row must be the one in force, even if the clock was set back.
                 from_unix_ms = now_unix_ms if before is None else max(now_unix_ms, before.from_unix_ms + 1)
                 await add_price(connection, model, pool, price, from_unix_ms=from_unix_ms, source=FROM_CONFIG)
 
@@ -80,13 +80,13 @@ async def seed_prices(engine: AsyncEngine, configured: Iterable[ConfiguredPrice]
 async def add_price(
     connection: AsyncConnection, model: str, pool: str, price: Price, *, from_unix_ms: int, source: str
 ) -> None:
-    """Enter one price. Requests that have been charged already stay as they are."""
+    """Add one price. Requests that are already charged do not change."""
     row = {"model": model, "pool": pool, "from_unix_ms": from_unix_ms, "source": source, **asdict(price)}
     await connection.execute(insert(PriceRow), row)
 
 
 async def load_prices(connection: AsyncConnection) -> PriceBook:
-    """Read the whole price book: a few rows for each model and pool, one for each change."""
+    """Read the whole price book: one row per model, pool and change."""
     rows = (await connection.execute(select(PriceRow.__table__))).all()
     return PriceBook((row.model, row.pool, row.from_unix_ms, _price(row)) for row in rows)
 

@@ -1,8 +1,8 @@
-"""What was set aside, so that people see it: on the dashboard, by kind in the metrics.
+"""Notes about items that were set aside, shown on the dashboard and, by kind, in the metrics.
 
-    whoever sets an item aside ──note──> waiting here ──flush──> SQL, the newest MAX_ROWS of each kind
+    code that sets an item aside ──note──> buffer ──flush──> SQL, the newest MAX_ROWS of each kind
 
-What happens to the item itself is decided where it is set aside, and does not depend on this note.
+The note does not affect the item itself.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from db.engine import SQL_ERRORS, changing, describe
 from db.tables import SetAsideRow
 from protocol.nats.clock import unix_now_ms
 
-MAX_ROWS: Final = 1000  # of a kind; older ones are deleted
-MAX_WAITING: Final = 1000  # while SQL is away; older ones are dropped
+MAX_ROWS: Final = 1000  # per kind; older rows are deleted
+MAX_WAITING: Final = 1000  # buffered while SQL is unavailable; older notes are dropped
 MAX_CHARS: Final = 500
 COUNT_LIMIT_S: Final = 0.5
 
@@ -37,12 +37,12 @@ class SetAside:
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING)
 
     def note(self, kind: Kind, item: str, owner: str, reason: str) -> None:
-        """Keep a note for the next ``flush``. Whoever calls this logs it, too."""
+        """Buffer a note for the next ``flush``. The caller also logs it."""
         texts = {"kind": kind, "item": item, "owner": owner, "reason": reason}
         self._waiting.append({name: _storable(text) for name, text in texts.items()} | {"at_unix_ms": unix_now_ms()})
 
     async def flush(self) -> None:
-        """Write the notes that wait; while SQL is away they go on waiting."""
+        """Write the buffered notes. While SQL is unavailable, they stay buffered."""
         if not self._waiting:
             return
         notes = list(self._waiting)
@@ -50,14 +50,14 @@ class SetAside:
             async with changing(self._engine) as connection:
                 await _write(connection, notes)
         except SQL_ERRORS as error:
-            log.warning("what was set aside is not in SQL yet: %s", describe(error))
+            log.warning("cannot write notes about set-aside items, will retry: %s", describe(error))
             return
         for written in notes:
-            if self._waiting and self._waiting[0] is written:  # else it was dropped meanwhile
+            if self._waiting and self._waiting[0] is written:  # otherwise it was dropped meanwhile
                 self._waiting.popleft()
 
     async def counts(self) -> Mapping[str, int] | None:
-        """Return how many rows there are of each kind; None: SQL does not say so at once."""
+        """Return the number of rows by kind; None if SQL does not answer quickly."""
         statement = select(SetAsideRow.kind, func.count().label("number")).group_by(SetAsideRow.kind)
         try:
             async with asyncio.timeout(COUNT_LIMIT_S), self._engine.connect() as connection:
@@ -83,5 +83,5 @@ async def _write(connection: AsyncConnection, notes: list[dict[str, Any]]) -> No
 
 
 def _storable(text: str) -> str:
-    """Return a text as PostgreSQL takes it: some are of whoever made the item."""
+    """Return a text that PostgreSQL can store. Texts may come from clients."""
     return text[:MAX_CHARS].replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()

@@ -13,7 +13,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
 class Base(DeclarativeBase):
-    """The base of all tables. Constraint names are fixed here, so that migrations can refer to them."""
+    """The base of all tables. Fixes constraint names, so that migrations can refer to them."""
 
     metadata = MetaData(
         naming_convention={
@@ -26,44 +26,48 @@ class Base(DeclarativeBase):
 
 
 class WordList(TypeDecorator[tuple[str, ...]]):
-    """A short list of words as JSON: read and compared in Python only."""
+    """A short list of words, stored as JSON. Only Python reads and compares it."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: tuple[str, ...] | None, dialect: Dialect) -> str | None:  # noqa: ARG002
-        """Encode the words."""
+        """Encode the list."""
         return None if value is None else json.dumps(value)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> tuple[str, ...] | None:  # noqa: ARG002
-        """Decode the words."""
+        """Decode the list."""
         return None if value is None else tuple(json.loads(value))
 
 
 class _Policy:
     """Limits and consents of a team (for all its keys together) or of a key (in addition to its team's).
 
-    NULL: none of its own; for a key, the team's then applies.
+    NULL: not set. For a key, the team's value then applies.
     """
 
     requests_per_minute: Mapped[int | None]
     tokens_per_minute: Mapped[int | None]  # prompt and completion
     max_concurrent: Mapped[int | None]  # requests admitted and not yet ended
-    budget_nano_usd: Mapped[int | None]  # for each budget_period
+    budget_nano_usd: Mapped[int | None]  # per budget_period
     budget_period: Mapped[str | None]  # "day" | "week" | "month" (UTC) | "total"
     weight: Mapped[float | None]  # share of the workers, against other tenants'; NULL: 1
-    priority: Mapped[str | None]  # "interactive" | "batch": the most that its requests may ask for; NULL: interactive
+    priority: Mapped[
+        str | None
+    ]  # "interactive" | "batch": the highest priority that its requests can have; NULL: interactive
     log_payload: Mapped[bool | None]  # consent to store prompts and answers; NULL: no
     train_ok: Mapped[bool | None]  # consent to build training sets from them; NULL: no
     redact: Mapped[bool | None]  # redact personal data before they are stored; NULL: yes
     retention_days: Mapped[int | None]  # how long they are kept; NULL: the ledger's default
     # The hosted APIs that its prompts may be sent to (db.accounts.principal); NULL: unspecified, empty: none.
     allow_hosted: Mapped[tuple[str, ...] | None] = mapped_column(WordList)
-    trusted_only: Mapped[bool | None]  # requests go to trusted pools alone; NULL: no. A team's demand covers its keys
+    trusted_only: Mapped[
+        bool | None
+    ]  # requests go only to trusted pools; NULL: no. A team's setting applies to all its keys
 
 
 class OrganisationRow(Base):
-    """The payer. Every team belongs to one; the migration creates the first."""
+    """An organization, the owner of teams. Every team belongs to one; the migration creates the first."""
 
     __tablename__ = "organisations"
 
@@ -88,7 +92,7 @@ class ApiKeyRow(_Policy, Base):
 
     __tablename__ = "api_keys"
     __table_args__ = (
-        # A name may be used again once its key is revoked.
+        # The name of a revoked key can be reused.
         Index(
             "uq_api_keys_active_name",
             "name",
@@ -101,22 +105,22 @@ class ApiKeyRow(_Policy, Base):
     id: Mapped[str] = mapped_column(primary_key=True)  # "key_…", random; public, and used in usage rows
     name: Mapped[str]  # given by the operator; unique among active keys
     token_hmac: Mapped[str] = mapped_column(unique=True)  # hex HMAC-SHA-256 of the key under the pepper
-    last_four: Mapped[str]  # the key's last four characters, for people to recognise it
-    created_by: Mapped[str | None]  # an actor as in AuditRow; NULL: of an older release
+    last_four: Mapped[str]  # the key's last four characters, for people to recognize it
+    created_by: Mapped[str | None]  # an actor as in AuditRow; NULL: created by an older release
     created_unix_ms: Mapped[int]  # set when it was created
     revoked_unix_ms: Mapped[int | None]  # set when it was revoked; NULL: active
-    stops_running: Mapped[bool | None]  # set with it: running requests are cancelled too, not only waiting ones
+    stops_running: Mapped[bool | None]  # set on revocation: running requests are canceled, too
     team_id: Mapped[str]  # TeamRow.id
     scopes: Mapped[str]  # from db.accounts.principal.SCOPES, separated by spaces
     models: Mapped[str | None]  # JSON list of the models that it may use; NULL: all
-    expires_unix_ms: Mapped[int | None]  # refused from then on; NULL: never
+    expires_unix_ms: Mapped[int | None]  # invalid from then on; NULL: never
     # After a rotation the previous token stays valid for a while.
     previous_hmac: Mapped[str | None] = mapped_column(unique=True)
     previous_until_unix_ms: Mapped[int | None]
 
 
 class AuditRow(Base):
-    """One change to organisations, teams, keys or prices, with its actor. Never changed or deleted by Spillway."""
+    """One change to organizations, teams, keys or prices, with its actor. Spillway never changes or deletes it."""
 
     __tablename__ = "audit_log"
     __table_args__ = (Index(None, "at_unix_ms"),)
@@ -131,7 +135,7 @@ class AuditRow(Base):
 
 
 class AdminRow(Base):
-    """A person with a local password, who may log in to the pages."""
+    """A user with a local password for the pages."""
 
     __tablename__ = "admins"
 
@@ -141,7 +145,7 @@ class AdminRow(Base):
 
 
 class SessionRow(Base):
-    """One login to the pages, until it expires, the user logs out, or the password is changed."""
+    """One login to the pages, until it expires, the user logs out, or the password changes."""
 
     __tablename__ = "sessions"
 
@@ -149,10 +153,10 @@ class SessionRow(Base):
     user_name: Mapped[str]  # AdminRow.name, or the address verified by the OIDC issuer
     started_unix_ms: Mapped[int]
     ends_unix_ms: Mapped[int]
-    # NULL in the next four: of an older release, whose sessions have no role and end.
+    # The next four are NULL for sessions of an older release. Such sessions have no role and end.
     role: Mapped[str | None]  # from db.accounts.roles.ROLES
-    teams: Mapped[str | None]  # JSON: team id → role, of team roles
-    address: Mapped[str | None]  # of the browser, as far as trusted proxies tell it
+    teams: Mapped[str | None]  # JSON of team roles: team id → role
+    address: Mapped[str | None]  # of the browser, as reported by trusted proxies
     browser: Mapped[str | None]  # its User-Agent
 
 
@@ -171,7 +175,7 @@ class RequestRow(Base):
         Index(None, "key_id", "received_unix_ms"),
     )
 
-    request_id: Mapped[str] = mapped_column(primary_key=True)  # made by the gateway; also the x-request-id header
+    request_id: Mapped[str] = mapped_column(primary_key=True)  # created by the gateway; also the x-request-id header
     gateway_id: Mapped[str]  # which gateway served it
     received_unix_ms: Mapped[int]  # when its headers arrived, by the gateway's clock
     endpoint: Mapped[str]  # see protocol.job.Origin
@@ -184,34 +188,34 @@ class RequestRow(Base):
     error_code: Mapped[str | None]  # protocol.errors.ErrorCode of a failed request
     finish_reason: Mapped[str | None]  # of choice 0: "stop" | "length"
     prompt_tokens: Mapped[int]  # counted by the gateway with the model's own tokenizer
-    cached_tokens: Mapped[int]  # of these, how many the engine found in its prefix cache
+    cached_tokens: Mapped[int]  # prompt tokens that the engine found in its prefix cache
     completion_tokens: Mapped[int]  # over all choices
-    attempts: Mapped[int]  # number of attempts; 0: it never reached the queue
+    attempts: Mapped[int]  # 0: the request never reached the queue
     queue_ms: Mapped[float | None]  # admission → accepted by the last attempt's worker; NULL: never accepted
     ttft_ms: Mapped[float | None]  # received → first token at the gateway; NULL: no token
     total_ms: Mapped[float]  # received → ended
-    pool: Mapped[str | None]  # of the last attempt, as its worker reports
+    pool: Mapped[str | None]  # of the last attempt, as reported by its worker
     provider: Mapped[str | None]
     region: Mapped[str | None]
-    # Sums over its attempts, see gateway.dispatch.attempt; NULL before version 0003, and where none was accepted.
+    # Sums over its attempts, see gateway.dispatch.attempt; NULL before version 0003, and if no attempt was accepted.
     engine_queue_ms: Mapped[float | None]  # in an engine, before the computation of its first token began
     prefill_ms: Mapped[float | None]  # computing began → first token
     decode_ms: Mapped[float | None]  # first token → last token
     preemptions: Mapped[int | None]  # how often a choice was preempted for lack of KV memory
     team_id: Mapped[str | None]  # TeamRow.id, of the key at that time; NULL: its gateway was older than version 0006
     organisation_id: Mapped[str | None]  # OrganisationRow.id, likewise
-    tier: Mapped[str | None]  # of the last attempt's pool, as its worker reports; NULL: never accepted
+    tier: Mapped[str | None]  # of the last attempt's pool, as reported by its worker; NULL: never accepted
     counted_by: Mapped[str | None]  # protocol.job.CountedBy; NULL: an engine, before version 0011
-    # By the price book as it was when the request arrived (db.prices); NULL: the model has no price there.
+    # By the prices at the time of the request (db.prices); NULL: the model has no price.
     charge_nano_usd: Mapped[int | None]
-    tags: Mapped[str | None]  # JSON object of the caller's own tags, name → value; NULL: none, or before version 0020
+    tags: Mapped[str | None]  # JSON object of the client's tags, name → value; NULL: none, or before version 0020
 
 
 class AttemptRow(Base):
     """One try of a request on one worker: an AttemptRecord, written once by the ledger writer.
 
-    The worker publishes it; for a lost worker the gateway does, as far as it knows (the first to arrive stays). Two
-    workers may have run the same attempt, of which the gateway accepted one: the queue may deliver a message twice.
+    The worker publishes it. For a lost worker, the gateway publishes what it knows. The first record to arrive is kept.
+    The queue may deliver a job twice: two workers may have run the same attempt, of which the gateway accepted one.
     No foreign key to ``requests``: the two records travel separately, and an attempt usually arrives first.
     Partitioned like ``requests``, by the time its request was received.
     """
@@ -238,15 +242,15 @@ class AttemptRow(Base):
     ttft_ms: Mapped[float | None]  # pull → first token; NULL: none
     total_ms: Mapped[float]  # pull → end
     usd_per_hour: Mapped[float]  # the worker's price at that time
-    # The request's own, for the row of one whose gateway died (ledger.abandoned); NULL before version 0002.
-    resumed_tokens: Mapped[int | None]  # output tokens that this try began with
+    # Fields of the request, for its row if the gateway died (ledger.abandoned); NULL before version 0002.
+    resumed_tokens: Mapped[int | None]  # output tokens of earlier attempts that this one continued from
     received_unix_ms: Mapped[int]  # before version 0002: as started_unix_ms
     gateway_id: Mapped[str | None]
     endpoint: Mapped[str | None]
     key_id: Mapped[str | None]
     key_name: Mapped[str | None]
     stream: Mapped[bool | None]
-    # As the engine reports (protocol.job.Timings); NULL before version 0003, and where it does not report them.
+    # Reported by the engine (protocol.job.Timings); NULL before version 0003, and if the engine does not report them.
     engine_queue_ms: Mapped[float | None]
     prefill_ms: Mapped[float | None]
     decode_ms: Mapped[float | None]
@@ -278,7 +282,7 @@ class OpenRequestRow(Base):
 
 
 class SliceRow(Base):
-    """One combination of the rollups' dimensions that requests have had; NULL is "" here. Few, and never deleted."""
+    """One combination of values of the rollups' dimensions; NULL is "" here. There are few; they are never deleted."""
 
     __tablename__ = "slices"
 
@@ -298,19 +302,21 @@ class _Bucket:
     """One slice in one time span, by when its requests were received."""
 
     width_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # ledger.rollups.WIDTHS_S
-    bucket_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # its begin; a multiple of it
+    bucket_unix_ms: Mapped[int] = mapped_column(
+        primary_key=True, autoincrement=False
+    )  # start of the bucket; a multiple of its width
     slice_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # SliceRow.id
 
 
 class RollupRow(_Bucket, Base):
     """Sums over the requests of one slice. Written only in the transaction that writes those requests.
 
-    Every request counts in one row of each width. Widths of more than 15 minutes exist so that a month is read from
-    few rows; quarters of an hour keep days exact in zones such as UTC+5:45. Minutes are kept for some hours.
+    Every request counts in one row per width. Widths above 15 minutes keep the number of rows of a month small. Widths
+    of 15 minutes keep days exact in time zones such as UTC+5:45. Minutes are kept for some hours.
     """
 
     __tablename__ = "rollups"
-    __table_args__ = ({"sqlite_with_rowid": False},)  # stored in the order of its key, in which it is read
+    __table_args__ = ({"sqlite_with_rowid": False},)  # stored and read in the order of its key
 
     requests: Mapped[int]
     attempts: Mapped[int]
@@ -321,7 +327,7 @@ class RollupRow(_Bucket, Base):
     completion_tokens: Mapped[int]
     charge_nano_usd: Mapped[int]  # of the requests that have a price
     total_ms: Mapped[int]  # sum of the end-to-end latencies, each rounded; by Little's law, concurrency x time
-    # Prompt and completion tokens of the requests that ran and have no price: the charge is not all there is to pay.
+    # Tokens of requests without a price. If not 0, the charge is incomplete.
     unpriced_tokens: Mapped[int] = mapped_column(server_default="0")
 
 
@@ -340,7 +346,7 @@ class HistogramRow(_Bucket, Base):
 
 
 class TagSliceRow(Base):
-    """One tag that requests of a key have had. Bounded for each key (ledger.tags), and never deleted."""
+    """One tag of a key's requests. Limited in number per key (ledger.tags), and never deleted."""
 
     __tablename__ = "tag_slices"
     __table_args__ = (Index(None, "key_id"),)
@@ -367,7 +373,7 @@ class TagRollupRow(_Bucket, Base):
 
 
 class PriceRow(Base):
-    """A price and its first moment. It holds until the next row of the same model and pool. Rows are only ever added.
+    """A price and its start. It holds until the next row of the same model and pool. Rows are only added.
 
     model set, pool empty: the charge to clients for the model's tokens. Both set: the charge of the pool's provider to
     us (hosted APIs). Only pool set: the cost of one machine of the pool. NULL: no such price; all NULL: it has ended.
@@ -379,7 +385,7 @@ class PriceRow(Base):
     pool: Mapped[str] = mapped_column(primary_key=True)  # empty: the charge to clients
     from_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     source: Mapped[str] = mapped_column()  # "config", or an actor of the audit log
-    # Nano-USD for a million tokens: 0.15 USD is 150,000,000. Cached tokens are a part of prompt tokens.
+    # Nano-USD per million tokens: 0.15 USD is 150,000,000. Cached tokens are part of the prompt tokens.
     prompt_nano_usd: Mapped[int | None]
     cached_nano_usd: Mapped[int | None]  # NULL: like other prompt tokens
     completion_nano_usd: Mapped[int | None]
@@ -388,16 +394,16 @@ class PriceRow(Base):
 
 
 class InstanceRow(Base):
-    """A quarter of an hour of one worker: when in it the worker was up, and how long it was busy.
+    """A quarter of an hour of one worker: when it was up, and how long it was busy.
 
-    Computed from heartbeats as minimum and maximum, so that several ledger writers agree, and one that was down adds
-    the time it missed. Time up = up_until - up_from, busy = busy_until - busy_from.
+    Computed from heartbeats as minimum and maximum, so that several ledger writers agree. A writer that was down adds
+    the time that it missed. Up time = up_until - up_from, busy time = busy_until - busy_from.
     """
 
     __tablename__ = "instance_seconds"
 
     bucket_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    worker_id: Mapped[str] = mapped_column(primary_key=True)  # one process of a worker, never used again
+    worker_id: Mapped[str] = mapped_column(primary_key=True)  # one process of a worker, never reused
     pool: Mapped[str]
     provider: Mapped[str]
     region: Mapped[str]
@@ -437,13 +443,13 @@ class PayloadRow(Base):
 
 
 class SetAsideRow(Base):
-    """An item that failed again in the same way, or cannot be understood, and that nobody tries any more."""
+    """An item that failed repeatedly or cannot be decoded, and is not retried."""
 
     __tablename__ = "set_aside"
     __table_args__ = (Index(None, "kind", "at_unix_ms"), Index(None, "at_unix_ms"))
 
     kind: Mapped[str] = mapped_column(primary_key=True)  # db.set_aside.Kind
-    item: Mapped[str] = mapped_column(primary_key=True)  # what its kind calls it: an id, or a place in a stream
+    item: Mapped[str] = mapped_column(primary_key=True)  # an id, or a position in a stream
     owner: Mapped[str]  # the tenant or worker that it came from; empty: unknown
     reason: Mapped[str]
     at_unix_ms: Mapped[int]
@@ -451,7 +457,7 @@ class SetAsideRow(Base):
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 #
-# Tables of refused requests: how many, and the latest by name.
+# Tables of refused requests: counts, and the latest requests.
 
 
 class RefusalRow(Base):
@@ -471,15 +477,15 @@ class RefusalRow(Base):
     client: Mapped[str]
     message: Mapped[str | None]
     param: Mapped[str | None]
-    model: Mapped[str | None]  # its canonical name, or of an unknown one what the caller wrote
-    key_id: Mapped[str]  # "": the request had no key, or none of ours
+    model: Mapped[str | None]  # canonical name; for an unknown model, the client's text
+    key_id: Mapped[str]  # "": no key or an unknown key
     key_name: Mapped[str]
     team_id: Mapped[str]
     organisation_id: Mapped[str]
 
 
 class RefusalGroupRow(Base):
-    """One combination of what refusals are counted by; "" is unknown. Few, and never deleted."""
+    """One combination of the dimensions of refusal counts; "" is unknown. There are few; they are never deleted."""
 
     __tablename__ = "refusal_groups"
 
@@ -493,15 +499,15 @@ class RefusalGroupRow(Base):
 
 
 class RefusalCountRow(Base):
-    """The refusals of one group in one minute, as one process of a gateway has counted them.
+    """The refusals of one group in one minute, counted by one gateway process.
 
-    Those of earlier days are merged into quarters of an hour (ledger.refusals).
+    Counts of earlier days are merged into quarters of an hour (ledger.refusals).
     """
 
     __tablename__ = "refusal_counts"
     __table_args__ = ({"sqlite_with_rowid": False},)
 
-    bucket_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # its begin
+    bucket_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # start of the bucket
     run_id: Mapped[str] = mapped_column(primary_key=True)  # of the process; "": merged
     group_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # RefusalGroupRow.id
     refusals: Mapped[int]
@@ -513,73 +519,73 @@ class RefusalCountRow(Base):
 
 
 class FileRow(Base):
-    """A file: there whole, or still coming in. Its bytes are in its parts, one after another."""
+    """A file, complete or being uploaded. Its parts hold its bytes in order."""
 
     __tablename__ = "files"
     __table_args__ = (Index(None, "tenant", "created_unix_ms"), Index(None, "expires_unix_ms"))
 
     id: Mapped[str] = mapped_column(primary_key=True)  # "file-…"
-    tenant: Mapped[str]  # db.accounts.principal.Principal.tenant: who sees it
-    key_id: Mapped[str]  # ApiKeyRow.id, of whoever made it
+    tenant: Mapped[str]  # db.accounts.principal.Principal.tenant, which can see it
+    key_id: Mapped[str]  # ApiKeyRow.id of its creator
     created_unix_ms: Mapped[int]
     expires_unix_ms: Mapped[int]  # deleted soon after
-    purpose: Mapped[str]  # "batch": what a client uploaded; "batch_output"; "uploading": its bytes are still coming
+    purpose: Mapped[str]  # "batch": uploaded by a client; "batch_output"; "uploading": not complete yet
     filename: Mapped[str]
     size_bytes: Mapped[int]
 
 
 class FilePartRow(Base):
-    """A part of a file's bytes, with the lines of a batch that it answers: both are committed together, or neither.
+    """A part of a file's bytes, with the numbers of the batch lines that it answers, committed atomically.
 
-    Parts of a batch's results are there before their file is.
+    Parts of a batch's results exist before their file.
     """
 
     __tablename__ = "file_parts"
 
-    file_id: Mapped[str] = mapped_column(primary_key=True)  # FileRow.id, now or later
+    file_id: Mapped[str] = mapped_column(primary_key=True)  # FileRow.id, which may not exist yet
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     object_name: Mapped[str]  # in the storage (gateway.batches.storage)
     size_bytes: Mapped[int]
-    lines: Mapped[bytes | None]  # numbers of lines (gateway.batches.lines); NULL: not of a batch's results
+    lines: Mapped[bytes | None]  # line numbers (gateway.batches.lines); NULL: not a result of a batch
 
 
 class BatchRow(Base):
-    """A batch, from its creation on; times are NULL until it has got there."""
+    """A batch. Times are NULL until the batch reaches that state."""
 
     __tablename__ = "batches"
     __table_args__ = (Index(None, "tenant", "created_unix_ms"), Index(None, "created_unix_ms"), Index(None, "status"))
 
     id: Mapped[str] = mapped_column(primary_key=True)  # "batch_…"
-    surface: Mapped[str]  # "openai" | "anthropic": whose API made it
-    tenant: Mapped[str]  # who sees it
-    team_id: Mapped[str]  # TeamRow.id: whose webhooks tell of it
-    key_id: Mapped[str]  # ApiKeyRow.id: whose requests its lines are
+    surface: Mapped[str]  # "openai" | "anthropic": the API that created it
+    tenant: Mapped[str]  # which can see it
+    team_id: Mapped[str]  # TeamRow.id, whose webhooks report it
+    key_id: Mapped[str]  # ApiKeyRow.id, which is charged for its lines
     key_name: Mapped[str]
     endpoint: Mapped[str]  # a path, such as "/v1/chat/completions"
     input_file_id: Mapped[str]  # FileRow.id
-    output_file_id: Mapped[str | None]  # FileRow.id; NULL: no answers, or not over yet
-    error_file_id: Mapped[str | None]  # likewise, of what failed
+    output_file_id: Mapped[str | None]  # FileRow.id; NULL: no answers, or not ended yet
+    error_file_id: Mapped[str | None]  # FileRow.id, for failed lines
     completion_window: Mapped[str]
-    custom_metadata: Mapped[str | None]  # JSON: the client's own
-    result_ttl_s: Mapped[int | None]  # how long its results are kept; NULL: as all files
+    custom_metadata: Mapped[str | None]  # JSON from the client
+    result_ttl_s: Mapped[int | None]  # how long its results are kept; NULL: like all files
     status: Mapped[str]  # gateway.batches.store.Status
     errors: Mapped[str | None]  # JSON: why it failed (gateway.batches.lines.LineError)
     created_unix_ms: Mapped[int]
-    expires_unix_ms: Mapped[int]  # what is not done by then is given up
+    expires_unix_ms: Mapped[int]  # lines that are not done by then fail
     in_progress_unix_ms: Mapped[int | None]
     finalizing_unix_ms: Mapped[int | None]
     cancelling_unix_ms: Mapped[int | None]
     over_unix_ms: Mapped[int | None]  # completed, failed, expired or cancelled
-    total: Mapped[int]  # lines; 0 until they are counted
-    completed: Mapped[int]  # of these: answered
-    failed: Mapped[int]  # of these: in the error file
-    given_up: Mapped[int] = mapped_column(server_default="0")  # of the failed: cancelled, or not done in time
-    prompt_tokens: Mapped[int]  # of what was answered
-    cached_tokens: Mapped[int]  # a part of prompt tokens
+    total: Mapped[int]  # number of lines; 0 until they are counted
+    completed: Mapped[int]  # lines answered
+    failed: Mapped[int]  # lines in the error file
+    given_up: Mapped[int] = mapped_column(server_default="0")  # failed lines that were canceled or expired
+    prompt_tokens: Mapped[int]  # of answered lines
+    cached_tokens: Mapped[int]  # part of the prompt tokens
     completion_tokens: Mapped[int]
-    models: Mapped[str | None]  # JSON: by configured model, (lines, tokens as estimated); NULL until they are counted
-    epoch: Mapped[int]  # how often a gateway has taken it: commits of an earlier holder are refused
-    holder: Mapped[str | None]  # gateway id of the latest
+    models: Mapped[str | None]  # JSON: (lines, estimated tokens) by configured model; NULL until counted
+    epoch: Mapped[int]  # incremented when a gateway takes the batch; commits of an earlier holder are rejected
+    holder: Mapped[str | None]  # gateway id of the latest holder
 
 
 # --- the fleet --------------------------------------------------------------------------------------------------------
@@ -588,14 +594,14 @@ class BatchRow(Base):
 
 
 class MachineRow(Base):
-    """A machine that the fleet controller wanted: written before its provider is asked (fleet.machine.Machine)."""
+    """A machine of the fleet controller, written before the launch is requested (fleet.machine.Machine)."""
 
     __tablename__ = "fleet_machines"
     __table_args__ = (Index(None, "state"),)
 
     machine_id: Mapped[str] = mapped_column(primary_key=True)  # "m-…"
     pool: Mapped[str]
-    place: Mapped[str]  # in its pool: a zone and a type; "": there is only one
+    place: Mapped[str]  # zone and type in its pool; "": the pool has only one
     state: Mapped[str]  # fleet.machine.State
     wanted_unix_ms: Mapped[int]
     provider_id: Mapped[str | None]  # NULL: the provider has not answered
@@ -608,20 +614,20 @@ class MachineRow(Base):
 
 
 class DecisionRow(Base):
-    """A change of a pool's size that the fleet controller has decided, with its reason in one sentence."""
+    """A change of a pool's size by the fleet controller, with its reason in one sentence."""
 
     __tablename__ = "fleet_decisions"
 
     decided_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     pool: Mapped[str] = mapped_column(primary_key=True)
-    size: Mapped[int]  # machines it was to have
-    serving: Mapped[int]  # workers it had
+    size: Mapped[int]  # target number of machines
+    serving: Mapped[int]  # serving workers at that time
     starting: Mapped[int]
     reason: Mapped[str]
 
 
 class Decision(Struct, frozen=True):
-    """A row of decisions: a size that was decided for a pool, and why."""
+    """A row of ``fleet_decisions``."""
 
     decided_unix_ms: int
     pool: str
@@ -633,11 +639,11 @@ class Decision(Struct, frozen=True):
 
 # --- webhooks ---------------------------------------------------------------------------------------------------------
 #
-# Tables of webhooks: who is told, what is on its way, and which budgets' thresholds have been told.
+# Tables of webhooks: endpoints, deliveries, and the budget thresholds that were reported.
 
 
 class WebhookEndpointRow(Base):
-    """A URL that a team's events are sent to."""
+    """A URL that receives a team's events."""
 
     __tablename__ = "webhook_endpoints"
     __table_args__ = (Index(None, "team_id"),)
@@ -647,15 +653,15 @@ class WebhookEndpointRow(Base):
     url: Mapped[str]
     event_types: Mapped[tuple[str, ...]] = mapped_column(WordList)  # of ledger.webhooks.events.EVENT_TYPES
     secret: Mapped[str]  # sealed (ledger.webhooks.secrets)
-    previous_secret: Mapped[str | None]  # sealed; after a rotation, deliveries are signed by it, too, for a while
+    previous_secret: Mapped[str | None]  # sealed; for a while after a rotation, deliveries are also signed with it
     previous_until_unix_ms: Mapped[int | None]
     disabled_reason: Mapped[str | None]  # NULL: enabled
-    failing_since_unix_ms: Mapped[int | None]  # of the first failure since the last success; NULL: none
+    failing_since_unix_ms: Mapped[int | None]  # time of the first failure since the last success; NULL: none
     created_unix_ms: Mapped[int]
 
 
 class WebhookDeliveryRow(Base):
-    """One event on its way to one endpoint, and what became of it; deleted some days later."""
+    """The delivery of one event to one endpoint, with its outcome; deleted some days later."""
 
     __tablename__ = "webhook_deliveries"
     __table_args__ = (
@@ -669,7 +675,7 @@ class WebhookDeliveryRow(Base):
     event_type: Mapped[str]
     body: Mapped[str]  # the JSON that is sent
     created_unix_ms: Mapped[int]
-    # When to send it; while it is being sent, when somebody else may. NULL: it is over.
+    # When to send it. During an attempt: when another process may retry it. NULL: ended.
     due_unix_ms: Mapped[int | None]
     outcome: Mapped[str]  # "waiting" | "delivered" | "failed"
     attempts: Mapped[int]
@@ -679,7 +685,7 @@ class WebhookDeliveryRow(Base):
 
 
 class WebhookTotalRow(Base):
-    """How many attempts ended how, over all time and processes: what the metrics count."""
+    """Number of attempts by outcome, over all time and processes, for the metrics."""
 
     __tablename__ = "webhook_totals"
 
@@ -688,13 +694,13 @@ class WebhookTotalRow(Base):
 
 
 class BudgetNoticeRow(Base):
-    """A threshold of a budget that has been reached in a period, so that it is told once."""
+    """A threshold of a budget that was reached in a period, so that it is reported only once."""
 
     __tablename__ = "budget_notices"
 
-    event_id: Mapped[str] = mapped_column(primary_key=True)  # of account, period and threshold
+    event_id: Mapped[str] = mapped_column(primary_key=True)  # derived from account, period and threshold
     account_id: Mapped[str]  # TeamRow.id or ApiKeyRow.id
     period: Mapped[str]  # db.accounts.principal.period_at
     threshold_percent: Mapped[int]
     created_unix_ms: Mapped[int]
-    message: Mapped[bytes | None]  # what is to be published (ledger.webhooks.events); NULL: it has been
+    message: Mapped[bytes | None]  # the message to publish (ledger.webhooks.events); NULL: published

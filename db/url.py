@@ -1,4 +1,4 @@
-"""What the URL of a database must look like. Settings import this: it imports no SQL."""
+"""Checks of database URLs. Imports no SQL, because settings import this module."""
 
 import re
 from typing import Annotated, Final
@@ -13,7 +13,7 @@ DRIVERS: Final = {
     "postgresql+asyncpg": "postgresql+asyncpg",
 }
 EXAMPLES: Final = "sqlite:///data/spillway.db, postgresql://user@host/spillway"
-# In a user name or a password. The driver also takes those of MISREAD as they are; other programs do not.
+# Percent codes in a user name or a password. The driver also accepts the characters of MISREAD; other programs do not.
 CODES: Final = {"@": "%40", "/": "%2F", ":": "%3A", "#": "%23", "?": "%3F"}
 MISREAD: Final = "/:#?"
 MAX_PORT: Final = 65_535
@@ -24,49 +24,49 @@ _AUTHORITY: Final = re.compile(
 
 
 def problem_of(url: str) -> str:
-    """Return why a URL is unusable and what to write, without its password; empty for a good one."""
+    """Return why a URL is invalid and how to fix it, without its password; empty for a valid URL."""
     scheme, colon, rest = url.partition("://")
     if not colon:
-        return f"not a database URL; examples: {EXAMPLES}"
+        return f"not a database URL. Examples: {EXAMPLES}"
     if scheme not in DRIVERS:
         wanted = "sqlite:///…" if "sqlite" in scheme else "postgresql://…" if "postgres" in scheme else ""
-        return f"unsupported database {scheme!r}; use {wanted or 'sqlite:///… or postgresql://…'}"
+        return f"unsupported database {scheme!r}. Use {wanted or 'sqlite:///… or postgresql://…'}"
     if any(character.isspace() for character in url):
-        return "holds white space; in a password, a space is written %20"
+        return "contains white space. In a password, write a space as %20"
     return _problem_of_file(rest) if scheme.startswith("sqlite") else _problem_of_server(rest)
 
 
 def _problem_of_server(rest: str) -> str:
     if rest.partition("?")[0].count("@") > 1:
-        return f"more than one @: {_advice('@')}"
+        return f"contains more than one @. {_advice('@')}"
     found = _AUTHORITY.fullmatch(rest)
     if found is None:
-        return f"not a database URL; examples: {EXAMPLES}"
+        return f"not a database URL. Examples: {EXAMPLES}"
     port = found["port"]
     if port is None or (port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
         return ""
-    # Without a user, what looks like the port may be a password.
+    # Without a user, the text at the place of the port may be a password.
     shown = "its port" if found["user"] is None else f"the port {port!r}"
-    return f"{shown} is no number from 1 to {MAX_PORT}; postgresql://user:password@host:5432/database"
+    return f"{shown} is not a number from 1 to {MAX_PORT}. Example: postgresql://user:password@host:5432/database"
 
 
 def advice_of(url: str) -> str:
-    """Return what to write differently in a URL that works here; empty for nothing."""
+    """Return a suggestion for a URL that works but that other programs misread; empty for none."""
     found = _AUTHORITY.fullmatch(url.partition("://")[2])
     password = "" if found is None else found["password"] or ""
     return next((_advice(character) for character in password if character in MISREAD), "")
 
 
 def _advice(character: str) -> str:
-    return f"in a password, {character} is written {CODES[character]}"
+    return f"In a password, write {character} as {CODES[character]}"
 
 
 def _problem_of_file(path: str) -> str:
     path = path.partition("?")[0]
     if path in {"", "/", "/:memory:"}:
-        return "SQLite needs a file (sqlite:///path), since several processes share it"
+        return "SQLite needs a file (sqlite:///path), because several processes share it"
     if not path.startswith("/"):
-        return "write sqlite:/// with three slashes before a relative path, with four before an absolute one"
+        return "use sqlite:/// with three slashes for a relative path, and four for an absolute path"
     return ""
 
 

@@ -114,7 +114,7 @@ class Controller:
                 if await self._leadership.renew():
                     await self.round()
             except (BusError, DatabaseUnavailable) as error:
-                log.warning("the fleet stays as it is: %s", error)
+                log.warning("no fleet decisions this round: %s", error)
             await asyncio.sleep(max(0.0, began_s + self._settings.period_s - time.monotonic()))
 
     async def round(self) -> None:
@@ -159,7 +159,7 @@ class Controller:
             async with self._calls, asyncio.timeout(LIST_LIMIT_S):
                 return await pool.driver.machines()
         except (FleetError, TimeoutError) as error:
-            log.warning("pool %s: its provider does not list machines: %s", pool.name, str(error) or "no answer")
+            log.warning("pool %s: the provider did not list its machines: %s", pool.name, str(error) or "no answer")
             return None
 
     async def _reconcile(self, listed: Listed) -> tuple[dict[str, Machine], Unowned]:
@@ -315,12 +315,14 @@ class Controller:
                 self._rest(pool, place)
                 self._ended[pool.name, State.FAILED] += 1
                 await self._put(
-                    replace(machine, state=State.FAILED, over_unix_ms=unix_now_ms(), reason=f"not launched: {error}")
+                    replace(machine, state=State.FAILED, over_unix_ms=unix_now_ms(), reason=f"launch failed: {error}")
                 )
                 return None
             except (ProviderError, TimeoutError) as error:
                 reason = str(error) or "no answer"
-                log.warning("pool %s: whether %s was launched is not known: %s", pool.name, machine.machine_id, reason)
+                log.warning(
+                    "pool %s: the outcome of launching %s is unknown: %s", pool.name, machine.machine_id, reason
+                )
                 return machine
         launched = replace(
             machine, state=State.LAUNCHED, provider_id=provider_id, launched_unix_ms=unix_now_ms(), reason="launched"
@@ -361,7 +363,11 @@ class Controller:
                     await self._bus.publish(subjects.control_subject(machine.worker_id), encode(Drain()))
             ending = {machine.provider_id for machine in theirs if machine.state is State.ENDING}
             for provider_id in unowned[pool.name]:
-                log.warning("pool %s: machine %s at the provider is nobody's: ending it", pool.name, provider_id)
+                log.warning(
+                    "pool %s: ending machine %s, which the provider lists but no controller launched",
+                    pool.name,
+                    provider_id,
+                )
             calls += [self._end(pool, one) for one in ending | unowned[pool.name] if one is not None]
         await _each(calls)
 

@@ -1,29 +1,29 @@
-"""What can go wrong with a provider.
+"""Errors of providers.
 
 FleetError
-├── ProviderError    the provider's answer is unknown: it may or may not have done it; ask again
-└── LaunchRefused    it has surely not launched the machine
-    ├── NoCapacity   no machine of this kind is to be had there now: try elsewhere
-    └── OverQuota    the account may not have more of them
+├── ProviderError    the outcome is unknown: the provider may or may not have acted; list machines again
+└── LaunchRefused    the machine was not launched
+    ├── NoCapacity   no capacity at this place now: try another place
+    └── OverQuota    the account's quota is used up
 """
 
 from protocol.errors import ExpectedError
 
 
 class FleetError(ExpectedError):
-    """Base of the fleet's errors; the message says what a provider has answered."""
+    """Base of the fleet's errors. The message contains the provider's answer."""
 
 
 class ProviderError(FleetError):
-    """The provider could not be asked, or its answer was lost."""
+    """The provider could not be reached, or its answer was lost."""
 
 
 class LaunchRefused(FleetError):
-    """The provider does not launch such a machine, whoever asks again: credentials, image, parameters."""
+    """The provider will not launch this machine, even on a retry: credentials, image, parameters."""
 
 
 class NoCapacity(LaunchRefused):
-    """The provider has no such machine at this place now."""
+    """The provider has no capacity for this machine at this place now."""
 
 
 class OverQuota(LaunchRefused):

@@ -44,7 +44,7 @@ async def tokens_per_request(
             found = await connection.execute(statement.where(answered, *_requests_of(queues, trusted_pools, since_s)))
             requests, tokens = found.one()
     except SQL_ERRORS as error:
-        log.warning("what requests take is not known: %s", describe(error))
+        log.warning("cannot read how many tokens requests use: %s", describe(error))
         return None
     return float(tokens) / int(requests) if tokens else None
 
@@ -69,7 +69,7 @@ async def learn(
         async with engine.connect() as connection:
             by_slot = {int(row[0]) // 1000: int(row[1]) for row in await connection.execute(statement)}
     except SQL_ERRORS as error:
-        log.warning("the past is not known: %s", describe(error))
+        log.warning("cannot read the history of demand: %s", describe(error))
         return
     if by_slot:
         last_s = int(now_s // SLOT_S) * int(SLOT_S)  # what has not ended yet is left out

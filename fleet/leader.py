@@ -32,9 +32,9 @@ class Leadership:
         was_leader = self.is_leader
         try:
             if await self._lease.renew() and not was_leader:
-                log.info("this controller leads the fleet")
+                log.info("this controller is now the leader")
         except BusError as error:
-            log.warning("the fleet's lease cannot be renewed: %s", error)
+            log.warning("cannot renew the leader's lease: %s", error)
         return self.is_leader
 
     async def release(self) -> None:

@@ -1,4 +1,4 @@
-"""What a month costs: machines of each kind for the load of each part of the day.
+"""The monthly cost of each machine offer for a daily load profile.
 
     machines = ceil(GPUs / GPUs of a machine),  GPUs = ceil(requests per second / requests per second of one GPU)
     cost     = machines x hours a day x price of a machine x days
@@ -31,7 +31,7 @@ class Offer(Struct, frozen=True):
 
 
 class Cost(Struct, frozen=True):
-    """What an offer costs for a load."""
+    """The cost of an offer for a load."""
 
     offer: Offer
     machines: tuple[int, ...]  # in each phase
@@ -40,7 +40,7 @@ class Cost(Struct, frozen=True):
 
 
 def gpus_of(phase: Phase, requests_per_gpu_s: float) -> int:
-    """Return how many GPUs a phase needs."""
+    """Return the number of GPUs that a phase needs."""
     return math.ceil(phase.requests_per_s / requests_per_gpu_s) if phase.gpus is None else phase.gpus
 
 
@@ -52,9 +52,9 @@ def cost(
     days: float = 30.0,
     tokens_per_request: float | None = None,
 ) -> Cost:
-    """Return what machines of one kind cost. Raises ValueError if the phases do not make up a day."""
+    """Return the cost of an offer. Raises ValueError if the phases do not add up to a day."""
     if not math.isclose(sum(phase.hours for phase in phases), HOURS_PER_DAY):
-        raise ValueError(f"the phases make up {sum(phase.hours for phase in phases):g} hours, and not a day's 24")
+        raise ValueError(f"the phases add up to {sum(phase.hours for phase in phases):g} hours instead of 24")
     machines = tuple(math.ceil(gpus_of(phase, requests_per_gpu_s) / offer.gpus) for phase in phases)
     hours = sum(count * phase.hours for count, phase in zip(machines, phases, strict=True)) * days
     usd = hours * offer.usd_per_hour

@@ -65,14 +65,14 @@ def _there(machine: Machine, there: ProviderMachine, beat: Beat | None, limits: 
             provider_id=there.provider_id,
             state=State.LAUNCHED if machine.state is State.WANTED else machine.state,
             launched_unix_ms=now_unix_ms,
-            reason="found at the provider, whose answer was lost",
+            reason="found at the provider after its answer was lost",
         )
     machine = _serving(machine, beat, now_unix_ms)
     if machine.state in STARTING and now_unix_ms - machine.wanted_unix_ms > limits.start_limit_s * 1000:
-        reason = f"its worker has not come within {limits.start_limit_s:g} s"
+        reason = f"no heartbeat from its worker within {limits.start_limit_s:g} s"
         return replace(machine, state=State.ENDING, reason=reason)
     if machine.state is State.SERVING and _is_silent(beat, limits):
-        return replace(machine, state=State.ENDING, reason=f"its worker is silent for {SILENCE_LIMIT_S:g} s")
+        return replace(machine, state=State.ENDING, reason=f"no heartbeat from its worker for {SILENCE_LIMIT_S:g} s")
     if machine.state is State.SERVING and _is_old(machine, limits, now_unix_ms):
         return replace(machine, state=State.DRAINING, drained_unix_ms=now_unix_ms, reason="its credentials expire soon")
     if machine.state is State.DRAINING and _is_drained(machine, beat, limits, now_unix_ms):
@@ -83,7 +83,7 @@ def _there(machine: Machine, there: ProviderMachine, beat: Beat | None, limits: 
 def _serving(machine: Machine, beat: Beat | None, now_unix_ms: int) -> Machine:
     if machine.state in STARTING and machine.provider_id is not None and beat is not None:
         return replace(
-            machine, state=State.SERVING, worker_id=beat.worker_id, serving_unix_ms=now_unix_ms, reason="it serves"
+            machine, state=State.SERVING, worker_id=beat.worker_id, serving_unix_ms=now_unix_ms, reason="serving"
         )
     return machine
 

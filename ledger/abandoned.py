@@ -1,12 +1,12 @@
 """Rows for requests whose gateway died, built from their intents and their workers' records.
 
 Every accepted request has a row, and its gateway publishes the record at the end. A gateway that is killed loses the
-records of its open requests. What remains is the intent that it published before its first answer (``intents``), and
-the attempts: workers still run, or give up, every job it had queued. The ledger writer therefore asks gateways which
+records of its open requests. Still known are the intent that it published before its first answer (``intents``), and
+the attempts: workers still run or reject every job that it had queued. The ledger writer therefore asks gateways which
 requests without a row they still hold. It writes a row for a request that no gateway has held for
 ``abandoned_after_ms`` and that has no record among those the stream had stored by then. Times are the stream's, in ms
-since 1970: after an outage of SQL all records exist and are merely not written yet. A gateway that is connected but
-does not answer may be frozen, so the writer waits for it. A record that arrives later (its gateway was only cut off
+since 1970: after an outage of SQL all records exist but are not written yet. A gateway that is connected but
+does not answer may be frozen, so the writer waits for it. A record that arrives later (its gateway was merely cut off
 from the queue) replaces the row.
 """
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class AbandonedRequests:
-    """Finds requests that no gateway holds any more."""
+    """Finds requests that no gateway holds."""
 
     def __init__(
         self, bus: Bus, engine: AsyncEngine, abandoned_after_ms: int, *, answer_limit_s: float = ANSWER_LIMIT_S
@@ -78,7 +78,7 @@ class AbandonedRequests:
         for start in range(0, len(overdue), CHUNK_REQUESTS):
             await write_apart(overdue[start : start + CHUNK_REQUESTS], self._record, lost.__setitem__)
         for request_id, reason in lost.items():
-            log.error("request %s of a gateway that died has no row: %s", request_id, reason)
+            log.error("cannot record request %s of a gateway that died: %s", request_id, reason)
             self._set_aside.note("request", request_id, "", reason)
         await self._set_aside.flush()
         await write_apart(list(lost), self._forget, lost.__setitem__)
@@ -122,7 +122,7 @@ class AbandonedRequests:
         except NoResponders:
             return {}
         except (BusError, ProtocolError) as error:
-            log.warning("gateway %s does not report its open requests: %s", gateway_id, error)
+            log.warning("gateway %s did not report its open requests: %s", gateway_id, error)
             return None
         return still_open
 
@@ -177,7 +177,7 @@ def _of_attempt(attempt: RowMapping, received_unix_ms: int) -> Mapping[str, Any]
     copied = f"{counts} pool provider region tier {phases}"
     started_ms = max(0.0, attempt["started_unix_ms"] - received_unix_ms)
     return {name: attempt[name] for name in copied.split()} | {
-        # A worker can finish an answer after its gateway has died. The caller's connection was cut.
+        # A worker can finish an answer after its gateway has died. The client was disconnected.
         "outcome": "cancelled" if attempt["outcome"] == "cancelled" else "failed",
         "completion_tokens": (attempt["resumed_tokens"] or 0) + attempt["completion_tokens"],
         "attempts": attempt["attempt"],

@@ -1,13 +1,13 @@
-"""Cells of CSV files as spreadsheets read them: a text that a program would run as a formula stays a text.
+"""CSV cells that spreadsheets do not run as formulas.
 
-A key, a model and a pool may have any name. https://owasp.org/www-community/attacks/CSV_Injection
+Keys, models and pools can have any name. See https://owasp.org/www-community/attacks/CSV_Injection
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-# At the start of a cell, or behind what another program takes as the end of one; full-width characters, too.
+# At the start of a cell, or after what another program takes as the end of one. Includes full-width characters.
 _FORMULA: Final = re.compile(r"(\A|[;\t\r\n])(?=\s{0,100}[=+\-@\t\r\n＝＋－＠])")  # noqa: RUF001
 
 

@@ -1,4 +1,4 @@
-"""Days as viewers see them: spans of UTC time between two midnights of their time zone."""
+"""Days in the viewer's time zone: spans of UTC time between two midnights."""
 
 import re
 from collections.abc import Iterator
@@ -20,27 +20,27 @@ class NoMonth(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A time span, and the day that it is or lies in."""
+    """A time span, and the day that it is part of."""
 
-    day: date | None  # None: not cut into days
+    day: date | None  # None: not split into days
     since_unix_ms: int  # included
     until_unix_ms: int  # excluded
 
 
 def parse_zone(name: str | None) -> tzinfo | None:
-    """Return the IANA time zone of that name ("Asia/Kolkata"); None is the machine's own. Raises UnknownTimeZone."""
+    """Return the IANA time zone with this name ("Asia/Kolkata"); None: the machine's. Raises UnknownTimeZone."""
     if name is None:
         return None
     try:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError) as error:
-        raise UnknownTimeZone(f"unknown time zone {name!r}; use an IANA name such as Europe/Berlin") from error
+        raise UnknownTimeZone(f"unknown time zone {name!r}. Use an IANA name such as Europe/Berlin") from error
 
 
 def midnight_unix_ms(day: date, zone: tzinfo | None) -> int:
     """Return the start of a day. A zone of None is the machine's.
 
-    Where clocks are put forward at midnight, so that midnight does not exist, the day begins at that change.
+    If clocks are set forward at midnight, so that midnight does not exist, the day starts at that change.
     """
     return int(datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()) * 1000
 
@@ -52,15 +52,15 @@ def month_span(year: int, month: int, zone: tzinfo | None) -> Span:
 
 
 def parse_month(text: str, zone: tzinfo | None) -> Span:
-    """Return the calendar month that ``2026-11`` names. Raises NoMonth."""
+    """Parse a calendar month such as ``2026-11``. Raises NoMonth."""
     matched = _MONTH.fullmatch(text)
     if matched is None or not 1970 < int(matched[1]) < 9999:
-        raise NoMonth(f"{text!r} is not a month such as 2026-11")
+        raise NoMonth(f"{text!r} is not a month. Example: 2026-11")
     return month_span(int(matched[1]), int(matched[2]), zone)
 
 
 def split_into_days(since_unix_ms: int, until_unix_ms: int, zone: tzinfo | None) -> Iterator[Span]:
-    """Split a time span at every midnight; a day of 23 or 25 hours is one span like any other."""
+    """Split a time span at every midnight. Days of 23 or 25 hours are one span."""
     day = datetime.fromtimestamp(since_unix_ms / 1000, zone).date()
     start_unix_ms = since_unix_ms
     while start_unix_ms < until_unix_ms:

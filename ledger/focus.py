@@ -1,7 +1,7 @@
 """Usage in the columns of FOCUS, the FinOps Open Cost and Usage Specification (https://focus.finops.org, version 1.0).
 
-One row is what one key was charged for one model in one day or month. Spillway charges for nothing else, so the four
-costs are one amount. Where a model has no price its cost is 0, and ``x_UnpricedTokens`` says for how many tokens.
+One row is the charge of one key for one model in one day or month. Spillway charges for nothing else, so the four
+costs are equal. Without a price, the cost is 0 and ``x_UnpricedTokens`` has the number of tokens.
 """
 
 import json
@@ -14,7 +14,7 @@ from ledger.csv_cells import guarded
 from ledger.queries.usage import Usage, UsageBy
 from ledger.queries.window import Window
 
-# The rows of an export; days or months before them.
+# The dimensions of an export's rows, in addition to day or month.
 FOCUS_BY: Final[tuple[UsageBy, ...]] = ("team", "key", "model")
 PROVIDER: Final = "Spillway"
 COLUMNS: Final = (
@@ -59,9 +59,9 @@ COLUMNS: Final = (
 
 
 def focus_rows(rows: Sequence[Usage], names: Mapping[str, str], billing: Window) -> list[list[object]]:
-    """Return the head and a row for each of ``rows``, which are grouped by FOCUS_BY and perhaps by day or month.
+    """Return the header and a line for each of ``rows``, which are grouped by FOCUS_BY and optionally by day or month.
 
-    ``billing``: the period asked for; ``names``: of teams and keys.
+    ``billing``: the requested period; ``names``: of teams and keys.
     """
     return [list(COLUMNS), *(guarded(_row(row, names, billing), COLUMNS) for row in rows)]
 

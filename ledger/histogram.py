@@ -4,8 +4,8 @@ Bin k holds the values in (g^(k-1), g^k] with g = 1.04, and is read as their mid
 error of every value is at most 2 % (DDSketch, Masson et al., VLDB 2019). Values up to 0.01 are in bin ZERO.
 
 On disk a histogram is a sequence of little-endian 32-bit entries, each a bin (16 bits) and its number of values (16
-bits); a bin may occur more than once. Concatenating the bytes therefore also merges histograms. The database does so
-where many are read, and returns one long histogram for a group instead of thousands of short ones.
+bits); a bin may occur more than once. Therefore concatenating the bytes merges histograms. The database does this
+for large reads, and returns one long histogram per group instead of thousands of short ones.
 """
 
 import math
@@ -16,8 +16,8 @@ from typing import Final, Literal
 BASE: Final = 1.04
 RELATIVE_ERROR: Final = 0.02
 MIN_VALUE: Final = 0.01  # smaller values count as 0
-ZERO: Final = -1000  # far below the bin of MIN_VALUE; the greatest double is in bin 18,098
-LONG_BYTES: Final = 1_024  # about twice what a distribution over all sizes needs
+ZERO: Final = -1000  # far below the bin of MIN_VALUE; the largest double is in bin 18,098
+LONG_BYTES: Final = 1_024  # about twice the size of a distribution over all values
 MAX_COUNT: Final = 0xFFFF  # values that an entry can hold
 
 Measure = Literal["queue_ms", "ttft_ms", "tpot_ms", "total_ms", "prompt_tokens", "completion_tokens"]
@@ -45,7 +45,7 @@ def value_of(bin_number: int) -> float:
 
 
 def upper_edge(bin_number: int) -> float:
-    """Return the greatest value of a bin."""
+    """Return the largest value of a bin."""
     return 0.0 if bin_number == ZERO else BASE**bin_number
 
 

@@ -1,7 +1,7 @@
-"""From a stream into SQL: a message is acknowledged once what it holds is committed.
+"""From a stream into SQL: a message is acknowledged after its items are committed.
 
-Webhook events and payloads come this way; usage has a writer of its own (ledger.writer). While SQL is down, messages
-wait in their stream. A message that comes twice changes nothing: what is there already is not written again.
+Used for webhook events and payloads; usage has a separate writer (ledger.writer). While SQL is down, messages
+wait in their stream. A redelivered message changes nothing: existing rows are not written again.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from protocol.process import backoff_s, wait_for
 
 IDLE_WAIT_S: Final = 0.5
 CONSUMER_POLL_S: Final = 0.5
-NEWER_DELAY_S: Final = 30.0  # until a message of a newer release is delivered again
+NEWER_DELAY_S: Final = 30.0  # wait before a message of a newer release is redelivered
 
 _Item = TypeVar("_Item")
 
@@ -31,32 +31,32 @@ log = logging.getLogger(__name__)
 
 
 class Source(Struct, Generic[_Item], frozen=True):
-    """A stream's consumer, how its messages are read, and where their items are written."""
+    """A stream's consumer, with the functions that decode its messages and write their items."""
 
     kind: Kind  # of an item that is set aside
     stream: str
     consumer: str
-    pull_messages: int  # in one pull
-    write_messages: int  # at most, in one transaction
-    # A message's items, and why others in it cannot be read. Raises ProtocolError for a message that is none.
+    pull_messages: int  # per pull
+    write_messages: int  # maximum per transaction
+    # Returns a message's items, and why others cannot be decoded. Raises ProtocolError for an invalid message.
     read: Callable[[bytes], tuple[list[_Item], list[str]]]
-    write: Callable[[Sequence[_Item]], Awaitable[None]]  # all or none (db.apart)
+    write: Callable[[Sequence[_Item]], Awaitable[None]]  # atomic (db.apart)
     name_and_owner: Callable[[_Item], tuple[str, str]]  # as they are set aside
 
 
 class Intake(Generic[_Item]):
-    """Takes a source's messages until stopped."""
+    """Consumes a source's messages until stopped."""
 
     def __init__(self, bus: Bus, source: Source[_Item], set_aside: SetAside, stopping: asyncio.Event) -> None:
         self._bus = bus
         self._source = source
         self._set_aside = set_aside
         self._stopping = stopping
-        self._held: asyncio.Queue[Delivery] = asyncio.Queue()  # bounded by what is pulled
+        self._held: asyncio.Queue[Delivery] = asyncio.Queue()  # bounded by the size of a pull
         self._consumer = PullConsumer(bus, source.stream, source.consumer, self._held.put)
 
     async def run(self) -> None:
-        """Pull, write and acknowledge until ``stopping`` is set; hand back what is not written by then."""
+        """Pull, write and acknowledge until ``stopping`` is set; then hand back unwritten messages."""
         await wait_for_consumer(self._bus, self._source.stream, self._source.consumer, self._stopping)
         await self._consumer.start()
         self._bus.on_reconnect(self._on_reconnected)
@@ -81,7 +81,7 @@ class Intake(Generic[_Item]):
                 log.warning("cannot pull from %s, will retry: %s", self._source.stream, error)
 
     async def _write_next(self) -> None:
-        """Wait for a message, and write it with those that have come by then, as many as one transaction takes."""
+        """Wait for a message, and write it with the messages that have arrived, up to the size of a transaction."""
         try:
             async with asyncio.timeout(IDLE_WAIT_S):
                 deliveries = [await self._held.get()]
@@ -101,12 +101,12 @@ class Intake(Generic[_Item]):
             await self._answer(delivery, answer)
 
     async def _read(self, delivery: Delivery) -> list[_Item] | None:
-        """Return the items of a message; None: it is answered, because it cannot be read."""
+        """Return the items of a message; None: it cannot be decoded and has been answered."""
         name = f"message {delivery.stream_sequence}"
         try:
             items, reasons = self._source.read(delivery.payload)
         except NewerVersion as error:
-            log.warning("%s of %s waits: %s", name, self._source.stream, error)
+            log.warning("%s of %s will be retried: %s", name, self._source.stream, error)
             await self._answer(delivery, _nak_with_delay)
         except ProtocolError as error:
             self._lose(name, "", str(error))
@@ -124,7 +124,7 @@ class Intake(Generic[_Item]):
                 await write_apart(items, self._source.write, self._lose_item)
             except DatabaseUnavailable as error:
                 if not tries:
-                    log.error("cannot write %ss, they wait in their stream: %s", self._source.kind, error)  # noqa: TRY400
+                    log.error("cannot write %ss, they stay in their stream: %s", self._source.kind, error)  # noqa: TRY400
                 if await wait_for(self._stopping, wait_s):
                     return False
             else:
@@ -135,14 +135,14 @@ class Intake(Generic[_Item]):
         self._lose(*self._source.name_and_owner(item), reason)
 
     def _lose(self, name: str, owner: str, reason: str) -> None:
-        log.error("the %s %s is lost: %s", self._source.kind, name, reason)
+        log.error("cannot store the %s %s, it is set aside: %s", self._source.kind, name, reason)
         self._set_aside.note(self._source.kind, name, owner, reason)
 
     async def _answer(self, delivery: Delivery, answer: Callable[[Bus, Delivery], Awaitable[None]]) -> None:
         try:
             await answer(self._bus, delivery)
         except BusError as error:
-            log.warning("message %d will be delivered again: %s", delivery.stream_sequence, error)
+            log.warning("message %d will be redelivered: %s", delivery.stream_sequence, error)
 
 
 async def _nak_with_delay(bus: Bus, delivery: Delivery) -> None:

@@ -2,11 +2,11 @@
 
     intent ──> held for a while ──its request has a row─────────────> acknowledged
                    └──it has none──> open_requests, acknowledged ──its request has a row──> deleted
-                                          └──no gateway has it any more──> a row (ledger.abandoned)
+                                          └──no gateway has it──> a row (ledger.abandoned)
 
 Most requests end before their intent is written, and then cost SQL one lookup. An intent is acknowledged only once one
-of the two tables holds its request: if this writer dies, the stream delivers the intent again. Until then it keeps the
-consumer's ack floor back; so where a gateway waits for that floor (``gateway.limits.seeds``), it is written at once.
+of the two tables holds its request: if this writer dies, the stream redelivers the intent. Until then it holds the
+consumer's ack floor back. If a gateway waits for that floor (``gateway.limits.seeds``), it is written immediately.
 """
 
 import logging
@@ -53,11 +53,11 @@ class Intents:
         self._hold_s = hold_s
         self._held: deque[_Held] = deque()  # oldest first
         self._held_rows = 0
-        self._wanted_sequence = 0  # intents of messages up to it are not held back
-        self._wanted = 0  # so many of ``_held``, the oldest ones, are to be written at once
+        self._wanted_sequence = 0  # intents of messages up to this one are not held
+        self._wanted = 0  # number of the oldest intents in ``_held`` to write immediately
 
     def want(self, sequence: int) -> None:
-        """Hold back no intent of the stream's messages up to this one, neither those held nor those still to come."""
+        """Write all intents of messages up to this one immediately, both held ones and those that still arrive."""
         self._wanted_sequence = max(self._wanted_sequence, sequence)
         self._wanted = len(self._held)
 
@@ -74,7 +74,7 @@ class Intents:
                 self._wanted = len(self._held)
 
     async def write_due(self, *, flush: bool = False) -> list[Delivery] | None:
-        """Write the intents held for long enough, or wanted, or all with ``flush``; return what to acknowledge.
+        """Write intents that are due or requested, or all with ``flush``; return the deliveries to acknowledge.
 
         Writes at most one chunk: call again until it is None. Raises DatabaseUnavailable; then call again.
         """
@@ -96,11 +96,11 @@ class Intents:
         return [held.delivery for held in due if held.delivery is not None] if due else None
 
     def _lose(self, row: dict[str, Any], reason: str) -> None:
-        log.error("the intent of request %s is lost: %s", row["request_id"], reason)
+        log.error("cannot store the intent of request %s: %s", row["request_id"], reason)
         self._set_aside.note("intent", row["request_id"], row["key_id"], reason)
 
     def release_all(self) -> list[Delivery]:
-        """Return the deliveries of all intents still held, and drop these: the writer ends."""
+        """Drop all held intents and return their deliveries: the writer is stopping."""
         deliveries = [held.delivery for held in self._held if held.delivery is not None]
         self._held.clear()
         self._held_rows = self._wanted = 0
@@ -137,14 +137,14 @@ async def delete_recorded(engine: AsyncEngine) -> None:
 
 
 async def delete_open(connection: AsyncConnection, request_ids: Sequence[str]) -> None:
-    """Delete these intents. Call inside ``writing``. Raises SQL's own errors."""
+    """Delete these intents. Call inside ``writing``. Raises SQL errors."""
     await connection.execute(
         delete(OpenRequestRow).where(is_one_of(connection, OpenRequestRow.request_id, request_ids))
     )
 
 
 def ends_its_request(outcome: str, error_code: str | None) -> bool:
-    """Report whether no attempt follows one that ended so. After most failures one does, with its own record."""
+    """Return whether an attempt with this outcome is the last. Most failures are followed by another attempt."""
     return outcome != "failed" or error_code == ErrorCode.GATEWAY_LOST
 
 
@@ -153,10 +153,10 @@ def _row(record: UsageRecord) -> dict[str, Any] | None:
         return {**_fields(record), "completion_tokens": 0, "tags": tags_text(record.tags)}
     if not isinstance(record, AttemptRecord) or not ends_its_request(record.outcome, record.error_code):
         return None
-    row = {**_fields(record), "tags": None}  # only its gateway knows them
+    row = {**_fields(record), "tags": None}  # known only to its gateway
     return (
         row if all(row[name] is not None for name in _NEEDED) else None
-    )  # otherwise it is of a version that lacks some of these fields
+    )  # otherwise its version lacks some of these fields
 
 
 def _fields(record: UsageRecord) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """Time that each worker was up and busy, from its heartbeats into ``instance_seconds``.
 
-A heartbeat reports since when its worker is up and how long it was busy since then, so any two of them cover the time
-in between: the next heartbeat makes up for those that a writer missed. Rows keep the least and the greatest value that
-any writer has seen; receiving a heartbeat twice, or in two writers, changes nothing. Times are by the worker's clock.
-A worker's last half second, and any time that no writer received before it was killed, is not counted. Of a heartbeat
-that cannot be written its worker's time is lost until the next one, and nobody else's.
+A heartbeat reports the worker's start and its busy time since then, so any two heartbeats cover the time
+in between: the next heartbeat makes up for those that a writer missed. Rows keep the minimum and the maximum that
+any writer has seen, so duplicate heartbeats change nothing. Times are by the worker's clock.
+A worker's last half second is not counted, nor time that no writer received before its end. If a heartbeat
+cannot be written, only its worker's time until the next heartbeat is lost.
 
-A price counts for the whole quarter of an hour in which it was entered, as that of a hosted API does: the first start
-enters the prices in the middle of a quarter, and its machines cost the same from its beginning.
+A price applies to the whole quarter of an hour in which it was entered, as for hosted APIs: the first start
+enters prices in the middle of a quarter, and machines have that price from the start of the quarter.
 """
 
 import logging
@@ -36,9 +36,7 @@ from protocol.nats.clock import unix_now_ms
 
 QUARTER_MS: Final = 900_000
 MAX_CATCH_UP_MS: Final = 35 * 86_400_000  # time that no writer has received for longer than this is not counted
-MAX_CLOCK_SKEW_MS: Final = (
-    86_400_000  # of a worker's clock: from so far away it would make up for years, again and again
-)
+MAX_CLOCK_SKEW_MS: Final = 86_400_000  # of a worker's clock; a wrong clock could add years of machine time
 FORGET_AFTER_FLUSHES: Final = 20  # without a heartbeat
 NOTED_AGAIN_S: Final = 60.0  # heartbeats that are dropped, of one worker
 MAX_NOTED: Final = 1000  # workers; a stolen one may use many names
@@ -58,7 +56,7 @@ class Moment(Struct, frozen=True):
 
 class _LastHeartbeat(Struct):
     beat: Heartbeat
-    written: Moment | None = None  # up to where it is in SQL; None: not looked up yet
+    written: Moment | None = None  # the moment up to which it is in SQL; None: not looked up yet
     flushes: int = 0  # since its last heartbeat
 
 
@@ -77,7 +75,7 @@ class MachineTime:
         await self._bus.subscribe(subjects.HEARTBEATS, self._on_heartbeat)
 
     async def _on_heartbeat(self, message: Msg) -> None:
-        if not message.data:  # it has signed off
+        if not message.data:  # the worker has signed off
             return
         sender = subjects.worker_of_heartbeat(message.subject)
         try:
@@ -88,7 +86,7 @@ class MachineTime:
             self._drop(sender, str(error))
 
     def _drop(self, sender: str, reason: str) -> None:
-        """Tell of a dropped heartbeat, and of the same worker's next ones only after a while."""
+        """Report a dropped heartbeat; rate-limited per worker."""
         now_s = time.monotonic()
         if now_s - self._noted.get(sender, float("-inf")) < NOTED_AGAIN_S:
             return
@@ -118,7 +116,7 @@ class MachineTime:
 
     def _lose(self, last: _LastHeartbeat, reason: str) -> None:
         worker_id = last.beat.worker_id
-        log.error("the machine time of %s is lost: %s", worker_id, reason)
+        log.error("cannot store the machine time of %s: %s", worker_id, reason)
         self._set_aside.note("machine time", worker_id, worker_id, reason)
 
     async def _write(self, fresh: Sequence[_LastHeartbeat]) -> None:
@@ -130,7 +128,7 @@ class MachineTime:
                 await connection.execute(_upsert(connection.dialect.name), rows)
 
     async def _look_up(self, connection: AsyncConnection, unknown: Sequence[_LastHeartbeat]) -> None:
-        """Set ``written`` of these workers to what an earlier writer has stored."""
+        """Set ``written`` of these workers from the rows of an earlier writer."""
         worker_ids = [last.beat.worker_id for last in unknown]
         oldest = min((last.beat.sent_unix_ms for last in unknown), default=0) - MAX_CATCH_UP_MS
         statement = select(
@@ -145,11 +143,11 @@ class MachineTime:
 
 
 def _check_plausible(beat: Heartbeat) -> None:
-    """Raise ProtocolError for a heartbeat that cannot be true."""
+    """Raise ProtocolError for an implausible heartbeat."""
     if abs(beat.sent_unix_ms - unix_now_ms()) > MAX_CLOCK_SKEW_MS:
-        raise ProtocolError(f"the clock of {beat.worker_id} is more than a day away: {beat.sent_unix_ms}")
+        raise ProtocolError(f"the clock of {beat.worker_id} is off by more than a day: {beat.sent_unix_ms}")
     if not (0 <= beat.usd_per_hour <= MAX_USD_PER_HOUR and min(beat.busy_ms, beat.started_unix_ms) >= 0):
-        raise ProtocolError(f"{beat.worker_id} reports an implausible price or time")
+        raise ProtocolError(f"{beat.worker_id} reported an implausible price or time")
 
 
 def _rows(beat: Heartbeat, since: Moment | None, prices: PriceBook) -> Iterator[dict[str, Any]]:
@@ -181,7 +179,7 @@ def _rows(beat: Heartbeat, since: Moment | None, prices: PriceBook) -> Iterator[
 
 
 def _busy_ms(since: Moment, until: Moment, unix_ms: int) -> int:
-    """Interpolate the busy time at a moment between two known ones, as if it had been spread evenly."""
+    """Interpolate the busy time linearly between two moments."""
     share = (unix_ms - since.unix_ms) / (until.unix_ms - since.unix_ms)
     return since.busy_ms + round((until.busy_ms - since.busy_ms) * share)
 

@@ -27,7 +27,7 @@ async def run(
     """Write usage until SIGTERM or SIGINT, then finish the batch and return.
 
     ``on_ready`` is called with True when SQL, the consumer and the subscription are ready, with False while SQL takes
-    no rows, and with True again. Several writers may run at the same time. ``beside`` runs with them, on the same
+    no rows, and with True again. Several writers may run at the same time. ``beside`` runs in parallel, on the same
     connections, and returns soon after stopping. Raises DatabaseUrlError, SchemaMismatch, and BusError if no queue
     server answers at first.
     """

@@ -1,9 +1,9 @@
 """Parking usage records that this build cannot store, and replaying them once a build can.
 
-A record of a newer release reaches an older writer while both run side by side; a damaged one, or one that the
-database refuses, comes from a broken worker. Each is parked alone, and its neighbours are written. A writer that
-understands a parked record replays it automatically, when it starts and once a minute; records that the database has
-refused wait for ``spillway parked --replay``.
+During an upgrade, a record of a newer release can reach an older writer. A damaged record, or one that the
+database rejects, comes from a broken worker. Only that record is parked; its neighbors are written. A writer that
+can decode a parked record replays it automatically, at its start and once a minute. Records that the database has
+rejected wait for ``spillway parked --replay``.
 """
 
 import base64
@@ -27,18 +27,20 @@ log = logging.getLogger(__name__)
 
 
 async def park(bus: Bus, delivery: Delivery, unread: Iterable[UnreadUsage], *, is_refused: bool = False) -> None:
-    """Park records of a message of USAGE. Raises BusError: then some may not be parked."""
-    # The id is the same for a redelivery (its acknowledgement was lost), so the record is parked only once.
+    """Park records of a message of USAGE. Raises BusError if some may not be parked."""
+    # The id is the same after a redelivery (lost acknowledgment), so the record is parked only once.
     message_id = f"{delivery.stream_sequence}.{delivery.stored_unix_ms}.{'refused' if is_refused else 'unread'}"
     for number, record in enumerate(unread):
         message, reason = record.message, record.reason[:MAX_REASON_CHARS]
-        if len(message) > MAX_MESSAGE_BYTES:  # nobody's but an attacker's; whole, it might never fit
-            reason += f"; kept: the first {MAX_MESSAGE_BYTES} of {len(message)} bytes"
+        if (
+            len(message) > MAX_MESSAGE_BYTES
+        ):  # only an attacker sends such a record, and the whole of it might never fit
+            reason += f"; truncated to {MAX_MESSAGE_BYTES} of {len(message)} bytes"
             message = message[:MAX_MESSAGE_BYTES]
         parked = ParkedUsage(PROTOCOL_VERSION, message, reason, unix_now_ms(), is_refused, delivery.subject)
         await bus.publish_durable(subjects.PARKED_USAGE_SUBJECT, encode(parked), message_id=f"{message_id}.{number}")
         log.error(
-            "parked a usage record of message %d of the stream, see `spillway parked`: %s",
+            "parked a usage record of message %d (see `spillway parked`): %s",
             delivery.stream_sequence,
             reason,
         )
@@ -52,7 +54,7 @@ async def parked_records(bus: Bus, after_sequence: int = 0) -> AsyncIterator[tup
         try:
             message = await bus.get_message(subjects.PARKED_STREAM, **query)
         except ApiError as error:
-            if error.code == STREAM_NOT_FOUND:  # no gateway of a release that creates it has run yet
+            if error.code == STREAM_NOT_FOUND:  # no gateway of a release that creates the stream has run yet
                 return
             raise
         if message is None:
@@ -65,7 +67,7 @@ async def parked_records(bus: Bus, after_sequence: int = 0) -> AsyncIterator[tup
 
 
 async def replay(bus: Bus, sequence: int, record: ParkedUsage) -> None:
-    """Publish a parked record to USAGE again. Raises BusError. One that is replayed twice is written once."""
+    """Publish a parked record to USAGE again. Raises BusError. A record replayed twice is written once."""
     message_id = f"parked.{sequence}"
     subject = record.subject or subjects.REQUEST_USAGE_SUBJECT
     await bus.publish_durable(subject, record.message, message_id=message_id)
@@ -73,7 +75,7 @@ async def replay(bus: Bus, sequence: int, record: ParkedUsage) -> None:
 
 
 class Replays:
-    """Replays the parked records that this build understands, once a period."""
+    """Replays the parked records that this build can decode, once a period."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -81,7 +83,7 @@ class Replays:
         self._sequence = 0  # in PARKED, up to which all records have been checked
 
     async def replay_due(self) -> None:
-        """Check the records parked since the last time, if that is long enough ago."""
+        """Once a period, check the records parked since the last check."""
         if time.monotonic() - self._checked_s < REPLAY_PERIOD_S:
             return
         self._checked_s = time.monotonic()
@@ -101,4 +103,4 @@ class Replays:
         except BusError as error:
             log.warning("cannot check the parked usage records, will retry: %s", error)
         if replayed:
-            log.warning("replayed %d parked usage records that this release understands", replayed)
+            log.warning("replayed %d parked usage records that this release can decode", replayed)

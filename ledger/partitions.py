@@ -1,8 +1,8 @@
 """PostgreSQL's partitions of ``requests`` and ``attempts``: one for each UTC day on which requests were received.
 
-They are created ahead of time, and rows past their retention go with their partition: dropping a table leaves nothing
+They are created ahead of time, and expired rows are dropped with their partition: dropping a table leaves nothing
 to vacuum. A row of a day without a partition (a late record, a wrong clock) goes to the default partition, and moves to
-its day's own once that is created. ``*_before`` holds the rows from before version 0008. SQLite has no partitions, and
+its partition once that is created. ``*_before`` holds the rows from before version 0008. SQLite has no partitions, and
 the functions here do nothing on it.
 """
 
@@ -18,7 +18,7 @@ from db.engine import SQL_ERRORS, DatabaseUnavailable, describe, writing
 
 DAY_MS: Final = 86_400_000
 TABLES: Final = ("requests", "attempts")
-DAYS_AHEAD: Final = 3  # for how long writers may be away or fail without rows going to the default partition
+DAYS_AHEAD: Final = 3  # how long writers can be down before rows go to the default partition
 # Attaching and dropping wait for all readers of the table, and later readers wait for them.
 LOCK_LIMIT_MS: Final = 1_000
 
@@ -39,12 +39,12 @@ class Partition(Struct, frozen=True):
 
 
 def is_partition(table: str) -> bool:
-    """Report whether a table of this name is a partition of another one."""
+    """Return whether a table of this name is a partition of another one."""
     return _NAME.fullmatch(table) is not None
 
 
 async def create_partitions(engine: AsyncEngine, since_unix_ms: int, days: int) -> None:
-    """Create the missing partitions of so many UTC days. Raises DatabaseUnavailable; then call again."""
+    """Create the missing partitions of the next UTC days. Raises DatabaseUnavailable; then call again."""
     first = since_unix_ms // DAY_MS * DAY_MS
     if engine.dialect.name != "postgresql":
         return
@@ -62,7 +62,7 @@ async def create_partitions(engine: AsyncEngine, since_unix_ms: int, days: int) 
 
 
 async def drop_partitions(connection: AsyncConnection, before_unix_ms: int) -> None:
-    """Drop the partitions that hold only older rows. Call inside ``writing``. Raises SQL's own errors."""
+    """Drop the partitions that hold only older rows. Call inside ``writing``. Raises SQL errors."""
     if connection.dialect.name != "postgresql":
         return
     for table in TABLES:

@@ -1,7 +1,7 @@
-"""Refused requests in SQL: counts that stay, and the latest refusals of each key by name.
+"""Refused requests in SQL: permanent counts, and the latest refusals of each key.
 
-A gateway publishes how many it has refused so far in a minute, so the larger of two counts of one group, minute and
-process is the later one, and a message that comes twice changes nothing.
+A gateway publishes its running count of refusals in each minute, so the larger of two counts of one group, minute and
+process is the later one, and a duplicate message changes nothing.
 """
 
 from collections.abc import Iterable
@@ -18,14 +18,14 @@ from protocol.nats.clock import unix_now_ms
 from protocol.refusals import RefusalCount, RefusalRecord
 
 QUARTER_MS: Final = 900_000
-MERGED_AFTER_MS: Final = 24 * 3_600_000  # by then no gateway publishes counts of that minute any more
-NAMED_OF_A_KEY: Final = 1000  # the latest are kept; all requests without a key of ours count as one key's
+MERGED_AFTER_MS: Final = 24 * 3_600_000  # after which no gateway publishes counts of that minute
+NAMED_OF_A_KEY: Final = 1000  # the latest per key are kept; requests without a valid key count as one key
 
 Row = dict[str, Any]  # column → value
 
 
 async def write_refusals(connection: AsyncConnection, records: Iterable[RefusalCount | RefusalRecord]) -> None:
-    """Store counts and refusals by name, in the caller's transaction (db.engine.writing)."""
+    """Store counts and single refusals, in the caller's transaction (db.engine.writing)."""
     groups: dict[int, Row] = {}
     counts: dict[tuple[int, str, int], int] = {}
     named: dict[str, Row] = {}
@@ -63,9 +63,9 @@ def _without_version(record: RefusalRecord) -> Row:
 
 
 async def tidy_refusals(engine: AsyncEngine, since_unix_ms: int | None) -> None:
-    """Merge the counts of earlier days into quarters of an hour; delete the refusals by name that are too many.
+    """Merge the counts of earlier days into quarters of an hour; delete single refusals above the limit.
 
-    ``since_unix_ms``: older ones are deleted, too; None: their age does not matter. Raises DatabaseUnavailable.
+    ``since_unix_ms``: also delete older ones; None: no limit of age. Raises DatabaseUnavailable.
     """
     before_unix_ms = (unix_now_ms() - MERGED_AFTER_MS) // QUARTER_MS * QUARTER_MS
     try:

@@ -1,11 +1,11 @@
-"""Usage summaries: requests, tokens, money and latencies by team, key, model, tag, day and month.
+"""Usage summaries: requests, tokens, cost and latencies by team, key, model, tag, day and month.
 
-Counts and money are those of the rollups, as on the pages and in the API. Percentiles are exact, of the requests that
+Counts and charges come from the rollups, as on the pages and in the API. Percentiles are exact, over requests that
 are still stored: the nearest rank, that is the smallest observed value that at least p % of the values do not exceed.
 The database computes everything and returns one row per group: the memory of this process is bounded by the number of
 groups, not of requests.
 
-Definitions are those of the field (vLLM's and NVIDIA's benchmarks): TTFT from receipt to the first token; TPOT, of
+Definitions follow vLLM's and NVIDIA's benchmarks: TTFT from receipt to the first token; TPOT, of
 answered requests with at least two tokens, ``(total - TTFT) / (completion tokens - 1)``.
 """
 
@@ -32,7 +32,7 @@ _ByGroup = Mapping[_Group, tuple[Any, ...]]
 
 
 class ReportTooLarge(ValueError):
-    """The report would have too many rows or days, or its groups do not go together; the message says which."""
+    """The report would have too many rows or days, or its groups cannot be combined; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class UsageRow:
     cached_tokens: int
     completion_tokens: int
     charge_nano_usd: int  # of the tokens that have a price
-    unpriced_tokens: int  # that have none
-    preemptions: int  # this and what follows: of the requests that are still stored, and not by tag
+    unpriced_tokens: int  # tokens without a price
+    preemptions: int  # this and the following: only of requests that are still stored, and not by tag
     estimated: int  # requests whose token counts are estimates: their provider reports none
     ttft_p50_ms: float | None
     ttft_p95_ms: float | None
@@ -70,7 +70,7 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
-    """A duration of a request, and the percentiles of it that a UsageRow has."""
+    """A duration of a request, and the percentiles of it in a UsageRow."""
 
     value_ms: _Column
     percents: tuple[int, ...]
@@ -95,7 +95,7 @@ _GROUPS: Final[Mapping[UsageBy, _Column]] = {
     "key": RequestRow.key_id.expression,
     "model": RequestRow.model.expression,
 }
-_NOTHING: Final = (None, 0, 0)  # of the requests of a group that are not stored any more
+_NOTHING: Final = (None, 0, 0)  # for a group whose requests are no longer stored
 
 
 async def usage_report(
@@ -106,9 +106,9 @@ async def usage_report(
     until_unix_ms: int | None = None,
     zone: tzinfo | None = None,
 ) -> list[UsageRow]:
-    """Summarise the requests received in [since, until), both open where None; order by time, model and names.
+    """Summarize the requests received in [since, until), None: unbounded; order by time, model and names.
 
-    A time within a quarter of an hour is widened to all of it. Days and months are those of ``zone`` (None: the
+    Times are widened to full quarters of an hour. Days and months are those of ``zone`` (None: the
     machine's). Without ``group_by`` there is one row, or none if there were no requests. Raises ReportTooLarge and
     DatabaseUnavailable.
     """
@@ -120,7 +120,7 @@ async def usage_report(
             found = await usage(connection, window, group_by)
             steps = {(row.since_unix_ms, row.until_unix_ms) for row in found}
             if len(steps) > MAX_DAYS:
-                raise ReportTooLarge(f"more than {MAX_DAYS} days: narrow the time")
+                raise ReportTooLarge(f"more than {MAX_DAYS} days. Choose a shorter period")
             columns = [_GROUPS[name] for name in group_by if name in _GROUPS]
             stored = (
                 {span: await _summarise(connection, span, columns) for span in steps} if "tag" not in group_by else {}
@@ -146,7 +146,7 @@ async def window_of(
 ) -> Window | None:
     """Return the time from the first to the last quarter of an hour with requests, within bounds; None: there is none.
 
-    Raises SQL's own errors.
+    Raises SQL errors.
     """
     bucket = RollupRow.bucket_unix_ms
     statement = select(func.min(bucket), func.max(bucket)).where(RollupRow.width_s == WIDTHS_S[0])
@@ -160,7 +160,7 @@ async def window_of(
 
 
 async def _summarise(connection: AsyncConnection, span: tuple[int, int], groups: list[_Column]) -> list[_ByGroup]:
-    """Return what one time span's stored requests tell beside the sums: a query for counts, and one each measure."""
+    """Return the figures of one time span's stored requests: one query for counts, and one per measure."""
     asked = [_counts(span, groups), *(_percentiles(measure, span, groups) for measure in _MEASURES)]
     answers = [await connection.execute(statement) for statement in asked]
     return [{tuple(row[: len(groups)]): tuple(row[len(groups) :]) for row in answer} for answer in answers]
@@ -168,7 +168,7 @@ async def _summarise(connection: AsyncConnection, span: tuple[int, int], groups:
 
 def _counts(span: tuple[int, int], groups: list[_Column]) -> Select[Any]:
     counts = [func.sum(func.coalesce(RequestRow.preemptions, 0)), _count_where(RequestRow.counted_by == "estimate")]
-    # A key's name never changes, so its greatest is its only one.
+    # A key's name never changes, so max() returns its only name.
     return select(*groups, func.max(RequestRow.key_name), *counts).where(_within(span)).group_by(*groups)
 
 

@@ -1,4 +1,4 @@
-"""Retention of requests and attempts, in whole UTC days. Rollups stay, and with them the dashboards' figures.
+"""Retention of requests and attempts, in whole UTC days. Rollups are kept, and with them the dashboards' figures.
 
 On PostgreSQL whole partitions are dropped. Rows outside a partition of a single day, and all rows on SQLite, are
 deleted one by one.
@@ -16,11 +16,11 @@ from ledger.partitions import drop_partitions
 from protocol.nats.clock import unix_now_ms
 
 DAY_MS: Final = 86_400_000
-BATCH_ROWS: Final = 2_000  # of a transaction, so that usage is written in between
+BATCH_ROWS: Final = 2_000  # per transaction, so that usage is written in between
 
 
 def kept_since_unix_ms(days: int, now_unix_ms: int | None = None) -> int:
-    """Return the start of the oldest of that many whole UTC days; today is one more."""
+    """Return the start of the oldest of ``days`` whole UTC days, not counting today."""
     now_unix_ms = unix_now_ms() if now_unix_ms is None else now_unix_ms
     return (now_unix_ms // DAY_MS - days) * DAY_MS
 
@@ -36,14 +36,14 @@ class Retention:
         batch_rows: int = BATCH_ROWS,
         clock: Callable[[], int] = unix_now_ms,
     ) -> None:
-        """Keep ``days`` whole days; None never deletes."""
+        """Keep ``days`` whole days; None: delete nothing."""
         self._engine = engine
         self._days = days
         self._batch_rows = batch_rows
         self._clock = clock
 
     async def delete_some(self) -> bool:
-        """Delete at most ``batch_rows`` requests, and as many attempts. Report whether there is more.
+        """Delete at most ``batch_rows`` requests, and as many attempts. Return whether there are more.
 
         Raises DatabaseUnavailable.
         """
@@ -67,7 +67,7 @@ async def _delete_requests(connection: AsyncConnection, before_unix_ms: int, row
 
 
 async def _delete_attempts(connection: AsyncConnection, before_unix_ms: int, rows: int) -> int:
-    """Delete attempts of requests that are past the retention, too."""
+    """Delete attempts of requests past the retention."""
     key = (AttemptRow.request_id, AttemptRow.attempt, AttemptRow.worker_id)
     # The index is on the start of an attempt, which is at most hours after its request was received.
     is_old = and_(AttemptRow.started_unix_ms < before_unix_ms + DAY_MS, AttemptRow.received_unix_ms < before_unix_ms)

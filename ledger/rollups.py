@@ -1,7 +1,7 @@
 """Adding requests' rows to rollups and histograms.
 
 Rows are summed in memory first, by slice and minute, and from there into the wider buckets, so a batch costs SQL a few
-statements whatever its size. Only rows that are actually written may be counted, in the transaction that
+statements regardless of its size. Only rows that are actually written may be counted, in the transaction that
 writes them (ledger.store).
 """
 
@@ -51,7 +51,7 @@ def slice_id(values: Slice) -> int:
 
 
 class RollupDelta:
-    """The change to the rollups by some requests' rows, added or removed."""
+    """The change of the rollups by added or removed requests."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[int, Slice], list[int]] = defaultdict(lambda: [0] * len(SUMS))  # by minute and slice
@@ -74,7 +74,7 @@ class RollupDelta:
                     into[number] = into.get(number, 0) + sign
 
     def slices(self) -> dict[int, Slice]:
-        """Return all slices that it touches, by their ids."""
+        """Return all changed slices by id."""
         return {slice_id(values): values for values in {values for _, values in self._sums}}
 
     def buckets(self) -> dict[_Bucket, dict[int, tuple[list[int], list[Counts]]]]:
@@ -110,7 +110,7 @@ def _values(row: Row) -> tuple[int, ...]:
 
 
 def unpriced_tokens(row: Row) -> int:
-    """Return the tokens of a request that ran and has no price; what no worker accepted costs nothing."""
+    """Return the tokens of a request without a price; 0 if no worker accepted the request."""
     is_free = row["charge_nano_usd"] is not None or not row["pool"]
     return 0 if is_free else row["prompt_tokens"] + row["completion_tokens"]
 
@@ -172,7 +172,7 @@ async def upsert(
 ) -> None:
     """Insert rows, or update those whose key exists with the values that ``update`` returns; None: keep them.
 
-    PostgreSQL gets a whole batch as one array per column: one statement per row would cost more than the rows.
+    PostgreSQL gets a whole batch as one array per column: one statement per row would be slower.
     """
     columns = table.__table__.columns
     if connection.dialect.name == "postgresql":
@@ -217,7 +217,7 @@ async def delete_minutes(engine: AsyncEngine, before_unix_ms: int) -> None:
 
 
 async def _drop_empty(connection: AsyncConnection, buckets: Mapping[_Bucket, Mapping[int, Any]]) -> None:
-    """Delete the buckets of slices that have lost their last request."""
+    """Delete the buckets of slices without requests."""
     for (width_s, start), found in buckets.items():
         for chunk in chunks(list(found)):
             here = and_(RollupRow.width_s == width_s, RollupRow.bucket_unix_ms == start, RollupRow.slice_id.in_(chunk))
@@ -228,6 +228,6 @@ async def _drop_empty(connection: AsyncConnection, buckets: Mapping[_Bucket, Map
 
 
 def chunks(ids: Sequence[_Id]) -> Iterator[Sequence[_Id]]:
-    """Split ids into lists that one statement may name."""
+    """Split ids into lists that fit into one statement."""
     for start in range(0, len(ids), LOOKUP_CHUNK):
         yield ids[start : start + LOOKUP_CHUNK]

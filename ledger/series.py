@@ -1,4 +1,4 @@
-"""The ledger's series of ``/metrics``: those whose source, the queue server or SQL, answers a gateway at once."""
+"""The ledger's series of ``/metrics``. A series is omitted if its source, the queue server or SQL, does not answer."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from protocol.nats.bus import Bus
 
 
 async def read_ledger(bus: Bus, set_aside: SetAside) -> Iterator[Metric]:
-    """Return the series as they are now."""
+    """Return the current series."""
     found = await asyncio.gather(unwritten_messages(bus), parked_messages(bus), set_aside.counts())
     return ledger_families(*found)
 
@@ -19,16 +19,16 @@ async def read_ledger(bus: Bus, set_aside: SetAside) -> Iterator[Metric]:
 def ledger_families(backlog: int | None, parked: int | None, set_aside: Mapping[str, int] | None) -> Iterator[Metric]:
     """Yield the series: messages that are not in SQL, records that are parked, and items set aside, by kind.
 
-    None: the source has not answered, and there is no such series.
+    None: the source has not answered, and the series is omitted.
     """
     if backlog is not None:
         meaning = "Messages of usage records that are not in SQL yet, of all gateways and workers."
         yield GaugeMetricFamily("spillway_ledger_backlog_messages", meaning, value=backlog)
     if parked is not None:
-        meaning = "Usage records that no ledger writer could store: `spillway parked` tells why."
+        meaning = "Usage records that no ledger writer could store. `spillway parked` lists the reasons."
         yield GaugeMetricFamily("spillway_parked_usage_records", meaning, value=parked)
     if set_aside is not None:
-        meaning = "What was set aside, the newest 1,000 of each kind: the dashboard names each, with its reason."
+        meaning = "Items set aside, at most 1,000 per kind. The dashboard lists each with its reason."
         family = GaugeMetricFamily("spillway_set_aside_items", meaning, labels=("kind",))
         for kind, count in sorted(set_aside.items()):
             family.add_metric((kind,), count)

@@ -17,12 +17,14 @@ def _are_payload_keys(text: SecretStr) -> SecretStr:
 
 
 class PayloadSettings(Settings):
-    """Settings for payloads of clients who agreed to have them stored."""
+    """Settings of stored payloads, for clients that consent."""
 
-    # 32 random bytes in hex or base64; several, the newest first: that one seals, all open. None: no encryption.
+    # 32 random bytes in hex or base64. Several keys: the first (newest) encrypts, all decrypt. None: no encryption.
     key: Annotated[SecretStr, AfterValidator(_are_payload_keys)] | None = None
-    retention_days: Annotated[int, Field(gt=0, le=MAX_RETENTION_DAYS)] = 30  # unless the consent says otherwise
-    # Of request and answer together, as JSON. Larger ones are not stored, and their row says so.
+    retention_days: Annotated[int, Field(gt=0, le=MAX_RETENTION_DAYS)] = (
+        30  # default; a key's or team's consent can set another value
+    )
+    # Limit of request and answer together, as JSON. Larger payloads are not stored; their row is marked as dropped.
     max_payload_bytes: Annotated[int, Field(gt=0, le=4 * 1024 * 1024)] = 1024 * 1024
 
 
@@ -30,18 +32,18 @@ class LedgerSettings(Settings):
     """Everything one ledger writer needs."""
 
     nats_urls: tuple[str, ...]
-    nats_credentials: Path | None = None  # our user at the queue server; None: what the URLs say
-    nats_ca_file: Path | None = None  # who vouches for the queue server's certificate; None: the usual authorities
+    nats_credentials: Path | None = None  # credentials file for the queue server; None: user and password of the URLs
+    nats_ca_file: Path | None = None  # CA of the queue server's certificate; None: the system's CAs
     database_url: str
-    batch_records: PositiveInt = 500  # messages written in one transaction; under load one holds several records
+    batch_records: PositiveInt = 500  # messages per transaction; under load, a message holds several records
     batch_wait_s: PositiveSeconds = 0.25
     retention_days: PositiveInt | None = (
-        None  # how long requests and attempts are kept, in whole UTC days; None: permanently
+        None  # how long requests and attempts are kept, in whole UTC days; None: no limit
     )
-    prices: tuple[ConfiguredPrice, ...] = ()  # entered into the price book when it starts
-    # The writer's own pace, for which spillway.toml has no keys.
-    hold_intents_s: float = 3.0  # far below the consumer's ack_wait, after which others would get the same
+    prices: tuple[ConfiguredPrice, ...] = ()  # entered into the price book at the start
+    # Constants of the writer, without keys in spillway.toml.
+    hold_intents_s: float = 3.0  # far below the consumer's ack_wait, after which intents are redelivered
     abandoned_period_s: float = 5.0
-    abandoned_after_ms: int = 30_000  # for how long no gateway has held a request
+    abandoned_after_ms: int = 30_000  # a request that no gateway has held for this long is abandoned
     purge_period_s: float = 60.0
-    retry_parking_s: float = 10.0  # until a message whose records could not be parked is delivered again
+    retry_parking_s: float = 10.0  # wait before a message whose records could not be parked is redelivered

@@ -1,8 +1,8 @@
-"""Usage records into SQL: each exactly once, however often it is delivered, together with its rollups.
+"""Writing usage records to SQL with their rollups, exactly once even if they are redelivered.
 
 One transaction at a time writes the ledger: SQLite has one writer anyway, and on PostgreSQL an advisory lock makes
-other ledger writers wait for the few milliseconds of a batch. A row that a lookup does not find is therefore new, and
-a row that replaces another knows what to subtract from the rollups.
+other ledger writers wait for the few milliseconds of a batch. Therefore a row that a lookup does not find is new, and
+for a row that replaces another, the values to subtract from the rollups are known.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from protocol.errors import ErrorCode
 from protocol.refusals import RefusalCount, RefusalRecord
 from protocol.usage import AttemptRecord, RequestRecord, UsageRecord, tags_text
 
-MAX_TOKENS: Final = 100_000_000  # of one record: ten times the longest context there is, for several choices
+MAX_TOKENS: Final = 100_000_000  # per record: ten times the longest context, for several choices
 MAX_MS: Final = 30 * 24 * 3_600_000  # likewise
 MAX_USD_PER_HOUR: Final = 1_000_000.0
 
@@ -33,7 +33,7 @@ Row = dict[str, Any]  # column → value
 
 
 class RecordRefused(Exception):
-    """One of the records will never be stored: a number out of range, a character that the database cannot hold."""
+    """One of the records can never be stored: a number out of range, or a character that the database cannot store."""
 
 
 async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> None:
@@ -60,14 +60,14 @@ async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> 
         if is_refusal(error):
             raise RecordRefused(describe(error)) from error
         raise DatabaseUnavailable(describe(error)) from error
-    except Exception as error:  # a defect of ours, which one of the records brings out: the others are not to wait
+    except Exception as error:  # a bug that one of the records triggers; the others must not wait
         raise RecordRefused(f"{type(error).__name__}: {error}") from error
 
 
 async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str, Any]], *, replace_lost: bool) -> None:
     """Write the requests not stored yet, with their charge, and count them. Call inside ``writing``.
 
-    With ``replace_lost`` the rows come from the gateways themselves, and replace those that were written for a gateway
+    With ``replace_lost``, the rows come from the gateways themselves, and replace rows that were written for a gateway
     that died (ledger.abandoned).
     """
     given: dict[str, Mapping[str, Any]] = {}
@@ -132,7 +132,7 @@ async def insert_rows(connection: AsyncConnection, table: type[Base], rows: Sequ
 def is_one_of(
     connection: AsyncConnection, column: InstrumentedAttribute[str], values: Collection[str]
 ) -> ColumnElement[bool]:
-    """Build the condition that a column has one of these values: one parameter, however many there are."""
+    """Build the condition that a column has one of these values, with a single parameter."""
     if connection.dialect.name == "postgresql":
         return column == any_(literal(list(values), ARRAY(Text)))
     listed = func.json_each(msgspec.json.encode(list(values)).decode()).table_valued("value")
@@ -142,7 +142,7 @@ def is_one_of(
 def received_with(table: type[RequestRow | AttemptRow], rows: Collection[Mapping[str, Any]]) -> ColumnElement[bool]:
     """Build the condition that rows were received in the same time span as ``rows``.
 
-    A record that arrives twice has one time of receipt, so other partitions need not be searched.
+    A redelivered record has the same time, so other partitions need not be searched.
     """
     times = [row["received_unix_ms"] for row in rows]
     return table.received_unix_ms.between(min(times), max(times))
@@ -155,24 +155,24 @@ def _row(record: UsageRecord) -> Row:
 
 
 def _request_row(record: RequestRecord) -> Row:
-    """Build the row of a gateway's record, which tells what workers have counted. Raises RecordRefused."""
+    """Build the row of a gateway's record. Its counts come from workers. Raises RecordRefused."""
     _check_plausible(record, f"request {record.request_id}", record.attempts)
     return {**_row(record), "tags": tags_text(record.tags)}
 
 
 def _attempt_row(record: AttemptRecord) -> Row:
-    """Build the row of a worker's own record. Raises RecordRefused."""
+    """Build the row of a worker's record. Raises RecordRefused."""
     what = f"attempt {record.request_id}.{record.attempt}"
     _check_plausible(record, what, record.attempt, record.resumed_tokens)
     if record.cached_tokens > record.prompt_tokens:
         raise RecordRefused(f"{what} has more cached tokens than prompt tokens")
     if not 0 <= record.usd_per_hour <= MAX_USD_PER_HOUR:
-        raise RecordRefused(f"the price of the machine of {what} is implausible")
+        raise RecordRefused(f"the machine price of {what} is implausible")
     return _row(record)
 
 
 def _check_plausible(record: RequestRecord | AttemptRecord, what: str, *further_counts: int) -> None:
-    """Raise RecordRefused for numbers that nobody can have counted: sums over them would leave SQL's range."""
+    """Raise RecordRefused for implausible numbers: sums over them could exceed SQL's range."""
     counts = (record.prompt_tokens, record.cached_tokens, record.completion_tokens, record.preemptions or 0)
     if not all(0 <= count <= MAX_TOKENS for count in (*counts, *further_counts)):
         raise RecordRefused(f"counts of {what} are implausible")
@@ -183,7 +183,7 @@ def _check_plausible(record: RequestRecord | AttemptRecord, what: str, *further_
 
 
 def _priced(row: Mapping[str, Any], prices: PriceBook) -> Row:
-    # Without a pool no worker has accepted it: nothing was computed, and nothing is charged.
+    # Without a pool, no worker accepted the request: nothing was computed and nothing is charged.
     ran = row["pool"] is not None
     tokens = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"]) if ran else (0, 0, 0)
     return {**row, "charge_nano_usd": prices.charge_nano_usd(row["model"], row["received_unix_ms"], *tokens)}

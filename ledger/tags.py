@@ -1,9 +1,9 @@
-"""Adding requests' tags to their rollups: what was spent for each tag of each key.
+"""Adding requests' tags to the tags' rollups: spending by tag and key.
 
-A caller may give any tags, also a new one with each request, so what is kept of them is bounded for each key: the first
-``MAX_NAMES`` names, and of each name the first ``MAX_VALUES`` values. A value beyond counts as ``OTHER`` of its name, a
-name beyond as ``OTHER`` altogether. Tags of a key are never forgotten: a request that is taken out again is taken out
-where it was added.
+Clients can send any tags, even new ones with each request, so stored tags are limited per key: the first
+``MAX_NAMES`` names, and the first ``MAX_VALUES`` values of each name. A further value counts as ``OTHER`` of its name, a
+further name as ``OTHER``. Tags of a key are never deleted: a removed request is subtracted
+from the tag to which it was added.
 """
 
 from collections import Counter, defaultdict
@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from db.tables import TagRollupRow, TagSliceRow
 from ledger.rollups import WIDTHS_S, Row, chunks, slice_id, unpriced_tokens, upsert
 
-TAG_WIDTHS_S: Final = WIDTHS_S[1:]  # no page shows tags by the minute
+TAG_WIDTHS_S: Final = WIDTHS_S[1:]  # no page shows tags by minute
 MAX_NAMES: Final = 32  # of one key
 MAX_VALUES: Final = 100  # of one name of one key
 OTHER: Final = "(other)"
@@ -35,7 +35,7 @@ _decoder: Final = msgspec.json.Decoder(dict[str, str])
 
 
 class TagDelta:
-    """The change to the tags' rollups by some requests' rows, added or removed."""
+    """The change of the tags' rollups by added or removed requests."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[int, TagSlice], list[int]] = defaultdict(lambda: [0] * len(SUMS))  # by quarter and tag
@@ -53,11 +53,11 @@ class TagDelta:
                     sums[number] += sign * amount
 
     def tags(self) -> set[TagSlice]:
-        """Return all tags that it touches."""
+        """Return all changed tags."""
         return {tag for _, tag in self._sums}
 
     def buckets(self, kept: Mapping[TagSlice, TagSlice]) -> dict[tuple[int, int, int], list[int]]:
-        """Return sums by width, bucket and slice; ``kept``: the tag as which each of them counts."""
+        """Return sums by width, bucket and slice; ``kept``: the stored tag for each tag."""
         ids = {tag: slice_id(as_kept) for tag, as_kept in kept.items()}
         found: dict[tuple[int, int, int], list[int]] = defaultdict(lambda: [0] * len(SUMS))
         for (quarter, tag), sums in self._sums.items():
@@ -92,7 +92,7 @@ async def apply_tags(connection: AsyncConnection, delta: TagDelta) -> None:
 
 
 async def kept_tags(connection: AsyncConnection, tags: Iterable[TagSlice]) -> dict[TagSlice, TagSlice]:
-    """Return the tag as which each of them counts: itself where it is known or there is room for it, else OTHER."""
+    """Return the stored tag for each tag: itself if it is known or below the limit, else OTHER."""
     wanted = {slice_id(tag): tag for tag in tags}
     known: set[int] = set()
     for chunk in chunks(list(wanted)):
@@ -106,7 +106,7 @@ async def kept_tags(connection: AsyncConnection, tags: Iterable[TagSlice]) -> di
 
 
 def _admitted(tag: TagSlice, values: Counter[str]) -> TagSlice:
-    """Return the tag, or OTHER where its key has as many as are kept; ``values``: of each name, counted on."""
+    """Return the tag, or OTHER above the key's limits. Updates ``values``, the counts by name."""
     team_id, key_id, name, value = tag
     if name == OTHER or (name not in values and len(values) >= MAX_NAMES):
         return team_id, key_id, OTHER, OTHER
@@ -118,7 +118,7 @@ def _admitted(tag: TagSlice, values: Counter[str]) -> TagSlice:
 
 
 async def _known_values(connection: AsyncConnection, key_ids: Iterable[str]) -> dict[str, Counter[str]]:
-    """Return how many values each name of these keys has; OTHER is none of them."""
+    """Return the number of values by key and name, without OTHER."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
     columns = (TagSliceRow.key_id, TagSliceRow.name, TagSliceRow.value)
     for chunk in chunks(sorted(key_ids)):
@@ -136,7 +136,7 @@ async def replace_tags(connection: AsyncConnection, since_unix_ms: int, until_un
 
 
 async def wrong_tags(connection: AsyncConnection, since_unix_ms: int, until_unix_ms: int, delta: TagDelta) -> int:
-    """Count the rows of whole UTC days that are not what ``delta`` has summed up."""
+    """Count the rows of whole UTC days that differ from the sums of ``delta``."""
     columns = TagRollupRow.__table__.columns
     start = columns.bucket_unix_ms
     names = ("width_s", "bucket_unix_ms", "slice_id", *SUMS)

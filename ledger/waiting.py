@@ -1,4 +1,4 @@
-"""What waits for the ledger in the queue server: messages of records that are not in SQL, and those set aside."""
+"""The ledger's backlog in the queue server: unwritten messages, and parked records."""
 
 import asyncio
 from typing import Any, Final
@@ -7,17 +7,17 @@ from protocol import subjects
 from protocol.errors import BusError
 from protocol.nats.bus import Bus
 
-INFO_LIMIT_S: Final = 0.5  # for what the queue server says of a stream or consumer
+INFO_LIMIT_S: Final = 0.5  # for the queue server's answer
 
 
 async def unwritten_messages(bus: Bus) -> int | None:
-    """Return how many messages no ledger writer has written yet; None if the queue server does not say so at once."""
+    """Return the number of unwritten messages; None if the queue server does not answer quickly."""
     info = await _info(bus, f"CONSUMER.INFO.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}")
     return None if info is None else int(info["num_pending"]) + int(info["num_ack_pending"])
 
 
 async def parked_messages(bus: Bus) -> int | None:
-    """Return how many records are set aside (``ledger.parked``); None if the queue server does not say so at once."""
+    """Return the number of parked records (``ledger.parked``); None if the queue server does not answer quickly."""
     info = await _info(bus, f"STREAM.INFO.{subjects.PARKED_STREAM}")
     return None if info is None else int(info["state"]["messages"])
 

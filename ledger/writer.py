@@ -5,8 +5,8 @@
                            └──unreadable or refused by SQL──> parked alone (ledger.parked)
 
 A record is acknowledged only after its commit, and inserting it twice does nothing, so a crash anywhere between
-delivery and acknowledgement costs one redelivery and no row. What a message or a periodic job does that nobody expected
-ends neither the writer nor another job: it would do so again after a restart, and all other records would wait for it.
+delivery and acknowledgment costs one redelivery and no row. An unexpected exception in a message or a periodic job
+ends neither the writer nor another job: it would recur after a restart, and block all other records.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from protocol.nats.pull import Delivery, PullConsumer
 from protocol.process import backoff_s, wait_for
 from protocol.usage import AttemptRecord, RequestIntent, UnreadUsage, UsageRecord, encode_usage, read_usage
 
-PULL_CHECK_S: Final = 0.5  # how often to check whether a pull has been written off
+PULL_CHECK_S: Final = 0.5  # how often to check whether a pull is complete
 MACHINE_TIME_PERIOD_S: Final = 15.0
 RETENTION_PERIOD_S: Final = 600.0
 PARTITIONS_PERIOD_S: Final = 600.0
@@ -64,14 +64,16 @@ class LedgerWriter:
         self._stopping = stopping
         self._settings = settings
         self._held: deque[Delivery] = deque()  # bounded by what _pull requests: two batches
-        self._unwritten: list[_Entry] = []  # to be handed back at the end: at most what was held when stopping was set
+        self._unwritten: list[
+            _Entry
+        ] = []  # to be handed back at the end: at most the messages held when stopping was set
         self._purged_s = 0.0  # monotonic clock
         self._set_aside = SetAside(engine)
         self._intents = Intents(engine, settings.hold_intents_s)
         self._abandoned = AbandonedRequests(bus, engine, settings.abandoned_after_ms)
         self._machine_time = MachineTime(bus, engine, self._set_aside)
         self._replays = Replays(bus)
-        self._unparked: set[int] = set()  # sequences of held messages that must be delivered again
+        self._unparked: set[int] = set()  # sequences of held messages that must be redelivered
         self._retention = Retention(engine, settings.retention_days)
         self._deleted_s = 0.0  # when it last found no more old rows; monotonic clock
         self._timed_s = 0.0  # when machine time was last written; monotonic clock
@@ -89,7 +91,7 @@ class LedgerWriter:
     async def run(self, on_ready: Callable[[bool], None] | None = None) -> None:
         """Pull, write and acknowledge until ``stopping`` is set; then finish the records held.
 
-        ``on_ready``: is called with True once SQL takes rows, with False where it no longer does, and so on.
+        ``on_ready`` is called with True when SQL accepts rows, with False when it does not, and so on.
         """
         await self._consumer.start()
         await self._machine_time.start()
@@ -109,7 +111,7 @@ class LedgerWriter:
         while self._held:
             await self._write_batch()
         await self._write_intents(flush=True)
-        # Only after our own pulls have ended: handed back earlier, the records would be delivered to us again.
+        # Only after our pulls have ended: otherwise the records would be redelivered to us.
         unwritten = [entry.delivery for entry in self._unwritten]
         await self._answer(unwritten + self._intents.release_all(), pull.nak)
 
@@ -170,7 +172,7 @@ class LedgerWriter:
         try:
             self._intents.want(int(message.data))
         except ValueError:
-            log.warning("somebody wants the ledger up to what is no sequence: %r", message.data[:40])
+            log.warning("ignored a request with an invalid stream sequence: %r", message.data[:40])
 
     async def _wake_when_stopping(self) -> None:
         await self._stopping.wait()
@@ -221,13 +223,13 @@ class LedgerWriter:
             log.warning("cannot record requests of gateways that died, will retry: %s", error)
 
     def _note_sql(self, *, answers: bool) -> None:
-        """Tell whoever watches this process, where it has changed."""
+        """Report a change of readiness."""
         if answers != self._sql_answers and self._on_ready is not None:
             self._on_ready(answers)
         self._sql_answers = answers
 
     async def _measure_clock(self) -> None:
-        """Measure the stream's clock: by a clock a minute behind it, requests would count as abandoned immediately."""
+        """Measure the stream's clock. With a clock a minute behind, requests would immediately count as abandoned."""
         try:
             await self._bus.clock.measure()
         except BusError as error:
@@ -254,7 +256,7 @@ class LedgerWriter:
             log.warning("cannot create the next days' partitions, will retry: %s", error)
 
     async def _delete_old(self) -> None:
-        """Once a period, delete rows past their retention: a few between any two batches, until none are left."""
+        """Once a period, delete rows past their retention, a few between two batches, until none are left."""
         if time.monotonic() - self._deleted_s < RETENTION_PERIOD_S:
             return
         before_s, self._deleted_s = self._deleted_s, time.monotonic()
@@ -275,7 +277,7 @@ class LedgerWriter:
         return _Entry(delivery, _by_their_sender(delivery, records))
 
     async def _park(self, delivery: Delivery, unread: list[UnreadUsage], *, is_refused: bool = False) -> None:
-        """Park unreadable records, or have the message delivered again later; its other records are written now."""
+        """Park undecodable records, or have the message redelivered later. Its other records are written now."""
         try:
             await park(self._bus, delivery, unread, is_refused=is_refused)
         except BusError as error:
@@ -316,15 +318,15 @@ class LedgerWriter:
                 failures += 1
                 self._note_sql(answers=False)
                 if failures == 1:
-                    log.error("cannot write usage, %d records wait: %s", len(records), error)  # noqa: TRY400
+                    log.error("cannot write usage, %d records are waiting: %s", len(records), error)  # noqa: TRY400
                 if await wait_for(self._stopping, wait_s):
                     return False
         if failures:
-            log.warning("usage is written again, after %d tries", failures + 1)
+            log.warning("writing usage again after %d failed attempts", failures + 1)
         return True
 
     async def _store_apart(self, entries: list[_Entry]) -> None:
-        """Write each half apart, down to single records, so that only the one that SQL refuses is parked."""
+        """Write each half separately, down to single records, so that only the record that SQL rejects is parked."""
         if len(entries) > 1:
             middle = len(entries) // 2
             for half in (entries[:middle], entries[middle:]):
@@ -354,7 +356,7 @@ class LedgerWriter:
         await self._answer(written, pull.ack)
 
     async def _answer(self, deliveries: list[Delivery], answer: Callable[[Bus, Delivery], Awaitable[None]]) -> None:
-        # Acknowledgements are not confirmed: a lost one costs a redelivery, which inserts nothing.
+        # Acknowledgments are not confirmed: a lost one costs a redelivery, which inserts nothing.
         try:
             for delivery in deliveries:
                 if delivery.stream_sequence in self._unparked:
@@ -363,7 +365,7 @@ class LedgerWriter:
                 else:
                     await answer(self._bus, delivery)
         except BusError as error:
-            log.warning("some of %d messages will be delivered again: %s", len(deliveries), error)
+            log.warning("some of %d messages will be redelivered: %s", len(deliveries), error)
 
 
 async def _guarded(what: str, job: Callable[[], Awaitable[None]]) -> None:
@@ -375,7 +377,7 @@ async def _guarded(what: str, job: Callable[[], Awaitable[None]]) -> None:
 
 
 def _by_their_sender(delivery: Delivery, records: list[UsageRecord]) -> list[UsageRecord]:
-    """Return the records that their sender may send: on a worker's own subject, those of its own attempts."""
+    """Return the records that their sender may send: on a worker's subject, only those of its attempts."""
     if not delivery.subject.startswith(f"{subjects.ATTEMPT_USAGE_SUBJECT}."):
         return records
     own: list[UsageRecord] = [
@@ -385,5 +387,5 @@ def _by_their_sender(delivery: Delivery, records: list[UsageRecord]) -> list[Usa
         and subjects.attempt_usage_subject(record.pool, record.worker_id) == delivery.subject
     ]
     if len(own) < len(records):
-        log.error("%d usage records are dropped: %s is not their worker", len(records) - len(own), delivery.subject)
+        log.error("dropped %d usage records: %s is not their worker", len(records) - len(own), delivery.subject)
     return own

@@ -1,4 +1,4 @@
-"""Alembic migrations: bring a database to the schema of this build."""
+"""Alembic migrations: upgrade a database to the schema of this build."""
 
 import asyncio
 from pathlib import Path
@@ -24,7 +24,7 @@ from db.engine import (
 MIGRATION_LIMIT_S: Final = 3600.0  # one statement on a large table
 LOCK_LIMIT_S: Final = 600.0  # how long to wait for another process that is migrating
 ADVISORY_LOCK_ID: Final = 0x5350494C4C574159  # "SPILLWAY"
-BASELINE: Final = "0017"  # the revision that the history begins with: a database of it or a newer one is upgraded
+BASELINE: Final = "0017"  # the oldest revision that this build can upgrade
 BRIDGE: Final = "commit ebe65687"  # upgrades any older database to the baseline
 
 
@@ -74,7 +74,7 @@ async def _upgrade(database_url: str) -> None:
 
 
 async def _lock(connection: AsyncConnection) -> None:
-    """Lock out other migrating processes until the transaction ends. SQLite's BEGIN IMMEDIATE has done so already."""
+    """Lock out other migrating processes until the transaction ends. On SQLite, BEGIN IMMEDIATE already does."""
     if connection.dialect.name == "postgresql":
         await connection.execute(text(f"SET LOCAL lock_timeout = '{LOCK_LIMIT_S:.0f}s'"))
         await connection.execute(text("SELECT pg_advisory_xact_lock(:id)"), {"id": ADVISORY_LOCK_ID})
@@ -84,12 +84,12 @@ def _upgrade_on(connection: Connection) -> None:
     found = read_schema_version(connection)
     if found is not None and found < BASELINE:
         raise SchemaMismatch(
-            f"database schema is {found}, this build upgrades from {BASELINE}:"
-            f" run `spillway db upgrade` of {BRIDGE} first"
+            f"database schema is {found}, but this build can only upgrade from {BASELINE}."
+            f" Run `spillway db upgrade` of {BRIDGE} first"
         )
     if found is not None and found > head():
         raise SchemaMismatch(
-            f"database schema is {found}, of a newer release than this one, which knows {head()}: run that release, or"
+            f"database schema is {found}, newer than this release's {head()}. Run the newer release, or"
             " restore the backup from before the upgrade (docs/how-to/upgrades.md)"
         )
     config = _config()

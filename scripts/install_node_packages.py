@@ -1,4 +1,4 @@
-"""Install the Node.js packages of a folder as its lock file says, with the npm that is in .venv; once for each lock."""
+"""Install the Node.js packages of a folder from its lock file, with .venv's npm, unless this lock is installed."""
 
 import os
 import subprocess
@@ -16,9 +16,9 @@ def main(folder: Path) -> None:
     installed = folder / "node_modules" / ".installed-lock"
     if installed.exists() and installed.read_text() == lock:
         return
-    # Not `npm ci`: it fails where the lock lacks a package for another system, as the one of opencode does.
+    # Not `npm ci`: it fails if the lock lacks a package for another system, as opencode's lock does.
     npm = [str(NODE / "bin/node"), str(NODE / "lib/node_modules/npm/bin/npm-cli.js"), "install", "--no-save"]
-    path = f"{NODE / 'bin'}{os.pathsep}{os.environ['PATH']}"  # its own node, for what packages run when installed
+    path = f"{NODE / 'bin'}{os.pathsep}{os.environ['PATH']}"  # .venv's node, for install scripts of packages
     options = ["--no-audit", "--no-fund", "--loglevel=error"]
     subprocess.run([*npm, *options], cwd=folder, env={**os.environ, "PATH": path}, check=True)
     installed.write_text(lock)

@@ -1,4 +1,4 @@
-"""Install the pinned torch: a CPU build unless told otherwise, and never gigabytes of CUDA by accident.
+"""Install the pinned torch, by default a CPU build, so that CUDA's gigabytes are never downloaded by accident.
 
 Tries, in order: a wheel that this machine's own pip configuration offers without an index; PyTorch's CPU index; on
 systems where the default index holds CPU builds (macOS, Windows), that index. pip finds and loads the wheel, since only
@@ -22,7 +22,7 @@ INDEX_RETRIES = 2
 
 
 def installed(python: Path) -> bool:
-    """Return whether the pinned version is installed already, in any build."""
+    """Return whether the pinned version is installed, in any build."""
     return any(
         path.name.removesuffix(".dist-info").split("-")[1].split("+")[0] == TORCH_VERSION
         for path in python.parents[1].glob("lib/python3*/site-packages/torch-*.dist-info")
@@ -30,7 +30,7 @@ def installed(python: Path) -> bool:
 
 
 def attempts() -> list[tuple[str, list[str]]]:
-    """Return where to look, as (description, arguments of pip download)."""
+    """Return the sources to try, as (description, arguments of pip download)."""
     plain = ["--no-deps", f"torch=={TORCH_VERSION}"]
     found = [("a wheel offered by this machine's pip configuration", ["--no-index", *plain])]
     if platform.system() == "Linux":
@@ -41,7 +41,7 @@ def attempts() -> list[tuple[str, list[str]]]:
 
 
 def load(pip: list[str], folder: Path) -> Path | None:
-    """Load the wheel into the folder; return its path, or None, with what failed on stderr."""
+    """Download the wheel into the folder; return its path, or None with the error on stderr."""
     failures = []
     for description, arguments in attempts():
         print(f"torch {TORCH_VERSION}: trying {description}", flush=True)
@@ -58,7 +58,7 @@ def load(pip: list[str], folder: Path) -> Path | None:
 
 
 def main() -> int:
-    """Install torch; the exit code is 0 only if the pinned version is there afterwards."""
+    """Install torch; return 0 only if the pinned version is installed afterwards."""
     parser = argparse.ArgumentParser(description="Install the pinned torch.")
     parser.add_argument("--python", type=Path, required=True, help="the Python of the environment to install it into")
     parser.add_argument("--download-only", action="store_true", help="leave the wheel for the next call")
@@ -77,8 +77,8 @@ def main() -> int:
     wheel = next(folder.glob(f"torch-{TORCH_VERSION}*.whl"), None) or load(pip, folder)
     if wheel is None or options.download_only:
         return 1 if wheel is None else 0
-    # A cache of its own, on the same file system: unpacked files move in by a link and are not kept twice. Our
-    # configuration tells uv to leave torch out.
+    # A separate cache on the same file system: unpacked files are hard-linked, not copied. Our
+    # configuration excludes torch from uv's lock.
     uv = [str(ROOT / ".venv/bin/uv"), "pip", "install", "--no-config", "--offline", "--no-deps"]
     where = ["--python", str(python), "--cache-dir", str(folder / "cache")]
     subprocess.run([*uv, *where, str(wheel)], check=False)

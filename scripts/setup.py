@@ -1,4 +1,4 @@
-"""Prepare .venv for ``run``, ``unit`` or ``test`` as uv.lock says; do nothing if that has been done for this very lock.
+"""Prepare .venv for ``run``, ``unit`` or ``test`` from uv.lock; do nothing if it is up to date with this lock.
 
 pip installs uv, checked by the hash that uv.lock has for it. Then packages, torch and, for tests, servers by apt are
 installed side by side. The terminal shows one bar; all output goes to .venv/setup.log.
@@ -40,20 +40,20 @@ PYPI: Final = "https://pypi.org/simple"
 BAR_WIDTH: Final = 30
 CLEAR_LINE: Final = "\r\033[2K"
 TAIL_LINES: Final = 15
-TORCH_BYTES: Final = 320_000_000  # its wheel has 190 MB; the rest of the bar is for unpacking it
+TORCH_BYTES: Final = 320_000_000  # the wheel has 190 MB; the rest of the bar is for unpacking
 UNITS: Final = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class SetupFailed(Exception):
-    """A step failed; the message says which, with the end of its output."""
+    """A step failed. The message names it and has the end of its output."""
 
 
 @dataclass
 class Step:
-    """One thing to install: what it waits for, how far it is, and its part of the log."""
+    """One step of the installation: its dependencies, its progress, and its part of the log."""
 
     name: str
-    share: float  # of the bar, about its part of the time
+    share: float  # of the bar, roughly its share of the time
     work: Callable[["Step"], None]
     log: TextIO
     after: list["Step"] = field(default_factory=list)
@@ -63,14 +63,14 @@ class Step:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
     def do(self) -> None:
-        """Wait for the steps before, then work."""
+        """Wait for the steps that this one depends on, then run."""
         for step in self.after:
             step.future.result()
         self.work(self)
         self.fraction = 1.0
 
     def run(self, command: Sequence[str | Path], on_line: Callable[[str], None] = lambda _: None) -> None:
-        """Run a command with its output in the log, each line given to ``on_line``."""
+        """Run a command, logging its output and passing each line to ``on_line``."""
         words = [str(word) for word in command]
         self._write(f"$ {' '.join(words)}\n")
         with subprocess.Popen(
@@ -91,7 +91,7 @@ class Step:
             raise SetupFailed(f"{self.name}: exit code {process.returncode}\n{''.join(self.tail)}")
 
     def stop(self) -> None:
-        """End what runs, because another step has failed."""
+        """Stop, because another step has failed."""
         if self.running is not None and self.running.poll() is None:
             self.running.terminate()
 
@@ -105,21 +105,21 @@ class Step:
 
 
 def environment() -> dict[str, str]:
-    """Return what commands run with: our .venv, and pip's certificates for uv, too."""
+    """Return the environment of commands: our .venv, and pip's certificates also for uv."""
     ours = {"VIRTUAL_ENV": str(VENV), "UV_PROJECT_ENVIRONMENT": str(VENV), "UV_PYTHON": str(PYTHON)}
     certificates = {"SSL_CERT_FILE": cert} if (cert := os.environ.get("PIP_CERT")) else {}
     return {**certificates, **os.environ, **ours, "UV_PYTHON_DOWNLOADS": "never"}
 
 
 def installer() -> Path:
-    """Return a Python that has pip: this one, or one made for it where the system keeps pip in a package of its own."""
+    """Return a Python with pip: this one, or a virtual environment if the system's Python has no pip."""
     if importlib.util.find_spec("pip"):
         return Path(sys.executable)
     return VENV / "bootstrap/bin/python"
 
 
 def make_venv(step: Step) -> None:
-    """Make .venv, without a pip of its own until the lock brings one."""
+    """Create .venv without pip; the lock installs pip."""
     if not PYTHON.exists():
         step.run([sys.executable, "-m", "venv", "--without-pip", VENV])
     if installer().exists():
@@ -148,7 +148,7 @@ def install_uv(step: Step) -> None:
 
 
 def configured_index() -> str | None:
-    """Return the package index that this machine's uv or pip is told to use, if that is not PyPI itself.
+    """Return the package index that this machine's uv or pip is configured to use, if it is not PyPI.
 
     uv.lock names PyPI's files, and uv knows nothing of pip's configuration.
     """
@@ -162,7 +162,7 @@ def configured_index() -> str | None:
 
 
 def install_packages(step: Step, *, profile: str) -> None:
-    """Install what uv.lock has for the profile, and the project itself, editable."""
+    """Install the packages of the profile from uv.lock, and the project itself in editable mode."""
     sizes: dict[str, float] = {}
     done: set[str] = set()
 
@@ -176,7 +176,7 @@ def install_packages(step: Step, *, profile: str) -> None:
 
     index = configured_index()
     if index is None:
-        # What another profile has installed stays, and so does torch.
+        # Keep torch and the packages of other profiles.
         step.run([UV, "sync", "--frozen", "--inexact", *PROFILES[profile]], watch)
         return
     requirements = VENV / "locked.txt"
@@ -189,7 +189,7 @@ def install_packages(step: Step, *, profile: str) -> None:
 
 
 def install_torch(step: Step, *, before: Step) -> None:
-    """Install torch, which uv.lock leaves out; its wheel is loaded while what must come before is installed."""
+    """Install torch, which is not in uv.lock. Its wheel is downloaded while its dependencies are installed."""
     command = [str(installer()), "scripts/install_torch.py", "--python", str(PYTHON)]
     step.run([*command, "--download-only"])
     before.future.result()
@@ -197,10 +197,10 @@ def install_torch(step: Step, *, before: Step) -> None:
 
 
 def compile_bytecode(step: Step) -> None:
-    """Compile what has been installed: several processes of pytest would each compile it anew, at the same time."""
+    """Compile the installed packages. Otherwise parallel pytest processes would all compile them again."""
     folder = sysconfig.get_path("purelib", vars={"base": str(VENV)})
-    # Quietly, and without a judgement: packages carry files of other Pythons. Their tests and transformers' models are
-    # a quarter of all, and hardly any is imported.
+    # Ignore errors: packages contain files for other Python versions. Skip tests and transformers' models, which are
+    # a quarter of all files and hardly ever imported.
     models = r"transformers/models/\w+/(modeling|modular|convert|image|video|feature|processing)_"
     skipped = rf"site-packages/(.*/tests?/|.*/testing/|{models})"
     options = f"quiet=2, workers=0, rx=re.compile({skipped!r})"
@@ -208,7 +208,7 @@ def compile_bytecode(step: Step) -> None:
 
 
 def compile_imports(step: Step) -> None:
-    """Import what `spillway up` starts, so that its processes do not all compile the same at the same time."""
+    """Import the processes of `spillway up`, so that they do not all compile the same modules at the same time."""
     step.run([PYTHON, "-c", "import migrations, spillway.cli.gateway, spillway.cli.ledger, spillway.cli.worker"])
 
 
@@ -231,18 +231,18 @@ def missing_servers() -> list[str]:
 
 
 def lacks_promtool() -> bool:
-    """Return whether promtool is missing and can be had."""
+    """Return whether promtool is missing and can be installed."""
     return not (VENV / "tools/promtool").exists() and not shutil.which("promtool") and bool(shutil.which("dpkg-deb"))
 
 
 def install_servers(step: Step) -> None:
-    """Install what the tests run beside Python."""
+    """Install the programs that the tests run besides Python."""
     if missing := missing_servers():
         apt_install(step, missing)
     step.fraction = 0.8
     if not lacks_promtool():
         return
-    # Debian's package would start a server, too: only the program that checks rules and their tests is taken out of it.
+    # Debian's package would also start a server. Extract only promtool from it.
     folder = VENV / ".promtool"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -256,9 +256,11 @@ def install_servers(step: Step) -> None:
 
 
 def apt_install(step: Step, packages: list[str]) -> None:
-    """Install Debian packages, by sudo unless we are root."""
+    """Install Debian packages, with sudo unless run as root."""
     if not shutil.which("apt-get"):
-        raise SetupFailed(f"Install {' '.join(packages)} with your system's package manager, then run this again.")
+        raise SetupFailed(
+            f"Install {' '.join(packages)} with your system's package manager, then run this command again."
+        )
     as_root = [] if os.getuid() == 0 else ["sudo"]
     step.run([*as_root, "apt-get", "update", "-qq"])
     install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends"]
@@ -283,9 +285,9 @@ def prepare(profile: str, stamp: Path, want: str) -> None:
             subprocess.run([PYTHON, ROOT / "scripts/install_node_packages.py", ROOT / "tests/clients/node"], check=True)
         return
     if needs_servers and os.getuid() and shutil.which("sudo"):
-        subprocess.run(["sudo", "--validate"], check=True)  # its question would be lost beside the bar
+        subprocess.run(["sudo", "--validate"], check=True)  # ask for the password before the bar is drawn
     with LOG.open("w") as log:
-        # A torch of the user's choice brings packages of its own: after the locked ones, not beside them.
+        # A torch chosen by the user installs additional packages, so install it after the locked ones.
         venv = Step("Python environment", 0.5, make_venv, log)
         uv = Step("uv", 3, install_uv, log, [venv])
         packages = Step("packages", PACKAGES_SHARE[profile], partial(install_packages, profile=profile), log, [uv])
@@ -307,7 +309,7 @@ def prepare(profile: str, stamp: Path, want: str) -> None:
 
 
 def show(steps: list[Step]) -> None:
-    """Do the steps, side by side where they can be, with a bar on a terminal or else a line for each."""
+    """Run the steps, in parallel where possible, with a bar on a terminal or else one line per step."""
     began_s = time.monotonic()
     on_terminal = sys.stdout.isatty()
     with ThreadPoolExecutor(len(steps)) as pool:
@@ -330,7 +332,7 @@ def show(steps: list[Step]) -> None:
 
 
 def draw(steps: list[Step], seconds: float) -> None:
-    """Draw the bar over the one drawn before."""
+    """Redraw the bar."""
     for step in steps:
         if step.name == "torch":
             step.fraction = max(step.fraction, min(0.6, downloaded(TORCH_FOLDER) / TORCH_BYTES))
@@ -344,7 +346,7 @@ def draw(steps: list[Step], seconds: float) -> None:
 
 
 def downloaded(folder: Path) -> int:
-    """Return the bytes of the wheel that pip loads into a folder, first under a name of its own."""
+    """Return the downloaded bytes of the wheel; pip first uses a temporary name."""
     total = 0
     for path in [*folder.glob("*.whl"), *folder.glob("pip-*/*.whl")]:
         with suppress(FileNotFoundError):  # pip moves it
@@ -360,7 +362,7 @@ def main() -> int:
     profile = sys.argv[1]
     files = ("uv.lock", "pyproject.toml", "scripts/install_torch.py", "scripts/setup.py")
     digest = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in files)).hexdigest()
-    stamp = VENV / f".spillway-{'run' if profile == 'run' else 'test'}"  # packages are the same for unit and test
+    stamp = VENV / f".spillway-{'run' if profile == 'run' else 'test'}"  # unit and test have the same packages
     try:
         prepare(profile, stamp, f"{digest} {os.environ.get('SPILLWAY_TORCH', '')}")
     except SetupFailed as failure:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prepare .venv for `run`, `unit` or `test`: finds a Python for scripts/setup.py, which does the work.
+# Prepare .venv for `run`, `unit` or `test`: find a Python and run scripts/setup.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Start Docker on a Debian machine that has none: see --help.
+# Start Docker on a Debian machine without Docker: see --help.
 set -euo pipefail
 
 SUITE=trixie # Debian 13: Docker Engine 26.1 and Compose 2.26, the oldest that docker-compose.yml can use

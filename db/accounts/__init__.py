@@ -1,1 +1,1 @@
-"""Keys and teams: making them, what they may do, who changed them, and on every request whose key it is."""
+"""Organizations, teams and API keys: their rights, their changes, and the authentication of requests."""

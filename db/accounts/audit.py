@@ -1,4 +1,4 @@
-"""The audit log: who changed what, written in the transaction of the change itself."""
+"""The audit log: changes and their actors, written in the same transaction as the change."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ VERSION_CHARS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change; see db.tables.AuditRow. ``before`` and ``after`` hold what differs, and never a secret."""
+    """One change; see db.tables.AuditRow. ``before`` and ``after`` hold the changed fields, never a secret."""
 
     actor: str
     action: str
@@ -32,7 +32,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """A change as it was recorded."""
+    """A recorded change."""
 
     id: str
     at_unix_ms: int
@@ -51,35 +51,35 @@ class AuditFilter:
     actor: str | None = None
     since_unix_ms: int | None = None
     until_unix_ms: int | None = None  # exclusive
-    after_id: str | None = None  # those that come after this one in the list: the next page
-    subject_ids: frozenset[str] | None = None  # of these objects alone
+    after_id: str | None = None  # entries after this one in the list: the next page
+    subject_ids: frozenset[str] | None = None  # only of these objects
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The fields that differ, as they were and as they are; None if none does."""
+    """Return the changed fields, before and after; None if no field differs."""
     changed = [field for field in after if before[field] != after[field]]
     return ({f: before[f] for f in changed}, {f: after[f] for f in changed}) if changed else None
 
 
 def version_of(settings: Mapping[str, Any]) -> str:
-    """Return what tells one state of an object from another: a form keeps it, so that it overwrites no other change."""
+    """Return a hash of an object's state. A form keeps it, so that it does not overwrite other changes."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:VERSION_CHARS]
 
 
 def check_version(settings: Mapping[str, Any], version: str | None) -> None:
-    """Check that an object is as it was when a form was opened; None: no form. Raises ChangedMeanwhile."""
+    """Check that an object has not changed since a form was opened; None: no form. Raises ChangedMeanwhile."""
     if version is not None and version_of(settings) != version:
         raise ChangedMeanwhile(
-            "Someone else has changed this since you opened the form. Nothing was saved."
-            " Reload the page, then change it again."
+            "Someone else changed this after you opened the form. Nothing was saved."
+            " Reload the page and make your change again."
         )
 
 
 async def record(connection: AsyncConnection, change: Change) -> None:
-    """Write an entry into the transaction that makes the change. Raises SQL's own errors."""
+    """Add an entry in the transaction of the change. Raises SQL errors."""
     now_unix_ns = time.time_ns()
     row = {
-        # In the order of time, so that changes of the same millisecond stay in theirs.
+        # Sortable by time, so that changes of the same millisecond keep their order.
         "id": f"aud_{now_unix_ns:016x}{secrets.token_hex(RANDOM_BYTES)}",
         "at_unix_ms": now_unix_ns // 1_000_000,
         "actor": change.actor,
@@ -92,7 +92,7 @@ async def record(connection: AsyncConnection, change: Change) -> None:
 
 
 async def list_changes(engine: AsyncEngine, wanted: AuditFilter, limit: int) -> Sequence[AuditEntry]:
-    """The newest entries first, at most ``limit``. Raises InvalidField, and SQL's own errors."""
+    """Return at most ``limit`` entries, newest first. Raises InvalidField, and SQL errors."""
     columns = AuditRow.__table__.c
     conditions = [
         columns[name] == value
@@ -109,7 +109,7 @@ async def list_changes(engine: AsyncEngine, wanted: AuditFilter, limit: int) -> 
         if wanted.after_id is not None:
             last_unix_ms = await connection.scalar(select(columns.at_unix_ms).where(columns.id == wanted.after_id))
             if last_unix_ms is None:
-                raise InvalidField("after", "no entry has this id")
+                raise InvalidField("after", "there is no entry with this id")
             same_moment = and_(columns.at_unix_ms == last_unix_ms, columns.id < wanted.after_id)
             conditions.append(or_(columns.at_unix_ms < last_unix_ms, same_moment))
         newest = select(AuditRow.__table__).where(*conditions).order_by(columns.at_unix_ms.desc(), columns.id.desc())

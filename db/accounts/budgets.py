@@ -1,4 +1,4 @@
-"""What a budget does not count: tokens of models that have no price."""
+"""Warnings about budgets: tokens of models without a price do not count."""
 
 from collections.abc import Collection, Iterable
 from typing import Final
@@ -11,7 +11,7 @@ MAX_NAMED: Final = 10  # models in one warning
 
 
 def unpriced_models(models: Iterable[str], configured: Collection[str], book: PriceBook, now_unix_ms: int) -> list[str]:
-    """Return the models that clients are charged nothing for now; ``configured``: those with a configured price."""
+    """Return the models without a current price for clients; ``configured``: those with a configured price."""
     return [name for name in models if name not in configured and not _is_priced(name, book, now_unix_ms)]
 
 
@@ -21,7 +21,7 @@ def _is_priced(model: str, book: PriceBook, now_unix_ms: int) -> bool:
 
 
 def budget_warnings(policy: Policy, usable: Collection[str] | None, unpriced: Iterable[str]) -> list[str]:
-    """Return what is wrong with a budget, in sentences; ``usable``: the models that its requests may use, None: all."""
+    """Return warnings about a budget, as sentences; ``usable``: the models that its requests may use, None: all."""
     without = [name for name in unpriced if usable is None or name in usable]
     if policy.budget_nano_usd is None or not without:
         return []

@@ -1,4 +1,4 @@
-"""Checks of the fields of organisations, teams and keys: each error names its field."""
+"""Checks of the fields of organizations, teams and keys. Each error names its field."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, get_args
@@ -9,48 +9,48 @@ from db.accounts.principal import SCOPES, BudgetPeriod, Policy, why_no_leave
 PRIORITIES: Final = ("interactive", "batch")
 PERIODS: Final[tuple[str, ...]] = get_args(BudgetPeriod)
 MAX_WEIGHT: Final = 1000.0
-MAX_NUMBER: Final = 2**63 - 1  # what SQL holds
+MAX_NUMBER: Final = 2**63 - 1  # largest integer of SQL
 MAX_RETENTION_DAYS: Final = 36_500
 MAX_LEAVES: Final = 64
 _COUNTS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "budget_nano_usd", "retention_days")
-# Where people say a field otherwise than the table does.
-_SAID: Final = {"budget_nano_usd": "budget_usd"}
+# Field names of the API that differ from the table's columns.
+_API_NAMES: Final = {"budget_nano_usd": "budget_usd"}
 
 
 def check_policy(policy: Policy) -> None:
-    """Limits are positive, a budget has a period. Raises InvalidField."""
+    """Check a policy's limits, budget, choices and consents. Raises InvalidField."""
     for field in _COUNTS:
         value = getattr(policy, field)
         if value is not None and not 1 <= value <= MAX_NUMBER:
-            raise InvalidField(_SAID.get(field, field), "must be positive")
+            raise InvalidField(_API_NAMES.get(field, field), "must be positive")
     if policy.retention_days is not None and policy.retention_days > MAX_RETENTION_DAYS:
         raise InvalidField("retention_days", f"must be at most {MAX_RETENTION_DAYS}")
     if policy.budget_nano_usd is not None and policy.budget_period is None:
-        raise InvalidField("budget_period", f"a budget needs one: {', '.join(PERIODS)}")
+        raise InvalidField("budget_period", f"required with a budget: one of {', '.join(PERIODS)}")
     if policy.budget_period is not None and policy.budget_nano_usd is None:
-        raise InvalidField("budget_usd", "a budget_period needs a budget")
+        raise InvalidField("budget_usd", "required with budget_period")
     _check_choice("budget_period", policy.budget_period, PERIODS)
     _check_choice("priority", policy.priority, PRIORITIES)
     if policy.weight is not None and not 0 < policy.weight <= MAX_WEIGHT:
         raise InvalidField("weight", f"must be above 0 and at most {MAX_WEIGHT:g}")
     _check_leaves(policy.allow_hosted or ())
     if policy.train_ok and policy.log_payload is False:
-        raise InvalidField("train_ok", "needs log_payload: what is not kept cannot be trained on")
+        raise InvalidField("train_ok", "requires log_payload: only stored payloads can be used for training")
 
 
 def check_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
-    """The scopes, each once and in our order. Raises InvalidField."""
+    """Return the scopes without duplicates, in the order of SCOPES. Raises InvalidField."""
     wanted = set(scopes)
     unknown = sorted(wanted.difference(SCOPES))
     if unknown:
         raise InvalidField("scopes", f"{unknown[0]!r} is not one of {', '.join(SCOPES)}")
     if not wanted:
-        raise InvalidField("scopes", f"at least one of {', '.join(SCOPES)} is needed")
+        raise InvalidField("scopes", f"must have at least one of {', '.join(SCOPES)}")
     return tuple(scope for scope in SCOPES if scope in wanted)
 
 
 def check_models(models: Iterable[str] | None, names: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The models by their canonical names, each once; None: all. ``names`` leads there, from aliases too.
+    """Return the models' canonical names without duplicates; None: all. ``names``: canonical names by name and alias.
 
     Raises InvalidField.
     """
@@ -59,15 +59,15 @@ def check_models(models: Iterable[str] | None, names: Mapping[str, str]) -> tupl
     found: dict[str, None] = {}
     for model in models:
         if model not in names:
-            raise InvalidField("models", f"{model!r} is not configured; there are: {', '.join(sorted(names))}")
+            raise InvalidField("models", f"{model!r} is not configured. Configured models: {', '.join(sorted(names))}")
         found[names[model]] = None
     if not found:
-        raise InvalidField("models", "at least one is needed; leave it out to allow all")
+        raise InvalidField("models", "must have at least one model; omit the field to allow all")
     return tuple(found)
 
 
 def checked_grant(changes: Mapping[str, Any], names: Mapping[str, str], now_unix_ms: int) -> dict[str, Any]:
-    """Return a checked grant: models that exist, by their canonical names, and an expiry in the future.
+    """Return the changes of a grant with canonical model names, after checking that models exist and its expiry.
 
     Raises InvalidField.
     """
@@ -76,7 +76,7 @@ def checked_grant(changes: Mapping[str, Any], names: Mapping[str, str], now_unix
 
 
 def check_expiry(expires_unix_ms: int | None, now_unix_ms: int) -> None:
-    """An end lies ahead. Raises InvalidField."""
+    """Check that an expiry is in the future. Raises InvalidField."""
     if expires_unix_ms is not None and not now_unix_ms < expires_unix_ms <= MAX_NUMBER:
         raise InvalidField("expires_unix_ms", "must be in the future")
 

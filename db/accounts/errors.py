@@ -1,31 +1,31 @@
 """Errors of keys and principals.
 
-PrincipalError             refused; the message is for the operator
+PrincipalError             rejected; the message is for the operator
 ├── InvalidField           a field cannot have this value
 │   └── InvalidName        empty, too long or unprintable
-├── NameTaken              an active one has this name
-├── ChangedMeanwhile       it was changed since the form was opened
-├── NotAllowed             the role of the person does not allow it
-└── NotFound               nothing is meant by this reference
+├── NameTaken              an active object has this name
+├── ChangedMeanwhile       the object was changed after the form was opened
+├── NotAllowed             the person's role does not allow it
+└── NotFound               nothing matches this reference
     ├── UnknownKey
-    ├── AmbiguousKey       several active keys are
+    ├── AmbiguousKey       several active keys match
     ├── UnknownTeam
     ├── UnknownOrganisation
     └── UnknownSession
 PepperError                the pepper file is unusable
-LoginError                 somebody cannot log in; the message is for the person at the browser
+LoginError                 a login failed; the message is for the user
 ├── WrongPassword
-├── TooManyLogins          too many wrong passwords from there
-├── BadPassword            it cannot be a new password
-└── OidcError              the issuer's word is not to be trusted, or cannot be had
-    └── OidcNotAllowed     the issuer knows the user, and the settings do not let them in
+├── TooManyLogins          too many wrong passwords from this address
+├── BadPassword            not acceptable as a new password
+└── OidcError              the issuer's answer is invalid or missing
+    └── OidcNotAllowed     the issuer knows the user, but the settings do not allow the login
 """
 
 from protocol.errors import ExpectedError
 
 
 class PrincipalError(ExpectedError, ValueError):
-    """An operation on keys, teams or organisations was refused; the message is for the operator."""
+    """An operation on keys, teams or organizations was rejected; the message is for the operator."""
 
 
 class InvalidField(PrincipalError):
@@ -41,19 +41,19 @@ class InvalidName(InvalidField):
 
 
 class NameTaken(PrincipalError):
-    """Another one has this name already."""
+    """Another object already has this name."""
 
 
 class ChangedMeanwhile(PrincipalError):
-    """Somebody else has changed it since the form was opened."""
+    """The object was changed after the form was opened."""
 
 
 class NotAllowed(PrincipalError):
-    """The role of this person does not allow it; the message is for the person."""
+    """The person's role does not allow the action; the message is for the person."""
 
 
 class NotFound(PrincipalError):
-    """Nothing is meant by this reference."""
+    """Nothing matches this reference."""
 
 
 class UnknownKey(NotFound):
@@ -69,7 +69,7 @@ class UnknownTeam(NotFound):
 
 
 class UnknownOrganisation(NotFound):
-    """No organisation has this id or name."""
+    """No organization has this id or name."""
 
 
 class UnknownSession(NotFound):
@@ -81,7 +81,7 @@ class PepperError(ExpectedError):
 
 
 class LoginError(ExpectedError):
-    """Somebody cannot log in; the message is for the person at the browser."""
+    """A login failed; the message is for the user."""
 
 
 class WrongPassword(LoginError):
@@ -93,15 +93,15 @@ class TooManyLogins(LoginError):
 
 
 class BadPassword(LoginError):
-    """Raised for a password that is too short or too long."""
+    """The password is too short or too long."""
 
 
 class OidcError(LoginError):
-    """The issuer's word is not to be trusted, or cannot be had."""
+    """The issuer's answer is invalid or missing."""
 
 
 class OidcNotAllowed(OidcError):
-    """The issuer knows this user, and the settings do not let them in."""
+    """The issuer knows this user, but the settings do not allow the login."""
 
     def __init__(self, message: str, user: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""All active API keys in memory: no request waits for SQL to know whose it is."""
+"""All active API keys in memory, so that authentication does not wait for SQL."""
 
 import asyncio
 import contextlib
@@ -18,20 +18,20 @@ from protocol.errors import BusError
 from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 
-RELOAD_PERIOD_S: Final = 30.0  # the backstop for lost messages
-RETRY_PERIOD_S: Final = 2.0  # while SQL is away
-RELOAD_GAP_S: Final = 0.2  # between two loads, however many messages come
+RELOAD_PERIOD_S: Final = 30.0  # in case messages are lost
+RETRY_PERIOD_S: Final = 2.0  # while SQL is unavailable
+RELOAD_GAP_S: Final = 0.2  # minimum between two loads
 MAX_ASKERS: Final = 256  # commands that wait for the next load
-# Answers go to no other subject: at one of JetStream's API they would be an order, such as to delete a stream.
+# Answers go only to inboxes: sent to a subject of JetStream's API, an answer would be a command.
 INBOXES: Final = "_INBOX."
 
-OnRevoked = Callable[[frozenset[str], frozenset[str]], None]  # the keys, and those whose running requests end
+OnRevoked = Callable[[frozenset[str], frozenset[str]], None]  # revoked keys, and keys whose running requests end
 
 log = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """Tells whose a key is. ``start`` it, run ``run`` as a supervised task, ``close`` it."""
+    """Authenticates keys. ``start`` it, run ``run`` as a supervised task, ``close`` it."""
 
     def __init__(self, database_url: str, pepper: SecretStr, bus: Bus) -> None:
         self._engine = create_engine(database_url)
@@ -39,8 +39,8 @@ class KeyRing:
         self._bus = bus
         self.on_revoked: OnRevoked | None = None
         self._principals: dict[str, Principal] = {}
-        self._by_key: dict[str, Principal] = {}  # the same by the ids of their keys
-        self._revoked: frozenset[str] = frozenset()  # ids of keys that were active here
+        self._by_key: dict[str, Principal] = {}  # by key id
+        self._revoked: frozenset[str] = frozenset()  # ids of keys that were active while this process ran
         self._stopped: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
         self._askers: list[str] = []  # reply subjects of commands that wait until a change has taken effect
@@ -50,15 +50,14 @@ class KeyRing:
 
     @property
     def may_be_old(self) -> bool:
-        """True if a key may have been created or changed that is not loaded yet."""
+        """True if a created or changed key may not be loaded yet."""
         return self._failing or self._changes_loaded < self._changes_announced
 
     def authenticate(self, token: str) -> Principal | None:
         """Return the principal of a key; None: unknown, revoked or expired. From memory, about 2 µs.
 
-        How long the lookup takes may depend on the token's HMAC, but says nothing about it to somebody without the
-        pepper: he cannot choose tokens whose HMACs share a beginning with a stored one. So no comparison needs to
-        take constant time, and nothing need be cached.
+        The lookup's duration may depend on the token's HMAC. Without the pepper, an attacker cannot choose tokens whose
+        HMACs share a prefix with a stored one. So timing reveals nothing, and no constant-time comparison is needed.
         """
         if len(token) > MAX_TOKEN_CHARS or not token.isascii():
             return None
@@ -72,19 +71,19 @@ class KeyRing:
         return self._by_key.get(key_id)
 
     def is_revoked(self, key_id: str) -> bool:
-        """Return whether a key has been revoked that was accepted here before."""
+        """Return whether a key that was accepted here has been revoked."""
         return key_id in self._revoked
 
     async def start(self) -> None:
-        """Load the keys; waits for SQL if it is away. Raises SchemaMismatch and BusError."""
+        """Load the keys, waiting for SQL if it is unavailable. Raises SchemaMismatch and BusError."""
         await self._bus.subscribe(subjects.KEYS_CHANGED_SUBJECT, self._on_changed)
         self._bus.on_reconnect(self._on_reconnected)
         await wait_for_database(self._engine, self._load)
 
     async def run(self) -> None:
-        """Load again when told that keys have changed, and every ``RELOAD_PERIOD_S``; never returns.
+        """Reload the keys after each change, and every ``RELOAD_PERIOD_S``; never returns.
 
-        While SQL is away the last known keys stay valid, for as long as that may be.
+        While SQL is unavailable, the last known keys stay valid.
         """
         while True:
             await self._wait_for_change()
@@ -126,7 +125,7 @@ class KeyRing:
 
     async def _answer(self, askers: Iterable[str]) -> None:
         for reply in askers:
-            with contextlib.suppress(BusError):  # it has a limit for its wait
+            with contextlib.suppress(BusError):  # the command has a time limit
                 await self._bus.publish(reply, b"loaded")
 
     async def _on_changed(self, message: Msg) -> None:
@@ -141,12 +140,12 @@ class KeyRing:
 
     def _note_failure(self, error: Exception) -> None:
         if not self._failing:
-            log.error("cannot load the API keys, keeping the %d known: %s", len(self._principals), describe(error))
+            log.error("cannot load API keys, keeping the %d known keys: %s", len(self._principals), describe(error))
         self._failing = True
 
     def _note_success(self) -> None:
         if self._failing:
-            log.warning("API keys loaded again: %d", len(self._principals))
+            log.warning("API keys reloaded: %d", len(self._principals))
         self._failing = False
 
 

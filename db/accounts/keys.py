@@ -1,4 +1,4 @@
-"""API keys: create, change, rotate, revoke. Whoever does then publishes ``subjects.KEYS_CHANGED_SUBJECT``."""
+"""API keys: create, change, rotate, revoke. The caller then publishes ``subjects.KEYS_CHANGED_SUBJECT``."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +21,16 @@ from protocol.nats.clock import unix_now_ms
 
 
 async def load_principals(connection: AsyncConnection) -> dict[str, Principal]:
-    """Return whose each token is, by its HMAC; of a rotated key the token before as well. Raises SQL's own errors."""
+    """Return the principals by HMAC of their tokens, including previous tokens of rotated keys. Raises SQL errors."""
     active = select(ApiKeyRow.__table__).where(ApiKeyRow.revoked_unix_ms.is_(None))
     keys = (await connection.execute(active)).mappings().all()
-    # After the keys: on PostgreSQL each statement sees what was committed before it, and a key's team is older.
+    # Teams after keys: on PostgreSQL each statement sees earlier commits, and a key's team is older than the key.
     teams = {row["id"]: row for row in (await connection.execute(select(TeamRow.__table__))).mappings()}
     return {token_hmac: principal for key in keys for token_hmac, principal in _tokens_of(key, teams[key["team_id"]])}
 
 
 async def load_stopped(connection: AsyncConnection) -> frozenset[str]:
-    """Return the ids of the revoked keys whose running requests end, too. Raises SQL's own errors."""
+    """Return the ids of revoked keys whose running requests also end. Raises SQL errors."""
     found = await connection.execute(select(ApiKeyRow.id).where(ApiKeyRow.stops_running.is_(True)))
     return frozenset(found.scalars())
 
@@ -59,14 +59,14 @@ def _tokens_of(key: RowMapping, team: RowMapping) -> Iterator[tuple[str, Princip
 MIN_PREFIX_CHARS: Final = 6  # "key_" and two characters
 DEFAULT_GRACE_S: Final = 86_400
 MAX_GRACE_S: Final = 30 * 86_400
-SYSTEM: Final = "system"  # the actor of what Spillway does by itself
+SYSTEM: Final = "system"  # actor of Spillway's own changes
 
 _KEYS: Final = ApiKeyRow.__table__
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key's record; it does not hold the key itself."""
+    """A key's record, without the key itself."""
 
     key_id: str
     name: str
@@ -78,18 +78,18 @@ class ApiKey:
     scopes: tuple[str, ...]
     models: tuple[str, ...] | None  # None: all
     expires_unix_ms: int | None
-    previous_until_unix_ms: int | None  # until when the token before the last rotation is accepted
+    previous_until_unix_ms: int | None  # until when the previous token is accepted
     policy: Policy
     created_by: str | None = None  # an actor of the audit log; None: unknown
 
     @property
     def version(self) -> str:
-        """What tells this state of the key from others."""
+        """A hash of the key's state."""
         return version_of(self.settings)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What can be changed, by column."""
+        """The columns that can be changed."""
         return {
             "name": self.name,
             "team_id": self.team_id,
@@ -117,9 +117,9 @@ USUAL_GRANT: Final = Grant()
 async def create_key(
     engine: AsyncEngine, name: str, pepper: SecretStr, grant: Grant = USUAL_GRANT, actor: str = SYSTEM
 ) -> tuple[ApiKey, str]:
-    """Create a key; returns it and its plaintext, which is nowhere else and cannot be had again.
+    """Create a key; return it and its plaintext, which is not stored.
 
-    Raises InvalidField, NameTaken, and SQL's own errors.
+    Raises InvalidField, NameTaken, and SQL errors.
     """
     name = checked_name(name)
     check_policy(grant.policy)
@@ -161,14 +161,16 @@ async def update_key(
 ) -> ApiKey:
     """Change an active key: ``name``, ``team``, ``scopes``, ``models``, ``expires_unix_ms``, and fields of Policy.
 
-    ``version``: that it must still have. Raises ChangedMeanwhile, InvalidField, NameTaken, UnknownKey, AmbiguousKey,
-    and SQL's own errors.
+    ``version``: the version that the object must still have.
+
+    Raises ChangedMeanwhile, InvalidField, NameTaken, UnknownKey, AmbiguousKey,
+    and SQL errors.
     """
     async with writing(engine, _taken(changes.get("name"))) as connection:
         before = await _find_active(connection, reference)
         check_version(before.settings, version)
         name = changes.get("name", before.name)
-        if name != before.name:  # an older release may have taken a name that is refused now
+        if name != before.name:  # an older release may have accepted a name that is invalid now
             name = checked_name(name)
             _must_be_free(name, [key for key in await _select_all(connection) if key.key_id != before.key_id])
         after = replace(
@@ -192,10 +194,11 @@ async def update_key(
 async def rotate_key(
     engine: AsyncEngine, reference: str, pepper: SecretStr, actor: str, grace_s: int = DEFAULT_GRACE_S
 ) -> tuple[ApiKey, str]:
-    """Give a key a new plaintext, which is returned; the one before is accepted for ``grace_s`` more.
+    """Give a key a new plaintext and return it. The previous one is accepted for another ``grace_s``.
 
-    One from before that ends now: a key has at most two. Raises InvalidField, UnknownKey, AmbiguousKey, and SQL's own
-    errors.
+    An even older one becomes invalid: a key has at most two.
+
+    Raises InvalidField, UnknownKey, AmbiguousKey, and SQL errors.
     """
     if not 0 <= grace_s <= MAX_GRACE_S:
         raise InvalidField("grace_s", f"must be 0 to {MAX_GRACE_S}")
@@ -222,8 +225,9 @@ async def revoke_key(
 ) -> ApiKey:
     """Revoke an active key, named by its id, its name, or a prefix of its id that no other active key has.
 
-    Its waiting requests end; its running ones if ``stops_running``. Raises UnknownKey, AmbiguousKey, and SQL's own
-    errors.
+    Its waiting requests end; its running ones if ``stops_running``.
+
+    Raises UnknownKey, AmbiguousKey, and SQL errors.
     """
     async with writing(engine) as connection:
         before = await _find_active(connection, reference)
@@ -236,16 +240,16 @@ async def revoke_key(
 
 
 async def list_keys(engine: AsyncEngine, *, include_revoked: bool = False) -> Sequence[ApiKey]:
-    """All keys, oldest first. Raises SQL's own errors."""
+    """Return all keys, oldest first. Raises SQL errors."""
     async with engine.connect() as connection:
         keys = await _select_all(connection)
     return [key for key in keys if include_revoked or key.revoked_unix_ms is None]
 
 
 async def find_key(engine: AsyncEngine, reference: str) -> ApiKey:
-    """The active key of this id, name or id prefix, or the revoked one of this id.
+    """Return the active key with this id, name or id prefix, or the revoked key with this id.
 
-    Raises UnknownKey, AmbiguousKey, and SQL's own errors.
+    Raises UnknownKey, AmbiguousKey, and SQL errors.
     """
     async with engine.connect() as connection:
         keys = await _select_all(connection)
@@ -254,14 +258,14 @@ async def find_key(engine: AsyncEngine, reference: str) -> ApiKey:
 
 
 async def _select_all(connection: AsyncConnection) -> list[ApiKey]:
-    # All of them are in every gateway's memory anyway, and LIKE ignores case on SQLite.
+    # All keys are few enough for every gateway's memory, and LIKE ignores case on SQLite.
     joined = select(_KEYS, TeamRow.name.label("team_name")).join(TeamRow, TeamRow.id == _KEYS.c.team_id)
     rows = await connection.execute(joined.order_by(_KEYS.c.created_unix_ms, _KEYS.c.id))
     return [_key(row) for row in rows.mappings()]
 
 
 async def _find_active(connection: AsyncConnection, reference: str) -> ApiKey:
-    """The key that is meant, locked against other changes."""
+    """Return the referenced key, locked against concurrent changes."""
     key_id = _pick_active(await _select_all(connection), reference).key_id
     await connection.execute(select(ApiKeyRow.id).where(ApiKeyRow.id == key_id).with_for_update())
     return _pick_active(await _select_all(connection), key_id)
@@ -278,7 +282,7 @@ def _pick_active(keys: Sequence[ApiKey], reference: str) -> ApiKey:
     if not begun or any(key.name == reference for key in active):  # a name from an older release is not a prefix
         raise UnknownKey(not_found("active key", reference, ((key.name, key.key_id) for key in active)))
     if len(begun) > 1:
-        raise AmbiguousKey(f"{len(begun)} active keys have ids that begin with {reference!r}: give more of it")
+        raise AmbiguousKey(f"{len(begun)} active keys have ids that start with {reference!r}. Use a longer prefix")
     return begun[0]
 
 
@@ -298,11 +302,11 @@ def _must_be_free(name: str, keys: Sequence[ApiKey]) -> None:
 
 
 def _taken(name: str | None) -> str:
-    return f"an active key is named {name!r}; revoke it first or choose another name"
+    return f"an active key is already named {name!r}. Revoke it or choose another name"
 
 
 def _columns(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as SQL holds them."""
+    """Return the settings as column values."""
     columns = dict(settings)
     if "scopes" in columns:
         columns["scopes"] = " ".join(columns["scopes"])

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from protocol.gateways import Amounts
 
-DEFAULT_TEAM_ID: Final = "team_default"  # made by the migration
+DEFAULT_TEAM_ID: Final = "team_default"  # created by the migration
 INFERENCE: Final = "inference"  # generate, embed, count
 METRICS: Final = "metrics"  # read /metrics
 ADMIN: Final = "admin"  # everything under /admin
@@ -45,7 +45,7 @@ POLICY_FIELDS: Final = tuple(field.name for field in fields(Policy))
 
 
 def policy_of(values: Mapping[Any, Any]) -> Policy:
-    """A policy out of what holds its fields among others; those that are missing are None."""
+    """Return a policy from a mapping that has some of its fields; missing fields are None."""
     return Policy(**{name: values[name] for name in POLICY_FIELDS if name in values})
 
 
@@ -59,28 +59,28 @@ class Principal:
     team_name: str
     organisation_id: str
     scopes: frozenset[str] = frozenset({INFERENCE})
-    models: frozenset[str] | None = None  # those it may name; None: all
-    expires_unix_ms: int | None = None  # from when on this key, or this token of it, is refused
+    models: frozenset[str] | None = None  # allowed models; None: all
+    expires_unix_ms: int | None = None  # when this key, or this token of it, becomes invalid
     key_policy: Policy = NO_POLICY
     team_policy: Policy = NO_POLICY
-    tenant: str = field(init=False)  # the fairness domain: the team; a key outside any team is a tenant of its own
+    tenant: str = field(init=False)  # the unit of fairness: the team, or the key itself if it has no team
 
-    def __post_init__(self) -> None:  # once: a request reads it some thirty times
+    def __post_init__(self) -> None:  # computed once: a request reads it about thirty times
         object.__setattr__(self, "tenant", self.key_id if self.team_id == DEFAULT_TEAM_ID else self.team_id)
 
     @property
     def weight(self) -> float | None:
-        """Its share of the workers, as the key or else the team says; None: neither does."""
+        """Share of the workers, from the key or else the team; None: not set."""
         return self.team_policy.weight if self.key_policy.weight is None else self.key_policy.weight
 
     @property
     def is_batch_only(self) -> bool:
-        """True if its requests take what interactive ones leave, as the key or else the team says."""
+        """True if all its requests are batch work, by the key's or else the team's setting."""
         return (self.key_policy.priority or self.team_policy.priority) == "batch"
 
     @property
     def trusted_only(self) -> bool:
-        """True if its requests go to trusted pools and nowhere else, as the key or the team demands."""
+        """True if the key or the team requires trusted pools."""
         return bool(self.key_policy.trusted_only or self.team_policy.trusted_only)
 
     def has_expired(self, now_unix_ms: int) -> bool:
@@ -88,27 +88,27 @@ class Principal:
         return self.expires_unix_ms is not None and now_unix_ms >= self.expires_unix_ms
 
     def may_use(self, model: str) -> bool:
-        """Return whether it may use this model."""
+        """Return whether the key may use this model."""
         return self.models is None or model in self.models
 
 
 # --- consent ----------------------------------------------------------------------------------------------------------
 #
-# Consent to keep payloads: read from the policies when a request arrives, and kept with its payload.
+# Consent to store payloads: read from the policies when a request arrives, and stored with its payload.
 
 _Value = TypeVar("_Value", bool, int)
 
 
 class Consent(Struct, frozen=True):
-    """Agreement to keep requests and answers, and on which terms."""
+    """Consent to store requests and answers, with its conditions."""
 
-    train_ok: bool  # whether training sets may be made of them
-    redact: bool  # whether personal data is taken out first
+    train_ok: bool  # whether training sets may be built from them
+    redact: bool  # whether personal data is redacted first
     retention_days: int | None  # None: the installation's default
 
 
 def consent_of(principal: Principal) -> Consent | None:
-    """The consent of a key and its team; None, the default: nothing is kept. What the key says goes first."""
+    """Return the consent of a key and its team; the key takes precedence. None, the default: store nothing."""
     key, team = principal.key_policy, principal.team_policy
     if not _first(key.log_payload, team.log_payload):
         return None
@@ -120,7 +120,7 @@ def consent_of(principal: Principal) -> Consent | None:
 
 
 def may_train(key: Policy, team: Policy) -> bool:
-    """Return whether training sets may be made from the key's payloads."""
+    """Return whether training sets may be built from the key's payloads."""
     return bool(_first(key.train_ok, team.train_ok))
 
 
@@ -130,14 +130,14 @@ def _first(of_key: _Value | None, of_team: _Value | None) -> _Value | None:
 
 # --- hosted -----------------------------------------------------------------------------------------------------------
 #
-# Permissions for hosted APIs, by provider and model: none, unless a key, team or configuration gives them.
+# Permissions for hosted APIs, by provider and model. By default, there are none.
 #
-# A leave is ``provider`` or ``provider/model``, both with ``*`` as in file names: ``openai``, ``openai/gpt-*``, ``*``.
+# A permission is ``provider`` or ``provider/model``. Both can have wildcards: ``openai``, ``openai/gpt-*``, ``*``.
 #
-#     team (or [tenants.X] where it says nothing)  AND  key (or everything that its team may, where it says nothing)
+#     team (if not set: [tenants.X])  AND  key (if not set: all permissions of its team)
 #
-# A key narrows what its team may, and never widens it. One that nobody has put into a team speaks for itself. Whoever
-# demands trusted pools goes to no hosted API, whatever else is said.
+# A key can only narrow its team's permissions. A key without a team needs only its own permission. A key or team that
+# requires trusted pools has no permission at all.
 
 MAX_LEAVE_CHARS: Final = 200
 
@@ -145,19 +145,19 @@ Leaves = tuple[str, ...]  # empty: none
 
 
 def why_no_leave(text: str) -> str | None:
-    """Return what is wrong with an ``allow_hosted`` permission, or None."""
+    """Return why an ``allow_hosted`` permission is invalid; None if it is valid."""
     provider, slash, model = text.partition("/")
     if not provider or (slash and not model) or len(text) > MAX_LEAVE_CHARS or not text.isprintable() or " " in text:
-        return f"{text[:MAX_LEAVE_CHARS]!r} is not provider or provider/model, such as openai or openai/gpt-*"
+        return f"{text[:MAX_LEAVE_CHARS]!r} must be provider or provider/model, such as openai or openai/gpt-*"
     return None
 
 
 def allowed_providers(
     principal: Principal, configured: Leaves | None, providers: Iterable[str], model: str
 ) -> tuple[str, ...]:
-    """Return those of ``providers`` to which the client's prompts for a model may go.
+    """Return the subset of ``providers`` to which the client's prompts for a model may be sent.
 
-    ``configured``: what the configuration says of the tenant; None: nothing.
+    ``configured``: the tenant's permissions in the configuration; None: not set.
     """
     team, key = principal.team_policy.allow_hosted, principal.key_policy.allow_hosted
     team = configured if team is None else team
@@ -178,7 +178,7 @@ def _allows(leaves: Leaves, provider: str, model: str) -> bool:
 
 # --- limits -----------------------------------------------------------------------------------------------------------
 #
-# Limits of a policy, and the needs of one request.
+# Limits of a policy, and the amounts that one request needs.
 
 TOTAL: Final = "total"
 
@@ -192,7 +192,7 @@ class Limits(Struct, frozen=True):
     budget_period: BudgetPeriod = TOTAL
 
     def needs(self, amounts: Amounts) -> Amounts:
-        """Return those of a request's needs that are limited here."""
+        """Return a request's amounts, with 0 for those that are not limited here."""
         if None not in self.limits:
             return amounts
         requests, tokens, concurrent, money = self.limits
@@ -205,7 +205,7 @@ class Limits(Struct, frozen=True):
 
 
 def limits_of(policy: Policy) -> Limits | None:
-    """The limits of a policy; None where it has none."""
+    """Return the limits of a policy; None if it has none."""
     limits = (policy.requests_per_minute, policy.tokens_per_minute, policy.max_concurrent, policy.budget_nano_usd)
     if limits == (None, None, None, None):
         return None
@@ -213,9 +213,9 @@ def limits_of(policy: Policy) -> Limits | None:
 
 
 def period_at(budget_period: BudgetPeriod, unix_s: float) -> str:
-    """The name of the calendar period in which a moment lies, such as "month:2026-11-01": its kind and its first day.
+    """Return the name of a time's calendar period, such as "month:2026-11-01": its kind and its first day.
 
-    Days are those of UTC, weeks begin on Monday; the one of "total" is "total:".
+    Days are UTC days, weeks start on Monday. The name for "total" is "total:".
     """
     if budget_period == TOTAL:
         return f"{TOTAL}:"
@@ -223,9 +223,9 @@ def period_at(budget_period: BudgetPeriod, unix_s: float) -> str:
 
 
 def is_later(period: str, other: str) -> bool:
-    """Return whether a period follows the other one; one of another kind always does: the policy has changed.
+    """Return whether a period is later than another. A period of another kind always is: the policy has changed.
 
-    A gateway whose clock is behind at midnight must not begin the old day again.
+    Protects against a gateway whose clock is slow at midnight: it must not restart the old day.
     """
     return period.partition(":")[0] != other.partition(":")[0] or period > other
 
@@ -240,7 +240,7 @@ def period_end_s(budget_period: BudgetPeriod, unix_s: float) -> float | None:
     if budget_period == TOTAL:
         return None
     first = _first_day(budget_period, unix_s)
-    # 32 days on is in the next month, whichever this one is.
+    # 32 days later is in the next month, for every month.
     days = {"day": 1, "week": 7, "month": 32}[budget_period]
     return _first_day(budget_period, (first + timedelta(days=days)).timestamp()).timestamp()
 
@@ -253,27 +253,27 @@ def _first_day(budget_period: BudgetPeriod, unix_s: float) -> datetime:
 
 
 def plus(one: Amounts, other: Amounts) -> Amounts:
-    """Added up, kind by kind."""
+    """Add two amounts by kind."""
     return (one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3])
 
 
 def minus(one: Amounts, other: Amounts) -> Amounts:
-    """The difference, kind by kind."""
+    """Subtract two amounts by kind."""
     return (one[0] - other[0], one[1] - other[1], one[2] - other[2], one[3] - other[3])
 
 
 # --- cache salt -------------------------------------------------------------------------------------------------------
 #
-# The salt of a tenant, which keeps its prompts apart from others' in workers' prefix caches.
+# The salt of a tenant, which separates its prompts from those of other tenants in prefix caches.
 
 CACHE_SALT_BYTES: Final = 16
 
 
 def cache_salt_of(tenant: str, pepper: SecretStr) -> str:
-    """Return what keeps a tenant's prompts apart in workers' prefix caches.
+    """Return a tenant's salt for workers' prefix caches.
 
-    It is the same at all gateways and after a restart, and without the pepper it cannot be guessed. The label keeps it
-    apart from the hashes of API keys, which are made with the same pepper.
+    It is the same on all gateways and after restarts, and cannot be guessed without the pepper. The label separates it
+    from the hashes of API keys, which use the same pepper.
     """
     label = f"prefix cache of {tenant}"
     return hmac.digest(pepper.get_secret_value().encode(), label.encode(), "sha256")[:CACHE_SALT_BYTES].hex()

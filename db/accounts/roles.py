@@ -1,11 +1,11 @@
-"""Roles: who may do what, and in which teams. The pages and the admin API both ask here.
+"""Roles and their permissions by team, for the pages and the admin API.
 
 role      is for                        sees and changes
 owner     the local login               everything
 admin     operators, admin API keys     everything, except other users' sessions
-manager   who answers for a team        their teams: usage, all keys, webhooks, changes, stored payloads
-member    developers of a team          their teams: usage, keys; changes the keys that they have created
-viewer    who only looks                the whole installation, and changes nothing
+manager   people responsible for a team their teams: usage, all keys, webhooks, changes, stored payloads
+member    developers of a team          their teams: usage, keys; changes the keys that they created
+viewer    read-only users               sees the whole installation, changes nothing
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ Role = Literal["owner", "admin", "manager", "member", "viewer"]
 Action = Literal[
     "use_pages",  # time zone, own sessions
     "see_usage",  # usage, requests, refusals, batches, keys and teams with their limits
-    "see_installation",  # machines, pools, costs of machines, items set aside, organisations
+    "see_installation",  # machines, pools, costs of machines, items set aside, organizations
     "export",
     "read_payloads",  # stored prompts and answers
     "make_keys",
@@ -28,13 +28,13 @@ Action = Literal[
     "manage_webhooks",
     "see_audit",
     "use_playground",
-    "end_sessions",  # of others: "own" are one's own
+    "end_sessions",  # of other users; "own": only one's own sessions
 ]
-Reach = Literal["all", "team", "own", "none"]  # everything; what is of their teams; of that, what they have created
+Reach = Literal["all", "team", "own", "none"]  # everything; objects of their teams; of these, objects that they created
 
-ROLES: Final[tuple[Role, ...]] = get_args(Role)  # those that may do more come first
+ROLES: Final[tuple[Role, ...]] = get_args(Role)  # most permissions first
 ACTIONS: Final[tuple[Action, ...]] = get_args(Action)
-TEAM_ROLES: Final[tuple[Role, ...]] = ("manager", "member")  # held in teams, not in the installation
+TEAM_ROLES: Final[tuple[Role, ...]] = ("manager", "member")  # roles in a team, not in the installation
 
 _Row = tuple[Reach, Reach, Reach, Reach, Reach]
 _TABLE: Final[Mapping[Action, _Row]] = {
@@ -61,7 +61,7 @@ _WORDS: Final[Mapping[Action, str]] = {
     "read_payloads": "read stored prompts and answers",
     "make_keys": "create keys",
     "change_keys": "change, rotate or revoke this key",
-    "manage_teams": "create or change teams and organisations",
+    "manage_teams": "create or change teams and organizations",
     "manage_webhooks": "manage webhooks",
     "see_audit": "read the audit log",
     "use_playground": "use the playground",
@@ -70,17 +70,17 @@ _WORDS: Final[Mapping[Action, str]] = {
 
 
 def reach_of(role: Role, action: Action) -> Reach:
-    """Return how far a role may go with an action."""
+    """Return the reach of an action for a role."""
     return _TABLE[action][ROLES.index(role)]
 
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """Who uses the pages or the admin API: the user of a session, or a key with the scope ``admin``."""
+    """A user of the pages or the admin API: the user of a session, or a key with the scope ``admin``."""
 
     actor: str  # the name in the audit log
-    role: Role  # of team roles, the highest
-    teams: Mapping[str, Role] = field(default_factory=dict)  # the role in each team, by the team's id, if it is one
+    role: Role  # for team roles, the highest one
+    teams: Mapping[str, Role] = field(default_factory=dict)  # team roles by team id
 
     @property
     def team_ids(self) -> tuple[str, ...] | None:
@@ -88,12 +88,12 @@ class Person:
         return (tuple(self.teams) or NO_TEAM) if self.role in TEAM_ROLES else None
 
     def teams_for(self, action: Action) -> tuple[str, ...] | None:
-        """Return the teams in which this person may do something with all objects; None: everywhere it is allowed."""
+        """Return the teams in which this person may do an action with all objects; None: not limited to teams."""
         limits = self.team_ids
         return None if limits is None else tuple(one for one in self.teams if self.may(action, one)) or NO_TEAM
 
     def may(self, action: Action, team_id: str | None = None, made_by: str | None = None) -> bool:
-        """Return whether an action is allowed: on an object of this team, made by this actor, if they are given."""
+        """Return whether an action is allowed, optionally on an object of this team, created by this actor."""
         if team_id is None or self.team_ids is None:
             held = {self.role, *(self.teams.values() if self.team_ids is not None else ())}
             return any(reach_of(role, action) != "none" for role in held)
@@ -104,21 +104,21 @@ class Person:
         """Raise NotAllowed if an action is not allowed."""
         if not self.may(action, team_id, made_by):
             role = self.role if team_id is None else self.teams.get(team_id, self.role)
-            raise NotAllowed(f"Your role, {role}, may not {_WORDS[action]}.")
+            raise NotAllowed(f"Your role ({role}) does not allow you to {_WORDS[action]}.")
 
     def sees_team(self, team_id: str) -> bool:
-        """Return whether a team exists for this person."""
+        """Return whether this person can see a team."""
         return self.may("see_usage", team_id)
 
 
 def may_everything(actor: str) -> Person:
-    """Return the person that a key with the scope ``admin`` stands for."""
+    """Return the Person of a key with the scope ``admin``."""
     return Person(actor, "admin")
 
 
-# --- what a team may decide for its keys ------------------------------------------------------------------------------
+# --- team-level changes of keys ------ ------------------------------------------------------------------------------
 #
-# A key's other settings override its team's, such as its weight and its consents: an admin decides on them.
+# A key's other settings, such as weight and consents, override its team's. Only an admin may change them.
 
 TEAM_KEY_LIMITS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "budget_nano_usd")
 TEAM_KEY_FIELDS: Final = frozenset({*TEAM_KEY_LIMITS, "budget_period"})
@@ -128,23 +128,23 @@ _FIELD_NAMES: Final = {"budget_nano_usd": "budget_usd"}
 
 
 def check_team_scopes(scopes: Iterable[str]) -> None:
-    """Refuse a scope that reaches beyond a team. Raises InvalidField."""
+    """Reject scopes that only an admin may grant. Raises InvalidField."""
     for scope in scopes:
         if scope not in TEAM_KEY_SCOPES:
-            raise InvalidField("scopes", f"only an admin may create, change or rotate keys with the scope {scope!r}")
+            raise InvalidField("scopes", f"only an admin can create, change or rotate keys with the scope {scope!r}")
 
 
 def check_team_key(before: Policy, after: Policy, team: Policy) -> None:
-    """Refuse a change of a key's policy that its team may not decide on. Raises InvalidField."""
+    """Reject changes of a key's policy that only an admin may make. Raises InvalidField."""
     for name in POLICY_FIELDS:
         wanted, most = getattr(after, name), getattr(team, name)
         if wanted == getattr(before, name):
             continue
         if name not in TEAM_KEY_FIELDS:
-            raise InvalidField(name, "only an admin may change this")
+            raise InvalidField(name, "only an admin can change this field")
         is_comparable = name != "budget_nano_usd" or after.budget_period == team.budget_period
         if name in TEAM_KEY_LIMITS and None not in {wanted, most} and is_comparable and wanted > most:
-            raise InvalidField(_FIELD_NAMES.get(name, name), "is more than the limit of the team")
+            raise InvalidField(_FIELD_NAMES.get(name, name), "is above the team's limit")
 
 
 def check_member_key(before: Mapping[str, Any], after: Mapping[str, Any], set_by_others: Mapping[str, Any]) -> None:

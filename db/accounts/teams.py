@@ -1,4 +1,4 @@
-"""Organisations and teams. Whoever changes a team then publishes ``subjects.KEYS_CHANGED_SUBJECT``."""
+"""Organizations and teams. After changing a team, the caller publishes ``subjects.KEYS_CHANGED_SUBJECT``."""
 
 import unicodedata
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -24,49 +24,49 @@ ID_PREFIXES: Final = ("key_", "team_", "org_")
 
 
 def normalized(name: str) -> str:
-    """Return a name without space around it, in Unicode's form NFC: names that look the same are the same."""
+    """Return a name without surrounding space, in Unicode form NFC, so that names that look the same are equal."""
     return unicodedata.normalize("NFC", name).strip()
 
 
 def checked_name(name: str) -> str:
-    """Return a name as it is stored. Raises InvalidName."""
+    """Return the normalized name. Raises InvalidName."""
     name = normalized(name)
     if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
         raise InvalidName("name", f"must have 1 to {MAX_NAME_CHARS} printable characters")
     if name.casefold().startswith(ID_PREFIXES):
-        raise InvalidName("name", f"must not begin like an id: {', '.join(ID_PREFIXES)}")
+        raise InvalidName("name", f"must not start with the prefix of an id: {', '.join(ID_PREFIXES)}")
     if "/" in name or name in {".", ".."}:
-        raise InvalidName("name", "must not contain a slash, nor be . or .., because names are parts of URLs")
+        raise InvalidName("name", "must not contain a slash or be . or .. (names are used in URLs)")
     return name
 
 
 def is_id(reference: str) -> bool:
-    """Return whether a reference can only mean an id, or the beginning of one."""
+    """Return whether a reference is an id or the prefix of an id, not a name."""
     return reference.startswith(ID_PREFIXES)
 
 
 def means(reference: str, object_id: str, name: str) -> bool:
-    """Return whether a reference means the object of this id and name."""
+    """Return whether a reference matches the object with this id and name."""
     return object_id == reference if is_id(reference) else normalized(name) == normalized(reference)
 
 
 def not_found(kind: str, reference: str, ids_by_name: Iterable[tuple[str, str]] = ()) -> str:
-    """Return the message for a reference that means nothing; ``ids_by_name`` are pairs of a name and its id."""
+    """Return the message for a reference that matches nothing; ``ids_by_name``: pairs of name and id."""
     for name, object_id in ids_by_name:
         if name == reference:
-            return f"no {kind} has the id {reference!r}; the one of this name has the id {object_id}"
+            return f"no {kind} has the id {reference!r}. The {kind} with this name has the id {object_id}"
     return f"no {kind} has the id or name {reference!r}"
 
 
 def must_be_free(name: str, names: Iterable[str], message: str) -> None:
-    """Raise NameTaken if one of ``names`` looks the same. The unique index cannot tell: older rows have other forms."""
+    """Raise NameTaken if one of ``names`` looks the same. The unique index misses unnormalized names of old rows."""
     if any(normalized(other) == name for other in names):
         raise NameTaken(message)
 
 
 # --- teams ------------------------------------------------------------------------------------------------------------
 
-DEFAULT_ORGANISATION_ID: Final = "org_default"  # made by the migration
+DEFAULT_ORGANISATION_ID: Final = "org_default"  # created by the migration
 
 _ORGANISATIONS: Final = OrganisationRow.__table__
 _TEAMS: Final = TeamRow.__table__
@@ -74,7 +74,7 @@ _TEAMS: Final = TeamRow.__table__
 
 @dataclass(frozen=True, slots=True)
 class Organisation:
-    """A key or team with a budget."""
+    """An owner of teams."""
 
     organisation_id: str
     name: str
@@ -83,7 +83,7 @@ class Organisation:
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """A team: keys that share limits and a place among the tenants."""
+    """A team: keys that share limits and are one tenant."""
 
     team_id: str
     name: str
@@ -94,12 +94,12 @@ class Team:
 
     @property
     def version(self) -> str:
-        """What tells this state of the team from others."""
+        """A hash of the team's state."""
         return version_of(_settings(self))
 
 
 async def create_organisation(engine: AsyncEngine, name: str, actor: str) -> Organisation:
-    """Make an organisation. Raises InvalidField, NameTaken, and SQL's own errors."""
+    """Create an organization. Raises InvalidField, NameTaken, and SQL errors."""
     name = checked_name(name)
     made = Organisation(new_id("org_"), name, unix_now_ms())
     async with writing(engine, _organisation_is_named(name)) as connection:
@@ -111,9 +111,9 @@ async def create_organisation(engine: AsyncEngine, name: str, actor: str) -> Org
 
 
 async def rename_organisation(engine: AsyncEngine, reference: str, name: str, actor: str) -> Organisation:
-    """Rename an organisation, meant by its id or name.
+    """Rename an organization, referenced by id or name.
 
-    Raises InvalidField, NameTaken, UnknownOrganisation, and SQL's own errors.
+    Raises InvalidField, NameTaken, UnknownOrganisation, and SQL errors.
     """
     async with writing(engine, _organisation_is_named(name)) as connection:
         found = await find_organisation(connection, reference)
@@ -131,18 +131,18 @@ async def rename_organisation(engine: AsyncEngine, reference: str, name: str, ac
 
 
 async def list_organisations(engine: AsyncEngine) -> Sequence[Organisation]:
-    """All organisations, oldest first. Raises SQL's own errors."""
+    """Return all organizations, oldest first. Raises SQL errors."""
     oldest_first = select(_ORGANISATIONS).order_by(_ORGANISATIONS.c.created_unix_ms, _ORGANISATIONS.c.id)
     async with engine.connect() as connection:
         return [_organisation(row) for row in (await connection.execute(oldest_first)).mappings()]
 
 
 async def find_organisation(connection: AsyncConnection, reference: str) -> Organisation:
-    """The organisation of this id or name. Raises UnknownOrganisation, and SQL's own errors."""
+    """Return the organization with this id or name. Raises UnknownOrganisation, and SQL errors."""
     names = await _names(connection, _ORGANISATIONS)
     found = next((row_id for row_id, name in names.items() if means(reference, row_id, name)), None)
     if found is None:
-        raise UnknownOrganisation(not_found("organisation", reference, _by_name(names)))
+        raise UnknownOrganisation(not_found("organization", reference, _by_name(names)))
     row = await connection.execute(select(_ORGANISATIONS).where(_ORGANISATIONS.c.id == found))
     return _organisation(row.mappings().one())
 
@@ -154,9 +154,9 @@ async def create_team(
     organisation: str = DEFAULT_ORGANISATION_ID,
     policy: Policy = NO_POLICY,
 ) -> Team:
-    """Make a team in an organisation, meant by its id or name.
+    """Create a team in an organization, referenced by id or name.
 
-    Raises InvalidField, NameTaken, and SQL's own errors.
+    Raises InvalidField, NameTaken, and SQL errors.
     """
     name = checked_name(name)
     check_policy(policy)
@@ -180,17 +180,19 @@ async def create_team(
 async def update_team(
     engine: AsyncEngine, reference: str, changes: Mapping[str, Any], actor: str, *, version: str | None = None
 ) -> Team:
-    """Change a team, meant by its id or name: ``name``, ``organisation``, and fields of Policy (None: no bound).
+    """Change a team, referenced by id or name: ``name``, ``organisation``, and fields of Policy (None: no limit).
 
-    ``version``: that it must still have. Raises ChangedMeanwhile, InvalidField, NameTaken, UnknownTeam, and SQL's own
-    errors.
+    ``version``: the version that the object must still have.
+
+
+    Raises ChangedMeanwhile, InvalidField, NameTaken, UnknownTeam, and SQL errors.
     """
     async with writing(engine, _team_is_named(changes.get("name", ""))) as connection:
         before = await find_team(connection, reference, for_update=True)
         check_version(_settings(before), version)
         policy = changed_policy(before.policy, changes)
         name = changes.get("name", before.name)
-        if name != before.name:  # an older release may have taken a name that is refused now
+        if name != before.name:  # an older release may have accepted a name that is invalid now
             name = checked_name(name)
             await _must_be_free(connection, _TEAMS, name, _team_is_named(name), before.team_id)
         after = replace(before, name=name, policy=policy)
@@ -205,14 +207,14 @@ async def update_team(
 
 
 async def list_teams(engine: AsyncEngine) -> Sequence[Team]:
-    """All teams, oldest first. Raises SQL's own errors."""
+    """Return all teams, oldest first. Raises SQL errors."""
     async with engine.connect() as connection:
         rows = await connection.execute(_select_teams().order_by(_TEAMS.c.created_unix_ms, _TEAMS.c.id))
         return [_team(row) for row in rows.mappings()]
 
 
 async def find_team(connection: AsyncConnection, reference: str, *, for_update: bool = False) -> Team:
-    """The team of this id or name. Raises UnknownTeam, and SQL's own errors."""
+    """Return the team with this id or name. Raises UnknownTeam, and SQL errors."""
     names = await _names(connection, _TEAMS)
     found = next((row_id for row_id, name in names.items() if means(reference, row_id, name)), None)
     if found is None:
@@ -224,7 +226,7 @@ async def find_team(connection: AsyncConnection, reference: str, *, for_update: 
 
 
 def changed_policy(policy: Policy, changes: Mapping[str, Any]) -> Policy:
-    """A policy after changes. Raises InvalidField."""
+    """Return a policy after changes. Raises InvalidField."""
     after = replace(policy, **{field: changes[field] for field in POLICY_FIELDS if field in changes})
     check_policy(after)
     return after
@@ -232,7 +234,7 @@ def changed_policy(policy: Policy, changes: Mapping[str, Any]) -> Policy:
 
 @asynccontextmanager
 async def writing(engine: AsyncEngine, name_is_taken: str = "") -> AsyncIterator[AsyncConnection]:
-    """Like ``changing``. Raises NameTaken where a name would not be unique."""
+    """Begin a transaction like ``changing``. Raises NameTaken if a name is not unique."""
     try:
         async with changing(engine) as connection:
             yield connection
@@ -241,7 +243,7 @@ async def writing(engine: AsyncEngine, name_is_taken: str = "") -> AsyncIterator
 
 
 async def _names(connection: AsyncConnection, table: FromClause) -> dict[str, str]:
-    """Return the names by id, oldest first. SQL cannot compare them: older rows have other forms of Unicode."""
+    """Return the names by id, oldest first. SQL cannot compare them: old rows have unnormalized names."""
     rows = await connection.execute(select(table.c.id, table.c.name).order_by(table.c.created_unix_ms, table.c.id))
     return {row.id: row.name for row in rows}
 
@@ -258,11 +260,11 @@ async def _must_be_free(
 
 
 def _team_is_named(name: str) -> str:
-    return f"a team is named {name!r} already"
+    return f"a team is already named {name!r}"
 
 
 def _organisation_is_named(name: str) -> str:
-    return f"an organisation is named {name!r} already"
+    return f"an organization is already named {name!r}"
 
 
 async def _owner(connection: AsyncConnection, reference: str) -> Organisation:

@@ -1,4 +1,4 @@
-"""The API key itself, and the token of a session: how they look and what is kept of them."""
+"""API keys and session tokens: their format, and the hash that is stored."""
 
 import hmac
 import os
@@ -13,47 +13,47 @@ from db.accounts.errors import PepperError
 
 TOKEN_PREFIX: Final = "sk-sw-"  # noqa: S105
 TOKEN_CHARS: Final = 43  # 43 · log2(62) = 256.03 random bits
-MAX_TOKEN_CHARS: Final = 256  # longer than any key we ever made: not worth hashing
+MAX_TOKEN_CHARS: Final = 256  # longer than every valid key: rejected without hashing
 BASE62: Final = string.digits + string.ascii_letters
 ID_CHARS: Final = 16
 
 
 def new_token() -> str:
-    """Make a key: ``sk-sw-`` and 43 random base62 characters (256 bits)."""
+    """Create a key: ``sk-sw-`` and 43 random base62 characters (256 bits)."""
     return TOKEN_PREFIX + "".join(secrets.choice(BASE62) for _ in range(TOKEN_CHARS))
 
 
 def new_session_token() -> str:
-    """Make the token of a session: 43 random base62 characters (256 bits)."""
+    """Create a session token: 43 random base62 characters (256 bits)."""
     return "".join(secrets.choice(BASE62) for _ in range(TOKEN_CHARS))
 
 
 def new_id(prefix: str) -> str:
-    """Make an id that is public: the prefix and 16 random base62 characters (95 bits: no two are ever equal)."""
+    """Create a public id: the prefix and 16 random base62 characters (95 bits, enough to be unique)."""
     return prefix + "".join(secrets.choice(BASE62) for _ in range(ID_CHARS))
 
 
 def hash_token(token: str, pepper: SecretStr) -> str:
     """Return the stored form of a key: its HMAC-SHA-256 (RFC 2104) under the pepper, in hex.
 
-    A slow password hash would add nothing: the key is random, not chosen by a person. The pepper keeps a stolen
-    database from being of use for recognising keys.
+    A slow password hash would add nothing: the key is random, not chosen by a person. Without the pepper, a stolen
+    database cannot be used to recognize keys.
     """
     return hmac.digest(pepper.get_secret_value().encode(), token.encode(), "sha256").hex()
 
 
 # --- pepper -----------------------------------------------------------------------------------------------------------
 #
-# The pepper: a secret of the installation, kept beside the data and never in the database.
+# The pepper: a secret of the installation, stored outside the database.
 
 PEPPER_FILE: Final = "key-pepper"
 PEPPER_BYTES: Final = 32
 
 
 def load_or_create_pepper(data_dir: Path) -> SecretStr:
-    """Read the pepper of this data folder, making it the first time; only its owner may read the file.
+    """Read the pepper of this data folder, or create it the first time. Only the owner may read the file.
 
-    Safe when several processes start at once: all get the same. Raises PepperError.
+    Safe when several processes start at the same time: all get the same pepper. Raises PepperError.
     """
     path = data_dir / PEPPER_FILE
     try:
@@ -64,12 +64,14 @@ def load_or_create_pepper(data_dir: Path) -> SecretStr:
     except OSError as error:
         raise PepperError(f"cannot read or create {path}: {error}") from error
     if len(pepper) < 2 * PEPPER_BYTES:
-        raise PepperError(f"{path} holds no pepper of {PEPPER_BYTES} bytes in hex; restore it, or all keys are lost")
+        raise PepperError(
+            f"{path} must contain {PEPPER_BYTES} bytes in hex. Restore it from a backup; without it, no key is valid"
+        )
     return SecretStr(pepper)
 
 
 def _create(path: Path) -> None:
-    """Write a file of our own, then link it into place: nobody ever sees it half written, and the first one wins."""
+    """Write a temporary file and link it into place: readers never see a partial file, and the first writer wins."""
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -1,13 +1,13 @@
-# One image for the gateway, the ledger writer and `spillway db upgrade`; no torch in it.
+# Image of the gateway, the ledger writer and `spillway db upgrade`, without torch.
 #
 #   docker build -f deploy/images/gateway.Dockerfile -t spillway-gateway:0.2.0 .      (from the repository's root)
 #
-# The fleet controller's, with what its drivers for EC2 and Kubernetes need besides:
+# For the fleet controller, with the packages of its EC2 and Kubernetes drivers:
 #
 #   docker build -f deploy/images/gateway.Dockerfile -t spillway-fleet:0.2.0 \
 #     --build-arg EXTRAS="--extra otel --extra aws --extra kubernetes" .
 #
-# Base images are pinned by version tag. For builds that are the same bit by bit, append the digest that
+# Base images are pinned by version tag. For reproducible builds, append the digest that
 # `docker buildx imagetools inspect python:3.11-slim-bookworm` prints.
 
 FROM python:3.11-slim-bookworm AS build
@@ -15,8 +15,8 @@ ENV UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never PIP_DISABLE_PIP_VERSION_CHECK=1 
 WORKDIR /src
 RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps uv==0.13.9
 
-# The dependencies change seldom and come first, so that a change of the source reuses this layer. uv checks each file by its
-# hash in uv.lock. The virtual environment gets no pip of its own: nothing is installed into a running container.
+# Dependencies rarely change and come first, so that a source change reuses this layer. uv checks each file against its
+# hash in uv.lock. The virtual environment has no pip: nothing is installed into a running container.
 COPY pyproject.toml uv.lock ./
 ARG EXTRAS="--extra otel --extra s3"
 # hadolint ignore=SC2086
@@ -47,12 +47,12 @@ WORKDIR /etc/spillway
 USER 10001:10001
 EXPOSE 8000
 
-# Alive, not ready: a gateway that waits for NATS must not be killed for it. Ledger writers replace this check.
+# Liveness, not readiness: a gateway that waits for NATS must not be killed. Ledger writers override this check.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=20s --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/livez', timeout=2)"]
 
-# No tini: the process handles SIGTERM and SIGINT itself, also as process 1, and starts no children that it would have to
-# reap. The exec form keeps a shell from standing between it and the signal.
+# No tini: the process handles SIGTERM and SIGINT as process 1 and has no children to
+# reap. With the exec form, it receives signals directly.
 # Last, so that a new commit reuses all other layers.
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version="0.2.0" org.opencontainers.image.revision=$REVISION

@@ -1,15 +1,15 @@
-# A worker without an engine of its own: it stands beside an inference server (a side-car), or asks a hosted API. No torch,
+# A worker without Spillway's engine: a sidecar of an inference server, or a client of a hosted API. No torch,
 # no compiler, no model.
 #
 #   docker build -f deploy/images/sidecar.Dockerfile -t spillway-sidecar:0.2.0 .      (from the repository's root)
 #
-# Give it the queue, the server's address and the model's tokenizer; docs/engines/ has whole examples:
+# Pass the queue, the server's address and the model's tokenizer; docs/engines/ has complete examples:
 #
 #   docker run --detach --restart unless-stopped --stop-timeout 45 --network container:vllm \
 #     --volume /models/llama-8b:/model:ro --env SPILLWAY_NATS_URL=tls://spillway:PASSWORD@queue:4222 \
 #     spillway-sidecar:0.2.0 worker --pool runpod --model llama-8b --tokenizer /model --engine-url http://127.0.0.1:8000
 #
-# Base images are pinned by version tag. For builds that are the same bit by bit, append the digest that
+# Base images are pinned by version tag. For reproducible builds, append the digest that
 # `docker buildx imagetools inspect python:3.11-slim-bookworm` prints.
 
 FROM python:3.11-slim-bookworm AS build
@@ -17,8 +17,8 @@ ENV UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never PIP_DISABLE_PIP_VERSION_CHECK=1 
 WORKDIR /src
 RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps uv==0.13.9
 
-# The dependencies change seldom and come first, so that a change of the source reuses this layer. uv checks each file by its
-# hash in uv.lock. The virtual environment gets no pip of its own: nothing is installed into a running container.
+# Dependencies rarely change and come first, so that a source change reuses this layer. uv checks each file against its
+# hash in uv.lock. The virtual environment has no pip: nothing is installed into a running container.
 COPY pyproject.toml uv.lock ./
 RUN --mount=type=cache,target=/root/.cache/uv \
     UV_PROJECT_ENVIRONMENT=/opt/build uv sync --frozen --only-group build \
@@ -45,12 +45,12 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /etc/spillway
 USER 10001:10001
 
-# A worker listens on no port. It writes this file once it serves its model, and exits if its server is lost. Waiting for a
-# server that loads for minutes is no fault: the start period is that of engine.ready_s.
+# A worker listens on no port. It writes this file when it serves its model, and exits if its server is lost. A server may
+# load for minutes, so the start period is that of engine.ready_s.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=900s --retries=3 CMD ["test", "-f", "/tmp/ready"]
 
-# No tini: the process handles SIGTERM (drain, then exit) itself, also as process 1, and starts no children here. The exec
-# form keeps a shell from standing between it and the signal.
+# No tini: the process handles SIGTERM (drain, then exit) as process 1 and starts no children. With the exec
+# form, it receives signals directly.
 # Last, so that a new commit reuses all other layers.
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version="0.2.0" org.opencontainers.image.revision=$REVISION

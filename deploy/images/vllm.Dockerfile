@@ -1,9 +1,9 @@
-# vLLM and a side-car that owns its life, in one image: for machines that run one container (RunPod, Salad), and for plain VMs.
+# vLLM and a sidecar that supervises it, in one image: for machines that run one container (RunPod, Salad), and for plain VMs.
 #
 #   docker build -f deploy/images/vllm.Dockerfile -t spillway-vllm:0.2.0 .      (from the repository's root)
 #
-# The pool's `engine.exec` starts vLLM: docs/deploy/ has whole configurations. The side-car has an environment of its own, so that
-# neither's packages disturb the other's: 135 MB beside vLLM's gigabytes.
+# The pool's `engine.exec` starts vLLM; docs/deploy/ has complete configurations. The sidecar has a separate environment, so that
+# its packages cannot conflict with vLLM's. It adds 135 MB.
 FROM vllm/vllm-openai:v0.32.0
 LABEL org.opencontainers.image.title="Spillway side-car with vLLM" \
       org.opencontainers.image.licenses="Apache-2.0"
@@ -14,7 +14,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && /opt/uv/bin/pip install --no-deps uv==0.13.9 \
     && ln -s /opt/uv/bin/uv /usr/local/bin/uv
 
-# The dependencies change seldom and come first, so that a change of the source reuses this layer. uv checks each file by its
+# Dependencies rarely change and come first, so that a source change reuses this layer. uv checks each file against its
 # hash in uv.lock.
 COPY pyproject.toml uv.lock ./
 RUN --mount=type=cache,target=/root/.cache/uv \
@@ -34,17 +34,17 @@ RUN groupadd --gid 10001 spillway \
     && install --directory --owner 10001 --group 10001 --mode 0755 /models \
     && install --directory --mode 0755 /etc/spillway
 
-# Behind vLLM's own programs, which keep their Python. What vLLM compiles and caches lies in the home folder.
+# After vLLM's programs on PATH, which keep their Python. vLLM's caches are in the home folder.
 ENV PATH=$PATH:/opt/spillway/bin HOME=/var/lib/spillway PYTHONUNBUFFERED=1
 
 WORKDIR /etc/spillway
 USER 10001:10001
 
-# It writes this file once vLLM serves the model, which takes minutes, and exits if vLLM is lost for good.
+# The worker writes this file when vLLM serves the model, which takes minutes, and exits if vLLM cannot be restarted.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=900s --retries=3 CMD ["test", "-f", "/tmp/ready"]
 
-# The process handles SIGTERM (drain, end vLLM, exit) itself, also as process 1. The exec form keeps a
-# shell from standing between it and the signal.
+# The process handles SIGTERM (drain, stop vLLM, exit) as process 1. With the exec form, it receives
+# signals directly.
 # Last, so that a new commit reuses all other layers.
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version="0.2.0" org.opencontainers.image.revision=$REVISION

@@ -7,7 +7,7 @@
 #   docker build -f deploy/images/worker.Dockerfile -t spillway-worker:0.2.0-cuda \
 #     --build-arg TORCH_INDEX_URL=https://download.pytorch.org/whl/cu130 --build-arg TORCH_PIP_OPTIONS= .
 #
-# and run it with `--gpus all`. torch's wheels bring CUDA themselves; the host needs only the driver and NVIDIA's
+# and run it with `--gpus all`. torch's wheels contain CUDA; the host needs only the driver and NVIDIA's
 # container toolkit, so the base image stays the slim one. The engine's kernels are compiled for
 # the machine that they run on, which takes a C compiler: for a CPU when a worker starts, for a GPU (by Triton, which
 # keeps them in the data folder) when they are first needed. Base images are pinned by version tag. For builds that are the same
@@ -18,15 +18,15 @@ ENV UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never PIP_DISABLE_PIP_VERSION_CHECK=1 
 WORKDIR /src
 RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps uv==0.13.9
 
-# The dependencies change seldom and come first, so that a change of the source reuses this layer. uv checks each file by its
-# hash in uv.lock. The virtual environment gets no pip of its own: nothing is installed into a running container.
+# Dependencies rarely change and come first, so that a source change reuses this layer. uv checks each file against its
+# hash in uv.lock. The virtual environment has no pip: nothing is installed into a running container.
 COPY pyproject.toml uv.lock ./
 RUN --mount=type=cache,target=/root/.cache/uv \
     UV_PROJECT_ENVIRONMENT=/opt/build uv sync --frozen --only-group build \
     && UV_PROJECT_ENVIRONMENT=/opt/venv uv sync --frozen --no-install-project --extra worker --extra otel --group torch
 
-# The one dependency outside the lock: its CPU and CUDA builds share a version (docs/adr/0004-torch-outside-the-lock.md).
-# All that the CPU build needs is in the lock already, hence --no-deps. The linter takes the unquoted options for packages
+# The only dependency outside the lock: its CPU and CUDA builds share a version (docs/adr/0004-torch-outside-the-lock.md).
+# Its dependencies are in the lock, hence --no-deps. The linter mistakes the unquoted options for packages
 # without a version.
 ARG TORCH_VERSION=2.13.0
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -59,17 +59,17 @@ RUN if [ -n "$APT_PACKAGES" ]; then \
 COPY --from=build /opt/venv /opt/venv
 # Set the modes: under umask 077 only the checkout's owner can read it.
 COPY --chmod=0755 models/spillway-demo /opt/spillway/models/spillway-demo
-# Models from a hub are kept in the data folder, so that a volume there saves downloading them again.
+# Models from a hub are cached in the data folder, so that a volume there saves downloads.
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/var/lib/spillway/huggingface
 
 WORKDIR /etc/spillway
 USER 10001:10001
 
-# A worker listens on no port. It writes this file once it serves its model, and exits if its engine dies.
+# A worker listens on no port. It writes this file when it serves its model, and exits if its engine dies.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 CMD ["test", "-f", "/tmp/ready"]
 
-# No tini: the process handles SIGTERM (drain, then exit) itself, also as process 1, and starts no children that it would
-# have to reap. The exec form keeps a shell from standing between it and the signal.
+# No tini: the process handles SIGTERM (drain, then exit) as process 1 and has no children to
+# reap. With the exec form, it receives signals directly.
 # Last, so that a new commit reuses all other layers.
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version="0.2.0" org.opencontainers.image.revision=$REVISION

@@ -1,9 +1,9 @@
 #!/bin/sh
 # The health check of the queue server's container, run inside it.
 #
-# A stream that could not be written once, because the disk was full for a moment, takes nothing more until its server
-# starts again: nats-server keeps the error. So a server that tells of a write error is ended as soon as its disk has
-# room, and Docker, whose `restart: unless-stopped` that is, starts it again. What was stored is still there.
+# After one failed write, for example on a full disk, a stream accepts no messages until its server
+# restarts: nats-server keeps the error. So a server that reports a write error is stopped once its disk has
+# space, and Docker restarts it (`restart: unless-stopped`). Stored messages are kept.
 port=${MONITOR_PORT:-8222}
 store=${STORE_DIR:-/var/lib/nats}
 server=${SERVER_PID:-1}

@@ -68,7 +68,7 @@ class Ec2Driver:
         tags = [{"Key": key, "Value": value} for key, value in {**order.labels, "Name": order.machine_id}.items()]
         data = user_data(order.environment, settings.command)
         if len(data.encode()) > USER_DATA_MAX_BYTES:
-            raise LaunchRefused(f"the user data are longer than {USER_DATA_MAX_BYTES} bytes")
+            raise LaunchRefused(f"the user data exceed {USER_DATA_MAX_BYTES} bytes")
         arguments: dict[str, Any] = {
             "MinCount": 1,
             "MaxCount": 1,

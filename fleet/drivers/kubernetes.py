@@ -109,7 +109,7 @@ def _selector(deployment: Deployment) -> dict[str, Any]:
     """Return the labels of the Deployment's pods. Raises ProviderError where they do not tell them from all others."""
     selector = deployment.spec.selector if deployment.spec is not None else None
     if selector is None or not selector.matchLabels or selector.matchExpressions:
-        raise ProviderError("the Deployment's selector must consist of matchLabels")
+        raise ProviderError("the Deployment's selector must use only matchLabels")
     return dict(selector.matchLabels)
 
 

@@ -53,7 +53,7 @@ def create(  # noqa: PLR0911 - one for each kind
             return Ec2Driver(settings, fleet_id, pool, spot=spot)
         case RunPodSettings():
             if spot:
-                raise FleetError("tier: RunPod's API has no spot pods: use the driver skypilot for them")
+                raise FleetError("tier: RunPod's API has no spot pods. Use the driver skypilot instead")
             return RunPodDriver(settings, fleet_id, pool)
         case SkyPilotSettings():
             return SkyPilotDriver(settings, fleet_id, pool, spot=spot)

@@ -128,7 +128,7 @@ class ReplicaDriver:
             await self._api.choose(group.live[provider_id], group)
             await self._scale_in(min(group.size, len(group.live) - 1), group)
             await self._looked(
-                f"{provider_id} is still there", lambda now: provider_id not in now.live and _is_settled(now)
+                f"{provider_id} still exists", lambda now: provider_id not in now.live and _is_settled(now)
             )
 
     async def _arrived(self, before: ReplicaGroup) -> Replica:

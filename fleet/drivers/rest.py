@@ -21,7 +21,7 @@ def key_of(configured: SecretStr | None, variable: str) -> str:
     """Return the key of the configuration, or else of an environment variable. Raises FleetError without one."""
     key = os.environ.get(variable) if configured is None else configured.get_secret_value()
     if not key:
-        raise FleetError(f"driver.api_key: none is configured, and {variable} is not set")
+        raise FleetError(f"driver.api_key: required. Set it or the variable {variable}")
     return key
 
 

@@ -93,7 +93,7 @@ class SaladApi:
         path = f"{self._organization}/availability/sce-gpu-availability"
         free = rest.decoded(await rest.ask(self._client, "POST", path, json=wanted), dict[str, int])
         if free.get(f"available_gpu_{group.priority or 'high'}") == 0:
-            raise NoCapacity(f"no node is free at priority {group.priority or 'high'}")
+            raise NoCapacity(f"no free node at priority {group.priority or 'high'}")
 
     async def scale(self, size: int, group: ReplicaGroup) -> None:  # noqa: ARG002 - a change cannot be conditional
         """Change the number of replicas."""

@@ -132,7 +132,7 @@ class _Runner:
                 await to.drain()
                 return await answer
         except TimeoutError as error:
-            raise ProviderError(f"SkyPilot has not answered within {CALL_LIMIT_S:g} s") from error
+            raise ProviderError(f"SkyPilot did not answer within {CALL_LIMIT_S:g} s") from error
         except OSError as error:
             raise ProviderError(f"SkyPilot's process: {error}") from error
         finally:
@@ -161,10 +161,10 @@ class _Runner:
             async for line in cast("asyncio.StreamReader", process.stdout):
                 self._hand_out(_decode_answer(line))
         except (*UNDECODABLE, ValueError) as error:
-            self._fail(f"SkyPilot's process answers nonsense: {error}")
+            self._fail(f"SkyPilot's process sent an invalid answer: {error}")
             process.kill()
         status = await process.wait()
-        self._fail(f"SkyPilot's process has ended with {ending(status)}")
+        self._fail(f"SkyPilot's process ended with {ending(status)}")
 
     def _hand_out(self, answer: _Answer) -> None:
         future = self._waiting.get(answer.id)

@@ -19,7 +19,7 @@ class StaticDriver:
 
     async def launch(self, order: Order) -> str:
         """Raise LaunchRefused."""
-        raise LaunchRefused(f"pool {order.pool} is static: somebody else starts its machines")
+        raise LaunchRefused(f"pool {order.pool} is static: the controller does not start its machines")
 
     async def machines(self) -> list[ProviderMachine]:
         """Return nothing: none of them is ours."""

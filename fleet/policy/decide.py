@@ -223,16 +223,15 @@ def _spread(pool: PoolView, count: int) -> Mapping[str, int]:
 def _why(demand: Demand, batch: float, expected: float, needed: float) -> str:
     """Say in one sentence where the need comes from."""
     if demand.is_unknown:
-        parts = ["how tokens are counted is not known yet, and takes one worker to say"]
+        parts = ["one worker is needed first, to publish how the model's tokens are counted"]
     elif expected < 1 and not batch and not demand.queued_tokens:
         parts = [
-            "nothing is expected"
-            + ("; one worker stays until requests have not come for long enough" if needed else "")
+            "no demand expected" + ("; one worker is kept until the model has been idle for idle_s" if needed else "")
         ]
     else:
-        parts = [f"{expected:,.0f} tokens/s are expected, machines for {needed:,.0f} are worth their price"]
+        parts = [f"{expected:,.0f} tokens/s expected, capacity for {needed:,.0f} is worth its cost"]
     if demand.queued_tokens >= 1:
-        parts.append(f"{demand.queued_tokens:,.0f} tokens wait")
+        parts.append(f"{demand.queued_tokens:,.0f} tokens queued")
     if batch:
         parts.append(f"batch deadlines need {batch:,.0f} tokens/s")
     return "; ".join(parts)

@@ -112,7 +112,7 @@ def with_batch(workload: Workload, share: float, rng: np.random.Generator, *, du
         return workload
     last_s = workload.seconds - due_s
     if last_s <= 0:
-        raise ValueError(f"batch jobs that are due after {due_s / HOUR_S:g} h need a longer simulation")
+        raise ValueError(f"batch jobs due after {due_s / HOUR_S:g} h need a longer simulation")
     moments = np.sort(rng.uniform(0, last_s, max(1, round(last_s / HOUR_S))))
     total = workload.tokens.sum() * share / (1 - share)
     parts = rng.dirichlet(np.full(len(moments), 2.0)) * total

@@ -1,1 +1,1 @@
-"""Payloads at rest: sealed, stored by consent, erased."""
+"""Payloads at rest: encrypted, stored with consent, erased."""

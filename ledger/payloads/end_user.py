@@ -1,4 +1,4 @@
-"""The end user that a client names, as it is stored so that this person's payloads can be found."""
+"""The end user named by a client, as stored to find this person's payloads."""
 
 import hashlib
 from typing import Final

@@ -3,8 +3,8 @@
 PayloadError
 ├── BadPayloadKey      a configured key cannot be used
 ├── PayloadKeyMissing  a payload is sealed with a key that is not configured
-├── BrokenPayload      a payload was changed since it was sealed, or does not match its encoding
-│   └── TooLargeToOpen      it is larger than its reader takes; no more than that was decompressed
+├── BrokenPayload      a payload was changed after it was sealed, or does not match its encoding
+│   └── TooLargeToOpen      a payload exceeds the reader's limit; decompression stopped at the limit
 ├── UnknownPayload     no payload of this request is stored
 └── ExportError        a training set cannot be built; the message is for the operator
 """
@@ -25,11 +25,11 @@ class PayloadKeyMissing(PayloadError):
 
 
 class BrokenPayload(PayloadError):
-    """A payload was changed since it was sealed, or does not match its encoding."""
+    """A payload was changed after it was sealed, or does not match its encoding."""
 
 
 class TooLargeToOpen(BrokenPayload):
-    """A payload is larger, decompressed, than its reader takes."""
+    """A decompressed payload exceeds its reader's limit."""
 
 
 class UnknownPayload(PayloadError):

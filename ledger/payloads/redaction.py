@@ -1,7 +1,7 @@
 """Redacting personal data in payloads: placeholders such as ``[EMAIL_1]``, equal for equal values in one payload.
 
-Numbers with a check digit are redacted only if it is right (cards: Luhn, ISO/IEC 7812; accounts: IBAN, ISO 13616,
-modulo 97), so that other numbers stay. Names and postal addresses are not detected: that takes a model.
+Numbers with a check digit are redacted only if it is correct (cards: Luhn, ISO/IEC 7812; accounts: IBAN, ISO 13616,
+modulo 97), so that other numbers are kept. Names and postal addresses are not detected: that needs a model.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ledger.payloads.iban import IBAN_CHARS
 
-# No text makes a pattern slow: quantifiers are bounded, or nothing follows them that could fail.
+# All patterns are linear: quantifiers are bounded, or nothing that could fail follows them.
 _API_KEY: Final = re.compile(r"(?<!\w)sk-sw-[A-Za-z0-9]{20,250}")
 _EMAIL: Final = re.compile(r"(?<![\w.%+-])[\w.%+-]{1,64}@(?:[\w-]{1,63}\.){1,8}[^\W\d_]{2,24}(?![\w-])")
 _IBAN_START: Final = re.compile(r"(?<![^\W_])[A-Za-z]{2}[0-9]{2}(?=[ -]?[A-Za-z0-9])")
@@ -48,7 +48,7 @@ class Redactor:
         """Redact a request's body. Raises UnredactablePrompt."""
         if not isinstance(body.get("prompt", ""), str):
             raise UnredactablePrompt
-        # A seed is a number of so many digits that it may look like a card's.
+        # A seed can have as many digits as a card number.
         return {self.text(name): value if name == "seed" else self.value(value) for name, value in body.items()}
 
     def value(self, value: Any) -> Any:  # noqa: ANN401  # any JSON
@@ -130,7 +130,7 @@ def _ibans(text: str) -> Iterator[Found]:
 
 
 def _end_of_chars(text: str, start: int, count: int) -> int:
-    """Return the end of so many letters and digits, with single spaces or hyphens between them; else ``start``."""
+    """Return the end of this many letters and digits, separated by single spaces or hyphens or not; else ``start``."""
     at = start
     while count:
         if at > start and text[at : at + 1] in {" ", "-"}:
@@ -158,7 +158,7 @@ def _cards(text: str) -> Iterator[Found]:
 
 
 def _card_at(groups: list[tuple[int, str]], first: int) -> tuple[int, str] | None:
-    """Return the longest card that begins with this group of digits: its last group, and its digits."""
+    """Return the longest card number that starts with this group of digits: its last group, and its digits."""
     digits, card = "", None
     for last in range(first, len(groups)):
         digits += groups[last][1]
@@ -188,12 +188,12 @@ def _phones(text: str) -> Iterator[Found]:
         yield *found.span(), "PHONE", "".join(c for c in found.group() if c.isdigit())
 
 
-# In this order: longer and more certain patterns first.
+# Longer and more specific patterns first.
 _FINDERS: Final[tuple[Finder, ...]] = (_api_keys, _emails, _ibans, _cards, _addresses, _old_addresses, _phones)
 
 
 def is_card(digits: str) -> bool:
-    """Report whether these digits are a payment card's number, by Luhn's sum."""
+    """Return whether these digits are a payment card's number, by the Luhn checksum."""
     if len(digits) not in CARD_DIGITS or digits[0] not in CARD_FIRST_DIGITS:
         return False
     doubled = (2 * int(digit) for digit in digits[-2::-2])
@@ -201,14 +201,14 @@ def is_card(digits: str) -> bool:
 
 
 def is_iban(text: str) -> bool:
-    """Report whether a text is an account's number, in capitals and without spaces."""
+    """Return whether a text is an IBAN, in capitals and without spaces."""
     if len(text) != IBAN_CHARS.get(text[:2]):
         return False
     return int("".join(str(int(c, 36)) for c in text[4:] + text[:4])) % 97 == 1
 
 
 def is_address(text: str) -> bool:
-    """Report whether a text is an IP address that may belong to a person."""
+    """Return whether a text is an IP address that may belong to a person."""
     try:
         address = ip_address(text)
     except ValueError:

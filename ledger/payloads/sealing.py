@@ -1,14 +1,14 @@
-"""Payloads at rest: compressed, and encrypted where there is a key.
+"""Payloads at rest: compressed, and encrypted if a key is configured.
 
 ``zlib``                             RFC 1950
 ``zlib+aes-256-gcm-siv:<key id>``    12 random bytes (the nonce), then AES-256-GCM-SIV (RFC 8452) of the former
-``zlib+aes-256-gcm:<key id>``        the same by AES-256-GCM (NIST SP 800-38D), which earlier releases sealed with
+``zlib+aes-256-gcm:<key id>``        the same with AES-256-GCM (NIST SP 800-38D), used by earlier releases
 
-Two payloads under one key and one nonce break AES-GCM, so random nonces allow 2³² payloads per key, some months of a
-busy installation. With AES-GCM-SIV two such payloads merely show whether they are equal.
+Two payloads with the same key and nonce break AES-GCM, so random nonces allow 2³² payloads per key, some months of a
+busy installation. With AES-GCM-SIV, two such payloads reveal only whether they are equal.
 
 The additional data of each ciphertext names its request and part, so that ciphertexts cannot be swapped. A key's id is
-the beginning of its hash: it identifies the payloads that the key opens, and does not reveal the key.
+the start of its hash: it identifies the payloads that the key decrypts without revealing the key.
 """
 
 import base64
@@ -31,17 +31,17 @@ KEY_ID_CHARS: Final = 8
 PLAIN: Final = "zlib"
 SEALED: Final = "zlib+aes-256-gcm-siv"
 SEALED_BEFORE: Final = "zlib+aes-256-gcm"
-MAX_OPENED_BYTES: Final = 64 * 1024 * 1024  # the greatest size of a payload when it is decompressed
+MAX_OPENED_BYTES: Final = 64 * 1024 * 1024  # maximum size of a decompressed payload
 
 Part = Literal["request", "answer"]
 Kind = Literal["zlib+aes-256-gcm-siv", "zlib+aes-256-gcm"]
 
 
 class Sealer:
-    """Seals with the first of the keys and opens with any; without keys it only compresses."""
+    """Seals with the first key and opens with any key. Without keys, it only compresses."""
 
     def __init__(self, keys: Sequence[bytes] = (), kind: Kind = SEALED) -> None:
-        """``kind``: what it seals with; it opens both."""
+        """``kind``: the cipher for sealing. Payloads of both ciphers can be opened."""
         self._kind = kind
         self._newest = None if not keys else key_id(keys[0])
         self._ciphers: dict[tuple[str, str], AESGCM | AESGCMSIV] = {}
@@ -67,7 +67,7 @@ class Sealer:
     ) -> bytes:
         """Undo ``seal``, decompressing ``max_bytes`` at most.
 
-        Raises PayloadKeyMissing and BrokenPayload, TooLargeToOpen where there is more.
+        Raises PayloadKeyMissing, BrokenPayload, and TooLargeToOpen above that size.
         """
         kind, _, key = encoding.partition(":")
         if kind in {SEALED, SEALED_BEFORE}:
@@ -89,12 +89,12 @@ class Sealer:
         cipher = self._ciphers.get((kind, key))
         if cipher is None:
             raise PayloadKeyMissing(
-                f"the payload of {request_id} is sealed with the key {key}, which payloads.key lacks"
+                f"the payload of {request_id} is encrypted with the key {key}, which is not in payloads.key"
             )
         try:
             return cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], _label(request_id, part))
         except (InvalidTag, ValueError) as error:
-            raise BrokenPayload(f"the {part} of {request_id} is not what was sealed") from error
+            raise BrokenPayload(f"the {part} of {request_id} has been changed since it was encrypted") from error
 
 
 def _label(request_id: str, part: Part) -> bytes:
@@ -107,7 +107,7 @@ def key_id(key: bytes) -> str:
 
 
 def parse_keys(text: SecretStr | None) -> list[bytes]:
-    """Parse the setting ``payloads.key``: keys in hex or base64, the newest first. Raises BadPayloadKey."""
+    """Parse the setting ``payloads.key``: keys in hex or base64, newest first. Raises BadPayloadKey."""
     if text is None:
         return []
     words = text.get_secret_value().split()
@@ -122,5 +122,5 @@ def _key(word: str) -> bytes:
     except (ValueError, binascii.Error):
         key = b""
     if len(key) != KEY_BYTES:
-        raise BadPayloadKey(f"a key is {KEY_BYTES} random bytes in hex (`openssl rand -hex 32`)")
+        raise BadPayloadKey(f"a key must be {KEY_BYTES} random bytes in hex (`openssl rand -hex 32`)")
     return key

@@ -20,7 +20,7 @@ from protocol.nats.clock import unix_now_ms
 from protocol.usage import PayloadRecord
 from protocol.wire import UNDECODABLE
 
-DELETE_ROWS: Final = 500  # in one transaction, so that other writers do not wait long
+DELETE_ROWS: Final = 500  # per transaction, so that other writers do not wait long
 
 
 class Payload(Struct, frozen=True):
@@ -43,7 +43,7 @@ class Payload(Struct, frozen=True):
 
 
 async def store_payloads(engine: AsyncEngine, records: Sequence[PayloadRecord]) -> None:
-    """Insert the records in one transaction, skipping those already stored. Raises SQL's own errors."""
+    """Insert the records in one transaction, skipping those already stored. Raises SQL errors."""
     rows = [
         {name: value for name, value in msgspec.structs.asdict(record).items() if name != "v"} for record in records
     ]
@@ -55,9 +55,9 @@ async def store_payloads(engine: AsyncEngine, records: Sequence[PayloadRecord]) 
 async def read_payload(
     engine: AsyncEngine, request_id: str, sealer: Sealer, actor: str, *, team_ids: Collection[str] | None = None
 ) -> Payload:
-    """Read a payload, of these teams if they are given, with an entry in the audit log.
+    """Read a payload, optionally only of these teams, and record that in the audit log.
 
-    Raises UnknownPayload, ``open_row``'s and SQL's own errors.
+    Raises UnknownPayload, ``open_row``'s and SQL errors.
     """
     async with engine.connect() as connection:
         of_request = select(PayloadRow.__table__).where(PayloadRow.request_id == request_id, ~has_expired())
@@ -65,7 +65,7 @@ async def read_payload(
             of_request = of_request.where(PayloadRow.team_id.in_(team_ids))
         found = (await connection.execute(of_request)).mappings().first()
     if found is None:
-        raise UnknownPayload(f"no payload of {request_id} is stored: there was no consent, or it has been deleted")
+        raise UnknownPayload(f"no payload of {request_id} is stored: either there was no consent, or it was deleted")
     async with changing(engine) as connection:
         await record(connection, Change(actor, "payloads.read", request_id))
     return await asyncio.to_thread(open_row, dict(found), sealer)
@@ -95,21 +95,21 @@ def has_expired() -> ColumnElement[bool]:
 
 
 async def delete_expired(engine: AsyncEngine, batch_rows: int = DELETE_ROWS) -> int:
-    """Delete at most ``batch_rows`` expired rows; return how many. Raises SQL's own errors."""
+    """Delete at most ``batch_rows`` expired rows; return how many. Raises SQL errors."""
     async with changing(engine) as connection:
         return await _delete_some(connection, has_expired(), batch_rows)
 
 
 class Erasure(Struct, frozen=True):
-    """The payloads to be deleted: exactly one of the fields is set."""
+    """The payloads to delete. Exactly one field is set."""
 
-    end_user: str | None = None  # as clients gave it in ``user``
+    end_user: str | None = None  # from the clients' field ``user``
     key_id: str | None = None
     request_id: str | None = None
 
     @property
     def subject(self) -> str:
-        """The subject in the audit log, without a person's name."""
+        """The subject in the audit log, without the end user's name."""
         return "end user" if self.end_user is not None else self.key_id or self.request_id or ""
 
     def condition(self) -> ColumnElement[bool]:
@@ -122,7 +122,7 @@ class Erasure(Struct, frozen=True):
 
 
 async def erase(engine: AsyncEngine, erasure: Erasure, actor: str, *, batch_rows: int = DELETE_ROWS) -> int:
-    """Delete all of an erasure, in transactions of ``batch_rows``; return how many. Raises SQL's own errors."""
+    """Delete all of an erasure, in transactions of ``batch_rows``; return how many. Raises SQL errors."""
     total = 0
     while True:
         async with changing(engine) as connection:

@@ -1,6 +1,6 @@
-"""The payload writer, beside the ledger writer: from the PAYLOADS stream into SQL, and deleted there when they expire.
+"""The payload writer: writes payloads from the PAYLOADS stream to SQL, and deletes expired ones.
 
-While SQL is down, payloads wait in the stream, which drops its oldest messages when it is full.
+Runs beside the ledger writer. While SQL is down, payloads wait in the stream, which drops its oldest when it is full.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from protocol.nats.bus import Bus
 from protocol.process import wait_for
 from protocol.usage import read_payloads
 
-PULL_MESSAGES: Final = 8  # in one pull: of at most 8 MB each, and usually far less
+PULL_MESSAGES: Final = 8  # per pull: of at most 8 MB each, and usually far less
 EXPIRY_PERIOD_S: Final = 60.0
-EXPIRY_PAUSE_S: Final = 0.5  # while there are more: other writers get their turn
+EXPIRY_PAUSE_S: Final = 0.5  # between batches, so that other writers can write
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ MAX_NAMES: Final = 20_000  # past it, ids are shown
 
 
 async def load_names(connection: AsyncConnection, teams: Sequence[str] | None = None) -> dict[str, str]:
-    """Load the names of keys and teams, by id; ``teams``: of these alone. Raises SQL's own errors."""
+    """Load the names of keys and teams, by id; ``teams``: of these alone. Raises SQL errors."""
     names: dict[str, str] = {}
     for row, team_id in ((ApiKeyRow, ApiKeyRow.team_id), (TeamRow, TeamRow.id)):
         newest = select(row.id, row.name).order_by(row.created_unix_ms.desc()).limit(MAX_NAMES)

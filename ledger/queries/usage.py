@@ -52,7 +52,7 @@ async def usage(
     if is_tagged:
         strange = sorted({*dimensions, *where} - TAG_DIMENSIONS.keys())
         if strange:
-            raise UsageRefused(f"by: tags are kept by team and key, not by {', '.join(strange)}")
+            raise UsageRefused(f"by: tags can be combined only with team and key, not with {', '.join(strange)}")
         found = await tag_totals(connection, steps, where=where, by=dimensions)
     else:
         found = await totals_by_step(connection, steps, where=where, by=dimensions)
@@ -64,7 +64,7 @@ async def usage(
         for number, sums in numbers.items()
     ]
     if len(rows) > MAX_ROWS:
-        raise UsageRefused(f"more than {MAX_ROWS} rows: narrow the time or the groups")
+        raise UsageRefused(f"more than {MAX_ROWS} rows. Choose a shorter period or fewer groups")
     return sorted(rows, key=lambda row: (row.since_unix_ms, row.sums.group))
 
 

@@ -68,7 +68,7 @@ class Window:
         for cut in self._cuts(step):
             cuts.append(cut)
             if len(cuts) > MAX_STEPS:
-                raise TooManySteps(f"more than {MAX_STEPS} steps; ask for less time or longer steps")
+                raise TooManySteps(f"more than {MAX_STEPS} steps. Choose a shorter period or longer steps")
         ends = [*cuts[1:], self.until_unix_ms]
         return [Window(start, end, self.zone, self.grain_ms) for start, end in zip(cuts, ends, strict=True)]
 

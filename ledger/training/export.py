@@ -90,7 +90,7 @@ class Exporter:
     def _new_folder(self, out: Path) -> Path:
         """Create a folder beside ``out`` that only this user may read."""
         if out.exists():
-            raise ExportError(f"{out} already exists; nothing is overwritten")
+            raise ExportError(f"{out} already exists. Choose a new folder")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             return Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))

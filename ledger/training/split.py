@@ -16,7 +16,7 @@ class Split:
         """Take the ``shares`` of train, validation and test; missing ones are 0. Raises ExportError."""
         is_whole = abs(sum(shares) - 1) < TOLERANCE
         if not is_whole or not 1 <= len(shares) <= len(NAMES) or not all(0 <= share <= 1 for share in shares):
-            raise ExportError("the split must be one to three shares that sum up to 1, such as 0.9,0.05,0.05")
+            raise ExportError("--split: must be one to three shares that sum to 1, such as 0.9,0.05,0.05")
         self.shares = dict(zip(NAMES, shares, strict=False))
         self._seed = seed
 

@@ -48,19 +48,19 @@ def checked_url(url: str, settings: WebhookSettings) -> str:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise BadUrl(f"is no URL: {error}") from error
+        raise BadUrl(f"is not a URL: {error}") from error
     if parts.scheme not in {"https", "http"} or not host:
         raise BadUrl("must be an https URL")
     if parts.scheme == "http" and not settings.allow_http:
-        raise BadUrl("must be https: without TLS, anyone on the network path could read it (webhooks.allow_http)")
+        raise BadUrl("must use https. To allow http, set webhooks.allow_http")
     if "@" in parts.netloc or parts.fragment not in {"", slack.FRAGMENT}:
-        raise BadUrl("must have neither user, password nor fragment")
+        raise BadUrl("must not contain a user, a password or a fragment")
     try:
         literal = ip_address(host)
     except ValueError:
         return url
     if not is_allowed(literal, settings.allowed_networks):
-        raise BadUrl(f"{host} is not a public address (webhooks.allowed_networks)")
+        raise BadUrl(f"{host} is not a public address. To allow it, use webhooks.allowed_networks")
     return url
 
 

@@ -85,9 +85,9 @@ class BudgetWatch:
             try:
                 await self.check(unix_now_ms() / 1000)
             except SQL_ERRORS as error:
-                log.warning("cannot look at budgets, will retry: %s", describe(error))
+                log.warning("cannot check budgets, will retry: %s", describe(error))
             except (BusError, ProtocolError) as error:
-                log.warning("cannot tell of a budget, will retry: %s", error)
+                log.warning("cannot publish a budget event, will retry: %s", error)
             await wait_for(self._stopping, self._period_s)
 
     def on_refused(self, message: Msg) -> None:
@@ -96,7 +96,7 @@ class BudgetWatch:
             self._refused[message.data.decode("utf-8", "replace")] = time.monotonic()
 
     async def check(self, now_s: float) -> None:
-        """Note the thresholds that are reached, and publish what is noted. Raises SQL's own errors and BusError."""
+        """Note the thresholds that are reached, and publish what is noted. Raises SQL errors and BusError."""
         async with self._engine.connect() as connection:
             budgets = await _budgets(connection, now_s)
             told = await _told(connection, budgets)

@@ -66,7 +66,7 @@ class Deliverer:
         try:
             claims = await self._deliveries.claim(self._rooms, self._settings.total_s + self._settings.lease_s)
         except SQL_ERRORS as error:
-            log.warning("cannot look for webhooks that are due, will retry: %s", describe(error))
+            log.warning("cannot load due webhooks, will retry: %s", describe(error))
             return False
         for claim in claims:
             task = asyncio.create_task(self._deliver(sender, claim), name=f"webhook-{claim.event_id}")
@@ -91,7 +91,7 @@ class Deliverer:
             body = claim.body.encode()
             body = slack_body(body) if is_slack(claim.url) else body
             return await sender.send(claim.url, secrets, claim.event_id, body)
-        except Exception as mistake:  # counted as a failure, so that it is not repeated for ever
+        except Exception as mistake:  # counts as a failure, so that it is not repeated forever
             log.exception("webhook %s to %s cannot be sent", claim.event_id, claim.endpoint_id)
             return Attempt(error=f"cannot be sent: {type(mistake).__name__}")
 
@@ -105,7 +105,9 @@ class Deliverer:
                 reason = await self._deliveries.settle(claim, attempt)
             except SQL_ERRORS as error:
                 if unix_now_ms() >= claim.due_unix_ms:
-                    log.error("webhook %s will be sent again: %s", claim.event_id, describe(error))  # noqa: TRY400
+                    log.error(  # noqa: TRY400
+                        "cannot store the outcome of webhook %s, will resend: %s", claim.event_id, describe(error)
+                    )
                     return
                 await asyncio.sleep(wait_s)
             else:

@@ -94,7 +94,7 @@ async def end_waiting(connection: AsyncConnection, endpoint_id: str, why: str) -
 
 
 async def list_deliveries(engine: AsyncEngine, endpoint_id: str, limit: int) -> Sequence[Delivery]:
-    """The newest deliveries to an endpoint first. Raises SQL's own errors."""
+    """The newest deliveries to an endpoint first. Raises SQL errors."""
     columns = [_DELIVERIES.c[name] for name in Delivery.__dataclass_fields__]
     newest = (_DELIVERIES.c.created_unix_ms.desc(), _DELIVERIES.c.event_id.desc())
     wanted = select(*columns).where(_DELIVERIES.c.endpoint_id == endpoint_id).order_by(*newest).limit(limit)
@@ -137,7 +137,7 @@ class Rooms:
 
 
 class Deliveries:
-    """What the deliverer does in SQL. All methods raise SQL's own errors."""
+    """The deliverer's SQL. All methods raise SQL errors."""
 
     def __init__(self, engine: AsyncEngine, *, max_waiting: int, retries_s: Sequence[float]) -> None:
         """``max_waiting``: for one endpoint."""
@@ -175,7 +175,11 @@ class Deliveries:
         for row in rows:
             endpoint_id = row["endpoint_id"]
             is_full = waiting.get(endpoint_id, 0) >= self._max_waiting
-            full = {"due_unix_ms": None, "outcome": FAILED, "error": f"{self._max_waiting} deliveries waited already"}
+            full = {
+                "due_unix_ms": None,
+                "outcome": FAILED,
+                "error": f"not queued: {self._max_waiting} deliveries were already waiting",
+            }
             statement = inserting(connection, WebhookDeliveryRow).values({**row, **(full if is_full else {})})
             if not (await connection.execute(statement.on_conflict_do_nothing())).rowcount:
                 continue  # told already
@@ -256,10 +260,10 @@ class Deliveries:
         # Each wait was cut to whole milliseconds.
         schedule_ms = int(sum(self._retries_s) * 1000) - len(self._retries_s)
         if attempt.is_gone:
-            reason = "its receiver answered 410: it wants no more"
+            reason = "the receiver answered 410 Gone"
         elif is_over and now_unix_ms - failing_since_unix_ms >= schedule_ms:
             since_text = datetime.fromtimestamp(failing_since_unix_ms // 1000, UTC).isoformat()
-            reason = f"nothing has been delivered since {since_text}; at last: {attempt.error}"
+            reason = f"no delivery succeeded since {since_text}. Last error: {attempt.error}"
         else:
             return None
         enabled = (WebhookEndpointRow.id == claim.endpoint_id, WebhookEndpointRow.disabled_reason.is_(None))

@@ -55,7 +55,7 @@ class Endpoint:
 
 
 class Endpoints:
-    """The endpoints in SQL. All methods raise SQL's own errors besides what they name."""
+    """The endpoints in SQL. All methods also raise SQL errors."""
 
     def __init__(self, engine: AsyncEngine, settings: WebhookSettings, box: SecretBox) -> None:
         self._engine = engine
@@ -77,7 +77,7 @@ class Endpoints:
                 raise InvalidField("team", str(error)) from error
             count = select(func.count()).select_from(_ENDPOINTS).where(_ENDPOINTS.c.team_id == owner.team_id)
             if (await connection.execute(count)).scalar_one() >= MAX_ENDPOINTS:
-                raise InvalidField("team", f"has {MAX_ENDPOINTS} endpoints already, the most that there may be")
+                raise InvalidField("team", f"already has {MAX_ENDPOINTS} endpoints, the maximum")
             made = Endpoint(new_id("wh_"), owner.team_id, owner.name, url, wanted, None, None, None, unix_now_ms())
             row = {
                 "id": made.endpoint_id,
@@ -185,12 +185,12 @@ class Endpoints:
 
 
 def _checked_types(event_types: Sequence[str], field: str = "event_types") -> tuple[EventType, ...]:
-    """Return the types, each once and in our order. Raises InvalidField."""
+    """Return the types without duplicates, in the order of EVENT_TYPES. Raises InvalidField."""
     unknown = sorted(set(event_types).difference(EVENT_TYPES))
     if unknown:
         raise InvalidField(field, f"{unknown[0]!r} is not one of {', '.join(EVENT_TYPES)}")
     if not event_types:
-        raise InvalidField(field, f"at least one of {', '.join(EVENT_TYPES)} is needed")
+        raise InvalidField(field, f"must have at least one of {', '.join(EVENT_TYPES)}")
     return tuple(known for known in EVENT_TYPES if known in event_types)
 
 
@@ -200,7 +200,7 @@ def _select() -> Any:  # noqa: ANN401  # a Select of many columns
 
 async def _find(connection: AsyncConnection, endpoint_id: str, *, for_update: bool = False) -> Endpoint:
     if not endpoint_id.isprintable():
-        raise UnknownEndpoint("no webhook endpoint has such an id")
+        raise UnknownEndpoint("no webhook endpoint has this id")
     wanted = _select().where(_ENDPOINTS.c.id == endpoint_id)
     if for_update:
         wanted = wanted.with_for_update(of=_ENDPOINTS)

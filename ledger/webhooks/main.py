@@ -22,7 +22,7 @@ from protocol.nats.bus import Bus
 from protocol.process import backoff_s, wait_for
 
 RESTART_LONGEST_S: Final = 30.0
-PULL_MESSAGES: Final = 100  # in one pull, and so in one transaction
+PULL_MESSAGES: Final = 100  # per pull, and so in one transaction
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,6 @@ async def _kept(name: str, part: Callable[[], Awaitable[None]], stopping: asynci
         try:
             await part()
         except Exception:  # whatever it is, usage must be written on
-            log.exception("%s failed and begins again", name)
+            log.exception("%s failed, restarting it", name)
         if await wait_for(stopping, wait_s):
             return

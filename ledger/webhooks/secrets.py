@@ -57,4 +57,6 @@ class SecretBox:
         try:
             return self._cipher.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], endpoint_id.encode()).decode()
         except (InvalidTag, ValueError) as error:
-            raise SecretError(f"the secret of {endpoint_id} was sealed under another auth.pepper") from error
+            raise SecretError(
+                f"the secret of {endpoint_id} was encrypted with another auth.pepper. Restore it or rotate the secret"
+            ) from error

@@ -8,22 +8,22 @@ from protocol.process import PositiveInt, PositiveSeconds, Settings
 
 
 class WebhookSettings(Settings):
-    """``[webhooks]``: where deliveries may go, their time limits, and when they are tried again."""
+    """``[webhooks]``: allowed destinations of deliveries, time limits and retries."""
 
-    # Networks that are not public and may be sent to all the same, for receivers inside: ["10.1.0.0/16"].
+    # Private networks that deliveries may go to, for internal receivers: ["10.1.0.0/16"].
     allowed_networks: tuple[IPv4Network | IPv6Network, ...] = ()
-    allow_http: bool = False  # endpoints without TLS
+    allow_http: bool = False  # allow endpoints without TLS
     connect_s: PositiveSeconds = 5.0
-    total_s: PositiveSeconds = 15.0  # of one attempt: name look-up, connection, request and answer
-    # Waits between attempts, each lengthened by up to a tenth; after the last one a delivery is given up. As the
-    # scheme recommends: over some three days.
+    total_s: PositiveSeconds = 15.0  # limit of one attempt: DNS lookup, connection, request and answer
+    # Waits between attempts, each plus up to 10%. After the last attempt, the delivery fails. The default spans about
+    # three days, as Standard Webhooks recommends.
     retries_s: tuple[PositiveSeconds, ...] = (5, 300, 1800, 7200, 18_000, 36_000, 50_400, 72_000, 86_400)
-    in_flight: PositiveInt = 32  # attempts at once, of a ledger process
-    in_flight_per_endpoint: PositiveInt = 4  # of these; one while an endpoint fails
-    max_waiting_per_endpoint: PositiveInt = 10_000  # deliveries; what comes beyond them is not delivered
-    keep_days: PositiveInt = Field(default=14, le=365)  # how long deliveries that are over can be looked at
-    budget_check_s: PositiveSeconds = 15.0  # between two looks at the teams' budgets
-    # The pace of the deliverer itself.
-    poll_s: float = 1.0  # between two looks for what is due
-    lease_s: float = 15.0  # past total_s, until an attempt of a process that was killed is repeated
-    state_s: float = 5.0  # between two messages to the gateways' metrics
+    in_flight: PositiveInt = 32  # concurrent attempts of a ledger process
+    in_flight_per_endpoint: PositiveInt = 4  # concurrent attempts per endpoint; 1 while the endpoint fails
+    max_waiting_per_endpoint: PositiveInt = 10_000  # waiting deliveries per endpoint; further events are not delivered
+    keep_days: PositiveInt = Field(default=14, le=365)  # how long ended deliveries are kept
+    budget_check_s: PositiveSeconds = 15.0  # period of the budget checks
+    # Timing of the deliverer.
+    # Timing of the deliverer.: float = 1.0  # period of the search for due deliveries
+    lease_s: float = 15.0  # added to total_s: when the attempt of a killed process is repeated
+    state_s: float = 5.0  # period of the messages for the gateways' metrics

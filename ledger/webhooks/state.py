@@ -52,9 +52,9 @@ class StateTeller:
                 state = WebhookState(wire.PROTOCOL_VERSION, unix_now_ms(), *await self._deliveries.summary())
                 await self._bus.publish(subjects.WEBHOOKS_STATE, msgspec.json.encode(state))
             except SQL_ERRORS as error:
-                log.warning("cannot look at how webhooks are doing, will retry: %s", describe(error))
+                log.warning("cannot read the state of webhooks, will retry: %s", describe(error))
             except BusError as error:
-                log.debug("cannot tell how webhooks are doing: %s", error)
+                log.debug("cannot publish the state of webhooks: %s", error)
 
 
 class StateView:

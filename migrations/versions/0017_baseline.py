@@ -1,4 +1,4 @@
-"""The tables of revision 0017, with which the history begins. For the meaning of the columns see db/tables.py.
+"""The tables of revision 0017, the oldest supported one. db/tables.py explains the columns.
 
 An older database needs the revisions that have led here: ``migrations.upgrade`` refuses it.
 """
@@ -41,7 +41,7 @@ def columns(kind: sa.types.TypeEngine[Any], *names: str, nullable: bool = False)
 
 
 def policy() -> Iterator[sa.Column[Any]]:
-    """Yield the columns of db.tables._Policy that teams and keys have had first."""
+    """Yield the columns of db.tables._Policy at this revision."""
     yield from columns(
         INTEGER, "requests_per_minute", "tokens_per_minute", "max_concurrent", "budget_nano_usd", nullable=True
     )

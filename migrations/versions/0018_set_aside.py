@@ -1,4 +1,4 @@
-"""set_aside: items that nobody tries any more, each with its reason."""
+"""set_aside: items that are no longer retried, each with its reason."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""refusals: refused requests, counted by group, and the latest by name."""
+"""refusals: counts of refused requests by group, and the latest refused requests."""
 
 from collections.abc import Sequence
 

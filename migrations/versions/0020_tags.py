@@ -1,4 +1,4 @@
-"""tags: the tags of requests, what was spent by them, and the tokens that had no price."""
+"""tags: tags of requests, spending by tag, and tokens without a price."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ down_revision: str | None = "0019"
 branch_labels: str | Sequence[str] | None = None
 depends_on: str | Sequence[str] | None = None
 
-WIDTHS_S = (900, 3600, 86_400)  # ledger.rollups.WIDTHS_S, as they were
-# Tokens of requests that a worker has accepted and that had no price, by rollup.
+WIDTHS_S = (900, 3600, 86_400)  # ledger.rollups.WIDTHS_S at this revision
+# Tokens of accepted requests without a price, by rollup.
 UNPRICED = """
     SELECT s.id AS slice_id, r.received_unix_ms / :width_ms * :width_ms AS start_unix_ms,
            sum(r.prompt_tokens + r.completion_tokens) AS tokens

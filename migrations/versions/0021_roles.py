@@ -1,4 +1,4 @@
-"""roles: the role, the teams and the browser of each session, and who created each key."""
+"""roles: role, teams and browser of each session, and the creator of each key."""
 
 from collections.abc import Sequence
 

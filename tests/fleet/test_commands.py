@@ -62,7 +62,7 @@ def test_where_a_driver_has_no_key_the_controller_says_what_is_missing(
     last = json.loads(said.splitlines()[-1])
     assert (last["level"], last["event"]) == (
         "error",
-        "driver.api_key: none is configured, and RUNPOD_API_KEY is not set",
+        "driver.api_key: required. Set it or the variable RUNPOD_API_KEY",
     )
 
 

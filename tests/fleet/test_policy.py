@@ -168,15 +168,15 @@ def test_what_is_only_worth_a_cheap_machine_keeps_no_dear_one() -> None:
 
 def test_each_decision_says_why_in_one_sentence() -> None:
     reason = decide([pool()], demand(2500.0, queued=700.0))["spot"].reason
-    assert reason == "2,500 tokens/s are expected, machines for 2,500 are worth their price; 700 tokens wait"
+    assert reason == "2,500 tokens/s expected, capacity for 2,500 is worth its cost; 700 tokens queued"
 
 
 @pytest.mark.parametrize(
     ("wanted", "reason"),
     [
-        (demand(is_unknown=True), "how tokens are counted is not known yet, and takes one worker to say"),
-        (demand(idle_s=5.0), "nothing is expected; one worker stays until requests have not come for long enough"),
-        (demand(), "nothing is expected"),
+        (demand(is_unknown=True), "one worker is needed first, to publish how the model's tokens are counted"),
+        (demand(idle_s=5.0), "no demand expected; one worker is kept until the model has been idle for idle_s"),
+        (demand(), "no demand expected"),
     ],
 )
 def test_also_why_one_worker_or_none(wanted: Demand, reason: str) -> None:

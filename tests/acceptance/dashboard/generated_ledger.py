@@ -263,7 +263,7 @@ async def _store_fleet(engine: AsyncEngine, now_unix_ms: int) -> None:
         wanted = round(1 + 6 * _busyness(at))
         if wanted == len(there):
             continue
-        reason = f"{wanted * 700:,} tokens/s are expected, machines for {wanted * 900:,} are worth their price"
+        reason = f"{wanted * 700:,} tokens/s expected, capacity for {wanted * 900:,} is worth its cost"
         decisions.append(Decision(at, "aws-spot-l4", wanted, len(there), max(0, wanted - len(there)), reason))
         for _ in range(wanted - len(there)):
             name = f"m-{rng.getrandbits(64):016x}"

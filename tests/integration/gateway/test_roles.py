@@ -187,9 +187,9 @@ async def test_a_refusal_names_the_role_and_what_it_may_not(world: World) -> Non
     async with world.browser("viewer") as browser:
         made = await browser.post("/admin/v1/keys", json={"name": "n"})
         assert error_of(made) == (403, "role_not_allowed", None)
-        assert made.json()["error"]["message"] == "Your role, viewer, may not create keys."
+        assert made.json()["error"]["message"] == "Your role (viewer) does not allow you to create keys."
         page = await browser.post("/dashboard/keys", data={"name": "n"})
-        assert (page.status_code, "Your role, viewer, may not create keys." in page.text) == (403, True)
+        assert (page.status_code, "Your role (viewer) does not allow you to create keys." in page.text) == (403, True)
         assert 'href="/dashboard/playground' not in page.text
         assert 'href="/dashboard/fleet' in page.text
 
@@ -365,7 +365,7 @@ async def test_a_form_does_not_overwrite_what_someone_else_has_changed(world: Wo
             await change
             refused = await browser.post(path, data=form)
             assert refused.status_code == 409
-            assert "Someone else has changed this since you opened the form. Nothing was saved" in refused.text
+            assert "Someone else changed this after you opened the form. Nothing was saved" in refused.text
             assert 'name="max_concurrent" type="text" value="7"' in (await browser.get(path)).text
             [newer] = re.findall(r'name="version" value="(\w+)"', (await browser.get(path)).text)
             assert (await browser.post(path, data={**form, "version": newer})).status_code == 303

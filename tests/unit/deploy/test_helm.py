@@ -880,7 +880,7 @@ def test_a_wrong_value_is_refused_by_its_key(setting: str, key: str) -> None:
     ("old", "new", "reason"),
     [
         ("[models.qwen-7b]", "[models.qwen-7b", "config: toml: line"),
-        ("[pools.vllm", "[pools.other", "pools.vllm: the configuration has no [pools.vllm]"),
+        ("[pools.vllm", "[pools.other", "pools.vllm: config has no section [pools.vllm]"),
         ('kind = "vllm"', 'kind = "sglang"', "pools.vllm.engine.kind must be vllm"),
         ("http://127.0.0.1:8000", "http://vllm:8000", "pools.vllm.engine.url must be http://127.0.0.1:PORT"),
         ("leave_s = 10.0", "leave_s = 5.0", "gateway.timeouts.leave_s must be above 9"),
@@ -902,7 +902,7 @@ def test_a_configuration_that_does_not_fit_is_refused_by_its_key(
 def test_two_cannot_scale_one_pool() -> None:
     done = template("fleet", "--set", "pools.vllm.keda.maxReplicas=4")
     assert done.returncode != 0
-    assert "pools.vllm.keda: a controller scales this pool" in done.stderr
+    assert "pools.vllm.keda: not allowed, because pools.vllm.fleet" in done.stderr
 
 
 def test_every_value_is_in_the_schema_and_has_its_comment() -> None:

@@ -2,7 +2,7 @@
 {{- ternary .Release.Name (printf "%s-spillway" .Release.Name) (contains "spillway" .Release.Name) | trunc 40 | trimSuffix "-" -}}
 {{- end }}
 
-{{- /* What tells the pods of a part from all others. Of: root, component, and a pool's name where it is one. */}}
+{{- /* Selector labels of a part's pods. Arguments: root, component, and a pool's name if it is a pool. */}}
 {{- define "spillway.selector" -}}
 app.kubernetes.io/name: spillway
 app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
@@ -18,7 +18,7 @@ app.kubernetes.io/name: spillway
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{- /* Of: root, name, component. */}}
+{{- /* Arguments: root, name, component. */}}
 {{- define "spillway.metadata" -}}
 {{- $root := index . 0 -}}
 name: {{ index . 1 }}
@@ -31,20 +31,20 @@ labels:
   helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- end }}
 
-{{- /* The configuration, parsed, as JSON. What does not fit the rest of the values ends the rendering. */}}
+{{- /* The parsed configuration as JSON. Rendering fails if it does not match the other values. */}}
 {{- define "spillway.config" -}}
 {{- $config := fromToml .Values.config -}}
 {{- if $config.Error }}{{ fail (printf "config: %s" $config.Error) }}{{ end -}}
-{{- if not $config.models }}{{ fail "config: names no [models]" }}{{ end }}
+{{- if not $config.models }}{{ fail "config: has no [models]" }}{{ end }}
 {{- range $name, $pool := $.Values.pools }}
 {{- $section := dig "pools" $name dict $config }}
-{{- if not $section }}{{ fail (printf "pools.%s: the configuration has no [pools.%s]" $name $name) }}{{ end }}
+{{- if not $section }}{{ fail (printf "pools.%s: config has no section [pools.%s]" $name $name) }}{{ end }}
 {{- if eq $pool.kind "vllm" }}
-{{- if ne (dig "engine" "kind" "" $section) "vllm" }}{{ fail (printf "config: pools.%s.engine.kind must be vllm, as pools.%s.kind is" $name $name) }}{{ end }}
-{{- if not (regexMatch "^http://127\\.0\\.0\\.1:[0-9]+/?$" (dig "engine" "url" "" $section)) }}{{ fail (printf "config: pools.%s.engine.url must be http://127.0.0.1:PORT: vLLM is in the worker's pod" $name) }}{{ end }}
+{{- if ne (dig "engine" "kind" "" $section) "vllm" }}{{ fail (printf "config: pools.%s.engine.kind must be vllm, because pools.%s.kind is vllm" $name $name) }}{{ end }}
+{{- if not (regexMatch "^http://127\\.0\\.0\\.1:[0-9]+/?$" (dig "engine" "url" "" $section)) }}{{ fail (printf "config: pools.%s.engine.url must be http://127.0.0.1:PORT, because vLLM runs in the worker's pod" $name) }}{{ end }}
 {{- end }}
 {{- if include "spillway.scaledByController" (list $ $name $section) }}
-{{- if $pool.keda }}{{ fail (printf "pools.%s.keda: a controller scales this pool, by pools.%s.fleet of the configuration" $name $name) }}{{ end }}
+{{- if $pool.keda }}{{ fail (printf "pools.%s.keda: not allowed, because pools.%s.fleet of config makes the controller scale this pool" $name $name) }}{{ end }}
 {{- $workers := include "spillway.workers" (list $ $name) }}
 {{- if ne (dig "fleet" "driver" "deployment" "" $section) $workers }}{{ fail (printf "config: pools.%s.fleet.driver.deployment must be %s" $name $workers) }}{{ end }}
 {{- if ne (dig "fleet" "driver" "namespace" "spillway" $section) $.Release.Namespace }}{{ fail (printf "config: pools.%s.fleet.driver.namespace must be %s" $name $.Release.Namespace) }}{{ end }}
@@ -57,14 +57,14 @@ labels:
 checksum/config: {{ sha256sum .Values.config }}
 {{- end }}
 
-{{- /* Of: root, name, what is appended to the tag. */}}
+{{- /* Arguments: root, name, suffix of the tag. */}}
 {{- define "spillway.image" -}}
 {{- $image := (index . 0).Values.image -}}
 {{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
 {{ index . 1 }}:{{ $image.tag | default (index . 0).Chart.AppVersion }}{{ index . 2 }}
 {{- end }}
 
-{{- /* What all our pods have in common. Of: root, values with nodeSelector, tolerations and affinity. */}}
+{{- /* Fields common to all pods. Arguments: root, values with nodeSelector, tolerations and affinity. */}}
 {{- define "spillway.pod" -}}
 {{- $root := index . 0 -}}
 {{- $values := index . 1 -}}
@@ -106,7 +106,7 @@ securityContext:
   capabilities: { drop: [ALL] }
 {{- end }}
 
-{{- /* The variables of a container. Of: root, keys of the Secret, more variables. */}}
+{{- /* Variables of a container. Arguments: root, keys of the Secret, additional variables. */}}
 {{- define "spillway.env" -}}
 {{- $root := index . 0 -}}
 {{- $keys := index . 1 -}}
@@ -143,7 +143,7 @@ env:
 {{- end }}
 {{- end }}
 
-{{- /* Of: root, the names of its files of credentials, sizes of /tmp and of the data folder; no size: it is a claim. */}}
+{{- /* Arguments: root, names of credentials files, sizes of /tmp and of the data folder (empty: it is a claim). */}}
 {{- define "spillway.volumes" -}}
 {{- $root := index . 0 -}}
 {{- $nats := $root.Values.nats -}}
@@ -166,23 +166,23 @@ env:
 {{- end }}
 {{- end }}
 
-{{- /* The name of a pool's Deployment. Of: root, pool. */}}
+{{- /* Name of a pool's Deployment. Arguments: root, pool. */}}
 {{- define "spillway.workers" -}}
 {{ include "spillway.fullname" (index . 0) }}-worker-{{ index . 1 }}
 {{- end }}
 
-{{- /* "true" if a controller scales a pool of this release. Of: root, pool, [pools.X]. */}}
+{{- /* "true" if a controller scales a pool of this release. Arguments: root, pool, [pools.X]. */}}
 {{- define "spillway.scaledByController" -}}
 {{- $driver := dig "fleet" "driver" dict (index . 2) -}}
 {{- if eq ($driver.kind | default "") "kubernetes" }}true{{ end -}}
 {{- end }}
 
-{{- /* A name as the queue's consumers have it: protocol/subjects.py, `escape`. */}}
+{{- /* A name escaped as in the queue's consumer names: `escape` in protocol/subjects.py. */}}
 {{- define "spillway.escape" -}}
 {{- range regexFindAll "." . -1 }}{{ if regexMatch "^[A-Za-z0-9_-]$" . }}{{ . }}{{ else }}{{ regexReplaceAll "(..)" (printf "%X" .) "=$1" }}{{ end }}{{ end -}}
 {{- end }}
 
-{{- /* Peers of a policy, none where there is nothing to name. Of: names of namespaces, CIDRs. */}}
+{{- /* Peers of a policy, empty without arguments. Arguments: names of namespaces, CIDRs. */}}
 {{- define "spillway.peers" -}}
 {{- range index . 0 }}
 - { namespaceSelector: { matchLabels: { kubernetes.io/metadata.name: {{ . }} } } }

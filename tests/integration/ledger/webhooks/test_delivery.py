@@ -321,7 +321,7 @@ async def test_no_more_waits_for_an_endpoint_than_its_limit(
     async with running(max_waiting_per_endpoint=3, retries_s=[3600.0]):
         await until(lambda: _outcomes(engine, {"waiting": 3, "failed": 2}))
     errors = [delivery.error for delivery in await list_deliveries(engine, endpoint.endpoint_id, 9)]
-    assert errors.count("3 deliveries waited already") == 2
+    assert errors.count("not queued: 3 deliveries were already waiting") == 2
     totals, _, oldest = await _deliveries(engine).summary()
     assert totals["dropped"] == 2
     assert oldest is not None

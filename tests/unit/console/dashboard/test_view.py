@@ -121,5 +121,5 @@ def test_a_calendar_month_is_a_range_of_the_viewers_zone() -> None:
 
 @pytest.mark.parametrize("month", ["2026-13", "2026-1", "11-2026", "0000-01", "9999-12"])
 def test_what_is_no_month_is_refused(month: str) -> None:
-    with pytest.raises(InvalidParameter, match="is not a month such as 2026-11"):
+    with pytest.raises(InvalidParameter, match="is not a month. Example: 2026-11"):
         view(month=month)

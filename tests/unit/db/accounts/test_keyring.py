@@ -117,7 +117,7 @@ async def test_start_waits_for_sql_and_says_so(
         await connection.execute(text("ALTER TABLE api_keys_away RENAME TO api_keys"))
     await starting
     assert keyring.authenticate(token) is not None
-    assert "the database answers" in caplog.text
+    assert "the database is available again" in caplog.text
     await keyring.close()
 
 

@@ -62,7 +62,7 @@ def test_a_name_is_stored_stripped_and_composed(given: str, stored: str) -> None
 
 @pytest.mark.parametrize("prefix", ["key_", "team_", "org_", "KEY_", "Team_", " key_"])
 def test_a_name_like_an_id_is_refused(prefix: str) -> None:
-    with pytest.raises(InvalidName, match="must not begin like an id: key_, team_, org_"):
+    with pytest.raises(InvalidName, match="must not start with the prefix of an id: key_, team_, org_"):
         checked_name(f"{prefix}x")
 
 
@@ -156,7 +156,7 @@ async def test_a_name_like_an_id_is_no_prefix_of_one(engine: AsyncEngine) -> Non
     name = victim.key_id[:8]
     await named_by_an_older_release(engine, "api_keys", other.key_id, name)
     with pytest.raises(
-        UnknownKey, match=f"no active key has the id '{name}'; the one of this name has the id {other.key_id}"
+        UnknownKey, match=f"no active key has the id '{name}'. The active key with this name has the id {other.key_id}"
     ):
         await revoke_key(engine, name)
     assert len(await list_keys(engine)) == 2
@@ -171,9 +171,9 @@ async def test_a_team_and_an_organisation_are_meant_by_id_first(engine: AsyncEng
     await named_by_an_older_release(engine, "organisations", c.organisation_id, "org_legacy")
     async with engine.connect() as connection:
         assert (await find_team(connection, a.team_id)).team_id == a.team_id
-        with pytest.raises(UnknownTeam, match=f"the one of this name has the id {a.team_id}"):
+        with pytest.raises(UnknownTeam, match=f"The team with this name has the id {a.team_id}"):
             await find_team(connection, "team_legacy")
-    with pytest.raises(UnknownOrganisation, match=f"the one of this name has the id {c.organisation_id}"):
+    with pytest.raises(UnknownOrganisation, match=f"The organization with this name has the id {c.organisation_id}"):
         await rename_organisation(engine, "org_legacy", "e", ME)
     assert (await update_team(engine, a.team_id, {"name": "e"}, ME)).team_id == a.team_id
     assert (await rename_organisation(engine, c.organisation_id, "e", ME)).organisation_id == c.organisation_id

@@ -56,7 +56,9 @@ def test_each_team_has_its_own_role() -> None:
     assert who.may("change_keys", OTHER, "user:me")
     assert who.teams_for("manage_webhooks") == (MINE,)
     assert who.team_ids == (MINE, OTHER)
-    with pytest.raises(NotAllowed, match="Your role, member, may not change, rotate or revoke this key"):
+    with pytest.raises(
+        NotAllowed, match=r"Your role \(member\) does not allow you to change, rotate or revoke this key"
+    ):
         who.require("change_keys", OTHER, "user:else")
 
 

@@ -105,7 +105,7 @@ async def test_teams_are_made_and_changed(engine: AsyncEngine) -> None:
         await create_team(engine, "find", ME)
     with pytest.raises(UnknownTeam):
         await update_team(engine, "search", {}, ME)
-    with pytest.raises(InvalidField, match="organisation: no organisation has the id or name 'x'"):
+    with pytest.raises(InvalidField, match="organisation: no organization has the id or name 'x'"):
         await update_team(engine, "find", {"organisation": "x"}, ME)
 
 
@@ -283,7 +283,7 @@ def test_models_are_those_configured_and_an_end_lies_ahead() -> None:
     assert checked_grant({"models": ["short", "small", "large"]}, names, 5)["models"] == ("small", "large")
     assert checked_grant({"models": None, "expires_unix_ms": 6}, names, 5) == {"models": None, "expires_unix_ms": 6}
     for wrong, said in (
-        ({"models": ["tiny"]}, "models: 'tiny' is not configured; there are: large, short, small"),
+        ({"models": ["tiny"]}, "models: 'tiny' is not configured. Configured models: large, short, small"),
         ({"models": []}, "models: at least one"),
         ({"expires_unix_ms": 5}, "expires_unix_ms: must be in the future"),
     ):
