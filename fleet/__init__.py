@@ -1,1 +1,1 @@
-"""Decides how many workers each pool should have, and starts and ends the machines that they run on."""
+"""The fleet controller: decides how many workers each pool has, and starts and ends their machines."""

@@ -1,10 +1,10 @@
-"""The controller: look, decide, act, every few seconds, while this process leads.
+"""The controller: every few seconds, while this process is the leader, it observes, decides and acts.
 
-    look     heartbeats, queue, providers' lists ──> the books say what is
+    look     heartbeats, queue, providers' lists ──> the store has the current state
     decide   policy: the size of each pool, with a reason
-    act      launches (a row, then the provider), drains, ends; what nobody owns is ended
+    act      launches (first a row, then the provider), drains, ends; machines without a row are ended
 
-Everything that must survive is in the books and at the providers; a controller that dies loses nothing.
+All state is in SQL and at the providers: a controller that dies loses nothing.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from msgspec.structs import replace
 
 from db.engine import DatabaseUnavailable
 from db.tables import Decision
-from fleet.books import Books
 from fleet.drivers.base import Driver
 from fleet.errors import FleetError, LaunchRefused, ProviderError
 from fleet.leader import Leadership
 from fleet.machine import OVER, PAID, STARTING, Machine, Order, ProviderMachine, State, labels_of, new_machine_id
+from fleet.machine_store import MachineStore
 from fleet.matching import match
 from fleet.monitor import Monitor
 from fleet.policy.decide import Decider
@@ -48,8 +48,10 @@ MAX_LAUNCHES: Final = 50  # in one round, of one pool
 EXPIRY_MARGIN_S: Final = 300.0  # between the last drain of a machine and the end of its credentials
 FORGET_PERIOD_S: Final = 3600.0
 
-Listed = Mapping[str, Sequence[ProviderMachine] | None]  # by pool, what its provider has; None: it does not answer
-Unowned = Mapping[str, set[str]]  # by pool, the provider's ids of machines that are nobody's
+Listed = Mapping[
+    str, Sequence[ProviderMachine] | None
+]  # machines at the provider, by pool; None: the provider does not answer
+Unowned = Mapping[str, set[str]]  # provider ids of machines without a row, by pool
 
 _Result = TypeVar("_Result")
 
@@ -57,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 class FleetPool(Struct, frozen=True):
-    """One pool whose size is ours to decide."""
+    """One pool that the controller scales."""
 
     name: str
     tier: str
@@ -78,7 +80,7 @@ class Group(Struct, frozen=True):
 
 
 class Controller:
-    """Keeps all pools at the size that the policy decides."""
+    """Scales all pools to the size that the policy decides."""
 
     def __init__(
         self,
@@ -86,28 +88,28 @@ class Controller:
         groups: Sequence[Group],
         *,
         bus: Bus,
-        books: Books,
+        store: MachineStore,
         monitor: Monitor,
         leadership: Leadership,
         keys: WorkerKeys | None = None,
     ) -> None:
-        """``keys``: that credentials of launched machines are signed by; None: these have none of their own."""
+        """``keys`` sign the credentials of launched machines; None: machines get no credentials."""
         self._settings = settings
         self._groups = groups
         self._pools = [pool for group in groups for pool in group.pools]
         self._bus = bus
-        self._books = books
+        self._store = store
         self._monitor = monitor
         self._leadership = leadership
         self._keys = keys
         self._calls = asyncio.Semaphore(MAX_CALLS)
         self._rests_until_s: dict[tuple[str, str], float] = {}  # by pool and place (monotonic clock)
-        self._decided: dict[str, int] = {}  # by pool: the last size that was written down
-        self._ended: Counter[tuple[str, str]] = Counter()  # machines that are over, by pool and state
+        self._decided: dict[str, int] = {}  # last stored size, by pool
+        self._ended: Counter[tuple[str, str]] = Counter()  # ended machines, by pool and state
         self._forgot_s = float("-inf")
 
     async def run(self) -> None:
-        """Work for ever; cancel it to stop. Machines stay."""
+        """Run until canceled. Machines keep running."""
         while True:
             began_s = time.monotonic()
             try:
@@ -118,9 +120,9 @@ class Controller:
             await asyncio.sleep(max(0.0, began_s + self._settings.period_s - time.monotonic()))
 
     async def round(self) -> None:
-        """Look, decide and act once. Raises BusError and DatabaseUnavailable; then nothing is lost."""
+        """Run one round: look, decide, act. Raises BusError and DatabaseUnavailable; then call again."""
         await self._monitor.look()
-        self._monitor.take_batches(await self._books.batches())
+        self._monitor.take_batches(await self._store.batches())
         machines, unowned = await self._reconcile(await self._list_all())
         for group in self._groups:
             await self._size(group, machines)
@@ -129,7 +131,7 @@ class Controller:
         await self._forget_decisions()
 
     async def end_everything(self, limit_s: float) -> None:
-        """Drain and end all machines within a time; what then remains is ended as it is."""
+        """Drain and end all machines within a time limit; after that, end them without draining."""
         deadline_s = time.monotonic() + limit_s
         plan = PoolPlan("", 0, {}, 0, "the installation ends")
         while self._leadership.is_leader or await self._leadership.renew():
@@ -154,7 +156,7 @@ class Controller:
         return dict(zip((pool.name for pool in self._pools), found, strict=True))
 
     async def _list(self, pool: FleetPool) -> Sequence[ProviderMachine] | None:
-        """Return what a pool's provider has; None: it does not answer."""
+        """Return the machines at a pool's provider; None: it does not answer."""
         try:
             async with self._calls, asyncio.timeout(LIST_LIMIT_S):
                 return await pool.driver.machines()
@@ -163,14 +165,14 @@ class Controller:
             return None
 
     async def _reconcile(self, listed: Listed) -> tuple[dict[str, Machine], Unowned]:
-        """Bring the books up to what is; returns the machines that are not over, by id, and what nobody owns.
+        """Update the stored machines; return those that have not ended, by id, and provider machines without a row.
 
         ``listed`` is older than the rows that are read here, so each machine in it has had its row before.
         """
-        now_unix_ms, rows = unix_now_ms(), await self._books.machines()
+        now_unix_ms, rows = unix_now_ms(), await self._store.machines()
         machines: dict[str, Machine] = {}
         unowned: dict[str, set[str]] = {}
-        for pool in self._pools:  # rows of pools that are no longer configured stay: nobody decides about them
+        for pool in self._pools:  # rows of pools that are no longer configured are kept unchanged
             theirs = [row for row in rows if row.pool == pool.name]
             there = listed[pool.name]
             matched = None if there is None else match(theirs, there)
@@ -182,7 +184,7 @@ class Controller:
     async def _reconciled(
         self, pool: FleetPool, rows: Sequence[Machine], owned: Mapping[str, ProviderMachine] | None, now_unix_ms: int
     ) -> list[Machine]:
-        """Return a pool's machines that are not over, as they now are."""
+        """Return a pool's machines that have not ended, in their current state."""
         settings, beats, kept = self._settings, self._monitor.beats(pool.name), []
         limits = Limits(
             settings.launch_limit_s,
@@ -214,7 +216,7 @@ class Controller:
 
     async def _put(self, machine: Machine) -> None:
         log.info("machine %s of pool %s: %s: %s", machine.machine_id, machine.pool, machine.state, machine.reason)
-        await self._books.put(machine)
+        await self._store.put(machine)
 
     def _rest(self, pool: FleetPool, place: str) -> None:
         self._rests_until_s[pool.name, place] = time.monotonic() + pool.settings.unavailable_s
@@ -256,7 +258,7 @@ class Controller:
         )
 
     async def _write_down(self, views: Sequence[PoolView], plans: Sequence[PoolPlan]) -> None:
-        """Write down the sizes that have changed."""
+        """Store the sizes that have changed."""
         now_unix_ms = unix_now_ms()
         by_name = {view.name: view for view in views}
         changed = [plan for plan in plans if self._decided.get(plan.pool) != plan.size]
@@ -264,13 +266,13 @@ class Controller:
         for plan in changed:
             view = by_name[plan.pool]
             decisions.append(Decision(now_unix_ms, plan.pool, plan.size, view.ready, view.starting, plan.reason))
-        await self._books.add_decisions(decisions)
+        await self._store.add_decisions(decisions)
         for plan in changed:
             log.info("pool %s: %d workers: %s", plan.pool, plan.size, plan.reason)
             self._decided[plan.pool] = plan.size
 
     def _state(self, machines: Mapping[str, Machine]) -> FleetState:
-        """Return what gateways show of the fleet."""
+        """Return the fleet's state for the gateways."""
         states: dict[str, Counter[str]] = {pool.name: Counter() for pool in self._pools}
         for machine in machines.values():
             states[machine.pool][machine.state] += 1
@@ -291,7 +293,7 @@ class Controller:
         if time.monotonic() - self._forgot_s > FORGET_PERIOD_S:
             self._forgot_s = time.monotonic()
             kept_ms = self._settings.keep_decisions_days * 86_400_000
-            await self._books.forget_decisions(unix_now_ms() - kept_ms)
+            await self._store.forget_decisions(unix_now_ms() - kept_ms)
 
     # --- act ----------------------------------------------------------------------------------------------------------
 
@@ -301,12 +303,12 @@ class Controller:
         machines.update({machine.machine_id: machine for machine in launched if machine is not None})
 
     async def _launch(self, pool: FleetPool, place: str, reason: str) -> Machine | None:
-        """Write a machine down and launch it; None: not launched, or this process does not lead any more."""
+        """Store a machine and launch it; None: not launched, or this process is no longer the leader."""
         machine = Machine(new_machine_id(), pool.name, place, State.WANTED, unix_now_ms(), reason=reason)
         async with self._calls:
             if not self._leadership.is_leader:
                 return None
-            await self._books.add(machine)
+            await self._store.add(machine)
             try:
                 order = self._order(pool, machine)
                 async with asyncio.timeout(LAUNCH_LIMIT_S):
@@ -331,7 +333,7 @@ class Controller:
         return launched
 
     def _order(self, pool: FleetPool, machine: Machine) -> Order:
-        """Return what a driver needs to launch a machine. Raises LaunchRefused."""
+        """Return the order for a driver to launch a machine. Raises LaunchRefused."""
         labels = labels_of(self._settings.fleet_id, machine.machine_id, pool.name)
         environment = {**pool.environment, "SPILLWAY_MACHINE": machine.machine_id}
         if self._keys is not None:
@@ -343,10 +345,10 @@ class Controller:
         return Order(machine.machine_id, pool.name, machine.place, labels, environment)
 
     async def _begin_end(self, machine: Machine, plan: PoolPlan) -> Machine:
-        """Drain a machine that serves; one that does not is ended at once."""
+        """Drain a serving machine; end any other machine immediately."""
         if machine.state is State.SERVING:
             ending = replace(machine, state=State.DRAINING, drained_unix_ms=unix_now_ms(), reason=plan.reason)
-        elif machine.provider_id is None:  # it may be launched this very moment: the next round knows
+        elif machine.provider_id is None:  # it may be launching right now; the next round decides
             return machine
         else:
             ending = replace(machine, state=State.ENDING, reason=plan.reason)
@@ -354,7 +356,7 @@ class Controller:
         return ending
 
     async def _end_all(self, machines: Mapping[str, Machine], unowned: Unowned) -> None:
-        """Tell workers to drain, end drained machines and those that nobody owns."""
+        """Tell workers to drain; end drained machines and machines without a row."""
         calls = []
         for pool in self._pools:
             theirs = [machine for machine in machines.values() if machine.pool == pool.name]
@@ -385,13 +387,13 @@ class Controller:
 
 
 def _floor(settings: PoolFleetSettings, unix_s: float) -> int:
-    """Return a pool's floor, now or when a machine that is launched now will serve."""
+    """Return a pool's minimum size, now or when a machine that is launched now will serve."""
     scheduled = (floor_at(settings.schedules, unix_s + ahead_s) for ahead_s in (0.0, settings.start_s))
     return max(settings.min_workers, *scheduled)
 
 
 async def _each(calls: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Await all, and raise the first error only then: nothing goes on behind a round that has failed."""
+    """Await all calls, then raise the first error, so that no call outlives a failed round."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

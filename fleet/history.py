@@ -1,4 +1,4 @@
-"""What the ledger knows of the past: the tokens of each quarter of an hour of the last weeks, and of a request."""
+"""The history of demand, from the ledger: tokens per quarter of an hour of the last weeks, and per request."""
 
 import logging
 import time
@@ -34,7 +34,7 @@ def _requests_of(queues: AbstractSet[str], trusted_pools: AbstractSet[str], sinc
 async def tokens_per_request(
     engine: AsyncEngine, trusted_pools: AbstractSet[str], queues: AbstractSet[str]
 ) -> float | None:
-    """Return the mean of what a group's answered requests took lately; None: there were none, or SQL is away."""
+    """Return the mean tokens of a group's recent answered requests; None: no requests, or SQL is unavailable."""
     since_s = (int(time.time() // SLOT_S) - SIZED_SLOTS + 1) * int(SLOT_S)
     sums = func.sum(RollupRow.requests), func.sum(RollupRow.prompt_tokens + RollupRow.completion_tokens)
     statement = select(*sums).join(SliceRow, SliceRow.id == RollupRow.slice_id)
@@ -54,7 +54,7 @@ async def learn(
 ) -> None:
     """Teach a forecast the last weeks' tokens of a group. Without SQL it knows nothing yet, which is logged.
 
-    ``trusted_pools``: who answered in the queues of what demands them; nobody else did.
+    ``trusted_pools``: the only pools that answer jobs of trusted queues.
     """
     now_s = time.time()
     since_s = int((now_s - WEEKS * 7 * 86_400) // SLOT_S) * int(SLOT_S)

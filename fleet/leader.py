@@ -1,6 +1,6 @@
-"""One controller leads, by a lease; any number may run.
+"""Leader election by a lease: any number of controllers can run, one leads.
 
-What a lease does not catch costs a machine too many, which is in the books and is ended by the next decision.
+If two controllers briefly lead, there may be an extra machine. It has a row, and the next decision ends it.
 """
 
 import logging
@@ -24,7 +24,7 @@ class Leadership:
 
     @property
     def is_leader(self) -> bool:
-        """True while the lease is surely ours."""
+        """True while this process certainly holds the lease."""
         return self._lease.is_held
 
     async def renew(self) -> bool:
@@ -38,5 +38,5 @@ class Leadership:
         return self.is_leader
 
     async def release(self) -> None:
-        """Let another controller lead at once. Raises BusError."""
+        """Release the lease, so that another controller can lead immediately. Raises BusError."""
         await self._lease.release()

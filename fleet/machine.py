@@ -5,8 +5,8 @@
       │                   │                       └───────────────────┴─ no longer at the provider ─> lost
       └─ not launched ────┴─ not serving in time ──────────────────────────────────────────────────> failed
 
-A row is written before the provider is asked, and the provider's machine carries its id: whatever instant a controller
-dies at, the next one finds on one side or the other what it must go on with.
+A row is written before the launch is requested, and the provider's machine carries its id. If a controller dies at any
+point, the next one finds the row or the machine and continues.
 """
 
 import enum
@@ -25,14 +25,14 @@ POOL_LABEL: Final = "spillway-pool"
 class State(enum.StrEnum):
     """States of a machine. What a provider may still charge for is ``PAID``."""
 
-    WANTED = "wanted"  # in the books; the provider may have been asked
+    WANTED = "wanted"  # has a row; the launch may have been requested
     LAUNCHED = "launched"  # the provider has it; its worker has not sent a heartbeat
     SERVING = "serving"
-    DRAINING = "draining"  # its worker takes nothing new
-    ENDING = "ending"  # the provider has been asked to end it
-    GONE = "gone"  # ended by us
+    DRAINING = "draining"  # its worker accepts no new jobs
+    ENDING = "ending"  # its end has been requested from the provider
+    GONE = "gone"  # ended by the controller
     LOST = "lost"  # ended by the provider
-    FAILED = "failed"  # not launched, or its worker did not come in time
+    FAILED = "failed"  # not launched, or no heartbeat in time
 
 
 PAID: Final = frozenset({State.WANTED, State.LAUNCHED, State.SERVING, State.DRAINING, State.ENDING})
@@ -41,11 +41,11 @@ OVER: Final = frozenset({State.GONE, State.LOST, State.FAILED})
 
 
 class Machine(Struct, frozen=True):
-    """One row of the books."""
+    """One row of ``fleet_machines``."""
 
     machine_id: str
     pool: str
-    place: str  # where in its pool: a zone and a type of machine, as its driver names them; "": there is only one
+    place: str  # zone and type of machine, as named by its driver; "": the pool has only one
     state: State
     wanted_unix_ms: int
     provider_id: str | None = None  # None until the provider has answered
@@ -78,7 +78,7 @@ class ProviderMachine(Struct, frozen=True):
 
     @property
     def machine_id(self) -> str | None:
-        """The id in our books that it was launched for; None: it has no such label (``fleet.matching``)."""
+        """The machine id in its label; None: it has no such label (``fleet.matching``)."""
         return self.labels.get(MACHINE_LABEL)
 
 

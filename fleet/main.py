@@ -1,4 +1,4 @@
-"""The fleet controller's process: connect, learn the past, then decide and act while it leads."""
+"""The fleet controller's process: connect, learn from history, then decide and act while it is the leader."""
 
 import asyncio
 import contextlib
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from db.engine import create_engine
-from fleet.books import Books
 from fleet.controller import Controller, FleetPool, Group
 from fleet.drivers import registry
 from fleet.history import learn, tokens_per_request
 from fleet.leader import Leadership
+from fleet.machine_store import MachineStore
 from fleet.monitor import Monitor, MonitoredGroup
 from fleet.policy.decide import Decider
 from fleet.settings import ControllerSettings, FleetSettings, ManagedPool, ProcessSettings
@@ -41,7 +41,7 @@ async def run(
 ) -> None:
     """Control the fleet until SIGTERM or SIGINT. Raises BusError if no queue server answers at first.
 
-    ``ends_machines``: drain and end all machines before returning; otherwise they stay for the next controller.
+    ``ends_machines``: drain and end all machines before returning; otherwise the next controller adopts them.
     """
     stopped = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
@@ -61,7 +61,13 @@ async def run(
         stack.push_async_callback(_release, leadership)
         keys = None if settings.fleet.worker_keys is None else WorkerKeys.read(settings.fleet.worker_keys)
         controller = Controller(
-            settings.fleet, groups, bus=bus, books=Books(engine), monitor=monitor, leadership=leadership, keys=keys
+            settings.fleet,
+            groups,
+            bus=bus,
+            store=MachineStore(engine),
+            monitor=monitor,
+            leadership=leadership,
+            keys=keys,
         )
         clock = asyncio.create_task(bus.clock.run(), name="server clock")
         controlling = asyncio.create_task(_control(bus, controller), name="controller")

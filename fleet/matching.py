@@ -1,7 +1,7 @@
-"""Which of a provider's machines belongs to which row of the books.
+"""Matching a provider's machines with the rows of ``fleet_machines``.
 
-By the label, where machines can carry one; else by the provider's id, which a row has from its launch on. Where the
-answer to a launch was lost, a machine without a label goes to the oldest row that still waits for one.
+By label, if machines can have labels; otherwise by the provider's id, which a row has from its launch on. If the
+answer to a launch was lost, a machine without a label is matched with the oldest row that has no provider id.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,14 +12,14 @@ from fleet.machine import Machine, ProviderMachine, State
 
 
 class Matched(Struct, frozen=True):
-    """What a provider lists, beside the books."""
+    """The machines that a provider lists, matched with rows."""
 
     owned: dict[str, ProviderMachine]  # by our id
     unowned: tuple[ProviderMachine, ...]  # also a second machine for one row; those that are ending are left out
 
 
 def match(machines: Iterable[Machine], listed: Iterable[ProviderMachine]) -> Matched:
-    """Return who owns what. ``machines``: a pool's rows that are not over."""
+    """Match machines and rows. ``machines``: a pool's rows that have not ended."""
     rows = sorted(machines, key=lambda row: (row.wanted_unix_ms, row.machine_id))
     by_id = {row.machine_id: row for row in rows}
     by_provider_id = {row.provider_id: row for row in reversed(rows) if row.provider_id is not None}

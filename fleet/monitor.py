@@ -1,4 +1,4 @@
-"""What workers and queue say: who serves, how much work arrives and waits, how fast a worker is."""
+"""Measurements from workers and the queue: serving workers, arriving and waiting work, speed of workers."""
 
 import logging
 import math
@@ -32,7 +32,7 @@ BATCH_DUE_S: Final = 3600.0  # of batch jobs that belong to no batch, and name n
 DUE_STEP_MS: Final = 900_000  # batches that are due within the same step are one piece of work
 SIZES_PERIOD_S: Final = 60.0  # between two looks at what the ledger says of requests
 
-RequestTokens = Callable[[AbstractSet[str]], Awaitable[float | None]]  # of some queues, lately; None: it is not known
+RequestTokens = Callable[[AbstractSet[str]], Awaitable[float | None]]  # recent mean over some queues; None: unknown
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class MonitoredGroup(Struct, frozen=True):
 
     queues: frozenset[str]  # subjects.queue_of
     start_s: float  # of the slowest pool's machines
-    idle_s: float  # without any request, after which nothing of the last minutes' level is believed any more
+    idle_s: float  # time without requests after which the last minutes' level is dropped
     hosted_usd_per_token: float | None = None  # of the API that takes what would wait for too long; None: there is none
 
 
@@ -124,7 +124,7 @@ class Monitor:
 
     async def _on_heartbeat(self, message: Msg) -> None:
         worker_id = subjects.worker_of_heartbeat(message.subject)
-        if "Status" in (message.headers or {}):  # an answer of the server that somebody has led here
+        if "Status" in (message.headers or {}):  # a status message of the server that was redirected to this subject
             return
         if not message.data:  # it has signed off
             self._beats.pop(worker_id, None)
@@ -135,7 +135,7 @@ class Monitor:
             log.warning("dropped a heartbeat: %s", error)
 
     def receive(self, beat: Heartbeat) -> None:
-        """Take a worker's state, and what it has done since its last heartbeat."""
+        """Store a worker's state, and add its work since its last heartbeat."""
         _, before = self._beats.get(beat.worker_id, (0.0, None))
         self._beats[beat.worker_id] = (time.monotonic(), beat)
         group = next((self._by_queue[queue] for queue in beat.queues if queue in self._by_queue), None)

@@ -1,6 +1,6 @@
-"""What open batches still need, and by when: the tables of batches say it, and no queue could.
+"""The remaining work of open batches and its deadlines, from the tables of batches.
 
-A feeder keeps the batch lane shallow, so what waits there says nothing of a million lines that are due tomorrow.
+A feeder keeps the batch lane short, so the lane does not show a million lines that are due tomorrow.
 """
 
 from collections.abc import Mapping, Sequence

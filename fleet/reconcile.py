@@ -1,6 +1,6 @@
-"""What the books, the providers and the heartbeats say together: pure functions.
+"""What the store, the providers and the heartbeats say together: pure functions.
 
-The books know what was wanted, a provider what it charges for, a heartbeat what serves. Where they differ, this module
+A row says what was wanted, the provider what it charges for, a heartbeat what serves. If they differ, this module
 says what becomes of a machine; which of the provider's is which, ``fleet.matching`` says.
 """
 
@@ -41,7 +41,7 @@ def reconciled(
     limits: Limits,
     now_unix_ms: int,
 ) -> Machine:
-    """Return what the books should say of a machine.
+    """Return the updated row of a machine.
 
     ``listed``: the provider's machines by our id; None: it has not answered, and nothing is concluded from that.
     """
@@ -58,7 +58,7 @@ def reconciled(
 
 
 def _there(machine: Machine, there: ProviderMachine, beat: Beat | None, limits: Limits, now_unix_ms: int) -> Machine:
-    """Return what becomes of a machine that the provider has."""
+    """Return the updated row of a machine that the provider lists."""
     if machine.provider_id is None:
         machine = replace(
             machine,
@@ -83,7 +83,11 @@ def _there(machine: Machine, there: ProviderMachine, beat: Beat | None, limits: 
 def _serving(machine: Machine, beat: Beat | None, now_unix_ms: int) -> Machine:
     if machine.state in STARTING and machine.provider_id is not None and beat is not None:
         return replace(
-            machine, state=State.SERVING, worker_id=beat.worker_id, serving_unix_ms=now_unix_ms, reason="serving"
+            machine,
+            state=State.SERVING,
+            worker_id=beat.worker_id,
+            serving_unix_ms=now_unix_ms,
+            reason="first heartbeat received",
         )
     return machine
 

@@ -1,7 +1,7 @@
 """Adding requests' tags to the tags' rollups: spending by tag and key.
 
 Clients can send any tags, even new ones with each request, so stored tags are limited per key: the first
-``MAX_NAMES`` names, and the first ``MAX_VALUES`` values of each name. A further value counts as ``OTHER`` of its name, a
+``MAX_NAMES`` names, and the first ``MAX_VALUES`` values per name. A further value counts as ``OTHER`` of its name, a
 further name as ``OTHER``. Tags of a key are never deleted: a removed request is subtracted
 from the tag to which it was added.
 """

@@ -208,7 +208,7 @@ class LedgerWriter:
             log.warning("cannot write intents, will retry: %s", error)
 
     async def _look_for_abandoned(self) -> None:
-        """Once a period, write rows for requests that no gateway holds any more."""
+        """Once a period, write rows for requests that no gateway holds."""
         while not await wait_for(self._stopping, self._settings.abandoned_period_s):
             await self._measure_clock()
             await _guarded("recording requests of gateways that died", self._record_abandoned)
@@ -369,7 +369,7 @@ class LedgerWriter:
 
 
 async def _guarded(what: str, job: Callable[[], Awaitable[None]]) -> None:
-    """Do a job that comes round again. What nobody expected is logged, and the other jobs go on."""
+    """Run a periodic job. An unexpected exception is logged and does not affect other jobs."""
     try:
         await job()
     except Exception:

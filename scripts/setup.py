@@ -152,13 +152,13 @@ def configured_index() -> str | None:
 
     uv.lock names PyPI's files, and uv knows nothing of pip's configuration.
     """
-    told = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL")
-    if not told:
+    url = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL")
+    if not url:
         pip = [str(installer()), "-m", "pip", "config", "list"]
         listed = subprocess.run(pip, capture_output=True, text=True, check=False).stdout
         found = re.search(r"^\S*\.index-url='(.+)'$", listed, re.MULTILINE)
-        told = found[1] if found else None
-    return None if told is None or told.rstrip("/") == PYPI else told
+        url = found[1] if found else None
+    return None if url is None or url.rstrip("/") == PYPI else url
 
 
 def install_packages(step: Step, *, profile: str) -> None:

@@ -12,7 +12,7 @@ case "${1:?usage: worker.sh setup|run}" in
     curl --location --silent --show-error --fail https://astral.sh/uv/0.13.9/install.sh | sh
     uv venv --allow-existing --python 3.12 "$HOME/vllm"
     uv pip install --python "$HOME/vllm" 'vllm==0.32.0'
-    # The side-car has an environment of its own, so that neither's packages disturb the other's.
+    # The sidecar has a separate environment, so that its packages cannot conflict with the server's.
     UV_PROJECT_ENVIRONMENT="$HOME/spillway" uv sync --project "$HOME/lock" --frozen --inexact --python 3.12 --only-group sidecar
     uv pip install --python "$HOME/spillway" --no-deps "$HOME"/spillway_gateway-*.whl
     as_root=()

@@ -8,7 +8,7 @@
 # The machine needs Docker, NVIDIA's driver and container toolkit, and a way out; nothing connects to it. The image is that of
 # deploy/images/vllm.Dockerfile. MODEL on the Hugging Face hub becomes the folder MODEL_FOLDER, which the pool's engine names.
 #
-# What it prints holds the queue's password: whoever may read the machine's user data has it.
+# The output contains the queue's password: everyone who can read the machine's user data can read it.
 set -eu
 pool="${1:?usage: make-user-data.sh POOL CONFIGURATION IMAGE}"
 configuration="${2:?usage: make-user-data.sh POOL CONFIGURATION IMAGE}"

@@ -1,1 +1,1 @@
-"""Ways to get a machine: one file for each kind of provider, and the registry."""
+"""Drivers: one file per kind of provider, and the registry."""

@@ -1,15 +1,15 @@
-"""The protocol of drivers: one for each way to get a machine.
+"""The protocol of drivers, which launch, list and end machines at a provider.
 
-A driver keeps no state of its own that a restart would miss: what it has launched, it finds again at the provider by
-the label. Duties, checked by ``tests/fleet/test_drivers.py`` for each driver:
+A driver keeps no state that a restart would lose: it finds its machines again at the provider by their
+labels. Requirements, checked by ``tests/fleet/test_drivers.py`` for each driver:
 
-- ``launch`` with the same order twice makes one machine, as far as the provider allows it (``launches_once``);
-- a machine that was launched is listed, with its labels, until it is gone, also by a driver made anew;
-- ``end`` of a machine that is ending or gone does nothing;
-- other people's machines are neither listed nor ended.
+- ``launch`` with the same order twice creates one machine, if the provider supports that (``launches_once``);
+- a launched machine is listed with its labels until it is gone, also by a new driver object;
+- ``end`` of an ending or ended machine does nothing;
+- machines of others are neither listed nor ended.
 
 Some providers scale a group of replicas and name these themselves (``replicas``). Where such a replica cannot carry a
-label, it is listed without ours: the books know it by the provider's id (``fleet.matching``).
+label, it is listed without one: its row has the provider's id (``fleet.matching``).
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ class Driver(Protocol):
 
     @property
     def places(self) -> Sequence[str]:
-        """The places at which this pool's machines may be launched, best first; [""] where there is only one."""
+        """The places where this pool's machines can be launched, best first; [""] if there is only one."""
         ...
 
     async def launch(self, order: Order) -> str:
-        """Launch a machine; return the provider's id of it.
+        """Launch a machine; return the provider's id.
 
         Raises ProviderError (it may exist), or LaunchRefused, NoCapacity, OverQuota (it does not).
         """
@@ -40,9 +40,9 @@ class Driver(Protocol):
         ...
 
     async def end(self, provider_id: str) -> None:
-        """End a machine now; its worker has been drained, or cannot be. Idempotent. Raises ProviderError."""
+        """End a machine now. Its worker has been drained or cannot be. Idempotent. Raises ProviderError."""
         ...
 
     async def close(self) -> None:
-        """Close connections; machines stay."""
+        """Close connections. Machines keep running."""
         ...

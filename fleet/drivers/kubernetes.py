@@ -3,7 +3,7 @@
 Sub-resource, errors: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/deployment-v1/. Which pod
 goes when a ReplicaSet shrinks: https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost
 and, for the whole order, ActivePodsWithRanks in kubernetes/pkg/controller/controller_utils.go: pods that are not
-running go before those that are, whatever the annotation says; among equals the annotation decides.
+running go before those that are, regardless of the annotation; among equals the annotation decides.
 
 A pod learns its machine from its own name (``SPILLWAY_MACHINE`` by the downward API): the label comes after its start.
 Nothing else may scale the Deployment; the controller may get it, patch its scale, and list, patch and delete pods.
@@ -67,7 +67,7 @@ class KubernetesApi:
             await self._client.get(Deployment, self._deployment)
 
     async def scale(self, size: int, group: ReplicaGroup) -> None:
-        """Scale the Deployment, unless somebody else has done so since."""
+        """Scale the Deployment, unless it was changed meanwhile."""
         change = [
             {"op": "test", "path": "/spec/replicas", "value": group.size},
             {"op": "replace", "path": "/spec/replicas", "value": size},

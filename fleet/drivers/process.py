@@ -139,7 +139,7 @@ def _start_of(process: psutil.Process) -> int:
     """Return a process' start: the same whenever it is asked, and later for a later process. Raises psutil.Error.
 
     Linux counts it from the boot. psutil adds the time of the boot, which Linux gives in whole seconds and works out
-    anew whenever it is asked: a clock that is set right by a millisecond may move it by a second.
+    again at each call: correcting the clock by a millisecond may move it by a second.
     """
     try:
         stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace")

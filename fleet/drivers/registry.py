@@ -1,4 +1,4 @@
-"""Which driver a pool's settings name. What an extra brings is imported where it is used."""
+"""The driver for a pool's settings. Packages of extras are imported on use."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,9 +36,9 @@ def create(  # noqa: PLR0911 - one for each kind
     worker_command: Sequence[str],
     log_dir: Path,
 ) -> Driver:
-    """Make a pool's driver. Raises FleetError where it needs what is not there.
+    """Create a pool's driver. Raises FleetError if a requirement is missing.
 
-    ``worker_command``: what starts a worker on this machine.
+    ``worker_command``: the command that starts a worker on this machine.
     """
     spot = tier == SPOT_TIER
     common = {FLEET_LABEL: fleet_id, POOL_LABEL: pool}

@@ -1,12 +1,12 @@
-"""Providers that scale a group of equal replicas, and name these themselves: a Deployment, a container group.
+"""Providers that scale a group of equal replicas and name them themselves: a Deployment, a container group.
 
     launch   check ── look ── scale to one more ── look until there is a new replica ── label it, where it can be
     end      look ── make the provider choose this one ── scale to one fewer ── look until it is on its way
 
-The group is one pool's and nobody else's. One change at a time, and none before the one before it is seen to be done,
+A group belongs to exactly one pool. Changes are made one at a time, each only after the previous one has taken effect,
 so that the replicas of two launches cannot be mixed up. What another controller, an autoscaler or the provider itself
-does in between is found by the next look: a replica that nobody knows goes to the next launch where replicas have
-labels, and is ended as nobody's where they have none (``fleet.matching``).
+does in between is found by the next look: an unknown replica is assigned to the next launch if replicas have
+labels, and ended otherwise (``fleet.matching``).
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class ReplicaApi(Protocol):
         ...
 
     async def scale(self, size: int, group: ReplicaGroup) -> None:
-        """Change the group's size, only if nobody else has where that can be had. Raises LaunchRefused."""
+        """Change the group's size, if possible only if it has not been changed meanwhile. Raises LaunchRefused."""
         ...
 
     async def label(self, replica: Replica, labels: Mapping[str, str]) -> None:
@@ -93,7 +93,7 @@ class ReplicaDriver:
         return ("",)
 
     async def launch(self, order: Order) -> str:
-        """Take a replica that nobody has, or scale to one more."""
+        """Take an unassigned replica, or scale out by one."""
         async with self._changing:
             await self._api.check()
             group = await self._looked("a replica that is to go is still there", _is_settled)

@@ -1,4 +1,4 @@
-"""What the drivers for REST APIs share: time limits, and answers that are lost or make no sense."""
+"""Shared parts of the drivers for REST APIs: time limits, and lost or invalid answers."""
 
 import os
 from typing import Any, Final, TypeVar
@@ -32,7 +32,7 @@ def connect(url: str, headers: dict[str, str]) -> httpx.AsyncClient:
 
 
 async def ask(client: httpx.AsyncClient, method: str, path: str, **request: Any) -> httpx.Response:  # noqa: ANN401
-    """Return the provider's answer, whatever it is. Raises ProviderError if none comes."""
+    """Return the provider's answer with any status. Raises ProviderError if there is no answer."""
     try:
         return await client.request(method, path, **request)
     except httpx.HTTPError as error:
@@ -40,7 +40,7 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, **request: Any)
 
 
 def decoded(answer: httpx.Response, kind: type[T]) -> T:
-    """Return what a successful answer says. Raises ProviderError."""
+    """Return the content of a successful answer. Raises ProviderError."""
     if not answer.is_success:
         raise ProviderError(said(answer))
     try:

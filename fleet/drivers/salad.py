@@ -4,9 +4,9 @@ Requests, answers, errors (problem details without a list of their types): api-s
 https://github.com/SaladTechnologies/salad-cloud-docs, version 0.9.0-alpha.17. Which instance goes when a group shrinks:
 https://docs.salad.com/container-engine/explanation/infrastructure-platform/instance-deletion-cost.
 
-An instance cannot carry a label, and the group's environment is the same for all: the books know an instance by its id,
+An instance cannot have a label, and the group's environment is the same for all: a row refers to an instance by its id,
 which its container finds in ``SALAD_INSTANCE_ID``. A node that goes away is replaced by SaladCloud without being asked;
-the new instance has an id of its own.
+the new instance has a new id.
 """
 
 from collections.abc import Mapping
@@ -112,7 +112,7 @@ class SaladApi:
         """Do nothing: instances have no labels."""
 
     async def choose(self, replica: Replica, group: ReplicaGroup) -> None:
-        """Give this instance the only lowest deletion cost; a worker sets its own anew when it gets work."""
+        """Give this instance the lowest deletion cost. A worker resets its cost when it gets work."""
         if replica.deletion_cost > 0:
             await self._set_cost(replica, 0)
         for other in group.live.values():

@@ -1,11 +1,11 @@
 """Clusters of one machine each on any cloud that SkyPilot knows, by SkyPilot 0.14.
 
 Its functions and what they raise: https://docs.skypilot.co/en/latest/reference/api.html (sky/client/sdk.py and
-sky/exceptions.py of https://github.com/skypilot-org/skypilot). Importing it takes seconds and it pins packages of its
-own: it runs in a process of its own, with ``python`` of the settings (``skypilot_runner``).
+sky/exceptions.py of https://github.com/skypilot-org/skypilot). Importing it takes seconds, and it pins many
+packages: it runs in a separate process, with ``python`` of the settings (``skypilot_runner``).
 
 A cluster has its labels only once it is provisioned, and its name as soon as it is listed, some ten seconds after the
-request: the name says what labels do. What SkyPilot knows of its clusters is in its API server: controllers on several
+request, so the name contains the labels. SkyPilot's state is in its API server: controllers on several
 machines need a common one.
 """
 
@@ -168,7 +168,7 @@ class _Runner:
 
     def _hand_out(self, answer: _Answer) -> None:
         future = self._waiting.get(answer.id)
-        if future is None or future.done():  # nobody waits for it any more
+        if future is None or future.done():  # no longer awaited
             return
         if answer.error is None:
             future.set_result(answer.result)

@@ -1,4 +1,4 @@
-"""SkyPilot in a process of its own, started by ``fleet.drivers.skypilot`` with the Python that it is installed in.
+"""SkyPilot in a separate process, started by ``fleet.drivers.skypilot`` with the Python that it is installed in.
 
 One JSON object a line: ``{"id": 1, "verb": "list", "arguments": {}}`` in, ``{"id": 1, "result": …}`` or ``{"id": 1,
 "error": "NoCapacity", "text": "…"}`` out, in any order. It imports nothing of ours, and ends with its standard input.
@@ -68,7 +68,7 @@ def down(*, name: str, wait_s: float) -> None:
 
 
 def _wait(request_id: object, wait_s: float) -> None:
-    """Wait for a request, but not too long: it goes on in SkyPilot's server. Raises what it raises."""
+    """Wait for a request up to a limit; it continues in SkyPilot's server. Raises its exception."""
     failures: list[Exception] = []
 
     def get() -> None:
@@ -102,13 +102,13 @@ def kind_of(error: Exception) -> str:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"id": request["id"], "result": VERBS[request["verb"]](**request["arguments"])}
-    except Exception as error:  # noqa: BLE001 - whatever it is, the driver is told
+    except Exception as error:  # noqa: BLE001 - every error is reported to the driver
         text = f"{type(error).__name__}: {error}"
         return {"id": request["id"], "error": kind_of(error), "text": text}
 
 
 def main() -> None:
-    """Answer requests, each in a thread of its own, until there are no more."""
+    """Answer requests, each in its own thread, until the input ends."""
     # SkyPilot prints: what it prints must not get between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

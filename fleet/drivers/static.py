@@ -1,4 +1,4 @@
-"""Machines that somebody else starts and ends: their workers count, and the controller leaves them alone."""
+"""Machines that the controller does not manage: their workers count, but it never starts or ends them."""
 
 from collections.abc import Sequence
 from typing import ClassVar

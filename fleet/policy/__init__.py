@@ -1,1 +1,1 @@
-"""How many workers each pool should have: pure functions, the same in the controller and in the simulator."""
+"""The scaling policy: pure functions, shared by the controller and the simulator."""

@@ -1,8 +1,8 @@
-"""The sizes of a group's pools: what the need asks for, from the cheapest that can be had.
+"""The sizes of a group's pools: the need, filled from the cheapest pools first.
 
-Cheapest first by price and speed, and each only for as much as its price is worth. A pool that cannot launch at the
-moment is passed over, so that dearer ones fill in; when it can again, it takes their part back: a dearer machine ends
-only once cheaper ones serve. Machines spread evenly over a pool's places, because those of one place are lost together.
+Pools are ordered by price per speed, and each is used only as far as its price is worth it. A pool that cannot launch
+now is skipped, so that more expensive pools fill in. When it can launch again, it replaces them: an expensive machine
+ends only when cheaper ones serve. Machines are spread over a pool's places: those of one place are lost together.
 """
 
 import math
@@ -19,25 +19,27 @@ ONE_WORKER: Final = 0.5  # of a worker: as much as makes one be wanted
 ROUNDING: Final = 0.05  # of a worker: so much less than needed is enough
 LATELY_S: Final = 86_400.0  # over which it is learned how much of the cheapest pool could be had
 LEAST_HAD: Final = 0.25  # of what was asked for: less is taken for so much
-LATELY_STARTS: Final = 2.0  # how far a dearer pool looks back, in its start-up times
+LATELY_STARTS: Final = 2.0  # window of a more expensive pool, in multiples of its start-up time
 
 
 class Decider:
-    """Decides the sizes of one group's pools. It remembers what was needed a short while ago, and nothing else."""
+    """Decides the sizes of one group's pools. Its only state is the recent need."""
 
     def __init__(self, *, max_wait_s: float, idle_s: float, cool_down_s: float = 0.0) -> None:
-        """``max_wait_s``: of interactive requests. ``idle_s``: how long the last worker stays without any request.
+        """``max_wait_s``: of interactive requests. ``idle_s``: how long the last worker is kept without requests.
 
-        ``cool_down_s``: how long what was needed is kept, at least.
+        ``cool_down_s``: minimum time before a pool shrinks.
         """
         self._max_wait_s = max_wait_s
         self._idle_s = idle_s
         self._cool_down_s = cool_down_s
-        self._lately: dict[str, _Lately] = {}  # by pool
+        self._windows: dict[str, _DemandWindow] = {}  # by pool
         self._share, self._batch, self._batch_at_s = 0.5, 0.0, -math.inf
         self._missing = 0.0  # speed that batch deadlines need beyond what the cheapest pool can do
-        self._best: deque[tuple[float, float]] = deque()  # (time, speed) of the cheapest pool, lately: falling speeds
-        self._asked = self._had = 0.0  # of that speed, lately: time x speed
+        self._best: deque[tuple[float, float]] = (
+            deque()
+        )  # recent (time, speed) of the cheapest pool, with falling speeds
+        self._asked = self._had = 0.0  # recent requested and received speed: time x speed
         self._needed = 0.0  # of the cheapest pool
         self._most = math.inf  # of it, as far as is known
         self._refused_s = -math.inf  # when it last got no machine anywhere
@@ -46,7 +48,7 @@ class Decider:
         self._began_s: float | None = None
 
     def decide(self, pools: Sequence[PoolView], demand: Demand, now_s: float) -> Plan:
-        """Return what each pool should have. ``now_s``: any clock that only moves forward."""
+        """Return the plan of each pool. ``now_s``: from a monotonic clock."""
         if self._began_s is None:
             self._began_s = now_s
         known_s = now_s - self._began_s  # a new controller ends nothing before it knows what is needed
@@ -59,7 +61,7 @@ class Decider:
         cheapest: float | None = None
         for pool in ordered:
             need = self._need(pool, demand, present, known_s, cheapest)
-            held = self._lately.setdefault(pool.name, _Lately()).take(
+            held = self._windows.setdefault(pool.name, _DemandWindow()).take(
                 need - covered, now_s, *self._look_back(pool, demand, is_cheapest=pool is ordered[0])
             )
             needs[pool.name] = held + covered
@@ -71,7 +73,7 @@ class Decider:
             wanted[pool.name] = size
         needed = max(needs.values())
         self._needed = needs[ordered[0].name]
-        left = _Left(ready=sum(pool.ready * pool.tokens_per_s for pool in ordered), size=present)
+        left = _Remaining(ready=sum(pool.ready * pool.tokens_per_s for pool in ordered), size=present)
         why = _why(demand, self._batch, expected_rate(demand, ordered[0].start_s), needed)
         plans = [
             _plan(pool, wanted[pool.name], needs[pool.name], left, why)
@@ -140,7 +142,7 @@ class Decider:
     def _look_back(self, pool: PoolView, demand: Demand, *, is_cheapest: bool) -> tuple[float, float]:
         """Return how far a pool looks back, and the share of that time which what it gets is to cover.
 
-        What the cheapest was needed for is kept for as long as getting it back would take. For a dearer one, need comes
+        The need for the cheapest pool is kept for as long as a launch takes. For a more expensive pool, need comes
         and goes with the cheaper machines' losses: while a hosted API takes what is missing, it gets what is worth its
         price.
         """
@@ -149,8 +151,8 @@ class Decider:
         return LATELY_STARTS * pool.start_s, critical_share(pool.usd_per_token, demand.hosted_usd_per_token)
 
 
-class _Lately:
-    """What a pool was needed for lately."""
+class _DemandWindow:
+    """The recent need for a pool."""
 
     def __init__(self) -> None:
         self._values: deque[tuple[float, float]] = deque()  # (time, need)
@@ -174,7 +176,7 @@ def _size(pool: PoolView, missing: float) -> int:
 
 
 @dataclass
-class _Left:
+class _Remaining:
     """The speed that is left once the machines that may end have ended: of what serves, and of all that is there."""
 
     ready: float
@@ -201,7 +203,7 @@ def _whole(workers: float) -> int:
     return max(0, math.floor(workers + ROUNDING))
 
 
-def _plan(pool: PoolView, wanted: int, need: float, left: _Left, why: str) -> PoolPlan:
+def _plan(pool: PoolView, wanted: int, need: float, left: _Remaining, why: str) -> PoolPlan:
     if wanted >= pool.size:
         return PoolPlan(pool.name, wanted, _spread(pool, wanted - pool.size), 0, why)
     ends = left.end(pool, pool.size - wanted, need)
@@ -221,7 +223,7 @@ def _spread(pool: PoolView, count: int) -> Mapping[str, int]:
 
 
 def _why(demand: Demand, batch: float, expected: float, needed: float) -> str:
-    """Say in one sentence where the need comes from."""
+    """Explain the need in one sentence."""
     if demand.is_unknown:
         parts = ["one worker is needed first, to publish how the model's tokens are counted"]
     elif expected < 1 and not batch and not demand.queued_tokens:

@@ -1,4 +1,4 @@
-"""The rate of arrivals that is expected: what this hour of the week usually brings, at the last minutes' level."""
+"""The expected rate of arrivals: the usual rate of this hour of the week, scaled to the last minutes' level."""
 
 import math
 from array import array
@@ -9,7 +9,7 @@ SLOTS_PER_HOUR: Final = 4
 SLOT_S: Final = 3600 / SLOTS_PER_HOUR
 DAY_SLOTS: Final = 24 * SLOTS_PER_HOUR
 WEEK_SLOTS: Final = 7 * DAY_SLOTS
-FADING: Final = 0.5  # of what is known of a slot, each time the slot comes round
+FADING: Final = 0.5  # weight of a slot's older values, at each new week
 # A slot is learned once it is so many slots behind. What is usual around now must be of one day: today's level beside
 # another day's would look like a rise or a fall.
 LEARNED_AFTER_SLOTS: Final = 2
@@ -21,13 +21,13 @@ CHANGE_S: Final = 90.0  # what is looked at for a change, at most
 NOISE_S: Final = 3600.0  # over which the standard error is learned
 LATEST_S: Final = 30.0  # over which that of right now is
 FIRST_S: Final = 30.0  # what is seen at first is averaged over no less: one burst is no rate
-# How fast the recent level gives way to the usual rate as one looks ahead: a surge does not last for ever.
+# How fast a forecast returns from the recent level to the usual rate: a surge does not last forever.
 LEVEL_LASTS_S: Final = 3600.0
 LEAST_TREND, MOST_TREND = 0.25, 4.0  # of the usual rate: what is usual after an hour of almost nothing is no rise
 
 
 class Forecast:
-    """Learns from rates, and tells them ahead. Times are seconds since the epoch, in UTC."""
+    """Learns rates and predicts them. Times are seconds since the epoch, in UTC."""
 
     def __init__(self) -> None:
         self._usual = array("d", bytes(8 * WEEK_SLOTS))  # tokens per second, by slot of the week
@@ -73,7 +73,7 @@ class Forecast:
             self._latest_rates.pop()
 
     def forget_level(self) -> None:
-        """Take the last minutes' level for none: nothing has come for so long that their mean is no rate any more."""
+        """Set the recent level to zero: after a long time without requests, its mean is not a rate."""
         self._recent = self._level_s = 0.0
         self._latest_rates.clear()
 

@@ -40,7 +40,7 @@ def late_speed(demand: Demand, *, spare: float, present: float, within_s: float,
     """Return the speed that is needed beyond ``spare`` for what waits, as far as more machines help it.
 
     ``present``: the speed of what is there and starting. What waits now counts only as far as it would still wait
-    when a machine launched now is ready: help that comes later helps nobody.
+    when a machine launched now is ready.
     """
     queued_then = demand.queued_tokens + within_s * (demand.tokens_per_s - present)
     late = max(0.0, queued_then - max_wait_s * present)
@@ -91,7 +91,7 @@ def batch_plan(
 
 
 def missing_speed(work: Sequence[BatchWork], expected: Callable[[float], float], market: Market) -> float:
-    """Return the constant speed that batch deadlines need of dearer pools, on top of all that the cheapest can do.
+    """Return the constant speed that batch deadlines need from more expensive pools, beyond the cheapest one's limit.
 
     A shortage is believed to last once more for as long as it has lasted.
     """

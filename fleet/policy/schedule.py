@@ -1,4 +1,4 @@
-"""Floors at certain hours of certain days."""
+"""Minimum sizes at certain hours of certain days."""
 
 import datetime as dt
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from fleet.settings import DAYS, ScheduleSettings
 
 
 def floor_at(schedules: Iterable[ScheduleSettings], unix_s: float) -> int:
-    """Return the highest floor that is in force at a time; 0 if there is none."""
+    """Return the highest minimum size in force at a time; 0 if there is none."""
     return max((one.min_workers for one in schedules if _is_in_force(one, unix_s)), default=0)
 
 

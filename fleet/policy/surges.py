@@ -1,4 +1,4 @@
-"""How far a minute's rate exceeds what was expected of it: learned, so that headroom is measured and not guessed."""
+"""How far a minute's rate exceeds its forecast. It is learned, so that headroom is measured, not guessed."""
 
 import math
 from array import array

@@ -1,4 +1,4 @@
-"""What a decision is made from: the pools of one group of queues, and the work that waits and is expected.
+"""The input of a decision: the pools of one group of queues, and its waiting and expected work.
 
 Work is counted in tokens, prompt and output together, and a worker's speed in tokens per second at full load.
 """

@@ -1,4 +1,4 @@
-"""The least that the same work could have cost somebody who knew all of it beforehand: a linear programme.
+"""The lowest possible cost of the same work with perfect knowledge of the future: a linear program.
 
 For each interval and place there are machines (as fractions, at most as many as could be had throughout), starts, batch
 work done and tokens sent to the hosted API; starts cost their start-up time. Interactive work is served within its

@@ -1,4 +1,4 @@
-"""A study: one workload and one market, under our policy and those of others, beside the least it could have cost."""
+"""A study: one workload and one market under our policy and other policies, compared with the lowest possible cost."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ MOST_TRIES: Final = 9
 
 
 class Equal(Struct, frozen=True):
-    """A peer's policy with the headroom that makes it as dear as another one."""
+    """A peer's policy with the headroom at which it costs the same as another policy."""
 
     utilisation: float  # how full it means machines to be
     outcome: Outcome

@@ -1,8 +1,8 @@
 """The simulated fleet: machines that start, serve, get lost and end; requests that wait; batch work beside them.
 
-Work flows as a fluid through each second: interactive work first, first come first served, batch work takes what is
-left, by deadline. Machines are single, each with a start-up time of its own. What a machine was running when it was
-lost is computed again from its prompts elsewhere, which costs work and no request.
+Work flows as a fluid through each second: interactive work first, in order of arrival, then batch work by deadline.
+Machines are simulated one by one, each with its own start-up time. The work of a lost machine is computed again on
+another machine, which costs work but loses no request.
 """
 
 import heapq

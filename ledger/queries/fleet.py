@@ -19,7 +19,7 @@ MAX_MACHINES: Final = 20_000  # of a time span; a chart of more shows the latest
 
 @dataclass(frozen=True, slots=True)
 class FleetMachine:
-    """One machine, as the fleet's books have it."""
+    """One machine of the fleet controller."""
 
     machine_id: str
     pool: str
@@ -78,7 +78,7 @@ async def has_machines(connection: AsyncConnection) -> bool:
 
 
 async def leaked_machines(connection: AsyncConnection, now_unix_ms: int) -> list[tuple[str, str]]:
-    """Return id and pool of machines that cost money and serve nobody: not ended in time, or long without a worker."""
+    """Return id and pool of machines that cost money without serving: not ended in time, or long without a worker."""
     columns = MachineRow.__table__.columns
     times = (columns.drained_unix_ms, columns.serving_unix_ms, columns.launched_unix_ms, columns.wanted_unix_ms)
     is_leaked = or_(

@@ -105,7 +105,7 @@ def look_up(host: str, port: int) -> list[str]:
 
 
 class Resolver:
-    """Looks names up, in threads of its own: a slow server of names holds up nothing else."""
+    """Resolves names in separate threads, so that a slow DNS server delays nothing else."""
 
     def __init__(self, settings: WebhookSettings, look_up: LookUp) -> None:
         self._look_up = look_up

@@ -1,8 +1,8 @@
 """Tells teams when a budget of theirs is used up to a threshold: each threshold once in each period.
 
 What is spent comes from the ledger's rollups, which every ledger process reads alike. A request reserves the most that
-it may cost, so requests may be refused before all is spent: a gateway tells of that, and a budget of which 80 % are
-spent then counts as used up. Whoever sees first that a threshold is reached inserts a notice with the event;
+it may cost, so requests may be refused before all is spent: the gateway reports that, and a budget of which 80 % are
+spent then counts as used up. The first process that sees a reached threshold inserts a notice with the event;
 the event's id follows from account, period and threshold, so all others find the notice there. It is published from
 there until the stream has it.
 """
@@ -72,7 +72,7 @@ class BudgetWatch:
 
     def __init__(self, bus: Bus, engine: AsyncEngine, period_s: float, stopping: asyncio.Event) -> None:
         """``period_s``: between two looks."""
-        self._refused: dict[str, float] = {}  # account → when a gateway last told so (monotonic clock)
+        self._refused: dict[str, float] = {}  # account → time of a gateway's last report (monotonic clock)
         self._bus = bus
         self._engine = engine
         self._period_s = period_s
@@ -92,15 +92,15 @@ class BudgetWatch:
 
     def on_refused(self, message: Msg) -> None:
         """Note an account whose budget no longer covers a request."""
-        if len(self._refused) < MAX_REFUSED:  # who is refused again is told of again
+        if len(self._refused) < MAX_REFUSED:  # a further refusal is reported again
             self._refused[message.data.decode("utf-8", "replace")] = time.monotonic()
 
     async def check(self, now_s: float) -> None:
         """Note the thresholds that are reached, and publish what is noted. Raises SQL errors and BusError."""
         async with self._engine.connect() as connection:
             budgets = await _budgets(connection, now_s)
-            told = await _told(connection, budgets)
-            highest = {budget.account_id: budget.highest(told) for budget in budgets}
+            reported = await _reported(connection, budgets)
+            highest = {budget.account_id: budget.highest(reported) for budget in budgets}
             open_ = [budget for budget in budgets if highest[budget.account_id] < THRESHOLDS_PERCENT[-1]]
             spent = await _spent(connection, open_, now_s)
         self._forget_old_refusals()
@@ -144,7 +144,7 @@ class BudgetWatch:
 
 
 async def _budgets(connection: AsyncConnection, now_s: float) -> list[_Budget]:
-    """Return the budgets that some endpoint is told of."""
+    """Return the budgets whose events have an endpoint."""
     enabled = select(WebhookEndpointRow.team_id, WebhookEndpointRow.event_types).where(
         WebhookEndpointRow.disabled_reason.is_(None)
     )
@@ -163,7 +163,7 @@ async def _budgets(connection: AsyncConnection, now_s: float) -> list[_Budget]:
     return budgets
 
 
-async def _told(connection: AsyncConnection, budgets: Iterable[_Budget]) -> set[str]:
+async def _reported(connection: AsyncConnection, budgets: Iterable[_Budget]) -> set[str]:
     """Return the ids of the notices that are there already."""
     ids = [budget.account_id for budget in budgets]
     if not ids:

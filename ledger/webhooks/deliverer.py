@@ -6,7 +6,7 @@ import time
 from typing import Final
 
 from db.engine import SQL_ERRORS, describe
-from ledger.webhooks.deliveries import DELETE_ROWS, Claim, Deliveries, Rooms
+from ledger.webhooks.deliveries import DELETE_ROWS, Claim, Deliveries, DeliverySlots
 from ledger.webhooks.secrets import SecretBox, SecretError
 from ledger.webhooks.sender import Attempt, Sender
 from ledger.webhooks.settings import WebhookSettings
@@ -38,7 +38,7 @@ class Deliverer:
         self._box = box
         self._added = added
         self._stopping = stopping
-        self._rooms = Rooms(settings.in_flight, settings.in_flight_per_endpoint)
+        self._slots = DeliverySlots(settings.in_flight, settings.in_flight_per_endpoint)
         self._running: set[asyncio.Task[None]] = set()
         self._cleaned_s = float("-inf")  # when it last found no more that is old; monotonic clock
 
@@ -61,10 +61,10 @@ class Deliverer:
 
     async def _start_due(self, sender: Sender) -> bool:
         """Start attempts of what is due, as far as there is room; return whether there may be more."""
-        if self._rooms.left <= 0:
+        if self._slots.left <= 0:
             return False
         try:
-            claims = await self._deliveries.claim(self._rooms, self._settings.total_s + self._settings.lease_s)
+            claims = await self._deliveries.claim(self._slots, self._settings.total_s + self._settings.lease_s)
         except SQL_ERRORS as error:
             log.warning("cannot load due webhooks, will retry: %s", describe(error))
             return False
@@ -78,7 +78,7 @@ class Deliverer:
         try:
             await self._settle(claim, await self._attempt(sender, claim))
         finally:
-            self._rooms.leave(claim.endpoint_id)
+            self._slots.leave(claim.endpoint_id)
             self._added.set()  # there is room for the next one
 
     async def _attempt(self, sender: Sender, claim: Claim) -> Attempt:
@@ -116,7 +116,7 @@ class Deliverer:
                 return
 
     async def _clean(self) -> None:
-        """Once a period, delete deliveries that nobody need see any more."""
+        """Once a period, delete deliveries past their retention."""
         if time.monotonic() - self._cleaned_s < CLEANING_PERIOD_S:
             return
         try:

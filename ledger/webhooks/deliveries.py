@@ -4,7 +4,7 @@
                           └──────────────────── due after a wait <──failed───────┤
                                                                                  └──> failed: given up, or disabled
 
-A claim moves the time when the delivery is due past the longest attempt, and counts it: whoever claims sends, others
+A claim moves the due time past the longest attempt, and counts the attempt: the claiming process sends, others
 do not, and what a killed process had claimed comes again by itself. So each is delivered at least once, and the event's
 id, which the receiver gets with every attempt, tells repeated ones.
 """
@@ -102,8 +102,8 @@ async def list_deliveries(engine: AsyncEngine, endpoint_id: str, limit: int) -> 
         return [Delivery(**row) for row in (await connection.execute(wanted)).mappings()]
 
 
-class Rooms:
-    """How many attempts may run: in all, of an endpoint, and of one that fails, so that many of them leave room."""
+class DeliverySlots:
+    """Limits of concurrent attempts: in total, per endpoint, and per failing endpoint."""
 
     def __init__(self, in_all: int, each: int) -> None:
         self.each = each
@@ -113,15 +113,15 @@ class Rooms:
 
     @property
     def left(self) -> int:
-        """How many more may run."""
+        """The number of free slots."""
         return self._in_all - sum(self._running.values())
 
     def full(self) -> list[str]:
-        """Return the endpoints that must wait."""
+        """Return the endpoints without a free slot."""
         return [endpoint_id for endpoint_id, count in self._running.items() if count >= self._may_run[endpoint_id]]
 
     def has_room(self, endpoint_id: str, *, is_failing: bool) -> bool:
-        """Report whether one more may run."""
+        """Return whether an endpoint may start another attempt."""
         return self.left > 0 and self._running.get(endpoint_id, 0) < (1 if is_failing else self.each)
 
     def enter(self, endpoint_id: str, *, is_failing: bool) -> None:
@@ -182,7 +182,7 @@ class Deliveries:
             }
             statement = inserting(connection, WebhookDeliveryRow).values({**row, **(full if is_full else {})})
             if not (await connection.execute(statement.on_conflict_do_nothing())).rowcount:
-                continue  # told already
+                continue  # already stored
             if is_full:
                 await _count(connection, "dropped", 1)
             else:
@@ -190,12 +190,12 @@ class Deliveries:
                 added += 1
         return added
 
-    async def claim(self, rooms: Rooms, lease_s: float) -> list[Claim]:
+    async def claim(self, slots: DeliverySlots, lease_s: float) -> list[Claim]:
         """Claim what is due, the oldest first, as far as there is room."""
         now_unix_ms = unix_now_ms()
         until_unix_ms = now_unix_ms + int(lease_s * 1000)
         async with self._engine.connect() as connection:
-            found = (await connection.execute(_due(rooms, now_unix_ms))).mappings().all()
+            found = (await connection.execute(_due(slots, now_unix_ms))).mappings().all()
         claims: list[Claim] = []
         if not found:
             return claims
@@ -203,20 +203,20 @@ class Deliveries:
             async with changing(self._engine) as connection:
                 for row in found:
                     endpoint_id, is_failing = row["endpoint_id"], row["failing_since_unix_ms"] is not None
-                    has_room = rooms.has_room(endpoint_id, is_failing=is_failing)
+                    has_room = slots.has_room(endpoint_id, is_failing=is_failing)
                     if has_room and await _is_ours(connection, row, until_unix_ms):
-                        rooms.enter(endpoint_id, is_failing=is_failing)
+                        slots.enter(endpoint_id, is_failing=is_failing)
                         claims.append(_claim(row, until_unix_ms, now_unix_ms))
         except BaseException:
             for claim in claims:
-                rooms.leave(claim.endpoint_id)
+                slots.leave(claim.endpoint_id)
             raise
         return claims
 
     async def settle(self, claim: Claim, attempt: Attempt) -> str | None:
         """Write down how an attempt ended; return why its endpoint is disabled now, if it is.
 
-        Nothing where the claim has ended meanwhile: somebody else sends it again, or nobody is to.
+        Does nothing if the claim has ended meanwhile: another process retries the delivery, or it was given up.
         """
         now_unix_ms = unix_now_ms()
         wait_s = self._wait_s(claim, attempt)
@@ -300,19 +300,19 @@ class Deliveries:
         return {outcome: counts.get(outcome, 0) for outcome in TOTALS}, int(count), oldest_unix_ms
 
 
-def _due(rooms: Rooms, now_unix_ms: int) -> Select[Any]:
+def _due(slots: DeliverySlots, now_unix_ms: int) -> Select[Any]:
     """Select what is due, of no endpoint more than it may have at once."""
     order = (_DELIVERIES.c.due_unix_ms, _DELIVERIES.c.event_id)
     place = func.row_number().over(partition_by=_DELIVERIES.c.endpoint_id, order_by=order).label("place")
-    is_due = (_DELIVERIES.c.due_unix_ms <= now_unix_ms, _DELIVERIES.c.endpoint_id.not_in(rooms.full()))
+    is_due = (_DELIVERIES.c.due_unix_ms <= now_unix_ms, _DELIVERIES.c.endpoint_id.not_in(slots.full()))
     due = select(_DELIVERIES, place).where(*is_due).subquery()
     names = ("url", "secret", "previous_secret", "previous_until_unix_ms", "failing_since_unix_ms")
     return (
         select(due, *(_ENDPOINTS.c[name] for name in names))
         .join(_ENDPOINTS, _ENDPOINTS.c.id == due.c.endpoint_id)
-        .where(due.c.place <= rooms.each)
+        .where(due.c.place <= slots.each)
         .order_by(due.c.due_unix_ms)
-        .limit(rooms.left)
+        .limit(slots.left)
     )
 
 

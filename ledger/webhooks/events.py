@@ -4,7 +4,7 @@ A body is as OpenAI's webhooks have it:
 
     {"id": "evt_…", "object": "event", "type": "response.completed", "created_at": 1764000000, "data": {"id": "resp_…"}}
 
-An event's id follows from what it tells of, so whoever is not sure whether one was published publishes it again: the
+An event's id is derived from its content, so an event that may not have been published can be published again: the
 stream drops it by its message id, and later its row in SQL does.
 """
 

@@ -32,7 +32,7 @@ async def run(
 ) -> None:
     """Take events, deliver them, watch budgets, and tell how it goes, until ``stopping`` is set.
 
-    A part that fails begins again: the ledger writer beside it goes on.
+    A part that fails is restarted and does not stop the ledger writer.
     """
     waiting = settings.max_waiting_per_endpoint
     deliveries = Deliveries(engine, max_waiting=waiting, retries_s=settings.retries_s)
@@ -72,7 +72,7 @@ async def _kept(name: str, part: Callable[[], Awaitable[None]], stopping: asynci
     for wait_s in backoff_s(RESTART_LONGEST_S):
         try:
             await part()
-        except Exception:  # whatever it is, usage must be written on
+        except Exception:  # no error may stop the writing of usage
             log.exception("%s failed, restarting it", name)
         if await wait_for(stopping, wait_s):
             return

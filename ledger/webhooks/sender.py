@@ -38,7 +38,7 @@ class Attempt(Struct, frozen=True):
 
 
 class Sender:
-    """Sends signed bodies. Each attempt has a connection of its own: one to an address may be for another name."""
+    """Sends signed bodies. Each attempt opens a new connection: an existing one may belong to another host name."""
 
     def __init__(self, settings: WebhookSettings, look_up: LookUp = look_up) -> None:
         """``look_up``: the system's view of names."""
@@ -51,7 +51,7 @@ class Sender:
         self._resolver.close()
 
     async def send(self, url: str, secrets: Sequence[str], message_id: str, body: bytes) -> Attempt:
-        """Send one body, signed by each of the secrets. Whatever goes wrong is in the result."""
+        """Send one body, signed with each of the secrets. Errors are returned in the result."""
         unix_s = int(time.time())
         headers = {
             "content-type": "application/json",

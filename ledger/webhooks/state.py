@@ -18,7 +18,7 @@ from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.process import wait_for
 
-SILENT_MS: Final = 120_000  # past which nobody delivers
+SILENT_MS: Final = 120_000  # without reports for this long, no process delivers
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class StateTeller:
 
 
 class StateView:
-    """What was last told."""
+    """The last report."""
 
     def __init__(self) -> None:
         self._state: WebhookState | None = None
@@ -77,7 +77,7 @@ class StateView:
             self._state = state
 
     def families(self) -> Iterator[Metric]:
-        """The series; none where nobody has told anything for a while."""
+        """Return the series; none without recent reports."""
         state, now_unix_ms = self._state, unix_now_ms()
         if state is None or now_unix_ms - state.sent_unix_ms > SILENT_MS:
             return

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from db.tables import Decision
-from fleet.books import Books
 from fleet.machine import STARTING, Machine, State
+from fleet.machine_store import MachineStore
 from fleet.settings import PoolFleetSettings
 from spillway import logs
 from spillway.children import PYTHON, resolved_config_path
@@ -75,10 +75,10 @@ def status(as_json: JsonOption = False, config: ConfigOption = None, data: DataO
 
     async def main() -> None:
         async with database(resolved) as engine:
-            books = Books(engine)
-            machines = await books.machines()
-            over = await books.over_since(_now_ms() - DAY_MS)
-            latest = _latest(await books.decisions(_now_ms() - 30 * DAY_MS))
+            store = MachineStore(engine)
+            machines = await store.machines()
+            over = await store.over_since(_now_ms() - DAY_MS)
+            latest = _latest(await store.decisions(_now_ms() - 30 * DAY_MS))
         rows = [
             _status_of(name, pool.fleet, machines, over, latest) for name, pool in resolved.pools.items() if pool.fleet
         ]
@@ -146,9 +146,9 @@ def explain(
 
     async def main() -> None:
         async with database(resolved) as engine:
-            books = Books(engine)
-            decisions = await books.decisions(since_ms, pool)
-            machines = [*await books.machines(), *await books.over_since(since_ms)]
+            store = MachineStore(engine)
+            decisions = await store.decisions(since_ms, pool)
+            machines = [*await store.machines(), *await store.over_since(since_ms)]
         lines = [
             (one.decided_unix_ms, f"{one.pool}: {one.size} worker{'' if one.size == 1 else 's'}: {one.reason}")
             for one in decisions

@@ -19,10 +19,10 @@ from typing import Any, Final
 import pytest
 
 from benchmarks.peers import pinned
-from fleet.books import Books
 from fleet.drivers.skypilot import SkyPilotDriver
 from fleet.errors import LaunchRefused
 from fleet.machine import Order, State, labels_of, name_of, new_machine_id
+from fleet.machine_store import MachineStore
 from fleet.settings import SkyPilotSettings
 from tests.chaos.load_scenarios.fleet import start_controller
 from tests.chaos.load_scenarios.plan import LoadPlan, LoadScenario, Stage, run_load
@@ -208,18 +208,18 @@ async def _serve(stage: Stage) -> None:
     began_s = time.monotonic()
     controller = await start_controller(stage.system, {})
     controller.stop_limit_s = GONE_LIMIT_S  # SkyPilot takes its time
-    books = Books(stage.system.database)
-    first = await _until_serving(books, began_s)
+    store = MachineStore(stage.system.database)
+    first = await _until_serving(store, began_s)
     await _ask(stage)
     _take_away_the_job()
-    second = await _until_serving(books, time.monotonic(), after=first)
+    second = await _until_serving(store, time.monotonic(), after=first)
     assert second != first
     await _ask(stage)
     began_s = time.monotonic()
     await controller.stop()
     await _until(lambda: not _jobs(), GONE_LIMIT_S)
-    assert await books.machines() == []
-    reasons = {one.machine_id: one.reason for one in await books.over_since(0)}
+    assert await store.machines() == []
+    reasons = {one.machine_id: one.reason for one in await store.over_since(0)}
     assert reasons.keys() == {first, second}, reasons
     # Its worker is silent before SkyPilot has asked Slurm; where that comes first, the machine is lost.
     assert "silent" in reasons[first] or "taken" in reasons[first], reasons
@@ -227,12 +227,12 @@ async def _serve(stage: Stage) -> None:
     _tell(f"drained and ended within {time.monotonic() - began_s:.0f} s")
 
 
-async def _until_serving(books: Books, since_s: float, after: str = "") -> str:
+async def _until_serving(store: MachineStore, since_s: float, after: str = "") -> str:
     """Wait until a machine serves that is not the one before; return its id."""
     serving: list[str] = []
 
     async def serves() -> bool:
-        machines = await books.machines()
+        machines = await store.machines()
         serving[:] = [one.machine_id for one in machines if one.state is State.SERVING and one.machine_id != after]
         return bool(serving)
 

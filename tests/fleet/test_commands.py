@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 import migrations
 from db.engine import create_engine
 from db.tables import Decision
-from fleet.books import Books
 from fleet.machine import Machine, State
+from fleet.machine_store import MachineStore
 from spillway.cli import app
 
 CONFIG = """
@@ -85,7 +85,7 @@ def test_status_and_explain_of_a_pool(folder: Path) -> None:
         assert heading in said
     code, said = spillway("explain", "a-pool-with-a-rather-long-name")
     assert "1 worker: nothing waits" in said
-    assert "machine m-1 at b is serving: it serves" in said
+    assert "machine m-1 at b is serving: first heartbeat received" in said
     assert spillway("explain", "other") == (
         1,
         "error: pools.other: no such pool; defined pools: a-pool-with-a-rather-long-name\n",
@@ -94,7 +94,9 @@ def test_status_and_explain_of_a_pool(folder: Path) -> None:
 
 async def _fill(url: str, pool: str) -> None:
     engine, now_ms = create_engine(url), round(time.time() * 1000)
-    books = Books(engine)
-    await books.add_decisions([Decision(now_ms - 2, pool, 1, 0, 0, "nothing waits")])
-    await books.add(Machine("m-1", pool, "b", State.SERVING, now_ms - 1, serving_unix_ms=now_ms, reason="it serves"))
+    store = MachineStore(engine)
+    await store.add_decisions([Decision(now_ms - 2, pool, 1, 0, 0, "nothing waits")])
+    await store.add(
+        Machine("m-1", pool, "b", State.SERVING, now_ms - 1, serving_unix_ms=now_ms, reason="first heartbeat received")
+    )
     await engine.dispose()

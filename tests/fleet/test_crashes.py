@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import pytest
 
 from db.engine import create_engine
-from fleet.books import Books
 from fleet.controller import Controller, FleetPool, Group
 from fleet.drivers.base import Driver
 from fleet.drivers.ec2 import Ec2Driver
 from fleet.machine import FLEET_LABEL, MACHINE_LABEL, State
+from fleet.machine_store import MachineStore
 from fleet.policy.view import Demand, PoolPlan, PoolView
 from fleet.reconcile import Beat
 from fleet.settings import Ec2Settings, FleetSettings, PoolFleetSettings, ProcessSettings
@@ -142,12 +142,12 @@ class Leader:
 
 
 class Rig:
-    """What outlives controllers: provider, books, workers."""
+    """What outlives controllers: provider, store, workers."""
 
-    def __init__(self, provider: Provider, books: Books, driver: Callable[[], Driver]) -> None:
+    def __init__(self, provider: Provider, store: MachineStore, driver: Callable[[], Driver]) -> None:
         self.provider = provider
         self._driver = driver
-        self.books = books
+        self.store = store
         self.steps = Steps()
         self.size = ScriptedSize()
         self.monitor = ScriptedMonitor(provider)
@@ -169,7 +169,7 @@ class Rig:
         group: Any = Group(frozenset({"m"}), (pool,), self.size)  # type: ignore[arg-type]
         parts: Any = {
             "bus": ScriptedBus(self.monitor),
-            "books": self.steps.around(self.books, "add", "put", "machines", "add_decisions"),
+            "store": self.steps.around(self.store, "add", "put", "machines", "add_decisions"),
             "monitor": self.monitor,
             "leadership": Leader(),
         }
@@ -184,14 +184,14 @@ class Rig:
             await controller.round()
 
     async def check(self) -> None:
-        """Compare the provider's machines with those in the books."""
+        """Compare the provider's machines with those in the store."""
         there = {
             labels[MACHINE_LABEL]: one
             for one, labels in self.provider.live().items()
             if labels.get(FLEET_LABEL) == FLEET
         }
-        books = {one.machine_id: one.provider_id for one in await self.books.machines()}
-        assert there == books
+        store = {one.machine_id: one.provider_id for one in await self.store.machines()}
+        assert there == store
         assert len(there) == self.size.size
 
 
@@ -199,7 +199,7 @@ class Rig:
 async def rig(sqlite_url: str) -> Any:
     engine = create_engine(sqlite_url)
     provider = FakeProvider(random.Random(1))
-    yield Rig(provider, Books(engine), lambda: FakeDriver(provider, FLEET))
+    yield Rig(provider, MachineStore(engine), lambda: FakeDriver(provider, FLEET))
     await engine.dispose()
 
 
@@ -242,7 +242,7 @@ async def test_at_ec2_in_a_box_nothing_leaks(sqlite_url: str, tmp_path: Path, mo
     engine = create_engine(sqlite_url)
     async with Ec2Box(tmp_path / "ec2", {}, boots=False).running() as box:
         settings = Ec2Settings(**box.driver("spillway worker"))
-        rig = Rig(box, Books(engine), lambda: Ec2Driver(settings, FLEET, "spot", spot=True))
+        rig = Rig(box, MachineStore(engine), lambda: Ec2Driver(settings, FLEET, "spot", spot=True))
         foreign = box.add_foreign()
         await kill_at_random(rig, KILLS_IN_THE_BOX, seed=9)
         assert foreign in box.live()
@@ -272,5 +272,5 @@ async def test_what_the_market_takes_is_replaced_and_written_down(rig: Rig) -> N
     rig.provider.take(next(iter(rig.provider.machines)))
     await rig.settle()
     await rig.check()
-    lost = [one for one in await rig.books.over_since(0) if one.state is State.LOST]
+    lost = [one for one in await rig.store.over_since(0) if one.state is State.LOST]
     assert len(lost) == 1

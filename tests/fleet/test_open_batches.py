@@ -8,7 +8,7 @@ from sqlalchemy import insert
 
 from db.engine import create_engine
 from db.tables import ApiKeyRow, BatchRow, TeamRow
-from fleet.books import Books
+from fleet.machine_store import MachineStore
 from fleet.monitor import BATCH_DUE_S, Monitor, MonitoredGroup
 from fleet.open_batches import OpenBatch
 from protocol import subjects
@@ -54,7 +54,7 @@ async def test_what_is_left_of_each_batch_by_queue(database_url: str) -> None:
                 values = {"token_hmac": key, "last_four": "", "created_unix_ms": 0, "scopes": "inference"}
                 await connection.execute(insert(ApiKeyRow).values(id=key, name=key, team_id=of_team, **values))
             await connection.execute(insert(BatchRow), batches)
-        found = await Books(engine).batches()
+        found = await MachineStore(engine).batches()
     finally:
         await engine.dispose()
     assert found == {

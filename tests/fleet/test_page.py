@@ -6,8 +6,8 @@ from console.dashboard.pages.fleet import fleet
 from console.dashboard.view import make_view
 from db.engine import create_engine
 from db.tables import Decision
-from fleet.books import Books
 from fleet.machine import Machine, State
+from fleet.machine_store import MachineStore
 from ledger.store import store_records
 from protocol.usage import UsageRecord
 from tests.usage_records import attempt_record, request_record
@@ -23,15 +23,15 @@ def machine(name: str, state: State, served: int, over: int | None = None) -> Ma
 
 
 async def _fill(engine: AsyncEngine) -> None:
-    books = Books(engine)
+    store = MachineStore(engine)
     for one in (
         machine("m-1", State.SERVING, NOON),
         machine("m-2", State.LOST, NOON, NOON + HOUR // 2),
         machine("m-3", State.LOST, NOON, NOON + 2 * HOUR),
         machine("m-4", State.GONE, NOON - 50 * HOUR, NOON - 49 * HOUR),
     ):
-        await books.add(one)
-    await books.add_decisions(
+        await store.add(one)
+    await store.add_decisions(
         [
             Decision(NOON - 30 * HOUR, "spot", 1, 0, 0, "long ago"),
             Decision(NOON, "spot", 3, 1, 0, "it is noon"),

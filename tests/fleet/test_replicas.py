@@ -291,7 +291,7 @@ async def test_a_provider_that_ends_another_one_is_found_out(
 ) -> None:
     _, ended = [await group.launch(order()) for _ in range(2)]
     salad.ignores_costs = True
-    with pytest.raises(ProviderError, match="still there"):
+    with pytest.raises(ProviderError, match="still exists"):
         await impatient.end(ended)
     assert staying(salad) == {ended}
     await group.end(ended)

@@ -84,4 +84,4 @@ def test_the_month_of_the_documents() -> None:
 def test_plan_says_which_option_it_cannot_read() -> None:
     result = CliRunner().invoke(app, ["plan", "--offer", "p5"])
     assert result.exit_code != 0
-    assert "--offer p5: not NAME=USD[/GPUS]" in result.output
+    assert "--offer p5: must be NAME=USD[/GPUS]" in result.output

@@ -19,7 +19,7 @@ data "aws_caller_identity" "this" {}
 
 data "aws_region" "this" {}
 
-# --- network: workers go out, nobody comes in -----------------------------------------------------------------------------
+# --- network: outbound only, no inbound -----------------------------------------------------------------------------------
 
 resource "aws_vpc" "this" {
   cidr_block           = var.cidr_block
@@ -161,7 +161,7 @@ resource "aws_iam_role_policy" "home" {
     Version = "2012-10-17"
     Statement = [
       { Effect = "Allow", Action = "ec2:DescribeInstances", Resource = "*" },
-      # Only machines and disks that carry our label; the other kinds are what a machine is made of.
+      # Only machines and disks with our label. The other resource types are needed to launch a machine.
       {
         Effect    = "Allow"
         Action    = "ec2:RunInstances"

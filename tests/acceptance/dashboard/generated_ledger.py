@@ -18,8 +18,8 @@ from db.engine import writing
 from db.money import CLIENTS, Price
 from db.prices import add_price
 from db.tables import BatchRow, Decision, FileRow, InstanceRow
-from fleet.books import Books
 from fleet.machine import Machine, State
+from fleet.machine_store import MachineStore
 from ledger.store import store_records
 from protocol.refusals import MINUTE_MS, RefusalCount, RefusalRecord
 from protocol.usage import UsageRecord
@@ -248,7 +248,7 @@ async def _store_batches(engine: AsyncEngine, keys: list[ApiKey], now_unix_ms: i
 async def _store_fleet(engine: AsyncEngine, now_unix_ms: int) -> None:
     """A day of the fleet's: machines that come with the working hours, and some that the market takes back."""
     rng = random.Random(SEED)
-    books = Books(engine)
+    store = MachineStore(engine)
     machines: list[Machine] = []
     decisions: list[Decision] = []
     for step in range(96):
@@ -279,7 +279,7 @@ async def _store_fleet(engine: AsyncEngine, now_unix_ms: int) -> None:
                     f"w-{name}",
                     at,
                     at + 150_000,
-                    reason="it serves",
+                    reason="first heartbeat received",
                 )
             )
         for one in there[wanted:]:
@@ -287,5 +287,5 @@ async def _store_fleet(engine: AsyncEngine, now_unix_ms: int) -> None:
                 one, state=State.GONE, drained_unix_ms=at, over_unix_ms=at + 20_000, reason="drained"
             )
     for one in machines:
-        await books.add(one)
-    await books.add_decisions(decisions)
+        await store.add(one)
+    await store.add_decisions(decisions)

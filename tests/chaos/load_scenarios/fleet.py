@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleet.books import Books
 from fleet.machine import Machine, State
+from fleet.machine_store import MachineStore
 from spillway.children import Child
 from tests.chaos.load_scenarios.plan import Stage, expect
 from tests.chaos.system import MODEL, Shape, System
@@ -66,20 +66,20 @@ async def steps(stage: Stage) -> None:
     """Nothing, then a little work, then eight times as much, then nothing; then one request wakes the pool."""
     system, callers, plan, report = stage.system, stage.callers, stage.plan, stage.report
     controller = await start_controller(system, {})
-    books = Books(system.database)
+    store = MachineStore(system.database)
     await callers.wait_until_served()
     low_per_s = ONE_WORKER_PER_S / 2
     await callers.offer(low_per_s, plan.seconds, tokens=TOKENS)
     stepped_unix_ms = time.time() * 1000
     await callers.offer(STEP * low_per_s, plan.seconds, tokens=TOKENS)
     limit_s = plan.slack * DECISION_LIMIT_S
-    expect(report, "decision_s", await _decided_s(books, stepped_unix_ms), at_most=limit_s)
-    report.extras["workers_most"] = max(one.size for one in await books.decisions(0))
-    await _until_none(books)
+    expect(report, "decision_s", await _decided_s(store, stepped_unix_ms), at_most=limit_s)
+    report.extras["workers_most"] = max(one.size for one in await store.decisions(0))
+    await _until_none(store)
     woken = await callers.ask(tokens=TOKENS)
     report.extras["woken_ttft_s"] = woken.ttft_s
-    await _until_none(books)
-    over = await books.over_since(0)
+    await _until_none(store)
+    over = await store.over_since(0)
     report.faults = len(over)
     not_drained = [one for one in over if one.state is not State.GONE or one.drained_unix_ms is None]
     for machine in not_drained:
@@ -87,17 +87,17 @@ async def steps(stage: Stage) -> None:
     await controller.stop()
 
 
-async def _decided_s(books: Books, since_unix_ms: float) -> float | None:
+async def _decided_s(store: MachineStore, since_unix_ms: float) -> float | None:
     """Return how long after a step the next larger size was decided."""
-    decisions = await books.decisions(0)  # the latest first
+    decisions = await store.decisions(0)  # the latest first
     before = next((one.size for one in decisions if one.decided_unix_ms < since_unix_ms), 0)
     larger = [one.decided_unix_ms for one in decisions if one.decided_unix_ms >= since_unix_ms and one.size > before]
     return (min(larger) - since_unix_ms) / 1000 if larger else None
 
 
-async def _until_none(books: Books) -> None:
+async def _until_none(store: MachineStore) -> None:
     async with asyncio.timeout(SETTLE_LIMIT_S):
-        while await books.machines():
+        while await store.machines():
             await asyncio.sleep(POLL_S)
 
 
@@ -179,7 +179,7 @@ async def _play_market(stage: Stage, box: Ec2Box, market: Market, rng: random.Ra
             },
         )
     controller = await start_controller(system, CREDENTIALS)
-    books = Books(system.database)
+    store = MachineStore(system.database)
     await callers.wait_until_served()
     playing = asyncio.create_task(_follow(box, market, rng))
     killing = asyncio.create_task(_kill_now_and_then(stage, controller, rng))
@@ -196,16 +196,16 @@ async def _play_market(stage: Stage, box: Ec2Box, market: Market, rng: random.Ra
         await system.restart(controller)
     box.capacity = None
     report.faults = len(box.taken)
-    await _compare(stage, box, books)
-    over = await books.over_since(0)
+    await _compare(stage, box, store)
+    over = await store.over_since(0)
     lost = {one.machine_id for one in over if one.state is State.LOST}
     for machine_id in lost - set(box.taken):
-        report.offend(f"machine {machine_id} is lost in the books, and nobody has taken it")
+        report.offend(f"machine {machine_id} is lost in the store, and nobody has taken it")
     report.extras |= {
-        "machines": len(over) + len(await books.machines()),
+        "machines": len(over) + len(await store.machines()),
         "machines_lost": len(lost),
         "refused": sum(box.refused.values()),
-        "decisions": len(await books.decisions(0)),
+        "decisions": len(await store.decisions(0)),
     }
     await controller.stop()
     if box.live():
@@ -238,15 +238,15 @@ async def _kill_now_and_then(stage: Stage, controller: Child, rng: random.Random
         await stage.system.restart(controller)
 
 
-async def _compare(stage: Stage, box: Ec2Box, books: Books) -> None:
-    """The provider's machines must become those in the books, each with its label."""
+async def _compare(stage: Stage, box: Ec2Box, store: MachineStore) -> None:
+    """The provider's machines must become those in the store, each with its label."""
     there: dict[str, str] = {}
     rows: Sequence[Machine] = ()
     deadline_s = time.monotonic() + SETTLE_LIMIT_S
     while time.monotonic() < deadline_s:
         there = {one: tags.get("spillway-machine", "") for one, tags in box.live().items()}
-        rows = await books.machines()
+        rows = await store.machines()
         if {(row.provider_id, row.machine_id) for row in rows} == set(there.items()):
             return
         await asyncio.sleep(POLL_S)
-    stage.report.offend(f"machines at the provider: {there}, in the books: {[(r.provider_id, r.state) for r in rows]}")
+    stage.report.offend(f"machines at the provider: {there}, in the store: {[(r.provider_id, r.state) for r in rows]}")

@@ -90,7 +90,7 @@ async def test_a_fitting_schema_passes_the_check(database_url: str) -> None:
 async def test_an_empty_database_says_what_to_run(empty_database_url: str) -> None:
     engine = create_engine(empty_database_url)
     with pytest.raises(
-        SchemaMismatch, match=f"schema is empty, this build needs {SCHEMA_VERSION}: run `spillway db up"
+        SchemaMismatch, match=f"schema is empty, but this build needs {SCHEMA_VERSION}. Run `spillway db up"
     ):
         await check_schema(engine)
     await engine.dispose()
@@ -100,7 +100,7 @@ async def test_another_schema_says_both_versions(database_url: str) -> None:
     engine = create_engine(database_url)
     async with engine.begin() as connection:
         await connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
-    with pytest.raises(SchemaMismatch, match=f"schema is 0001, this build needs {SCHEMA_VERSION}"):
+    with pytest.raises(SchemaMismatch, match=f"schema is 0001, but this build needs {SCHEMA_VERSION}"):
         await check_schema(engine)
     await engine.dispose()
 
@@ -110,7 +110,7 @@ async def test_an_older_build_runs_on_a_newer_schema(database_url: str, caplog: 
     async with engine.begin() as connection:
         await connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     await check_schema(engine)
-    assert "schema is 9999, of a newer release" in caplog.text
+    assert "schema is 9999, newer than" in caplog.text
     await engine.dispose()
 
 

@@ -63,7 +63,7 @@ async def test_tags_are_of_their_key_and_team(engine: AsyncEngine) -> None:
     async with engine.connect() as connection:
         by_both = await usage(connection, DAY, ["team", "key", "tag"])
         [of_b] = await usage(connection, DAY, ["tag"], where={"key": ["key_b"]})
-        with pytest.raises(UsageRefused, match="not by model"):
+        with pytest.raises(UsageRefused, match="not with model"):
             await usage(connection, DAY, ["tag", "model"])
     assert [(row.team_id, row.key_id, row.tag, row.sums.requests) for row in by_both] == [
         ("team_a", "key_a", "app=x", 1),

@@ -98,7 +98,7 @@ def test_the_columns_of_focus(sqlite_url: str, tmp_path: Path) -> None:
         (["--month", "2026-13"], "is not a month. Example: 2026-11"),
         (["--month", "2026-11", "--since", "2026-11-01"], "cannot be combined with --since or --until"),
         (["--by", "team,colour"], "cannot group by colour"),
-        (["--by", "tag,model"], "not by model"),
+        (["--by", "tag,model"], "not with model"),
     ],
 )
 def test_what_cannot_be_reported_is_said(sqlite_url: str, tmp_path: Path, arguments: list[str], said: str) -> None:

@@ -14,7 +14,7 @@ from db.accounts.audit import AuditFilter, list_changes
 from db.accounts.errors import InvalidField
 from db.accounts.teams import create_team
 from db.tables import WebhookDeliveryRow, WebhookEndpointRow
-from ledger.webhooks.deliveries import Deliveries, Delivery, Rooms, list_deliveries
+from ledger.webhooks.deliveries import Deliveries, Delivery, DeliverySlots, list_deliveries
 from ledger.webhooks.endpoints import BY_OPERATOR, UnknownEndpoint
 from ledger.webhooks.events import EventType, publish_finished
 from protocol import subjects
@@ -332,10 +332,10 @@ async def test_two_processes_never_claim_the_same(engine: AsyncEngine, start_rec
     endpoint, _ = await endpoints.create(TEAM, (await start_receiver()).url, [COMPLETED], ACTOR)
     for _ in range(20):
         await endpoints.send_test(endpoint.endpoint_id, None, ACTOR)
-    found = await asyncio.gather(*(_deliveries(engine).claim(Rooms(20, 20), 60.0) for _ in range(4)))
+    found = await asyncio.gather(*(_deliveries(engine).claim(DeliverySlots(20, 20), 60.0) for _ in range(4)))
     ids = [claim.event_id for claims in found for claim in claims]
     assert len(ids) == len(set(ids)) == 20
-    assert await _deliveries(engine).claim(Rooms(20, 20), 60.0) == []
+    assert await _deliveries(engine).claim(DeliverySlots(20, 20), 60.0) == []
 
 
 async def test_old_deliveries_go_those_that_wait_stay(engine: AsyncEngine, start_receiver: StartReceiver) -> None:

@@ -284,7 +284,7 @@ def test_models_are_those_configured_and_an_end_lies_ahead() -> None:
     assert checked_grant({"models": None, "expires_unix_ms": 6}, names, 5) == {"models": None, "expires_unix_ms": 6}
     for wrong, said in (
         ({"models": ["tiny"]}, "models: 'tiny' is not configured. Configured models: large, short, small"),
-        ({"models": []}, "models: at least one"),
+        ({"models": []}, "models: must have at least one model"),
         ({"expires_unix_ms": 5}, "expires_unix_ms: must be in the future"),
     ):
         with pytest.raises(InvalidField, match=said):

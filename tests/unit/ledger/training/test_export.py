@@ -279,7 +279,7 @@ async def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(kept: Kep
     with pytest.raises(ExportError, match="overwritten"):
         await kept.export()
     assert (tmp_path / "out" / "train.jsonl").read_bytes() == written
-    with pytest.raises(ExportError, match="sum up"):
+    with pytest.raises(ExportError, match="that sum to 1"):
         await kept.export("bad", shares=(0.5, 0.4))
 
 

@@ -1,4 +1,4 @@
-"""The books: every machine that was ever wanted, and every decision, in SQL; beside them, what open batches need."""
+"""Machines and decisions of the fleet controller in SQL, and the needs of open batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from fleet.machine import OVER, PAID, Machine, State
 from fleet.open_batches import OpenBatch, open_batches
 
 
-class Books:
+class MachineStore:
     """Reads and writes machines and decisions. All methods raise DatabaseUnavailable."""
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -24,7 +24,7 @@ class Books:
         return await self._select_machines(MachineRow.state.in_(PAID))
 
     async def over_since(self, unix_ms: int) -> list[Machine]:
-        """Return the machines that have been over for no longer than since a moment."""
+        """Return the machines that ended at or after a time."""
         return await self._select_machines(MachineRow.state.in_(OVER), MachineRow.over_unix_ms >= unix_ms)
 
     async def _select_machines(self, *conditions: Any) -> list[Machine]:  # noqa: ANN401  # SQLAlchemy's expressions
@@ -38,11 +38,11 @@ class Books:
             raise DatabaseUnavailable(describe(error)) from error
 
     async def add(self, machine: Machine) -> None:
-        """Write a machine that is wanted: before its provider is asked."""
+        """Add a wanted machine, before its launch is requested."""
         await self._change(insert(MachineRow).values(structs.asdict(machine)))
 
     async def put(self, machine: Machine) -> None:
-        """Replace what the books say of a machine; one that is over stays over."""
+        """Replace the row of a machine. An ended machine stays ended."""
         fields = structs.asdict(machine)
         fields.pop("machine_id")
         statement = update(MachineRow).where(MachineRow.machine_id == machine.machine_id, MachineRow.state.not_in(OVER))
@@ -58,7 +58,7 @@ class Books:
         await self._change(delete(DecisionRow).where(DecisionRow.decided_unix_ms < before_unix_ms))
 
     async def decisions(self, since_unix_ms: int, pool: str | None = None) -> list[Decision]:
-        """Return decisions, the latest first."""
+        """Return decisions, latest first."""
         columns = [getattr(DecisionRow, field) for field in Decision.__struct_fields__]
         statement = select(*columns).where(DecisionRow.decided_unix_ms >= since_unix_ms)
         if pool is not None:
@@ -71,7 +71,7 @@ class Books:
             raise DatabaseUnavailable(describe(error)) from error
 
     async def batches(self) -> Mapping[str, Sequence[OpenBatch]]:
-        """Return what open batches still need, by queue."""
+        """Return the remaining needs of open batches, by queue."""
         return await open_batches(self._engine)
 
     async def _change(self, statement: Any) -> None:  # noqa: ANN401  # SQLAlchemy's expressions
