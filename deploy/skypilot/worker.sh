@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# What a machine does that SkyPilot starts: `worker.sh setup` once, then `worker.sh run`. The task files beside this one copy it,
-# spillway.toml, the lock and the wheel to the machine's home folder.
+# The program of a machine that SkyPilot starts: `worker.sh setup` once, then `worker.sh run`. The task files in this folder copy it,
+# spillway.toml, the lock file and the wheel to the machine's home folder.
 set -euo pipefail
 : "${MODEL:?the model on the Hugging Face hub}" "${MODEL_FOLDER:?where it goes, as spillway.toml has it}"
 
-# SkyPilot's own Python may be older than ours; uv brings one.
+# SkyPilot's Python may be too old for Spillway; uv installs one.
 export PATH="$HOME/.local/bin:$PATH"
 
 case "${1:?usage: worker.sh setup|run}" in

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Print a script that makes a fresh machine a worker: for a cloud's user data (start-up script, custom data), or for ssh.
+# Print a script that turns a new machine into a worker, for a cloud's user data (start-up script, custom data) or for ssh.
 #
 #   export SPILLWAY_NATS__URLS='["tls://spillway:PASSWORD@queue.example.com:4222"]'
 #   deploy/vm/make-user-data.sh POOL spillway.toml registry.example.com/spillway-vllm:0.2.0 >user-data.sh
 #   ssh ubuntu@HOST sudo sh -s <user-data.sh
 #
-# The machine needs Docker, NVIDIA's driver and container toolkit, and a way out; nothing connects to it. The image is that of
+# The machine needs Docker, NVIDIA's driver and container toolkit, and outbound connections; it needs no inbound ones. The image is from
 # deploy/images/vllm.Dockerfile. MODEL on the Hugging Face hub becomes the folder MODEL_FOLDER, which the pool's engine names.
 #
 # The output contains the queue's password: everyone who can read the machine's user data can read it.
@@ -37,7 +37,7 @@ chmod 0644 /etc/spillway/spillway.toml
 docker run --rm --network host --volume $folder:$folder --entrypoint hf $image \\
   download $model --local-dir $folder
 docker rm --force spillway 2>/dev/null || true
-# The host's network: a metadata service answers there, which tells of the machine's end.
+# The host's network, to reach the metadata service, which announces the machine's end.
 docker run --detach --name spillway --restart unless-stopped --init --stop-timeout 45 \\
   --gpus all --network host --ipc host --cap-drop ALL --security-opt no-new-privileges \\
   --volume $folder:$folder:ro --volume /etc/spillway/spillway.toml:/etc/spillway/spillway.toml:ro \\

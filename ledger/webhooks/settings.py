@@ -24,6 +24,6 @@ class WebhookSettings(Settings):
     keep_days: PositiveInt = Field(default=14, le=365)  # how long ended deliveries are kept
     budget_check_s: PositiveSeconds = 15.0  # period of the budget checks
     # Timing of the deliverer.
-    # Timing of the deliverer.: float = 1.0  # period of the search for due deliveries
+    poll_s: float = 1.0  # period of the search for due deliveries
     lease_s: float = 15.0  # added to total_s: when the attempt of a killed process is repeated
     state_s: float = 5.0  # period of the messages for the gateways' metrics

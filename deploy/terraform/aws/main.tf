@@ -1,7 +1,7 @@
-# What a fleet at EC2 needs of an account: a network, a launch template for workers, a bucket for the files of batches, and
-# a role for the machines of the home that may do with them what the controller and the gateways do, and no more.
+# Resources of a fleet on EC2: a network, a launch template for workers, a bucket for the files of batches, and
+# a role for the machines of the home region with exactly the permissions that the controller and the gateways need.
 #
-# docs/deploy/aws.md says how it is used. The home itself, gateways, queue and database, is not made here.
+# docs/deploy/aws.md explains how to use it. It does not create gateways, queue and database.
 
 terraform {
   required_version = ">= 1.5"
@@ -46,7 +46,7 @@ resource "aws_subnet" "zone" {
   vpc_id                  = aws_vpc.this.id
   availability_zone       = each.key
   cidr_block              = cidrsubnet(var.cidr_block, 4, each.value)
-  map_public_ip_on_launch = true # a way out without a NAT gateway, which costs more than some workers
+  map_public_ip_on_launch = true # outbound connections without a NAT gateway, which costs more than some workers
   tags                    = { Name = "${var.fleet_id}-${each.key}" }
 }
 
@@ -103,7 +103,7 @@ resource "aws_launch_template" "worker" {
   update_default_version = true
   vpc_security_group_ids = [aws_security_group.workers.id]
   ebs_optimized          = true
-  # The notice of a spot machine's end is asked for with a token; from a container on the host's network one hop is enough.
+  # The interruption notice is read with a token. From a container on the host's network, one hop is enough.
   metadata_options {
     http_endpoint               = "enabled"
     http_tokens                 = "required"
@@ -144,7 +144,7 @@ resource "aws_s3_bucket_lifecycle_configuration" "files" {
   }
 }
 
-# --- what the home may do -------------------------------------------------------------------------------------------------
+# --- permissions of the home region -----------------------------------------------------------------------------------
 
 resource "aws_iam_role" "home" {
   name = "${var.fleet_id}-home"

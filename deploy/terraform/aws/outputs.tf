@@ -13,7 +13,7 @@ output "files" {
 }
 
 output "home" {
-  description = "What the machines of the home are started with."
+  description = "Instance profile, security group and subnets of the home region's machines."
   value = {
     instance_profile  = aws_iam_instance_profile.home.name
     security_group_id = aws_security_group.home.id

@@ -1,5 +1,5 @@
 variable "fleet_id" {
-  description = "[fleet] fleet_id: the label of this installation's machines, and the beginning of all names."
+  description = "[fleet] fleet_id: label of this installation's machines, and prefix of all names."
   type        = string
   default     = "spillway"
   validation {
@@ -9,7 +9,7 @@ variable "fleet_id" {
 }
 
 variable "zones" {
-  description = "Availability zones in which workers may run: machines of one zone are lost together."
+  description = "Availability zones of workers. Spot machines of one zone are lost together."
   type        = list(string)
   validation {
     condition     = length(var.zones) >= 1 && length(var.zones) <= 16 && length(distinct(var.zones)) == length(var.zones)
@@ -24,7 +24,7 @@ variable "cidr_block" {
 }
 
 variable "image_id" {
-  description = "Machine image of workers: Docker, NVIDIA's driver and container toolkit, and the image of vLLM with the side-car."
+  description = "Machine image of workers, with Docker, NVIDIA's driver and container toolkit, and the image of vLLM with the sidecar."
   type        = string
 }
 
@@ -41,13 +41,13 @@ variable "disk_gib" {
 }
 
 variable "callers" {
-  description = "Addresses from which the API may be called."
+  description = "Addresses (CIDRs) that may call the API."
   type        = list(string)
   default     = ["0.0.0.0/0"]
 }
 
 variable "workers_elsewhere" {
-  description = "Addresses of workers outside this network, which speak to the queue by TLS."
+  description = "Addresses (CIDRs) of workers outside this network, which connect to the queue over TLS."
   type        = list(string)
   default     = []
 }
