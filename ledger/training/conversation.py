@@ -14,7 +14,7 @@ Message = dict[str, Any]
 
 
 class ExcludedFromExport(Exception):
-    """The payload is left out of the training set; the message is the reason counted in the manifest."""
+    """The payload is excluded from the training set; the message is the reason counted in the manifest."""
 
 
 class Conversation(Struct, frozen=True):

@@ -40,7 +40,7 @@ class ExportPlan(Struct, frozen=True):
     min_turns: int = 1
     shares: tuple[float, ...] = (0.9, 0.05, 0.05)
     seed: int = 0
-    keep_failovers: bool = False  # also answers that several workers made in turn
+    keep_failovers: bool = False  # also answers that more than one worker generated
     actor: str = "system"  # as the audit log names who exports
     page_rows: int = 50  # read at a time, of at most some MB each
 

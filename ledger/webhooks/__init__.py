@@ -1,1 +1,1 @@
-"""Webhooks: events of a team, sent to its endpoints by the Standard Webhooks scheme, signed and tried again."""
+"""Webhooks: signed deliveries of a team's events to its endpoints, with retries, by the Standard Webhooks scheme."""

@@ -1,8 +1,8 @@
-"""Where deliveries may go: public addresses, and the networks that the operator allows.
+"""Allowed destinations of deliveries: public addresses, and the networks that the operator allows.
 
-A team names any URL, and the ledger process stands inside our network, so it must not be sent to what is in there
-(server-side request forgery). The name is resolved once, all its addresses are judged, and the connection goes to one
-of those that were judged: an answer of the DNS that changes in between changes nothing.
+A team can set any URL, and the ledger runs inside the operator's network, so it must not send to internal addresses
+(server-side request forgery). The name is resolved once, all its addresses are checked, and the connection goes to one
+of the checked addresses: a DNS answer that changes in between has no effect.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ LookUp = Callable[[str, int], list[str]]  # of host and port; raises OSError and
 
 MAX_URL_CHARS: Final = 2048
 MAX_ADDRESSES: Final = 16  # that a name may have
-# What is no part of the internet, though Python's ``ipaddress`` may call it global: IANA's special-purpose networks of
+# Networks that are not public although Python's ``ipaddress`` may call them global: IANA's special-purpose networks, of
 # which its releases know more or less, and the wire server of Azure's machines.
 _SPECIAL: Final[tuple[Network, ...]] = (
     *map(IPv4Network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")),
@@ -33,15 +33,15 @@ _IPV4_COMPATIBLE: Final = IPv6Network("::/96")  # RFC 4291, deprecated: likewise
 
 
 class BadUrl(ValueError):
-    """The URL cannot be an endpoint's; the message says why."""
+    """The URL is not valid for an endpoint; the message says why."""
 
 
 class AddressRefused(Exception):
-    """The URL's host must not be sent to, or is not known; the message says why."""
+    """The URL's host is not allowed or cannot be resolved; the message says why."""
 
 
 def checked_url(url: str, settings: WebhookSettings) -> str:
-    """Return the URL if it can be an endpoint's. Raises BadUrl. Names are looked up with every delivery, not here."""
+    """Return the URL if it is valid for an endpoint. Raises BadUrl. Names are resolved at each delivery, not here."""
     if len(url) > MAX_URL_CHARS or not url.isascii() or not url.isprintable() or " " in url:
         raise BadUrl(f"must have at most {MAX_URL_CHARS} printable ASCII characters and no spaces")
     try:
@@ -65,13 +65,13 @@ def checked_url(url: str, settings: WebhookSettings) -> str:
 
 
 def is_allowed(address: Address, allowed: Iterable[Network]) -> bool:
-    """Report whether an address, or the IPv4 address inside it, is public or in one of the allowed networks."""
+    """Return whether an address, or the IPv4 address inside it, is public or in an allowed network."""
     address = _innermost(address)
     return any(address in network for network in allowed) or _is_public(address)
 
 
 def _innermost(address: Address) -> Address:
-    """Return the IPv4 address that a translator, a tunnel or the kernel would make of it; else the address itself."""
+    """Return the IPv4 address embedded in an IPv6 address (NAT64, 6to4, Teredo, mapped), or the address itself."""
     if isinstance(address, IPv4Address):
         return address
     if address.ipv4_mapped is not None:
@@ -100,7 +100,7 @@ def _is_public(address: Address) -> bool:
 
 
 def look_up(host: str, port: int) -> list[str]:
-    """Return the addresses of a host as the system knows them. Raises OSError and UnicodeError."""
+    """Resolve a host with the system's resolver. Raises OSError and UnicodeError."""
     return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 

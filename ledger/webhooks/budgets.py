@@ -1,9 +1,9 @@
-"""Tells teams when a budget of theirs is used up to a threshold: each threshold once in each period.
+"""Reports to teams when a budget reaches a threshold, once per threshold and period.
 
-What is spent comes from the ledger's rollups, which every ledger process reads alike. A request reserves the most that
-it may cost, so requests may be refused before all is spent: the gateway reports that, and a budget of which 80 % are
-spent then counts as used up. The first process that sees a reached threshold inserts a notice with the event;
-the event's id follows from account, period and threshold, so all others find the notice there. It is published from
+Spending comes from the ledger's rollups, which are the same for all ledger processes. A request reserves the most that
+it may cost, so requests may be refused before the budget is used up. A gateway reports that, and a budget above 80 %
+then counts as used up. The first process that sees a reached threshold inserts a notice with the event;
+the event's id is derived from account, period and threshold, so other processes find the notice. It is published from
 there until the stream has it.
 """
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class _Budget(Struct, frozen=True):
-    """The budget of a team or key that has an endpoint for it."""
+    """The budget of a team or key with an endpoint for budget events."""
 
     account_id: str
     name: str
@@ -62,16 +62,16 @@ class _Budget(Struct, frozen=True):
     def event_id(self, percent: int) -> str:
         return event_id(EVENT_TYPE, self.account_id, self.period, str(percent))
 
-    def highest(self, told: Collection[str]) -> int:
+    def highest(self, reported: Collection[str]) -> int:
         """Return the highest threshold with a notice; 0: none has one."""
-        return max((percent for percent in THRESHOLDS_PERCENT if self.event_id(percent) in told), default=0)
+        return max((percent for percent in THRESHOLDS_PERCENT if self.event_id(percent) in reported), default=0)
 
 
 class BudgetWatch:
     """Watches until stopped."""
 
     def __init__(self, bus: Bus, engine: AsyncEngine, period_s: float, stopping: asyncio.Event) -> None:
-        """``period_s``: between two looks."""
+        """``period_s``: period of the checks."""
         self._refused: dict[str, float] = {}  # account → time of a gateway's last report (monotonic clock)
         self._bus = bus
         self._engine = engine
@@ -79,7 +79,7 @@ class BudgetWatch:
         self._stopping = stopping
 
     async def run(self) -> None:
-        """Look at the budgets, once a period, until ``stopping`` is set."""
+        """Check the budgets once a period until ``stopping`` is set."""
         await self._bus.listen(subjects.BUDGET_REFUSED, self.on_refused)
         while not self._stopping.is_set():
             try:
@@ -96,7 +96,7 @@ class BudgetWatch:
             self._refused[message.data.decode("utf-8", "replace")] = time.monotonic()
 
     async def check(self, now_s: float) -> None:
-        """Note the thresholds that are reached, and publish what is noted. Raises SQL errors and BusError."""
+        """Store the thresholds that are reached, and publish them. Raises SQL errors and BusError."""
         async with self._engine.connect() as connection:
             budgets = await _budgets(connection, now_s)
             reported = await _reported(connection, budgets)
@@ -123,7 +123,7 @@ class BudgetWatch:
         return THRESHOLDS_PERCENT if is_refused else reached
 
     def _forget_old_refusals(self) -> None:
-        """Forget those of which nothing has been heard for a while: rows of what was spent have come since."""
+        """Forget old reports: the rows of that spending have arrived since."""
         oldest_s = time.monotonic() - REFUSED_FOR_S
         self._refused = {account_id: at_s for account_id, at_s in self._refused.items() if at_s > oldest_s}
 
@@ -164,7 +164,7 @@ async def _budgets(connection: AsyncConnection, now_s: float) -> list[_Budget]:
 
 
 async def _reported(connection: AsyncConnection, budgets: Iterable[_Budget]) -> set[str]:
-    """Return the ids of the notices that are there already."""
+    """Return the ids of the stored notices."""
     ids = [budget.account_id for budget in budgets]
     if not ids:
         return set()
@@ -172,7 +172,7 @@ async def _reported(connection: AsyncConnection, budgets: Iterable[_Budget]) -> 
 
 
 async def _spent(connection: AsyncConnection, budgets: Sequence[_Budget], now_s: float) -> Mapping[str, int]:
-    """Return the nano-USD of each account in its current period."""
+    """Return the spending of each account in its current period, in nano-USD."""
     groups: dict[tuple[str, BudgetPeriod], list[str]] = defaultdict(list)
     for budget in budgets:
         groups[budget.kind, budget.terms.budget_period].append(budget.account_id)
@@ -192,7 +192,7 @@ async def _spent(connection: AsyncConnection, budgets: Sequence[_Budget], now_s:
 
 
 def _notice(budget: _Budget, percent: int, spent_nano_usd: int, now_s: float) -> dict[str, Any]:
-    """Return the row of a threshold that is reached, with the event to publish."""
+    """Return the row of a reached threshold, with the event to publish."""
     identity = budget.event_id(percent)
     data = {
         "id": budget.account_id,

@@ -1,4 +1,4 @@
-"""Sends what is due, some at a time, and writes down how it went."""
+"""Sends due deliveries concurrently and stores their outcomes."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from ledger.webhooks.slack import is_slack, slack_body
 from protocol.nats.clock import unix_now_ms
 from protocol.process import backoff_s, wait_for
 
-STOP_LIMIT_S: Final = 5.0  # for attempts that run when it stops; others then repeat what is cut off
+STOP_LIMIT_S: Final = 5.0  # for running attempts at shutdown; other processes repeat interrupted ones
 CLEANING_PERIOD_S: Final = 600.0
 _DAY_MS: Final = 24 * 3600 * 1000
 
@@ -32,7 +32,7 @@ class Deliverer:
         added: asyncio.Event,
         stopping: asyncio.Event,
     ) -> None:
-        """``added`` is set where something new may be due."""
+        """``added`` is set when there may be a new delivery."""
         self._deliveries = deliveries
         self._settings = settings
         self._box = box
@@ -40,10 +40,10 @@ class Deliverer:
         self._stopping = stopping
         self._slots = DeliverySlots(settings.in_flight, settings.in_flight_per_endpoint)
         self._running: set[asyncio.Task[None]] = set()
-        self._cleaned_s = float("-inf")  # when it last found no more that is old; monotonic clock
+        self._cleaned_s = float("-inf")  # when it last found no more old deliveries; monotonic clock
 
     async def run(self) -> None:
-        """Claim, send and write down until ``stopping`` is set."""
+        """Claim, send and store outcomes until ``stopping`` is set."""
         sender = Sender(self._settings)
         try:
             while not self._stopping.is_set():
@@ -60,7 +60,7 @@ class Deliverer:
             sender.close()
 
     async def _start_due(self, sender: Sender) -> bool:
-        """Start attempts of what is due, as far as there is room; return whether there may be more."""
+        """Start attempts of due deliveries up to the free slots; return whether there may be more."""
         if self._slots.left <= 0:
             return False
         try:
@@ -79,7 +79,7 @@ class Deliverer:
             await self._settle(claim, await self._attempt(sender, claim))
         finally:
             self._slots.leave(claim.endpoint_id)
-            self._added.set()  # there is room for the next one
+            self._added.set()  # a slot is free for the next one
 
     async def _attempt(self, sender: Sender, claim: Claim) -> Attempt:
         try:
@@ -96,7 +96,7 @@ class Deliverer:
             return Attempt(error=f"cannot be sent: {type(mistake).__name__}")
 
     async def _settle(self, claim: Claim, attempt: Attempt) -> None:
-        """Write the end down, until the claim ends: then it is repeated in any case."""
+        """Store the outcome, retrying until the claim ends: after that, the delivery is repeated."""
         if attempt.error is not None:
             facts = (claim.event_id, claim.endpoint_id, claim.attempts, attempt.error)
             log.info("webhook %s to %s, attempt %d: %s", *facts)

@@ -1,12 +1,12 @@
-"""Deliveries in SQL: what is to be sent, to whom and when, and how it ended.
+"""Deliveries in SQL: event, endpoint, due time and outcome.
 
     event ──add──> waiting, due now ──claim──> waiting, due when the claim ends ──settle──> delivered
                           └──────────────────── due after a wait <──failed───────┤
                                                                                  └──> failed: given up, or disabled
 
 A claim moves the due time past the longest attempt, and counts the attempt: the claiming process sends, others
-do not, and what a killed process had claimed comes again by itself. So each is delivered at least once, and the event's
-id, which the receiver gets with every attempt, tells repeated ones.
+do not, and the claim of a killed process expires. So each event is delivered at least once. The event's
+id, which the receiver gets with every attempt, identifies repeats.
 """
 
 import random
@@ -26,11 +26,11 @@ from ledger.webhooks.events import Event
 from ledger.webhooks.sender import Attempt
 from protocol.nats.clock import unix_now_ms
 
-SYSTEM: Final = "system"  # the actor of what Spillway does by itself
+SYSTEM: Final = "system"  # actor of Spillway's own changes
 WAITING: Final = "waiting"
 DELIVERED: Final = "delivered"
 FAILED: Final = "failed"
-# Of the totals: attempts that delivered or did not, deliveries that were given up, and those that never waited.
+# Outcomes of the totals: attempts that delivered or failed, deliveries that were given up, and those that never waited.
 Total = Literal["delivered", "failed", "given_up", "dropped"]
 TOTALS: Final[tuple[Total, ...]] = get_args(Total)
 JITTER_SHARE: Final = 0.1
@@ -43,13 +43,13 @@ _TOTALS: Final = WebhookTotalRow.__table__
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A delivery as people see it."""
+    """A delivery, for the CLI and the pages."""
 
     event_id: str
     endpoint_id: str
     event_type: str
     created_unix_ms: int
-    due_unix_ms: int | None  # of the next attempt; None: there is none
+    due_unix_ms: int | None  # time of the next attempt; None: none
     outcome: str
     attempts: int
     attempted_unix_ms: int | None
@@ -59,7 +59,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A delivery that this process sends now, and all it needs for it."""
+    """A delivery that this process has claimed, with everything needed to send it."""
 
     event_id: str
     endpoint_id: str
@@ -71,7 +71,7 @@ class Claim:
 
 
 def new_row(event: Event, endpoint_id: str, now_unix_ms: int) -> dict[str, Any]:
-    """Return the row of an event that is to be sent to an endpoint at once."""
+    """Return the row of a new delivery of an event to an endpoint, due now."""
     return {
         "event_id": event.id,
         "endpoint_id": endpoint_id,
@@ -85,7 +85,7 @@ def new_row(event: Event, endpoint_id: str, now_unix_ms: int) -> dict[str, Any]:
 
 
 async def end_waiting(connection: AsyncConnection, endpoint_id: str, why: str) -> None:
-    """Give up what waits for an endpoint."""
+    """Give up the waiting deliveries of an endpoint."""
     waiting = (WebhookDeliveryRow.endpoint_id == endpoint_id, WebhookDeliveryRow.due_unix_ms.is_not(None))
     ended = {"due_unix_ms": None, "outcome": FAILED, "error": why}
     done = await connection.execute(update(WebhookDeliveryRow).where(*waiting).values(ended))
@@ -94,7 +94,7 @@ async def end_waiting(connection: AsyncConnection, endpoint_id: str, why: str) -
 
 
 async def list_deliveries(engine: AsyncEngine, endpoint_id: str, limit: int) -> Sequence[Delivery]:
-    """The newest deliveries to an endpoint first. Raises SQL errors."""
+    """Return the latest deliveries to an endpoint, newest first. Raises SQL errors."""
     columns = [_DELIVERIES.c[name] for name in Delivery.__dataclass_fields__]
     newest = (_DELIVERIES.c.created_unix_ms.desc(), _DELIVERIES.c.event_id.desc())
     wanted = select(*columns).where(_DELIVERIES.c.endpoint_id == endpoint_id).order_by(*newest).limit(limit)
@@ -140,13 +140,13 @@ class Deliveries:
     """The deliverer's SQL. All methods raise SQL errors."""
 
     def __init__(self, engine: AsyncEngine, *, max_waiting: int, retries_s: Sequence[float]) -> None:
-        """``max_waiting``: for one endpoint."""
+        """``max_waiting``: per endpoint."""
         self._engine = engine
         self._max_waiting = max_waiting
         self._retries_s = retries_s
 
     async def add(self, events: Sequence[Event]) -> int:
-        """Add a delivery of each event to every endpoint that asks for its type; return how many are new."""
+        """Add a delivery of each event to every endpoint subscribed to its type; return how many are new."""
         teams = {event.team_id for event in events}
         now_unix_ms = unix_now_ms()
         async with changing(self._engine) as connection:
@@ -163,7 +163,7 @@ class Deliveries:
             return await self._insert_within_limits(connection, rows) if rows else 0
 
     async def _insert_within_limits(self, connection: AsyncConnection, rows: Sequence[dict[str, Any]]) -> int:
-        """Insert rows as far as their endpoints take more; the rest are kept as failed."""
+        """Insert rows. Rows above an endpoint's limit are stored as failed."""
         ids = {row["endpoint_id"] for row in rows}
         counted = (
             select(_DELIVERIES.c.endpoint_id, func.count())
@@ -191,7 +191,7 @@ class Deliveries:
         return added
 
     async def claim(self, slots: DeliverySlots, lease_s: float) -> list[Claim]:
-        """Claim what is due, the oldest first, as far as there is room."""
+        """Claim due deliveries, oldest first, up to the free slots."""
         now_unix_ms = unix_now_ms()
         until_unix_ms = now_unix_ms + int(lease_s * 1000)
         async with self._engine.connect() as connection:
@@ -214,7 +214,7 @@ class Deliveries:
         return claims
 
     async def settle(self, claim: Claim, attempt: Attempt) -> str | None:
-        """Write down how an attempt ended; return why its endpoint is disabled now, if it is.
+        """Store the outcome of an attempt; if it disables the endpoint, return the reason.
 
         Does nothing if the claim has ended meanwhile: another process retries the delivery, or it was given up.
         """
@@ -245,7 +245,7 @@ class Deliveries:
             return await self._disabled(connection, claim, attempt, is_over=wait_s is None, now_unix_ms=now_unix_ms)
 
     def _wait_s(self, claim: Claim, attempt: Attempt) -> float | None:
-        """Return how long to wait for the next attempt; None: there is none."""
+        """Return the wait before the next attempt; None: there is none."""
         if attempt.is_gone or claim.attempts > len(self._retries_s):
             return None
         wait_s = self._retries_s[claim.attempts - 1]
@@ -254,10 +254,10 @@ class Deliveries:
     async def _disabled(
         self, connection: AsyncConnection, claim: Claim, attempt: Attempt, *, is_over: bool, now_unix_ms: int
     ) -> str | None:
-        """Disable an endpoint that is gone, or that has taken nothing for as long as deliveries are tried."""
+        """Disable an endpoint that is gone, or that has accepted nothing for the whole retry schedule."""
         since = select(_ENDPOINTS.c.failing_since_unix_ms).where(_ENDPOINTS.c.id == claim.endpoint_id)
         failing_since_unix_ms = (await connection.execute(since)).scalar_one_or_none() or now_unix_ms
-        # Each wait was cut to whole milliseconds.
+        # Each wait was truncated to whole milliseconds.
         schedule_ms = int(sum(self._retries_s) * 1000) - len(self._retries_s)
         if attempt.is_gone:
             reason = "the receiver answered 410 Gone"
@@ -276,7 +276,7 @@ class Deliveries:
         return reason
 
     async def delete_old(self, before_unix_ms: int) -> int:
-        """Delete some of what is over and was created before; return how many."""
+        """Delete a batch of ended deliveries created before a time; return how many."""
         old = (
             select(_DELIVERIES.c.event_id, _DELIVERIES.c.endpoint_id)
             .where(_DELIVERIES.c.created_unix_ms < before_unix_ms, _DELIVERIES.c.due_unix_ms.is_(None))
@@ -301,7 +301,7 @@ class Deliveries:
 
 
 def _due(slots: DeliverySlots, now_unix_ms: int) -> Select[Any]:
-    """Select what is due, of no endpoint more than it may have at once."""
+    """Select due deliveries, limited per endpoint."""
     order = (_DELIVERIES.c.due_unix_ms, _DELIVERIES.c.event_id)
     place = func.row_number().over(partition_by=_DELIVERIES.c.endpoint_id, order_by=order).label("place")
     is_due = (_DELIVERIES.c.due_unix_ms <= now_unix_ms, _DELIVERIES.c.endpoint_id.not_in(slots.full()))
@@ -317,7 +317,7 @@ def _due(slots: DeliverySlots, now_unix_ms: int) -> Select[Any]:
 
 
 async def _is_ours(connection: AsyncConnection, row: RowMapping, until_unix_ms: int) -> bool:
-    """Claim a row, unless another process was quicker."""
+    """Claim a row, unless another process has claimed it."""
     taken = {
         "due_unix_ms": until_unix_ms,
         "attempts": row["attempts"] + 1,
@@ -342,7 +342,7 @@ def _claim(row: RowMapping, until_unix_ms: int, now_unix_ms: int) -> Claim:
 
 
 async def _set_failing(connection: AsyncConnection, endpoint_id: str, since_unix_ms: int | None) -> None:
-    """Note since when an endpoint fails, unless it has failed before; None: it does not."""
+    """Store since when an endpoint fails, unless it is failing already; None: it succeeds."""
     column = _ENDPOINTS.c.failing_since_unix_ms
     is_other = column.is_not(None) if since_unix_ms is None else column.is_(None)
     statement = update(WebhookEndpointRow).where(_ENDPOINTS.c.id == endpoint_id, is_other)
@@ -356,5 +356,5 @@ async def _count(connection: AsyncConnection, outcome: Total, more: int) -> None
 
 
 def inserting(connection: AsyncConnection, table: type[Base]) -> postgresql.Insert | sqlite.Insert:
-    """Return an insert of the connection's own dialect, which can tell what to do where the row is there."""
+    """Return an insert of the connection's dialect, which supports ON CONFLICT."""
     return (postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert)(table)

@@ -63,7 +63,7 @@ class Endpoints:
         self._box = box
 
     async def create(self, team: str, url: str, event_types: Sequence[str], actor: str) -> tuple[Endpoint, str]:
-        """Create an endpoint of a team, meant by its id or name; return it and its secret, which is not shown again.
+        """Create an endpoint of a team, referenced by id or name; return it and its secret, which is not shown again.
 
         Raises InvalidField.
         """
@@ -93,19 +93,19 @@ class Endpoints:
         return made, secret
 
     async def list(self, team: str | None = None) -> Sequence[Endpoint]:
-        """All endpoints, oldest first, or those of one team, by its id or name."""
+        """Return all endpoints, or those of one team by its id or name, oldest first."""
         wanted = _select().order_by(_ENDPOINTS.c.created_unix_ms, _ENDPOINTS.c.id)
         async with self._engine.connect() as connection:
             found = [_endpoint(row) for row in (await connection.execute(wanted)).mappings()]
         return [endpoint for endpoint in found if team is None or means(team, endpoint.team_id, endpoint.team_name)]
 
     async def find(self, endpoint_id: str) -> Endpoint:
-        """The endpoint of this id. Raises UnknownEndpoint."""
+        """Return the endpoint with this id. Raises UnknownEndpoint."""
         async with self._engine.connect() as connection:
             return await _find(connection, endpoint_id)
 
     async def update(self, endpoint_id: str, changes: Mapping[str, Any], actor: str) -> Endpoint:
-        """Change ``url``, ``event_types`` or ``enabled``. What waits for a disabled one is given up.
+        """Change ``url``, ``event_types`` or ``enabled``. Disabling gives up its waiting deliveries.
 
         Raises InvalidField and UnknownEndpoint.
         """
@@ -130,7 +130,7 @@ class Endpoints:
         return after
 
     async def rotate(self, endpoint_id: str, actor: str, grace_s: int = DEFAULT_GRACE_S) -> tuple[Endpoint, str]:
-        """Give an endpoint a new secret, which is returned; for ``grace_s``, deliveries are signed by both.
+        """Give an endpoint a new secret and return it. For ``grace_s``, deliveries are signed with both.
 
         Raises InvalidField and UnknownEndpoint.
         """
@@ -150,7 +150,7 @@ class Endpoints:
         return replace(before, previous_until_unix_ms=until_unix_ms), secret
 
     async def delete(self, endpoint_id: str, actor: str) -> Endpoint:
-        """Delete an endpoint with all that is known of its deliveries. Raises UnknownEndpoint."""
+        """Delete an endpoint and the records of its deliveries. Raises UnknownEndpoint."""
         async with changing(self._engine) as connection:
             before = await _find(connection, endpoint_id, for_update=True)
             await connection.execute(delete(WebhookDeliveryRow).where(WebhookDeliveryRow.endpoint_id == endpoint_id))
@@ -215,7 +215,7 @@ def _of(endpoint_id: str) -> Any:  # noqa: ANN401  # an Update
 
 
 def _settings(endpoint: Endpoint) -> dict[str, Any]:
-    """Columns of an endpoint that can be changed, apart from its secret."""
+    """Return the columns of an endpoint that can be changed, except its secret."""
     return {"url": endpoint.url, "event_types": endpoint.event_types, "disabled_reason": endpoint.disabled_reason}
 
 

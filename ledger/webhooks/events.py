@@ -1,6 +1,6 @@
-"""The events that webhooks tell of, and the functions that publish them.
+"""The events of webhooks, and the functions that publish them.
 
-A body is as OpenAI's webhooks have it:
+A body has the format of OpenAI's webhooks:
 
     {"id": "evt_…", "object": "event", "type": "response.completed", "created_at": 1764000000, "data": {"id": "resp_…"}}
 
@@ -30,7 +30,7 @@ EventType = Literal[
     "team.budget.threshold",
 ]
 EVENT_TYPES: Final[tuple[EventType, ...]] = get_args(EventType)
-# How a response and a batch may end, as their objects' ``status`` has it.
+# Final values of ``status`` of a response and a batch.
 _RESPONSE_EVENTS: Final[dict[str, EventType]] = {
     "completed": "response.completed",
     "failed": "response.failed",
@@ -66,14 +66,14 @@ def decode_event(payload: bytes) -> Event:
 
 
 def event_id(*facts: str) -> str:
-    """Return the id of the event that these facts define."""
+    """Return the id that is derived from these facts."""
     return f"evt_{hashlib.blake2b(chr(0).join(facts).encode(), digest_size=_ID_BYTES).hexdigest()}"
 
 
 def new_event(
     team_id: str, event_type: EventType, identity: str, data: Mapping[str, Any], *, created_unix_s: int
 ) -> Event:
-    """Make an event with this id."""
+    """Create an event with this id."""
     body = {"id": identity, "object": "event", "type": event_type, "created_at": created_unix_s, "data": data}
     return Event(wire.PROTOCOL_VERSION, team_id, identity, event_type, msgspec.json.encode(body))
 

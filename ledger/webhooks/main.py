@@ -1,4 +1,4 @@
-"""All of webhooks that runs beside the ledger writer, in its process."""
+"""The webhook tasks that run in the ledger writer's process."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 async def run(
     bus: Bus, engine: AsyncEngine, stopping: asyncio.Event, settings: WebhookSettings, pepper: SecretStr
 ) -> None:
-    """Take events, deliver them, watch budgets, and tell how it goes, until ``stopping`` is set.
+    """Receive events, deliver them, watch budgets and publish the state, until ``stopping`` is set.
 
     A part that fails is restarted and does not stop the ledger writer.
     """
@@ -68,7 +68,7 @@ def _events(deliveries: Deliveries, added: asyncio.Event) -> Source[Event]:
 
 
 async def _kept(name: str, part: Callable[[], Awaitable[None]], stopping: asyncio.Event) -> None:
-    """Run a part until it has stopped, again whenever it fails."""
+    """Run a part until it has stopped; restart it if it fails."""
     for wait_s in backoff_s(RESTART_LONGEST_S):
         try:
             await part()

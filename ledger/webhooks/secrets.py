@@ -1,4 +1,4 @@
-"""Secrets of endpoints: how deliveries are signed by them, and how they are kept.
+"""Secrets of endpoints: signing deliveries, and storing the secrets encrypted.
 
 The scheme is that of https://www.standardwebhooks.com (spec/standard-webhooks.md, "Signature scheme", v1): the
 HMAC-SHA-256 of id, timestamp and body. In SQL a secret is encrypted by a key derived from the installation's pepper.
@@ -24,16 +24,16 @@ _KEY_BYTES: Final = 32
 
 
 class SecretError(Exception):
-    """A secret in SQL cannot be opened: it was sealed under another ``auth.pepper``."""
+    """A secret in SQL cannot be decrypted: it was encrypted with another ``auth.pepper``."""
 
 
 def new_secret() -> str:
-    """Make a secret, as it is shown once."""
+    """Create a secret in the format that is shown once."""
     return PREFIX + base64.b64encode(os.urandom(SECRET_BYTES)).decode()
 
 
 def signatures(secrets: Iterable[str], message_id: str, unix_s: int, body: bytes) -> str:
-    """Return the value of ``webhook-signature``: one signature by each secret."""
+    """Return the value of ``webhook-signature``: one signature per secret."""
     signed = b"%s.%d.%s" % (message_id.encode(), unix_s, body)
     keys = [base64.b64decode(secret.removeprefix(PREFIX)) for secret in secrets]
     return " ".join("v1," + base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode() for key in keys)

@@ -1,4 +1,4 @@
-"""One attempt to deliver: one POST to an address that was judged, within limits of time and bytes."""
+"""One attempt of a delivery: one POST to a checked address, within limits of time and bytes."""
 
 import asyncio
 import ipaddress
@@ -17,7 +17,7 @@ from ledger.webhooks.secrets import signatures
 from ledger.webhooks.settings import WebhookSettings
 from protocol.http_client import httpx
 
-MAX_ANSWER_BYTES: Final = 16 * 1024  # that are read, and thrown away
+MAX_ANSWER_BYTES: Final = 16 * 1024  # read and discarded
 MAX_RETRY_AFTER_S: Final = 24 * 3600.0
 MAX_ADDRESSES_TRIED: Final = 4
 _GONE: Final = 410
@@ -33,7 +33,7 @@ class Attempt(Struct, frozen=True):
 
     @property
     def is_gone(self) -> bool:
-        """True if the receiver wants no more of this endpoint."""
+        """True if the receiver answered 410 Gone."""
         return self.http_status == _GONE
 
 
@@ -41,13 +41,13 @@ class Sender:
     """Sends signed bodies. Each attempt opens a new connection: an existing one may belong to another host name."""
 
     def __init__(self, settings: WebhookSettings, look_up: LookUp = look_up) -> None:
-        """``look_up``: the system's view of names."""
+        """``look_up``: the resolver of names."""
         self._settings = settings
         self._resolver = Resolver(settings, look_up)
         self._tls = ssl.create_default_context()
 
     def close(self) -> None:
-        """Stop looking names up."""
+        """Stop resolving names."""
         self._resolver.close()
 
     async def send(self, url: str, secrets: Sequence[str], message_id: str, body: bytes) -> Attempt:
@@ -74,7 +74,7 @@ class Sender:
     async def _post(
         self, parts: SplitResult, addresses: Sequence[Address], headers: dict[str, str], body: bytes
     ) -> Attempt:
-        """Try the addresses, until one takes a connection."""
+        """Try the addresses until one accepts a connection."""
         tried = addresses[:MAX_ADDRESSES_TRIED]
         for address in tried[:-1]:
             try:
@@ -93,7 +93,7 @@ class Sender:
                 _at(parts, address),
                 headers={**headers, "host": parts.netloc},
                 content=body,
-                # The certificate is checked for this name, not for the address. An address is no name that TLS sends.
+                # The certificate is checked for this name, not for the address. TLS does not send addresses as names.
                 extensions={} if _is_address(host) else {"sni_hostname": host},
             )
             response = await client.send(request, stream=True, follow_redirects=False)
@@ -105,7 +105,7 @@ class Sender:
 
 
 def _at(parts: SplitResult, address: Address) -> str:
-    """Return the URL with the address in the place of the host."""
+    """Return the URL with the host replaced by the address."""
     shown = f"[{address}]" if address.version == 6 else str(address)
     port = "" if parts.port is None else f":{parts.port}"
     query = f"?{parts.query}" if parts.query else ""
@@ -121,7 +121,7 @@ def _is_address(host: str) -> bool:
 
 
 async def _read_some(response: httpx.Response) -> None:
-    """Read an answer as it comes, without unpacking it, so that its end is in order; what is too long is cut off."""
+    """Read an answer without decompressing it, so that the connection ends cleanly; stop at the limit."""
     read = 0
     async for chunk in response.aiter_raw():
         read += len(chunk)
@@ -139,7 +139,7 @@ def _judged(response: httpx.Response) -> Attempt:
 
 
 def _retry_after_s(value: str) -> float:
-    """Return the seconds of a ``Retry-After``, which has a number or a date; 0 where it has neither."""
+    """Parse ``Retry-After``, a number or a date, into seconds; 0 if it is neither."""
     value = value.strip()
     if _SECONDS.match(value):
         return min(float(value), MAX_RETRY_AFTER_S)

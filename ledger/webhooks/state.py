@@ -1,4 +1,4 @@
-"""How webhooks are doing: a ledger process tells it by core NATS, gateways show it in their metrics."""
+"""The state of webhooks: a ledger process publishes it over core NATS, gateways show it in their metrics."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ _decoder = msgspec.json.Decoder(WebhookState)
 
 
 class StateTeller:
-    """Tells until stopped."""
+    """Publishes the state until stopped."""
 
     def __init__(self, bus: Bus, deliveries: Deliveries, period_s: float, stopping: asyncio.Event) -> None:
         self._bus = bus
@@ -46,7 +46,7 @@ class StateTeller:
         self._stopping = stopping
 
     async def run(self) -> None:
-        """Tell the state once a period, until ``stopping`` is set."""
+        """Publish the state once a period, until ``stopping`` is set."""
         while not await wait_for(self._stopping, self._period_s):
             try:
                 state = WebhookState(wire.PROTOCOL_VERSION, unix_now_ms(), *await self._deliveries.summary())
@@ -64,7 +64,7 @@ class StateView:
         self._state: WebhookState | None = None
 
     async def start(self, bus: Bus) -> None:
-        """Listen from now on."""
+        """Subscribe."""
         await bus.listen(subjects.WEBHOOKS_STATE, self._on_state)
 
     def _on_state(self, message: Msg) -> None:

@@ -100,7 +100,7 @@ def test_a_servers_own_limits_are_kept_and_told(configured: Callable[..., list[s
     with running(Replay("llamacpp")) as replay:
         done = bench(*configured(**of_server(replay, max_sequences=1)), *SMALL, "--batch", f"1,{SLOTS},{SLOTS + 1}")
     assert done.exit_code == 0
-    assert f"skipped: 8 + 4 tokens, batch {SLOTS + 1}: the engine runs {SLOTS} concurrently" in words(done.stderr)
+    assert f"batch {SLOTS + 1}: the engine runs at most {SLOTS} concurrent requests" in words(done.stderr)
     assert f"batch {SLOTS}:" not in words(done.stderr)
     assert "max_kv_tokens: the server does not report" in done.stdout
 
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_skipped(configured: Callable[..., list[str]]) -> N
     assert done.exit_code == 0
     said = words(done.stderr)
     assert "skipped: 17 + 4 tokens, batch 1: a request can have at most 20 tokens" in said
-    assert "skipped: 8 + 4 tokens, batch 3: the engine runs 2 concurrently" in said
+    assert "skipped: 8 + 4 tokens, batch 3: the engine runs at most 2 concurrent requests" in said
 
 
 def failing(status: int) -> Callable[[Request], Response]:

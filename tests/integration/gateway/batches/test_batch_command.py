@@ -106,7 +106,7 @@ async def test_a_batch_is_cancelled(gateway: GatewayUnderTest, tmp_path: Path) -
     batch = command_of(gateway)
     batch_id = (await batch("submit", written(tmp_path / "lines.jsonl", line("1")))).stdout.strip()
     early = await batch("download", batch_id, "--output", str(tmp_path / "out"))
-    assert (early.exit_code, "has no answers yet: it is" in early.stderr) == (1, True)
+    assert (early.exit_code, "has no output file yet: it is" in early.stderr) == (1, True)
     assert f"{batch_id} is cancelling" in (await batch("cancel", batch_id)).stdout
     over = await batch("show", batch_id, "--wait")
     assert (over.exit_code, "is cancelled: 1 of 1 lines failed" in over.stderr) == (1, True)
@@ -159,19 +159,19 @@ async def test_errors_are_named(gateway: GatewayUnderTest, tmp_path: Path) -> No
     (tmp_path / "empty").write_text("\n")
     for arguments, message in (
         (("submit", str(tmp_path / "nothing")), "nothing: No such file"),
-        (("submit", str(tmp_path / "broken")), "line 2: no JSON object"),
+        (("submit", str(tmp_path / "broken")), "line 2: not a JSON object"),
         (("submit", str(tmp_path / "empty")), "has no lines"),
-        (("submit", written(tmp_path / "nowhere", {"custom_id": "1"})), "give --endpoint"),
-        (("submit", file, "--output", str(tmp_path / "out")), "works with --wait"),
+        (("submit", written(tmp_path / "nowhere", {"custom_id": "1"})), "use --endpoint"),
+        (("submit", file, "--output", str(tmp_path / "out")), "requires --wait"),
         (("submit", file, "--wait", "--output", str(tmp_path / "no" / "out")), "no such folder"),
         (("submit", file, "--endpoint", "/v1/nothing"), "does not support batches"),
         (("submit", file, "--window", "soon"), "completion_window"),
         (("submit", file, "--api-key", "sk-wrong"), "Incorrect API key"),
-        (("submit", file, "--base-url", "localhost"), "must begin with http"),
+        (("submit", file, "--base-url", "localhost"), "must start with http"),
         (("show", "batch_nothing"), "No batch found"),
     ):
         done = await batch(*arguments)
         assert done.exit_code in {1, 2}
         assert message in " ".join(done.stderr.replace("│", " ").split()), (arguments, done.stderr)
     nobody = CliRunner().invoke(app, ["batch", "list"], env={"SPILLWAY_API_KEY": None, "OPENAI_API_KEY": None})
-    assert (nobody.exit_code, "no API key: give --api-key" in nobody.stderr) == (1, True)
+    assert (nobody.exit_code, "no API key: use --api-key" in nobody.stderr) == (1, True)
