@@ -1,4 +1,4 @@
-"""One poisonous item among many: it is set aside, whatever it raises, and the others are written."""
+"""A bad item among many: it is set aside, whichever error it raises, and the others are written."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Notes of what was set aside: whatever their texts are, people can read them, and they never fill a disk."""
+"""Notes about set-aside items: any text can be stored, and their number is limited."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""What Helm makes of deploy/helm/spillway. Helm itself is taken out of a wheel, which is made for AWS' CDK."""
+"""Renders deploy/helm/spillway with Helm, which is taken from a wheel made for AWS CDK."""
 
 import functools
 import importlib.metadata
@@ -85,7 +85,7 @@ def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
 
 
 def pod_of(manifest: Manifest) -> Manifest | None:
-    """The pod's specification, of whatever makes pods."""
+    """Return the pod's specification of any workload."""
     if manifest["kind"] == "CronJob":
         manifest = manifest["spec"]["jobTemplate"] | {"kind": "Job"}
     return manifest["spec"]["template"]["spec"] if manifest["kind"] in {"Deployment", "Job", "StatefulSet"} else None

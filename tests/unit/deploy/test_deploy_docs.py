@@ -246,7 +246,7 @@ def test_user_data_takes_no_word_for_a_command(tmp_path: Path) -> None:
 
 
 def test_the_script_of_the_machine_runs(tmp_path: Path) -> None:
-    """With a Docker that writes down how it is called, and folders of its own."""
+    """Run with a fake Docker that records its calls, in temporary folders."""
     script, _ = user_data(DOCS / "aws.md", tmp_path)
     programs, log = tmp_path / "bin", tmp_path / "log"
     programs.mkdir()

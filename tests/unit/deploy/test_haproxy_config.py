@@ -41,7 +41,7 @@ def test_no_token_waits_for_the_next_one() -> None:
 
 
 class Gateway:
-    """Stands in for a gateway: streams one event and then falls silent, and notices when its caller has gone."""
+    """A fake gateway: streams one event, stays silent, and notices when its client disconnects."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -113,7 +113,7 @@ async def ask(
 
 
 async def until_answered_by(haproxy: HAProxy, names: set[str]) -> None:
-    """Until so many requests in a row were answered by these and by nobody else; in all that time none may fail."""
+    """Wait until this many requests in a row were answered only by these gateways; no request may fail."""
     answered: list[str] = []
     while set(answered[-MANY:]) != names or len(answered) < MANY:
         head, _, body = (await ask(haproxy.port, "/name")).partition(b"\r\n\r\n")
@@ -272,5 +272,5 @@ async def test_tls_is_there_where_a_certificate_is_named(tmp_path: Path, monkeyp
 
 
 def forwarded(gateway: Gateway, what: str) -> list[str]:
-    """What a gateway is told in ``X-Forwarded-…``."""
+    """Return the ``X-Forwarded-…`` headers that a gateway receives."""
     return re.findall(rf"^x-forwarded-{what}: (.*?)\r$", gateway.last_head, re.MULTILINE | re.IGNORECASE)

@@ -48,7 +48,7 @@ def test_only_the_side_car_reaches_the_server() -> None:
 
 
 def test_both_wait_for_the_profile() -> None:
-    """Without it nobody's model is on this machine, and the overlay changes nothing but what gateways know."""
+    """Without its profile, the overlay changes only the gateways' models."""
     assert SIDECAR["profiles"] == VLLM["profiles"] == ["vllm"]
 
 

@@ -119,7 +119,7 @@ async def test_a_relative_data_folder_is_found_beside_the_file(
         done = await asyncio.to_thread(spillway, "keys", "create", "a", "--config", "../spillway.toml")
         assert (done.exit_code, NOTE in done.stderr) == (0, False)
         assert gateway.authenticate(done.stdout.splitlines()[0]) is not None
-        assert list((folder / "elsewhere").iterdir()) == []  # above all no pepper of its own
+        assert list((folder / "elsewhere").iterdir()) == []  # in particular no new pepper
 
 
 CHANGES = {

@@ -1,4 +1,4 @@
-"""What is said of an invalid configuration: the key, and what to write instead."""
+"""Messages about an invalid configuration: they name the key and the fix."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``init``, ``config show``, ``models`` and ``status`` where nothing runs."""
+"""``init``, ``config show``, ``models`` and ``status`` without a running system."""
 
 import json
 from pathlib import Path

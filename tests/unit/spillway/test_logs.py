@@ -95,7 +95,7 @@ def test_a_key_is_masked_wherever_it_stands_in_a_line(
 
 
 async def test_a_form_that_cannot_be_read_is_no_line_of_the_log(capfd: pytest.CaptureFixture[str]) -> None:
-    """Its sender is told; the library would warn of each, and a caller could fill the log."""
+    """The client gets the error. The library would log each one, and a client could fill the log."""
 
     async def form() -> AsyncIterator[bytes]:
         yield b"no form at all"

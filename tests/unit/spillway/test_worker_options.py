@@ -1,4 +1,4 @@
-"""``spillway worker``: options over the environment over the file, and what stands in where there is none."""
+"""``spillway worker``: precedence of options, environment and file, and the defaults without a file."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Budgets on models without a price: what their owner is told."""
+"""Warnings about budgets on models without a price."""
 
 import pytest
 

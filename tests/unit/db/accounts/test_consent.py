@@ -1,4 +1,4 @@
-"""A key's word goes before its team's, and where nobody says anything nothing is kept."""
+"""Consent: a key's setting overrides its team's, and by default nothing is stored."""
 
 import pytest
 

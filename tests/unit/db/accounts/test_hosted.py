@@ -1,4 +1,4 @@
-"""Prompts leave only where somebody has allowed it, and a key never widens what its team may."""
+"""Permissions for hosted APIs: none by default, and a key can only narrow its team's."""
 
 from typing import Any
 

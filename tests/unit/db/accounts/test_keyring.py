@@ -99,7 +99,7 @@ async def test_known_keys_stay_valid_while_sql_is_away(
         _, later = await create_key(engine, "b", PEPPER)
         await bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
         await until(lambda: keyring.authenticate(later) is not None)
-        await until(lambda: not keyring.may_be_old)  # a further change may have been told meanwhile
+        await until(lambda: not keyring.may_be_old)  # another change may have been announced meanwhile
     failures = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(failures) == 1
 
