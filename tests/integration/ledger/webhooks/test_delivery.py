@@ -151,7 +151,7 @@ async def test_what_fails_for_the_whole_schedule_is_given_up_and_its_endpoint_di
     assert len(receiver.received) == 6
     found = await endpoints.find(endpoint.endpoint_id)
     assert found.disabled_reason is not None
-    assert "at last: answered 500" in found.disabled_reason
+    assert "Last error: answered 500" in found.disabled_reason
     (delivery,) = await list_deliveries(engine, endpoint.endpoint_id, 10)
     assert (delivery.outcome, delivery.due_unix_ms) == ("failed", None)
     (change, *_) = await list_changes(engine, AuditFilter(subject_id=endpoint.endpoint_id), 5)
