@@ -138,7 +138,7 @@ _TOP_P_CANDIDATES = 256  # tokens sorted at first to find the cut of top_p; few 
 
 
 class NothingAllowed(Exception):
-    """The request's restrictions allow no next token."""
+    """The request's restrictions leave no token to sample."""
 
     def __init__(self) -> None:
         super().__init__(self.__doc__)

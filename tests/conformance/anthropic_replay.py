@@ -1,8 +1,8 @@
 """Anthropic's Messages API: https://platform.claude.com/docs/en/api/messages (its body and its answer) and
 https://platform.claude.com/docs/en/build-with-claude/streaming (its events).
 
-Bodies and events are validated by the types of the ``anthropic`` package, which are made from that reference. They are
-imported when the first one comes: that takes seconds, and every process of the tests imports this file.
+Bodies and events are validated by the types of the ``anthropic`` package, which are generated from that reference. They
+are imported on first use: that takes seconds, and every test process imports this file.
 """
 
 import json
@@ -16,7 +16,7 @@ from protocol.job import Part
 from tests.conformance.chat_replay import CACHED_TOKENS, WRITTEN_TOKENS, Asked, ChatReplay, Script, turns_of
 
 ENDS: Final = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use", "filter": "refusal"}
-SAMPLED: Final = frozenset({"temperature", "top_p", "top_k"})  # of the version of 2023, which the package has left
+SAMPLED: Final = frozenset({"temperature", "top_p", "top_k"})  # of the version of 2023, which the package no longer has
 
 
 @dataclass
@@ -86,7 +86,7 @@ class AnthropicReplay(ChatReplay):
 class VertexAnthropicReplay(AnthropicReplay):
     """Claude on Vertex AI: https://platform.claude.com/docs/en/build-with-claude/claude-on-vertex-ai.
 
-    Its version and path are also those of ``AnthropicVertex`` of the package. Tokens are given by ``vertex_replay``.
+    Its version and path match ``AnthropicVertex`` of the package. ``vertex_replay`` issues its tokens.
     """
 
     paths: ClassVar[tuple[str, ...]] = (
@@ -124,7 +124,7 @@ def delta_of(part: Part) -> dict[str, str]:
 
 
 def exhausted(value: Any) -> Any:
-    """A value whose parts have all been looked at: pydantic validates an ``Iterable`` only while it is iterated."""
+    """Return a value after iterating all its parts: pydantic validates an ``Iterable`` only during iteration."""
     if isinstance(value, Mapping):
         return {key: exhausted(one) for key, one in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):

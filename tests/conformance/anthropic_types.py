@@ -1,4 +1,4 @@
-"""Check bodies and events of Anthropic's Messages API by the types of the ``anthropic`` package."""
+"""Check bodies and events of Anthropic's Messages API with the types of the ``anthropic`` package."""
 
 from typing import Any, Final, get_type_hints
 

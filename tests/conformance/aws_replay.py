@@ -1,8 +1,8 @@
 """Amazon's APIs: https://docs.aws.amazon.com/bedrock/latest/APIReference/API_runtime_ConverseStream.html and
 https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_runtime_InvokeEndpointWithResponseStream.html.
 
-Bodies and events are validated by the service models of ``botocore``, which Amazon makes its SDKs from; signatures are
-computed again by it. Events are framed as https://smithy.io/2.0/aws/amazon-eventstream.html says, without its help.
+Bodies and events are validated by the service models of ``botocore``, from which Amazon generates its SDKs; botocore
+also recomputes signatures. Events are framed by https://smithy.io/2.0/aws/amazon-eventstream.html, without its help.
 """
 
 import json
@@ -109,7 +109,7 @@ class SageMakerReplay(AwsReplay):
 
 
 def told_of(part: Part, at: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
-    """Return the event that tells a part, and its kind."""
+    """Return the event that contains a part, and its kind."""
     if part.kind == "call":
         return "contentBlockStart", {"start": {"toolUse": {"toolUseId": part.call_id, "name": part.text}}, **at}
     delta: dict[str, Any] = {"text": part.text}
@@ -121,7 +121,7 @@ def told_of(part: Part, at: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
 
 
 def check(value: Any, shape: Shape) -> None:
-    """Hold a value against its shape; names that the shape does not have are errors, too."""
+    """Check a value against its shape; names that the shape does not have are errors, too."""
     report = ParamValidator().validate(value, shape)
     assert not report.has_errors(), report.generate_report()
 
@@ -149,7 +149,7 @@ def message(payload: bytes, kind: str, name: str, content_type: str = "applicati
 
 
 def check_signature(request: Request, service: str) -> None:
-    """Sign what came in once more, as the service does, and compare."""
+    """Recompute the signature, as the service does, and compare."""
     headers = request.headers
     scheme, _, rest = headers["authorization"].partition(" ")
     assert scheme == "AWS4-HMAC-SHA256"

@@ -1,9 +1,9 @@
 """Replays of APIs that take messages, around a model whose answer is a hash; this one streams OpenAI's chat format.
 
 The schema: https://platform.openai.com/docs/api-reference/chat-streaming; every chunk is validated by the types of
-the ``openai`` package. What differs with others (a prefix that is gone on with, fields of their own) is as their
-documents say, see docs/reference/engines.md. An answer depends on the conversation alone, so that what goes on with its
-beginning equals the undisturbed one. One file a format beside this one has what hosted APIs are asked and answer.
+the ``openai`` package. Differences of other servers (a continued prefix, custom fields) follow their documents, see
+docs/reference/engines.md. An answer depends on the conversation alone, so that a resumed answer equals the undisturbed
+one. Each file beside this one replays one hosted API.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ REASONING: Final = "Let me think about it."
 ARGUMENTS: Final = '{"city":"Paris","days":3}'
 PROMPT_TOKENS: Final = 11  # of each message
 CACHED_TOKENS: Final = 4
-WRITTEN_TOKENS: Final = 2  # to the prompt cache, where an API tells of it
+WRITTEN_TOKENS: Final = 2  # written to the prompt cache, if the API reports it
 DELTAS: Final = {"text": "content", "reasoning": "reasoning_content"}
 ENDS: Final = {"calls": "tool_calls", "filter": "content_filter"}
 ROLES: Final = {"user": "user", "assistant": "assistant", "model": "assistant"}
@@ -35,18 +35,18 @@ ROLES: Final = {"user": "user", "assistant": "assistant", "model": "assistant"}
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, whatever its API."""
+    """A request, for any API."""
 
     messages: list[dict[str, Any]]  # role and text
     tools: Sequence[str] = ()  # their names
     limit: int | None = None
-    prefix: str = ""  # what is gone on with
-    wants_usage: bool = True  # in a chunk of its own; else with the last chunk, as Mistral does
+    prefix: str = ""  # the answer's beginning, to be continued
+    wants_usage: bool = True  # in a separate chunk; otherwise with the last chunk, as Mistral does
 
 
 @dataclass(frozen=True)
 class Script:
-    """An answer, whatever the API."""
+    """An answer, for any API."""
 
     asked: Asked
     parts: list[Part]
@@ -65,7 +65,7 @@ class Script:
         return sum(part.kind == "reasoning" for part in self.parts)
 
     def blocks(self) -> list[tuple[int, list[Part]]]:
-        """Reasoning, text and each call with its arguments, numbered."""
+        """Return reasoning, text and each call with its arguments, numbered."""
         blocks: list[list[Part]] = []
         for part in self.parts:
             if not blocks or part.kind not in {blocks[-1][0].kind, "arguments"} or part.kind == "call":
@@ -75,7 +75,7 @@ class Script:
 
 
 def answer_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The model's answer to a conversation."""
+    """Return the model's answer to a conversation."""
     digest = hashlib.sha256(json.dumps([[one["role"], one["content"]] for one in messages]).encode()).digest()
     return " ".join(WORDS[digest[place % 32] % len(WORDS)] + str(place) for place in range(ANSWER_WORDS))
 
@@ -113,8 +113,8 @@ class ChatReplay(Replay):
         "/beta/chat/completions",
         "/v1beta/openai/chat/completions",
     )
-    failure: ClassVar[str] = "overloaded"  # what ``failed`` says of why
-    facts: dict[str, Any] = field(default_factory=dict)  # what it tells of itself, by path
+    failure: ClassVar[str] = "overloaded"  # the reason in ``failed``
+    facts: dict[str, Any] = field(default_factory=dict)  # facts about itself, by path
     repeats_prefix: bool = False
 
     def pages(self) -> Handlers:
@@ -131,7 +131,7 @@ class ChatReplay(Replay):
         return self.told(Script(asked, [Part("text", ANOTHER)], "stop") if self.is_another else script_of(asked))
 
     def asked(self, body: Mapping[str, Any]) -> Asked:
-        """Read a body, which is as the API's own types have it."""
+        """Read a body, validated by the API's own types."""
         messages, prefix = list(body["messages"]), ""
         if messages[-1]["role"] == "assistant":
             assert body.get("continue_final_message") or messages[-1].get("prefix"), "two turns of the assistant"
@@ -142,7 +142,7 @@ class ChatReplay(Replay):
         return Asked(messages, tools, limit, prefix, wants_usage)
 
     def told(self, script: Script, end: str | None = None) -> Sequence[str | bytes]:
-        """The events that tell an answer, which are as the API's own types have them. ``end``: by another reason."""
+        """Return the events of an answer, validated by the API's own types. ``end``: another finish reason."""
         usage = {
             "prompt_tokens": script.prompt_tokens,
             "completion_tokens": script.completion_tokens,
@@ -174,11 +174,11 @@ class ChatReplay(Replay):
         return [*events, chunk(last, is_known=end is None, usage=usage), DONE]
 
     def failed(self) -> str | bytes:
-        """The event that says that the answer has failed."""
+        """Return the event of a failed answer."""
         return sse({"error": {"message": self.failure}})
 
     def garbage(self) -> str | bytes:
-        """An event that is none."""
+        """Return an invalid event."""
         return "data: {not json\n\n"
 
 
@@ -197,7 +197,7 @@ def said_in(content: Sequence[Mapping[str, Any]]) -> str:
 def turns_of(
     system: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]], content: str = "content"
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return a conversation in blocks of text as messages, and the beginning of the answer."""
+    """Return a conversation in blocks of text as messages, with the beginning of the answer."""
     messages = [{"role": "system", "content": block["text"]} for block in system]
     messages += [{"role": ROLES[one["role"]], "content": said_in(one[content])} for one in turns]
     prefix = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""

@@ -1,4 +1,4 @@
-"""Replays that listen, one of each kind a module."""
+"""Listening replays, one of each kind per module."""
 
 from collections.abc import Iterator
 

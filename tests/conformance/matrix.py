@@ -2,8 +2,8 @@
 
     python -m tests.conformance.matrix
 
-``test_engine_features.py`` holds each of its cells against a server: what is declared is sent and answered, and all
-else is refused by name. A test of the house holds the table in the docs against this one.
+``test_engine_features.py`` checks each cell against a server: declared fields are sent and answered, and all others are
+refused by name. A house test compares the table in the docs with this one.
 """
 
 import sys
@@ -25,7 +25,7 @@ END: Final = "<!-- end of the matrix -->\n"
 PROFILES_BEGIN: Final = "<!-- profiles: python -m tests.conformance.matrix -->\n"
 PROFILES_END: Final = "<!-- end of the profiles -->\n"
 
-# Fields of SamplingParams that not every server honours, each with a value that is not its default.
+# Fields of SamplingParams that not every server supports, each with a value other than its default.
 FIELDS: Final[dict[str, Any]] = {
     "temperature": 0.5,
     "top_p": 0.5,
@@ -58,7 +58,7 @@ CHECKED: Final = {
     "triton": "Triton 2.51, as in `nvidia-pytriton` 0.7",
     "openai_completions": "llama.cpp",
 }
-# What each profile of "openai_chat" follows.
+# Answer formats that each profile of "openai_chat" supports.
 SOURCES: Final = {
     "openai": "https://platform.openai.com/docs/api-reference/chat",
     "azure": "https://learn.microsoft.com/en-us/azure/ai-services/openai/reference",
@@ -74,7 +74,7 @@ SOURCES: Final = {
     "vllm": "https://docs.vllm.ai/en/latest/serving/openai_compatible_server/",
     "sglang": "https://docs.sglang.ai/basic_usage/openai_api_completions.html",
 }
-ALL_PROFILES: Final = frozenset({"temperature", "top_p"})  # fields that each of them takes
+ALL_PROFILES: Final = frozenset({"temperature", "top_p"})  # fields that each of them supports
 A_REPLAY: Final = "a replay of its schema"
 
 
@@ -86,18 +86,18 @@ class Column:
     asked_at: str
     asked_in: Medium
     answers_in: Medium
-    continues_by: str  # what a begun answer is handed over as
-    known: frozenset[str]  # fields of SamplingParams that are honoured, whoever does it
+    continues_by: str  # the form in which a partial answer is resumed
+    known: frozenset[str]  # supported fields of SamplingParams, by the server or the worker
     grammars: frozenset[str]
     takes_cache_salt: bool
 
     def says(self, field: str) -> str:
-        """The cell of a field, or of a kind of grammar."""
+        """Return the cell of a field, or of a kind of grammar."""
         return "yes" if field in self.known | self.grammars else "no"
 
 
 def columns() -> list[Column]:
-    """Every kind of server that is asked in token ids or in text."""
+    """Return every kind of server that takes token ids or text."""
     asked: list[tuple[str, str, type[Abilities]]]
     asked = [(kind, f"`{wire.generate_path}`", wire) for kind, wire in FORMATS.items()]
     asked.insert(1, ("vllm_inprocess", "`AsyncLLM.generate`", VllmInProcess.abilities))
@@ -117,7 +117,7 @@ def columns() -> list[Column]:
 
 
 def table(shown: Sequence[Column]) -> str:
-    """The table, a column a kind."""
+    """Return the table, one column per kind."""
     rows: list[tuple[str, Callable[[Column], str]]] = [
         ("endpoint", lambda column: column.asked_at),
         ("takes", lambda column: column.asked_in),
@@ -132,7 +132,7 @@ def table(shown: Sequence[Column]) -> str:
 
 
 def profiles_table() -> str:
-    """The profiles of "openai_chat", a row each."""
+    """Return the profiles of "openai_chat", one row each."""
     heads = [
         "`profile`",
         "endpoint",
@@ -162,7 +162,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def split(text: str, begin: str = BEGIN, end: str = END) -> tuple[str, str, str]:
-    """A document before, in and after a table."""
+    """Split a document into the parts before, in and after a table."""
     before, _, rest = text.partition(begin)
     inside, _, after = rest.partition(end)
     return before, inside, after

@@ -1,6 +1,6 @@
-"""An OpenAI-style app of Ray Serve around our engine: ray_app.py PORT MODEL-FOLDER SLOTS MAX-LENGTH TEMPORARY-FOLDER.
+"""An OpenAI-style Ray Serve app around the engine: ray_app.py PORT MODEL-FOLDER SLOTS MAX-LENGTH TEMPORARY-FOLDER.
 
-Completions and chats, streamed. A field that it does not know is a 400 that names it.
+Completions and chats, streamed. An unknown field is a 400 that names it.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ async def _chained(first: SequenceOutput, rest: AsyncGenerator[SequenceOutput, N
 @serve.deployment(max_ongoing_requests=64, graceful_shutdown_timeout_s=1.0)
 @serve.ingress(app)
 class OpenAIApp:
-    """One replica, one engine. Decorators pickle it with what the module has by then: what it calls stands above it."""
+    """One replica, one engine. Decorators pickle it with the module's current contents, so its helpers precede it."""
 
     def __init__(self, folder: str, slots: int, max_length: int) -> None:
         self._engine = ServedEngine(folder, slots, max_length)
@@ -87,7 +87,7 @@ class OpenAIApp:
         self._reading: asyncio.Task[None] | None = None
 
     async def _start(self) -> None:
-        """Wait until the engine has started, whoever of those who wait leaves first."""
+        """Wait until the engine has started, even if another waiter leaves."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._engine.start())
         await asyncio.shield(self._starting)
@@ -135,7 +135,7 @@ def main() -> None:
         _temp_dir=temporary,
     )
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": int(port)})
-    deployment: Any = OpenAIApp  # as its decorators have made it
+    deployment: Any = OpenAIApp  # as modified by its decorators
     serve.run(deployment.bind(folder, int(slots), int(max_length)), route_prefix="/")
     with suppress(KeyboardInterrupt):
         signal.sigwait({signal.SIGTERM, signal.SIGINT})

@@ -2,9 +2,9 @@
 
     make conformance-lm-eval
 
-Its `local-completions` (likelihoods of choices, and answers) and `local-chat-completions` (answers) do two small tasks
-of ``lm_eval_tasks/``, without a hub. Its scores must be those that transformers alone gives the same model.
-The harness is installed on demand, into an environment of its own (some 900 MB).
+Its `local-completions` (likelihoods of choices, and answers) and `local-chat-completions` (answers) run two small tasks
+of ``lm_eval_tasks/``, without a hub. Its scores must equal those of transformers alone for the same model. The harness
+is installed on demand, in a separate environment (about 900 MB).
 """
 
 import json
@@ -28,7 +28,7 @@ LIMIT_S: Final = 600.0
 MAX_TOKENS: Final = 48  # of an answer, as the task says
 CHOICES: Final = "spillway_choices"
 ANSWERS: Final = "spillway_answers"
-# By the harness' model and what is asked for: the route, its tasks, and what else it is told.
+# By the harness' model and kind of request: the route, its tasks, and further arguments.
 RUNS: Final = {
     "local-completions": ("completions", (CHOICES, ANSWERS), ("tokenized_requests=True",)),
     "local-chat-completions": ("chat/completions", (ANSWERS,), ()),
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _tasks(folder: Path) -> Path:
-    """Put the tasks where their data can be named by its whole path."""
+    """Copy the tasks to a place where their data has an absolute path."""
     tasks = folder / "tasks"
     tasks.mkdir()
     for task in TASKS.glob("*.yaml"):
@@ -83,7 +83,7 @@ def _score(result: dict[str, Any]) -> float:
 
 
 def _expected() -> dict[str, dict[str, float]]:
-    """The scores by transformers alone."""
+    """Return the scores by transformers alone."""
     tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
     model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32)
     documents = [json.loads(line) for line in (TASKS / "facts.jsonl").read_text().splitlines()]

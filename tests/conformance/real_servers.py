@@ -1,13 +1,13 @@
-"""Run the conformance suite of engines against a real server, in an environment of its own that is made on demand.
+"""Run the conformance suite of engines against a real server, in a separate environment that is made on demand.
 
     python -m tests.conformance.real_servers llamacpp [-k EXPRESSION …]
 
-Serves the demo model, whose files the repository holds, and hands further arguments to pytest. ``vllm`` is vLLM for
-CPUs (its first start compiles for a minute); ``llamacpp`` is llama.cpp's own server as the package xllamacpp ships it,
-with the model converted to GGUF; ``triton`` is Triton around our engine; ``transformers`` is `transformers serve`;
-``ray`` is Ray Serve around our engine. ``…-completions`` asks a server as any other would be, in text, ``…-chat`` in
-messages. ``vllm-inprocess`` is no server: the suite runs in vLLM's own environment. What is left out for a server is
-said, with the reason.
+Serves the demo model of the repository, and passes further arguments to pytest. ``vllm`` is vLLM for CPUs (its first
+start compiles for a minute); ``llamacpp`` is llama.cpp's own server from the package xllamacpp, with the model
+converted to GGUF; ``triton`` is Triton around Spillway's engine; ``transformers`` is `transformers serve`; ``ray`` is
+Ray Serve around Spillway's engine. ``…-completions`` treats a server as an unknown one, in text, ``…-chat`` in
+messages. ``vllm-inprocess`` runs the suite in vLLM's own environment, without a server. Tests that are skipped for a
+server are listed with the reason.
 """
 
 import argparse
@@ -39,7 +39,7 @@ ROOT: Final = HERE.parents[1]
 
 
 def llamacpp(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Convert the demo model; return how its server is started."""
+    """Convert the demo model; return the command that starts the server."""
     pinned.install("llamacpp", "xllamacpp")
     python = pinned.ENVIRONMENTS / "llamacpp" / "bin" / "python"
     [site] = (pinned.ENVIRONMENTS / "llamacpp").glob("lib/python*/site-packages")
@@ -51,13 +51,13 @@ def llamacpp(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
 
 
 def vllm_server(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Return how vLLM's server is started with the demo model."""
+    """Return the command that starts vLLM's server with the demo model."""
     del folder
     vllm.install()
     serve = [str(vllm.PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_MODEL_PATH)]
     serve += ["--dtype", "float32", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(CONTEXT)]
     serve += ["--max-num-seqs", str(SLOTS), "--max-logprobs", "20"]
-    # Else an answer by a schema may be blanks without end, of which so small a model is fond.
+    # Otherwise an answer by a schema may be endless white space, which so small a model prefers.
     serve += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     return serve, {**vllm.environment(1), "PATH": f"{vllm.FOLDER / 'bin'}:{os.environ['PATH']}"}
 
@@ -83,7 +83,7 @@ SAMPLED: Final = TRITON_INPUTS.keys() - {"text_input", "max_tokens"}
 
 
 def triton(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Lay out a model of its Python backend; return how Triton is started. Its stub needs the system's own Python."""
+    """Lay out a model of its Python backend; return the command that starts Triton. It needs the system's Python."""
     pinned.install("triton", "nvidia-pytriton", base="/usr/bin/python3")
     environment = pinned.ENVIRONMENTS / "triton"
     [site] = environment.glob("lib/python*/site-packages")
@@ -117,7 +117,7 @@ HUB_NAME: Final = "spillway/demo"
 
 
 def transformers_server(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Lay the demo model out as the hub's cache has models, since it lists no others; return how the server starts."""
+    """Lay out the demo model like the hub's cache, the only models that it lists; return the server's command."""
     pinned.install("transformers", "transformers", needs_torch=True)
     kept = folder / "hub" / f"models--{HUB_NAME.replace('/', '--')}"
     commit = "0" * 40
@@ -131,14 +131,14 @@ def transformers_server(folder: Path, port: int) -> tuple[list[str], dict[str, s
 
 
 def ray_server(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Return how an app of Ray Serve around our engine is started."""
+    """Return the command that starts a Ray Serve app around Spillway's engine."""
     pinned.install("ray", "ray", needs_torch=True)
     python = pinned.ENVIRONMENTS / "ray" / "bin" / "python"
     serve = [str(python), "-m", "tests.conformance.ray_app", str(port), str(DEMO_MODEL_PATH), str(SLOTS), str(CONTEXT)]
     environment = {
         "PATH": f"{python.parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
-        "RAY_AUTH_MODE": "disabled",  # else it leaves a token in the home folder; it listens on this machine alone
+        "RAY_AUTH_MODE": "disabled",  # otherwise it leaves a token in the home folder; it listens only locally
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_start_wait_time_s": str(int(READY_S)),
     }
@@ -147,13 +147,13 @@ def ray_server(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
 
 @dataclass(frozen=True)
 class Checked:
-    """A server, and the settings of the engine that asks it."""
+    """A server, and the settings of the engine that uses it."""
 
     start: Callable[[Path, int], tuple[list[str], dict[str, str]]]
     kind: str
     ready_path: str = "/health"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    leaves_out: Mapping[str, str] = field(default_factory=dict)  # name of a test → why it cannot be held
+    leaves_out: Mapping[str, str] = field(default_factory=dict)  # name of a test → why it cannot pass
 
 
 CHAT: Final = "openai_chat"
@@ -171,7 +171,7 @@ SERVERS: Final = {
         "openai_completions",
         settings={"honours": ("temperature", "top_p", "seed")},
         leaves_out={
-            "test_the_cancelled_tell_their_timings_too": "it answers one request at a time, so four never run at once"
+            "test_canceled_choices_report_their_timings": "it answers one request at a time, so four never run at once"
         },
     ),
     "ray-chat": Checked(ray_server, CHAT, "/v1/models", {"profile": "ray", "model": "demo"}),
@@ -223,13 +223,16 @@ def check(name: str, for_pytest: Sequence[str]) -> int:
         command = [sys.executable, "-m", "pytest", "-n", "0", str(suite), "-k", "real"]
         for test, reason in checked.leaves_out.items():
             sys.stderr.write(f"{name}: {test} is left out: {reason}\n")
-            command += ["--deselect", f"{suite.relative_to(ROOT)}::{test}"]  # from where pytest names its tests
+            command += [
+                "--deselect",
+                f"{suite.relative_to(ROOT)}::{test}",
+            ]  # pytest names tests relative to it
         environment = {**os.environ, "SPILLWAY_TEST_SERVER": json.dumps(settings)}
         return subprocess.run([*command, *for_pytest], check=False, env=environment).returncode
 
 
 def check_vllm_in_process(for_pytest: Sequence[str]) -> int:
-    """Run the suite in vLLM's environment, with one engine for all tests; then, with one each, those of its life."""
+    """Run the suite in vLLM's environment, with one engine for all tests; then its life-cycle tests, with one each."""
     vllm.install()
     settings = {
         "kind": "vllm_inprocess",

@@ -1,9 +1,9 @@
-"""Run the driver of SkyPilot, and a fleet with it, against the real SkyPilot with a real Slurm: no account is needed.
+"""Run the SkyPilot driver, and a fleet with it, against the real SkyPilot with a real Slurm. Needs no account.
 
     python -m tests.conformance.real_skypilot
 
-SkyPilot is installed on demand, in an environment of its own. Its machines are jobs of the Slurm of ``slurm_in_a_box``,
-on which it installs its runtime as on any other; the packages come out of uv's cache, since the box has no network.
+SkyPilot is installed on demand, in a separate environment. Its machines are jobs of the Slurm of ``slurm_in_a_box``, on
+which it installs its runtime as usual; the packages come from uv's cache, because the box has no network.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ PLACE: Final = f"slurm/{slurm_in_a_box.NAME}"
 ENVIRONMENT: Final = pinned.ENVIRONMENTS / "skypilot"
 UV_CACHE: Final = ENVIRONMENT / "uv-cache"
 CACHE_IN_BOX: Final = "/tmp/uv_cache_0"  # SkyPilot's own choice for root
-ITS_PYTHON: Final = "3.10"  # what SkyPilot wants of uv, which would load it from the internet
+ITS_PYTHON: Final = "3.10"  # the uv that SkyPilot would download
 SERVES_LIMIT_S: Final = 400.0  # a launch takes one to two minutes
 GONE_LIMIT_S: Final = 120.0
 POLL_S: Final = 1.0
@@ -69,7 +69,7 @@ def main() -> int:
     if lacking is not None:
         sys.stderr.write(f"{lacking}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the folder goes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the folder is deleted
     version = pinned.install("skypilot", "skypilot")
     with tempfile.TemporaryDirectory(prefix="spillway-skypilot-", dir="/var/tmp") as folder:
         python = str(Path(sys.executable).resolve())
@@ -82,7 +82,7 @@ def main() -> int:
             "PATH": f"{programs}:{ENVIRONMENT / 'bin'}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
             "UV_OFFLINE": "1",
             "PIP_NO_INDEX": "1",
-            "PIP_NO_BUILD_ISOLATION": "false",  # pip's way to say: without
+            "PIP_NO_BUILD_ISOLATION": "false",  # pip's syntax for: without
             "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
         }
         command = [sys.executable, "-m", MODULE, "--in-box", folder]
@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def _fill_cache(folder: Path, python: str, version: str) -> None:
-    """Let uv load what SkyPilot installs on its machines, unless it has."""
+    """Fill uv's cache with the packages that SkyPilot installs on its machines, unless done."""
     uv, stamp = str(ENVIRONMENT / "bin" / "uv"), UV_CACHE / "filled.txt"
     if stamp.exists() and stamp.read_text() == version:
         return
@@ -107,7 +107,7 @@ def _write_program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-# --- in the box -------------------------------------------------------------------------------------------------------
+# --- inside the box ---------------------------------------------------------------------------------------------------
 
 
 async def _check(folder: Path) -> None:
@@ -137,7 +137,7 @@ def _order(place: str = PLACE) -> Order:
 
 
 async def _check_driver(folder: Path) -> None:
-    """The duties of ``tests/fleet/test_drivers.py``, as far as a Slurm can be made to show them."""
+    """Run the checks of ``tests/fleet/test_drivers.py``, as far as a Slurm can show them."""
     settings, huge = _settings(folder, "sleep 600"), _settings(folder, "sleep 600", cpus=1000)
     made: list[SkyPilotDriver] = []
 
@@ -157,14 +157,14 @@ async def _check_driver(folder: Path) -> None:
         order = _order()
         first = await one.launch(order)
         assert first == await one.launch(order) == name_of(order.labels)
-        [machine] = await driver().machines()  # made anew, it finds it
+        [machine] = await driver().machines()  # a new instance finds it
         assert (machine.provider_id, machine.labels) == (first, order.labels)
         assert len(_jobs()) == 1
         assert await other_pool.machines() == []
         await other_pool.end(first)
         assert len(await one.machines()) == 1
         _tell("the same order is one machine, which a new driver finds and another pool's does not")
-        await one.end(first)  # its launch still goes on
+        await one.end(first)  # its launch continues
         await _until(lambda: not _jobs(), GONE_LIMIT_S)
         assert await one.machines() == []
         await one.end(first)
@@ -180,7 +180,7 @@ async def _expect_refused(driver: SkyPilotDriver, order: Order, text: str) -> No
 
 
 async def _check_fleet(folder: Path) -> None:
-    """Real workers in jobs of Slurm, started and ended by the real controller."""
+    """Run real workers in Slurm jobs, started and ended by the real controller."""
     run = folder / "run"
     worker = _settings(folder, f"cd {Path.cwd()} && {sys.executable} -m spillway worker --config {run}/config-0.json")
     shape = Shape(
@@ -207,7 +207,7 @@ async def _check_fleet(folder: Path) -> None:
 async def _serve(stage: Stage) -> None:
     began_s = time.monotonic()
     controller = await start_controller(stage.system, {})
-    controller.stop_limit_s = GONE_LIMIT_S  # SkyPilot takes its time
+    controller.stop_limit_s = GONE_LIMIT_S  # SkyPilot is slow
     store = MachineStore(stage.system.database)
     first = await _until_serving(store, began_s)
     await _ask(stage)
@@ -221,7 +221,7 @@ async def _serve(stage: Stage) -> None:
     assert await store.machines() == []
     reasons = {one.machine_id: one.reason for one in await store.over_since(0)}
     assert reasons.keys() == {first, second}, reasons
-    # Its worker is silent before SkyPilot has asked Slurm; where that comes first, the machine is lost.
+    # Its worker falls silent before SkyPilot has asked Slurm; if that is noticed first, the machine is lost.
     assert "silent" in reasons[first] or "taken" in reasons[first], reasons
     assert not _processes("spillway worker"), _processes("spillway worker")
     _tell(f"drained and ended within {time.monotonic() - began_s:.0f} s")
@@ -249,12 +249,12 @@ async def _ask(stage: Stage) -> None:
 
 def _take_away_the_job() -> None:
     [job] = _jobs()
-    # With SIGTERM, as usual, the worker would leave in order.
+    # After SIGTERM, as usual, the worker would leave in order.
     subprocess.run(["scancel", "--full", "--signal=KILL", job], check=True)
 
 
 def _jobs() -> list[str]:
-    """Return the ids of Slurm's jobs, also of those that are ending."""
+    """Return the ids of Slurm's jobs, including ending ones."""
     done = subprocess.run(["squeue", "--noheader", "--format=%i"], check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.split()
 

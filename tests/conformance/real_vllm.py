@@ -1,4 +1,4 @@
-"""The life and death of the real vLLM in this process: run by ``real_servers``, in vLLM's own environment."""
+"""The life cycle of the real vLLM in this process: run by ``real_servers``, in vLLM's own environment."""
 
 import asyncio
 import multiprocessing
@@ -20,7 +20,7 @@ async def test_stopping_leaves_no_process() -> None:
         await driver.wait(lambda: bool(driver.answers["r", 0].token_ids))
         processes = multiprocessing.active_children()
         assert processes
-    for process in processes:  # which vLLM may have killed just now: a busy machine takes its time to bury it
+    for process in processes:  # which vLLM may have killed just now: on a busy machine it takes time to exit
         await asyncio.to_thread(process.join, BURIED_S)
     assert not multiprocessing.active_children()
 

@@ -1,6 +1,6 @@
-"""The server that replays what others answer. An API is a class that says by path what is asked and answered.
+"""A server that replays other servers' answers. An API is a class that defines requests and answers by path.
 
-The real servers are asked by ``real_servers``. ``faults`` holds what the next requests do instead.
+``real_servers`` runs the real servers. ``faults`` replaces the answers of the next requests.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ TRITON_INPUTS: Final = (  # every parameter of a request is an input of the mode
     " random_seed seed"
 )
 
-# What servers tell of themselves, by where they are asked for it.
+# Facts that servers report, by path.
 FACTS: Final[dict[str, dict[str, Any]]] = {
     "/props": {"default_generation_settings": {"n_ctx": CONTEXT}, "total_slots": SLOTS, "model_alias": "replay"},
     "/v1/models": {"object": "list", "data": [{"id": "replay", "object": "model", "max_model_len": CONTEXT}]},
@@ -52,9 +52,9 @@ Handlers = dict[str, Callable[[Request], Any]]  # by path
 
 @dataclass
 class Replay:
-    """One server: its address, what it was asked, and the faults of its next requests.
+    """One server: its address, its requests, and the faults of its next requests.
 
-    This one speaks the wire format ``kind`` (``replay_events``); others override what differs.
+    This one speaks the wire format ``kind`` (``replay_events``); subclasses override what differs.
     """
 
     kind: str = ""
@@ -64,48 +64,48 @@ class Replay:
     headers: list[Mapping[str, str]] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
     is_healthy: bool = True
-    facts: Any = None  # what it tells of itself; None: as in FACTS, and a status: that instead
-    sample: Sequence[int] = (40, 41, 42)  # how its tokenizer reads any text
-    check_status: int = 400  # of an empty request
+    facts: Any = None  # facts to report; None: FACTS; a status: that instead
+    sample: Sequence[int] = (40, 41, 42)  # its tokenizer's ids for any text
+    check_status: int = 400  # for an empty request
     token_s: float = 0.0
-    is_another: bool = False  # another model: what this one has begun breaks off
-    streams: int = 0  # that run
-    first_streams: int = 0  # of these, the ones begun before it was another
+    is_another: bool = False  # another model: streams of this one break off
+    streams: int = 0  # running streams
+    first_streams: int = 0  # of these, streams begun before the model changed
     url: str = ""
 
     def forget(self) -> None:
-        """Be as new, at the same address."""
+        """Reset everything except the address."""
         stays = {"url", "streams", "first_streams"}
         vars(self).update({name: value for name, value in vars(type(self)(self.kind)).items() if name not in stays})
 
     def pages(self) -> Handlers:
-        """What is answered to GET."""
+        """Return the answers to GET."""
         wire = FORMATS[self.kind]
         return {wire.health_path: self.health, wire.facts_path.format(model="replay"): self.tell}
 
     def calls(self) -> Handlers:
-        """What is answered to POST."""
+        """Return the answers to POST."""
         asked: Handlers = {FORMATS[self.kind].generate_path.format(model="replay"): self.generate}
         return asked | ({TOKENIZER_PAGES[self.kind].path: self.tokenize} if self.kind in TOKENIZER_PAGES else {})
 
     def received(self, request: Request) -> None:
-        """Check what is not in the body."""
+        """Check the parts of a request outside its body."""
 
     def events(self, body: Mapping[str, Any]) -> Sequence[str | bytes]:
-        """The stream that answers a body."""
+        """Return the stream that answers a body."""
         return events_of(self.kind, body)
 
     def fault_for(self, body: Mapping[str, Any]) -> Fault | None:
-        """Return what to do instead of an answer to this request, if anything."""
+        """Return the fault that replaces this request's answer, if any."""
         del body
         return self.faults.popleft() if self.faults else None
 
     def answer(self, body: Mapping[str, Any]) -> AsyncIterator[str | bytes]:
-        """The events of an undisturbed answer, in their time."""
+        """Yield the events of an undisturbed answer, with their delays."""
         return self._paced(self.events(body))
 
     def with_events(self, change: Callable[[list[Any]], Sequence[Any]]) -> Fault:
-        """Answer as always, but with the events changed."""
+        """Answer as usual, but with changed events."""
 
         def answer(request: Request) -> Response:  # the body was read before
             return StreamingResponse(iter(change(list(self.events(request._json)))), media_type=self.media_type)
@@ -113,7 +113,7 @@ class Replay:
         return answer
 
     def broken_off(self, request: Request) -> Response:
-        """Be a fault: the connection breaks after five events."""
+        """A fault: the connection breaks after five events."""
 
         async def begun() -> AsyncIterator[Any]:
             for event in self.events(request._json)[:5]:
@@ -174,7 +174,7 @@ Running = TypeVar("Running", bound=Replay)
 
 
 class ReplayOf(Protocol):
-    """Gives the one server of a kind or a class, as new."""
+    """Returns the only server of a kind or a class, reset."""
 
     @overload
     def __call__(self, kind: str) -> Any: ...
@@ -185,7 +185,7 @@ class ReplayOf(Protocol):
 
 @contextlib.contextmanager
 def running(replay: Running) -> Iterator[Running]:
-    """Let it listen on a free port of this machine, in a thread of its own."""
+    """Run it on a free local port, in a separate thread."""
     config = uvicorn.Config(
         replay.app(), port=0, log_config=None, log_level="critical", access_log=False, lifespan="off"
     )
@@ -204,7 +204,7 @@ def running(replay: Running) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def running_on_demand() -> Iterator[ReplayOf]:
-    """Give servers as they are asked for, and end them all together."""
+    """Start servers on demand, and stop them all together."""
     with contextlib.ExitStack() as stack:
         replays: dict[object, AnyReplay] = {}
 

@@ -1,8 +1,8 @@
-"""Answers of servers, event by event, as their makers publish them, around a language model that is a hash.
+"""Answers of servers, event by event, as published, around a language model that is a hash.
 
-The next token depends on what stands before it alone, so that a continuation equals the undisturbed answer. Every token
-is a character of ASCII: its id is that of a byte-level vocabulary. Where no real server could be asked, the source of a
-schema is named.
+The next token depends only on the text before it, so that a continuation equals the undisturbed answer. Every token is
+an ASCII character with its id in a byte-level vocabulary. If no real server was available, the schema's source is
+given.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def id_of(character: str) -> int:
 def steps(
     prompt: Sequence[int] | str, limit: int, given: Body, logprobs: int | None = None, stop_ids: Sequence[int] = ()
 ) -> Iterator[Step]:
-    """Continue token ids or a text. ``given`` has the temperature, and a seed, where that is sent."""
+    """Continue token ids or a text. ``given`` has the temperature, and a seed, if they are sent."""
     ids = [id_of(one) if isinstance(one, str) else one for one in prompt]
     noise = 0.0 if given["temperature"] == 0 else random.Random(given.get("seed")).random()
     for place in range(limit):
@@ -81,7 +81,7 @@ def vllm(body: Body) -> Iterator[Body]:
 
 
 def trtllm(body: Body) -> Iterator[Body]:
-    """CompletionStreamResponse in tensorrt_llm/serve/openai_protocol.py, which forbids fields it does not know.
+    """Return CompletionStreamResponse of tensorrt_llm/serve/openai_protocol.py, which forbids unknown fields.
 
     https://github.com/NVIDIA/TensorRT-LLM
     """
@@ -105,7 +105,7 @@ def sglang(body: Body) -> Iterator[Body]:
 
 
 def lmdeploy(body: Body) -> Iterator[Body]:
-    """GenerateReqOutput in lmdeploy/serve/openai/protocol.py, as endpoints/generate.py streams it.
+    """Return GenerateReqOutput of lmdeploy/serve/openai/protocol.py, as endpoints/generate.py streams it.
 
     https://github.com/InternLM/lmdeploy
     """
@@ -116,7 +116,7 @@ def lmdeploy(body: Body) -> Iterator[Body]:
 
 
 def tgi(body: Body) -> Iterator[Body]:
-    """StreamResponse in docs/openapi.json of https://github.com/huggingface/text-generation-inference."""
+    """Return StreamResponse of docs/openapi.json of https://github.com/huggingface/text-generation-inference."""
     given = body["parameters"]
     heat = {**given, "temperature": float(given["do_sample"])}
     others = [{"id": 40 + rank, "text": "?", "logprob": -1.0 - rank, "special": False} for rank in range(9)]
@@ -130,20 +130,20 @@ def tgi(body: Body) -> Iterator[Body]:
 
 
 def ollama(body: Body) -> Iterator[Body]:
-    """Lines of JSON: https://docs.ollama.com/api/generate."""
+    """Return lines of JSON: https://docs.ollama.com/api/generate."""
     assert body["raw"] is True
     given = body["options"]
     told = {"model": "replay:latest", "created_at": "2026-11-22T12:00:00Z"}
     for step in steps(body["prompt"], given["num_predict"], given):
         yield {**told, "response": step.text, "done": False}
-    counts = {"prompt_eval_count": 0, "eval_count": 7}  # which are not to be relied on
+    counts = {"prompt_eval_count": 0, "eval_count": 7}  # not reliable
     yield {**told, "response": "", "done": True, "done_reason": "length", **counts}
 
 
 def triton(body: Body) -> Iterator[Body]:
-    """docs/protocol/extension_generate.md of https://github.com/triton-inference-server/server.
+    """Follow docs/protocol/extension_generate.md of https://github.com/triton-inference-server/server.
 
-    The request's fields are those of a model whose every parameter is an input, see ``replay``.
+    The request's fields belong to a model whose every parameter is an input, see ``replay``.
     """
     assert body["stream"] is True
     for step in steps(body["text_input"], body["max_tokens"], body):
@@ -166,6 +166,6 @@ def sse(value: Body) -> str:
 
 
 def events_of(kind: str, body: Body) -> list[str]:
-    """The stream that answers a body in a wire format."""
+    """Return the stream that answers a body in a wire format."""
     framed = [json.dumps(one) + "\n" if kind == "ollama" else sse(one) for one in EVENTS[kind](body)]
     return framed + [DONE] * (kind in CLOSED_BY_DONE)

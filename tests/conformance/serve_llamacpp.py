@@ -1,4 +1,4 @@
-"""llama.cpp's own server, as the package xllamacpp ships it: serve_llamacpp.py FILE PORT CONTEXT SLOTS."""
+"""llama.cpp's own server, from the package xllamacpp: serve_llamacpp.py FILE PORT CONTEXT SLOTS."""
 
 import signal
 import sys

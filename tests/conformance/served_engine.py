@@ -1,4 +1,4 @@
-"""Our engine as servers have it that are built around it: one stream of outputs an answer."""
+"""Spillway's engine as used inside other servers: one stream of outputs per answer."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -11,7 +11,7 @@ from protocol.generation import SamplingParams
 
 
 class ServedEngine:
-    """Hands out what the engine's steps yield; an answer that nobody reads to its end is cancelled."""
+    """Distributes the outputs of the engine's steps; cancels an answer that is not read to its end."""
 
     def __init__(self, folder: str, slots: int, max_length: int) -> None:
         settings = LocalEngineSettings(path=folder, threads=1, kv_mib=64, max_sequences=slots, max_model_len=max_length)
@@ -23,14 +23,14 @@ class ServedEngine:
         await self._engine.start()
 
     async def read(self) -> None:
-        """Hand out the engine's steps, for ever."""
+        """Distribute the outputs of the engine's steps until canceled."""
         async for outputs in self._engine.steps():
             for output in outputs:
                 if output.request_id in self._outputs:
                     self._outputs[output.request_id].put_nowait(output)
 
     async def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[SequenceOutput, None]:
-        """Yield what comes; the last of it has a finish reason."""
+        """Yield outputs; the last one has a finish reason."""
         name = str(next(self._numbers))
         queue = self._outputs[name] = asyncio.Queue()
         self._engine.submit(GenerationRequest(name, prompt_ids, params))
@@ -42,4 +42,4 @@ class ServedEngine:
                 yield output
         finally:
             del self._outputs[name]
-            self._engine.cancel(name)  # nothing, where it has ended
+            self._engine.cancel(name)  # no effect if it has ended

@@ -1,8 +1,8 @@
-"""A real Slurm of one machine in namespaces of its own: nothing of it is seen outside, and nothing outlives it.
+"""A real Slurm of one machine in its own namespaces: it is invisible outside, and nothing outlives it.
 
-As root, it runs a command beside Debian's munged, slurmctld and slurmd, and an sshd that takes the box's root user with
-the box's key. The box has its own mounts (/etc/slurm, /run, /tmp and root's home are folders of it), its own process
-ids (all end with the command), and a network that is a loopback device and nothing else.
+As root, it runs a command beside Debian's munged, slurmctld and slurmd, and an sshd that accepts the box's root user
+with the box's key. The box has its own mounts (/etc/slurm, /run, /tmp and root's home are folders of it), its own
+process ids (all end with the command), and a network with only a loopback device.
 """
 
 import json
@@ -33,8 +33,8 @@ NAMESPACES: Final = (
     "--kill-child",
 )
 NAME: Final = "box"  # of the Slurm cluster, and of its login node
-SSH_PORT: Final = 2222  # nobody else listens in this network
-CPUS: Final = 4  # that Slurm believes in
+SSH_PORT: Final = 2222  # the only listener in this network
+CPUS: Final = 4  # that Slurm is configured with
 START_LIMIT_S: Final = 60.0
 POLL_S: Final = 0.2
 
@@ -82,7 +82,7 @@ Host {NAME}
 
 
 def missing() -> str | None:
-    """Say what this machine lacks for a box; None: nothing."""
+    """Return what this machine lacks for a box; None: nothing."""
     if os.geteuid() != 0:
         return "namespaces and slurmd need root"
     lacking = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
@@ -90,9 +90,9 @@ def missing() -> str | None:
 
 
 def run_in_box(folder: Path, mounts: Mapping[Path, str], environment: Mapping[str, str], command: Sequence[str]) -> int:
-    """Run a command in a box whose files lie in a new folder outside /tmp; return its exit status.
+    """Run a command in a box whose files are in a new folder outside /tmp; return its exit status.
 
-    ``mounts``: further folders, and where they are to be seen. ``environment``: of all that runs there.
+    ``mounts``: further folders, and where to mount them. ``environment``: of all processes in the box.
     """
     there = json.dumps({str(source): target for source, target in mounts.items()})
     box = [*NAMESPACES, sys.executable, "-m", MODULE, str(folder), there, *command]
@@ -100,7 +100,7 @@ def run_in_box(folder: Path, mounts: Mapping[Path, str], environment: Mapping[st
 
 
 def main() -> int:
-    """Be the first process of the box."""
+    """Run as the first process of the box."""
     folder, mounts, command = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
     os.environ["PATH"] += ":/usr/sbin:/sbin"
     _mount(folder)
@@ -110,21 +110,21 @@ def main() -> int:
     _start(folder)
     process = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    while True:  # whatever the box leaves behind is a child of its first process
+    while True:  # orphans in the box become children of its first process
         pid, status = os.wait()
         if pid == process.pid:
             return os.waitstatus_to_exitcode(status)
 
 
 def _mount(folder: Path) -> None:
-    """Put our folders and files where others' would be."""
+    """Mount the box's folders and files over the system's."""
     home = folder / "home"
     for name in ("home/.ssh", "home/.slurm", "slurm", "run/sshd", "tmp", "munge", "slurmctld", "slurmd"):
         (folder / name).mkdir(parents=True)
     accounts = Path("/etc/passwd").read_text().splitlines(keepends=True)
     others = [line for line in accounts if not line.startswith("root:")]
     (folder / "passwd").write_text("".join([f"root:x:0:0:root:{home}:/bin/bash\n", *others]))
-    # Login shells begin with it: what runs on the login node and in jobs has the environment that we were given.
+    # Read by login shells: commands on the login node and in jobs get this environment.
     kept = {**os.environ, "HOME": str(home)}
     names = ("PATH", *(name for name in kept if name.startswith(("UV_", "PIP_", "SKYPILOT_"))))
     (folder / "profile").write_text("".join(f"export {name}={_quoted(kept[name])}\n" for name in names if name in kept))
@@ -137,7 +137,7 @@ def _mount(folder: Path) -> None:
     ):
         subprocess.run(["mount", "--bind", str(folder / source), target], check=True)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    # Where all addresses are 127.…, resolvers that are asked for addresses of this machine's kind (Slurm's) find none.
+    # If all addresses are 127.…, resolvers asked for addresses of this machine's kind (by Slurm) find none.
     subprocess.run(["ip", "address", "add", "192.0.2.1/32", "dev", "lo"], check=True)
     os.environ["HOME"] = str(home)
 
@@ -147,7 +147,7 @@ def _quoted(text: str) -> str:
 
 
 def _start(folder: Path) -> None:
-    """Start everything; return once the node takes jobs."""
+    """Start everything; return once the node accepts jobs."""
     host = socket.gethostname().split(".")[0]
     (folder / "slurm" / "slurm.conf").write_text(SLURM_CONF.format(folder=folder, host=host))
     (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))

@@ -1,4 +1,4 @@
-"""Features of Anthropic's Messages API alone: versions, thinking, effort, errors of its own (``anthropic_replay``)."""
+"""Features specific to Anthropic's Messages API: versions, thinking, effort, errors (``anthropic_replay``)."""
 
 import json
 from collections.abc import AsyncIterator
@@ -56,7 +56,7 @@ async def test_thinking_and_effort(replay: AnthropicReplay) -> None:
     assert driver.refusals["minimal"].param == "reasoning_effort"
 
 
-async def test_a_conversation_of_tools_is_told_in_blocks(replay: AnthropicReplay) -> None:
+async def test_a_conversation_with_tools_becomes_blocks(replay: AnthropicReplay) -> None:
     turns = (
         Turn("developer", "Be brief."),
         Turn("user", "weather?"),
@@ -106,8 +106,8 @@ async def test_a_call_without_arguments_has_an_empty_object(replay: AnthropicRep
     assert answer.parts == [Part("call", "weather", "call_0"), Part("arguments", "{}")]
 
 
-async def test_an_account_without_credit_is_not_the_clients_mistake(replay: AnthropicReplay) -> None:
-    """https://platform.claude.com/docs/en/api/errors: it comes as a 400."""
+async def test_an_account_without_credit_is_not_the_clients_fault(replay: AnthropicReplay) -> None:
+    """https://platform.claude.com/docs/en/api/errors: it is reported as a 400."""
     message = "Your credit balance is too low to access the Anthropic API. Please go to Plans & Billing."
     told = {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
     replay.faults.append(lambda _: JSONResponse(told, 400))
@@ -118,7 +118,7 @@ async def test_an_account_without_credit_is_not_the_clients_mistake(replay: Anth
 
 
 @pytest.mark.parametrize("counts", [{"output_tokens": -1}, {"output_tokens": "x"}, {"output_tokens_details": 5}])
-async def test_counts_that_cannot_be_are_estimated(replay: AnthropicReplay, counts: dict[str, Any]) -> None:
+async def test_implausible_counts_are_replaced_by_estimates(replay: AnthropicReplay, counts: dict[str, Any]) -> None:
     def wrong(events: Any) -> list[str]:
         return [*events[:-2], event(json.loads(events[-2].split("data: ")[1]) | {"usage": counts}, is_known=False)]
 
@@ -129,7 +129,7 @@ async def test_counts_that_cannot_be_are_estimated(replay: AnthropicReplay, coun
 
 
 @pytest.mark.parametrize("told", [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}])
-async def test_blocks_that_nobody_asked_for_are_no_answer(replay: AnthropicReplay, told: dict[str, Any]) -> None:
+async def test_unexpected_blocks_are_malformed(replay: AnthropicReplay, told: dict[str, Any]) -> None:
     block = event({"type": "content_block_start", "index": 1, "content_block": told})
     replay.faults.append(replay.with_events(lambda events: [*events[:6], block, *events[6:]]))
     async with driving(replay) as driver:

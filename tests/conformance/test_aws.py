@@ -1,4 +1,4 @@
-"""Features that only Amazon's APIs have: credentials and keys, regions, errors whose type says what they mean."""
+"""Features specific to Amazon's APIs: credentials and keys, regions, errors with a type."""
 
 import sys
 from typing import Any, Final
@@ -35,14 +35,14 @@ def sagemaker(replay_of: ReplayOf) -> SageMakerReplay:
     return replay_of(SageMakerReplay)
 
 
-async def test_a_key_goes_as_a_bearer_token_instead_of_a_signature(bedrock: BedrockReplay) -> None:
+async def test_an_api_key_is_sent_as_a_bearer_token_instead_of_a_signature(bedrock: BedrockReplay) -> None:
     """https://docs.aws.amazon.com/bedrock/latest/userguide/api-keys.html."""
     async with driving_chat(BedrockSettings(**BEDROCK, url=bedrock.url, api_key=SecretStr("k-1"))) as driver:
         assert (await driver.answer()).finish_reason == "stop"
     assert bedrock.headers[0]["authorization"] == "Bearer k-1"
 
 
-async def test_a_request_signed_with_another_secret_is_not_answered(
+async def test_a_request_signed_with_another_secret_is_refused(
     bedrock: BedrockReplay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
@@ -65,7 +65,7 @@ def test_without_credentials_or_the_extra_no_worker_starts(monkeypatch: pytest.M
             engines.create(settings)
 
 
-def test_the_region_says_the_url_and_a_url_may_be_given() -> None:
+def test_the_region_determines_the_url_unless_one_is_set() -> None:
     assert BedrockSettings(**BEDROCK).url == "https://bedrock-runtime.eu-central-1.amazonaws.com"
     assert SageMakerSettings(**SAGEMAKER).url == "https://runtime.sagemaker.eu-central-1.amazonaws.com"
     assert BedrockSettings(**BEDROCK, url="https://vpce-1.example").url == "https://vpce-1.example"
@@ -78,7 +78,7 @@ async def test_effort_and_single_calls(bedrock: BedrockReplay) -> None:
         await driver.answer(chat(tools=(Tool("time"),), is_single_call=True), name="single")
         await driver.answer(name="hot", temperature=1.5)
     body, single = bedrock.bodies
-    assert single["toolConfig"]["toolChoice"] == {"auto": {}}  # the gateway leaves out further calls
+    assert single["toolConfig"]["toolChoice"] == {"auto": {}}  # the gateway drops further calls
     assert body["outputConfig"] == {"effort": "high"}
     assert body["toolConfig"]["toolChoice"] == {"tool": {"name": "weather"}}
     told = {name: refusal.param for name, refusal in driver.refusals.items()}
@@ -95,7 +95,9 @@ async def test_effort_and_single_calls(bedrock: BedrockReplay) -> None:
         ("ValidationException", "Input is too long for requested model.", "refused"),
     ],
 )
-async def test_what_a_400_means_says_its_type(bedrock: BedrockReplay, kind: str, message: str, meant: str) -> None:
+async def test_an_error_type_determines_the_meaning_of_a_400(
+    bedrock: BedrockReplay, kind: str, message: str, meant: str
+) -> None:
     """https://docs.aws.amazon.com/bedrock/latest/APIReference/CommonErrors.html."""
     headers = {"x-amzn-errortype": kind, "retry-after": "0.01"}
     bedrock.faults.append(lambda _: JSONResponse({"message": message}, 400, headers))
@@ -108,9 +110,7 @@ async def test_what_a_400_means_says_its_type(bedrock: BedrockReplay, kind: str,
 
 
 @pytest.mark.parametrize(("status", "is_refused"), [(400, True), (500, False)])
-async def test_what_the_container_answers_is_what_counts(
-    sagemaker: SageMakerReplay, status: int, is_refused: bool
-) -> None:
+async def test_the_containers_status_counts(sagemaker: SageMakerReplay, status: int, is_refused: bool) -> None:
     """https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_runtime_InvokeEndpointWithResponseStream.html#API_runtime_InvokeEndpointWithResponseStream_Errors."""
     message = f'Received client error ({status}) from primary with message "{"x" * 900}"'
     told = {"ErrorCode": "CLIENT_ERROR_FROM_MODEL", "Message": message, "OriginalStatusCode": status}
@@ -124,7 +124,7 @@ async def test_what_the_container_answers_is_what_counts(
     assert sagemaker.bodies[0]["model"] == "m"
 
 
-async def test_an_endpoint_that_is_gone_is_not_the_clients_mistake(sagemaker: SageMakerReplay) -> None:
+async def test_a_missing_endpoint_is_not_the_clients_fault(sagemaker: SageMakerReplay) -> None:
     headers = {"x-amzn-errortype": "ValidationError"}
     told = {"message": "Endpoint my-endpoint of account 123456789012 not found."}
     sagemaker.faults.append(lambda _: JSONResponse(told, 400, headers))

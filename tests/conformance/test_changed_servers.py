@@ -1,6 +1,6 @@
-"""Servers that become others under a running worker: nothing of an answer is taken from one, and the reason is told.
+"""Servers that change under a running worker: nothing is taken from a changed one, and the reason is reported.
 
-For each kind that tells what it serves, and each change that it can tell.
+For each kind that reports what it serves, and each change that it can report.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from tests.conformance.test_engines import server_settings
 from tests.conformance.test_server_faults import paired
 from tests.waiting import until
 
-OTHER: dict[str, str] = {  # a fact of each kind that another model would change, and its name in the reason
+OTHER: dict[str, str] = {  # a fact of each kind that differs for another model, and its name in the reason
     "vllm": "id",
     "sglang": "model_path",
     "llamacpp": "model_alias",
@@ -55,7 +55,7 @@ def serve(tokenizer: str, replay_of: ReplayOf) -> Serve:
 
 
 def told(kind: str, key: str, value: Any) -> Any:
-    """What a server of this kind says of itself, but for one fact."""
+    """Return the facts of a server of this kind, with one changed."""
 
     def changed(page: Any) -> Any:
         if isinstance(page, dict):
@@ -90,8 +90,8 @@ async def test_nothing_is_taken_from_another_model(kind: str, serve: Serve) -> N
 
 
 @pytest.mark.parametrize("kind", CONTEXT)
-async def test_nor_from_one_with_a_shorter_context(kind: str, serve: Serve) -> None:
-    """Also where it refuses for its length what it took before: no caller hears of that."""
+async def test_nothing_is_taken_from_a_server_with_a_shorter_context(kind: str, serve: Serve) -> None:
+    """Even if it refuses a length that it accepted before: callers do not see that."""
     async with serve(kind) as (driver, replay):
         replay.facts = told(kind, CONTEXT[kind], 20)
         replay.faults.append(lambda _: JSONResponse({"error": {"message": "context is too long"}}, 400))
@@ -102,9 +102,7 @@ async def test_nor_from_one_with_a_shorter_context(kind: str, serve: Serve) -> N
 
 
 @pytest.mark.parametrize("kind", CONTEXT)
-async def test_a_worker_that_starts_anew_takes_no_more_than_the_shorter_context(
-    kind: str, tokenizer: str, replay_of: ReplayOf
-) -> None:
+async def test_a_restarted_worker_takes_the_shorter_context(kind: str, tokenizer: str, replay_of: ReplayOf) -> None:
     replay = replay_of(kind)
     replay.facts = told(kind, CONTEXT[kind], 50)
     async with driving(server_settings(replay, tokenizer).model_copy(update={"max_model_len": 200})) as driver:
@@ -112,7 +110,7 @@ async def test_a_worker_that_starts_anew_takes_no_more_than_the_shorter_context(
 
 
 @pytest.mark.parametrize("kind", TOKENIZER_PAGES)
-async def test_nor_from_one_with_another_tokenizer(kind: str, serve: Serve) -> None:
+async def test_nothing_is_taken_from_a_server_with_another_tokenizer(kind: str, serve: Serve) -> None:
     async with serve(kind) as (driver, replay):
         replay.sample = (40, 41, 43)
         answer = await driver.answer(request())
@@ -120,23 +118,23 @@ async def test_nor_from_one_with_another_tokenizer(kind: str, serve: Serve) -> N
 
 
 @pytest.mark.parametrize("kind", CONTEXT)
-async def test_a_change_that_does_no_harm_is_none(kind: str, serve: Serve) -> None:
+async def test_a_harmless_change_is_ignored(kind: str, serve: Serve) -> None:
     async with serve(kind) as (driver, replay):
         replay.facts = told(kind, CONTEXT[kind], 100_000)
         assert (await driver.answer(request())).finish_reason == "length"
 
 
-PAGES_WITHOUT_FACTS: tuple[Any, ...] = ({}, [], 404, 500, 503)  # a status: instead of a page
+PAGES_WITHOUT_FACTS: tuple[Any, ...] = ({}, [], 404, 500, 503)  # a status instead of a page
 UNREADABLE = [
     (kind, facts)
     for kind, wire in FORMATS.items()
     for facts in PAGES_WITHOUT_FACTS
-    if wire.health_path != wire.facts_path or not isinstance(facts, int)  # else it would not be healthy either
+    if wire.health_path != wire.facts_path or not isinstance(facts, int)  # otherwise it would not be healthy either
 ]
 
 
 @pytest.mark.parametrize(("kind", "facts"), UNREADABLE, ids=str)
-async def test_a_page_that_cannot_be_read_is_no_change(kind: str, facts: Any, serve: Serve) -> None:
+async def test_an_unreadable_page_is_not_a_change(kind: str, facts: Any, serve: Serve) -> None:
     async with serve(kind) as (driver, replay):
         replay.facts = facts
         assert (await driver.answer(request())).finish_reason == "length"
@@ -144,8 +142,8 @@ async def test_a_page_that_cannot_be_read_is_no_change(kind: str, facts: Any, se
 
 
 @pytest.mark.parametrize("kind", OTHER)
-async def test_after_a_broken_stream_even_a_busy_server_is_read_before_the_next(kind: str, serve: Serve) -> None:
-    """A stream that runs vouches for the server no longer: it may be that of a proxy with several."""
+async def test_after_a_broken_stream_facts_are_read_again_even_under_load(kind: str, serve: Serve) -> None:
+    """A running stream no longer proves the server unchanged: it may belong to a proxy with several servers."""
     async with serve(kind) as (driver, replay):
         replay.token_s = 0.01
         driver.submit(request("beside", max_tokens=150))
@@ -153,7 +151,7 @@ async def test_after_a_broken_stream_even_a_busy_server_is_read_before_the_next(
         replay.faults.append(replay.broken_off)
         cut = await driver.answer(request("cut"))
         assert (cut.finish_reason, len(cut.token_ids)) == ("error", 5)
-        replay.facts = 503  # it loads
+        replay.facts = 503  # it is loading
         loading = await driver.answer(request("loading"))
         assert (loading.token_ids, driver.answers["beside", 0].finish_reason) == ([], None)
         assert "does not report yet what it serves" in (loading.error or "")
@@ -164,7 +162,7 @@ async def test_after_a_broken_stream_even_a_busy_server_is_read_before_the_next(
 
 
 class Address:
-    """Where servers follow one another: a connection to one that is gone breaks, the next one reaches its successor."""
+    """An address with successive servers: connections to an old server break, new ones reach its successor."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -203,7 +201,7 @@ async def listening(address: Address) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("kind", OTHER)
-async def test_a_server_that_is_started_anew_as_another_gets_nothing_to_continue(
+async def test_a_server_restarted_with_another_model_gets_nothing_to_resume(
     kind: str, tokenizer: str, replay_of: ReplayOf
 ) -> None:
     first = replay_of(kind)
@@ -227,8 +225,8 @@ async def test_a_server_that_is_started_anew_as_another_gets_nothing_to_continue
             assert (back.finish_reason, len(back.token_ids)) == ("length", 150 - len(begun.token_ids))
 
 
-async def test_a_running_stream_vouches_for_its_server(serve: Serve) -> None:
-    """A server under load is not asked for each request."""
+async def test_a_running_stream_proves_its_server_unchanged(serve: Serve) -> None:
+    """A server under load is not checked for each request."""
     async with serve("vllm") as (driver, replay):
         replay.token_s = 0.01
         driver.submit(request("beside", max_tokens=150))
@@ -238,7 +236,7 @@ async def test_a_running_stream_vouches_for_its_server(serve: Serve) -> None:
         assert driver.answers["beside", 0].finish_reason is None
 
 
-async def test_a_server_whose_health_fails_for_a_moment_is_read_again(serve: Serve) -> None:
+async def test_facts_are_read_again_after_a_brief_health_failure(serve: Serve) -> None:
     async with serve("vllm") as (driver, replay):
         watch = watch_of(driver)
         running = asyncio.create_task(watch.run(lambda _: None))
@@ -272,7 +270,7 @@ async def chatting(replay: ChatReplay, profile: str) -> AsyncIterator[chat_engin
 
 
 @pytest.mark.parametrize("profile", PAGES)
-async def test_nothing_is_taken_from_another_model_that_chats(replay_of: ReplayOf, profile: str) -> None:
+async def test_nothing_is_taken_from_another_chat_model(replay_of: ReplayOf, profile: str) -> None:
     path, before, now = PAGES[profile]
     chat_server: ChatReplay = replay_of(ChatReplay)
     chat_server.facts[path] = before
@@ -287,8 +285,8 @@ async def test_nothing_is_taken_from_another_model_that_chats(replay_of: ReplayO
 
 
 @pytest.mark.parametrize("profile", ["openai", "vllm"])
-async def test_a_server_that_does_not_say_what_it_serves_is_believed(replay_of: ReplayOf, profile: str) -> None:
-    """A hosted API is asked by the model's name, and refuses what it does not serve any longer."""
+async def test_a_server_without_facts_is_trusted(replay_of: ReplayOf, profile: str) -> None:
+    """A hosted API gets the model's name, and refuses a model that it no longer serves."""
     chat_server: ChatReplay = replay_of(ChatReplay)
     async with chatting(chat_server, profile) as driver:
         assert driver.engine.facts_watch is None

@@ -1,4 +1,4 @@
-"""Duties of every pool that takes messages, whatever differs with its API; and what becomes of its faults."""
+"""Requirements for every pool that takes messages, whatever its API, and the handling of its faults."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def chat(asked: str = "Tell me something.", **more: Any) -> Chat:
 
 
 class Answer:
-    """All that a choice yielded, put together."""
+    """A choice's combined output."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -140,14 +140,14 @@ async def test_text_and_the_providers_counts(pair: tuple[Driver, ChatReplay]) ->
     assert answer.text() == answer_text(ASKED)
     assert answer.finish_reason == "stop"
     assert answer.usage == ChatUsage("provider", 22, 30, 4)
-    assert answer.tokens > 0  # estimated on the way
+    assert answer.tokens > 0  # estimated meanwhile
     [body] = replay.bodies
     assert body["messages"] == ASKED
-    assert not {"max_tokens", "max_completion_tokens"} & body.keys()  # nobody has limited it
+    assert not {"max_tokens", "max_completion_tokens"} & body.keys()  # no limit was set
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-async def test_the_tenants_salt_reaches_an_api_that_takes_one(replay: ChatReplay, profile: str) -> None:
+async def test_the_tenants_salt_is_sent_to_an_api_that_takes_one(replay: ChatReplay, profile: str) -> None:
     replay.repeats_prefix = PROFILES[profile].repeats_prefix
     async with driving(replay, profile=profile) as driver:
         await driver.answer()
@@ -169,7 +169,7 @@ async def test_a_limit_and_several_choices(pair: tuple[Driver, ChatReplay]) -> N
     assert not any("n" in body for body in replay.bodies)
 
 
-async def test_reasoning_and_calls_are_told_apart(pair: tuple[Driver, ChatReplay]) -> None:
+async def test_reasoning_and_calls_are_distinguished(pair: tuple[Driver, ChatReplay]) -> None:
     driver, replay = pair
     tools = (WEATHER, Tool("time"))
     answer = await driver.answer(chat("think, then call", tools=tools, tool_choice="required"))
@@ -188,7 +188,7 @@ async def test_reasoning_and_calls_are_told_apart(pair: tuple[Driver, ChatReplay
 
 
 async def check_stop_strings(driver: Driver, replay: ChatReplay) -> None:
-    """They end the content, and nothing else does; what has stopped it is known, and the API is not told."""
+    """They end the content only; the match is reported, and the API does not get them."""
     whole = answer_text(ASKED)
     stop = whole[len(whole) // 2 :][:12]  # in several pieces
     before = whole[: whole.index(stop)]
@@ -221,7 +221,7 @@ async def check_stop_strings(driver: Driver, replay: ChatReplay) -> None:
     assert (answer.text("call"), answer.text("arguments")) == ("weather", ARGUMENTS)
 
 
-async def test_stop_strings_are_looked_for_in_the_content(pair: tuple[Driver, ChatReplay]) -> None:
+async def test_stop_strings_are_searched_in_the_content(pair: tuple[Driver, ChatReplay]) -> None:
     await check_stop_strings(*pair)
 
 
@@ -232,7 +232,7 @@ async def test_refusals_and_filters(pair: tuple[Driver, ChatReplay]) -> None:
     assert (filtered.finish_reason, filtered.is_filtered) == ("stop", True)
 
 
-async def test_what_an_api_lacks_is_refused_by_name(pair: tuple[Driver, ChatReplay]) -> None:
+async def test_unsupported_fields_are_refused_by_name(pair: tuple[Driver, ChatReplay]) -> None:
     driver, replay = pair
     asked: dict[str, Any] = {
         "top_k": 5,
@@ -286,7 +286,7 @@ Drive = Callable[..., AbstractAsyncContextManager[Driver]]
 
 
 async def check_unsupported(drive: Drive, replay: ChatReplay) -> None:
-    """What an API lacks is refused by its name, or left out and told; what it takes is sent."""
+    """Unsupported fields are refused by name, or dropped and reported; supported ones are sent."""
     assert {*SAMPLED, *WISHES} == DROPPABLE
     requests = {
         name: ChatRequest(
@@ -318,12 +318,12 @@ async def check_unsupported(drive: Drive, replay: ChatReplay) -> None:
             await driver.end_of(name)
             assert driver.answers[name, 0].text() == answer_text(ASKED)
             assert name == THINKING or (replay.bodies[-1] == usual) == (name in refusals), name
-        both = SamplingParams(logprobs=1, n=2)  # whose answer would have another form
+        both = SamplingParams(logprobs=1, n=2)  # its answer would have another form
         assert driver.engine.fitted(ChatRequest("r", chat(), both, 7))[1] == ()
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-async def test_what_an_api_lacks_is_refused_or_dropped(replay: ChatReplay, profile: str) -> None:
+async def test_unsupported_fields_are_refused_or_dropped(replay: ChatReplay, profile: str) -> None:
     await check_unsupported(partial(driving, replay, profile=profile), replay)
 
 
@@ -336,14 +336,14 @@ async def test_what_an_api_lacks_is_refused_or_dropped(replay: ChatReplay, profi
         ("deepseek", True, {"thinking": {"type": "enabled"}}),
     ],
 )
-async def test_reasoning_is_switched(replay: ChatReplay, profile: str, thinks: bool, sent: dict[str, Any]) -> None:
+async def test_reasoning_can_be_switched(replay: ChatReplay, profile: str, thinks: bool, sent: dict[str, Any]) -> None:
     async with driving(replay, profile=profile) as driver:
         await driver.answer(chat(thinks=thinks))
     [body] = replay.bodies
     assert {name: value for name, value in body.items() if name in sent} == sent
 
 
-async def test_what_is_said_already_is_gone_on_with_or_left_to_others(pair: tuple[Driver, ChatReplay]) -> None:
+async def test_a_partial_answer_is_resumed_or_left_to_others(pair: tuple[Driver, ChatReplay]) -> None:
     driver, replay = pair
     if not driver.engine.continues:
         return
@@ -354,7 +354,7 @@ async def test_what_is_said_already_is_gone_on_with_or_left_to_others(pair: tupl
         assert replay.bodies[-1]["messages"][-1]["content"] == said
 
 
-async def test_the_conversation_of_tools_is_told_as_it_was(pair: tuple[Driver, ChatReplay]) -> None:
+async def test_a_conversation_with_tools_is_passed_unchanged(pair: tuple[Driver, ChatReplay]) -> None:
     driver, replay = pair
     turns = (
         Turn("user", "weather?"),
@@ -400,7 +400,7 @@ CUTS: dict[str, Callable[[list[str]], list[str]]] = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(
+async def test_a_faults_earlier_output_is_kept_and_the_attempt_fails(
     faulty: tuple[Driver, ChatReplay], cut: str
 ) -> None:
     driver, replay = faulty
@@ -416,7 +416,7 @@ async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(
 
 
 @pytest.mark.parametrize("events_lost", [1, 2])
-async def test_an_answer_that_has_said_why_it_ended_is_whole_without_what_follows(
+async def test_an_answer_with_a_finish_reason_is_complete_without_its_rest(
     faulty: tuple[Driver, ChatReplay], events_lost: int
 ) -> None:
     driver, replay = faulty
@@ -428,7 +428,7 @@ async def test_an_answer_that_has_said_why_it_ended_is_whole_without_what_follow
 
 
 @pytest.mark.parametrize("usage", ['"usage": {"prompt_tokens": -1, "completion_tokens": "x"}', '"usage": {}'])
-async def test_counts_that_cannot_be_are_estimated(faulty: tuple[Driver, ChatReplay], usage: str) -> None:
+async def test_implausible_counts_are_replaced_by_estimates(faulty: tuple[Driver, ChatReplay], usage: str) -> None:
     driver, replay = faulty
 
     def wrong(events: list[str]) -> list[str]:
@@ -441,9 +441,7 @@ async def test_counts_that_cannot_be_are_estimated(faulty: tuple[Driver, ChatRep
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-async def test_what_is_wrong_with_the_request_is_refused_for_good(
-    faulty: tuple[Driver, ChatReplay], status: int
-) -> None:
+async def test_a_request_fault_is_refused_permanently(faulty: tuple[Driver, ChatReplay], status: int) -> None:
     driver, replay = faulty
     replay.faults.append(lambda _: JSONResponse({"error": {"message": "content is not allowed"}}, status))
     assert "content is not allowed" in ((await driver.answer()).error or "")
@@ -451,15 +449,15 @@ async def test_what_is_wrong_with_the_request_is_refused_for_good(
     assert (await driver.answer(name="after")).finish_reason == "stop"
 
 
-async def test_an_answer_that_does_not_go_on_with_its_beginning_is_none(replay: ChatReplay) -> None:
-    """An API that was to repeat it, and begins again instead: nothing of it may reach the client."""
+async def test_an_answer_that_does_not_continue_the_partial_one_fails(replay: ChatReplay) -> None:
+    """An API that should repeat it but starts over: nothing of it may reach the client."""
     async with driving(replay, profile="mistral") as driver:
         answer = await driver.answer(resume=(ChatPoint(0, answer_text(ASKED)[:12], 3),))
     assert (answer.finish_reason, answer.text()) == ("error", "")
     assert "does not continue" in (answer.error or "")
 
 
-async def test_leaving_ends_the_servers_work(faulty: tuple[Driver, ChatReplay]) -> None:
+async def test_canceling_ends_the_servers_work(faulty: tuple[Driver, ChatReplay]) -> None:
     driver, replay = faulty
     replay.token_s = 0.05
     driver.engine.submit(ChatRequest("left", chat(), SamplingParams(max_tokens=100), 7))

@@ -1,6 +1,6 @@
-"""Duties of every server that takes messages, seen through its engine alone: a replay, and the real ones.
+"""Requirements for every server that takes messages, seen only through its engine: a replay, and the real ones.
 
-Unlike ``test_chat_engines`` it knows nothing of what was sent; so it can ask servers that others have made
+Unlike ``test_chat_engines`` it does not see the requests, so it can run against third-party servers
 (``real_servers``).
 """
 
@@ -59,7 +59,7 @@ async def greedy(driver: Driver, name: str = "r", asked: Chat | None = None, **m
     return await driver.answer(asked or chat(), name=name, **{"max_tokens": WORDS, "temperature": 0.0, **more})
 
 
-async def test_an_answer_comes_in_parts_with_the_servers_counts(driver: Driver) -> None:
+async def test_an_answer_has_parts_and_the_servers_counts(driver: Driver) -> None:
     answer = await greedy(driver)
     assert answer.finish_reason == "length"
     assert len(answer.parts) > 1
@@ -68,7 +68,7 @@ async def test_an_answer_comes_in_parts_with_the_servers_counts(driver: Driver) 
     assert answer.usage.prompt_tokens > 0
 
 
-async def test_a_limit_is_kept(driver: Driver) -> None:
+async def test_the_token_limit_is_kept(driver: Driver) -> None:
     whole = await greedy(driver, "whole")
     for limit in (1, 2, 7):
         answer = await greedy(driver, f"r{limit}", max_tokens=limit)
@@ -101,7 +101,7 @@ async def test_a_stop_string_ends_the_answer_before_it(driver: Driver) -> None:
     assert (answer.finish_reason, answer.text()) == ("stop", whole[: whole.index(stop)])
 
 
-async def test_a_seed_decides(driver: Driver) -> None:
+async def test_a_seed_determines_the_answer(driver: Driver) -> None:
     if "seed" not in can(driver).honoured:
         return
     answers = [
@@ -112,14 +112,14 @@ async def test_a_seed_decides(driver: Driver) -> None:
     assert len(set(texts)) > 1 or not REAL_SERVER
 
 
-async def test_what_it_does_not_honour_is_refused_by_name(driver: Driver) -> None:
+async def test_fields_a_server_does_not_support_are_refused_by_name(driver: Driver) -> None:
     refused = [name for name in FIELDS if name not in {*can(driver).honoured, "temperature", "skip_special_tokens"}]
     for name in refused:
         assert (await driver.answer(chat(), name=name, **{name: FIELDS[name]})).finish_reason == "error"
         assert driver.refusals[name].param == name
 
 
-async def test_what_it_honours_it_takes(driver: Driver) -> None:
+async def test_supported_fields_are_accepted(driver: Driver) -> None:
     for name in sorted(can(driver).honoured & FIELDS.keys()):
         answer = await driver.answer(chat(), name=name, **{"max_tokens": WORDS, name: FIELDS[name]})
         assert answer.finish_reason in {"stop", "length"}, (name, answer.error)
@@ -135,7 +135,7 @@ async def test_an_answer_follows_a_schema(driver: Driver) -> None:
         jsonschema.validate(json.loads(answer.text()), SCHEMA)
 
 
-async def test_what_is_said_already_is_gone_on_with(driver: Driver) -> None:
+async def test_a_partial_answer_is_resumed(driver: Driver) -> None:
     if not driver.engine.continues:
         return
     whole = (await greedy(driver, "whole")).text()
@@ -145,7 +145,7 @@ async def test_what_is_said_already_is_gone_on_with(driver: Driver) -> None:
         assert (said + rest.text()).startswith(whole)
 
 
-async def test_leaving_makes_room(driver: Driver) -> None:
+async def test_canceling_frees_a_slot(driver: Driver) -> None:
     for number in range(8):
         driver.engine.submit(ChatRequest(f"long{number}", chat(), SamplingParams(max_tokens=300), 7))
     await driver.wait(lambda: bool(driver.answers["long0", 0].parts))
@@ -156,9 +156,9 @@ async def test_leaving_makes_room(driver: Driver) -> None:
     assert (await greedy(driver, "next")).finish_reason == "length"
 
 
-async def test_a_conversation_that_is_too_long_is_the_clients_mistake(driver: Driver) -> None:
+async def test_a_too_long_conversation_is_the_clients_fault(driver: Driver) -> None:
     if not REAL_SERVER:
-        return  # a replay has no context
+        return  # a replay has no context limit
     await driver.answer(chat("river " * 3000), name="long")
     assert driver.refusals["long"].param
     assert (await greedy(driver, "next")).finish_reason == "length"

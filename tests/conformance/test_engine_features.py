@@ -1,4 +1,4 @@
-"""The table of docs/reference/engines.md (``matrix``) says what each engine does: a field is sent, or refused."""
+"""Each engine behaves as the table of docs/reference/engines.md (``matrix``) says: a field is sent, or refused."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ ASKED = {**FIELDS, **GRAMMARS}
 
 
 async def cell(driver: Driver, replay: AnyReplay, column: Column, name: str) -> str:
-    """Send a request with one field beside the usual ones; return what becomes of it."""
+    """Send a request with one additional field; return the result."""
     usual: dict[str, Any] = {"max_tokens": 4, "ignore_eos": False, "temperature": 1.0}
     driver.engine.submit(request(f"without {name}", **usual))
     await driver.end_of(f"without {name}")
@@ -31,12 +31,12 @@ async def cell(driver: Driver, replay: AnyReplay, column: Column, name: str) -> 
     assert answer.finish_reason == "length"
     without, with_it = replay.bodies[-2:]
     needs_the_server = name in (column.known | column.grammars) - done_here(column.answers_in)
-    assert needs_the_server == (with_it != without) or name == "stop_token_ids"  # which some are told of as well
+    assert needs_the_server == (with_it != without) or name == "stop_token_ids"  # which some servers also get
     return "yes"
 
 
 @pytest.mark.parametrize("column", columns(), ids=lambda column: column.kind)
-async def test_what_is_declared_is_sent_and_all_else_refused_by_name(
+async def test_declared_fields_are_sent_and_others_refused_by_name(
     column: Column, tokenizer: str, replay_of: ReplayOf
 ) -> None:
     replay = replay_of(column.kind)
@@ -50,7 +50,7 @@ SALT_FIELDS = {"vllm": "cache_salt", "vllm_inprocess": "cache_salt", "sglang": "
 
 
 @pytest.mark.parametrize("column", columns(), ids=lambda column: column.kind)
-async def test_the_tenants_salt_reaches_a_server_that_takes_one(
+async def test_the_tenants_salt_is_sent_to_a_server_that_takes_one(
     column: Column, tokenizer: str, replay_of: ReplayOf
 ) -> None:
     replay = replay_of(column.kind)

@@ -1,4 +1,4 @@
-"""Duties of every engine that a worker can run (pool_worker/engines/base.py)."""
+"""Requirements for every engine that a worker can run (pool_worker/engines/base.py)."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -56,7 +56,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 SILENT_ABOUT_LENGTH = frozenset({"sglang", "ollama", "triton"})
 
 
-ASKED = (*FORMATS, VllmReplay.kind)  # kinds of engines that ask others for tokens
+ASKED = (*FORMATS, VllmReplay.kind)  # kinds of engines that get their tokens from others
 
 
 def server_settings(replay: AnyReplay, tokenizer: str, **more: Any) -> TokenServerSettings:
@@ -102,17 +102,17 @@ async def driver(settings: EngineSettings) -> AsyncIterator[Driver]:
         yield driver
 
 
-def test_the_registry_makes_what_the_settings_name(settings: EngineSettings) -> None:
+def test_the_registry_creates_the_configured_engine(settings: EngineSettings) -> None:
     assert engines.create(settings).name == settings.kind
 
 
-async def test_it_says_what_fits(driver: Driver) -> None:
+async def test_an_engine_reports_its_capacity(driver: Driver) -> None:
     assert driver.capacity.max_sequences == MAX_SEQUENCES
     assert driver.capacity.max_model_len == MAX_MODEL_LEN
     assert driver.capacity.max_kv_tokens >= MAX_MODEL_LEN
 
 
-async def test_the_card_lets_a_gateway_count(driver: Driver) -> None:
+async def test_the_card_lets_a_gateway_count_tokens(driver: Driver) -> None:
     card, tokenizer_json = driver.engine.model_card("some/model")
     tokenizer = Tokenizer.from_str(tokenizer_json.decode())
     assert tokenizer.decode(tokenizer.encode("so it goes, é", add_special_tokens=False).ids) == "so it goes, é"
@@ -138,12 +138,12 @@ async def test_max_tokens(driver: Driver) -> None:
         assert (made(driver, answer, max_tokens), answer.finish_reason) == (max_tokens, "length")
 
 
-async def test_no_token_at_all(driver: Driver) -> None:
+async def test_max_tokens_of_zero(driver: Driver) -> None:
     answer = await driver.answer(request(max_tokens=0))
     assert answer.facts() == ([], "", "length")
 
 
-async def test_choices_are_numbered_and_end_each(driver: Driver) -> None:
+async def test_choices_are_numbered_and_each_ends(driver: Driver) -> None:
     if await refuses(driver, seed=5):
         return
     driver.submit(request("r", n=3, temperature=1.0, seed=5))
@@ -152,7 +152,7 @@ async def test_choices_are_numbered_and_end_each(driver: Driver) -> None:
     assert len({tuple(answer.token_ids) for answer in answers}) == 3
 
 
-async def test_more_choices_than_fit_wait_for_each_other(driver: Driver) -> None:
+async def test_choices_above_the_capacity_wait(driver: Driver) -> None:
     driver.submit(request("r", n=MAX_SEQUENCES + 2))
     answers = await driver.end_of("r", n=MAX_SEQUENCES + 2)
     assert all(made(driver, answer) == 24 for answer in answers)
@@ -167,7 +167,7 @@ async def test_a_stop_string_ends_the_text_before_it(driver: Driver) -> None:
 
 
 class ContentAfter:
-    """A text's content begins after so many characters."""
+    """A text whose content begins after so many characters."""
 
     def __init__(self, chars: int) -> None:
         self.chars = chars
@@ -180,7 +180,7 @@ class ContentAfter:
         return [(begin, self.read_chars)] if begin < self.read_chars else []
 
 
-async def test_a_stop_string_is_looked_for_in_content(driver: Driver) -> None:
+async def test_a_stop_string_is_searched_in_the_content(driver: Driver) -> None:
     whole = await driver.answer(request("whole"))
     half = len(whole.text) // 2
     stop = whole.text[half - 3 : half]
@@ -191,7 +191,7 @@ async def test_a_stop_string_is_looked_for_in_content(driver: Driver) -> None:
     assert (answer.text, answer.finish_reason) == (whole.text[: half + 1], "stop")
 
 
-async def test_what_ended_it_may_be_part_of_the_text(driver: Driver) -> None:
+async def test_the_stop_may_be_included_in_the_text(driver: Driver) -> None:
     whole = await driver.answer(request("whole"))
     stop = whole.text[len(whole.text) // 2 :][:3]
     answer = await driver.answer(request("stopped", stop=(stop,), include_stop_str_in_output=True))
@@ -214,7 +214,7 @@ async def test_a_stop_token_ends_the_choice(driver: Driver) -> None:
     assert answer.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
 
 
-async def test_logprobs_come_with_every_token(driver: Driver) -> None:
+async def test_every_token_has_logprobs(driver: Driver) -> None:
     if await refuses(driver, logprobs=3):
         return
     answer = await driver.answer(request(logprobs=3))
@@ -223,7 +223,7 @@ async def test_logprobs_come_with_every_token(driver: Driver) -> None:
         assert entry.logprob <= 0
         assert len(entry.top) == 3
         assert [candidate[2] for candidate in entry.top] == sorted((c[2] for c in entry.top), reverse=True)
-        # Greedy; but where end tokens are to be ignored, llama.cpp bans them instead.
+        # Greedy; llama.cpp bans end tokens instead of ignoring them.
         assert entry.token_id == next(
             one[0] for one in entry.top if REAL_SERVER.get("kind") != "llamacpp" or one[0] > 2
         )
@@ -234,7 +234,7 @@ def has_begun(answer: Answer) -> bool:
     return bool(answer.token_ids)
 
 
-async def test_cancelling_is_idempotent_and_frees_the_place(driver: Driver) -> None:
+async def test_canceling_is_idempotent_and_frees_the_slot(driver: Driver) -> None:
     for number in range(MAX_SEQUENCES):
         driver.submit(request(f"long{number}", max_tokens=150))
     driver.submit(request("next", max_tokens=3))
@@ -250,7 +250,7 @@ async def test_cancelling_is_idempotent_and_frees_the_place(driver: Driver) -> N
     assert answer.finish_reason == "length"
 
 
-async def test_what_waits_can_be_cancelled_too(driver: Driver) -> None:
+async def test_a_waiting_request_can_be_canceled(driver: Driver) -> None:
     for number in range(MAX_SEQUENCES):
         driver.submit(request(f"long{number}", max_tokens=150))
     driver.submit(request("waiting", max_tokens=150))
@@ -259,7 +259,7 @@ async def test_what_waits_can_be_cancelled_too(driver: Driver) -> None:
     assert (answer.token_ids, answer.finish_reason) == ([], "cancelled")
 
 
-async def test_cancelling_the_unknown_changes_nothing(driver: Driver) -> None:
+async def test_canceling_an_unknown_request_changes_nothing(driver: Driver) -> None:
     driver.engine.cancel("nobody")
     answer = await driver.answer(request())
     driver.engine.cancel("r")
@@ -270,7 +270,7 @@ async def test_cancelling_the_unknown_changes_nothing(driver: Driver) -> None:
 @pytest.mark.parametrize("sampling", [{}, {"stop": (" zzz", "never")}, {"temperature": 1.0, "seed": 3}], ids=str)
 async def test_resuming_anywhere_equals_the_undisturbed_answer(driver: Driver, sampling: dict[str, Any]) -> None:
     if "seed" in sampling and isinstance(driver.engine, ServerEngine):
-        return  # a server draws again for what it continues: other tokens, none lost or repeated
+        return  # a server draws again for a resumed answer: other tokens, none lost or repeated
     whole = await driver.answer(request("whole", **sampling))
     for done in (1, 5, 12, len(whole.token_ids) - 1):
         seen = whole.chars_by_token[done - 1]
@@ -313,7 +313,7 @@ async def test_together_equals_alone(driver: Driver) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_a_refused_request_names_its_field_and_hurts_nobody(
+async def test_a_refused_request_names_its_field_and_affects_no_other(
     driver: Driver, bad: GenerationRequest, param: str
 ) -> None:
     driver.submit(request("good"))
@@ -330,12 +330,12 @@ async def test_stopping_ends_with_work_in_progress(settings: EngineSettings) -> 
         await driver.wait(lambda: driver.answers["r", 0].token_ids)
 
 
-async def test_stopping_without_ever_having_worked(settings: EngineSettings) -> None:
+async def test_stopping_an_unused_engine(settings: EngineSettings) -> None:
     async with driving(settings):
         pass
 
 
-async def test_a_model_that_cannot_be_loaded_is_said_so() -> None:
+async def test_a_model_that_cannot_be_loaded_is_reported() -> None:
     engine = engines.create(LocalEngineSettings(path="/no/such/model"))
     with pytest.raises(EngineDiedError, match="cannot load /no/such/model"):
         await engine.start()
@@ -352,11 +352,11 @@ async def test_an_error_in_a_step_loses_the_local_engine(model_folder: str, monk
     driver.engine.submit(request())
     with pytest.raises(EngineDiedError, match="ValueError: out of order"):
         await driver.run()
-    engine.cancel("r")  # a worker still cancels what it hands back
+    engine.cancel("r")  # a worker still cancels the jobs that it hands back
     await engine.stop()
 
 
-async def test_its_statistics_are_what_it_did(driver: Driver) -> None:
+async def test_statistics_match_the_work(driver: Driver) -> None:
     before = driver.engine.stats()
     assert (before.running, before.waiting, before.counters.generated_tokens) == (0, 0, 0)
     for number in range(MAX_SEQUENCES + 2):
@@ -367,11 +367,11 @@ async def test_its_statistics_are_what_it_did(driver: Driver) -> None:
     assert stats.counters.generated_tokens == 10 * (MAX_SEQUENCES + 2)
     assert stats.counters.prompt_tokens == (len(PROMPT) + 1) * (MAX_SEQUENCES + 2)
     gaps = sum(stats.inter_token_s.counts)
-    assert gaps == 9 * (MAX_SEQUENCES + 2) or (REAL_SERVER and gaps > 0)  # vLLM may tell of several tokens at once
+    assert gaps == 9 * (MAX_SEQUENCES + 2) or (REAL_SERVER and gaps > 0)  # vLLM may report several tokens at once
     assert 0 < sum(stats.step_tokens.counts) <= stats.step_tokens.total
 
 
-async def test_a_choice_tells_its_timings_with_its_first_token_and_at_its_end(driver: Driver) -> None:
+async def test_a_choice_reports_timings_with_its_first_token_and_at_its_end(driver: Driver) -> None:
     await driver.answer(request("whole", max_tokens=10))
     first, last = driver.timings["whole"]
     assert (first.queue_ms, first.prefill_ms, first.decode_ms) == (last.queue_ms, last.prefill_ms, 0.0)
@@ -380,7 +380,7 @@ async def test_a_choice_tells_its_timings_with_its_first_token_and_at_its_end(dr
     assert last.prefill_ms >= 0
 
 
-async def test_the_cancelled_tell_their_timings_too(driver: Driver) -> None:
+async def test_canceled_choices_report_their_timings(driver: Driver) -> None:
     for number in range(MAX_SEQUENCES + 1):
         driver.submit(request(f"r{number}", max_tokens=150))
     await driver.wait(lambda: all(driver.answers[f"r{number}", 0].token_ids for number in range(MAX_SEQUENCES)))

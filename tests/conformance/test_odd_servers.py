@@ -1,4 +1,4 @@
-"""What servers that imitate OpenAI's API answer: taken where it is an answer, and a fault with a name where not."""
+"""Answers of servers that imitate OpenAI's API: accepted if valid, otherwise reported as a named fault."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from tests.conformance.test_chat_engines import Answer, Driver, driving_chat
 from tests.conformance.upstream_rig import UpstreamRig, rigged, script
 
 HEARD = "Hello"
-SHORT_S = 1.0  # of silence; a loaded machine pauses for a part of it
+SHORT_S = 1.0  # of silence; a loaded machine pauses for part of it
 NEVER_ENDING = 100  # events
 LIMITED = {"error": {"type": "rate_limit_error", "message": "slowly"}}
 
@@ -84,7 +84,7 @@ async def ask(driver: Driver, prompt: str) -> Answer:
         pytest.param((json.dumps(delta(HEARD)) + "\n", json.dumps(delta(end="stop")) + "\n"), id="JSON lines"),
     ],
 )
-async def test_an_answer_is_an_answer(driver: Driver, rig: UpstreamRig, pieces: tuple[str, ...]) -> None:
+async def test_unusual_answers_are_accepted(driver: Driver, rig: UpstreamRig, pieces: tuple[str, ...]) -> None:
     answer = await ask(driver, prompt := script(*pieces))
     assert (answer.text(), answer.finish_reason, answer.error) == (HEARD, "stop", None)
     assert rig.bought[prompt] == 1
@@ -106,7 +106,7 @@ async def test_an_answer_is_an_answer(driver: Driver, rig: UpstreamRig, pieces: 
         pytest.param((SAID, data({"error": {"code": 400, "message": "late"}})), "late", id="refused once begun"),
     ],
 )
-async def test_what_is_no_answer_is_said_so(driver: Driver, pieces: tuple[str, ...], error: str) -> None:
+async def test_an_invalid_answer_is_reported(driver: Driver, pieces: tuple[str, ...], error: str) -> None:
     answer = await ask(driver, script(*pieces))
     assert answer.finish_reason == "error"
     assert error in (answer.error or "")
@@ -126,7 +126,7 @@ async def test_what_is_no_answer_is_said_so(driver: Driver, pieces: tuple[str, .
     ],
 )
 @pytest.mark.parametrize("is_stream", [True, False])
-async def test_a_code_counts_as_a_status_would(
+async def test_an_error_code_counts_like_a_status(
     driver: Driver, rig: UpstreamRig, told: dict[str, Any], is_stream: bool
 ) -> None:
     prompt = script(data(told) if is_stream else json.dumps(told))
@@ -145,7 +145,7 @@ async def test_a_code_counts_as_a_status_would(
         pytest.param(script(status=429, headers=[("retry-after-ms", "10")]), 0.01, BUSY_TRIES, id="a short wait"),
     ],
 )
-async def test_a_busy_server_is_not_asked_before_its_time(
+async def test_a_busy_server_is_not_retried_early(
     driver: Driver, rig: UpstreamRig, prompt: str, wait_s: float | None, times: int
 ) -> None:
     answer = await ask(driver, prompt)
@@ -156,13 +156,13 @@ async def test_a_busy_server_is_not_asked_before_its_time(
 
 @pytest.mark.parametrize("noise", [": ping\n\n", data(delta("")), data({"choices": []}), "data: {}\n\n"])
 @pytest.mark.parametrize("begun", [(), (SAID,)], ids=["before it begins", "in an answer"])
-async def test_noise_keeps_no_stream_alive(rig: UpstreamRig, begun: tuple[str, ...], noise: str) -> None:
+async def test_noise_does_not_keep_a_stream_alive(rig: UpstreamRig, begun: tuple[str, ...], noise: str) -> None:
     async with driving(rig, silence_s=SHORT_S) as driver:
         answer = await ask(driver, script(*begun, *[noise] * NEVER_ENDING, pause_s=SHORT_S / 20))
         assert "engine.silence_s" in (answer.error or "")
 
 
-async def test_whatever_is_said_keeps_a_stream_alive(rig: UpstreamRig) -> None:
+async def test_any_content_keeps_a_stream_alive(rig: UpstreamRig) -> None:
     called = {"index": 0, "id": "c", "function": {"name": "f", "arguments": ""}}
     parts = [delta("a"), delta(reasoning_content="b"), delta(tool_calls=[called])]
     async with driving(rig, silence_s=SHORT_S) as driver:

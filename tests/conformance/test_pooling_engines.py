@@ -1,4 +1,4 @@
-"""Duties of every engine that makes vectors (pool_worker/engines/base.py)."""
+"""Requirements for every engine that makes vectors (pool_worker/engines/base.py)."""
 
 from array import array
 from collections.abc import AsyncIterator
@@ -61,7 +61,7 @@ async def vectors(driver: Driver, one: PoolingRequest) -> list[list[float]]:
     return [array("f", answer.vector or b"").tolist() for answer in answers]
 
 
-async def test_the_card_says_what_it_makes(embedder: Driver, scorer: Driver) -> None:
+async def test_the_card_describes_the_vectors(embedder: Driver, scorer: Driver) -> None:
     for driver, task, dimensions in ((embedder, "embed", HIDDEN), (scorer, "score", 1)):
         card, _ = driver.engine.model_card("m")
         assert card.pooling is not None
@@ -69,7 +69,7 @@ async def test_the_card_says_what_it_makes(embedder: Driver, scorer: Driver) -> 
         assert driver.capacity.max_kv_tokens >= MAX_TOKENS
 
 
-async def test_each_input_has_its_vector_whatever_is_beside_it(embedder: Driver) -> None:
+async def test_each_inputs_vector_is_independent_of_the_others(embedder: Driver) -> None:
     inputs = random_inputs(20, seed=1)
     together = await vectors(embedder, request("together", *inputs))
     for index in (0, 7, 19):
@@ -92,7 +92,7 @@ async def test_scores_are_single_numbers(scorer: Driver) -> None:
     assert len({vector[0] for vector in found}) == 5
 
 
-async def test_every_input_tells_how_long_it_took(embedder: Driver) -> None:
+async def test_every_input_reports_its_timings(embedder: Driver) -> None:
     await vectors(embedder, request("r", *random_inputs(20, seed=1)))
     timings = embedder.timings["r"]
     assert len(timings) == 20
@@ -101,7 +101,7 @@ async def test_every_input_tells_how_long_it_took(embedder: Driver) -> None:
     assert embedder.engine.stats().running == 0
 
 
-async def test_what_waits_can_be_cancelled(embedder: Driver) -> None:
+async def test_waiting_inputs_can_be_canceled(embedder: Driver) -> None:
     embedder.engine.submit(request("left", *random_inputs(200, seed=2)))
     embedder.engine.cancel("left")
     embedder.engine.cancel("left")
@@ -122,7 +122,7 @@ async def test_what_waits_can_be_cancelled(embedder: Driver) -> None:
     ],
     ids=str,
 )
-async def test_a_refused_request_names_its_field_and_hurts_nobody(
+async def test_a_refused_request_names_its_field_and_affects_no_other(
     embedder: Driver, bad: PoolingRequest | GenerationRequest, param: str
 ) -> None:
     embedder.engine.submit(bad)
@@ -139,7 +139,7 @@ async def test_a_refused_request_names_its_field_and_hurts_nobody(
         ("score", {"pooling": "cls"}, "pooling: has no effect on the task 'score'"),
     ],
 )
-async def test_settings_that_do_not_fit_are_named(
+async def test_unsuitable_settings_are_named(
     folders: dict[str, Path], task: str, given: dict[str, Any], says: str
 ) -> None:
     engine = engines.create(LocalEngineSettings(path=str(folders[task]), threads=1, **given))

@@ -1,4 +1,4 @@
-"""Duties of every API that takes messages as a pool, by its format, and what becomes of its faults."""
+"""Requirements for every hosted API, by its format, and the handling of its faults."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -37,14 +37,14 @@ SCHEMA: Final = '{"type":"object","additionalProperties":false}'
 
 @dataclass(frozen=True)
 class Provider:
-    """One API, and where its fields stand in a body."""
+    """One API, and the names of its fields in a body."""
 
     replay: type[ChatReplay]
     settings: Mapping[str, Any]
-    limit_at: str  # where the body has the answer's limit
+    limit_at: str  # field of the answer's limit
     schema_at: str | None  # and a JSON schema
     key_header: str | None = None
-    alternates: bool = True  # user and assistant must
+    alternates: bool = True  # user and assistant must alternate
 
 
 REGION: Final = {"aws_region": "eu-central-1"}
@@ -131,17 +131,17 @@ async def test_text_and_the_providers_counts(driver: Driver, provider: Provider,
     assert answer.text() == answer_text(ASKED)
     assert answer.finish_reason == "stop"
     assert answer.usage == ChatUsage("provider", 22, 30, 4)
-    assert answer.tokens > 0  # estimated on the way
+    assert answer.tokens > 0  # estimated meanwhile
     if provider.key_header is not None:
         assert replay.headers[0][provider.key_header] == "k-1"
         assert "authorization" not in replay.headers[0]
 
 
-async def test_stop_strings_are_looked_for_in_the_content(driver: Driver, replay: ChatReplay) -> None:
+async def test_stop_strings_are_searched_in_the_content(driver: Driver, replay: ChatReplay) -> None:
     await check_stop_strings(driver, replay)
 
 
-async def test_what_an_api_lacks_is_refused_or_dropped(provider: Provider, replay: ChatReplay) -> None:
+async def test_unsupported_fields_are_refused_or_dropped(provider: Provider, replay: ChatReplay) -> None:
     await check_unsupported(partial(driving, provider, replay), replay)
 
 
@@ -155,7 +155,7 @@ async def test_a_limit_and_several_choices(driver: Driver, provider: Provider, r
     assert [found(body, provider.limit_at) for body in replay.bodies] == [3, 3]
 
 
-async def test_reasoning_and_calls_are_told_apart(driver: Driver) -> None:
+async def test_reasoning_and_calls_are_distinguished(driver: Driver) -> None:
     tools = (WEATHER, Tool("time"))
     answer = await driver.answer(chat("think, then call", tools=tools, tool_choice="required"))
     assert answer.text("reasoning") == REASONING
@@ -167,12 +167,14 @@ async def test_reasoning_and_calls_are_told_apart(driver: Driver) -> None:
     assert answer.usage.counted_by == "provider"
 
 
-async def test_an_answer_that_was_stopped_for_what_it_says(driver: Driver) -> None:
+async def test_a_filtered_answer(driver: Driver) -> None:
     filtered = await driver.answer(chat("filter"))
     assert (filtered.finish_reason, filtered.is_filtered) == ("stop", True)
 
 
-async def test_what_the_api_lacks_is_refused_by_name(driver: Driver, provider: Provider, replay: ChatReplay) -> None:
+async def test_fields_that_an_api_lacks_are_refused_by_name(
+    driver: Driver, provider: Provider, replay: ChatReplay
+) -> None:
     asked: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.5,
@@ -216,7 +218,7 @@ async def test_what_the_api_lacks_is_refused_by_name(driver: Driver, provider: P
         ((Turn("user", "a"), Turn("assistant", None, calls=(Call("1", "f", "[1]"),)), Turn("user", "b")), "messages"),
     ],
 )
-async def test_conversations_that_the_api_cannot_be_told(
+async def test_unsupported_conversations_are_refused(
     driver: Driver, provider: Provider, replay: ChatReplay, turns: tuple[Turn, ...], param: str
 ) -> None:
     if not provider.alternates:
@@ -226,7 +228,7 @@ async def test_conversations_that_the_api_cannot_be_told(
     assert not replay.bodies
 
 
-async def test_what_is_said_already_is_gone_on_with_or_left_to_others(driver: Driver, replay: ChatReplay) -> None:
+async def test_a_partial_answer_is_resumed_or_left_to_others(driver: Driver, replay: ChatReplay) -> None:
     whole = answer_text(ASKED)
     if not driver.engine.continues:
         await driver.answer(Chat((Turn("user", "a"), Turn("assistant", "b")), continues_last=True))
@@ -239,7 +241,7 @@ async def test_what_is_said_already_is_gone_on_with_or_left_to_others(driver: Dr
         assert replay.asked(replay.bodies[-1]).prefix.rstrip() == said.rstrip()
 
 
-async def test_an_answer_that_does_not_go_on_with_its_beginning_is_none(driver: Driver, replay: ChatReplay) -> None:
+async def test_an_answer_that_does_not_continue_the_partial_one_fails(driver: Driver, replay: ChatReplay) -> None:
     if not driver.engine.continues:
         return
     whole = answer_text(ASKED)
@@ -248,8 +250,10 @@ async def test_an_answer_that_does_not_go_on_with_its_beginning_is_none(driver: 
     assert (answer.finish_reason, answer.text()) == ("error", "")
 
 
-async def test_no_prompt_is_asked_without_its_tools(driver: Driver, provider: Provider, replay: ChatReplay) -> None:
-    """The last turn forbids tools, and the conversation has calls of them."""
+async def test_tools_are_sent_even_if_calls_are_forbidden(
+    driver: Driver, provider: Provider, replay: ChatReplay
+) -> None:
+    """The last turn forbids tools, but the conversation contains tool calls."""
     turns = (
         Turn("user", "weather?"),
         Turn("assistant", "Let me see.", calls=(Call("call_9", "weather", '{"city":"Rome"}'), Call("call_8", "time"))),
@@ -277,7 +281,7 @@ CUTS: Final[dict[str, Callable[[ChatReplay, Sequence[Any]], list[Any]]]] = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(
+async def test_a_faults_earlier_output_is_kept_and_the_attempt_fails(
     driver: Driver, replay: ChatReplay, cut: str
 ) -> None:
     replay.faults.append(replay.with_events(lambda events: CUTS[cut](replay, events)))
@@ -292,7 +296,7 @@ async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(
     assert (await driver.answer(name="after")).text() == whole
 
 
-async def test_an_empty_stream_is_no_answer(driver: Driver, replay: ChatReplay) -> None:
+async def test_an_empty_stream_fails(driver: Driver, replay: ChatReplay) -> None:
     replay.faults.append(replay.with_events(lambda _: []))
     answer = await driver.answer()
     assert answer.finish_reason == "error"
@@ -300,10 +304,8 @@ async def test_an_empty_stream_is_no_answer(driver: Driver, replay: ChatReplay) 
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 500, 502])
-async def test_what_is_wrong_with_the_api_or_its_key_is_not_the_clients_mistake(
-    driver: Driver, replay: ChatReplay, status: int
-) -> None:
-    """404: the model is gone."""
+async def test_api_and_key_faults_are_not_the_clients(driver: Driver, replay: ChatReplay, status: int) -> None:
+    """404: the model does not exist."""
     replay.faults.append(lambda _: JSONResponse({"message": "x" * 10_000}, status))
     answer = await driver.answer()
     assert answer.finish_reason == "error"
@@ -312,7 +314,7 @@ async def test_what_is_wrong_with_the_api_or_its_key_is_not_the_clients_mistake(
     assert not driver.refusals
 
 
-async def test_a_prompt_that_is_too_long_is_the_clients_mistake(driver: Driver, replay: ChatReplay) -> None:
+async def test_a_too_long_prompt_is_the_clients_fault(driver: Driver, replay: ChatReplay) -> None:
     replay.faults.append(lambda _: JSONResponse({"message": "prompt is too long: 210000 tokens > 200000 maximum"}, 400))
     assert "prompt is too long" in ((await driver.answer()).error or "")
     assert driver.refusals["r"].param
@@ -320,7 +322,7 @@ async def test_a_prompt_that_is_too_long_is_the_clients_mistake(driver: Driver, 
 
 
 @pytest.mark.parametrize("status", [429, 503, 529])
-async def test_a_busy_api_is_asked_again_when_it_says(driver: Driver, replay: ChatReplay, status: int) -> None:
+async def test_a_busy_api_is_retried_when_it_says(driver: Driver, replay: ChatReplay, status: int) -> None:
     replay.faults += [lambda _: JSONResponse({}, status, {"retry-after": "0.01"})] * 2
     assert (await driver.answer()).finish_reason == "stop"
     assert len(replay.bodies) == 3

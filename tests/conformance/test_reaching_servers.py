@@ -1,4 +1,4 @@
-"""The way to a server: its address, certificates, headers, a proxy, and credentials that are judged at the start."""
+"""The connection to a server: its address, certificates, headers, a proxy, and the credentials check at start."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from protocol.job import Chat, Turn
 from tests.certificates import certified, private_bytes
 from tests.conformance.test_chat_engines import Driver
 
-# A client whose TLS fails leaves its socket to the garbage collector: anyio does not close it.
+# A client whose TLS handshake fails leaves its socket to the garbage collector: anyio does not close it.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 SETTINGS: TypeAdapter[Any] = TypeAdapter(EngineSettings)
@@ -35,7 +35,7 @@ HOST = "127.0.0.1"
 
 @dataclass
 class Server:
-    """Answers a GET with a model, and a POST with a status; keeps what it was asked. ``page``: made of its head."""
+    """Answers a GET with a model, and a POST with a status; records requests. ``page``: made from its head."""
 
     status: int = 400
     page: Callable[[str], str] = lambda _head: "no"
@@ -127,19 +127,19 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         ("http://h/v1x", (CHAT,), "http://h/v1x"),
     ],
 )
-def test_an_api_path_that_a_url_ends_in_is_not_asked_for_twice(url: str, paths: tuple[str, ...], root: str) -> None:
+def test_a_urls_trailing_api_path_is_not_repeated(url: str, paths: tuple[str, ...], root: str) -> None:
     assert root_of(url, paths) == root
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/", "/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("kind", ["vllm", "trtllm", "openai_completions", "lmdeploy", "auto"])
-async def test_servers_are_asked_where_they_are(tokenizer: str, kind: str, suffix: str) -> None:
+async def test_servers_are_reached_at_their_url(tokenizer: str, kind: str, suffix: str) -> None:
     async with serving() as server:
         for prefix in ("", "/proxied"):
             url = f"http://{HOST}:{server.port}{prefix}{suffix}"
             known = {"kind": kind, "url": url, "tokenizer": tokenizer, "max_model_len": 100}
             engine = engines.create(SETTINGS.validate_python(known))
-            if kind == "auto":  # whose owner this server does not tell
+            if kind == "auto":  # this server reports no owner
                 with pytest.raises(
                     EngineDiedError, match=f"^cannot detect the kind of server at http://{HOST}:{server.port}{prefix};"
                 ):
@@ -153,7 +153,7 @@ async def test_servers_are_asked_where_they_are(tokenizer: str, kind: str, suffi
 
 
 @pytest.mark.parametrize("suffix", ["", "/v1", "/v1/chat/completions"])
-async def test_apis_are_asked_where_they_are(suffix: str) -> None:
+async def test_apis_are_reached_at_their_url(suffix: str) -> None:
     async with serving() as server, started(chat(f"http://{HOST}:{server.port}/llm{suffix}")):
         assert server.paths == ["/llm/v1/chat/completions"]
 
@@ -161,7 +161,7 @@ async def test_apis_are_asked_where_they_are(suffix: str) -> None:
 # --- certificates ---------------------------------------------------------------------------------------------------
 
 
-async def test_whose_certificates_are_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trusted_authorities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(certified(tmp_path, HOST)) as server:
         url = f"https://{HOST}:{server.port}"
         with pytest.raises(EngineDiedError, match=rf"^{url}: .*certificate.* engine\.ca_file.* SSL_CERT_FILE"):
@@ -175,8 +175,8 @@ async def test_whose_certificates_are_believed(tmp_path: Path, monkeypatch: pyte
             assert len(server.heads) == 2
 
 
-async def test_a_server_that_waits_for_nothing_is_not_waited_for(tmp_path: Path, tokenizer: str) -> None:
-    """A certificate that is not believed will not be in 15 minutes."""
+async def test_a_permanent_failure_is_not_retried(tmp_path: Path, tokenizer: str) -> None:
+    """An untrusted certificate will not become trusted within 15 minutes."""
     async with serving(certified(tmp_path, HOST)) as server:
         known = {"url": f"https://{HOST}:{server.port}", "tokenizer": tokenizer}
         for kind in ("vllm", "openai_completions", "auto"):
@@ -186,7 +186,7 @@ async def test_a_server_that_waits_for_nothing_is_not_waited_for(tmp_path: Path,
             await engine.stop()
 
 
-async def test_a_certificate_of_our_own(tmp_path: Path) -> None:
+async def test_a_client_certificate(tmp_path: Path) -> None:
     context = certified(tmp_path, HOST, "worker")
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(tmp_path / "ca.pem")
@@ -196,7 +196,7 @@ async def test_a_certificate_of_our_own(tmp_path: Path) -> None:
     async with serving(context) as server:
         url, ca_file = f"https://{HOST}:{server.port}", tmp_path / "ca.pem"
         async with started(chat(url, ca_file=ca_file)):
-            assert not server.heads  # how a server says that it wants a certificate depends on the moment
+            assert not server.heads  # how a server reports that it requires a certificate depends on timing
         for own in (
             {"client_cert_file": tmp_path / "worker.pem"},
             {"client_cert_file": tmp_path / "cert.pem", "client_key_file": tmp_path / "key.pem"},
@@ -206,7 +206,7 @@ async def test_a_certificate_of_our_own(tmp_path: Path) -> None:
                 assert len(server.heads) == 1
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certified(tmp_path, HOST)
     (tmp_path / "text").write_text("no certificate")
     locked = private_bytes(ec.generate_private_key(ec.SECP256R1()), b"secret")
@@ -231,7 +231,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest
 # --- headers and proxies --------------------------------------------------------------------------------------------
 
 
-async def test_headers_go_with_every_request(tokenizer: str) -> None:
+async def test_headers_are_sent_with_every_request(tokenizer: str) -> None:
     headers = {"X-Route": "a b", "authorization": "Basic eA=="}
     async with serving() as server:
         url = f"http://{HOST}:{server.port}"
@@ -256,14 +256,14 @@ async def test_headers_go_with_every_request(tokenizer: str) -> None:
         ({"Authorization": "a"}, {"api_key": "k"}, "'authorization'"),
     ],
 )
-def test_headers_that_cannot_be_sent_are_named(headers: dict[str, str], more: dict[str, Any], said: str) -> None:
+def test_invalid_headers_are_named(headers: dict[str, str], more: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         chat("http://h", headers=headers, **more)
 
 
 @contextlib.asynccontextmanager
 async def proxying(target: Server) -> AsyncIterator[Server]:
-    """A proxy that knows one server, and what it was asked."""
+    """A proxy that knows one server, and the requests that it got."""
     proxy = Server()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -291,7 +291,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 @pytest.mark.parametrize("is_tls", [False, True])
-async def test_a_proxy_is_the_way_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tls: bool) -> None:
+async def test_requests_use_the_configured_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tls: bool) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")  # not read
     context = certified(tmp_path, "api.example") if is_tls else None
@@ -314,7 +314,7 @@ async def test_a_proxy_is_the_way_there(tmp_path: Path, monkeypatch: pytest.Monk
         "http://user:w?rd@proxy:3128", "http://user:w/rd@proxy:3128", "http://user:w rd@proxy:3128", "http://[::1",
     ],
 )  # fmt: skip
-def test_what_is_no_proxy_is_refused_by_name(proxy: str) -> None:
+def test_an_invalid_proxy_is_refused_by_name(proxy: str) -> None:
     with pytest.raises(ValidationError, match=r"proxy\n  Value error, must be http://host:port .*%23"):
         chat("http://h", proxy=proxy)
 
@@ -322,7 +322,7 @@ def test_what_is_no_proxy_is_refused_by_name(proxy: str) -> None:
 @pytest.mark.parametrize(
     "proxy", ["http://proxy", "http://proxy:3128/", "https://user:p%40ss@proxy:1", "http://u:p@ss@h", "http://[::1]:80"]
 )
-async def test_what_a_proxy_may_look_like(proxy: str) -> None:
+async def test_valid_proxy_addresses(proxy: str) -> None:
     await chat("http://h", proxy=proxy).stop()
 
 
@@ -331,7 +331,7 @@ async def test_what_a_proxy_may_look_like(proxy: str) -> None:
 
 @pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize("kind", ["vllm", "llamacpp", "sglang", "ollama", "openai_completions", "auto"])
-async def test_a_server_that_refuses_the_key_is_said_at_the_start(tokenizer: str, kind: str, status: int) -> None:
+async def test_a_servers_refusal_of_the_key_is_reported_at_the_start(tokenizer: str, kind: str, status: int) -> None:
     async with serving() as server:
         server.status = status
         url = f"http://{HOST}:{server.port}"
@@ -355,7 +355,7 @@ async def test_a_server_that_refuses_the_key_is_said_at_the_start(tokenizer: str
     ],
     ids=lambda more: str(more.get("profile", more["kind"])),
 )
-async def test_an_api_that_refuses_the_key_is_said_at_the_start(more: dict[str, Any], status: int) -> None:
+async def test_an_apis_refusal_of_the_key_is_reported_at_the_start(more: dict[str, Any], status: int) -> None:
     async with serving() as server:
         server.status = status
         url = f"http://{HOST}:{server.port}"
@@ -366,7 +366,7 @@ async def test_an_api_that_refuses_the_key_is_said_at_the_start(more: dict[str, 
 
 
 @pytest.mark.parametrize("status", [200, 400, 404, 422, 429, 500, 503])
-async def test_any_other_answer_says_nothing_about_the_key(status: int) -> None:
+async def test_other_answers_do_not_reject_the_key(status: int) -> None:
     async with serving() as server:
         server.status = status
         async with started(chat(f"http://{HOST}:{server.port}")):
@@ -414,9 +414,7 @@ SHOWS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("status", [200, 400, 401, 404, 429, 500, 503])
 @pytest.mark.parametrize("shown", SHOWS)
-async def test_what_a_server_repeats_of_our_secrets_is_not_shown(
-    shown: str, status: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_secrets_echoed_by_a_server_are_masked(shown: str, status: int, caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as server, proxying(server) as proxy:
         more = {**SECRETS, "proxy": str(SECRETS["proxy"]).format(port=proxy.port)}
         async with started(chat("http://api.example", **more)) as engine:
@@ -434,7 +432,7 @@ async def test_what_a_server_repeats_of_our_secrets_is_not_shown(
 
 
 @pytest.mark.parametrize("kind", ["vllm", "openai_chat"])
-async def test_a_refusal_at_the_start_does_not_show_what_was_sent(
+async def test_a_refusal_at_the_start_masks_secrets(
     tokenizer: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving() as server, proxying(server) as proxy:
@@ -447,7 +445,7 @@ async def test_a_refusal_at_the_start_does_not_show_what_was_sent(
         await engine.stop()
         told = f"{refused.value} {caplog.text} {engine!r}"
         assert [secret for secret in NEVER_SHOWN if secret in told] == []
-        assert "x-few: few" in told.lower()  # too short to be told from words
+        assert "x-few: few" in told.lower()  # too short to be distinguished from words
 
 
 def test_what_counts_as_a_secret() -> None:

@@ -1,4 +1,4 @@
-"""Faults of the scripted engine, and what it refuses."""
+"""Faults of the scripted engine, and its refusals."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -26,12 +26,12 @@ def scripted_request(driver: Driver, prompt: str, name: str = "r", **params: Any
     return request(name, tuple(ids), **{"max_tokens": 100, "ignore_eos": False, **params})
 
 
-async def test_a_wanted_length_is_kept(scripted: Driver) -> None:
+async def test_a_requested_length_is_kept(scripted: Driver) -> None:
     answer = await scripted.answer(scripted_request(scripted, "say [[tokens=32]]"))
     assert (len(answer.token_ids), answer.finish_reason) == (32, "stop")
 
 
-async def test_a_failing_request_fails_alone_and_a_resumed_one_gets_past_it(scripted: Driver) -> None:
+async def test_a_failing_request_fails_alone_and_succeeds_when_resumed(scripted: Driver) -> None:
     failing = scripted_request(scripted, "[[fail after=5]] [[tokens=9]]")
     scripted.submit(scripted_request(scripted, "hello", "good"))
     failed = await scripted.answer(failing)
@@ -62,13 +62,13 @@ async def test_a_crash_loses_the_engine() -> None:
     assert len(driver.answers["r", 0].token_ids) == 2
 
 
-async def test_prompts_cannot_ask_for_faults_where_that_is_off() -> None:
+async def test_prompts_cannot_request_faults_if_disabled() -> None:
     async with driving(ScriptedEngineSettings()) as driver:
         answer = await driver.answer(scripted_request(driver, "[[crash after=2]] [[tokens=99]]"))
         assert answer.finish_reason == "stop"
 
 
-async def test_the_scripted_engine_refuses_what_needs_probabilities(scripted: Driver) -> None:
+async def test_the_scripted_engine_refuses_logprobs_and_grammars(scripted: Driver) -> None:
     asked: dict[str, Any] = {"prompt_logprobs": 0, "allowed_token_ids": (5,), "bad_words": ("x",)}
     for name, value in asked.items():
         refused = await scripted.answer(request(name, **{name: value}))

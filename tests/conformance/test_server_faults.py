@@ -1,10 +1,10 @@
-"""Faults of servers in the field: each ends as an attempt that another pool continues.
+"""Faults of servers in the field: each ends as an attempt that another pool resumes.
 
-What is wrong with an answer's status is tried once, what is wrong with a connection once for each framing, and what is
-wrong with an event at every wire format.
+Faults of an answer's status are tested once, faults of a connection once per framing, and faults of an event with every
+wire format.
 
-The tokens that came before a fault are kept, none is repeated, and whoever else the server answers is not disturbed.
-Only what is wrong with the request itself is a refusal, which nobody tries again.
+The tokens before a fault are kept, none is repeated, and the server's other answers are unaffected. Only a fault of the
+request itself is a refusal, which is not retried.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from tests.waiting import HANGS_S, HEALTHY_S
 
 KIND_OF_FRAMING = {FORMATS[kind].framing: kind for kind in reversed(FORMATS)}
 BODY = {"model": "replay", "prompt": [40, 41], "max_tokens": 20, "temperature": 0, "stop_token_ids": []}
-SHORT_S = 1.0  # of silence; a loaded machine pauses for a part of it
+SHORT_S = 1.0  # of silence; a loaded machine pauses for part of it
 
 
 def settings(replay: Replay, tokenizer: str, **more: object) -> ServerEngineSettings:
@@ -76,7 +76,7 @@ async def sse(tokenizer: str, replay_of: ReplayOf) -> AsyncIterator[tuple[Driver
 
 
 def broken(events: list[str]) -> str:
-    """The sixth event as JSON of another kind."""
+    """Replace the sixth event by JSON of another kind."""
     return ("data: [1, 2]" if events[5].startswith("data:") else "[1, 2]") + "\n\n"
 
 
@@ -95,7 +95,7 @@ TOLD = {"ids": ("ids", "output_ids", "token_ids", "tokens", "id"), "text": ("tex
 
 
 def nonsense(replay: Replay, events: list[str]) -> list[str]:
-    """The sixth event with something else in the place of its tokens or its text."""
+    """Replace the tokens or the text of the sixth event by something else."""
     event = re.sub(
         rf'"({"|".join(TOLD[FORMATS[replay.kind].answers_in])})": ("[^"]*"|\[[^]]*\]|\d+)', r'"\1": {"x": 1}', events[5]
     )
@@ -103,7 +103,7 @@ def nonsense(replay: Replay, events: list[str]) -> list[str]:
 
 
 async def keeps_what_came(driver: Driver, replay: Replay, change: Callable[[list[str]], list[str]]) -> None:
-    """The tokens before the fault are kept, the attempt fails, and whoever else is answered is not disturbed."""
+    """Check that tokens before the fault are kept, the attempt fails, and other answers are unaffected."""
     whole = await driver.answer(request("whole"))
     driver.submit(request("beside", max_tokens=100))
     await driver.wait(lambda: bool(driver.answers["beside", 0].token_ids))
@@ -119,11 +119,11 @@ async def keeps_what_came(driver: Driver, replay: Replay, change: Callable[[list
 
 
 @pytest.mark.parametrize("cut", CUTS)
-async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(pair: tuple[Driver, Replay], cut: str) -> None:
+async def test_a_faults_earlier_output_is_kept_and_the_attempt_fails(pair: tuple[Driver, Replay], cut: str) -> None:
     await keeps_what_came(*pair, CUTS[cut])
 
 
-async def test_an_event_that_makes_no_sense_fails_the_attempt(each: tuple[Driver, Replay]) -> None:
+async def test_a_nonsensical_event_fails_the_attempt(each: tuple[Driver, Replay]) -> None:
     driver, replay = each
     await keeps_what_came(driver, replay, lambda events: nonsense(replay, events))
 
@@ -136,8 +136,8 @@ async def test_an_error_in_the_stream_fails_the_attempt(each: tuple[Driver, Repl
     assert "CUDA out of memory" in (answer.error or "")
 
 
-async def test_a_stream_that_closes_without_an_end_is_cut(each: tuple[Driver, Replay]) -> None:
-    """But for Triton, whose answers have no other end: there, a cut is what the connection itself tells."""
+async def test_a_stream_that_closes_without_an_end_fails(each: tuple[Driver, Replay]) -> None:
+    """Except for Triton, whose answers have no other end: there, only a broken connection is detected."""
     driver, replay = each
     replay.faults.append(replay.with_events(lambda events: events[:5]))
     answer = await driver.answer(request())
@@ -145,7 +145,7 @@ async def test_a_stream_that_closes_without_an_end_is_cut(each: tuple[Driver, Re
     assert answer.finish_reason == ("stop" if is_end else "error")
 
 
-async def test_a_connection_that_breaks_is_a_cut_for_all(each: tuple[Driver, Replay]) -> None:
+async def test_a_broken_connection_fails_the_attempt(each: tuple[Driver, Replay]) -> None:
     driver, replay = each
     replay.faults.append(replay.broken_off)
     cut = await driver.answer(request())
@@ -160,9 +160,7 @@ async def test_a_stream_without_a_token_fails(pair: tuple[Driver, Replay]) -> No
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 410, 500, 502])
-async def test_what_is_wrong_with_the_server_or_its_key_is_not_the_clients_mistake(
-    sse: tuple[Driver, Replay], status: int
-) -> None:
+async def test_server_and_key_faults_are_not_the_clients(sse: tuple[Driver, Replay], status: int) -> None:
     driver, replay = sse
     replay.faults.append(lambda _: JSONResponse({"error": "x" * 10_000}, status))
     answer = await driver.answer(request())
@@ -173,17 +171,17 @@ async def test_what_is_wrong_with_the_server_or_its_key_is_not_the_clients_mista
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-async def test_what_is_wrong_with_the_request_is_refused_for_good(sse: tuple[Driver, Replay], status: int) -> None:
+async def test_a_request_fault_is_refused_permanently(sse: tuple[Driver, Replay], status: int) -> None:
     driver, replay = sse
     replay.faults.append(lambda _: JSONResponse({"error": {"message": "context is too long"}}, status))
     answer = await driver.answer(request())
     assert "context is too long" in (answer.error or "")
     assert driver.refusals["r"].param
-    assert (await driver.answer(request("after"))).finish_reason == "length"  # it marks nobody bad
+    assert (await driver.answer(request("after"))).finish_reason == "length"  # it counts against no server
 
 
 @pytest.mark.parametrize(("status", "headers"), [(429, {"retry-after": "0.01"}), (503, {"retry-after": "0.01"})])
-async def test_a_busy_server_is_asked_again_when_it_says(
+async def test_a_busy_server_is_retried_when_it_says(
     sse: tuple[Driver, Replay], status: int, headers: dict[str, str]
 ) -> None:
     driver, replay = sse
@@ -192,7 +190,7 @@ async def test_a_busy_server_is_asked_again_when_it_says(
     assert len(replay.bodies) == 3
 
 
-async def test_retries_have_a_budget_over_all_requests(sse: tuple[Driver, Replay]) -> None:
+async def test_retries_share_a_budget(sse: tuple[Driver, Replay]) -> None:
     driver, replay = sse
     busy = 60
     replay.faults += [lambda _: JSONResponse({}, 429, {"retry-after": "0.01"})] * 200
@@ -212,7 +210,7 @@ async def test_redirects_are_not_followed(sse: tuple[Driver, Replay]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llamacpp", "sglang", "lmdeploy", "trtllm", "tgi"])
-async def test_an_end_for_length_that_comes_too_early_is_no_end(kind: str, tokenizer: str, replay_of: ReplayOf) -> None:
+async def test_a_premature_end_for_length_fails(kind: str, tokenizer: str, replay_of: ReplayOf) -> None:
     """Return whether the server counts the same tokens; one that answers in text counts its own."""
     async with paired(replay_of(kind), tokenizer) as (driver, replay):
         replay.faults.append(replay.with_events(lambda events: [*events[:6], _ended(kind, events)]))
@@ -228,7 +226,7 @@ def _ended(kind: str, events: list[str]) -> str:
 _LENGTH = {"sglang": '{"type": "length"}', "lmdeploy": '{"type": "length"}'}
 
 
-async def test_a_silent_stream_fails_and_its_neighbours_go_on(tokenizer: str) -> None:
+async def test_a_silent_stream_fails_and_others_continue(tokenizer: str) -> None:
     with running(Replay("llamacpp", token_s=0.002)) as replay:
         async with driving(settings(replay, tokenizer, silence_s=SHORT_S)) as driver:
 
@@ -248,8 +246,8 @@ async def test_a_silent_stream_fails_and_its_neighbours_go_on(tokenizer: str) ->
             assert (await driver.answer(request("after"))).finish_reason == "length"
 
 
-async def test_bytes_that_make_no_event_are_silence(tokenizer: str) -> None:
-    """A server may go on byte by byte for ever, and no limit on the silence of a connection ends that."""
+async def test_bytes_without_an_event_count_as_silence(tokenizer: str) -> None:
+    """A server may send single bytes forever, which no timeout of the connection detects."""
     with running(Replay("llamacpp", token_s=0.002)) as replay:
         async with driving(settings(replay, tokenizer, silence_s=SHORT_S)) as driver:
 
@@ -279,7 +277,7 @@ def _stalled_after(events: int) -> Callable[[Request], StreamingResponse]:
     async def stalled(request: Request) -> AsyncIterator[str]:
         for event in events_of("vllm", request._json)[:events]:
             yield event
-        while True:  # what means nothing keeps no stream alive
+        while True:  # meaningless events do not keep a stream alive
             yield ": hello\n\n"
             yield 'data: {"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": null}]}\n\n'
             await asyncio.sleep(SHORT_S / 10)
@@ -288,8 +286,8 @@ def _stalled_after(events: int) -> Callable[[Request], StreamingResponse]:
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-async def test_a_server_that_makes_no_tokens_any_longer_is_lost(tokenizer: str, is_ours: bool) -> None:
-    """Its health page answers, and its streams are silent: the worker leaves an engine of ours, and no hosted API."""
+async def test_a_server_that_stops_making_tokens_is_lost(tokenizer: str, is_ours: bool) -> None:
+    """Its health page answers, but its streams are silent: the worker leaves a self-hosted engine, not a hosted API."""
     lost: list[str] = []
     with running(Replay("vllm")) as replay:
         replay.faults += [_stalled_after(5)] * SILENCED_STREAMS
@@ -302,7 +300,7 @@ async def test_a_server_that_makes_no_tokens_any_longer_is_lost(tokenizer: str, 
 
 
 class Heard:
-    """An answer that is all of the tokens in its events."""
+    """An answer that consists of the tokens in its events."""
 
     has_begun = True
 
@@ -313,7 +311,7 @@ class Heard:
         return True
 
 
-async def test_a_long_prefill_is_no_broken_server(tokenizer: str) -> None:
+async def test_a_long_prefill_is_not_a_broken_server(tokenizer: str) -> None:
     with running(Replay("vllm")) as replay:
         async with driving(settings(replay, tokenizer, silence_s=SHORT_S)) as driver:
             replay.faults.append(_stalled_after(0))
@@ -332,7 +330,7 @@ async def test_an_unhealthy_server_is_lost(tokenizer: str) -> None:
         await engine.stop()
 
 
-async def test_a_server_that_never_comes_is_said_so(tokenizer: str) -> None:
+async def test_a_server_that_never_starts_is_reported(tokenizer: str) -> None:
     replay = Replay("vllm", url=f"http://127.0.0.1:{free_port()}")
     engine = engines.create(settings(replay, tokenizer, ready_s=0.1))
     with pytest.raises(EngineDiedError, match="is not ready"):
@@ -347,7 +345,7 @@ async def test_a_server_that_never_comes_is_said_so(tokenizer: str) -> None:
         pytest.param("http://nobody.invalid:{port}", r"^http://nobody\.invalid:\d+ is not ready", id="DNS"),
     ],
 )
-async def test_a_server_that_cannot_be_reached_is_said_so(tokenizer: str, address: str, said: str) -> None:
+async def test_an_unreachable_server_is_reported(tokenizer: str, address: str, said: str) -> None:
     with running(Replay("vllm")) as replay:
         elsewhere = Replay("vllm", url=address.format(port=replay.url.rpartition(":")[2]))
         engine = engines.create(settings(elsewhere, tokenizer, ready_s=0.1))
@@ -356,7 +354,7 @@ async def test_a_server_that_cannot_be_reached_is_said_so(tokenizer: str, addres
         await engine.stop()
 
 
-async def test_a_server_without_the_model_is_said_so(tokenizer: str) -> None:
+async def test_a_server_without_the_model_is_reported(tokenizer: str) -> None:
     with running(Replay("vllm")) as replay:
         engine = engines.create(settings(replay, tokenizer, model="another"))
         with pytest.raises(EngineDiedError, match="does not serve 'another'; it serves: replay"):
@@ -364,14 +362,14 @@ async def test_a_server_without_the_model_is_said_so(tokenizer: str) -> None:
         await engine.stop()
 
 
-async def test_a_folder_without_a_tokenizer_is_said_so(tmp_path: Path) -> None:
+async def test_a_folder_without_a_tokenizer_is_reported(tmp_path: Path) -> None:
     engine = engines.create(settings(Replay("vllm", url="http://127.0.0.1:9"), str(tmp_path)))
     with pytest.raises(EngineDiedError, match=r"engine\.tokenizer: cannot read .*tokenizer\.json"):
         await engine.start()
     await engine.stop()
 
 
-async def test_leaving_ends_the_servers_work(pair: tuple[Driver, Replay]) -> None:
+async def test_canceling_ends_the_servers_work(pair: tuple[Driver, Replay]) -> None:
     driver, replay = pair
     replay.token_s = 0.05
     driver.submit(request("left", max_tokens=150))
@@ -381,8 +379,8 @@ async def test_leaving_ends_the_servers_work(pair: tuple[Driver, Replay]) -> Non
     await driver.wait_until(lambda: replay.streams == 0)
 
 
-async def test_a_half_made_answer_to_a_grammar_is_left_to_others(pair: tuple[Driver, Replay]) -> None:
-    """A server begins a grammar again in the middle of the answer, and so would corrupt it."""
+async def test_a_partial_grammar_answer_is_left_to_others(pair: tuple[Driver, Replay]) -> None:
+    """A server restarts a grammar in the middle of the answer, which would corrupt it."""
     driver, _ = pair
     grammar = Grammar("json_schema", '{"type": "object"}')
     resumed = request("resumed", grammar=grammar, resume=(ResumePoint(0, (60, 61), 2),))

@@ -1,4 +1,4 @@
-"""What every place for files must do: a folder, and a bucket of moto's server."""
+"""Requirements for every file storage: a folder, and a bucket of moto's server."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ MIB = 1024 * 1024
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[S3Settings]:
-    from moto.server import ThreadedMotoServer  # takes a second of each process that collects tests
+    from moto.server import ThreadedMotoServer  # takes a second in each process that collects tests
 
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
@@ -34,7 +34,7 @@ def bucket() -> Iterator[S3Settings]:
 
 @pytest.fixture(params=["folder", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
-    monkeypatch.setenv("SSL_CERT_FILE", certifi.where())  # tests have none, and reqwest wants some
+    monkeypatch.setenv("SSL_CERT_FILE", certifi.where())  # tests have none, and reqwest needs some
     s3 = request.getfixturevalue("bucket") if request.param == "s3" else None
     return open_storage(BatchSettings(s3=s3), tmp_path)
 
@@ -52,7 +52,7 @@ async def test_a_file_is_read_as_it_was_written(storage: Storage) -> None:
     assert (await content(storage, "file-1/0"), await content(storage, "file-1/1")) == (b"first second", b"")
 
 
-async def test_a_large_file_comes_in_small_pieces(storage: Storage) -> None:
+async def test_a_large_file_is_read_in_small_pieces(storage: Storage) -> None:
     async with storage.writing("file-2/0") as writer:
         for number in range(18):  # more than one part of a multipart upload
             await writer.write(bytes([number]) * MIB)
@@ -61,7 +61,7 @@ async def test_a_large_file_comes_in_small_pieces(storage: Storage) -> None:
     assert (await content(storage, "file-2/0"))[17 * MIB] == 17
 
 
-async def test_what_was_not_finished_is_not_there(storage: Storage) -> None:
+async def test_an_unfinished_file_does_not_exist(storage: Storage) -> None:
     async def fail() -> None:
         async with storage.writing("file-3/0") as writer:
             await writer.write(b"x" * 9 * MIB)
@@ -74,7 +74,7 @@ async def test_what_was_not_finished_is_not_there(storage: Storage) -> None:
         await content(storage, "file-3/0")
 
 
-async def test_names_are_those_of_one_folder(storage: Storage) -> None:
+async def test_listed_names_belong_to_one_folder(storage: Storage) -> None:
     for name in ("file-4/0", "file-4/1-7", "file-44/0"):
         async with storage.writing(name) as writer:
             await writer.write(b"x")

@@ -1,4 +1,4 @@
-"""Mistakes that only servers asked in text can make: cuts within characters, blanks, special tokens."""
+"""Faults specific to servers that take text: cuts within characters, spaces, special tokens."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def ollama_says(*texts: str) -> Callable[[Any], StreamingResponse]:
 
 
 def halves(tokenizer: str, character: str) -> tuple[int, int]:
-    """The two tokens of a character of two bytes."""
+    """Return the two tokens of a character of two bytes."""
     tokens = TokenText(TokenizerFolder(Path(tokenizer)))
     of_byte = {tokens.bytes_of(id_): id_ for id_ in range(258)}
     first, second = character.encode()
@@ -40,7 +40,7 @@ async def resumed(driver: Driver, *ids: int, chars: int = 0) -> Answer:
     return await driver.answer(request(ignore_eos=False, resume=(ResumePoint(0, ids, chars),)))
 
 
-async def test_a_character_that_was_cut_is_asked_for_anew(tokenizer: str, replay_of: ReplayOf) -> None:
+async def test_a_split_character_is_requested_again(tokenizer: str, replay_of: ReplayOf) -> None:
     replay = replay_of("ollama")
     first, second = halves(tokenizer, "ß")
     async with driving(server_settings(replay, tokenizer)) as driver:
@@ -50,7 +50,7 @@ async def test_a_character_that_was_cut_is_asked_for_anew(tokenizer: str, replay
     assert replay.bodies[-1]["prompt"] == "".join(map(chr, range(71, 91))) + chr(60 + 31)  # without the half
 
 
-async def test_another_character_there_is_left_to_other_pools(tokenizer: str, replay_of: ReplayOf) -> None:
+async def test_a_different_character_is_left_to_other_pools(tokenizer: str, replay_of: ReplayOf) -> None:
     replay = replay_of("ollama")
     async with driving(server_settings(replay, tokenizer)) as driver:
         replay.faults.append(ollama_says("y"))
@@ -59,14 +59,14 @@ async def test_another_character_there_is_left_to_other_pools(tokenizer: str, re
         assert not driver.refusals
 
 
-async def test_a_server_that_answers_in_ids_cannot_finish_a_character(tokenizer: str, replay_of: ReplayOf) -> None:
+async def test_a_server_with_ids_cannot_finish_a_character(tokenizer: str, replay_of: ReplayOf) -> None:
     async with driving(server_settings(replay_of("tgi"), tokenizer)) as driver:
         answer = await resumed(driver, halves(tokenizer, "ß")[0])
     assert "cut inside a character" in (answer.error or "")
 
 
-async def test_a_blank_that_may_be_lost_is_left_to_other_pools(tmp_path: Path, replay_of: ReplayOf) -> None:
-    """A server that strips its text would glue two words together where it continues."""
+async def test_a_space_that_may_be_lost_is_left_to_other_pools(tmp_path: Path, replay_of: ReplayOf) -> None:
+    """A server that strips its text would join two words where it resumes."""
     sentence_pieces().save(str(tmp_path / "tokenizer.json"))
     prompt = tuple(TokenizerFolder(tmp_path).encode("hello", add_special_tokens=False))
     begun = GenerationRequest("r", prompt, SamplingParams(max_tokens=9), (ResumePoint(0, prompt[:2], 1),))
@@ -90,8 +90,8 @@ async def test_words_of_a_prompt_do_not_become_special_tokens(tokenizer: str, re
         assert replay.bodies[-1]["prompt"].endswith("</s>")
 
 
-async def test_an_answer_that_was_taken_apart_is_not_trusted(tokenizer: str, replay_of: ReplayOf) -> None:
-    """Ollama may cut a model's thinking out of its text; where it was, nobody knows."""
+async def test_an_answer_separated_from_its_thinking_is_refused(tokenizer: str, replay_of: ReplayOf) -> None:
+    """Ollama may cut a model's thinking out of its text, at an unknown place."""
     replay = replay_of("ollama")
     line = json.dumps({"response": "", "thinking": "hm", "done": False}) + "\n"
     async with driving(server_settings(replay, tokenizer)) as driver:
@@ -99,7 +99,7 @@ async def test_an_answer_that_was_taken_apart_is_not_trusted(tokenizer: str, rep
         assert (await driver.answer(request())).finish_reason == "error"
 
 
-async def test_what_a_server_counts_does_not_matter(tokenizer: str, replay_of: ReplayOf) -> None:
+async def test_a_servers_counts_are_ignored(tokenizer: str, replay_of: ReplayOf) -> None:
     """One event may have many tokens, and usage may be missing or nonsense."""
     replay = replay_of("openai_completions")
     said: list[dict[str, Any]] = [
@@ -119,7 +119,7 @@ def triton_ask(*inputs: str) -> dict[str, Any]:
     return TritonFormat.body(ServerRequest(facts, [1], "hello", SamplingParams(temperature=0.5), 9, 0, 7, 99))
 
 
-def test_triton_is_asked_as_its_model_says() -> None:
+def test_triton_gets_its_models_inputs() -> None:
     by_vllm = triton_ask("text_input", "stream", "sampling_parameters", "return_finish_reason")
     given = json.loads(by_vllm.pop("sampling_parameters"))
     assert by_vllm == {"text_input": "hello", "stream": True, "return_finish_reason": True}

@@ -1,4 +1,4 @@
-"""Features of Vertex AI alone: tokens; Gemini's parts and blocked prompts; Claude's paths (``vertex_replay``)."""
+"""Features specific to Vertex AI: tokens; Gemini's parts and blocked prompts; Claude's paths (``vertex_replay``)."""
 
 import sys
 from collections.abc import AsyncIterator
@@ -54,9 +54,9 @@ async def test_a_token_serves_until_shortly_before_it_expires(replay: VertexRepl
     )
 
 
-async def test_nothing_else_waits_for_a_token_and_many_ask_for_one_once(replay: VertexReplay) -> None:
+async def test_token_requests_do_not_block_and_are_shared(replay: VertexReplay) -> None:
     replay.token_life_s = 60
-    async with driving(replay) as driver:  # whose start has had one
+    async with driving(replay) as driver:  # its start got one
         replay.token_life_s = 3600
         replay.may_give_tokens.clear()
         for name in ("a", "b"):
@@ -68,7 +68,7 @@ async def test_nothing_else_waits_for_a_token_and_many_ask_for_one_once(replay: 
     assert replay.tokens == 2
 
 
-async def test_who_gets_no_token_fails_the_attempt_alone(replay: VertexReplay) -> None:
+async def test_a_missing_token_fails_only_the_attempt(replay: VertexReplay) -> None:
     replay.token_life_s = 60
     async with driving(replay) as driver:
         replay.token_status = 400
@@ -78,7 +78,7 @@ async def test_who_gets_no_token_fails_the_attempt_alone(replay: VertexReplay) -
         assert (await driver.answer(name="after")).finish_reason == "stop"
 
 
-async def test_who_gets_no_token_does_not_start(replay: VertexReplay) -> None:
+async def test_a_missing_token_prevents_the_start(replay: VertexReplay) -> None:
     replay.token_status = 400
     engine = engines.create(VertexSettings(**VERTEX, url=replay.url))
     with pytest.raises(EngineDiedError, match="no access token"):
@@ -97,12 +97,12 @@ def test_without_credentials_or_the_extra_no_worker_starts(monkeypatch: pytest.M
         engines.create(VertexSettings(**VERTEX))
 
 
-def test_the_location_says_the_url() -> None:
+def test_the_location_determines_the_url() -> None:
     assert VertexSettings(**VERTEX).url == "https://europe-west4-aiplatform.googleapis.com"
     assert VertexSettings(**{**VERTEX, "location": "global"}).url == "https://aiplatform.googleapis.com"
 
 
-async def test_a_conversation_of_tools_is_told_in_parts(replay: VertexReplay) -> None:
+async def test_a_conversation_with_tools_becomes_parts(replay: VertexReplay) -> None:
     turns = (
         Turn("user", "weather?"),
         Turn("assistant", None, calls=(Call("c1", "weather", '{"city":"Rome"}'),)),
@@ -115,7 +115,7 @@ async def test_a_conversation_of_tools_is_told_in_parts(replay: VertexReplay) ->
         await driver.answer(Chat(turns, tools=tools, is_single_call=True), name="single")
         await driver.answer(chat(reasoning_effort="xhigh"), name="xhigh")
     body, forced, single = replay.bodies
-    assert single["toolConfig"] == body["toolConfig"]  # the gateway leaves out further calls
+    assert single["toolConfig"] == body["toolConfig"]  # the gateway drops further calls
     call = {"name": "weather", "args": {"city": "Rome"}}
     result = {"name": "weather", "response": {"result": "sunny"}}
     assert body["contents"] == [
@@ -130,12 +130,12 @@ async def test_a_conversation_of_tools_is_told_in_parts(replay: VertexReplay) ->
     assert told == {"xhigh": "reasoning_effort"}
 
 
-async def test_thoughts_are_counted_beside_what_is_said(replay: VertexReplay) -> None:
+async def test_thoughts_are_counted_separately(replay: VertexReplay) -> None:
     async with driving(replay) as driver:
         assert (await driver.answer(chat("think"))).usage == ChatUsage("provider", 22, 32, 4, 2)
 
 
-async def test_a_prompt_that_is_blocked_is_filtered(replay: VertexReplay) -> None:
+async def test_a_blocked_prompt_is_filtered(replay: VertexReplay) -> None:
     blocked = chunk({"promptFeedback": {"blockReason": "SAFETY"}, "usageMetadata": {"promptTokenCount": 22}})
     replay.faults.append(replay.with_events(lambda _: [blocked]))
     async with driving(replay) as driver:
@@ -144,7 +144,7 @@ async def test_a_prompt_that_is_blocked_is_filtered(replay: VertexReplay) -> Non
     assert answer.usage == ChatUsage("provider", 22, 0)
 
 
-async def test_a_place_without_the_model_is_not_the_clients_mistake(replay: VertexReplay) -> None:
+async def test_a_location_without_the_model_is_not_the_clients_fault(replay: VertexReplay) -> None:
     told = {"error": {"code": 400, "message": "User location is not supported", "status": "FAILED_PRECONDITION"}}
     replay.faults.append(lambda _: JSONResponse(told, 400))
     async with driving(replay) as driver:
@@ -152,7 +152,7 @@ async def test_a_place_without_the_model_is_not_the_clients_mistake(replay: Vert
     assert not driver.refusals
 
 
-async def test_claude_is_asked_for_by_path_and_version(replay: VertexReplay) -> None:
+async def test_claude_requests_have_path_and_version(replay: VertexReplay) -> None:
     place: dict[str, Any] = {"model": "claude-sonnet-4-5@20250929", "project": "my-project", "location": "global"}
     with running(VertexAnthropicReplay()) as claude:
         for version in ("2026-10-21", "vertex-2023-10-16"):

@@ -1,4 +1,4 @@
-"""vLLM in the worker's own process: how it starts, refuses, dies and falls silent."""
+"""vLLM in the worker's own process: its start, refusals, crashes and silence."""
 
 import asyncio
 import sys
@@ -36,7 +36,9 @@ def fail() -> int:
     raise VLLMError("EngineGenerateError")
 
 
-async def test_a_worker_without_vllm_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_without_vllm_names_the_package_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     engine = engines.create(settings(tmp_path))
     with pytest.raises(EngineDiedError, match=r"engine\.kind: vllm_inprocess needs vLLM .*pip install vllm"):
@@ -44,7 +46,7 @@ async def test_a_worker_without_vllm_says_what_to_install(tmp_path: Path, monkey
     await engine.stop()
 
 
-async def test_what_vllm_is_told_and_tells(tmp_path: Path, vllm: VllmReplay) -> None:
+async def test_vllms_arguments_and_facts(tmp_path: Path, vllm: VllmReplay) -> None:
     async with driving(settings(tmp_path, max_sequences=8, engine_args={"dtype": "float32"})) as driver:
         assert driver.capacity.max_kv_tokens == KV_TOKENS
         assert driver.capacity.max_model_len == 200
@@ -52,14 +54,14 @@ async def test_what_vllm_is_told_and_tells(tmp_path: Path, vllm: VllmReplay) -> 
     assert (told.model, told.max_num_seqs, told.dtype, told.max_model_len) == (str(tmp_path), 8, "float32", None)
 
 
-async def test_an_argument_that_vllm_does_not_have_ends_the_start(tmp_path: Path, vllm: VllmReplay) -> None:
+async def test_an_unknown_vllm_argument_ends_the_start(tmp_path: Path, vllm: VllmReplay) -> None:
     engine = engines.create(settings(tmp_path, engine_args={"tensor_parallel": 2}))
     with pytest.raises(EngineDiedError, match=r"vLLM cannot serve .*tensor_parallel"):
         await engine.start()
     await engine.stop()
 
 
-async def test_a_start_that_nobody_waits_for_any_more_leaves_nothing(
+async def test_an_abandoned_start_leaves_nothing(
     tmp_path: Path, vllm: VllmReplay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -84,7 +86,7 @@ async def test_a_start_that_nobody_waits_for_any_more_leaves_nothing(
     await engine.stop()
 
 
-async def test_what_vllm_refuses_is_the_clients_mistake_and_what_fails_is_not(tmp_path: Path, vllm: VllmReplay) -> None:
+async def test_vllms_refusals_are_the_clients_fault_and_failures_are_not(tmp_path: Path, vllm: VllmReplay) -> None:
     async with driving(settings(tmp_path)) as driver:
         vllm.faults.append(refuse)
         refused = await driver.answer(request("refused"))
@@ -96,7 +98,7 @@ async def test_what_vllm_refuses_is_the_clients_mistake_and_what_fails_is_not(tm
         assert (await driver.answer(request("after"))).finish_reason == "length"
 
 
-async def test_cancelling_ends_vllms_work(tmp_path: Path, vllm: VllmReplay) -> None:
+async def test_canceling_ends_vllms_work(tmp_path: Path, vllm: VllmReplay) -> None:
     async with driving(settings(tmp_path)) as driver:
         vllm.faults.append(lambda: 3)
         driver.engine.submit(request("left"))
@@ -132,7 +134,7 @@ async def test_an_engine_core_that_dies_idle_is_noticed(tmp_path: Path, vllm: Vl
     await driver.engine.stop()
 
 
-async def test_a_long_prefill_is_no_lost_engine(tmp_path: Path, vllm: VllmReplay) -> None:
+async def test_a_long_prefill_is_not_a_lost_engine(tmp_path: Path, vllm: VllmReplay) -> None:
     driver, running = await lost(tmp_path, silence_s=0.2)
     vllm.faults.append(lambda: 0)
     driver.engine.submit(request("long"))

@@ -1,4 +1,4 @@
-"""Our engine with the demo model behind a Unix socket, a line a request: python -m … SLOTS MAX-LENGTH ADDRESS."""
+"""The engine with the demo model behind a Unix socket, a line per request: python -m … SLOTS MAX-LENGTH ADDRESS."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ NOT_OF_SAMPLING = frozenset({"text_input", "stream"})
 
 
 class EngineSocket:
-    """Answers with lines of JSON, each with new text; the connection's end is the answer's."""
+    """Answers with lines of JSON, each with new text; closing the connection ends the answer."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
@@ -29,7 +29,7 @@ class EngineSocket:
         self._tokenizer = Tokenizer.from_str(tokenizer_json.decode())
 
     async def read(self) -> None:
-        """Hand out the engine's steps."""
+        """Distribute the outputs of the engine's steps."""
         async for outputs in self._engine.steps():
             for output in outputs:
                 self._outputs[output.request_id].put_nowait(output)

@@ -1,7 +1,7 @@
-"""A model of Triton's Python backend around our engine: `model.py` in its repository, run by Triton's own Python.
+"""A model of Triton's Python backend around Spillway's engine: `model.py` in its repository, run by Triton's Python.
 
-The engine runs in our environment (``triton_engine``) and is spoken to by a Unix socket: their packages do not go
-together. Every parameter is an input, as with the TensorRT-LLM backend; and like it, it tells no reason of its end.
+The engine runs in Spillway's environment (``triton_engine``), behind a Unix socket, because their packages are
+incompatible. Every parameter is an input, as with the TensorRT-LLM backend; like that, it reports no finish reason.
 """
 
 import json
@@ -18,7 +18,7 @@ import triton_python_backend_utils as backend
 
 
 class TritonPythonModel:
-    """Decoupled: answers each request from a thread of its own, as often as the engine says something."""
+    """Decoupled: answers each request from a separate thread, with one response per engine output."""
 
     def initialize(self, args):
         self._folder = tempfile.TemporaryDirectory()

@@ -1,7 +1,7 @@
-"""An upstream server whose answer is chosen by the prompt: any bytes, any cuts, any status, any delay.
+"""An upstream server whose answer is chosen by the prompt: any bytes, any splits, any status, any delay.
 
-``script`` returns the prompt that asks for an answer; the rig finds it in the body of whatever API is spoken. It counts
-how often each was asked for: that is what a provider would have been paid for.
+``script`` returns the prompt that requests an answer; the rig finds it in the body of any API. It counts the requests
+for each answer: a provider would have charged for them.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ def script(
     pause_s: float = 0.0,
     resets: bool = False,
 ) -> str:
-    """Return the prompt whose answer are the pieces, each sent by itself with a pause after it.
+    """Return the prompt whose answer is the pieces, each sent separately with a pause after it.
 
-    The body ends where the connection does, by a reset with ``resets``.
+    The body ends with the connection, by a reset with ``resets``.
     """
     lines = [f"HTTP/1.1 {status} Rigged", f"content-type: {content_type}", "connection: close"]
     head = "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers)]) + "\r\n\r\n"
@@ -39,7 +39,7 @@ def script(
 
 
 class UpstreamRig:
-    """The server. ``bought`` counts the answers asked for, by prompt."""
+    """The server. ``bought`` counts the requested answers, by prompt."""
 
     def __init__(self) -> None:
         self.bought: Counter[str] = Counter()
@@ -47,20 +47,20 @@ class UpstreamRig:
         self._serving: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one connection's one request."""
+        """Answer one connection's only request."""
         serving = asyncio.current_task()
         assert serving is not None
         self._serving.add(serving)
         try:
             await self._answer(reader, writer)
         except asyncio.CancelledError:
-            writer.transport.abort()  # an answer without an end; the server of asyncio wants its tasks to return
+            writer.transport.abort()  # an endless answer; asyncio's server requires its tasks to return
         finally:
             self._serving.discard(serving)
             writer.close()
 
     async def stop(self) -> None:
-        """Break off what is being answered."""
+        """Abort running answers."""
         for serving in self._serving:
             serving.cancel()
         await asyncio.gather(*self._serving)
@@ -84,7 +84,7 @@ class UpstreamRig:
         for piece in plan["pieces"]:
             writer.write(base64.b64decode(piece))
             await writer.drain()
-            await asyncio.sleep(plan["pause_s"])  # 0: the next piece is a read of its own all the same
+            await asyncio.sleep(plan["pause_s"])  # 0: the next piece is a separate read all the same
         if plan["resets"]:
             writer.transport.abort()
 

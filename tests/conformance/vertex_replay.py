@@ -1,8 +1,9 @@
 """Gemini on Vertex AI: https://cloud.google.com/vertex-ai/generative-ai/docs/model-reference/inference (its body, its
 chunks) and https://cloud.google.com/vertex-ai/docs/reference/rest/v1/GenerateContentResponse.
 
-Bodies and chunks are held against those pages, whose fields stand below: no other may be there. Access tokens are given
-for a service account's signed word, as https://developers.google.com/identity/protocols/oauth2/service-account says.
+Bodies and chunks are checked against those pages, whose fields are listed below; other fields are errors. Access tokens
+are issued for a service account's signed assertion, by
+https://developers.google.com/identity/protocols/oauth2/service-account.
 """
 
 import functools
@@ -26,7 +27,7 @@ from tests.waiting import HANGS_S
 
 ENDS: Final = {"stop": "STOP", "calls": "STOP", "length": "MAX_TOKENS", "filter": "SAFETY"}
 
-# What stands on those pages: fields by name, those with "!" must be there; a list of one shape; one of several words.
+# The fields on those pages by name; "!" marks required ones; a list of one shape; one of several words.
 PART: Final = {
     "text": str,
     "thought": bool,
@@ -65,7 +66,7 @@ RESPONSE: Final = {
 
 
 def check(value: Any, shape: Any) -> None:
-    """Hold a value against its shape."""
+    """Check a value against its shape."""
     if isinstance(shape, dict):
         shapes = {name.rstrip("!"): one for name, one in shape.items()}
         assert {name[:-1] for name in shape if name.endswith("!")} <= value.keys() <= shapes.keys(), value
@@ -87,7 +88,7 @@ class VertexReplay(ChatReplay):
         "/v1/projects/{project}/locations/{location}/publishers/google/models/{model}:streamGenerateContent",
     )
     failure: ClassVar[str] = "RESOURCE_EXHAUSTED"
-    tokens: int = 0  # that were given
+    tokens: int = 0  # issued tokens
     token_life_s: int = 3600
     token_status: int = 200
     may_give_tokens: threading.Event = field(default_factory=threading.Event)
@@ -158,7 +159,7 @@ def private_key() -> str:
 
 
 def google_environment(folder: Path, url: str) -> dict[str, str]:
-    """The environment of a service account whose tokens a replay gives."""
+    """Return the environment of a service account whose tokens a replay issues."""
     account = {
         "type": "service_account",
         "project_id": "my-project",

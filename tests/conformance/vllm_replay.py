@@ -1,9 +1,9 @@
-"""The part of vLLM's package that a worker asks in its own process, as vLLM 0.32 publishes it, around a hash.
+"""The part of vLLM's package that a worker uses in its own process, as published in vLLM 0.32, around a hash.
 
 The source: vllm/v1/engine/async_llm.py, vllm/engine/arg_utils.py, vllm/sampling_params.py, vllm/outputs.py and
-vllm/exceptions.py of that version. Names that these do not have are errors here, too. ``faults`` holds what the next
-requests do instead: a function that raises, or returns how many tokens come before it falls silent. The real vLLM is
-asked by ``real_servers``.
+vllm/exceptions.py of that version. Unknown names are errors here, too. ``faults`` replaces the answers of the next
+requests: a function that raises, or returns the number of tokens before it falls silent. ``real_servers`` runs the
+real vLLM.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class EngineDeadError(VLLMError):
 
 @dataclass
 class VllmReplay:
-    """One installed package, which is its own engine: what that was asked, and the faults of its next requests."""
+    """An installed package, which is its own engine: its requests, and the faults of its next requests."""
 
     kind: str = "vllm_inprocess"
     faults: deque[Callable[[], int]] = field(default_factory=deque)
@@ -90,15 +90,15 @@ class VllmReplay:
     started: list[AsyncEngineArgs] = field(default_factory=list)
     is_healthy: bool = True
     token_s: float = 0.0
-    streams: int = 0  # that run
+    streams: int = 0  # running streams
 
     def forget(self) -> None:
-        """Be as new."""
+        """Reset."""
         vars(self).update(vars(VllmReplay()) | {"streams": self.streams})
 
     @contextlib.contextmanager
     def installed(self) -> Iterator["VllmReplay"]:
-        """Be what ``import vllm`` finds."""
+        """Be the result of ``import vllm``."""
         modules: dict[str, dict[str, Any]] = {
             "vllm.engine.arg_utils": {"AsyncEngineArgs": AsyncEngineArgs},
             "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=self._start)},

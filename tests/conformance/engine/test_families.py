@@ -103,9 +103,9 @@ def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
     return [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.choice([1, 2, 7, 16, 33, 50]))] for _ in range(count)]
 
 
-@cache  # two tests ask for it
+@cache  # two tests need it
 def references_of(family: str) -> tuple[PreTrainedModel, list[list[int]], list[list[int]]]:
-    """Return a model of this family, prompts, and what `generate` says to each."""
+    """Return a model of this family, prompts, and `generate`'s output for each."""
     model = make_model(FAMILIES[family])
     prompts = prompts_of(random.Random(family), 8)
     return model, prompts, [greedy_reference(model, prompt, NEW_TOKENS) for prompt in prompts]
@@ -116,7 +116,7 @@ def test_greedy_output_is_that_of_generate(family: str) -> None:
     rng = random.Random(family)
     model, prompts, references = references_of(family)
     assert len(set(map(tuple, references))) > 4, "the model says the same whatever it is asked: nothing is tested"
-    # 24 tokens a step cut the longer prompts into chunks; 4 tokens a block spread sequences over many blocks.
+    # 24 tokens a step split the longer prompts into chunks; 4 tokens a block spread sequences over many blocks.
     engine = make_engine(model, max_sequences=16)
 
     for number in (0, 1):  # alone
@@ -126,7 +126,7 @@ def test_greedy_output_is_that_of_generate(family: str) -> None:
             collect(answers, engine.step())
         assert answers["alone", 0].token_ids == references[number]
 
-    # Mixed: requests arrive over time, some are cancelled at random moments, never more than 16 run at once.
+    # Mixed: requests arrive over time, some are canceled at random, never more than 16 run at once.
     lengths = [rng.randint(1, NEW_TOKENS) for _ in range(REQUESTS)]
     arrivals = sorted((rng.randrange(30), number) for number in range(REQUESTS))
     cancellations = {number: rng.randrange(30) for number in rng.sample(range(REQUESTS), 6)}
@@ -157,7 +157,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_thirty_two_at_once_say_what_each_says_alone(family: str) -> None:
+def test_thirty_two_at_once_equal_each_alone(family: str) -> None:
     model, prompts, references = references_of(family)
     engine = make_engine(model, max_sequences=32, max_batched_tokens=2048, kv_bytes=8 << 20)
     for number in range(32):

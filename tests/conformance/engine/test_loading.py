@@ -1,4 +1,4 @@
-"""Models by path: what a folder written by transformers becomes here."""
+"""Models by path: loading a folder written by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_saved_model_answers_as_it_did_in_memory(folder: Path) -> None:
+def test_a_saved_model_answers_as_in_memory(folder: Path) -> None:
     request = GenerationRequest("r", (20, 21, 22), SamplingParams(temperature=0.0, ignore_eos=True))
     loaded = LLMEngine.from_pretrained(str(folder), EngineConfig(threads=1, max_sequences=2))
     assert loaded.info.model == str(folder)
@@ -36,7 +36,7 @@ def test_other_dtypes_run(folder: Path, dtype: Any) -> None:
     assert {answer.finish_reason for answer in run(engine, *requests).values()} <= {"stop", "length"}
 
 
-def test_a_folder_without_a_model_and_a_model_of_another_kind_are_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_or_with_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         LLMEngine.from_pretrained(str(tmp_path / "nowhere"), EngineConfig())
     T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=8, d_ff=8, num_layers=1, num_heads=1)).save_pretrained(

@@ -1,4 +1,4 @@
-"""Vectors and scores are transformers' own, for each family and in whatever batch."""
+"""Vectors and scores equal transformers' own, for each family and in any batch."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def test_a_batch_changes_nothing(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["cls", "mean", "last"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_the_folder_says_how_to_pool(kind: str, normalize: bool, tmp_path: Path) -> None:
+def test_the_folder_determines_the_pooling(kind: str, normalize: bool, tmp_path: Path) -> None:
     key = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens", "last": "pooling_mode_lasttoken"}[kind]
     folder = save_embedder(tmp_path, "bert", pooling=key, normalize=normalize)
     inputs = random_inputs(4)
@@ -63,7 +63,7 @@ def test_the_folder_says_how_to_pool(kind: str, normalize: bool, tmp_path: Path)
         assert torch.dist(vector, reference_embedding(folder, ids, kind, normalize=normalize)) < CLOSE * 10
 
 
-def test_the_operator_says_otherwise(tmp_path: Path) -> None:
+def test_settings_override_the_folders_pooling(tmp_path: Path) -> None:
     folder = save_embedder(tmp_path, "bert", pooling="pooling_mode_mean_tokens")
     engine = make_engine(folder, options=PoolingOptions(pooling="cls", normalize=False))
     ids = random_inputs(1)[0]
@@ -84,14 +84,14 @@ def test_scores_are_those_of_transformers(family: str, tmp_path: Path) -> None:
         assert score == pytest.approx(float(torch.sigmoid(logit)), abs=CLOSE)
 
 
-def test_the_second_text_has_a_type_of_its_own(tmp_path: Path) -> None:
+def test_the_second_text_has_its_own_token_type(tmp_path: Path) -> None:
     engine = make_engine(save_scorer(tmp_path, "bert"), "score")
     ids = [2, 5, 6, 3, 7, 8, 3]
     found = vectors_of(run(engine, request("r", ids, ids, first_tokens=[4, 7], task="score"))["r"])
     assert abs(float(found[0] - found[1])) > CLOSE
 
 
-def test_a_decoders_score_is_of_its_last_token_even_if_that_is_the_padding(tmp_path: Path) -> None:
+def test_a_decoders_score_uses_its_last_token_even_if_it_is_the_padding_token(tmp_path: Path) -> None:
     engine = make_engine(save_scorer(tmp_path, "qwen3"), "score")
     ids = [5, 6, 0]
     long = random_inputs(1, seed=1)[0][:4]
@@ -108,14 +108,14 @@ def test_a_decoders_score_is_of_its_last_token_even_if_that_is_the_padding(tmp_p
     ],
     ids=str,
 )
-def test_a_cross_encoder_may_want_its_logit_itself(declared: dict[str, object], tmp_path: Path) -> None:
+def test_a_cross_encoder_may_return_its_raw_logit(declared: dict[str, object], tmp_path: Path) -> None:
     folder = save_scorer(tmp_path, "bert", **declared)
     ids = random_inputs(1)[0]
     found = vectors_of(run(make_engine(folder, "score"), request("r", ids, task="score"))["r"])[0]
     assert float(found) == pytest.approx(reference_logit(folder, ids, len(ids)), abs=CLOSE)
 
 
-def test_what_a_model_is_for(tmp_path: Path) -> None:
+def test_a_models_task(tmp_path: Path) -> None:
     encoder = str(save_embedder(tmp_path / "e", "bert"))
     decoder = str(save_embedder(tmp_path / "d", "qwen3"))
     scorer = str(save_scorer(tmp_path / "s", "bert"))
@@ -126,7 +126,7 @@ def test_what_a_model_is_for(tmp_path: Path) -> None:
         task_of(scorer, "embed")
 
 
-def test_what_cannot_be_computed_is_refused(tmp_path: Path) -> None:
+def test_unsupported_pooling_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="2 labels"):
         make_engine(save_scorer(tmp_path / "two", "bert", num_labels=2), "score")
     folder = save_embedder(tmp_path / "max", "bert", pooling="pooling_mode_max_tokens")

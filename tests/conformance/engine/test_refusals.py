@@ -64,8 +64,8 @@ def test_unsupported_architectures_are_refused(kind: str) -> None:
 
 
 def test_state_outside_the_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Each token mixes with the token before it in the batch, as a short convolution does: right for one sequence
-    # computed at once, wrong for a packed batch. Only comparing with the model's own forward can tell.
+    # Each token mixes with the previous token of the batch, as in a short convolution: right for a single sequence,
+    # wrong for a packed batch. Only a comparison with the model's own forward can detect this.
     plain: Callable[..., torch.Tensor] = LlamaDecoderLayer.forward
 
     def with_convolution(self: LlamaDecoderLayer, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:

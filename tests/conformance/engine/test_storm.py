@@ -1,7 +1,7 @@
-"""With everything on and hardly any memory, every answer is still that of transformers' `generate`.
+"""With every feature on and very little memory, every answer still equals transformers' `generate`.
 
-Prefix cache, chunked prompts, preemption and guesses all at once, while requests come and are cancelled at random
-moments. After every step the books of the engine must agree.
+Prefix cache, chunked prompts, preemption and drafts at once, while requests arrive and are canceled at random. After
+every step the engine's invariants must hold.
 """
 
 import random
@@ -41,7 +41,7 @@ STORM: Final[dict[str, Any]] = {
 
 
 def requests_of(source: random.Random) -> list[GenerationRequest]:
-    """Prompts of three kinds, most of which begin alike; greedy ones and seeded ones."""
+    """Return prompts of three kinds, most with a common prefix; greedy ones and seeded ones."""
     shared = [source.randrange(20, 40) for _ in range(60)]
     requests = []
     for number in range(REQUESTS):
@@ -56,7 +56,7 @@ def requests_of(source: random.Random) -> list[GenerationRequest]:
 def expected_of(
     model: PreTrainedModel, plain: LLMEngine, request: GenerationRequest
 ) -> dict[tuple[str, int], list[int]]:
-    """Return the output of `generate`; for a seeded request, that of an engine that runs one request at a time."""
+    """Return the output of `generate`; for a seeded request, of an engine that runs one request at a time."""
     if request.sampling.temperature == 0:
         reference = greedy_reference(model, list(request.prompt_ids), request.sampling.max_tokens)
         return {(request.request_id, 0): reference}
@@ -64,7 +64,7 @@ def expected_of(
 
 
 class HalfRightDrafts(NgramDrafts):
-    """Guesses that come true about as often as not, whatever a model says."""
+    """Drafts that are right about half of the time, for any model."""
 
     continuations: dict[tuple[int, ...], list[int]]  # prompt and answer so far → what follows
     source: random.Random
@@ -93,7 +93,7 @@ def guess_half_right(requests: list[GenerationRequest], expected: Expected, sour
         *(("qwen2", 0, 4), ("gemma2", 1, 4), ("gemma3", 0, 4), ("gpt_oss_sinks", 1, 4)),
     ],
 )
-def test_in_a_storm_every_answer_is_that_of_generate(
+def test_in_a_storm_every_answer_equals_generate(
     family: str, seed: int, draft_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = random.Random(f"{family} {seed}")

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for GPUs that need not be there; print what each launch needs. Run by a test."""
+"""Compile the Triton kernels for GPUs that need not be present; print each launch's requirements. Run by a test."""
 
 import warnings
 from typing import Any

@@ -15,6 +15,6 @@ def paged_memory(
 
 @pytest.fixture
 def paged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines made from here on have the memory that they would have on a GPU."""
+    """Give engines created from here on the memory that they would have on a GPU."""
     monkeypatch.setattr("engine.engine.make_kv_memory", paged_memory)
     monkeypatch.setattr("engine.model.model_loader.make_kv_memory", paged_memory)

@@ -7,7 +7,7 @@ from engine.scheduler import Scheduler
 
 
 def check_engine(engine: LLMEngine) -> None:
-    """Assert that the books of choices, scheduler and block pool agree."""
+    """Assert that the states of choices, scheduler and block pool agree."""
     scheduler = engine._scheduler
     choices = [choice for choices in engine._choices.values() for choice in choices]
     assert all(engine._choice_of[choice.sequence] is choice for choice in choices)
@@ -18,7 +18,7 @@ def check_engine(engine: LLMEngine) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Assert that sequences hold what they need and nothing else, and share only what has a name."""
+    """Assert that sequences hold exactly the blocks they need, and share only blocks with a key."""
     pool = scheduler.block_pool
     pool.check()
     assert pool.free_blocks + pool.used_blocks == pool.total_blocks

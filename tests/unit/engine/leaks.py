@@ -1,10 +1,10 @@
-"""Finds leftovers of requests that are cancelled at random moments.
+"""Finds leftovers of requests that are canceled at random times.
 
-10,000 requests, 24 at a time: plain, seeded, with a grammar (of 200, more than are kept compiled), of one choice or
-three, some resumed, in memory for a part of them, with guesses. At each step one of ten is cancelled: waiting, while
-its grammar is compiled, in prefill or in decode. At the end no block, choice, matcher or entry may be held, and
-memory (resident, and Python's own) must have levelled off: it may grow by 16 MiB in the second half. Exits with 1
-otherwise. The model is a Llama of 2 tiny layers with the demo model's tokenizer. Needs no network.
+10,000 requests, 24 at a time: plain, seeded, with a grammar (of 200, more than are cached), with one choice or three,
+some resumed, with too little memory, with drafts. At each step one of ten is canceled: waiting, while its grammar is
+compiled, in prefill or in decode. At the end no block, choice, matcher or entry may be held, and memory (resident, and
+Python's own) must have leveled off: it may grow by 16 MiB in the second half. Exits with 1 otherwise. The model is a
+Llama of 2 tiny layers with the demo model's tokenizer. Needs no network.
 
     python -m tests.unit.engine.leaks [--requests 10000] [--seed 1]
 """
@@ -29,7 +29,7 @@ from protocol.generation import Grammar
 from spillway.config import DEMO_MODEL_PATH
 
 AT_ONCE: Final = 24
-CANCELLED: Final = 0.1  # of those that run, at each step
+CANCELLED: Final = 0.1  # share of running requests, at each step
 GRAMMARS: Final = 200
 MAX_GROWTH_BYTES: Final = 16 << 20
 MEASUREMENTS: Final = 20
@@ -61,7 +61,7 @@ def make_engine() -> LLMEngine:
 
 
 def storm(engine: LLMEngine, requests: int, seed: int) -> Iterator[int]:
-    """Run so many requests to their end or until they are cancelled; yield after each step how many have come.
+    """Run so many requests until they end or are canceled; yield after each step how many have been added.
 
     Raises KeyError for a choice that ends twice, and ValueError for one that does not end.
     """

@@ -1,4 +1,4 @@
-"""Layers and steps that attention over pages is tried on."""
+"""Layers and steps for tests of paged attention."""
 
 import random
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ CASES = {
 def layer_of(
     case: Case, device: torch.device = CPU
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedStep, AttentionOptions]:
-    """Make queries, keys, values, step and options; everything outside the sequences' pages is not a number."""
+    """Make queries, keys, values, step and options; everything outside the sequences' pages is NaN."""
     torch.manual_seed(0)
     pages_of = [-(-context // case.page_size) for _, context in case.sequences]
     pages = random.Random(1).sample(range(sum(pages_of) + 3), sum(pages_of) + 3)

@@ -1,4 +1,4 @@
-"""LoRA adapters as users make them, with PEFT, and as they are merged into their model."""
+"""LoRA adapters as users make them, with PEFT, and merged into their model."""
 
 import copy
 import warnings
@@ -18,10 +18,10 @@ def write_adapter(model: PreTrainedModel, folder: Path, *, seed: int, **lora: An
 
     torch.manual_seed(seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what PEFT says about configurations that the tests mean
+        warnings.simplefilter("ignore")  # PEFT's warnings about configurations that the tests intend
         adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**lora))
         for name, parameter in adapted.named_parameters():
-            if "lora_" in name:  # as if trained: PEFT begins with a B of zeros, which changes nothing
+            if "lora_" in name:  # as if trained: PEFT initializes B with zeros, which changes nothing
                 torch.nn.init.normal_(parameter, std=0.3)
         adapted.save_pretrained(str(folder))
     return adapted
@@ -38,7 +38,7 @@ def make_adapter(model: PreTrainedModel, folder: Path, *, seed: int, **lora: Any
 
 
 def generate(model: Any, prompt: tuple[int, ...], tokens: int) -> list[int]:
-    """Return what transformers answers, greedily; no token ends it."""
+    """Return transformers' greedy answer, without end tokens."""
     model.generation_config.eos_token_id = None
     output = model.generate(
         torch.tensor([prompt]),

@@ -1,4 +1,4 @@
-"""Tiny random encoders, decoders and cross-encoders in folders of their own, and what transformers makes of them."""
+"""Tiny random encoders, decoders and cross-encoders in folders, and transformers' results for them."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ from engine.pooling.pooling_model import PoolingOptions
 from engine.pooling.pooling_types import PoolingInput, PoolingRequest, PoolingTask
 from engine.types import SequenceOutput
 
-torch.set_num_threads(1)  # for the references too: tests run beside each other
+torch.set_num_threads(1)  # for the references too, since tests run in parallel
 
 HIDDEN = 32
 MAX_TOKENS = 64
@@ -82,7 +82,7 @@ ENCODERS: dict[str, PreTrainedConfig] = {
     "modernbert": ModernBertConfig(
         **SHAPE | {"global_attn_every_n_layers": 2},
         max_position_embeddings=MAX_TOKENS,
-        local_attention=8,  # narrower than most inputs: its window must be seen
+        local_attention=8,  # narrower than most inputs, so that its window matters
         cls_token_id=2,
         sep_token_id=3,
         bos_token_id=2,
@@ -97,7 +97,7 @@ FAMILIES = ENCODERS | DECODERS
 
 
 def word_tokenizer(*, appends_end: bool = False) -> PreTrainedTokenizerFast:
-    """One token per word; [CLS] a [SEP] b [SEP] around them as BERT has it, or only an end as Qwen3-Embedding."""
+    """Return a tokenizer of one token per word; [CLS] a [SEP] b [SEP] as in BERT, or only an end (Qwen3-Embedding)."""
     tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     single, pair = (
@@ -112,7 +112,7 @@ def word_tokenizer(*, appends_end: bool = False) -> PreTrainedTokenizerFast:
 
 
 def save_embedder(folder: Path, family: str, *, pooling: str | None = None, normalize: bool = True) -> Path:
-    """Make a model folder; ``pooling`` (a key of 1_Pooling/config.json) makes it one of sentence-transformers."""
+    """Make a model folder; with ``pooling`` (a key of 1_Pooling/config.json), one of sentence-transformers."""
     torch.manual_seed(3)
     AutoModel.from_config(FAMILIES[family]).save_pretrained(folder)
     word_tokenizer(appends_end=family in DECODERS).save_pretrained(folder)
@@ -192,7 +192,7 @@ def _reference(kind: Any, folder: Path) -> torch.nn.Module:
 
 
 def reference_embedding(folder: Path, ids: list[int], kind: str, *, normalize: bool = True) -> torch.Tensor:
-    """Return the vector of one input alone, by transformers and an explicit pooling."""
+    """Return the vector of one input alone, by transformers with explicit pooling."""
     model = _reference(AutoModel, folder)
     with torch.inference_mode():
         states = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
@@ -201,7 +201,7 @@ def reference_embedding(folder: Path, ids: list[int], kind: str, *, normalize: b
 
 
 def reference_logit(folder: Path, ids: list[int], first_tokens: int) -> float:
-    """The logit that transformers' own classifier gives a pair by itself."""
+    """Return the logit of transformers' own classifier for a single pair."""
     model = _reference(AutoModelForSequenceClassification, folder)
     types = [0] * first_tokens + [1] * (len(ids) - first_tokens)
     given = {"input_ids": torch.tensor([ids])}

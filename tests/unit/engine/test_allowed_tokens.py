@@ -1,4 +1,4 @@
-"""`allowed_token_ids`, `bad_words` and top_p = 0: what may be sampled at all."""
+"""`allowed_token_ids`, `bad_words` and top_p = 0: which tokens may be sampled."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def answer(model: PreTrainedModel, **params: Any) -> Answer:
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 2.0, "seed": 3}, {"min_tokens": 9}], ids=str)
-def test_only_allowed_tokens_come_also_after_a_resume(model: PreTrainedModel, params: dict[str, Any]) -> None:
+def test_only_allowed_tokens_are_sampled_even_after_a_resume(model: PreTrainedModel, params: dict[str, Any]) -> None:
     whole = answer(model, allowed_token_ids=ALLOWED, **params)
     assert set(whole.token_ids) <= set(ALLOWED)
     assert len(whole.token_ids) == 16
@@ -47,12 +47,12 @@ def test_allowed_tokens_within_a_grammar(model: PreTrainedModel) -> None:
     assert "no token" in neither.error
 
 
-def test_the_end_comes_before_min_tokens_where_nothing_else_may(model: PreTrainedModel) -> None:
+def test_the_end_may_precede_min_tokens_if_nothing_else_is_allowed(model: PreTrainedModel) -> None:
     ended = answer(model, allowed_token_ids=(EOS_ID,), ignore_eos=False, min_tokens=3)
     assert (ended.token_ids, ended.finish_reason) == ([EOS_ID], "stop")
 
 
-def test_bad_words_do_not_come_also_after_a_resume(model: PreTrainedModel) -> None:
+def test_bad_words_are_never_sampled_even_after_a_resume(model: PreTrainedModel) -> None:
     plain = answer(model, max_tokens=30)
     words = tuple({plain.text[at : at + 2].strip() for at in range(0, 20, 5)} - {""})
     avoiding = answer(model, max_tokens=30, bad_words=words)
@@ -73,7 +73,7 @@ def occurs(part: list[int], whole: list[int]) -> bool:
     return any(whole[at : at + len(part)] == part for at in range(len(whole)))
 
 
-def test_a_bad_word_of_several_tokens_is_broken_at_its_last() -> None:
+def test_a_bad_word_of_several_tokens_is_banned_at_its_last() -> None:
     words = BadWords(("ab", "c"), lambda text: [ord(char) for char in text])
     a, b, c, space = map(ord, "abc ")
     assert words.forbidden([]) == [c]
@@ -92,6 +92,6 @@ def test_top_p_zero_is_the_most_probable_token(model: PreTrainedModel) -> None:
     [({"allowed_token_ids": (VOCAB_SIZE,)}, "allowed_token_ids"), ({"bad_words": (" ",)}, "bad_words")],
     ids=str,
 )
-def test_what_is_refused(model: PreTrainedModel, params: dict[str, Any], field: str) -> None:
+def test_invalid_token_lists_are_refused(model: PreTrainedModel, params: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestRejected, match=field):
         answer(model, **params)

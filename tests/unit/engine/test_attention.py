@@ -1,4 +1,4 @@
-"""Attention on a CPU: over contexts in any pieces it is dense attention, with the compiled kernel and without it."""
+"""Attention on a CPU equals dense attention for any layout of contexts, with and without the compiled kernel."""
 
 import random
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Case:
     dim: int = 16
     block: int = 4
     pieces: int = 2  # of a context, at most
-    shared: int = 0  # tokens that the sequences have in common
+    shared: int = 0  # common tokens of the sequences
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -67,7 +67,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 class Layer:
-    """Sequences with their keys and values in a pool where all else is not a number."""
+    """Sequences with their keys and values in a pool that otherwise contains NaN."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -86,7 +86,7 @@ class Layer:
             own = []
             for low, high in zip([0, *cuts], [*cuts, count - shared_blocks], strict=True):
                 own.append(range(at, at + high - low))
-                at += high - low + 1  # the block between two runs belongs to nobody
+                at += high - low + 1  # the block between two runs is unused
             runs.append(first + shuffled.sample(own, len(own)))
         self.segments = [
             Segment(rows, context, [range(run.start * case.block, run.stop * case.block) for run in own])
@@ -107,7 +107,7 @@ class Layer:
         self.options = AttentionOptions(0.3, case.window, case.softcap, sinks)
 
     def attend(self, numbers: list[int]) -> list[Tensor]:
-        """Have a step with these sequences; return for each (rows, Hq, D)."""
+        """Run a step with these sequences; return (rows, Hq, D) for each."""
         segments = [self.segments[number] for number in numbers]
         new = [self._contexts[number][:, :, -self.segments[number].rows :] for number in numbers]
         query = torch.cat([self._queries[number] for number in numbers], dim=1)[None]
@@ -117,7 +117,7 @@ class Layer:
         return list(torch.split(batch.attend(0, query, key, value, self.options)[0], rows))
 
     def expected(self, number: int) -> Tensor:
-        """Dense attention, softmax and all, in float64."""
+        """Return dense attention, computed in float64."""
         segment, case = self.segments[number], self._case
         keys, values = self._contexts[number].double().repeat_interleave(case.groups, dim=1)
         scores = self._queries[number].double() @ keys.transpose(1, 2) * self.options.scale
@@ -136,14 +136,14 @@ class Layer:
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_dense_attention(name: str) -> None:
+def test_it_equals_dense_attention(name: str) -> None:
     layer = Layer(CASES[name])
     numbers = list(range(len(layer.segments)))
     for number, output in zip(numbers, layer.attend(numbers), strict=True):
         torch.testing.assert_close(output, layer.expected(number))
 
 
-def test_the_keys_and_values_of_a_step_are_there_for_the_next(kernel: str) -> None:
+def test_a_steps_keys_and_values_are_available_to_the_next(kernel: str) -> None:
     layer = Layer(CASES["decoding"])
     layer.attend(list(range(len(layer.segments))))
     for segment in layer.segments:
@@ -152,7 +152,7 @@ def test_the_keys_and_values_of_a_step_are_there_for_the_next(kernel: str) -> No
             assert torch.isfinite(tensor[:, :, slots]).all(), kernel
 
 
-def test_a_sequence_has_the_same_result_to_the_last_bit_whoever_is_in_the_batch() -> None:
+def test_a_sequences_result_is_bitwise_independent_of_the_batch() -> None:
     layer = Layer(CASES["decoding"])
     assert attention_kernel(16, torch.float32) is not None
     together = layer.attend([0, 1, 2, 3, 4, 5])
@@ -162,7 +162,7 @@ def test_a_sequence_has_the_same_result_to_the_last_bit_whoever_is_in_the_batch(
 
 
 @pytest.mark.usefixtures("kernel")
-def test_what_is_not_a_number_stays_with_its_sequence() -> None:
+def test_nan_stays_within_its_sequence() -> None:
     layer = Layer(CASES["decoding"])
     layer._queries[2][:] = float("nan")
     outputs = layer.attend(list(range(6)))

@@ -1,4 +1,4 @@
-"""No block is lost, given twice or found under a wrong name, whatever is asked of the pool and the scheduler."""
+"""No block is lost, allocated twice or found under a wrong key, whatever the requests."""
 
 import random
 import subprocess
@@ -76,7 +76,7 @@ def test_a_sequence_grows_in_place_where_it_can() -> None:
     assert pool.allocate(1, after=9) == [range(9, 10)], "nothing follows the last block"
 
 
-def test_cached_blocks_are_found_until_their_room_is_needed_the_longest_unused_first() -> None:
+def test_cached_blocks_are_evicted_least_recently_used_first() -> None:
     pool = BlockPool(6, BLOCK_SIZE)
     old, new = pool.allocate(2), pool.allocate(2)
     for block, key in zip([0, 1, 2, 3], [b"a", b"b", b"c", b"d"], strict=True):
@@ -153,7 +153,7 @@ class Simulation:
         prefix_cache: bool = True,
         guesses: tuple[int, int] = (0, 0),
     ) -> None:
-        """`guesses` says how many tokens each draft has, those that come true and those that do not."""
+        """`guesses` gives the numbers of right and wrong tokens of each draft."""
         self.pool = BlockPool(BLOCKS, BLOCK_SIZE)
         self.scheduler = Scheduler(
             self.pool,
@@ -170,7 +170,7 @@ class Simulation:
         self.passed_over: Counter[int] = Counter()  # by sequence: steps in which a later one was admitted before it
 
     def add(self, prompt: int, output: int, token: int) -> None:
-        """Half of all prompts begin like others."""
+        """Add a prompt; half of all prompts share a prefix."""
         token_ids = [7] * (prompt // 2) + [token] * (prompt - prompt // 2)
         self.live.append(Sequence(token_ids, prompt_tokens=prompt, max_total_tokens=prompt + output))
         self.scheduler.add(self.live[-1])
@@ -211,7 +211,7 @@ class Simulation:
         sequence.draft = ([7] * right + [8] * wrong)[:room] if sequence.pending_tokens == 1 else []
 
     def compute(self, chunk: Chunk) -> None:
-        """Each token finds the keys and values of all before it, and leaves its own."""
+        """Check that each token finds the keys and values of all tokens before it, and store its own."""
         sequence = chunk.sequence
         for position in range(sequence.computed_tokens + chunk.tokens + chunk.draft_tokens):
             slot = sequence.block_at(position // BLOCK_SIZE) * BLOCK_SIZE + position % BLOCK_SIZE
@@ -235,7 +235,7 @@ class Simulation:
             assert last <= BLOCK_SIZE * chunk.sequence.held_blocks
 
     def check_fairness(self, waiting: list[Sequence]) -> None:
-        """A skipped sequence waits for blocks that another computes, a token a step or more, until that one is lost."""
+        """A skipped sequence waits for blocks that another computes, a token or more per step, until that is lost."""
         admitted = [number for number, sequence in enumerate(waiting) if sequence in self.scheduler.running]
         for sequence in waiting[: max(admitted, default=0)]:
             if sequence not in self.scheduler.running:
@@ -266,7 +266,7 @@ events_of_a_day = st.lists(st.one_of(requests, aborts, st.just(("step",))), max_
     st.booleans(),
     st.tuples(st.integers(0, 5), st.integers(0, 5)),
 )
-def test_scheduler_serves_everyone_within_its_budgets(
+def test_the_scheduler_serves_all_within_its_budgets(
     events: list[tuple[Any, ...]],
     max_sequences: int,
     max_batched_tokens: int,
@@ -287,8 +287,8 @@ def test_scheduler_serves_everyone_within_its_budgets(
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_scheduler_serves_everyone_in_a_storm(seed: int) -> None:
-    """Longer than what a search for the smallest fault makes: memory is short most of the time."""
+def test_the_scheduler_serves_all_in_a_storm(seed: int) -> None:
+    """Longer than a search for a minimal failure allows: memory is short most of the time."""
     source = random.Random(seed)
     lookahead_tokens = source.choice([0, 3, 20])
     batched_tokens, guesses = source.randint(6, 16), (source.randint(0, 5), source.randint(1, 5))
@@ -305,7 +305,7 @@ def test_scheduler_serves_everyone_in_a_storm(seed: int) -> None:
     assert simulation.scheduler.counters.preemptions > 0
 
 
-def test_a_prompt_that_is_being_computed_is_computed_once() -> None:
+def test_a_prompt_in_progress_is_computed_once() -> None:
     simulation = Simulation(max_sequences=8, max_batched_tokens=8)
     for _ in range(4):
         simulation.add(prompt=22, output=1, token=7)
@@ -313,7 +313,7 @@ def test_a_prompt_that_is_being_computed_is_computed_once() -> None:
     assert simulation.computed == 22 + 3 * 2, "all but the last block is found"
 
 
-def test_with_the_cache_off_everybody_computes_all() -> None:
+def test_without_the_cache_every_prompt_is_computed() -> None:
     simulation = Simulation(max_sequences=8, max_batched_tokens=8, prefix_cache=False)
     for _ in range(4):
         simulation.add(prompt=22, output=1, token=7)
@@ -321,7 +321,7 @@ def test_with_the_cache_off_everybody_computes_all() -> None:
     assert simulation.computed == 4 * 22
 
 
-def test_whoever_waits_for_anothers_prompt_holds_up_nobody() -> None:
+def test_a_sequence_waiting_for_anothers_prompt_delays_no_other() -> None:
     simulation = Simulation(max_sequences=8, max_batched_tokens=32)
     for prompt, token in ((20, 7), (20, 7), (2, 1)):
         simulation.add(prompt, output=1, token=token)
@@ -331,7 +331,7 @@ def test_whoever_waits_for_anothers_prompt_holds_up_nobody() -> None:
     simulation.finish()
 
 
-def test_the_newest_gives_way_and_goes_on_first() -> None:
+def test_the_newest_is_preempted_and_resumes_first() -> None:
     simulation = Simulation(max_sequences=8, max_batched_tokens=8, lookahead_tokens=0)  # computed again in chunks
     for token in (1, 2, 3):
         simulation.add(prompt=20, output=44, token=token)

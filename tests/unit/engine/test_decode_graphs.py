@@ -1,4 +1,4 @@
-"""Recorded decoding steps, with a recorder that calls the step again: what is replayed, with which inputs."""
+"""Recorded decoding steps, with a recorder that calls the step again: what is replayed, and with which inputs."""
 
 import random
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tests.unit.engine.tiny_models import VOCAB_SIZE, Answers, llama, make_engin
 
 
 class CallingAgain:
-    """A recorder for a device without recordings; notes the order of recordings and replays, by their number."""
+    """A recorder for a device without recordings; notes the order of recordings and replays by number."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -60,7 +60,7 @@ def model() -> PreTrainedModel:
 
 @pytest.mark.usefixtures("paged")
 @pytest.mark.parametrize(("count", "recording_number"), [(1, 3), (2, 2), (3, 1), (5, 0), (6, 0)])
-def test_a_batch_is_filled_up_to_the_next_size(model: PreTrainedModel, count: int, recording_number: int) -> None:
+def test_a_batch_is_padded_to_the_next_size(model: PreTrainedModel, count: int, recording_number: int) -> None:
     recorder = CallingAgain()
     engine = recording(make_engine(model, max_sequences=6, max_batched_tokens=64), recorder)
     assert recorder.recorded == 4, "6, 4, 2 and 1"
@@ -71,7 +71,7 @@ def test_a_batch_is_filled_up_to_the_next_size(model: PreTrainedModel, count: in
 
 @pytest.mark.usefixtures("paged")
 def test_replays_change_no_answer(model: PreTrainedModel) -> None:
-    # Batches shrink and grow, prompts are computed between, pages are scattered and given away again.
+    # Batches shrink and grow, prompts are computed in between, pages are scattered and reused.
     mixed = [
         GenerationRequest(f"{name}{one.request_id}", one.prompt_ids, params)
         for name, params in {
@@ -92,7 +92,7 @@ def test_replays_change_no_answer(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 @pytest.mark.usefixtures("paged")
-def test_filling_rows_write_to_nobodys_page(model: PreTrainedModel) -> None:
+def test_padding_rows_write_to_the_unassigned_page(model: PreTrainedModel) -> None:
     engine = recording(make_engine(model, max_sequences=6), CallingAgain())
     keys, _ = engine._runner._pool._layers[0]  # type: ignore[attr-defined]
     keys[:-1] = 7.0
@@ -102,7 +102,9 @@ def test_filling_rows_write_to_nobodys_page(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.usefixtures("paged")
-def test_a_model_that_cannot_be_recorded_goes_without(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_recorded_runs_without_graphs(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(step: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("called a synchronizing CUDA operation")
 
@@ -111,7 +113,7 @@ def test_a_model_that_cannot_be_recorded_goes_without(model: PreTrainedModel, ca
     assert tokens_of(run(engine, *requests(2))) == tokens_of(run(make_engine(model), *requests(2)))
 
 
-def test_what_is_left_for_the_kv_pool() -> None:
+def test_the_memory_left_for_the_kv_pool() -> None:
     assert kv_bytes_available(1000, 700, 150, 0.9) == 1000 * 0.9 - 300 - 150
     with pytest.raises(ConfigError) as caught:
         kv_bytes_available(1000, 400, 300, 0.9)
@@ -119,7 +121,7 @@ def test_what_is_left_for_the_kv_pool() -> None:
 
 
 @pytest.mark.usefixtures("paged")
-def test_the_largest_step_is_as_large_as_steps_get(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_step_is_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
     shapes = prepare_model(model, 16)
     sampled: list[torch.Size] = []

@@ -1,4 +1,4 @@
-"""Incremental text: whole characters only, the same text as decoding everything at once, and never an exception."""
+"""Incremental text: whole characters only, equal to decoding everything at once, and never an exception."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ TEXT = "hello café, 5 € 👩‍💻 日本語 done"
 
 
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
-    """Llama 2's kind: "▁" for spaces, byte fallback, a leading space stripped."""
+    """Return a tokenizer like Llama 2's: "▁" for spaces, byte fallback, a leading space stripped."""
     letters = sorted(set("▁helowrdcaf,5jpn"))
     pieces = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *letters, "he", "▁h", "▁he"]
     merges = [("h", "e"), ("▁", "h"), ("▁h", "e")]
@@ -56,8 +56,8 @@ def test_a_character_begun_in_the_prompt_does_not_leak(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(data=st.data())
-def test_no_sequence_of_tokens_raises_or_is_held_for_ever(kind: str, data: st.DataObject) -> None:
-    # vLLM 17448 and 19449: an invalid UTF-8 prefix killed the engine.
+def test_no_sequence_of_tokens_raises_or_is_held_back_forever(kind: str, data: st.DataObject) -> None:
+    # Regression: vLLM 17448 and 19449, where an invalid UTF-8 prefix killed the engine.
     tokenizer = TOKENIZERS[kind]
     token_ids = st.lists(st.integers(0, len(tokenizer) - 1), max_size=20)
     prompt, output = data.draw(token_ids), data.draw(token_ids)
@@ -73,7 +73,7 @@ def test_byte_level_text_is_exact_for_any_tokens() -> None:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_special_tokens_show_only_when_asked_for(kind: str) -> None:
+def test_special_tokens_show_only_on_request(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
     hello = tokenizer("hello", add_special_tokens=False)["input_ids"]
     output = [*hello, tokenizer.bos_token_id, *hello]

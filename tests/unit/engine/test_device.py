@@ -1,7 +1,7 @@
 """The choice of device and dtype; nothing is computed on two devices.
 
-The meta device stands for a GPU: it computes nothing, refuses tensors of other devices beside its own, and raises where
-the host would have to wait for a value.
+The meta device stands for a GPU: it computes nothing, refuses tensors of other devices, and raises where the host would
+have to wait for a value.
 """
 
 import traceback
@@ -26,7 +26,7 @@ META = torch.device("meta")
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """A machine with two GPUs, as far as questions about it go; returns which were made the thread's own."""
+    """Simulate a machine with two GPUs; return which ones were made the thread's current device."""
     chosen: list[torch.device] = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -43,7 +43,9 @@ def test_a_gpu_is_chosen_by_its_number(two_gpus: list[torch.device]) -> None:
 
 
 @pytest.mark.parametrize(("has_bfloat16", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
-def test_a_gpu_computes_in_what_it_can(monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool, dtype: torch.dtype) -> None:
+def test_a_gpus_dtype_depends_on_its_support(
+    monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool, dtype: torch.dtype
+) -> None:
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: has_bfloat16)
     gpu = torch.device("cuda:0")
     assert choose_dtype(EngineConfig(), gpu) == dtype
@@ -73,8 +75,8 @@ def test_sampling_waits_for_its_device_at_the_very_end(params: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_decoding_step_asks_nothing_of_its_device(family: str) -> None:
-    """Nothing that is recorded in a CUDA graph may."""
+def test_a_decoding_step_does_not_wait_for_its_device(family: str) -> None:
+    """Nothing recorded in a CUDA graph may wait."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     model: Any = make_model(FAMILIES[family])
     model.to(META, torch.bfloat16)

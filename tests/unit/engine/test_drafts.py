@@ -1,4 +1,4 @@
-"""Guessing ahead saves steps and changes no answer."""
+"""Drafts save steps and change no answer."""
 
 import random
 from typing import Any
@@ -41,12 +41,12 @@ def assert_same(found: Answers, expected: Answers) -> None:
     [
         {},
         {"logprobs": 2},
-        {"temperature": 0.2, "seed": 5},  # little noise: guesses come true now and then
+        {"temperature": 0.2, "seed": 5},  # little noise: drafts are sometimes right
         {"temperature": 0.3, "seed": 5, "n": 3, "top_p": 0.9},
-        {"frequency_penalty": 0.5},  # not a plain row: nothing is guessed
+        {"frequency_penalty": 0.5},  # not a plain row: no draft
     ],
 )
-def test_answers_are_those_without_guesses(model: PreTrainedModel, params: dict[str, Any]) -> None:
+def test_drafts_change_no_answer(model: PreTrainedModel, params: dict[str, Any]) -> None:
     requests = [request(f"r{number}", REPEATING[number:], **params) for number in range(4)]
     expected = run(make_engine(model), *requests)
     guessing = make_engine(model, draft_tokens=5)
@@ -54,7 +54,7 @@ def test_answers_are_those_without_guesses(model: PreTrainedModel, params: dict[
     assert (guessing.counters.guessed_tokens > 0) == ("frequency_penalty" not in params)
 
 
-def test_a_text_that_repeats_itself_takes_fewer_steps(model: PreTrainedModel) -> None:
+def test_a_repetitive_text_takes_fewer_steps(model: PreTrainedModel) -> None:
     def steps(engine: LLMEngine) -> int:
         engine.add_request(request("r", logit_bias={}, max_tokens=100))
         count = 0
@@ -68,7 +68,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(model: PreTrainedModel) ->
     assert guessing.counters.right_tokens > 0, "nothing repeated itself"
 
 
-def test_ends_in_the_middle_of_a_guess(model: PreTrainedModel) -> None:
+def test_an_answer_may_end_within_a_draft(model: PreTrainedModel) -> None:
     whole = run(make_engine(model), request("r"))["r", 0]
     for params in ({"stop": (whole.text[40:43],)}, {"stop_token_ids": (whole.token_ids[30],)}, {"max_tokens": 31}):
         expected = run(make_engine(model), request("r", **params))
@@ -77,7 +77,7 @@ def test_ends_in_the_middle_of_a_guess(model: PreTrainedModel) -> None:
         assert guessing._block_pool.used_blocks == 0
 
 
-def test_resumed_anywhere(model: PreTrainedModel) -> None:
+def test_drafts_after_a_resume_anywhere(model: PreTrainedModel) -> None:
     whole = run(make_engine(model), request("r"))["r", 0]
     guessing = make_engine(model, draft_tokens=5)
     points = [ResumePoint(0, tuple(whole.token_ids[:position]), 0) for position in range(0, len(whole.token_ids), 7)]
@@ -85,7 +85,7 @@ def test_resumed_anywhere(model: PreTrainedModel) -> None:
     assert [answer.text for answer in answers.values()] == [whole.text] * len(points)
 
 
-def test_in_little_memory_and_with_others(model: PreTrainedModel) -> None:
+def test_drafts_with_little_memory_and_in_a_batch(model: PreTrainedModel) -> None:
     source = random.Random(9)
     requests = [request(f"r{number}", REPEATING[number:], max_tokens=source.randrange(90, 150)) for number in range(8)]
     requests.append(request("long", tuple(source.choices(range(20, VOCAB_SIZE), k=120))))
@@ -98,7 +98,7 @@ def test_in_little_memory_and_with_others(model: PreTrainedModel) -> None:
     assert not guessing._scheduler._pending_keys
 
 
-def test_what_followed_before_is_guessed_and_after_a_wrong_guess_there_is_a_rest() -> None:
+def test_drafts_repeat_earlier_text_and_pause_after_a_wrong_one() -> None:
     tokens = [1, 2, 3, 4, 5, 1, 2, 3]
     drafts = NgramDrafts(tokens, 4)
     assert drafts.guess(9) == [4, 5, 1, 2]
@@ -116,6 +116,6 @@ def test_what_followed_before_is_guessed_and_after_a_wrong_guess_there_is_a_rest
     assert drafts.guess(9) == [7, 7, 7, 7][: len(drafts.guess(9))]
 
 
-def test_too_little_to_guess_from() -> None:
+def test_too_little_text_for_a_draft() -> None:
     for tokens in ([], [1], [1, 2], [1, 2, 3], [1, 1, 1]):
         assert NgramDrafts(tokens, 4).guess(9) == []

@@ -1,4 +1,4 @@
-"""The engine as its caller sees it: ends, cancellation, seeds, resumption, isolation of failures."""
+"""The engine's interface: ends, cancellation, seeds, resumption, isolation of failures."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -64,8 +64,8 @@ def test_info_and_load(engine: LLMEngine) -> None:
     assert engine.load() == empty
 
 
-def test_every_seeded_output_is_its_output_alone(model: PreTrainedModel) -> None:
-    # vLLM 51226: a seed was ignored when a batch-mate had none.
+def test_a_seeded_output_does_not_depend_on_the_batch(model: PreTrainedModel) -> None:
+    # Regression: vLLM 51226, where a seed was ignored if another request of the batch had none.
     params: dict[str, Any] = {"seed": 11, "temperature": 1.5, "top_p": 0.9, "presence_penalty": 0.5, "n": 3}
     alone = run(make_engine(model), request(**params))
     assert len({tuple(answer.token_ids) for answer in alone.values()}) == 3, "the choices of one request differ"
@@ -92,12 +92,12 @@ def test_unseeded_requests_differ(engine: LLMEngine) -> None:
         {"temperature": 0.0, "include_stop_str_in_output": True},
     ],
 )
-def test_resumed_anywhere_it_is_the_undisturbed_run(engine: LLMEngine, params: dict[str, Any]) -> None:
+def test_a_run_resumed_anywhere_equals_the_undisturbed_one(engine: LLMEngine, params: dict[str, Any]) -> None:
     plain = answer_of(engine, **params)
     params = params | {"stop": (plain.text[-4:-1],)} if "stop" not in params else params
     whole = answer_of(engine, **params)
     assert len(whole.token_ids) > 8
-    # The client may have anything from no text to all the text that those tokens had made safe to show.
+    # The client may have received anything from no text to all text that those tokens had made safe to show.
     places = [
         (position, chars)
         for position in range(len(whole.token_ids) + 1)
@@ -133,7 +133,7 @@ def test_stop_strings_end_the_text_before_them(engine: LLMEngine) -> None:
         stopped = answer_of(engine, temperature=0.0, stop=("never", stop))
         assert stopped.text == whole.text[: whole.text.find(stop)]
         assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
-        # The token that completed the stop counts, and nothing comes after it.
+        # The token that completed the stop counts, and nothing follows it.
         assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
         assert len(stopped.token_ids) < len(whole.token_ids)
     late = answer_of(engine, temperature=0.0, stop=(whole.text[0],), min_tokens=5)
@@ -151,7 +151,7 @@ def test_stop_tokens_count_but_leave_no_text(engine: LLMEngine) -> None:
     assert len(stopped.text) < len(whole.text)
 
 
-def test_what_ended_it_may_be_part_of_the_text(engine: LLMEngine) -> None:
+def test_the_stop_may_be_included_in_the_text(engine: LLMEngine) -> None:
     whole = answer_of(engine, temperature=0.0)
     stop = whole.text[5:9]
     included = answer_of(engine, temperature=0.0, stop=(stop,), include_stop_str_in_output=True)
@@ -163,7 +163,7 @@ def test_what_ended_it_may_be_part_of_the_text(engine: LLMEngine) -> None:
     assert whole.text.startswith(by_token.text.rstrip("\ufffd"))
 
 
-def test_the_models_own_end(engine: LLMEngine) -> None:
+def test_the_models_end_token(engine: LLMEngine) -> None:
     to_the_end: dict[str, Any] = {"temperature": 0.0, "logit_bias": {EOS_ID: 1000.0}}
     ended = answer_of(engine, **to_the_end, ignore_eos=False)
     assert (ended.token_ids, ended.text, ended.finish_reason, ended.stop_reason) == ([EOS_ID], "", "stop", None)
@@ -196,7 +196,7 @@ def test_abort_ends_every_choice_once_and_frees_its_blocks(engine: LLMEngine) ->
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone(model: PreTrainedModel) -> None:
-    # OpenVINO 4428, mlx-lm 1477: one bad request took the batch, or the loop, with it.
+    # Regression: OpenVINO 4428, mlx-lm 1477, where one bad request ended the batch or the loop.
     poison = 250
     engine = make_engine(model)
     alone = answer_of(engine, temperature=0.0)
@@ -226,8 +226,8 @@ def test_a_request_whose_text_fails_fails_alone(model: PreTrainedModel) -> None:
     assert answers["r", 0] == alone
 
 
-def test_nothing_is_read_from_the_pool_that_was_not_written(model: PreTrainedModel) -> None:
-    # vLLM 42245: stale values of an uninitialised buffer.
+def test_unwritten_pool_memory_is_never_read(model: PreTrainedModel) -> None:
+    # Regression: vLLM 42245, stale values of an uninitialized buffer.
     engine = make_engine(model, max_sequences=4)
     expected = run(engine, *(request(f"{i}", prompt, temperature=0.0) for i, prompt in enumerate(OTHERS)))
     poisoned = make_engine(model, max_sequences=4)
@@ -296,7 +296,7 @@ OK = request()
         (request(resume=(ResumePoint(0, (VOCAB_SIZE,), 0),)), "resume"),
     ],
 )
-def test_what_can_never_be_served_is_rejected_by_field(engine: LLMEngine, bad: GenerationRequest, field: str) -> None:
+def test_unservable_requests_are_rejected_by_field(engine: LLMEngine, bad: GenerationRequest, field: str) -> None:
     with pytest.raises(RequestRejected) as caught:
         engine.add_request(bad)
     assert caught.value.field == field

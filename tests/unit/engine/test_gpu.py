@@ -1,4 +1,4 @@
-"""On a real NVIDIA GPU: kernels, graphs and memory, by the same oracles as on a CPU. `make test-gpu` runs these."""
+"""Kernels, graphs and memory on a real NVIDIA GPU, with the same oracles as on a CPU. Run by `make test-gpu`."""
 
 import copy
 import dataclasses
@@ -64,7 +64,7 @@ LARGE = Case(((1, 3000), (1, 700), (300, 900), (1, 1), (5, 2000)), kv_heads=8, g
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", [*CASES.values(), LARGE], ids=[*CASES, "large"])
-def test_the_kernels_say_what_the_reference_says(case: Case, dtype: torch.dtype) -> None:
+def test_the_kernels_agree_with_the_reference(case: Case, dtype: torch.dtype) -> None:
     from engine.attention.paged_attention import attend_by_reference
     from engine.attention.triton_attention import attend
 
@@ -76,7 +76,7 @@ def test_the_kernels_say_what_the_reference_says(case: Case, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_norms_gates_and_rotary_embeddings_are_kernels_of_ours(dtype: torch.dtype) -> None:
+def test_norms_gates_and_rotary_embeddings_use_spillways_kernels(dtype: torch.dtype) -> None:
     model = make_model(Qwen3Config(**SHAPE)).to(dtype=dtype)
     rows = torch.arange(20, 50)[None]
     with torch.inference_mode():
@@ -100,11 +100,11 @@ def test_greedy_output_is_that_of_generate(family: str, cuda_graphs: bool) -> No
     on_gpu.to(DEVICE)
     expected = {(one.request_id, 0): greedy_reference(on_gpu, list(one.prompt_ids), 20) for one in asked}
     answers = tokens_of(run(gpu_engine(model, cuda_graphs=cuda_graphs, draft_tokens=2), *asked))
-    # `generate` stops at the end token, the engine was told not to.
+    # `generate` stops at the end token; the engine ignores it here.
     assert {name: ids[: len(expected[name])] for name, ids in answers.items()} == expected
 
 
-def test_graphs_change_nothing_and_are_there(model: PreTrainedModel) -> None:
+def test_graphs_are_recorded_and_change_nothing(model: PreTrainedModel) -> None:
     engine = gpu_engine(model)
     assert engine._runner._graphs is not None
     mixed = requests(10, temperature=1.1, seed=3, n=2)
@@ -117,7 +117,7 @@ def test_draws_are_those_of_a_cpu(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_logprobs_in_half_precision_are_near(model: PreTrainedModel, dtype: str) -> None:
+def test_logprobs_in_half_precision_are_close(model: PreTrainedModel, dtype: str) -> None:
     prompt = [20 + number for number in range(60)]
     engine = make_engine(copy.deepcopy(model).to(getattr(torch, dtype)), device=DEVICE)
     engine.add_request(GenerationRequest("r", prompt, SamplingParams(max_tokens=1, prompt_logprobs=0)))
@@ -136,7 +136,7 @@ def test_logprobs_in_half_precision_are_near(model: PreTrainedModel, dtype: str)
     with torch.inference_mode():
         plain = logprobs_of(other(torch.tensor([prompt], device=DEVICE)).logits)
         exact = logprobs_of(other.float().cpu()(torch.tensor([prompt])).logits)
-    # No worse than transformers in the same dtype: how near that is, depends on the model.
+    # No worse than transformers in the same dtype: the difference depends on the model.
     assert (torch.tensor(found[1:]) - exact).abs().mean() < 1.5 * (plain - exact).abs().mean()
 
 

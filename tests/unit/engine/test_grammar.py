@@ -1,4 +1,4 @@
-"""Answers that must look like something: they do, at any temperature, also resumed anywhere."""
+"""Answers follow their grammar at any temperature, even if resumed anywhere."""
 
 import json
 import random
@@ -63,7 +63,7 @@ def answer_of(engine: LLMEngine, kind: GrammarKind, source: str, **params: Any) 
 
 
 def schema_of(source: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema whose values are finite, so that an answer of random tokens comes to its end."""
+    """A schema whose values are finite, so that a random answer ends."""
     leaves = ["string", "integer", "boolean", "null", "enum", "const", "pattern"]
     kind = source.choice(leaves if depth > 2 else [*leaves, "object", "object", "array", "anyOf"])
     if kind == "object" or depth == 0:
@@ -103,7 +103,7 @@ def test_json_always_validates(engine: LLMEngine) -> None:
 
 
 def test_any_object(engine: LLMEngine) -> None:
-    # Where an answer has no bound of its own, it ends at max_tokens; the likeliest end is asked for here.
+    # An unbounded answer ends at max_tokens; a bias makes an earlier end likely here.
     bias = dict.fromkeys(byte_level_tokenizer()("}", add_special_tokens=False)["input_ids"], 50.0)
     assert json.loads(answer_of(engine, "json_object", "", logit_bias=bias).text) == {}
 
@@ -133,7 +133,9 @@ BOUNDED = {
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.0, "repetition_penalty": 1.2}, {"stop": ("5",)}])
-def test_resumed_anywhere_it_is_the_undisturbed_answer(engine: LLMEngine, params: dict[str, Any]) -> None:
+def test_a_grammars_answer_resumed_anywhere_equals_the_undisturbed_one(
+    engine: LLMEngine, params: dict[str, Any]
+) -> None:
     schema = json.dumps(BOUNDED)
     whole = answer_of(engine, "json_schema", schema, **params)
     points = [ResumePoint(0, tuple(whole.token_ids[:position]), 0) for position in range(len(whole.token_ids) + 1)]
@@ -145,7 +147,7 @@ def test_resumed_anywhere_it_is_the_undisturbed_answer(engine: LLMEngine, params
         assert (resumed.text, resumed.finish_reason) == (whole.text, whole.finish_reason)
 
 
-def test_in_little_memory_with_guesses_and_resumed_anywhere_it_is_the_same_answer(
+def test_a_grammars_answer_is_the_same_with_little_memory_drafts_and_resumes(
     model: PreTrainedModel, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schema = json.dumps(BOUNDED)
@@ -167,19 +169,19 @@ def test_in_little_memory_with_guesses_and_resumed_anywhere_it_is_the_same_answe
     assert small.counters.guessed_tokens > 0
 
 
-def test_batch_mates_without_a_grammar_are_not_disturbed(model: PreTrainedModel, engine: LLMEngine) -> None:
+def test_other_requests_of_the_batch_are_unaffected_by_a_grammar(model: PreTrainedModel, engine: LLMEngine) -> None:
     alone = run(make_engine(model), free("free"))["free", 0]
     together = run(engine, request("bound", "regex", "[ab]{30}"), free("free"), request("other", "regex", "[cd]{30}"))
     assert together["free", 0] == alone
     assert re.fullmatch("[ab]{30}", together["bound", 0].text)
 
 
-def test_a_complete_answer_ends_also_where_more_was_asked_for(engine: LLMEngine) -> None:
+def test_a_complete_answer_ends_even_before_min_tokens(engine: LLMEngine) -> None:
     answer = answer_of(engine, "regex", "ab", min_tokens=20, ignore_eos=True)
     assert (answer.text, answer.finish_reason) == ("ab", "stop")
 
 
-def test_an_optional_rest_ends_by_the_models_own_end(engine: LLMEngine) -> None:
+def test_an_optional_rest_ends_with_the_models_end_token(engine: LLMEngine) -> None:
     answer = answer_of(engine, "regex", "ab*", logit_bias={EOS_ID: 100.0})
     assert (answer.text, answer.finish_reason) == ("a", "stop")
 
@@ -193,7 +195,7 @@ def test_an_optional_rest_ends_by_the_models_own_end(engine: LLMEngine) -> None:
         ("lark", "start: nothing", "nothing"),
     ],
 )
-def test_what_is_no_grammar_is_refused_by_the_fields_name(
+def test_an_invalid_grammar_is_refused_with_its_field(
     engine: LLMEngine, kind: GrammarKind, source: str, because: str
 ) -> None:
     for _ in range(2):  # the second time it is known at once
@@ -221,7 +223,7 @@ def steps_until(engine: LLMEngine, enough: Any) -> list[SequenceOutput]:
 
 
 class Gate:
-    """Lets grammars be compiled only when it is opened, and notes which."""
+    """Compiles grammars only once it is opened, and records which."""
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
@@ -250,7 +252,7 @@ def free(name: str, max_tokens: int = 40) -> GenerationRequest:
     )
 
 
-def test_a_batch_runs_on_while_a_grammar_is_compiled(model: PreTrainedModel, gate: Gate) -> None:
+def test_the_batch_continues_while_a_grammar_is_compiled(model: PreTrainedModel, gate: Gate) -> None:
     engine = make_engine(model)
     engine.add_request(request("bound", "regex", "[ab]{30}", n=2))
     assert engine.load().waiting == 2
@@ -270,7 +272,7 @@ def test_a_batch_runs_on_while_a_grammar_is_compiled(model: PreTrainedModel, gat
     assert answers == expected, "whenever it was admitted"
 
 
-def test_one_grammar_is_compiled_once_for_all_who_wait_for_it(model: PreTrainedModel, gate: Gate) -> None:
+def test_a_grammar_is_compiled_once_for_all_waiting_requests(model: PreTrainedModel, gate: Gate) -> None:
     engine = make_engine(model)
     for number in range(5):
         engine.add_request(request(f"r{number}", "regex", "[ab]{3}" if number < 4 else "x"))
@@ -281,7 +283,7 @@ def test_one_grammar_is_compiled_once_for_all_who_wait_for_it(model: PreTrainedM
     assert sorted(gate.compiled) == ["[ab]{3}", "x"]
 
 
-def test_cancelled_while_its_grammar_is_compiled(model: PreTrainedModel, gate: Gate) -> None:
+def test_a_request_canceled_while_its_grammar_is_compiled(model: PreTrainedModel, gate: Gate) -> None:
     engine = make_engine(model)
     before = engine.load()
     sources = [f"a{{{number}}}" for number in range(COMPILING_THREADS + 3)]
@@ -352,8 +354,8 @@ def test_a_constant_may_hold_the_text_of_an_added_token(special: bool) -> None:
     assert json.loads(str(tokenizer.decode(token_ids))) == {"a": "say <tool_call>!"}
 
 
-def test_a_parser_that_gives_up_ends_its_answer_only(engine: LLMEngine) -> None:
-    """Tokens of another worker that this one's grammar does not allow."""
+def test_a_parser_error_ends_only_its_answer(engine: LLMEngine) -> None:
+    """Another worker's tokens that this worker's grammar does not allow."""
     strange = ResumePoint(0, tuple(byte_level_tokenizer()("zz", add_special_tokens=False)["input_ids"]), 0)
     answers = run(engine, request("r", "regex", "[ab]{9}", resume=(strange,)), free("free"))
     assert answers["r", 0].finish_reason == "error"
@@ -362,8 +364,8 @@ def test_a_parser_that_gives_up_ends_its_answer_only(engine: LLMEngine) -> None:
     assert answer_of(engine, "regex", "ab").text == "ab"
 
 
-def test_where_no_token_may_follow_only_that_answer_fails(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for a vocabulary that lacks some bytes."""
+def test_an_answer_without_allowed_tokens_fails_alone(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a vocabulary that lacks some bytes."""
     nothing = SimpleNamespace(compute_bitmask=lambda: bytes(len(VOCABULARY) // 8 + 1), is_error=lambda: False)
     monkeypatch.setattr(
         CompiledGrammar, "matcher", lambda _grammar: Matcher(cast("Any", nothing), "guided_regex", Family())
@@ -379,7 +381,7 @@ OVERLAPPING = {"oneOf": [{"type": "string"}, {"type": "string"}]}
 
 @pytest.mark.parametrize("schema", [OVERLAPPING, {"pattern": "(?=x)"}, {"$ref": "#/nope"}])
 @pytest.mark.parametrize("kind", ["json_schema", "lark"])
-def test_errors_show_neither_our_grammar_nor_an_option(kind: GrammarKind, schema: Any) -> None:
+def test_errors_show_neither_the_internal_grammar_nor_options(kind: GrammarKind, schema: Any) -> None:
     lark = LarkGrammar({})
     source = json.dumps(schema) if kind == "json_schema" else lark.source(lark.json(schema))
     compiler = GrammarCompiler(byte_level_tokenizer(), len(VOCABULARY), (EOS_ID,))
@@ -391,7 +393,7 @@ def test_errors_show_neither_our_grammar_nor_an_option(kind: GrammarKind, schema
 
 
 @pytest.mark.parametrize("extra", [{}, {"description": "</s>"}])
-def test_a_schema_cannot_free_its_white_space(extra: dict[str, str]) -> None:
+def test_a_schema_cannot_lift_the_white_space_limit(extra: dict[str, str]) -> None:
     schema = {"type": "object", "x-guidance": {"whitespace_pattern": " *"}, **extra}
     source = grammar_source(Grammar("json_schema", json.dumps(schema)), ("</s>",))
     tokenizer = LLTokenizer("byte")

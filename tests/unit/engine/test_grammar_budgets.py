@@ -1,4 +1,4 @@
-"""The cost limits of one request's grammar: past them it fails permanently, and the batch never waits for it."""
+"""The cost limits of one request's grammar: above them it fails permanently, and the batch never waits for it."""
 
 import json
 import re
@@ -25,9 +25,9 @@ from protocol.generation import Grammar
 from tests.unit.engine.tiny_models import EOS_ID, SHAPE, Answer, byte_level_tokenizer, collect, drain, make_engine, run
 from tests.unit.engine.tiny_models import make_model as make_tiny_model
 
-# It can read an answer in ever more ways: a mask takes ten times as long after ten tokens, half a second after seventy.
+# An ambiguous grammar: a mask takes ten times as long after ten tokens, and half a second after seventy.
 HOSTILE = 'start: e\ne: e e e e e e e e e e e e e | e e e e | e e e | e e | /[a-z ]/ | ""'
-# llguidance 1.9 takes minutes for it, with all its limits in place.
+# llguidance 1.9 takes minutes for it, even with all its limits.
 ENDLESS = json.dumps({"type": "object", "patternProperties": {f"^a{i}.*b{i}$": {"type": "string"} for i in range(800)}})
 PROMPT = tuple(byte_level_tokenizer()("hello world", add_special_tokens=False)["input_ids"])
 
@@ -48,7 +48,7 @@ def free(name: str, max_tokens: int = 40) -> GenerationRequest:
 
 
 class Clock:
-    """CPU time that passes as the test says: so much between two looks at it."""
+    """CPU time set by the test: it advances by a fixed amount between two readings."""
 
     def __init__(self, *costs_s: float) -> None:
         self._costs = list(costs_s)
@@ -72,7 +72,7 @@ def matcher_of(clock: Clock, source: str = "[ab]{9999}") -> Matcher:
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_grammar_of_one_line_fails_alone_and_for_good(model: PreTrainedModel) -> None:
+def test_an_expensive_one_line_grammar_fails_alone_and_permanently(model: PreTrainedModel) -> None:
     engine = make_engine(model, max_sequences=16, kv_bytes=4 << 20)
     letters = {id_: 50.0 for text, id_ in byte_level_tokenizer().get_vocab().items() if re.fullmatch("[a-z]+", text)}
     engine.add_request(bound("hostile", "lark", HOSTILE, max_tokens=900, logit_bias=letters))
@@ -96,7 +96,7 @@ def test_a_mask_that_takes_too_long_ends_the_answer() -> None:
     assert matcher.too_complex.field == "guided_regex"
 
 
-def test_masks_that_are_slow_again_and_again_end_the_answer() -> None:
+def test_repeatedly_slow_masks_end_the_answer() -> None:
     cost_s = MASK_LIMIT_S / 2
     within = int(MASKS_ALLOWANCE_S / (cost_s - MASKS_PER_TOKEN_S))
     matcher = matcher_of(Clock(*[cost_s] * (within + 1)))
@@ -107,7 +107,7 @@ def test_masks_that_are_slow_again_and_again_end_the_answer() -> None:
     assert matcher.too_complex is not None
 
 
-def test_masks_within_their_budget_may_be_made_for_ever() -> None:
+def test_masks_within_their_budget_never_end_the_answer() -> None:
     matcher = matcher_of(Clock(*[MASKS_PER_TOKEN_S] * 5000))
     for _ in range(5000):
         matcher.make_mask()
@@ -126,7 +126,7 @@ def test_tokens_that_take_too_long_end_the_answer() -> None:
 
 
 class Gate:
-    """Holds the masks of answers to one grammar, until it is opened."""
+    """Holds back the masks of one grammar until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
         self.opened = threading.Event()
@@ -140,7 +140,7 @@ class Gate:
         monkeypatch.setattr(Matcher, "make_mask", make_later)
 
 
-def test_the_batch_runs_on_while_a_mask_is_made(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_continues_while_a_mask_is_computed(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = run(make_engine(model), bound("slow", "regex", "[ab]{9}"))
     gate = Gate(monkeypatch, "guided_grammar")
     engine = make_engine(model)
@@ -154,9 +154,7 @@ def test_the_batch_runs_on_while_a_mask_is_made(model: PreTrainedModel, monkeypa
     assert drain(engine, answers)["slow", 0] == undisturbed["slow", 0]
 
 
-def test_nobodys_mask_waits_for_one_that_is_known_to_be_slow(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_mask_waits_for_a_known_slow_grammar(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch, "guided_grammar")
     started = Matcher.__init__
 
@@ -178,10 +176,10 @@ def test_nobodys_mask_waits_for_one_that_is_known_to_be_slow(
     gate.opened.set()
 
 
-def test_no_token_is_taken_while_a_slow_mask_of_the_same_grammar_is_made(
+def test_no_token_is_consumed_while_a_slow_mask_of_the_same_grammar_is_computed(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both take a lock of llguidance's: one request more with the same grammar, and the batch waited after all."""
+    """Both need llguidance's lock: with one more request of the same grammar, the batch would wait after all."""
     requests = [bound(f"r{number}", "regex", "[ab]{9}", seed=number) for number in range(3)]
     undisturbed = run(make_engine(model), *requests)
     make_mask, consume = Matcher.make_mask, Matcher.consume
@@ -221,8 +219,8 @@ def test_no_token_is_taken_while_a_slow_mask_of_the_same_grammar_is_made(
     assert re.fullmatch("[ab]{9}", answers["late", 0].text)
 
 
-def test_masks_that_are_always_late_change_no_answer(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where memory is short, so that a sequence gives way while its mask is made."""
+def test_late_masks_change_no_answer(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if memory is short, so that a sequence is preempted while its mask is computed."""
     requests = [bound(f"r{number}", "regex", "[ab]{30}", seed=number, n=2) for number in range(3)]
     undisturbed = run(make_engine(model), *requests, free("free"))
     looks: dict[Matcher, int] = {}
@@ -249,8 +247,8 @@ def test_a_grammar_that_would_take_minutes_to_compile_is_refused() -> None:
     assert not compiler.compile(Grammar("json_schema", '{"type": "object"}')).matcher().is_complete
 
 
-def test_what_is_wrong_with_a_grammar_is_known_before_it_is_compiled_without_a_limit() -> None:
-    """Or an error of the check would let pass what then takes minutes: it knows all added tokens, and all ids."""
+def test_grammar_errors_are_found_before_the_unlimited_compilation() -> None:
+    """Otherwise an error missed by the check would take minutes: the check knows all added tokens and all ids."""
     tokenizer = byte_level_tokenizer()
     check = GrammarCheck(tokenizer.backend_tokenizer.to_str(), len(tokenizer), (EOS_ID,), cpu_s=10.0)
     for good in ('start: "a" </s>', f"start: <[{len(tokenizer) - 1}]>", 'start: "größe"'):
@@ -259,7 +257,7 @@ def test_what_is_wrong_with_a_grammar_is_known_before_it_is_compiled_without_a_l
         assert check.find_error(json.dumps({"grammars": [{"lark_grammar": bad}]})), bad
 
 
-def test_what_takes_too_much_memory_ends_the_check_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_memory_ends_only_that_check(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_level_tokenizer()
     check = GrammarCheck(tokenizer.backend_tokenizer.to_str(), len(tokenizer), (EOS_ID,), cpu_s=10.0)
     check.find_error('{"grammars": [{"lark_grammar": "start: x"}]}')
@@ -271,7 +269,7 @@ def test_what_takes_too_much_memory_ends_the_check_alone(monkeypatch: pytest.Mon
     assert check.find_error('{"grammars": [{"lark_grammar": "start: \\"x\\""}]}') == ""
 
 
-def test_a_grammar_that_is_none_is_no_complex_one() -> None:
+def test_an_invalid_grammar_is_not_reported_as_complex() -> None:
     tokenizer = byte_level_tokenizer()
     with pytest.raises(RequestRejected, match="unclosed") as refused:
         GrammarCompiler(tokenizer, len(tokenizer), (EOS_ID,)).compile(Grammar("regex", "(")).matcher()

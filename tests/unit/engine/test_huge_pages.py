@@ -1,4 +1,4 @@
-"""Weights in huge pages: the addresses are whole pages, and what is there stays what it was."""
+"""Weights in huge pages: the addresses are whole pages, and their contents stay the same."""
 
 import mmap
 import platform
@@ -19,7 +19,7 @@ def test_ranges_are_widened_to_whole_pages_and_joined() -> None:
     assert list(_whole_pages([])) == []
 
 
-def test_memory_and_its_neighbours_keep_what_they_hold() -> None:
+def test_memory_and_its_neighbors_keep_their_contents() -> None:
     tensors = [torch.randn(1_000_003) for _ in range(5)]
     copies = [tensor.clone() for tensor in tensors]
     use_huge_pages((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)

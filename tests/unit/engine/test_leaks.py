@@ -1,4 +1,4 @@
-"""A short run of what `make leaks` does with 10,000 requests."""
+"""A short version of `make leaks`, which runs 10,000 requests."""
 
 import gc
 
@@ -7,7 +7,7 @@ from tests.unit.engine.invariants import check_engine
 from tests.unit.engine.leaks import held, make_engine, storm
 
 
-def test_nothing_stays_of_a_thousand_requests_that_are_cancelled_at_any_moment() -> None:
+def test_a_thousand_requests_canceled_at_random_leave_nothing() -> None:
     engine = make_engine()
     objects, before = 0, engine.load()
     for step, came in enumerate(storm(engine, 1000, seed=3)):

@@ -1,4 +1,4 @@
-"""Fast linear layers: joined where they map the same rows, and in 8-bit integers."""
+"""Fast linear layers: joined if they share their input, and in 8-bit integers."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ JOINED = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
 
 
 class Block(nn.Module):
-    """`first` and `second` map the same rows; `plain` as well, but without a bias; `twice` also maps others."""
+    """`first`, `second` and `plain` (which has no bias) share their input; `twice` also has another one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 def made_fast(model: nn.Module, rows: torch.Tensor) -> list[str]:
-    """Make a model fast after one run; return the names of the layers that were joined."""
+    """Make a model fast after one run; return the names of the joined layers."""
     with torch.inference_mode(), watch_siblings(model) as siblings:
         model(rows)
     make_fast(model, siblings, None)
@@ -49,7 +49,7 @@ def test_projections_of_the_same_rows_are_joined_and_compute_the_same(model: Pre
         torch.testing.assert_close(model(rows).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_only_layers_that_are_alike_and_always_given_the_same_are_joined() -> None:
+def test_only_equal_layers_with_the_same_input_are_joined() -> None:
     torch.manual_seed(1)
     model, rows = Block(), torch.randn(3, 8)
     with torch.inference_mode():
@@ -58,7 +58,7 @@ def test_only_layers_that_are_alike_and_always_given_the_same_are_joined() -> No
         torch.testing.assert_close(model(rows), expected)
 
 
-def test_a_joined_layer_computes_whatever_rows_it_is_given() -> None:
+def test_a_joined_layer_computes_any_rows() -> None:
     torch.manual_seed(2)
     product = nn.Linear(8, 10)
     shared = SharedProjection(product, [4, 6])
@@ -69,12 +69,12 @@ def test_a_joined_layer_computes_whatever_rows_it_is_given() -> None:
             torch.testing.assert_close(shared.part(number, rows), product(rows)[:, part])
 
 
-# --- few rows, by our own kernel --------------------------------------------------------------------------------------
+# --- few rows, by panels.c --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(192)], ids=["no_bias", "bias"])
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 13, FEW_ROWS, FEW_ROWS + 1])
-def test_few_rows_are_what_torch_computes(count: int, bias: torch.Tensor | None) -> None:
+def test_few_rows_equal_torchs_result(count: int, bias: torch.Tensor | None) -> None:
     torch.manual_seed(5)
     weight, rows = torch.randn(192, 80), torch.randn(2, count, 80)
     layer = PackedLinear(weight, bias)
@@ -84,7 +84,7 @@ def test_few_rows_are_what_torch_computes(count: int, bias: torch.Tensor | None)
 
 
 @needs_panels
-def test_each_of_few_rows_is_computed_as_if_it_were_alone() -> None:
+def test_each_row_is_independent_of_the_others() -> None:
     torch.manual_seed(5)
     layer, rows = PackedLinear(torch.randn(192, 80), torch.randn(192)), torch.randn(FEW_ROWS, 80)
     with torch.inference_mode():
@@ -92,7 +92,7 @@ def test_each_of_few_rows_is_computed_as_if_it_were_alone() -> None:
         assert all(torch.equal(layer(rows[:count]), alone[:count]) for count in range(1, FEW_ROWS + 1))
 
 
-def test_few_rows_that_do_not_follow_each_other_are_taken_as_they_are() -> None:
+def test_strided_rows_are_computed_in_place() -> None:
     torch.manual_seed(6)
     weight, rows = torch.randn(64, 32), torch.randn(3, 64)[:, ::2]
     with torch.inference_mode():
@@ -115,7 +115,7 @@ def test_a_layout_that_the_kernel_does_not_know_is_left_to_onednn() -> None:
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 @needs_vnni
-def test_int8_hides_nothing_that_is_not_a_number(wrong: float) -> None:
+def test_int8_keeps_nan_visible(wrong: float) -> None:
     rows = torch.ones(3, 64)
     rows[1, 5] = wrong
     with torch.inference_mode():
@@ -127,10 +127,10 @@ def test_int8_hides_nothing_that_is_not_a_number(wrong: float) -> None:
 
 
 @needs_vnni
-def test_int8_stays_near_the_exact_product() -> None:
+def test_int8_is_close_to_the_exact_product() -> None:
     torch.manual_seed(3)
     linear = nn.Linear(256, 96)
-    rows = torch.randn(1, 40, 256) * torch.logspace(-3, 3, 40)[None, :, None]  # rows of very different sizes
+    rows = torch.randn(1, 40, 256) * torch.logspace(-3, 3, 40)[None, :, None]  # rows of very different magnitudes
     rows[0, 7] = 0
     with torch.inference_mode():
         exact, rounded = linear(rows), Int8Linear(linear.weight, linear.bias)(rows)
@@ -152,8 +152,8 @@ def test_int8_results_do_not_depend_on_the_rest_of_the_batch(outputs: int) -> No
 
 
 @needs_vnni
-def test_int8_of_no_rows_is_no_rows() -> None:
-    """A step that only computes a part of a prompt asks for no logits."""
+def test_int8_with_no_rows_returns_none() -> None:
+    """A step that only computes part of a prompt needs no logits."""
     with torch.inference_mode():
         assert Int8Linear(torch.randn(96, 256), torch.randn(96))(torch.empty(1, 0, 256)).shape == (1, 0, 96)
 
@@ -170,7 +170,7 @@ def test_an_int8_engine_gives_each_request_the_same_answer_alone_and_in_a_batch(
 
 
 @needs_vnni
-def test_an_int8_engine_says_so_and_computes_in_integers() -> None:
+def test_an_int8_engine_reports_it_and_computes_in_integers() -> None:
     engine = make_engine(llama(), quantize="int8")
     kinds = {type(module) for module in engine._runner._model.modules()}
     assert Int8Linear in kinds or ProjectionPart in kinds

@@ -1,4 +1,4 @@
-"""Adapters mixed in one batch: each request is answered as by the model that its adapter was merged into."""
+"""Adapters mixed in one batch: each request is answered as by the model with the adapter merged into it."""
 
 import json
 import random
@@ -42,7 +42,7 @@ from tests.unit.engine.tiny_models import (
 
 NEW_TOKENS = 20
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# Prompts that begin alike, so that a prefix cache which confused adapters would be found out.
+# Prompts with a common prefix, so that a prefix cache that mixes adapters would be detected.
 SHARED = tuple(random.Random(3).randrange(20, VOCAB_SIZE) for _ in range(30))
 PROMPTS = [SHARED, SHARED[:17], (*SHARED, 40, 41, 42), tuple(range(50, 90, 3))]
 
@@ -53,7 +53,7 @@ class Served:
 
     base: PreTrainedModel
     folders: dict[str, str]
-    merged: dict[str | None, PreTrainedModel]  # None: the model as it is
+    merged: dict[str | None, PreTrainedModel]  # None: the model alone
     answers: dict[tuple[str | None, tuple[int, ...]], list[int]] = field(default_factory=dict)
 
     def engine(self, **config: Any) -> LLMEngine:
@@ -103,7 +103,7 @@ def request(name: str, adapter: str | None, prompt: tuple[int, ...], **params: A
 
 
 @pytest.mark.parametrize("adapter", NAMES)
-def test_alone_it_is_the_merged_model(served: Served, adapter: str | None) -> None:
+def test_an_adapter_alone_equals_the_merged_model(served: Served, adapter: str | None) -> None:
     engine = served.engine()
     answers = [served.expected(adapter, prompt) for prompt in PROMPTS]
     assert answers != [served.expected(None, prompt) for prompt in PROMPTS] or adapter is None
@@ -139,7 +139,7 @@ def test_other_families(config: PreTrainedConfig, targets: list[str], tmp_path: 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_storm_of_all_adapters_in_little_memory(served: Served, seed: int) -> None:
-    """Arrivals, cancels, preemption, drafts, and prompts that others have cached under other adapters."""
+    """Arrivals, cancellations, preemption, drafts, and prompts cached under other adapters."""
     dice = random.Random(seed)
     asked = [(dice.choice(NAMES), dice.choice(PROMPTS), dice.randint(4, NEW_TOKENS)) for _ in range(28)]
     bytes_per_block = 2 * 2 * 2 * 16 * 4 * 4  # keys and values, layers, heads, dimension, float32, tokens
@@ -168,12 +168,12 @@ def test_a_storm_of_all_adapters_in_little_memory(served: Served, seed: int) -> 
         assert answer.token_ids == expected, what
 
 
-def test_guesses_are_computed_with_the_adapter(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_computed_with_the_adapter(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [(adapter, (*SHARED, 100 + number)) for number, adapter in enumerate(NAMES)]
     expected = {prompt: served.expected(adapter, prompt) for adapter, prompt in asked}
 
     def guess(drafts: NgramDrafts, most_tokens: int) -> list[int]:
-        """The next three tokens, and a wrong one."""
+        """Return the next three tokens and a wrong one."""
         prompt, made = tuple(drafts._token_ids[: len(SHARED) + 1]), len(drafts._token_ids) - len(SHARED) - 1
         return [*expected[prompt][made : made + 3], 5][:most_tokens]
 
@@ -186,7 +186,7 @@ def test_guesses_are_computed_with_the_adapter(served: Served, monkeypatch: pyte
     assert engine.counters.right_tokens > len(asked) * NEW_TOKENS / 2
 
 
-def test_the_prefix_cache_knows_adapters_apart(served: Served) -> None:
+def test_the_prefix_cache_separates_adapters(served: Served) -> None:
     engine = served.engine()
 
     def cached(adapter: str | None) -> int:
@@ -200,7 +200,7 @@ def test_the_prefix_cache_knows_adapters_apart(served: Served) -> None:
     assert [cached(adapter) for adapter in (None, "small", "wide")] == [(len(SHARED) - 1) // 4 * 4] * 3
 
 
-def test_resumed_anywhere_it_is_the_undisturbed_run(served: Served) -> None:
+def test_a_run_resumed_anywhere_equals_the_undisturbed_one(served: Served) -> None:
     sampled = {"temperature": 1.3, "seed": 5}
     for adapter in ("wide", "patterns"):
         whole = run(served.engine(), request("r", adapter, SHARED, **sampled))["r", 0]
@@ -243,7 +243,7 @@ def test_a_step_without_adapters_adds_nothing_to_any_row(served: Served, monkeyp
 
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="this CPU has no instructions for 8-bit integers")
-def test_a_base_in_8_bit_integers_has_adapters_too(served: Served) -> None:
+def test_a_base_in_8_bit_integers_supports_adapters(served: Served) -> None:
     engine = served.engine(quantize="int8")
     base = run(make_engine(served.base, quantize="int8"), request("r", None, SHARED))["r", 0].token_ids
     together = run(engine, *(request(str(adapter), adapter, SHARED) for adapter in NAMES))
@@ -260,7 +260,7 @@ def test_unknown_adapters_are_refused(served: Served) -> None:
     assert refused.value.field == "model"
 
 
-def test_what_is_loaded_is_told(served: Served) -> None:
+def test_loaded_adapters_are_reported(served: Served) -> None:
     infos = {info.name: info for info in served.engine().info.adapters}
     assert list(infos) == list(served.folders)
     assert (infos["small"].ranks, infos["small"].layers) == ((2, 2), 4)
@@ -268,7 +268,7 @@ def test_what_is_loaded_is_told(served: Served) -> None:
     assert infos["patterns"].ranks == (1, 12)
 
 
-# --- tokenizers of their own ------------------------------------------------------------------------------------------
+# --- adapters with their own tokenizers -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_a_copy_of_the_models_tokenizer_is_shared(served: Served, own_folder: Pa
     assert engine._vocabularies["own"] is engine._vocabularies[None]
 
 
-def test_its_own_end_token_ends_its_answers_only(served: Served, own_folder: Path) -> None:
+def test_an_adapters_end_token_ends_only_its_answers(served: Served, own_folder: Path) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "!"})
     tokenizer.save_pretrained(own_folder)
@@ -304,7 +304,7 @@ def test_its_own_end_token_ends_its_answers_only(served: Served, own_folder: Pat
     assert answers["own", 0].token_ids == [end]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def refusal(base: PreTrainedModel, folder: Path) -> str:
@@ -330,12 +330,14 @@ def refusal(base: PreTrainedModel, folder: Path) -> str:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_no_plain_lora_is_refused(served: Served, tmp_path: Path, lora: dict[str, Any], because: str) -> None:
+def test_adapters_other_than_plain_lora_are_refused(
+    served: Served, tmp_path: Path, lora: dict[str, Any], because: str
+) -> None:
     write_adapter(served.base, tmp_path, seed=1, **{"r": 2, "target_modules": ["q_proj"]} | lora)
     assert because in refusal(served.base, tmp_path)
 
 
-def test_what_does_not_fit_the_model_is_refused(served: Served, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_the_model_is_refused(served: Served, tmp_path: Path) -> None:
     other = make_model(LlamaConfig(**SHAPE | {"hidden_size": 32}))
     write_adapter(other, tmp_path / "shape", seed=1, r=2, target_modules=["q_proj"])
     assert "model.layers.0.self_attn.q_proj maps 64 to 64, but lora_A is (2, 32)" in refusal(
@@ -346,7 +348,7 @@ def test_what_does_not_fit_the_model_is_refused(served: Served, tmp_path: Path) 
     assert "LlamaForCausalLM has no layer model.layers.2.self_attn.q_proj" in refusal(served.base, tmp_path / "deeper")
 
 
-def test_files_that_are_missing_or_disagree_are_refused(served: Served, own_folder: Path) -> None:
+def test_missing_or_inconsistent_files_are_refused(served: Served, own_folder: Path) -> None:
     config_path = own_folder / "adapter_config.json"
     config = json.loads(config_path.read_text())
     for change, because in (
@@ -367,7 +369,7 @@ def test_files_that_are_missing_or_disagree_are_refused(served: Served, own_fold
 
 
 class Routed(nn.Module):
-    """An expert: it gets the rows that are routed to it."""
+    """An expert: it gets only the rows routed to it."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def request(name: str, prompt: tuple[int, ...], **params: Any) -> GenerationRequ
 
 
 def sharing(count: int, **params: Any) -> list[GenerationRequest]:
-    """Requests whose prompts begin alike."""
+    """Return requests whose prompts share a prefix."""
     return [request(f"r{number}", (*SHARED, 20 + number, 30 + number), **params) for number in range(count)]
 
 
@@ -51,7 +51,7 @@ def tokens_of(answers: Answers) -> dict[tuple[str, int], list[int]]:
 
 
 def alone(model: PreTrainedModel, requests: list[GenerationRequest]) -> dict[tuple[str, int], list[int]]:
-    """Return the output of each request by itself, in an engine without a cache."""
+    """Return the output of each request alone, in an engine without a cache."""
     found: dict[tuple[str, int], list[int]] = {}
     engine = make_engine(model, prefix_cache=False, max_batched_tokens=200)
     for one in requests:
@@ -80,7 +80,7 @@ def test_a_shared_prefix_changes_no_answer(config: Any) -> None:
     assert tokens_of(run(engine, *requests)) == expected, "with everything cached"
 
 
-def test_what_was_found_is_reported(model: PreTrainedModel) -> None:
+def test_cached_tokens_are_reported(model: PreTrainedModel) -> None:
     engine = make_engine(model)
     first, second = sharing(2)
     engine.add_request(first)
@@ -92,8 +92,8 @@ def test_what_was_found_is_reported(model: PreTrainedModel) -> None:
     drain(engine)
 
 
-def test_a_prompt_is_found_by_requests_of_the_same_salt_only(model: PreTrainedModel) -> None:
-    """A count of cached tokens would tell a tenant which prompts another one has sent, block by block."""
+def test_only_requests_of_the_same_salt_share_a_prompt(model: PreTrainedModel) -> None:
+    """Otherwise the count of cached tokens would tell a tenant, block by block, which prompts another one sent."""
     engine = make_engine(model)
     [one] = sharing(1)
     whole = len(SHARED) // 4 * 4
@@ -107,7 +107,7 @@ def test_a_prompt_is_found_by_requests_of_the_same_salt_only(model: PreTrainedMo
     assert [cached(salt) for salt in ("theirs", "ours", "", "ours", "theirs", "")] == [0, 0, 0, whole, whole, whole]
 
 
-def test_a_salted_choice_goes_on_at_another_worker(model: PreTrainedModel) -> None:
+def test_a_salted_choice_resumes_on_another_worker(model: PreTrainedModel) -> None:
     [one] = sharing(1)
     whole = tokens_of(run(make_engine(model), one))["r0", 0]
     for salt in ("ours", "another"):
@@ -130,7 +130,7 @@ def test_choices_share_their_prompt(model: PreTrainedModel) -> None:
 
 
 def test_a_resumed_choice_finds_its_own_tokens(model: PreTrainedModel) -> None:
-    """A request comes back to the worker that had it: what it had computed is still there."""
+    """A request returns to the worker that had it: its computed blocks are still cached."""
     engine = make_engine(model)
     [one] = sharing(1)
     whole = tokens_of(run(engine, one))["r0", 0]
@@ -142,7 +142,7 @@ def test_a_resumed_choice_finds_its_own_tokens(model: PreTrainedModel) -> None:
     drain(engine)
 
 
-def test_what_is_not_finite_is_found_by_nobody(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_not_finite_are_never_reused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(model)
     first, second = sharing(2)
     forward = engine._runner.forward
@@ -161,7 +161,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_a_sleeping_engine_holds_no_memory_and_answers_as_before_when_it_wakes(model: PreTrainedModel) -> None:
+def test_a_sleeping_engine_releases_memory_and_answers_as_before_after_waking(model: PreTrainedModel) -> None:
     run(make_engine(model), *sharing(1))  # loads what the process has not loaded yet
     fresh = resident_bytes()
     pool_bytes = 100 << 20
@@ -202,12 +202,12 @@ def test_warming_up_leaves_nothing_behind(model: PreTrainedModel) -> None:
     before = engine.load(), engine.stats()
     engine.warm_up()
     assert (engine.load(), engine.stats()) == before
-    engine.add_request(request("r", tuple(range(20))))  # begins like what it warmed up with
+    engine.add_request(request("r", tuple(range(20))))  # shares a prefix with the warm-up
     [output] = engine.step()
     assert output.cached_tokens == 0
     drain(engine)
 
 
 @pytest.mark.parametrize("config", [{"max_model_len": 3}, {"max_model_len": 4}, {"max_waiting": 1, "max_sequences": 1}])
-def test_however_small_it_is_it_warms_up(model: PreTrainedModel, config: dict[str, Any]) -> None:
+def test_an_engine_of_any_size_warms_up(model: PreTrainedModel, config: dict[str, Any]) -> None:
     make_engine(model, **config).warm_up()

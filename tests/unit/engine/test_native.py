@@ -1,4 +1,4 @@
-"""C files that are compiled at the start: where they cannot be, torch's own kernels do, and the log says why."""
+"""C files compiled at the start: if that fails, torch's kernels are used, and the log says why."""
 
 import logging
 import subprocess
@@ -14,7 +14,7 @@ from engine.cpu.native import compiled, compiling
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """Nothing compiled before is remembered, nor anything of these tests after."""
+    """Clear the cache of compiled libraries before and after the test."""
     compiling.cache_clear()
     yield
     compiling.cache_clear()
@@ -31,7 +31,7 @@ def test_a_file_is_compiled_once_for_its_definitions_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_compiler_there_is_none(
+def test_without_a_compiler_there_is_no_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -51,7 +51,7 @@ def test_a_compiler_that_fails_is_quoted(
     assert "cannot compile panels.c; running without, slower: stdint.h: no such file" in caplog.text
 
 
-def test_what_one_process_of_the_tests_has_compiled_others_get(tmp_path: Path) -> None:
+def test_test_processes_share_compiled_libraries(tmp_path: Path) -> None:
     kept, real = tmp_path / "kept", tmp_path / "real"
     kept.mkdir()
     real.mkdir()

@@ -1,4 +1,4 @@
-"""Four times more sequences than memory holds: all finish, little is computed twice, and nobody starves.
+"""Four times more sequences than memory holds: all finish, little is computed twice, and none starves.
 
 Counted in steps, so that no clock matters.
 """
@@ -13,13 +13,13 @@ from engine.scheduler import Scheduler, Sequence
 from tests.unit.engine.invariants import check_scheduler
 
 BLOCK_SIZE = 16
-MIN_PROGRESS_TOKENS = 32  # half of what everybody must have room for when a sequence is admitted
+MIN_PROGRESS_TOKENS = 32  # half of the room that each sequence must have when another is admitted
 
 
 def sequences_of(
     source: random.Random, count: int, prompts: tuple[int, int], outputs: tuple[int, int]
 ) -> list[Sequence]:
-    """Sequences of random tokens that become as long as they may, so that memory is promised several times."""
+    """Return sequences of random tokens that reach their maximum length, so that memory is overcommitted."""
     lengths = [(source.randint(*prompts), source.randint(*outputs)) for _ in range(count)]
     return [Sequence(source.choices(range(30_000), k=prompt), prompt, prompt + output) for prompt, output in lengths]
 
@@ -50,8 +50,8 @@ def test_four_times_more_sequences_than_memory_holds(outputs: tuple[int, int]) -
     for sequence in sequences:
         scheduler.add(sequence)
     steps = streamed_tokens = 0
-    gave_way: dict[int, tuple[int, int]] = {}  # sequence → how often, and its tokens then
-    oldest_pause = pause = 0  # steps in which the oldest unfinished sequence got no token, though it had its first
+    gave_way: dict[int, tuple[int, int]] = {}  # sequence → number of preemptions, and its tokens then
+    oldest_pause = pause = 0  # steps in which the oldest unfinished sequence got no token after its first
     for streamed in steps_of(scheduler, sequences, source):
         steps += 1
         streamed_tokens += len(streamed)
@@ -59,7 +59,7 @@ def test_four_times_more_sequences_than_memory_holds(outputs: tuple[int, int]) -
         for sequence in sequences:
             times, tokens = gave_way.get(id(sequence), (0, 0))
             if sequence.clock.preemptions > times:
-                # vLLM 54644: preempted, admitted, preempted, and not a token in between.
+                # Regression: vLLM 54644: preempted, admitted, and preempted again without a token in between.
                 assert len(sequence.token_ids) >= tokens + MIN_PROGRESS_TOKENS
                 gave_way[id(sequence)] = sequence.clock.preemptions, len(sequence.token_ids)
         oldest = next((one for one in sequences if len(one.token_ids) < one.max_total_tokens), None)
@@ -68,7 +68,7 @@ def test_four_times_more_sequences_than_memory_holds(outputs: tuple[int, int]) -
     tax = scheduler.counters.computed_tokens / needed_tokens - 1
     assert tax < 0.25
     assert (tax > 0) == (scheduler.counters.preemptions > 0) == (outputs[1] > 256)
-    # Given memory for its whole length at once, each would have left less for the others.
+    # With memory for its whole length at once, each would have left less for the others.
     assert streamed_tokens / steps > 64 / 5, "too few ran at once"
     longest = max(sequence.max_total_tokens for sequence in sequences)
     assert steps < 2.5 * longest

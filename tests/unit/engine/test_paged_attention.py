@@ -1,4 +1,4 @@
-"""The paged pool: its reference attention is dense attention, and an engine on it says what `generate` says."""
+"""The paged pool: its reference equals dense attention, and an engine on it agrees with `generate`."""
 
 import random
 from itertools import pairwise
@@ -63,7 +63,7 @@ def test_a_step_is_staged_with_the_slots_of_its_rows() -> None:
     ids=["llama", "mistral", "gemma2", "gpt-oss"],
 )
 @pytest.mark.usefixtures("paged")
-def test_an_engine_on_pages_says_what_generate_says(config: PreTrainedConfig) -> None:
+def test_an_engine_on_pages_agrees_with_generate(config: PreTrainedConfig) -> None:
     rng = random.Random(5)
     model = make_model(config)
     shared = [rng.randrange(20, VOCAB_SIZE) for _ in range(30)]

@@ -34,7 +34,7 @@ def engine(folder: Path) -> PoolingEngine:
     return make_engine(folder, max_sequences=4, max_batched_tokens=MAX_TOKENS)
 
 
-def test_every_input_is_answered_once_under_its_number(engine: PoolingEngine) -> None:
+def test_every_input_is_answered_once_with_its_number(engine: PoolingEngine) -> None:
     inputs = random_inputs(23)
     answers = run(engine, request("r", *inputs))["r"]
     assert sorted(answers) == list(range(23))
@@ -74,7 +74,7 @@ def test_batches_pad_little() -> None:
     assert [[len(row.token_ids) for _, row in group] for group in groups] == [[4, 4, 6], [30], [60, 64]]
 
 
-def test_what_waits_can_be_cancelled_and_others_go_on(engine: PoolingEngine) -> None:
+def test_waiting_inputs_can_be_canceled_and_others_continue(engine: PoolingEngine) -> None:
     engine.add_request(request("left", *random_inputs(12)))
     engine.add_request(request("stays", *random_inputs(3)))
     answers = {output.index: output for output in engine.step() if output.request_id == "left"}
@@ -87,7 +87,7 @@ def test_what_waits_can_be_cancelled_and_others_go_on(engine: PoolingEngine) -> 
     assert {output.finish_reason for output in rest["stays"].values()} == {"stop"}
 
 
-def test_a_storm_of_arrivals_and_cancels_leaves_nothing_behind(folder: Path) -> None:
+def test_random_arrivals_and_cancellations_leave_nothing_behind(folder: Path) -> None:
     engine = make_engine(folder, max_sequences=8, max_batched_tokens=128)
     dice = random.Random(1)
     inputs = random_inputs(40)
@@ -115,7 +115,7 @@ def test_a_storm_of_arrivals_and_cancels_leaves_nothing_behind(folder: Path) -> 
     assert not engine._clocks
 
 
-def test_fewer_dimensions_are_the_first_ones_made_a_unit_vector_again(folder: Path) -> None:
+def test_fewer_dimensions_are_the_first_ones_normalized_again(folder: Path) -> None:
     engine = make_engine(folder, options=PoolingOptions(is_matryoshka=True))
     ids = random_inputs(1)[0]
     whole = vectors_of(run(engine, request("whole", ids))["whole"])[0]

@@ -1,4 +1,4 @@
-"""Logprobs of the prompt's own tokens, against transformers' own logits."""
+"""Logprobs of the prompt's own tokens, compared with transformers' logits."""
 
 import random
 from collections import defaultdict
@@ -26,7 +26,7 @@ from tests.unit.engine.tiny_models import (
 
 TOLERANCE = 1e-3
 _random = random.Random(7)
-LONG = tuple(_random.randrange(20, VOCAB_SIZE) for _ in range(100))  # four steps of 24 tokens and a bit
+LONG = tuple(_random.randrange(20, VOCAB_SIZE) for _ in range(100))  # a little more than four steps of 24 tokens
 OTHERS = [tuple(_random.randrange(20, VOCAB_SIZE) for _ in range(length)) for length in (1, 2, 23, 24, 25, 60)]
 
 
@@ -60,7 +60,7 @@ def expect_scores(model: PreTrainedModel, prompt: tuple[int, ...], scores: list[
         torch.testing.assert_close(best, logprobs.gather(1, ids), atol=TOLERANCE, rtol=1e-4)
 
 
-def test_prompts_longer_than_a_step_among_others(model: PreTrainedModel) -> None:
+def test_prompt_logprobs_of_prompts_longer_than_a_step(model: PreTrainedModel) -> None:
     engine = make_engine(model)
     answers = run(engine, *(request(str(number), prompt) for number, prompt in enumerate([*OTHERS, LONG])))
     plain = run(make_engine(model), request("0", LONG, prompt_logprobs=None))["0", 0]
@@ -70,7 +70,7 @@ def test_prompts_longer_than_a_step_among_others(model: PreTrainedModel) -> None
     assert plain.prompt_logprobs == []
 
 
-def test_a_model_that_changes_its_logits_last() -> None:
+def test_prompt_logprobs_of_a_model_that_scales_its_logits() -> None:
     config = Gemma2Config(
         **SHAPE, sliding_window=48, head_dim=16, query_pre_attn_scalar=16, final_logit_softcapping=2.0
     )
@@ -79,7 +79,7 @@ def test_a_model_that_changes_its_logits_last() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 7])
-def test_little_room_for_logits_holds_nobody_else_up(model: PreTrainedModel, rows: int) -> None:
+def test_little_memory_for_logits_does_not_delay_other_requests(model: PreTrainedModel, rows: int) -> None:
     engine = make_engine(model, prompt_logits_bytes=rows * 4 * VOCAB_SIZE)
     engine.add_request(request("scored"))
     engine.add_request(request("mate", OTHERS[-1], prompt_logprobs=None, max_tokens=2))
@@ -92,7 +92,7 @@ def test_little_room_for_logits_holds_nobody_else_up(model: PreTrainedModel, row
 
 
 def test_a_cached_prompt_is_computed_again(model: PreTrainedModel) -> None:
-    # vLLM 42245: with the prefix cached, rows never computed came out as whatever the buffer held before.
+    # Regression: vLLM 42245: with a cached prefix, rows never computed returned the buffer's old contents.
     engine = make_engine(model)
     run(engine, request("fills", prompt_logprobs=None), request("too", OTHERS[-1]))
     for again in range(2):
@@ -102,9 +102,9 @@ def test_a_cached_prompt_is_computed_again(model: PreTrainedModel) -> None:
     assert run(engine, request("plain", prompt_logprobs=None))["plain", 0].cached_tokens > 0, "its writes are found"
 
 
-def test_preempted_in_the_middle(model: PreTrainedModel) -> None:
-    """Logprobs that were sent before a preemption are not sent again."""
-    kv_bytes = 49 * 4 * 512  # 196 tokens, of 173 that the first will want and 103 that the second does
+def test_prompt_logprobs_across_a_preemption(model: PreTrainedModel) -> None:
+    """Logprobs sent before a preemption are not sent again."""
+    kv_bytes = 49 * 4 * 512  # 196 tokens, while the first needs 173 and the second 103
     engine = make_engine(model, kv_bytes=kv_bytes, prompt_logits_bytes=4 * VOCAB_SIZE, max_sequences=4)
     requests = [request("old", OTHERS[2], max_tokens=150), request("new")]
     for one in requests:
@@ -150,7 +150,7 @@ def test_scoring_alone_makes_no_token(model: PreTrainedModel, prompt: tuple[int,
     assert engine.counters.computed_tokens == len(prompt)
 
 
-def test_cancelled_in_the_middle(model: PreTrainedModel) -> None:
+def test_prompt_logprobs_canceled_midway(model: PreTrainedModel) -> None:
     engine = make_engine(model)
     answers: Answers = defaultdict(Answer)
     engine.add_request(request())
@@ -161,7 +161,7 @@ def test_cancelled_in_the_middle(model: PreTrainedModel) -> None:
     assert len(answers["r", 0].prompt_logprobs) == 25
 
 
-def test_what_is_not_finite_fails_alone(model: PreTrainedModel) -> None:
+def test_a_prompt_with_logits_that_are_not_finite_fails_alone(model: PreTrainedModel) -> None:
     engine = make_engine(model)
     embedding: Any = engine._runner._model.get_input_embeddings()
     with torch.no_grad():

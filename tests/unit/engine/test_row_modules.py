@@ -1,4 +1,4 @@
-"""Norms and gated layers in one pass: only those that compute what the formula says, and they compute the same."""
+"""Norms and gated layers in one pass: only modules that compute the formula are replaced, with equal results."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.unit.engine.tiny_models import SHAPE, make_model
 
 @pytest.fixture(params=["cpu", "gpu"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute with a CPU's kernels, then with a GPU's in Triton's interpreter."""
+    """Compute with the CPU's kernels, then with a GPU's in Triton's interpreter."""
     if request.param == "gpu":
         pytest.importorskip("triton", reason="has no build for this system")
         from engine.model.triton_rows import TritonRowKernels
@@ -30,7 +30,7 @@ def norm(kind: type[nn.Module], width: int) -> nn.Module:
 
 
 def sped_up(module: nn.Module) -> nn.Module:
-    """Return what stands in the module's place after `speed_up_rows`."""
+    """Return the module's replacement after `speed_up_rows`."""
     holder = nn.Sequential(module)
     with torch.inference_mode():
         speed_up_rows(holder)
@@ -40,7 +40,7 @@ def sped_up(module: nn.Module) -> nn.Module:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm])
 @pytest.mark.parametrize("shape", [(1, 1, 64), (1, 300, 64), (1, 5, 3, 64), (0, 64)])
-def test_norms_are_recognised_and_compute_the_same(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
+def test_norms_are_recognized_and_compute_the_same(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
     torch.manual_seed(1)
     module = norm(kind, 64)
     fast = sped_up(module)
@@ -57,7 +57,7 @@ def test_a_norm_takes_rows_that_are_parts_of_wider_ones() -> None:
 
 
 @pytest.mark.parametrize("module", [nn.LayerNorm(64), norm(LlamaRMSNorm, 40)], ids=["layer_norm", "odd_width"])
-def test_other_norms_stay(module: nn.Module) -> None:
+def test_other_norms_are_kept(module: nn.Module) -> None:
     assert sped_up(module) is module
 
 
@@ -68,8 +68,8 @@ def mlp(activation: str, width: int = 96) -> nn.Module:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("scale", [0.1, 30.0])  # gates around 0, and far beyond what e^x can be
-def test_gated_layers_are_recognised_and_compute_the_same(scale: float) -> None:
+@pytest.mark.parametrize("scale", [0.1, 30.0])  # gates around 0, and far beyond the range of e^x
+def test_gated_layers_are_recognized_and_compute_the_same(scale: float) -> None:
     torch.manual_seed(2)
     module = mlp("silu")
     fast = sped_up(module)
@@ -83,7 +83,7 @@ def test_gated_layers_are_recognised_and_compute_the_same(scale: float) -> None:
 @pytest.mark.parametrize(
     "module", [mlp("gelu_pytorch_tanh"), mlp("relu"), mlp("silu", 100)], ids=["gelu", "relu", "odd_width"]
 )
-def test_other_layers_stay(module: nn.Module) -> None:
+def test_other_layers_are_kept(module: nn.Module) -> None:
     assert sped_up(module) is module
 
 
@@ -97,7 +97,7 @@ def calls_ours(attention: nn.Module) -> bool:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_rotary_embeddings_are_recognised_and_compute_the_same() -> None:
+def test_rotary_embeddings_are_recognized_and_compute_the_same() -> None:
     torch.manual_seed(3)
     model, other = (make_model(LlamaConfig(**SHAPE | {"head_dim": 32})) for _ in range(2))
     rows = torch.arange(20)[None]
@@ -125,8 +125,8 @@ def test_a_rotary_embedding_takes_rows_that_are_parts_of_wider_ones() -> None:
         torch.testing.assert_close(turned, expected)
 
 
-@pytest.mark.parametrize("kind", [CohereConfig, GlmConfig])  # turned pair by pair; in part
-def test_other_rotary_embeddings_stay(kind: type[PreTrainedConfig]) -> None:
+@pytest.mark.parametrize("kind", [CohereConfig, GlmConfig])  # rotated in pairs; partially
+def test_other_rotary_embeddings_are_kept(kind: type[PreTrainedConfig]) -> None:
     model = make_model(kind(**SHAPE | {"head_dim": 32}))
     with torch.inference_mode():
         speed_up_rows(model)
@@ -134,7 +134,7 @@ def test_other_rotary_embeddings_stay(kind: type[PreTrainedConfig]) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_what_is_not_a_number_stays_visible() -> None:
+def test_nan_stays_visible() -> None:
     rows = torch.ones(2, 64)
     rows[1, 3] = float("nan")
     assert sped_up(norm(LlamaRMSNorm, 64))(rows).isfinite().all(dim=1).tolist() == [True, False]
@@ -149,7 +149,7 @@ def test_a_model_of_another_dtype_or_without_a_compiler_is_left_alone(monkeypatc
 
 
 @pytest.mark.usefixtures("kernels")
-def test_all_of_a_model_is_found() -> None:
+def test_all_modules_of_a_model_are_found() -> None:
     model = make_model(Qwen3Config(**SHAPE))
     with torch.inference_mode():
         speed_up_rows(model)

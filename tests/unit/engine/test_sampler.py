@@ -1,4 +1,4 @@
-"""Sampling: transformers' own warpers and processors are the oracle for what may be drawn, arithmetic for the rest."""
+"""Sampling, with transformers' warpers and processors as the oracle for draws, and arithmetic for the rest."""
 
 from typing import Any
 
@@ -94,7 +94,7 @@ def test_penalties_and_bias() -> None:
     assert draws(logits, 20, logit_bias={11: 100.0}) == [11] * 20
 
 
-def test_penalties_count_the_tokens_as_they_come() -> None:
+def test_penalties_count_sampled_tokens() -> None:
     one = row(temperature=0.0, presence_penalty=1.0)
     logits = torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 4] = 5.0, 4.5
@@ -133,7 +133,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
     assert samples[2] == Sample(int(good[2].argmax()), None)
 
 
-def test_a_tiny_temperature_is_greedy_and_not_an_overflow() -> None:
+def test_a_tiny_temperature_is_greedy_without_overflow() -> None:
     logits = logits_of(1, spread=50.0)
     assert set(draws(logits, 10, temperature=1e-30)) == {int(logits.argmax())}
 

@@ -1,4 +1,4 @@
-"""The engine's statistics match the work it did."""
+"""The engine's statistics match its work."""
 
 import itertools
 import operator
@@ -31,7 +31,7 @@ def request(name: str, prompt: tuple[int, ...] = PROMPT, **params: Any) -> Gener
 
 
 def numbers(stats: EngineStats) -> list[float]:
-    """All that must only grow."""
+    """Return all numbers that must only grow."""
     counters = [getattr(stats.counters, name) for name in stats.counters.__slots__]
     histograms = (stats.step_tokens, stats.inter_token_s)
     return [*counters, *(n for h in histograms for n in (*h.counts, h.total))]
@@ -67,7 +67,7 @@ def test_without_a_prefix_cache_nothing_is_queried(model: PreTrainedModel) -> No
     assert (counters.prompt_tokens, counters.queried_tokens, counters.cached_tokens) == (80, 0, 0)
 
 
-def test_drafts_are_counted_and_a_gap_is_that_of_a_step(model: PreTrainedModel) -> None:
+def test_drafts_are_counted_and_a_gap_spans_a_step(model: PreTrainedModel) -> None:
     engine = make_engine(model, draft_tokens=5)
     engine.add_request(request("r", REPEATING, max_tokens=80))
     yields = 0
@@ -80,7 +80,7 @@ def test_drafts_are_counted_and_a_gap_is_that_of_a_step(model: PreTrainedModel) 
     assert sum(stats.inter_token_s.counts) == yields - 1
 
 
-def test_load_is_seen_while_it_lasts(model: PreTrainedModel) -> None:
+def test_load_is_reported_while_it_lasts(model: PreTrainedModel) -> None:
     engine = make_engine(model, max_sequences=2, max_batched_tokens=128)
     for number in range(3):
         engine.add_request(request(f"r{number}", tuple(range(20 + number, 60 + number))))
@@ -90,8 +90,8 @@ def test_load_is_seen_while_it_lasts(model: PreTrainedModel) -> None:
     assert stats.kv_usage == engine._block_pool.used_blocks / engine._block_pool.total_blocks > 0
 
 
-def test_numbers_only_grow_also_for_another_thread(model: PreTrainedModel) -> None:
-    """Arrivals, cancels and preemptions while somebody looks all the time."""
+def test_counters_only_grow_even_seen_from_another_thread(model: PreTrainedModel) -> None:
+    """Arrivals, cancellations and preemptions while another thread reads continuously."""
     source = random.Random(3)
     engine = make_engine(model, kv_bytes=32 * 4 * 512, lookahead_tokens=4)
     seen: list[list[float]] = []
@@ -125,7 +125,7 @@ def test_numbers_only_grow_also_for_another_thread(model: PreTrainedModel) -> No
 
 
 class Clock:
-    """One second a step."""
+    """A clock of one second per step."""
 
     now_s = 0.0
 
@@ -159,7 +159,7 @@ def seconds(timings: SequenceTimings) -> tuple[float, float, float]:
 
 
 def test_phases_follow_each_other(model: PreTrainedModel, clock: Clock) -> None:
-    """Prompts of 40 tokens, 24 a step: the first sequence's begins in step 1 and has its first token in step 2."""
+    """Prompts of 40 tokens, 24 per step: the first sequence begins in step 1 and has its first token in step 2."""
     engine = make_engine(model, max_sequences=1)
     engine.add_request(request("first", max_tokens=5))
     engine.add_request(request("second", PROMPT[::-1], max_tokens=1))
@@ -168,7 +168,7 @@ def test_phases_follow_each_other(model: PreTrainedModel, clock: Clock) -> None:
     assert [seconds(timings) for timings in told["second"]] == [(7, 1, 0)]  # steps 7 and 8; its first token is its last
 
 
-def test_the_cancelled_say_how_far_they_came(model: PreTrainedModel, clock: Clock) -> None:
+def test_canceled_requests_report_their_timings(model: PreTrainedModel, clock: Clock) -> None:
     engine = make_engine(model, max_sequences=1)
     for name in ("running", "waiting"):
         engine.add_request(request(name))
@@ -182,7 +182,7 @@ def test_the_cancelled_say_how_far_they_came(model: PreTrainedModel, clock: Cloc
     assert seconds(told["waiting"]) == (4, 0, 0)
 
 
-def test_giving_way_is_part_of_the_phase_and_a_gap_between_tokens(model: PreTrainedModel, clock: Clock) -> None:
+def test_preemption_counts_in_its_phase_and_as_a_gap(model: PreTrainedModel, clock: Clock) -> None:
     engine = make_engine(model, kv_bytes=24 * 4 * 512, lookahead_tokens=4, prefix_cache=False)  # 96 tokens
     for name, prompt in {"old": PROMPT[:20], "new": PROMPT[20:]}.items():
         engine.add_request(request(name, prompt, max_tokens=40))

@@ -1,4 +1,4 @@
-"""Stop strings: found wherever the text is cut, and nothing else is held back or let out."""
+"""Stop strings are found wherever the text is split, and nothing else is held back or released."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ few_stops = st.lists(st.text("ab\n", min_size=1, max_size=6), max_size=6)
 
 
 class NaiveStopStrings:
-    """The same, by looking for every string everywhere."""
+    """The same, by searching for every string everywhere."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops = stops
@@ -33,7 +33,7 @@ class NaiveStopStrings:
 @given(st.lists(st.text("ab\n", max_size=8), max_size=8), few_stops)
 @example(["abab"], ["bab", "abab", "b"])
 @example(["ab", "c"], ["abc", "abd", "b\n"])
-def test_it_finds_what_a_naive_search_finds(texts: list[str], stops: list[str]) -> None:
+def test_it_agrees_with_a_naive_search(texts: list[str], stops: list[str]) -> None:
     quick, naive = StopStrings(tuple(stops)), NaiveStopStrings(tuple(stops))
     for text in texts:
         outcome = quick.push(text)
@@ -43,7 +43,7 @@ def test_it_finds_what_a_naive_search_finds(texts: list[str], stops: list[str]) 
 
 
 def test_a_character_costs_a_step_or_two() -> None:
-    """The cost does not depend on the strings' length or on partial matches: once this was quadratic."""
+    """The cost does not depend on the strings' length or on partial matches. Regression: it was quadratic."""
     looks = 0
 
     class CountedEdges(dict[str, int]):
@@ -64,7 +64,7 @@ def test_a_character_costs_a_step_or_two() -> None:
 
 @given(few_letters, st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.lists(st.integers(0, 30)))
 @example("aab", ["ab"], [1, 2])  # the second "a" begins the stop that the first one seemed to begin
-def test_any_cutting_gives_the_text_before_the_first_stop(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_any_split_gives_the_text_before_the_first_stop(text: str, stops: list[str], cuts: list[int]) -> None:
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     matcher = StopStrings(tuple(stops))
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -75,19 +75,19 @@ def test_any_cutting_gives_the_text_before_the_first_stop(text: str, stops: list
         held = text[len(shown) : end]
         if hit is not None:
             break
-        # Held back is only what could still become a stop string.
+        # Only what could still become a stop string is held back.
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
     if hit is None:
         assert shown + matcher.end()[0] == text
         assert not found
     else:
-        # The first stop to be complete ends the text; another that began earlier may not have been complete yet.
+        # The first complete stop ends the text; another that began earlier may not have been complete yet.
         assert text.startswith(shown + hit)
         assert len(shown) >= min(found)
 
 
 def test_halves_of_a_stop_string_do_not_leak() -> None:
-    # TGI 1254, vLLM 2577, SGLang 11462.
+    # Regression: TGI 1254, vLLM 2577, SGLang 11462.
     matcher = StopStrings(("\nUser:",))
     assert matcher.push("Hello.\nUs") == ("Hello.", None)
     assert matcher.push("er") == ("", None)

@@ -1,7 +1,7 @@
-"""The Triton kernels, run by Triton's interpreter on a CPU and held against the reference.
+"""The Triton kernels, run by Triton's interpreter on a CPU and compared with the reference.
 
-What the interpreter cannot do: bfloat16 (its products take the bit patterns for integers). That the launches compile
-for real GPUs, bfloat16 among them, is tested beside it.
+The interpreter does not support bfloat16 (its products treat the bit patterns as integers). Another test compiles the
+launches for real GPUs, including bfloat16.
 """
 
 import os
@@ -24,9 +24,9 @@ from tests.unit.engine.tiny_models import greedy_reference, llama, make_engine, 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
 
 
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy's words where exp2 saturates
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy's warning where exp2 saturates
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernels_say_what_the_reference_says(name: str) -> None:
+def test_the_kernels_agree_with_the_reference(name: str) -> None:
     case = CASES[name]
     query, keys, values, step, options = layer_of(case)
     expected = attend_by_reference(query, keys, values, step, options)
@@ -38,7 +38,7 @@ def test_the_kernels_say_what_the_reference_says(name: str) -> None:
 
 
 @pytest.mark.usefixtures("paged")
-def test_an_engine_on_the_kernels_says_what_generate_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_on_the_kernels_agrees_with_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.engine.make_kv_memory", partial(PagedKVPool, attention=partial(attend, splits=2)))
     model = llama()
     prompts = [[20, 21, 22, 23, 24, 25], [30], [40, 41, 42]]
@@ -50,7 +50,7 @@ def test_an_engine_on_the_kernels_says_what_generate_says(monkeypatch: pytest.Mo
 
 
 def test_every_kind_of_launch_compiles_for_gpus(tmp_path: Path) -> None:
-    """To machine code for Ampere and Hopper, within the shared memory of the smallest card of each."""
+    """Compile to machine code for Ampere and Hopper, within the shared memory of the smallest card of each."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.unit.engine.compile_kernels"]
     root = Path(__file__).parents[3]

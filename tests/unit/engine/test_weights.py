@@ -46,7 +46,7 @@ def digest(folder: Path) -> str:
     return WeightsDigest(str(folder)).result()
 
 
-def test_a_copy_is_called_the_same_and_one_number_more_makes_it_another(folder: Path, tmp_path: Path) -> None:
+def test_a_copy_has_the_same_revision_and_any_changed_number_another(folder: Path, tmp_path: Path) -> None:
     copied = tmp_path / "elsewhere"
     shutil.copytree(folder, copied)
     assert digest(copied) == digest(folder)
@@ -64,14 +64,16 @@ def test_a_copy_is_called_the_same_and_one_number_more_makes_it_another(folder: 
         ("config.json", "transformers_version", "9.9", False),
     ],
 )
-def test_a_configuration_is_part_of_it(folder: Path, file_name: str, key: str, value: object, is_another: bool) -> None:
+def test_the_configuration_is_part_of_the_revision(
+    folder: Path, file_name: str, key: str, value: object, is_another: bool
+) -> None:
     before = digest(folder)
     config = json.loads((folder / file_name).read_text())
     (folder / file_name).write_text(json.dumps(config | {key: value}, indent=7))
     assert (digest(folder) != before) == is_another
 
 
-def test_each_shard_is_part_of_it(folder: Path) -> None:
+def test_each_shard_is_part_of_the_revision(folder: Path) -> None:
     make_model(LlamaConfig(**SHAPE)).save_pretrained(folder, max_shard_size="20KB")
     (folder / SAFE_NAME).unlink(missing_ok=True)
     shards = weight_files(str(folder))
@@ -86,7 +88,7 @@ def test_each_shard_is_part_of_it(folder: Path) -> None:
 
 def test_a_pickle_is_not_read(folder: Path) -> None:
     torch.save(load_file(folder / SAFE_NAME), folder / "pytorch_model.bin")
-    weight_files(str(folder))  # which is beside safetensors does not matter
+    weight_files(str(folder))  # a pickle beside safetensors does not matter
     (folder / SAFE_NAME).unlink()
     with pytest.raises(UnsupportedModel, match="pytorch_model.bin"):
         LLMEngine.from_pretrained(str(folder), EngineConfig())
@@ -95,7 +97,7 @@ def test_a_pickle_is_not_read(folder: Path) -> None:
         WeightsDigest(str(folder))
 
 
-def test_neither_is_that_of_an_adapter(folder: Path, tmp_path: Path) -> None:
+def test_an_adapters_pickle_is_not_read(folder: Path, tmp_path: Path) -> None:
     write_adapter(make_model(LlamaConfig(**SHAPE)), tmp_path / "adapter", seed=1, r=2, target_modules=["q_proj"])
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     torch.save(load_file(weights), tmp_path / "adapter" / "adapter_model.bin")

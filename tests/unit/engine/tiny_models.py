@@ -1,4 +1,4 @@
-"""Tiny random models and tokenizers, made on the spot, and the drivers the engine's tests share."""
+"""Tiny random models and tokenizers, made on the fly, and the drivers that the engine's tests share."""
 
 import copy
 from collections import defaultdict
@@ -19,11 +19,11 @@ from transformers import (
 
 from engine import EngineConfig, GenerationRequest, LLMEngine, PromptLogprob, SequenceOutput, TokenLogprob
 
-torch.set_num_threads(1)  # for the references too: tests run beside each other
+torch.set_num_threads(1)  # for the references too, since tests run in parallel
 
 VOCAB_SIZE = 300
 EOS_ID = 1
-# A wide initialisation keeps the best logit far from the second, so that rounding cannot swap them.
+# A wide initialization keeps the best logit far from the second, so that rounding cannot swap them.
 SHAPE: Final[dict[str, Any]] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -41,7 +41,7 @@ SHAPE: Final[dict[str, Any]] = {
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a new one, always with the same tokens."""
+    """Return a new tokenizer, always with the same tokens."""
     tokenizer = Tokenizer.from_str(_trained_tokenizer())
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
@@ -102,7 +102,7 @@ def make_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
 
 @dataclass
 class Answer:
-    """All that a choice yielded, put together."""
+    """A choice's combined output."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
