@@ -174,7 +174,7 @@ class Choice:
 
     def _output(self, token_ids: list[int], text: str, logprobs: list[TokenLogprob] | None) -> SequenceOutput:
         clock = self.sequence.clock
-        has_ended = self.text.finish_reason is not None and clock.scheduled_s is not None  # else: the resumed text
+        has_ended = self.text.finish_reason is not None and clock.scheduled_s is not None  # else by resumed text
         return SequenceOutput(
             self.request_id,
             self.index,

@@ -224,7 +224,7 @@ async def is_behind(bus: Bus, queue: str, settings: GateSettings) -> bool:
 async def _oldest(bus: Bus, queue: str, lane: str) -> dt.datetime | None:
     """Return when the stream stored the oldest job that a lane still has; None if the lane is empty.
 
-    Asks a gateway, because a worker may not read jobs that it was not given. Older gateways do not answer.
+    Asks a gateway, because a worker may not read jobs of others. Without an answer (older gateways), reads the stream.
     """
     try:
         reply = await bus.request(subjects.oldest_job_subject(queue, lane), b"", timeout_s=OLDEST_LIMIT_S)

@@ -81,7 +81,7 @@ class Executor:
         self._send: Callable[[Attempt, Any], None] = self._send_deltas if is_chat else self._send_tokens
         self._counted_by: CountedBy = "provider" if engine.takes == TAKES_MESSAGES else engine.counted_by
         self.jobs_taken = 0  # accepted since the start
-        self.batch_jobs_taken = 0  # of these: ended by failure or handed back
+        self.batch_jobs_taken = 0  # accepted batch jobs
         self.tokens_made = 0
         self._held: dict[str, Attempt] = {}  # pulled and not ended
         self._waiting: deque[Attempt] = deque()  # attempts of `_held` without credit

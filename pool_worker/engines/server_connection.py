@@ -255,8 +255,8 @@ class ServerConnection:
                 self._limited_silence() as heard,
                 self._client.stream("POST", path, content=content, headers=_HEADERS, timeout=timeout) as response,
             ):
-                if (doubted := await rejection_reason(response.status_code)) is not None:
-                    return doubted
+                if (rejection := await rejection_reason(response.status_code)) is not None:
+                    return rejection
                 if response.status_code != httpx.codes.OK:
                     return await self._refused(response)
                 async for taken in self._taken(response, framing, answer):

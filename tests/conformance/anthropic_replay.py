@@ -45,7 +45,7 @@ class AnthropicReplay(ChatReplay):
         may_call = body.get("tool_choice", {}).get("type") != "none"
         return Asked(messages, [tool["name"] for tool in body.get("tools", ()) if may_call], body["max_tokens"], prefix)
 
-    def told(self, script: Script, end: str | None = None) -> Sequence[str]:
+    def answer_events(self, script: Script, end: str | None = None) -> Sequence[str]:
         usage = {
             "input_tokens": script.prompt_tokens - CACHED_TOKENS - WRITTEN_TOKENS,
             "cache_creation_input_tokens": WRITTEN_TOKENS,
@@ -132,9 +132,9 @@ def exhausted(value: Any) -> Any:
     return value
 
 
-def event(told: Mapping[str, Any], *, is_known: bool = True) -> str:
-    if is_known and told["type"] != "ping":
+def event(content: Mapping[str, Any], *, is_known: bool = True) -> str:
+    if is_known and content["type"] != "ping":
         from tests.conformance.anthropic_types import EVENT
 
-        EVENT.validate_python(told)
-    return f"event: {told['type']}\ndata: {json.dumps(told)}\n\n"
+        EVENT.validate_python(content)
+    return f"event: {content['type']}\ndata: {json.dumps(content)}\n\n"

@@ -67,11 +67,11 @@ class BedrockReplay(AwsReplay):
         assert tools or not has_calls, "toolConfig must be defined when using toolUse and toolResult content blocks"
         return Asked(messages, tools, body["inferenceConfig"].get("maxTokens"), prefix)
 
-    def told(self, script: Script, end: str | None = None) -> Sequence[bytes]:
+    def answer_events(self, script: Script, end: str | None = None) -> Sequence[bytes]:
         events = [event("messageStart", {"role": "assistant"})]
         for index, parts in script.blocks():
             at = {"contentBlockIndex": index}
-            events += [event(*told_of(part, at)) for part in parts]
+            events += [event(*event_of(part, at)) for part in parts]
             events.append(event("contentBlockStop", at))
         events.append(event("messageStop", {"stopReason": end or ENDS[script.end]}, is_known=end is None))
         usage = {
@@ -84,9 +84,9 @@ class BedrockReplay(AwsReplay):
         return [*events, event("metadata", {"usage": usage, "metrics": {"latencyMs": 12}})]
 
     def failed(self) -> bytes:
-        told = {"message": "Too many requests"}
-        check(told, BEDROCK.shape_for("ThrottlingException"))
-        return message(json.dumps(told).encode(), "exception", "throttlingException")
+        values = {"message": "Too many requests"}
+        check(values, BEDROCK.shape_for("ThrottlingException"))
+        return message(json.dumps(values).encode(), "exception", "throttlingException")
 
 
 @dataclass
@@ -97,18 +97,18 @@ class SageMakerReplay(AwsReplay):
     service: ClassVar[str] = "sagemaker"
     failure: ClassVar[str] = "ModelStreamError"
 
-    def told(self, script: Script, end: str | None = None) -> Sequence[bytes]:
-        chunks = [one.encode() for one in map(str, super().told(script, end))]
+    def answer_events(self, script: Script, end: str | None = None) -> Sequence[bytes]:
+        chunks = [one.encode() for one in map(str, super().answer_events(script, end))]
         halves = [half for one in chunks for half in (one[: len(one) // 2], one[len(one) // 2 :])]
         return [payload_part(half) for half in halves]
 
     def failed(self) -> bytes:
-        told = {"Message": "gone", "ErrorCode": "ModelInvocationTimeExceeded"}
-        check(told, SAGEMAKER.shape_for("ModelStreamError"))
-        return message(json.dumps(told).encode(), "exception", "ModelStreamError")
+        values = {"Message": "gone", "ErrorCode": "ModelInvocationTimeExceeded"}
+        check(values, SAGEMAKER.shape_for("ModelStreamError"))
+        return message(json.dumps(values).encode(), "exception", "ModelStreamError")
 
 
-def told_of(part: Part, at: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
+def event_of(part: Part, at: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
     """Return the event that contains a part, and its kind."""
     if part.kind == "call":
         return "contentBlockStart", {"start": {"toolUse": {"toolUseId": part.call_id, "name": part.text}}, **at}
@@ -126,10 +126,10 @@ def check(value: Any, shape: Shape) -> None:
     assert not report.has_errors(), report.generate_report()
 
 
-def event(kind: str, told: Mapping[str, Any], *, is_known: bool = True) -> bytes:
+def event(kind: str, values: Mapping[str, Any], *, is_known: bool = True) -> bytes:
     if is_known:
-        check(told, BEDROCK.shape_for("ConverseStreamOutput").members[kind])
-    return message(json.dumps(told).encode(), "event", kind)
+        check(values, BEDROCK.shape_for("ConverseStreamOutput").members[kind])
+    return message(json.dumps(values).encode(), "event", kind)
 
 
 def payload_part(data: bytes) -> bytes:
@@ -153,14 +153,14 @@ def check_signature(request: Request, service: str) -> None:
     headers = request.headers
     scheme, _, rest = headers["authorization"].partition(" ")
     assert scheme == "AWS4-HMAC-SHA256"
-    told = dict(part.strip().split("=", 1) for part in rest.split(","))
-    names = told["SignedHeaders"].split(";")
+    values = dict(part.strip().split("=", 1) for part in rest.split(","))
+    names = values["SignedHeaders"].split(";")
     assert {"host", "x-amz-date", "x-amz-security-token"} <= set(names)
     url = f"http://{headers['host']}{request.scope['raw_path'].decode()}"
     again = AWSRequest("POST", url, data=request._body, headers={name: headers[name] for name in names})
     again.context["timestamp"] = headers["x-amz-date"]
     key, secret, token = list(AWS_ENVIRONMENT.values())[:3]
     signer = SigV4Auth(Credentials(key, secret, token), service, REGION)
-    assert told["Credential"] == f"{key}/{headers['x-amz-date'][:8]}/{REGION}/{service}/aws4_request"
+    assert values["Credential"] == f"{key}/{headers['x-amz-date'][:8]}/{REGION}/{service}/aws4_request"
     signed = signer.string_to_sign(again, signer.canonical_request(again))
-    assert told["Signature"] == signer.signature(signed, again)
+    assert values["Signature"] == signer.signature(signed, again)

@@ -128,7 +128,9 @@ class ChatReplay(Replay):
 
     def events(self, body: Mapping[str, Any]) -> Sequence[str | bytes]:
         asked = self.asked(body)
-        return self.told(Script(asked, [Part("text", ANOTHER)], "stop") if self.is_another else script_of(asked))
+        return self.answer_events(
+            Script(asked, [Part("text", ANOTHER)], "stop") if self.is_another else script_of(asked)
+        )
 
     def asked(self, body: Mapping[str, Any]) -> Asked:
         """Read a body, validated by the API's own types."""
@@ -141,7 +143,7 @@ class ChatReplay(Replay):
         tools = [tool["function"]["name"] for tool in body.get("tools") or ()]
         return Asked(messages, tools, limit, prefix, wants_usage)
 
-    def told(self, script: Script, end: str | None = None) -> Sequence[str | bytes]:
+    def answer_events(self, script: Script, end: str | None = None) -> Sequence[str | bytes]:
         """Return the events of an answer, validated by the API's own types. ``end``: another finish reason."""
         usage = {
             "prompt_tokens": script.prompt_tokens,
@@ -183,8 +185,8 @@ class ChatReplay(Replay):
 
 
 def chunk(choices: Sequence[Mapping[str, Any]], *, is_known: bool = True, **more: Any) -> str:
-    told = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1_800_000_000, "model": "replay"}
-    whole = {**told, "choices": choices, **more}
+    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1_800_000_000, "model": "replay"}
+    whole = {**head, "choices": choices, **more}
     if is_known:
         ChatCompletionChunk.model_validate(whole)
     return sse(whole)

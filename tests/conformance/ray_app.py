@@ -47,7 +47,7 @@ async def _events(
     prompt_tokens: int,
     first: SequenceOutput,
     rest: AsyncGenerator[SequenceOutput, None],
-    told: Callable[[str], dict[str, Any]],
+    wrap: Callable[[str], dict[str, Any]],
 ) -> AsyncIterator[str]:
     made = 0
 
@@ -59,7 +59,7 @@ async def _events(
             yield f"data: {json.dumps({'error': {'message': output.error}})}\n\n"
             return
         made += len(output.token_ids)
-        yield event([{"index": 0, "finish_reason": output.finish_reason, **told(output.text)}])
+        yield event([{"index": 0, "finish_reason": output.finish_reason, **wrap(output.text)}])
     if (body.get("stream_options") or {}).get("include_usage"):
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}
         yield event([], usage=usage)
@@ -112,7 +112,7 @@ class OpenAIApp:
         return await self._answer(body, rendered["input_ids"], lambda text: {"delta": {"content": text}})
 
     async def _answer(
-        self, body: dict[str, Any], ids: list[int], told: Callable[[str], dict[str, Any]]
+        self, body: dict[str, Any], ids: list[int], wrap: Callable[[str], dict[str, Any]]
     ) -> StreamingResponse:
         unknown = body.keys() - OF_SAMPLING - OF_THE_CALL
         if unknown or not body.get("stream"):
@@ -121,7 +121,7 @@ class OpenAIApp:
         first = await anext(outputs)
         if isinstance(first, Refusal):
             raise HTTPException(400, first.error)
-        return StreamingResponse(_events(body, len(ids), first, outputs, told), media_type="text/event-stream")
+        return StreamingResponse(_events(body, len(ids), first, outputs, wrap), media_type="text/event-stream")
 
 
 def main() -> None:

@@ -63,8 +63,13 @@ def _tasks(folder: Path) -> Path:
 
 def _scores(python: Path, kind: str, system: System, tasks: Path, folder: Path) -> dict[str, float]:
     route, names, more = RUNS[kind]
-    told = [f"base_url={system.base_url}/v1/{route}", f"model={system.model}", f"tokenizer={DEMO_MODEL_PATH}", *more]
-    command = [str(python), "-m", "lm_eval", "run", "--model", kind, "--model_args", ",".join(told)]
+    model_args = [
+        f"base_url={system.base_url}/v1/{route}",
+        f"model={system.model}",
+        f"tokenizer={DEMO_MODEL_PATH}",
+        *more,
+    ]
+    command = [str(python), "-m", "lm_eval", "run", "--model", kind, "--model_args", ",".join(model_args)]
     command += ["--tasks", ",".join(names), "--include_path", str(tasks), "--output_path", str(folder / kind)]
     command += ["--apply_chat_template"] if kind == "local-chat-completions" else ["--batch_size", "4"]
     environment = {

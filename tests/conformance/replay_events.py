@@ -72,8 +72,8 @@ def vllm(body: Body) -> Iterator[Body]:
     logprobs, tokens = body.get("logprobs"), 0
     for step in steps(body["prompt"], body["max_tokens"], body, logprobs, body["stop_token_ids"]):
         top = {f"token_id:{id_}": logprob for id_, logprob in step.top}
-        told = None if logprobs is None else {"token_logprobs": [step.top[0][1]], "top_logprobs": [top]}
-        choice = {"text": "", "token_ids": [step.id], "finish_reason": step.end, "logprobs": told}
+        reported = None if logprobs is None else {"token_logprobs": [step.top[0][1]], "top_logprobs": [top]}
+        choice = {"text": "", "token_ids": [step.id], "finish_reason": step.end, "logprobs": reported}
         tokens += 1
         yield completion(choice, usage=None)
     usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": tokens, "prompt_tokens_details": None}
@@ -133,11 +133,11 @@ def ollama(body: Body) -> Iterator[Body]:
     """Return lines of JSON: https://docs.ollama.com/api/generate."""
     assert body["raw"] is True
     given = body["options"]
-    told = {"model": "replay:latest", "created_at": "2026-11-22T12:00:00Z"}
+    reported = {"model": "replay:latest", "created_at": "2026-11-22T12:00:00Z"}
     for step in steps(body["prompt"], given["num_predict"], given):
-        yield {**told, "response": step.text, "done": False}
+        yield {**reported, "response": step.text, "done": False}
     counts = {"prompt_eval_count": 0, "eval_count": 7}  # not reliable
-    yield {**told, "response": "", "done": True, "done_reason": "length", **counts}
+    yield {**reported, "response": "", "done": True, "done_reason": "length", **counts}
 
 
 def triton(body: Body) -> Iterator[Body]:

@@ -109,8 +109,8 @@ async def test_a_call_without_arguments_has_an_empty_object(replay: AnthropicRep
 async def test_an_account_without_credit_is_not_the_clients_fault(replay: AnthropicReplay) -> None:
     """https://platform.claude.com/docs/en/api/errors: it is reported as a 400."""
     message = "Your credit balance is too low to access the Anthropic API. Please go to Plans & Billing."
-    told = {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
-    replay.faults.append(lambda _: JSONResponse(told, 400))
+    reported = {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
+    replay.faults.append(lambda _: JSONResponse(reported, 400))
     async with driving(replay) as driver:
         answer = await driver.answer()
     assert (answer.finish_reason, driver.refusals) == ("error", {})
@@ -128,9 +128,9 @@ async def test_implausible_counts_are_replaced_by_estimates(replay: AnthropicRep
     assert answer.usage == ChatUsage("estimate", 7, answer.tokens)
 
 
-@pytest.mark.parametrize("told", [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}])
-async def test_unexpected_blocks_are_malformed(replay: AnthropicReplay, told: dict[str, Any]) -> None:
-    block = event({"type": "content_block_start", "index": 1, "content_block": told})
+@pytest.mark.parametrize("reported", [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}])
+async def test_unexpected_blocks_are_malformed(replay: AnthropicReplay, reported: dict[str, Any]) -> None:
+    block = event({"type": "content_block_start", "index": 1, "content_block": reported})
     replay.faults.append(replay.with_events(lambda events: [*events[:6], block, *events[6:]]))
     async with driving(replay) as driver:
         assert "server_tool_use" in ((await driver.answer()).error or "")

@@ -81,8 +81,8 @@ async def test_effort_and_single_calls(bedrock: BedrockReplay) -> None:
     assert single["toolConfig"]["toolChoice"] == {"auto": {}}  # the gateway drops further calls
     assert body["outputConfig"] == {"effort": "high"}
     assert body["toolConfig"]["toolChoice"] == {"tool": {"name": "weather"}}
-    told = {name: refusal.param for name, refusal in driver.refusals.items()}
-    assert told == {"none": "reasoning_effort", "hot": "temperature"}
+    reported = {name: refusal.param for name, refusal in driver.refusals.items()}
+    assert reported == {"none": "reasoning_effort", "hot": "temperature"}
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ async def test_an_error_type_determines_the_meaning_of_a_400(
 async def test_the_containers_status_counts(sagemaker: SageMakerReplay, status: int, is_refused: bool) -> None:
     """https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_runtime_InvokeEndpointWithResponseStream.html#API_runtime_InvokeEndpointWithResponseStream_Errors."""
     message = f'Received client error ({status}) from primary with message "{"x" * 900}"'
-    told = {"ErrorCode": "CLIENT_ERROR_FROM_MODEL", "Message": message, "OriginalStatusCode": status}
-    sagemaker.faults.append(lambda _: JSONResponse(told, 424))
+    reported = {"ErrorCode": "CLIENT_ERROR_FROM_MODEL", "Message": message, "OriginalStatusCode": status}
+    sagemaker.faults.append(lambda _: JSONResponse(reported, 424))
     async with driving_chat(SageMakerSettings(**SAGEMAKER, url=sagemaker.url)) as driver:
         answer = await driver.answer()
         assert answer.finish_reason == "error"
@@ -126,8 +126,8 @@ async def test_the_containers_status_counts(sagemaker: SageMakerReplay, status: 
 
 async def test_a_missing_endpoint_is_not_the_clients_fault(sagemaker: SageMakerReplay) -> None:
     headers = {"x-amzn-errortype": "ValidationError"}
-    told = {"message": "Endpoint my-endpoint of account 123456789012 not found."}
-    sagemaker.faults.append(lambda _: JSONResponse(told, 400, headers))
+    reported = {"message": "Endpoint my-endpoint of account 123456789012 not found."}
+    sagemaker.faults.append(lambda _: JSONResponse(reported, 400, headers))
     async with driving_chat(SageMakerSettings(**SAGEMAKER, url=sagemaker.url)) as driver:
         assert "404" in ((await driver.answer()).error or "")
     assert not driver.refusals

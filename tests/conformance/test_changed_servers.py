@@ -54,7 +54,7 @@ def serve(tokenizer: str, replay_of: ReplayOf) -> Serve:
     return lambda kind: paired(replay_of(kind), tokenizer)
 
 
-def told(kind: str, key: str, value: Any) -> Any:
+def facts_with(kind: str, key: str, value: Any) -> Any:
     """Return the facts of a server of this kind, with one changed."""
 
     def changed(page: Any) -> Any:
@@ -78,7 +78,7 @@ def watch_of(driver: Driver | chat_engines.Driver) -> FactsWatch:
 async def test_nothing_is_taken_from_another_model(kind: str, serve: Serve) -> None:
     async with serve(kind) as (driver, replay):
         assert (await driver.answer(request("before"))).finish_reason == "length"
-        replay.facts = told(kind, OTHER[kind], ["2"] if kind == "triton" else "other")
+        replay.facts = facts_with(kind, OTHER[kind], ["2"] if kind == "triton" else "other")
         answer = await driver.answer(request("after"))
         assert (answer.finish_reason, answer.token_ids, answer.text) == ("error", [], "")
         assert (answer.error or "").startswith("the server has changed: ")
@@ -93,7 +93,7 @@ async def test_nothing_is_taken_from_another_model(kind: str, serve: Serve) -> N
 async def test_nothing_is_taken_from_a_server_with_a_shorter_context(kind: str, serve: Serve) -> None:
     """Even if it refuses a length that it accepted before: callers do not see that."""
     async with serve(kind) as (driver, replay):
-        replay.facts = told(kind, CONTEXT[kind], 20)
+        replay.facts = facts_with(kind, CONTEXT[kind], 20)
         replay.faults.append(lambda _: JSONResponse({"error": {"message": "context is too long"}}, 400))
         answer = await driver.answer(request())
         assert "context length: 200 before, 20 now" in (answer.error or "")
@@ -104,7 +104,7 @@ async def test_nothing_is_taken_from_a_server_with_a_shorter_context(kind: str, 
 @pytest.mark.parametrize("kind", CONTEXT)
 async def test_a_restarted_worker_takes_the_shorter_context(kind: str, tokenizer: str, replay_of: ReplayOf) -> None:
     replay = replay_of(kind)
-    replay.facts = told(kind, CONTEXT[kind], 50)
+    replay.facts = facts_with(kind, CONTEXT[kind], 50)
     async with driving(server_settings(replay, tokenizer).model_copy(update={"max_model_len": 200})) as driver:
         assert driver.capacity.max_model_len == 50
 
@@ -120,7 +120,7 @@ async def test_nothing_is_taken_from_a_server_with_another_tokenizer(kind: str, 
 @pytest.mark.parametrize("kind", CONTEXT)
 async def test_a_harmless_change_is_ignored(kind: str, serve: Serve) -> None:
     async with serve(kind) as (driver, replay):
-        replay.facts = told(kind, CONTEXT[kind], 100_000)
+        replay.facts = facts_with(kind, CONTEXT[kind], 100_000)
         assert (await driver.answer(request())).finish_reason == "length"
 
 
@@ -155,7 +155,7 @@ async def test_after_a_broken_stream_facts_are_read_again_even_under_load(kind: 
         loading = await driver.answer(request("loading"))
         assert (loading.token_ids, driver.answers["beside", 0].finish_reason) == ([], None)
         assert "does not report yet what it serves" in (loading.error or "")
-        replay.facts = told(kind, OTHER[kind], ["2"] if kind == "triton" else "other")
+        replay.facts = facts_with(kind, OTHER[kind], ["2"] if kind == "triton" else "other")
         another = await driver.answer(request("another"))
         assert (another.token_ids, driver.answers["beside", 0].finish_reason) == ([], None)
         assert "the server has changed" in (another.error or "")
@@ -207,7 +207,7 @@ async def test_a_server_restarted_with_another_model_gets_nothing_to_resume(
     first = replay_of(kind)
     first.token_s = 0.01
     with running(Replay(kind)) as second:
-        second.facts = told(kind, OTHER[kind], ["2"] if kind == "triton" else "other")
+        second.facts = facts_with(kind, OTHER[kind], ["2"] if kind == "triton" else "other")
         address = Address(first.url)
         settings = server_settings(first, tokenizer)
         async with listening(address) as url, driving(settings.model_copy(update={"url": url})) as driver:
@@ -231,7 +231,7 @@ async def test_a_running_stream_proves_its_server_unchanged(serve: Serve) -> Non
         replay.token_s = 0.01
         driver.submit(request("beside", max_tokens=150))
         await driver.wait(lambda: driver.answers["beside", 0].token_ids)
-        replay.facts = told("vllm", "id", "other")
+        replay.facts = facts_with("vllm", "id", "other")
         assert (await driver.answer(request())).finish_reason == "length"
         assert driver.answers["beside", 0].finish_reason is None
 
@@ -240,7 +240,7 @@ async def test_facts_are_read_again_after_a_brief_health_failure(serve: Serve) -
     async with serve("vllm") as (driver, replay):
         watch = watch_of(driver)
         running = asyncio.create_task(watch.run(lambda _: None))
-        replay.facts = told("vllm", "id", "other")
+        replay.facts = facts_with("vllm", "id", "other")
         replay.is_healthy = False
         await until(lambda: watch.change)
         replay.is_healthy = True

@@ -253,14 +253,14 @@ async def test_unsupported_fields_are_refused_by_name(pair: tuple[Driver, ChatRe
     schema = AnswerSchema('{"type":"object"}', "thing", is_strict=True)
     answer = await driver.answer(chat(schema=schema), name="schema")
     if "json_schema" in driver.engine._format.schemas:
-        told = {"name": "thing", "schema": {"type": "object"}, "strict": True}
-        assert replay.bodies[-1]["response_format"] == {"type": "json_schema", "json_schema": told}
+        reported = {"name": "thing", "schema": {"type": "object"}, "strict": True}
+        assert replay.bodies[-1]["response_format"] == {"type": "json_schema", "json_schema": reported}
     else:
         assert driver.refusals["schema"].param == "response_format"
     answer = await driver.answer(chat(tools=(WEATHER,), is_single_call=True), name="single")
     assert isinstance(driver.engine._format, OpenAIChatFormat)
-    told = {"parallel_tool_calls": False} if driver.engine._format._profile.takes_single_call else {}
-    assert {name: value for name, value in replay.bodies[-1].items() if name == "parallel_tool_calls"} == told
+    reported = {"parallel_tool_calls": False} if driver.engine._format._profile.takes_single_call else {}
+    assert {name: value for name, value in replay.bodies[-1].items() if name == "parallel_tool_calls"} == reported
 
 
 SAMPLED: dict[str, Any] = {

@@ -113,7 +113,7 @@ async def test_an_invalid_answer_is_reported(driver: Driver, pieces: tuple[str, 
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     [
         {"error": {"code": 400, "message": "too long"}},
         {"error": {"code": "400", "message": "too long"}},
@@ -127,9 +127,9 @@ async def test_an_invalid_answer_is_reported(driver: Driver, pieces: tuple[str, 
 )
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_an_error_code_counts_like_a_status(
-    driver: Driver, rig: UpstreamRig, told: dict[str, Any], is_stream: bool
+    driver: Driver, rig: UpstreamRig, reported: dict[str, Any], is_stream: bool
 ) -> None:
-    prompt = script(data(told) if is_stream else json.dumps(told))
+    prompt = script(data(reported) if is_stream else json.dumps(reported))
     await ask(driver, prompt)
     assert "too long" in (driver.refusals["r"].error or "")
     assert rig.bought[prompt] == 1

@@ -203,8 +203,8 @@ async def test_fields_that_an_api_lacks_are_refused_by_name(
             assert driver.refusals[kind].param == "response_format"
         elif kind == "json_schema":
             assert provider.schema_at is not None
-            told = found(replay.bodies[-1], provider.schema_at)  # JSON, or JSON in a text
-            assert (told if isinstance(told, str) else json.dumps(told, separators=(",", ":"))) == SCHEMA
+            reported = found(replay.bodies[-1], provider.schema_at)  # JSON, or JSON in a text
+            assert (reported if isinstance(reported, str) else json.dumps(reported, separators=(",", ":"))) == SCHEMA
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ CUTS: Final[dict[str, Callable[[ChatReplay, Sequence[Any]], list[Any]]]] = {
     "cut in an event": lambda _, events: [*events[:6], events[6][: len(events[6]) // 2]],
     "malformed": lambda replay, events: [*events[:6], replay.garbage(), *events[6:]],
     "an error in the stream": lambda replay, events: [*events[:6], replay.failed()],
-    "an end nobody knows": lambda replay, _: [*replay.told(script_of(Asked(ASKED, limit=3)), end="error")],
+    "an unknown end": lambda replay, _: [*replay.answer_events(script_of(Asked(ASKED, limit=3)), end="error")],
 }
 
 

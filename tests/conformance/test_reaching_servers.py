@@ -426,9 +426,9 @@ async def test_secrets_echoed_by_a_server_are_masked(shown: str, status: int, ca
             await driver.wait(lambda: driver.answers["r", 0].finish_reason is not None)
             await engine.stop()
             await steps
-        told = f"{driver.answers['r', 0].error} {caplog.text}"
-        assert [secret for secret in NEVER_SHOWN if secret in told] == []
-        assert "secret-of" not in told  # nor a part of it
+        reported = f"{driver.answers['r', 0].error} {caplog.text}"
+        assert [secret for secret in NEVER_SHOWN if secret in reported] == []
+        assert "secret-of" not in reported  # nor a part of it
 
 
 @pytest.mark.parametrize("kind", ["vllm", "openai_chat"])
@@ -443,9 +443,9 @@ async def test_a_refusal_at_the_start_masks_secrets(
         with pytest.raises(EngineDiedError, match="rejected the credentials") as refused:
             await engine.start()
         await engine.stop()
-        told = f"{refused.value} {caplog.text} {engine!r}"
-        assert [secret for secret in NEVER_SHOWN if secret in told] == []
-        assert "x-few: few" in told.lower()  # too short to be distinguished from words
+        reported = f"{refused.value} {caplog.text} {engine!r}"
+        assert [secret for secret in NEVER_SHOWN if secret in reported] == []
+        assert "x-few: few" in reported.lower()  # too short to be distinguished from words
 
 
 def test_what_counts_as_a_secret() -> None:

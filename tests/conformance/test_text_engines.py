@@ -114,8 +114,8 @@ async def test_a_servers_counts_are_ignored(tokenizer: str, replay_of: ReplayOf)
 
 
 def triton_ask(*inputs: str) -> dict[str, Any]:
-    told = {"name": "m", "inputs": [{"name": name} for name in inputs], "outputs": [{"name": "text_output"}]}
-    facts: ServerFacts = TritonFormat.facts(told, "m")
+    reported = {"name": "m", "inputs": [{"name": name} for name in inputs], "outputs": [{"name": "text_output"}]}
+    facts: ServerFacts = TritonFormat.facts(reported, "m")
     return TritonFormat.body(ServerRequest(facts, [1], "hello", SamplingParams(temperature=0.5), 9, 0, 7, 99))
 
 

@@ -126,8 +126,8 @@ async def test_a_conversation_with_tools_becomes_parts(replay: VertexReplay) -> 
     assert body["generationConfig"]["thinkingConfig"] == {"includeThoughts": True, "thinkingLevel": "LOW"}
     assert body["toolConfig"]["functionCallingConfig"] == {"mode": "VALIDATED"}
     assert forced["toolConfig"]["functionCallingConfig"] == {"mode": "ANY", "allowedFunctionNames": ["time"]}
-    told = {name: refusal.param for name, refusal in driver.refusals.items()}
-    assert told == {"xhigh": "reasoning_effort"}
+    reported = {name: refusal.param for name, refusal in driver.refusals.items()}
+    assert reported == {"xhigh": "reasoning_effort"}
 
 
 async def test_thoughts_are_counted_separately(replay: VertexReplay) -> None:
@@ -145,8 +145,8 @@ async def test_a_blocked_prompt_is_filtered(replay: VertexReplay) -> None:
 
 
 async def test_a_location_without_the_model_is_not_the_clients_fault(replay: VertexReplay) -> None:
-    told = {"error": {"code": 400, "message": "User location is not supported", "status": "FAILED_PRECONDITION"}}
-    replay.faults.append(lambda _: JSONResponse(told, 400))
+    reported = {"error": {"code": 400, "message": "User location is not supported", "status": "FAILED_PRECONDITION"}}
+    replay.faults.append(lambda _: JSONResponse(reported, 400))
     async with driving(replay) as driver:
         assert "403" in ((await driver.answer()).error or "")
     assert not driver.refusals

@@ -50,8 +50,13 @@ async def test_vllms_arguments_and_facts(tmp_path: Path, vllm: VllmReplay) -> No
     async with driving(settings(tmp_path, max_sequences=8, engine_args={"dtype": "float32"})) as driver:
         assert driver.capacity.max_kv_tokens == KV_TOKENS
         assert driver.capacity.max_model_len == 200
-    [told] = vllm.started
-    assert (told.model, told.max_num_seqs, told.dtype, told.max_model_len) == (str(tmp_path), 8, "float32", None)
+    [reported] = vllm.started
+    assert (reported.model, reported.max_num_seqs, reported.dtype, reported.max_model_len) == (
+        str(tmp_path),
+        8,
+        "float32",
+        None,
+    )
 
 
 async def test_an_unknown_vllm_argument_ends_the_start(tmp_path: Path, vllm: VllmReplay) -> None:

@@ -47,8 +47,8 @@ class EngineSocket:
             while finish_reason is None:
                 output = await queue.get()
                 finish_reason = output.finish_reason
-                told = {"error": output.error} if finish_reason == "error" else {"text": output.text}
-                writer.write(json.dumps(told).encode() + b"\n")
+                reply = {"error": output.error} if finish_reason == "error" else {"text": output.text}
+                writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
         except ConnectionError:
             self._engine.cancel(name)

@@ -53,8 +53,8 @@ class TritonPythonModel:
         self._folder.cleanup()
 
 
-def _response(told):
-    if "error" in told:
-        return backend.InferenceResponse(error=backend.TritonError(told["error"]))
-    text = np.array([told["text"].encode()], dtype=object)
+def _response(reply):
+    if "error" in reply:
+        return backend.InferenceResponse(error=backend.TritonError(reply["error"]))
+    text = np.array([reply["text"].encode()], dtype=object)
     return backend.InferenceResponse([backend.Tensor("text_output", text)])

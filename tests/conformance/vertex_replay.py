@@ -105,8 +105,8 @@ class VertexReplay(ChatReplay):
         assert self.may_give_tokens.wait(HANGS_S)
         if self.token_status != 200:
             return JSONResponse({"error": "invalid_grant"}, self.token_status)
-        told = {"access_token": f"token-{self.tokens}", "expires_in": self.token_life_s, "token_type": "Bearer"}
-        return JSONResponse(told)
+        content = {"access_token": f"token-{self.tokens}", "expires_in": self.token_life_s, "token_type": "Bearer"}
+        return JSONResponse(content)
 
     def received(self, request: Request) -> None:
         assert request.headers["authorization"] == f"Bearer token-{self.tokens}"
@@ -118,7 +118,7 @@ class VertexReplay(ChatReplay):
         tools = [tool["name"] for one in body.get("tools", ()) for tool in one["functionDeclarations"]]
         return Asked(messages, tools, body["generationConfig"].get("maxOutputTokens"), prefix)
 
-    def told(self, script: Script, end: str | None = None) -> Sequence[str]:
+    def answer_events(self, script: Script, end: str | None = None) -> Sequence[str]:
         parts = [one for _, block in script.blocks() for one in parts_of(block)]
         events = [chunk({"candidates": [{"content": {"role": "model", "parts": [one]}}]}) for one in parts]
         usage = {
@@ -144,8 +144,8 @@ def parts_of(block: Sequence[Part]) -> list[dict[str, Any]]:
     return [{"functionCall": function, "thoughtSignature": "c2lnbmF0dXJl"}]
 
 
-def chunk(told: Mapping[str, Any], *, is_known: bool = True) -> str:
-    whole = {**told, "modelVersion": "replay", "responseId": "r-1"}
+def chunk(content: Mapping[str, Any], *, is_known: bool = True) -> str:
+    whole = {**content, "modelVersion": "replay", "responseId": "r-1"}
     if is_known:
         check(whole, RESPONSE)
     return sse(whole)

@@ -135,12 +135,12 @@ async def test_an_expensive_pool_takes_over_from_a_killed_cheap_one_and_yields_a
     try:
         assert process.stdout is not None
         assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
-        async with running_worker(pool(nats_url, "dear", "on-demand", GateSettings(backlog_jobs=50))):
+        async with running_worker(pool(nats_url, "expensive", "on-demand", GateSettings(backlog_jobs=50))):
             assert await ask(gateway, 30) == {"cheap"}
             process.kill()
-            assert await ask(gateway, 10) == {"dear"}
+            assert await ask(gateway, 10) == {"expensive"}
             async with running_worker(pool(nats_url, "cheap2", "spot")):
-                while await ask(gateway, 1) == {"dear"}:
+                while await ask(gateway, 1) == {"expensive"}:
                     pass
                 assert await ask(gateway, 30) == {"cheap2"}
     finally:
@@ -151,7 +151,7 @@ async def test_an_expensive_pool_takes_over_from_a_killed_cheap_one_and_yields_a
 async def test_an_expensive_pool_helps_with_a_backlog(gateway: PlayingGateway, nats_url: str) -> None:
     async with (
         running_worker(pool(nats_url, "cheap", "spot", max_sequences=1, inter_token_s=0.02)),
-        running_worker(pool(nats_url, "dear", "on-demand", GateSettings(backlog_jobs=3))),
+        running_worker(pool(nats_url, "expensive", "on-demand", GateSettings(backlog_jobs=3))),
     ):
         assert await ask(gateway, 1) == {"cheap"}
         long = [await gateway.ask(max_tokens=1000, ignore_eos=True)]
@@ -160,7 +160,7 @@ async def test_an_expensive_pool_helps_with_a_backlog(gateway: PlayingGateway, n
         assert await gateway.queued() == 3
         many = [await gateway.ask(max_tokens=2) for _ in range(5)]
         await gateway.end_of_all(few + many)
-        assert {worker_of(gateway, attempt) for attempt in few + many} == {"dear"}
+        assert {worker_of(gateway, attempt) for attempt in few + many} == {"expensive"}
 
 
 async def test_a_resumed_job_bypasses_a_closed_gate_after_the_cheap_worker_failed(
@@ -168,14 +168,14 @@ async def test_a_resumed_job_bypasses_a_closed_gate_after_the_cheap_worker_faile
 ) -> None:
     async with (
         running_worker(pool(nats_url, "cheap", "spot")),
-        running_worker(pool(nats_url, "dear", "on-demand", GateSettings(backlog_jobs=50))),
+        running_worker(pool(nats_url, "expensive", "on-demand", GateSettings(backlog_jobs=50))),
     ):
         assert await ask(gateway, 1) == {"cheap"}
         for number in range(10):
             job = gateway.job(attempt=2, request_id=f"resumed{number}", avoid=("cheap",), max_tokens=2)
             attempt = await gateway.publish(job, lane=subjects.RESUME_LANE)
             await gateway.end_of_all([attempt])
-            assert worker_of(gateway, attempt) == "dear"
+            assert worker_of(gateway, attempt) == "expensive"
 
 
 async def test_a_closed_gate_offers_no_capacity(gateway: PlayingGateway, nats_url: str) -> None:
@@ -191,8 +191,8 @@ async def test_a_closed_gate_offers_no_capacity(gateway: PlayingGateway, nats_ur
             while await free.get() != places:
                 pass
 
-    await gateway.bus.subscribe(subjects.heartbeat_subject("dear"), note)
-    async with running_worker(pool(nats_url, "dear", "on-demand", GateSettings(backlog_jobs=50), max_sequences=7)):
+    await gateway.bus.subscribe(subjects.heartbeat_subject("expensive"), note)
+    async with running_worker(pool(nats_url, "expensive", "on-demand", GateSettings(backlog_jobs=50), max_sequences=7)):
         async with running_worker(pool(nats_url, "cheap", "spot")):
             await until_free(0)
         await until_free(7)

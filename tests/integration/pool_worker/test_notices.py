@@ -235,13 +235,13 @@ async def test_malformed_answers_are_not_notices(
 
 async def test_an_unreachable_server_is_retried_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="pool_worker.notices")
-    told: list[float] = []
+    left_s: list[float] = []
     port = free_port()
-    watching = asyncio.create_task(notices.watch("gcp", f"http://127.0.0.1:{port}", lambda: 0, told.append))
+    watching = asyncio.create_task(notices.watch("gcp", f"http://127.0.0.1:{port}", lambda: 0, left_s.append))
     await until(lambda: caplog.records)
     await asyncio.sleep(0.3)  # several more tries
     assert len(caplog.records) == 1
-    assert not told
+    assert not left_s
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watching
@@ -251,15 +251,15 @@ async def test_the_watch_continues_after_failures_until_a_notice(
     metadata: MetadataServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="pool_worker.notices")
-    told: list[float] = []
+    left_s: list[float] = []
     metadata.answers[f"GET {GCP_PREEMPTED}"] = Answer(503)
-    watching = asyncio.create_task(notices.watch("gcp", metadata.url, lambda: 0, told.append))
+    watching = asyncio.create_task(notices.watch("gcp", metadata.url, lambda: 0, left_s.append))
     await until(lambda: len(metadata.questions) > 2)
     metadata.answers[f"GET {GCP_PREEMPTED}"] = Answer(200, "FALSE", {"ETag": "abc"})
     await until(lambda: len(caplog.records) == 2)
     metadata.answers[f"GET {GCP_PREEMPTED}"] = Answer(200, "TRUE", {"ETag": "def"})
     await asyncio.wait_for(watching, HANGS_S)
-    assert told == [29.0]
+    assert left_s == [29.0]
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
 
 

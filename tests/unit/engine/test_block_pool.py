@@ -224,7 +224,7 @@ class Simulation:
     def check_plan(self, chunks: list[Chunk], streaming: list[Sequence]) -> None:
         scheduler = self.scheduler
         assert sum(chunk.tokens + chunk.draft_tokens for chunk in chunks) <= scheduler.max_batched_tokens
-        assert chunks or not self.live, "nobody advances though somebody waits"
+        assert chunks or not self.live, "no sequence advances although some wait"
         advancing = [chunk.sequence for chunk in chunks]
         stalled = [s for s in streaming if s in scheduler.running and s not in advancing]
         assert not stalled, "a long prompt stalls a stream"

@@ -308,7 +308,7 @@ def test_a_request_canceled_while_its_grammar_is_compiled(model: PreTrainedModel
     assert drain(engine)[f"{sources[-1]} too", 0].text == "a" * (len(sources) - 1)
     assert engine.load() == before
     assert sources[-1] in gate.compiled
-    assert set(gate.compiled) <= {*sources[:COMPILING_THREADS], sources[-1]}, "compiled though nobody waits any more"
+    assert set(gate.compiled) <= {*sources[:COMPILING_THREADS], sources[-1]}, "compiled although no request waits"
 
 
 def test_masks_are_made_while_the_forward_pass_runs(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_a_sleeping_engine_releases_memory_and_answers_as_before_after_waking(mo
     with pytest.raises(RequestRejected):
         engine.add_request(request("bad", ()))
     still_sleeps = engine.is_sleeping
-    assert still_sleeps, "nobody wakes it up for nothing"
+    assert still_sleeps, "it woke up without a request"
     [first, *others] = sharing(3)
     engine.add_request(first)
     assert not engine.is_sleeping

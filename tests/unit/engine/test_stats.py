@@ -134,15 +134,15 @@ class Clock:
 
 
 def timed(engine: LLMEngine, clock: Clock, answers: Answers) -> dict[str, list[SequenceTimings]]:
-    told: dict[str, list[SequenceTimings]] = defaultdict(list)
+    reported: dict[str, list[SequenceTimings]] = defaultdict(list)
     while engine.has_unfinished():
         clock.now_s += 1
         outputs = engine.step()
         collect(answers, outputs)
         for output in outputs:
             if output.timings is not None:
-                told[output.request_id].append(output.timings)
-    return told
+                reported[output.request_id].append(output.timings)
+    return reported
 
 
 @pytest.fixture
@@ -163,9 +163,11 @@ def test_phases_follow_each_other(model: PreTrainedModel, clock: Clock) -> None:
     engine = make_engine(model, max_sequences=1)
     engine.add_request(request("first", max_tokens=5))
     engine.add_request(request("second", PROMPT[::-1], max_tokens=1))
-    told = timed(engine, clock, defaultdict(Answer))
-    assert [seconds(timings) for timings in told["first"]] == [(1, 1, 0), (1, 1, 4)]
-    assert [seconds(timings) for timings in told["second"]] == [(7, 1, 0)]  # steps 7 and 8; its first token is its last
+    reported = timed(engine, clock, defaultdict(Answer))
+    assert [seconds(timings) for timings in reported["first"]] == [(1, 1, 0), (1, 1, 4)]
+    assert [seconds(timings) for timings in reported["second"]] == [
+        (7, 1, 0)
+    ]  # steps 7 and 8; its first token is its last
 
 
 def test_canceled_requests_report_their_timings(model: PreTrainedModel, clock: Clock) -> None:
@@ -177,22 +179,22 @@ def test_canceled_requests_report_their_timings(model: PreTrainedModel, clock: C
         engine.step()
     engine.abort("running")
     engine.abort("waiting")
-    told = {output.request_id: output.timings for output in engine.step() if output.timings is not None}
-    assert seconds(told["running"]) == (1, 1, 2)
-    assert seconds(told["waiting"]) == (4, 0, 0)
+    reported = {output.request_id: output.timings for output in engine.step() if output.timings is not None}
+    assert seconds(reported["running"]) == (1, 1, 2)
+    assert seconds(reported["waiting"]) == (4, 0, 0)
 
 
 def test_preemption_counts_in_its_phase_and_as_a_gap(model: PreTrainedModel, clock: Clock) -> None:
     engine = make_engine(model, kv_bytes=24 * 4 * 512, lookahead_tokens=4, prefix_cache=False)  # 96 tokens
     for name, prompt in {"old": PROMPT[:20], "new": PROMPT[20:]}.items():
         engine.add_request(request(name, prompt, max_tokens=40))
-    told = timed(engine, clock, defaultdict(Answer))
-    assert engine.counters.preemptions == told["new"][-1].preemptions > 0 == told["old"][-1].preemptions
-    assert seconds(told["old"][-1])[2] == 39
-    assert seconds(told["new"][-1])[2] > 39 + 1
+    reported = timed(engine, clock, defaultdict(Answer))
+    assert engine.counters.preemptions == reported["new"][-1].preemptions > 0 == reported["old"][-1].preemptions
+    assert seconds(reported["old"][-1])[2] == 39
+    assert seconds(reported["new"][-1])[2] > 39 + 1
     gaps = engine.stats().inter_token_s
     assert sum(gaps.counts) == 78
-    assert gaps.total == (told["old"][-1].decode_ms + told["new"][-1].decode_ms) / 1000
+    assert gaps.total == (reported["old"][-1].decode_ms + reported["new"][-1].decode_ms) / 1000
     assert sum(gaps.counts[gaps.bounds.index(1.0) + 1 :]) == engine.counters.preemptions
 
 

@@ -82,8 +82,8 @@ def test_tools_come_before_the_conversation(tokenizer):
         {"role": "tool", "content": "noon"},
     ]
     rendered = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False, add_generation_prompt=True)
-    told, conversation = rendered.split("</tool_call><|im_end|>\n", 1)
-    assert '{"type": "function", "function": {"name": "now"' in told
+    tools, conversation = rendered.split("</tool_call><|im_end|>\n", 1)
+    assert '{"type": "function", "function": {"name": "now"' in tools
     assert conversation == (
         "<|im_start|>user\nWhat time is it?<|im_end|>\n"
         '<|im_start|>assistant\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call><|im_end|>\n'

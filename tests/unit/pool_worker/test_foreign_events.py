@@ -130,9 +130,9 @@ def test_a_message_part_that_is_not_text_is_the_servers_fault(content: object) -
 @pytest.mark.parametrize("details", [5, "a", [], [1], True, {"cached_tokens": HUGE}, {"reasoning_tokens": -1}])
 def test_implausible_usage_details_are_ignored(details: object) -> None:
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
-    told = {**usage, "prompt_tokens_details": details, "completion_tokens_details": details}
+    reported = {**usage, "prompt_tokens_details": details, "completion_tokens_details": details}
     reader = reader_of("openai")
-    assert reader.read({"choices": [], "usage": told}) == reader.read({"choices": [], "usage": usage})
+    assert reader.read({"choices": [], "usage": reported}) == reader.read({"choices": [], "usage": usage})
 
 
 @pytest.mark.parametrize("count", [HUGE, 2**63, True, -1])

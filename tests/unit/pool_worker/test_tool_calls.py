@@ -24,14 +24,14 @@ def read(*events: list[dict[str, Any]]) -> list[Part]:
 
 def calls(parts: list[Part]) -> list[tuple[str, str, str]]:
     """Return each call's id, name and arguments, assembled like the gateway: arguments belong to the last call."""
-    told: list[tuple[str, str, str]] = []
+    reported: list[tuple[str, str, str]] = []
     for part in parts:
         if part.kind == "call":
-            told.append((part.call_id, part.text, ""))
+            reported.append((part.call_id, part.text, ""))
         else:
-            call_id, name, arguments = told[-1]
-            told[-1] = (call_id, name, arguments + part.text)
-    return told
+            call_id, name, arguments = reported[-1]
+            reported[-1] = (call_id, name, arguments + part.text)
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -65,19 +65,19 @@ def calls(parts: list[Part]) -> list[tuple[str, str, str]]:
     ],
 )
 def test_two_calls_stay_separate(events: list[list[dict[str, Any]]]) -> None:
-    told = [(id_, name, msgspec.json.decode(arguments)) for id_, name, arguments in calls(read(*events))]
-    assert told == [(id_, name, msgspec.json.decode(arguments)) for id_, name, arguments in (A, B)]
+    reported = [(id_, name, msgspec.json.decode(arguments)) for id_, name, arguments in calls(read(*events))]
+    assert reported == [(id_, name, msgspec.json.decode(arguments)) for id_, name, arguments in (A, B)]
 
 
 @pytest.mark.parametrize("nothing", [None, "", " "])
 def test_a_call_without_arguments_has_an_empty_object(nothing: str | None) -> None:
-    told = calls(read([d(0, "1", "a", nothing)], [d(1, "2", "b", nothing)]))
-    assert [(name, msgspec.json.decode(arguments)) for _, name, arguments in told] == [("a", {}), ("b", {})]
+    reported = calls(read([d(0, "1", "a", nothing)], [d(1, "2", "b", nothing)]))
+    assert [(name, msgspec.json.decode(arguments)) for _, name, arguments in reported] == [("a", {}), ("b", {})]
 
 
 def test_calls_without_ids_are_told_apart_by_their_names_and_ends() -> None:
-    told = calls(read([d(0, name="a", args="{}")], [d(0, name="a", args="{}")], [d(name="b", args="{}")]))
-    assert told == [("", "a", "{}"), ("", "a", "{}"), ("", "b", "{}")]
+    reported = calls(read([d(0, name="a", args="{}")], [d(0, name="a", args="{}")], [d(name="b", args="{}")]))
+    assert reported == [("", "a", "{}"), ("", "a", "{}"), ("", "b", "{}")]
 
 
 def test_two_calls_never_share_an_id() -> None:

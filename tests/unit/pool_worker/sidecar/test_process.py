@@ -99,8 +99,8 @@ async def test_a_hanging_keeper_is_killed() -> None:
 
 def test_a_server_ends_if_its_keeper_died_before_prctl() -> None:
     """The kernel ends it with its keeper only after prctl, and the keeper may be killed before."""
-    nobody = 2**22 + 1  # greater than any process id
+    no_process = 2**22 + 1  # greater than any process id
     code = f"from {keeper.__name__} import _reset_signals as tie; tie({{}}); print('lives')"
-    for whose, outcome in (("__import__('os').getppid()", (0, b"lives\n")), (nobody, (-signal.SIGKILL, b""))):
+    for whose, outcome in (("__import__('os').getppid()", (0, b"lives\n")), (no_process, (-signal.SIGKILL, b""))):
         ended = subprocess.run([sys.executable, "-c", code.format(whose)], capture_output=True, check=False)
         assert (ended.returncode, ended.stdout) == outcome
