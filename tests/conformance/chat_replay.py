@@ -192,7 +192,7 @@ def chunk(choices: Sequence[Mapping[str, Any]], *, is_known: bool = True, **more
     return sse(whole)
 
 
-def said_in(content: Sequence[Mapping[str, Any]]) -> str:
+def text_in(content: Sequence[Mapping[str, Any]]) -> str:
     return "".join(block.get("text", "") for block in content)
 
 
@@ -201,7 +201,7 @@ def turns_of(
 ) -> tuple[list[dict[str, Any]], str]:
     """Return a conversation in blocks of text as messages, with the beginning of the answer."""
     messages = [{"role": "system", "content": block["text"]} for block in system]
-    messages += [{"role": ROLES[one["role"]], "content": said_in(one[content])} for one in turns]
+    messages += [{"role": ROLES[one["role"]], "content": text_in(one[content])} for one in turns]
     prefix = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
     assert prefix == prefix.rstrip(), "final assistant content cannot end with trailing whitespace"
     return messages, prefix

@@ -348,10 +348,10 @@ async def test_a_partial_answer_is_resumed_or_left_to_others(pair: tuple[Driver,
     if not driver.engine.continues:
         return
     whole = answer_text(ASKED)
-    for said in (whole[:1], whole[: len(whole) // 2], whole[:-1]):
-        answer = await driver.answer(resume=(ChatPoint(0, said, 5),), name=f"after {len(said)}")
-        assert said + answer.text() == whole
-        assert replay.bodies[-1]["messages"][-1]["content"] == said
+    for prefix in (whole[:1], whole[: len(whole) // 2], whole[:-1]):
+        answer = await driver.answer(resume=(ChatPoint(0, prefix, 5),), name=f"after {len(prefix)}")
+        assert prefix + answer.text() == whole
+        assert replay.bodies[-1]["messages"][-1]["content"] == prefix
 
 
 async def test_a_conversation_with_tools_is_passed_unchanged(pair: tuple[Driver, ChatReplay]) -> None:

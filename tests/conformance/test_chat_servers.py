@@ -139,10 +139,10 @@ async def test_a_partial_answer_is_resumed(driver: Driver) -> None:
     if not driver.engine.continues:
         return
     whole = (await greedy(driver, "whole")).text()
-    for said in (whole[: whole.index(" ")], whole[: whole.rindex(" ")]):  # where a server's tokens begin again
-        point = ChatPoint(0, said, 5)
-        rest = await greedy(driver, f"after {len(said)}", resume=(point,), max_tokens=5 + WORDS)
-        assert (said + rest.text()).startswith(whole)
+    for partial in (whole[: whole.index(" ")], whole[: whole.rindex(" ")]):  # where a server's tokens begin again
+        point = ChatPoint(0, partial, 5)
+        rest = await greedy(driver, f"after {len(partial)}", resume=(point,), max_tokens=5 + WORDS)
+        assert (partial + rest.text()).startswith(whole)
 
 
 async def test_canceling_frees_a_slot(driver: Driver) -> None:

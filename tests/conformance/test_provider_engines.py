@@ -235,10 +235,10 @@ async def test_a_partial_answer_is_resumed_or_left_to_others(driver: Driver, rep
         assert driver.refusals["r"].param == "continue_final_message"
         return
     blank = whole.index(" ")
-    for said in (whole[:1], whole[: blank + 1], whole[: len(whole) // 2], whole[:-1]):
-        answer = await driver.answer(resume=(ChatPoint(0, said, 5),), name=f"after {len(said)}")
-        assert (said + answer.text(), answer.error) == (whole, None)
-        assert replay.asked(replay.bodies[-1]).prefix.rstrip() == said.rstrip()
+    for prefix in (whole[:1], whole[: blank + 1], whole[: len(whole) // 2], whole[:-1]):
+        answer = await driver.answer(resume=(ChatPoint(0, prefix, 5),), name=f"after {len(prefix)}")
+        assert (prefix + answer.text(), answer.error) == (whole, None)
+        assert replay.asked(replay.bodies[-1]).prefix.rstrip() == prefix.rstrip()
 
 
 async def test_an_answer_that_does_not_continue_the_partial_one_fails(driver: Driver, replay: ChatReplay) -> None:

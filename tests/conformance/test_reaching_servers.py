@@ -247,7 +247,7 @@ async def test_headers_are_sent_with_every_request(tokenizer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("headers", "more", "said"),
+    ("headers", "more", "message"),
     [
         ({"X Route": "a"}, {}, "X Route"),
         ({"X-Route": "a\r\nb: c"}, {}, "X-Route"),
@@ -256,8 +256,8 @@ async def test_headers_are_sent_with_every_request(tokenizer: str) -> None:
         ({"Authorization": "a"}, {"api_key": "k"}, "'authorization'"),
     ],
 )
-def test_invalid_headers_are_named(headers: dict[str, str], more: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_invalid_headers_are_named(headers: dict[str, str], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         chat("http://h", headers=headers, **more)
 
 
@@ -448,7 +448,7 @@ async def test_a_refusal_at_the_start_masks_secrets(
         assert "x-few: few" in reported.lower()  # too short to be distinguished from words
 
 
-def test_what_counts_as_a_secret() -> None:
+def test_which_values_count_as_secrets() -> None:
     settings = SETTINGS.validate_python({"kind": "vllm", "url": "http://h", "tokenizer": "t", **SECRETS,
                                          "proxy": "http://user:word@h:1"})  # fmt: skip
     assert secrets_of(settings) == ("Basic dXNlcjpzZWNyZXQ=", "plain-words-as-a-key", "secret-of-the-route",

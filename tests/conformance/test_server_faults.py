@@ -102,7 +102,7 @@ def nonsense(replay: Replay, events: list[str]) -> list[str]:
     return [*events[:5], event, *events[6:]]
 
 
-async def keeps_what_came(driver: Driver, replay: Replay, change: Callable[[list[str]], list[str]]) -> None:
+async def check_earlier_tokens_kept(driver: Driver, replay: Replay, change: Callable[[list[str]], list[str]]) -> None:
     """Check that tokens before the fault are kept, the attempt fails, and other answers are unaffected."""
     whole = await driver.answer(request("whole"))
     driver.submit(request("beside", max_tokens=100))
@@ -120,12 +120,12 @@ async def keeps_what_came(driver: Driver, replay: Replay, change: Callable[[list
 
 @pytest.mark.parametrize("cut", CUTS)
 async def test_a_faults_earlier_output_is_kept_and_the_attempt_fails(pair: tuple[Driver, Replay], cut: str) -> None:
-    await keeps_what_came(*pair, CUTS[cut])
+    await check_earlier_tokens_kept(*pair, CUTS[cut])
 
 
 async def test_a_nonsensical_event_fails_the_attempt(each: tuple[Driver, Replay]) -> None:
     driver, replay = each
-    await keeps_what_came(driver, replay, lambda events: nonsense(replay, events))
+    await check_earlier_tokens_kept(driver, replay, lambda events: nonsense(replay, events))
 
 
 async def test_an_error_in_the_stream_fails_the_attempt(each: tuple[Driver, Replay]) -> None:
@@ -339,17 +339,17 @@ async def test_a_server_that_never_starts_is_reported(tokenizer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         pytest.param("https://127.0.0.1:{port}", r"^https://127\.0\.0\.1:\d+: .*is it http://", id="TLS"),
         pytest.param("http://nobody.invalid:{port}", r"^http://nobody\.invalid:\d+ is not ready", id="DNS"),
     ],
 )
-async def test_an_unreachable_server_is_reported(tokenizer: str, address: str, said: str) -> None:
+async def test_an_unreachable_server_is_reported(tokenizer: str, address: str, message: str) -> None:
     with running(Replay("vllm")) as replay:
         elsewhere = Replay("vllm", url=address.format(port=replay.url.rpartition(":")[2]))
         engine = engines.create(settings(elsewhere, tokenizer, ready_s=0.1))
-        with pytest.raises(EngineDiedError, match=said):
+        with pytest.raises(EngineDiedError, match=message):
             await engine.start()
         await engine.stop()
 

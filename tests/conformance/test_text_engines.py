@@ -102,13 +102,13 @@ async def test_an_answer_separated_from_its_thinking_is_refused(tokenizer: str, 
 async def test_a_servers_counts_are_ignored(tokenizer: str, replay_of: ReplayOf) -> None:
     """One event may have many tokens, and usage may be missing or nonsense."""
     replay = replay_of("openai_completions")
-    said: list[dict[str, Any]] = [
+    events: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "text": "hello world, ", "finish_reason": None}], "usage": "nonsense"}
     ]
-    said += [{"choices": [], "usage": {"prompt_tokens": -5}}]
-    said += [{"choices": [{"index": 0, "text": "café", "finish_reason": "stop"}]}]
+    events += [{"choices": [], "usage": {"prompt_tokens": -5}}]
+    events += [{"choices": [{"index": 0, "text": "café", "finish_reason": "stop"}]}]
     async with driving(server_settings(replay, tokenizer)) as driver:
-        replay.faults.append(lambda _: StreamingResponse(iter(map(sse, said))))
+        replay.faults.append(lambda _: StreamingResponse(iter(map(sse, events))))
         answer = await driver.answer(request())
     assert (answer.text, answer.finish_reason) == ("hello world, café", "stop")
 

@@ -191,7 +191,7 @@ async def test_a_job_that_failed_here_goes_to_another_worker(gateway: PlayingGat
     assert {record.worker_id for record in gateway.records} == {"w2"}
 
 
-async def test_the_only_worker_runs_what_should_avoid_it(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_the_only_worker_runs_jobs_that_should_avoid_it(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url)):
         assert isinstance(await gateway.end_of(await gateway.ask(avoid=("w1",))), m.Finished)
 

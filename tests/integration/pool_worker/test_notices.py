@@ -136,7 +136,7 @@ async def test_gcp_announces_the_end(metadata: MetadataServer) -> None:
 # --- Azure ------------------------------------------------------------------------------------------------------------
 
 
-async def test_azure_asks_for_its_name_once_and_for_events(metadata: MetadataServer) -> None:
+async def test_azure_fetches_its_name_once_and_then_events(metadata: MetadataServer) -> None:
     metadata.answers[f"GET {AZURE_NAME}"] = Answer(200, "vm_1")
     metadata.answers[f"GET {AZURE_EVENTS}"] = azure_events()
     assert await poll(metadata, "azure", times=2) is None

@@ -68,7 +68,7 @@ def test_a_fitting_run_is_preferred_to_pieces() -> None:
         pool.allocate(2)
 
 
-def test_a_sequence_grows_in_place_where_it_can() -> None:
+def test_a_sequence_grows_in_place_if_possible() -> None:
     pool = BlockPool(10, BLOCK_SIZE)
     first, second = pool.allocate(3), pool.allocate(3)
     assert pool.allocate(2, after=second[-1][-1]) == [range(6, 8)]

@@ -11,7 +11,7 @@ def event(content: str) -> bytes:
     return b'{"choices": [{"delta": {"content": "%s"}}]}' % content.encode()
 
 
-def said(*events: bytes) -> str:
+def text_of(*events: bytes) -> str:
     decoder = EventDecoder()
     deltas = [decoder.read(data)["choices"][0]["delta"] for data in events]
     return "".join(delta.get("content", "") for delta in deltas)
@@ -35,7 +35,7 @@ END = b'{"choices": [{"delta": {}, "finish_reason": "stop"}]}'
     ],
 )
 def test_split_characters_are_joined(contents: tuple[str, ...], text: str) -> None:
-    assert said(*map(event, contents), END) == text
+    assert text_of(*map(event, contents), END) == text
 
 
 def test_a_half_is_not_joined_with_another_text() -> None:

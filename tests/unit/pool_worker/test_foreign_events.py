@@ -109,7 +109,7 @@ def reader_of(kind: str) -> AnswerReader:
     return chat_format(settings).reader(ChatServerRequest("m", Chat((Turn("user", "a"),)), PARAMS, 4, None))
 
 
-def said(content: object) -> dict[str, Any]:
+def chunk_with(content: object) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": {"content": content}}]}
 
 
@@ -124,7 +124,7 @@ def said(content: object) -> dict[str, Any]:
 )
 def test_a_message_part_that_is_not_text_is_the_servers_fault(content: object) -> None:
     with pytest.raises(MalformedEvent):
-        reader_of("openai").read(said(content))
+        reader_of("openai").read(chunk_with(content))
 
 
 @pytest.mark.parametrize("details", [5, "a", [], [1], True, {"cached_tokens": HUGE}, {"reasoning_tokens": -1}])

@@ -75,7 +75,7 @@ def test_a_call_without_arguments_has_an_empty_object(nothing: str | None) -> No
     assert [(name, msgspec.json.decode(arguments)) for _, name, arguments in reported] == [("a", {}), ("b", {})]
 
 
-def test_calls_without_ids_are_told_apart_by_their_names_and_ends() -> None:
+def test_calls_without_ids_are_distinguished_by_their_names_and_ends() -> None:
     reported = calls(read([d(0, name="a", args="{}")], [d(0, name="a", args="{}")], [d(name="b", args="{}")]))
     assert reported == [("", "a", "{}"), ("", "a", "{}"), ("", "b", "{}")]
 

@@ -23,7 +23,7 @@ async def run(code: str) -> EngineDiedError:
         await process.stop()
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def log_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage().removeprefix("server: ") for record in caplog.records if record.msg == "server: %s"]
 
 
@@ -34,7 +34,7 @@ async def test_a_line_of_100_megabytes_is_cut_and_the_next_is_complete(caplog: p
     assert "exit code 4" in str(death)
     assert str(death).endswith("the reason")
     assert len(str(death)) < 1000
-    long, reason = said(caplog)
+    long, reason = log_lines(caplog)
     assert long == "x" * LOG_LINE_BYTES + " … (cut)"
     assert reason == "the reason"
 
@@ -45,7 +45,7 @@ async def test_a_flood_of_lines_is_dropped_from_the_log_but_kept_in_the_last_lin
     caplog.set_level(logging.INFO)
     death = await run("for n in range(100_000): print('line', n)")
     assert str(death).endswith("line 99999")
-    assert LOG_BURST_S * LOG_LINES_PER_S <= len(said(caplog)) < 10_000
+    assert LOG_BURST_S * LOG_LINES_PER_S <= len(log_lines(caplog)) < 10_000
 
 
 async def test_dropped_lines_are_counted_afterwards(
@@ -59,12 +59,12 @@ async def test_dropped_lines_are_counted_afterwards(
     stream.feed_data(b"again\n" * (allowed + 7))
     stream.feed_eof()
     await lines.copy(stream)
-    assert len(said(caplog)) == allowed
+    assert len(log_lines(caplog)) == allowed
     now_s, stream = 1.0, asyncio.StreamReader()
     stream.feed_data(b"after\n\nthe last has no end")
     stream.feed_eof()
     await lines.copy(stream)
-    assert said(caplog)[allowed:] == ["after", "the last has no end"]
+    assert log_lines(caplog)[allowed:] == ["after", "the last has no end"]
     assert any(record.getMessage().startswith("dropped 7 lines") for record in caplog.records)
 
 
