@@ -85,7 +85,7 @@ class Alerts:
         if has_machines and not await self._is_led():
             text = "The fleet has machines but no controller. No machine is started or ended."
             found.append(
-                Alert("SpillwayControllerGone", "page", text, "Start one: `spillway fleet controller`.", "/fleet")
+                Alert("SpillwayControllerGone", "page", text, "Start one with: spillway fleet controller", "/fleet")
             )
         return found
 

@@ -13,7 +13,7 @@ from ledger.queries.distributions import Percentiles, percentile_series, percent
 from ledger.queries.window import Step
 
 MIN_VALUES: Final = 20  # with fewer, a percentile is meaningless and not shown
-VALUES_PER_STEP: Final = 40  # on average; the minimum for a step to be wide enough
+VALUES_PER_STEP: Final = 25  # on average; the minimum for a step to be wide enough
 MIN_SPAN_BY_DAY_MS: Final = 3 * DAY_MS
 STEP_NAMES: Final[dict[Step, str]] = {"quarter": "quarter of an hour", "hour": "hour", "day": "day", "month": "month"}
 TITLES: Final[dict[Measure, str]] = {
@@ -52,7 +52,8 @@ async def latency_chart(connection: AsyncConnection, view: View, name: str) -> d
         Line(name, [point[index] for point in points], color, gaps=not is_wide, stepped=is_wide)
         for index, (name, color) in enumerate((("p50", 1), ("p95", 3), ("p99", 4)))
     ]
-    title = f"{TITLES[measure]}, by {STEP_NAMES[wide]}" if is_wide else TITLES[measure]
+    by = f"by {STEP_NAMES[wide]}" if len(of_wide) > 1 else "whole period"
+    title = f"{TITLES[measure]}, {by}" if is_wide else TITLES[measure]
     return {"chart": Chart(title, "ms", steps, lines, view, whole=False)}
 
 

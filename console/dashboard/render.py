@@ -107,6 +107,8 @@ def _environment() -> jinja2.Environment:
         "FILTERS": FILTERS,
         "DIMENSIONS": DIMENSIONS,
         "static": f"/dashboard/static/{_VERSION}",
+        "alerts": (),  # this and the next: defaults, for pages that show none
+        "grafana_url": None,
         "OTHER": OTHER,
         "OTHER_TAG": OTHER_TAG,
     }

@@ -134,7 +134,7 @@ class PageRoute(APIRoute):
 
 def _error_page(request: Request, error: Refused) -> Response:
     view = make_view({}, request.cookies)
-    values = {"page": "", "message": error.message, "grafana_url": None}
+    values = {"page": "", "message": error.message}
     return html(
         render("error.html", view, getattr(request.state, "session", None), values),
         form_of(error).status,

@@ -91,7 +91,7 @@ async def _traffic_charts(connection: AsyncConnection, view: View, steps: list[W
             steps,
             [
                 Line("prompt", [point.prompt_tokens for point in points], 1, fill=True),
-                Line("of these cached", [point.cached_tokens for point in points], 6),
+                Line("cached", [point.cached_tokens for point in points], 6),
                 Line("completion", [point.completion_tokens for point in points], 2, fill=True),
             ],
             view,

@@ -217,7 +217,7 @@ async def test_static_files_are_kept_for_ever_under_their_version(browser: httpx
 async def test_errors_are_pages(browser: httpx.AsyncClient, engine: AsyncEngine) -> None:
     missing = await browser.get("/dashboard/requests/none-such")
     assert missing.status_code == 404
-    assert "No request of this id is on record." in missing.text
+    assert "Request not found." in missing.text
     wrong = await browser.get("/dashboard", params={"range": "<b>"})
     assert wrong.status_code == 400
     assert "range: must be one of 15m, 1h, 6h" in wrong.text
@@ -364,7 +364,7 @@ async def check_limits(
     nats_server.stop()
     page = (await browser.get(f"/dashboard/keys/{key.key_id}")).text
     assert "$0.25 of $1.00 in total" in page
-    assert "The queue server cannot be asked" in page
+    assert "The queue server is unreachable" in page
     assert "4 requests a minute <span" in page
 
 

@@ -360,7 +360,7 @@ def test_the_role_that_may_do_most_counts() -> None:
         ({"role": "member", "groups": ["g"]}, "teams is required"),
         ({"role": "viewer", "groups": ["g"], "teams": ["a"]}, "holds for the whole installation"),
         ({"role": "chief", "groups": ["g"]}, "owner"),
-        ({"role": "admin", "emails": ["ann"]}, "is no address"),
+        ({"role": "admin", "emails": ["ann"]}, "is not an email address"),
     ],
 )
 def test_a_rule_says_who_has_the_role_and_where(rule: dict[str, Any], said: str) -> None:

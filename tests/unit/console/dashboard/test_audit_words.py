@@ -41,7 +41,7 @@ def test_an_entry_is_said_in_words() -> None:
     assert deed(made, NAMES) == "created the key key_9"
     assert list(changes(made, NAMES, VIEW)) == [
         "stores prompts and answers: yes",
-        "ends: 1970-01-01 00:00:00",
+        "expires: 1970-01-01 00:00:00",
         "tokens a minute: 50,000",
     ]
     ended = entry("session.end", "user:bob", {"address": "10.0.0.1"}, None)
