@@ -1,6 +1,6 @@
-"""The action that each route of the pages and of the admin API is, by the table of db.accounts.roles.
+"""Maps each route of the pages and of the admin API to its action in the table of db.accounts.roles.
 
-A route that is missing here is refused to everyone, and a test names it.
+A route that is missing here is refused to all roles, and fails a test.
 """
 
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""The admin API: organisations, teams, keys and the audit log, for programs and for the pages."""
+"""The admin API: organizations, teams, keys and the audit log, for programs and for the pages."""

@@ -124,7 +124,7 @@ class AdminService:
         return await teams.create_team(self.database, body.name, who.actor, body.organisation, policy)
 
     async def warnings(self, account: Team | ApiKey) -> list[str]:
-        """Return what is wrong with a team's or key's budget, in sentences."""
+        """Return warnings about a team's or key's budget."""
         return budget_warnings(
             account.policy, account.models if isinstance(account, ApiKey) else None, await self.unpriced()
         )
@@ -232,7 +232,7 @@ class AdminService:
         return [endpoint for endpoint in found if who.may("manage_webhooks", endpoint.team_id)]
 
     async def audited_subjects(self, who: Person) -> frozenset[str] | None:
-        """Return the ids of what a person may read the audit log of; None: of everything."""
+        """Return the ids of the objects whose audit entries a person may read; None: all."""
         read = who.teams_for("see_audit")
         if read is None:
             return None
@@ -240,7 +240,7 @@ class AdminService:
         return frozenset({*read, *of_teams, *(one.endpoint_id for one in await self.list_webhooks(who))})
 
     async def team_of(self, action: Action, reference: str, who: Person) -> Team:
-        """Return the team that a new object is to be in."""
+        """Return the team of a new object."""
         try:
             team = await self.find_team(reference, who)
         except UnknownTeam as error:

@@ -32,7 +32,7 @@ from protocol.errors import BusError
 from protocol.nats.clock import WARN_S, unix_now_ms
 from protocol.nats.lease import lease_holder
 
-LATELY_MS: Final = 15 * MINUTE_MS  # of requests and refusals
+RECENT_MS: Final = 15 * MINUTE_MS  # of requests and refusals
 LEAST_REQUESTS: Final = 20  # for a share of failed requests to be meaningful
 MAX_FAILED_SHARE: Final = 0.05
 MAX_REFUSED_SHARE: Final = 0.5
@@ -67,7 +67,7 @@ class Alerts:
         self._looking = asyncio.Lock()
 
     async def now(self) -> list[Alert]:
-        """Return what is wrong, those that callers notice first."""
+        """Return the active alerts, pages before tickets."""
         async with self._looking:
             if time.monotonic() - self._looked_s >= KEPT_S:
                 found = [*live_alerts(self._gateway), *await self._of_ledger()]
@@ -100,7 +100,7 @@ class Alerts:
 
 
 def live_alerts(gateway: GatewayParts) -> Iterator[Alert]:
-    """Find what is wrong in a gateway's memory."""
+    """Find alerts in a gateway's memory."""
     if not gateway.bus.connected:
         text = "This gateway lost its connection to the queue server. Requests wait and streams stall."
         yield Alert(
@@ -154,12 +154,12 @@ def _workers(gateway: GatewayParts) -> Iterator[Alert]:
 
 
 async def _ask_ledger(connection: AsyncConnection) -> tuple[list[Alert], bool]:
-    """Return what is wrong, and whether the fleet has machines."""
+    """Return the ledger's alerts, and whether the fleet has machines."""
     return await ledger_alerts(connection, unix_now_ms()), await has_machines(connection)
 
 
 async def ledger_alerts(connection: AsyncConnection, now_unix_ms: int) -> list[Alert]:
-    """Find what is wrong in the ledger."""
+    """Find alerts in the ledger."""
     return [
         *await _of_requests(connection, now_unix_ms),
         *await _of_budgets(connection, now_unix_ms),
@@ -169,7 +169,7 @@ async def ledger_alerts(connection: AsyncConnection, now_unix_ms: int) -> list[A
 
 
 async def _of_requests(connection: AsyncConnection, now_unix_ms: int) -> list[Alert]:
-    window = Window(now_unix_ms - LATELY_MS, now_unix_ms, grain_ms=MINUTE_MS)
+    window = Window(now_unix_ms - RECENT_MS, now_unix_ms, grain_ms=MINUTE_MS)
     (sums,) = await totals(connection, window)
     refused = await refusal_totals(connection, window, by=("code", "key_id"))
     found: list[Alert] = []

@@ -83,14 +83,14 @@ def in_words(entry: AuditEntry, names: Mapping[str, str], view: View) -> EntryIn
 
 
 def deed(entry: AuditEntry, names: Mapping[str, str]) -> str:
-    """Return what was done to what, such as "changed the key nightly"."""
+    """Return the action and its subject, such as "changed the key nightly"."""
     said = ACTIONS.get(entry.action, entry.action)
     subject = names.get(entry.subject_id, entry.subject_id.removeprefix("user:"))
     return said if entry.action in OF_ONESELF else f"{said} {subject}"
 
 
 def actor_words(actor: str, names: Mapping[str, str]) -> str:
-    """Return who did it: a user by name, a key by its name, the command line by the operating system's user."""
+    """Return the actor: a user by name, a key by its name, the command line by the operating system's user."""
     kind, _, name = actor.partition(":")
     if kind == "key":
         return f"key {names.get(name, name)}"

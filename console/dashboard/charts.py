@@ -51,7 +51,7 @@ class NumberRow:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over time. A click on a step opens what happened in it."""
+    """Lines over time. A click on a step opens its requests."""
 
     title: str
     unit: str  # "ms", "USD", or what is counted

@@ -23,7 +23,7 @@ COLUMNS: Final = tuple(column.name for column in RequestRow.__table__.columns)
 
 
 class Sink(io.RawIOBase):
-    """A file whose parts are taken away while it is written."""
+    """A file that is read in parts while it is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Sink(io.RawIOBase):
         return self._written_bytes
 
     def take(self) -> bytes:
-        """Return what was written since this was called before."""
+        """Return the bytes written since the last call."""
         taken = b"".join(self._parts)
         self._parts.clear()
         return taken
@@ -72,7 +72,7 @@ class _CsvWriter:
         self._csv.writerows(guarded(row, COLUMNS) for row in rows)
 
     def close(self) -> None:
-        """It is complete."""
+        """Do nothing: the file is complete."""
 
 
 class _JsonLinesWriter:
@@ -83,7 +83,7 @@ class _JsonLinesWriter:
         self._file.write("".join([json.dumps(row, ensure_ascii=False) + "\n" for row in rows]).encode())
 
     def close(self) -> None:
-        """It is complete."""
+        """Do nothing: the file is complete."""
 
 
 class _ParquetWriter:

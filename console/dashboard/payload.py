@@ -1,4 +1,4 @@
-"""The stored payload on the page of a request whose client agreed to storing it."""
+"""The stored payload on the page of a request, where its key or team consented to storage."""
 
 import asyncio
 import json

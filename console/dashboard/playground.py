@@ -1,7 +1,7 @@
 """The playground, and how to call the API: a conversation by a key of the user's own, shown as curl and as Python.
 
-Requests of the playground are requests of a key as all others: they take the public API's path, count for the user's
-team and within its limits, and are in the log. The key ends with the session, and the page keeps it in memory only.
+Requests of the playground are ordinary requests of a key: they use the public API, count toward the limits of the
+user's team, and are in the log. The key expires with the session, and the page keeps it in memory only.
 """
 
 import json
@@ -20,7 +20,7 @@ from gateway.http.pages import error_answer, json_answer
 
 
 def add_playground(router: APIRouter, pages: Pages) -> None:
-    """Register the page, and what it gets its key from."""
+    """Register the page, and the route that issues its key."""
 
     @router.get("/playground")
     async def show_playground(request: Request) -> Response:

@@ -73,7 +73,7 @@ _VERSION: Final = hashlib.sha256(b"".join(content for _, (content, _) in sorted(
 
 
 def static_file(version: str, name: str) -> Response | None:
-    """Return a static file; None: there is none of this name. Only its current version may be cached permanently."""
+    """Return a static file; None: unknown name. Only its current version may be cached permanently."""
     if name not in _STATIC:
         return None
     content, media_type = _STATIC[name]

@@ -16,7 +16,7 @@ def add_session_pages(router: APIRouter, pages: Pages) -> None:
     """Register the page and its form."""
 
     def whose(request: Request) -> str | None:
-        """Return the user whose sessions are meant; None: all users'."""
+        """Return the user whose sessions are listed; None: all users'."""
         own = pages.user(request)
         return None if reach_of(own.role, "end_sessions") == "all" else own.user
 

@@ -99,11 +99,11 @@ class View:
 
     @property
     def scope(self) -> Filters:
-        """Filters of what this viewer may see at all."""
+        """Filters by the teams that this viewer may see."""
         return NO_FILTERS if self.teams is None else {"team": self.teams}
 
     def sees_team(self, team_id: str) -> bool:
-        """Return whether this viewer may see what belongs to a team."""
+        """Return whether this viewer may see a team's objects."""
         return self.teams is None or team_id in self.teams
 
     @property
@@ -196,7 +196,7 @@ def _refresh_s(params: Mapping[str, str]) -> int:
 
 
 def find_zone(name: str) -> ZoneInfo | None:
-    """Return an IANA time zone by its name; None: there is none of this name."""
+    """Return an IANA time zone by its name; None: unknown name."""
     if len(name) > 60 or not _ZONE_NAME.fullmatch(name):
         return None
     try:

@@ -1,5 +1,5 @@
-"""Pages for people, rendered here, and who may see them.
+"""The login to the pages, and its sessions.
 
-Whoever builds a page takes ``session = await login.require(request)`` as its first step: without a login it is
-answered by the way to /login, and a change asked for by another site's page is refused.
+Each page begins with ``session = await login.require(request)``. Without a session it redirects to /login. A change
+that another site's page requests is refused.
 """

@@ -54,14 +54,14 @@ async def budget_paces(connection: AsyncConnection, now_unix_ms: int) -> list[Bu
             continue
         ids = [row.id for row in budgets]
         spent = await _charges(connection, month, dimension, ids)
-        lately = await _charges(connection, hour, dimension, ids)
+        last_hour = await _charges(connection, hour, dimension, ids)
         paces += [
             BudgetPace(
                 row.id,
                 row.name,
                 row.budget_nano_usd,
                 spent.get(row.id, 0),
-                lately.get(row.id, 0),
+                last_hour.get(row.id, 0),
                 end_ms - now_unix_ms,
             )
             for row in budgets

@@ -1,4 +1,4 @@
-"""Batches: those that run with how far they are, those that are over, and one of them."""
+"""Batches: running ones with their progress, ended ones, and a single one."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -165,7 +165,7 @@ def _models(row: BatchLine) -> dict[str, tuple[int, int]]:
 
 
 async def _files(connection: AsyncConnection, row: BatchLine) -> list[tuple[str, str, int | None]]:
-    """Return what each file of a batch is, its id, and its size in bytes; None: it has been deleted."""
+    """Return kind, id and size in bytes of each file of a batch; None: deleted."""
     ids = {"Input": row["input_file_id"], "Answers": row["output_file_id"], "Errors": row["error_file_id"]}
     sizes = await file_sizes(connection, ids.values())
     return [(what, file_id, sizes.get(file_id)) for what, file_id in ids.items() if file_id is not None]

@@ -1,4 +1,4 @@
-"""Cost: the cost of tokens in each pool with idle time included, and the savings by spot machines."""
+"""Cost: the cost of tokens in each pool, including idle time, and the savings by spot machines."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace

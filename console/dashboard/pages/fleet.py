@@ -1,4 +1,4 @@
-"""Fleet: decided beside serving machines, each decision with its reason, and what each loss cost."""
+"""Fleet: decided beside serving machines, each decision with its reason, and the requests that each loss affected."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A machine that its provider has taken, and what that cost."""
+    """A machine that its provider took back, and the requests that this affected."""
 
     machine: FleetMachine
     cost: str
@@ -129,7 +129,7 @@ def _decided(decided: Sequence[Decision], before: dict[str, int], steps: Sequenc
 
 
 def _in_words(cost: LossCost) -> str:
-    """Say what a loss cost: ``0 requests``, ``3 requests, 31 ms``, ``3 requests, 1 of them failed``."""
+    """Describe what a loss affected: ``0 requests``, ``3 requests, 31 ms``, ``3 requests, 1 of them failed``."""
     words = [f"{cost.requests} request{'' if cost.requests == 1 else 's'}"]
     if cost.pause_ms is not None:
         words.append(formats.duration(cost.pause_ms))

@@ -45,7 +45,7 @@ class Accounts:
         return {account_id: terms for account_id, terms in found if terms is not None}
 
     def warnings(self, unpriced: Sequence[str]) -> dict[str, list[str]]:
-        """Return what is wrong with budgets, by id; ``unpriced``: the models without a price."""
+        """Return warnings about budgets, by id; ``unpriced``: the models without a price."""
         teams = {team.team_id: budget_warnings(team.policy, None, unpriced) for team in self.teams}
         return teams | {key.key_id: budget_warnings(key.policy, key.models, unpriced) for key in self.keys}
 

@@ -1,4 +1,4 @@
-"""Refused: requests that were not admitted, by code, key, team and model, and the latest of them by name."""
+"""Refused: requests that were not admitted, by code, key, team and model, and the latest ones."""
 
 from functools import partial
 from typing import Any, Final

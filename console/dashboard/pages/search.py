@@ -14,7 +14,7 @@ PAGES_OF_PREFIXES: Final[Mapping[str, str]] = {"req_": "/dashboard/requests/", "
 
 
 async def find_page(connection: AsyncConnection, view: View, text: str) -> str | None:
-    """Return the URL of what ``text`` names: a request or batch by id, a key or team by id or name; None: nothing.
+    """Return the URL of the request or batch (by id), key or team (by id or name) that ``text`` names; None: no match.
 
     Of several keys of one name the newest counts: a name is used again once its key is revoked.
     """

@@ -1,4 +1,4 @@
-"""Set aside: items that failed again and again, or cannot be understood, each with its reason."""
+"""Set aside: items that failed repeatedly or cannot be read, each with its reason."""
 
 from typing import Any, Final
 

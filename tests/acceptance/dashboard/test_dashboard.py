@@ -278,6 +278,47 @@ def test_dollars_are_stacked_by_team_beside_the_cost_of_machines(visit: Visit) -
     assert sum(int(row["charge_nano_usd"]) for row in rows) == int(shown or "")
 
 
+def test_a_tag_leads_from_its_cost_to_its_requests_and_from_one_of_them_to_the_others(visit: Visit) -> None:
+    page = visit.page
+    visit.go("/dashboard/cost?range=7d")
+    page.locator("section[aria-labelledby=tags] a", has_text="env=staging").click()
+    page.wait_for_url("**/dashboard/requests?*tag=env%3Astaging*")
+    expect(page.locator("[name=tag]")).to_have_value("env:staging")
+    page.locator("#rows th a").first.click()
+    page.locator("dl.facts a", has_text="env=staging").click()
+    page.wait_for_url("**/dashboard/requests?*tag=env%3Astaging*")
+    page.fill("[name=tag]", "env:none such")
+    page.press("[name=tag]", "Enter")
+    expect(page.locator("#rows")).to_contain_text("No requests in this period match these filters.")
+    page.click("text=Clear")
+    expect(page.locator("#rows th a").first).to_be_visible()
+
+
+def test_charts_of_a_page_have_the_same_steps_and_lost_machines_are_marked(visit: Visit) -> None:
+    page = visit.page
+    visit.go("/dashboard?range=24h")
+    expect(page.locator("[data-chart] canvas")).to_have_count(6)
+    steps = page.evaluate("[...document.querySelectorAll('[data-chart]')].map((one) => one.chart.data[0].join())")
+    assert len(set(steps)) == 1
+    marks = page.locator("[data-chart]", has_text="Failovers").locator("a.marks")
+    expect(marks).to_contain_text("machines lost")
+    marks.click()
+    page.wait_for_url("**/dashboard/fleet?range=24h")
+
+
+def test_fields_of_a_form_stand_on_one_line(visit: Visit) -> None:
+    page = visit.page
+    page.set_viewport_size({"width": 1440, "height": 900})
+    visit.go("/dashboard/keys")
+    for name, rows in (("New key", 2), ("New team", 1)):
+        page.locator("summary", has_text=name).click()
+        form = page.locator("details.create", has_text=name)
+        tops = form.locator("form > .fields").evaluate_all(
+            "rows => rows.map((row) => new Set([...row.children].map((one) => one.offsetTop)).size)"
+        )
+        assert tops == [1] * rows
+
+
 def test_the_playground_streams_and_its_request_appears_in_the_live_tail(visit: Visit, system: System) -> None:
     page = visit.page
     visit.go("/dashboard/playground")
