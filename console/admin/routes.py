@@ -187,7 +187,9 @@ def _if_unchanged(if_match: str | None) -> Iterator[None]:
     try:
         yield
     except errors.ChangedMeanwhile as error:
-        raise ChangedMeanwhile(str(error)) if if_match is None else PreconditionFailed from error
+        if if_match is None:
+            raise
+        raise PreconditionFailed from error
 
 
 def _matched(account: Team | ApiKey, if_match: str) -> str | None:

@@ -200,13 +200,13 @@ async def _of_requests(connection: AsyncConnection, now_unix_ms: int) -> list[Al
 
 async def _of_budgets(connection: AsyncConnection, now_unix_ms: int) -> list[Alert]:
     paces = [(pace.lasts_ms, pace) for pace in await budget_paces(connection, now_unix_ms)]
-    ending = sorted((lasts_ms, pace.name, pace) for lasts_ms, pace in paces if lasts_ms is not None)
+    ending = [(lasts_ms, pace) for lasts_ms, pace in paces if lasts_ms is not None]
     if not ending:
         return []
     named = "; ".join(
-        f"{name} ({formats.money(pace.hour_nano_usd)} an hour, {formats.money(pace.budget_nano_usd)} a month:"
+        f"{pace.name} ({formats.money(pace.hour_nano_usd)} an hour, {formats.money(pace.budget_nano_usd)} a month:"
         f" spent in {formats.duration(lasts_ms)})"
-        for lasts_ms, name, pace in ending[:MAX_NAMED]
+        for lasts_ms, pace in sorted(ending, key=lambda one: one[0])[:MAX_NAMED]
     )
     more = f" and {len(ending) - MAX_NAMED} more" if len(ending) > MAX_NAMED else ""
     text = f"At the rate of the last hour, a monthly budget runs out before the month ends: {named}{more}."

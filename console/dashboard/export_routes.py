@@ -47,7 +47,9 @@ def add_export_pages(router: APIRouter, pages: Pages) -> None:
         name = f"spillway-requests-{since}-{until}.{file_format}"
         headers = {**HEADERS, "content-disposition": f'attachment; filename="{name}"'}
         parts = await pages.exports.start(view, file_format)
-        about: dict[str, str] = {"format": file_format, "since": str(since), "until": str(until), **view.where}
+        about: dict[str, str] = {"format": file_format, "since": str(since), "until": str(until)} | dict(
+            view.where.items()
+        )
         if view.tag:
             about["tag"] = view.tag
         async with changing(pages.gateway.database) as connection:

@@ -44,7 +44,7 @@ async def latency_chart(connection: AsyncConnection, view: View, name: str) -> d
     wide = _step(view, whole.n)
     found = await percentile_series(connection, view.window, wide, measure, where=view.filters)
     steps = view.window.steps(view.step)
-    of_wide = [shown(point) for point in found[0].points] if found else [(None,) * 3]
+    of_wide: list[tuple[float | None, ...]] = [shown(point) for point in found[0].points] if found else [(None,) * 3]
     starts = [step.since_unix_ms for step in view.window.steps(wide)] if found else [view.window.since_unix_ms]
     points = [of_wide[bisect_right(starts, step.since_unix_ms) - 1] for step in steps]
     is_wide = wide != view.step

@@ -118,7 +118,8 @@ class View:
 
     def query(self, **changes: str | int | None) -> str:
         """Return the URL's query for this view with some parameters changed; None removes one."""
-        fields: dict[str, str | int | None] = {**self.where, "tag": self.tag}
+        fields: dict[str, str | int | None] = dict(self.where.items())
+        fields["tag"] = self.tag
         if self.range == "custom":
             fields |= {"since": self.since_unix_ms, "until": self.until_unix_ms}
         elif self.range == "month":

@@ -338,7 +338,7 @@ def test_the_playground_streams_and_its_request_appears_in_the_live_tail(visit: 
     assert href is not None
     visit.go("/dashboard/requests?live=1&model=scripted")
     # The ledger's writer stores it within a moment, and the page asks again by itself.
-    expect(page.locator(f"#rows a[href='{href}']")).to_be_visible()
+    expect(page.locator(f"#rows a[href='{href}']")).to_be_visible(timeout=HANGS_S * 1000)
 
 
 def test_live_numbers_and_workers_of_this_moment(visit: Visit) -> None:
