@@ -149,12 +149,11 @@ def facts(request: Row, names: dict[str, str], view: View) -> list[tuple[str, st
         ),
         ("Preemptions", formats.count(request["preemptions"])),
         ("Charged", formats.charged(charge) if charge is not None or request["pool"] else formats.NOTHING),
-        *(("Tag", f"{name}={value}") for name, value in tags.items()),
         ("Gateway", request["gateway_id"]),
     ]
     links = links_of(view, model=request["model"], key=request["key_id"], team=team, pool=request["pool"])
-    links |= {f"{name}={value}": tagged(view, name, value) for name, value in tags.items()}
-    return [(label, text, links.get(LINKED.get(label, text), "")) for label, text in known]
+    shown = [(label, text, links.get(LINKED.get(label, ""), "")) for label, text in known]
+    return [*shown, *(("Tag", f"{name}={value}", tagged(view, name, value)) for name, value in tags.items())]
 
 
 def tagged(view: View, name: str, value: str) -> str:
