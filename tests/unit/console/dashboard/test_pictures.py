@@ -1,6 +1,7 @@
 from typing import Any
 from zoneinfo import ZoneInfo
 
+from console.dashboard.alerts import Alert
 from console.dashboard.charts import Chart, Line, distribution, heat_map
 from console.dashboard.render import render
 from console.dashboard.view import make_view
@@ -100,3 +101,16 @@ def test_the_time_zone_s_name_is_written_where_scripts_read_it() -> None:
     assert view.zone == ZoneInfo("Asia/Kolkata")
     assert 'data-zone="Asia/Kolkata"' in page
     assert "It is away." in page
+
+
+def test_the_frame_links_to_grafana_and_shows_the_first_alert() -> None:
+    view = make_view({}, {}, START_MS)
+    values: dict[str, Any] = {"page": "Webhooks", "endpoints": []}
+    plain = render("webhooks.html", view, None, values)
+    assert "Grafana" not in plain
+    assert "notice" not in plain
+    alerts = [Alert("A", "page", "The first.", "Do it.", ""), Alert("B", "ticket", "The second.", "Do it.", "")]
+    page = render("webhooks.html", view, None, {**values, "alerts": alerts, "grafana_url": "https://g.example/d"})
+    assert '<a href="https://g.example/d" rel="noreferrer">Grafana</a>' in page
+    assert "2 active alerts</a>: The first." in page
+    assert "The second." not in page
