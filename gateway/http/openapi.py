@@ -353,7 +353,7 @@ OF_ADMINS: Final[Sequence[type[Refused]]] = (
     *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.CrossOriginRequest, errors.RoleNotAllowed,
     errors.UnknownObject, errors.NameInUse,
 )  # fmt: skip
-OF_CHANGES: Final = (*OF_ADMINS, errors.PreconditionFailed)  # of what has an ETag
+OF_CHANGES: Final[Sequence[type[Refused]]] = (*OF_ADMINS, errors.PreconditionFailed)  # of what has an ETag
 OF_FILES: Final[Sequence[type[Refused]]] = (
     *WITH_KEY, *WITH_BODY, errors.UnknownObject, errors.RateLimitExceeded, errors.StorageUnavailable,
 )  # fmt: skip
