@@ -134,7 +134,7 @@ def test_a_page_has_the_whole_configuration(provider: str) -> None:
     assert isinstance(settings.engine, ServerEngineSettings)
     assert settings.engine.revision == "qwen2.5-7b-instruct"
     assert re.search(rf"\]\({provider}\.md\).*\| `{settings.notice}` \|", index())
-    assert f"Not tried at {name_of(provider)}" in (DOCS / f"{provider}.md").read_text()
+    assert f"Not tested at {name_of(provider)}" in (DOCS / f"{provider}.md").read_text()
 
 
 def index() -> str:
