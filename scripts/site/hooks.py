@@ -19,6 +19,7 @@ log = logging.getLogger("mkdocs.hooks.spillway")
 PENDING: Final = frozenset({"tutorials/first-hour.md", "reference/errors.md"})
 FENCES: Final = re.compile(r"(^ *```.*?^ *```)", re.MULTILINE | re.DOTALL)
 LINK: Final = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+NUMBERED: Final = re.compile(r"\d+\. ")
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 _pages: dict[str, Page] = {}
@@ -64,11 +65,25 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"[{label}]({target.rstrip('/')}/README.md{anchor})"
         return match[0]
 
-    parts = FENCES.split(markdown)  # every second part is code
-    parts[::2] = [LINK.sub(replace, part) for part in parts[::2]]
     page.meta["source"] = markdown
+    parts = FENCES.split(_indented(markdown))  # every second part is code
+    parts[::2] = [LINK.sub(replace, part) for part in parts[::2]]
     _pages[page.file.src_uri] = page
     return "".join(parts)
+
+
+def _indented(markdown: str) -> str:
+    """Return the text with blocks of numbered items indented by four columns, as Python-Markdown wants; not three."""
+    lines, in_item = [], False
+    for line in markdown.splitlines():
+        if NUMBERED.match(line):
+            in_item = True
+        elif line.startswith("   ") and in_item:
+            line = f" {line}"  # noqa: PLW2901
+        elif line:
+            in_item = False
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
