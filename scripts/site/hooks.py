@@ -114,5 +114,5 @@ def _summary(page: Page) -> str:
     """Return the first sentence of a page after a colon, without marks and links; nothing if it begins with code."""
     blocks = (block for block in page.meta["source"].split("\n\n") if re.match(r"(?!```)[A-Z`*\[]", block.lstrip()))
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(next(blocks, "").split())).replace("*", "")
-    sentence = re.split(r"(?<=[.:])\s", text)[0].rstrip(":")
+    sentence = re.split(r"(?<=[.?])\s", text)[0].rstrip(":")
     return f": {sentence}" if sentence else ""
