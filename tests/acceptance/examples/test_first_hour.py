@@ -1,6 +1,7 @@
-"""``docs/tutorials/first-hour.md``: every command, in its order."""
+"""``docs/tutorials/first-hour.md``, every command in its order; and how ``examples/README.md`` begins."""
 
 import json
+import re
 from pathlib import Path
 
 from benchmarks.ports import free_port
@@ -8,6 +9,7 @@ from tests.acceptance.examples.terminal import STARTED, Terminal
 from tests.compose.pages import Page
 from tests.unit.deploy.description import ROOT
 
+INDEX = Page(ROOT / "examples/README.md")
 PAGE = Page(ROOT / "docs/tutorials/first-hour.md")
 INSTALL = "scripts/setup.sh run "  # `make test` has installed the same and more
 IN_ORDER = [
@@ -48,3 +50,11 @@ def test_the_first_hour(tmp_path: Path) -> None:
 
 def test_every_command_is_run() -> None:
     assert [(heading, number) for _, heading, number in PAGE.scripts()] == IN_ORDER
+
+
+def test_the_index_leads_to_each_example(tmp_path: Path) -> None:
+    with Terminal(ROOT, tmp_path / "terminal.log", {}) as terminal:
+        printed = terminal.run(INDEX.script("Examples", 0, {INSTALL: "true "}) + "pwd\ncommand -v spillway\n")
+    assert printed.splitlines() == [str(ROOT / "examples/five-teams"), str(ROOT / ".venv/bin/spillway")]
+    linked = set(re.findall(r"\]\(([\w-]+)/README\.md\)", INDEX.parts["Examples"]))
+    assert linked == {path.parent.name for path in ROOT.glob("examples/*/spillway.toml")}

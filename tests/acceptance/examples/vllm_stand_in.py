@@ -52,8 +52,12 @@ class VllmStandIn:
         return StreamingResponse(self._events(body), media_type="text/event-stream")
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[str]:
-        wanted = {name: tuple(one) if isinstance(one, list) else one for name, one in body.items()}
-        params = SamplingParams(**{name: one for name, one in wanted.items() if name in OF_SAMPLING})
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in body.items()
+            if name in OF_SAMPLING
+        }
+        params = SamplingParams(**given)
         made = 0
         async for output in self._engine.answer(body["prompt"], params):
             made += len(output.token_ids)
