@@ -66,12 +66,15 @@ class Terminal:
         return self.output()[before:].replace(f"{end}\n", "")
 
     def wait_for(self, text: str) -> None:
-        """Wait until the output has a text. Fails if the shell ends first."""
-        deadline_s = time.monotonic() + HANGS_S
-        while text not in self.output():
-            has_ended = self._shell.poll() is not None
-            assert not has_ended or text in self.output(), f"a command failed:\n{self.output()}"
-            assert time.monotonic() < deadline_s, f"it never said {text!r}:\n{self.output()}"
+        """Wait until the output has a text. Fails if the shell ends first, or prints nothing for ``HANGS_S``."""
+        printed, deadline_s = "", time.monotonic() + HANGS_S
+        while text not in printed:
+            before, has_ended = printed, self._shell.poll() is not None
+            printed = self.output()
+            assert not has_ended or text in printed, f"a command failed:\n{printed}"
+            if printed != before:
+                deadline_s = time.monotonic() + HANGS_S
+            assert time.monotonic() < deadline_s, f"it never said {text!r}:\n{printed}"
             time.sleep(POLL_S)
 
     def wait_for_usage(self, by: str, requests: int) -> list[dict[str, Any]]:

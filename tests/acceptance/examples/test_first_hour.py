@@ -45,7 +45,20 @@ def test_the_first_hour(tmp_path: Path) -> None:
         [row] = second.wait_for_usage("team", 2)
         assert (row["team_name"], row["requests"], row["failed"], row["retried"]) == ("search", 2, 0, 1)
         assert row["completion_tokens"] > 600
+        assert shown_but_not_printed(first.output() + second.output()) == []
         first.press_ctrl_c()
+
+
+def shown_but_not_printed(printed: str) -> list[str]:
+    """Return the lines of output on the page that nothing printed, whatever their numbers; ``…`` is any text."""
+    lines = [plain(line) for line in printed.splitlines()]
+    shown = [line for heading in PAGE.parts for block in PAGE.blocks(heading, "") for line in block.splitlines()]
+    patterns = {line: re.compile(".*".join(map(re.escape, plain(line).split("…")))) for line in shown}
+    return [line for line, pattern in patterns.items() if not any(map(pattern.search, lines))]
+
+
+def plain(line: str) -> str:
+    return re.sub(r"\d+", "0", " ".join(line.split()))
 
 
 def test_every_command_is_run() -> None:
