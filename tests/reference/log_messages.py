@@ -45,12 +45,11 @@ def _log_lines() -> Iterator[str]:
 
 def _rows(path: str) -> Iterator[tuple[str, ...]]:
     module = next(one for one in modules() if one.path == path)
-    logger = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     for name, level in LEVELS.items():
         for site in module.calls.get(name, ()):
             if ast.unparse(site.call.func) == f"log.{name}":
                 for text in texts(site, site.call.args[0]):
-                    yield level, _code(text), f"`{logger}`"
+                    yield level, _code(text), f"`{module.dotted}`"
 
 
 def _command_lines() -> Iterator[str]:

@@ -45,6 +45,11 @@ class Module:
         """The top folder."""
         return self.path.partition("/")[0]
 
+    @property
+    def dotted(self) -> str:
+        """The name that it is imported by."""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
 
 @dataclass(frozen=True)
 class Site:
@@ -180,7 +185,7 @@ def _texts(node: ast.expr, scope: Scope, depth: int) -> Sequence[str]:
 def _followed(node: ast.expr, scope: Scope, depth: int) -> Sequence[str]:
     """Return the texts of an expression that leads elsewhere."""
     match node:
-        case ast.FormattedValue(format_spec=None, value=value) if not isinstance(value, ast.BinOp):
+        case ast.FormattedValue(format_spec=None, value=value) if not _is_anything(value, scope):
             return _texts(value, scope, depth)
         case ast.FormattedValue():
             return [_hole(node.value)]
@@ -192,15 +197,26 @@ def _followed(node: ast.expr, scope: Scope, depth: int) -> Sequence[str]:
             return [_hole(node)]
 
 
+def _is_anything(node: ast.expr, scope: Scope) -> bool:
+    """Report whether a value in a text is a number, or one that callers in any file may pass."""
+    if isinstance(node, ast.Name) and scope.function is not None and not scope.function.name.startswith("_"):
+        values, _ = _assigned(scope.function.body, node, node.id)
+        return not values and node.id in _parameters(scope.function)
+    return isinstance(node, ast.BinOp)
+
+
+def _parameters(function: Function) -> list[str]:
+    return [one.arg for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+
+
 def _texts_of_name(node: ast.Name, scope: Scope, depth: int) -> list[str]:
     module, function = scope.module, scope.function
     if function is not None:
         values, _ = _assigned(function.body, node, node.id)
         if values:
             return [text for value in values for text in _texts(value, scope, depth)]
-        parameters = [one.arg for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
-        if node.id in parameters:
-            return _texts_of_parameter(node.id, parameters, scope, depth)
+        if node.id in _parameters(function):
+            return _texts_of_parameter(node.id, scope, depth)
         outer = module.outer[function]
         if outer is not None:
             return _texts_of_name(node, Scope(module, outer), depth)
@@ -215,17 +231,42 @@ def _texts_of_name(node: ast.Name, scope: Scope, depth: int) -> list[str]:
     return []
 
 
-def _texts_of_parameter(name: str, parameters: list[str], scope: Scope, depth: int) -> list[str]:
-    """Return what callers in the same file pass."""
+def _texts_of_parameter(name: str, scope: Scope, depth: int) -> list[str]:
+    """Return what callers pass: those in the same file, and in files that import something of it."""
     function, found = scope.function, list[str]()
     if function is None or function.name == "__init__":
         return []
-    position = parameters.index(name) - (parameters[0] in {"self", "cls"})
-    callers = scope.module.calls.get(function.name, ()) if scope.caller is None else (scope.caller,)
+    parameters = _parameters(function)
+    position, default = parameters.index(name) - (parameters[0] in {"self", "cls"}), _default(function, name)
+    callers = _callers(scope.module, function.name) if scope.caller is None else [scope.caller]
     for site in callers:
         value = argument(site, position, name)
         if value is not None and site.function is not function:
             found += _texts(value, Scope(site.module, site.function), depth)
+        elif value is None and default is not None:
+            found += _texts(default, Scope(scope.module, None), depth)
+    return found
+
+
+def _default(function: Function, name: str) -> ast.expr | None:
+    args = function.args
+    positional = [one.arg for one in (*args.posonlyargs, *args.args)]
+    defaults = dict(zip(reversed(positional), reversed(args.defaults), strict=False))
+    return (defaults | dict(zip((one.arg for one in args.kwonlyargs), args.kw_defaults, strict=True))).get(name)
+
+
+def _callers(module: Module, name: str) -> list[Site]:
+    others = [] if name.startswith("_") else _importers().get(module.dotted, [])
+    return [site for one in (module, *others) for site in one.calls.get(name, ())]
+
+
+@cache
+def _importers() -> dict[str, list[Module]]:
+    """Return the modules that import something of each."""
+    found: dict[str, list[Module]] = {}
+    for module in modules():
+        for source in {name.rpartition(".")[0] for name in module.imported.values()}:
+            found.setdefault(source, []).append(module)
     return found
 
 
@@ -309,7 +350,7 @@ def _returned(function: Function) -> Iterator[ast.expr]:
 
 @cache
 def _by_name() -> dict[str, Module]:
-    return {one.path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): one for one in modules()}
+    return {one.dotted: one for one in modules()}
 
 
 def _product(parts: list[list[str]]) -> list[str]:
@@ -327,7 +368,7 @@ def _count(parts: list[list[str]]) -> int:
 
 
 def _limited(found: list[str], node: ast.expr) -> list[str]:
-    found = list(dict.fromkeys(text for text in found if text != "None"))
+    found = list(dict.fromkeys(_hole(node) if _HOLE.fullmatch(text) else text for text in found if text != "None"))
     return found if 0 < len(found) <= MAX_TEMPLATES else [_hole(node)]
 
 
