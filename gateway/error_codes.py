@@ -141,7 +141,7 @@ _ACCESS: Final = {
     ),
     "hosted_not_allowed": About(
         "Only hosted pools can serve the request, and the key, its team or the request forbids them.",
-        "Allow the provider with the `allow_hosted` policy, or use a model with pools of your own.",
+        "Allow the provider with the `allow_hosted` policy, or use a model that your own pools serve.",
     ),
     "no_trusted_pool": About(
         "The API key or its team requires trusted pools, and the model has none.",
@@ -286,8 +286,7 @@ _CAPACITY: Final = {
         "Retry after `Retry-After`. Operators: raise `[nats.queue]` limits, or add workers.",
     ),
     "overloaded": About(
-        "The gateway is at one of its own limits: open requests, uploads, conversations being rendered, memory for"
-        " bodies.",
+        "The gateway is at one of its limits: open requests, uploads, conversations being rendered, memory for bodies.",
         "Retry after `Retry-After`. Operators: add gateways.",
     ),
     "model_not_ready": About(
@@ -388,7 +387,7 @@ _ATTEMPTS: Final = {
 _LINES: Final = {
     "invalid_json_line": About("The line is not a JSON object.", "Fix the line. Save the file as UTF-8."),
     "invalid_custom_id": About("`custom_id` is empty or too long.", "Use 1 to 512 characters."),
-    "duplicate_custom_id": About("Two lines have the same `custom_id`.", "Give every line a `custom_id` of its own."),
+    "duplicate_custom_id": About("Two lines have the same `custom_id`.", "Give each line a unique `custom_id`."),
     "invalid_method": About("`method` is not POST.", "Set `method` to POST."),
     "invalid_url": About("`url` is not the endpoint of the batch.", "Set `url` to the batch's endpoint."),
     "line_too_large": About("The line exceeds the size limit of a request.", "Shorten the request of this line."),

@@ -31,7 +31,7 @@ class UnknownErrors:
                 is_passed_on = isinstance(error, RequestFailed)  # its text may be one of a test's own
                 self.note(error.code or MALFORMED_JSON, None if is_passed_on else message)
 
-        Refused.__init__ = watched  # type: ignore[method-assign]
+        Refused.__init__ = watched  # type: ignore[method-assign,assignment]
 
     def take(self) -> list[str]:
         """Return what was found since the last call."""

@@ -353,14 +353,14 @@ def _by_name() -> dict[str, Module]:
     return {one.dotted: one for one in modules()}
 
 
-def _product(parts: list[list[str]]) -> list[str]:
+def _product(parts: list[Sequence[str]]) -> list[str]:
     while len(parts) > 1 and _count(parts) > MAX_TEMPLATES:
         widest = max(range(len(parts)), key=lambda number: len(parts[number]))
         parts[widest] = ["{…}"]
     return ["".join(pieces) for pieces in itertools.product(*parts)]
 
 
-def _count(parts: list[list[str]]) -> int:
+def _count(parts: list[Sequence[str]]) -> int:
     count = 1
     for part in parts:
         count *= len(part)
