@@ -368,6 +368,7 @@ def test_how_people_log_in_reaches_the_gateway_and_the_children_of_up(tmp_path: 
     assert login.oidc is not None
     assert (login.session_s, login.public_url) == (3600.0, "https://llm.example.com")
     assert (login.oidc.issuer, login.oidc.allowed_groups) == ("https://id.example.com", ("ops",))
+    assert config.gateway_settings(SecretStr("unused")).public_url == "https://llm.example.com"
     config = config.model_copy(update={"data_dir": tmp_path, "gateway": GatewaySection(port=0)})
     run_dir_of(tmp_path).mkdir()
     _resolve(config, ("nats://127.0.0.1:4222",))
