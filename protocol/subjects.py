@@ -100,7 +100,6 @@ def model_of(queue: str) -> str:
 
 
 def job_subject(queue: str, lane: str) -> str:
-    """Return the subject of jobs in a lane of a queue."""
     return f"rq.{escape(queue)}.{lane}"
 
 
@@ -176,7 +175,6 @@ def worker_of_connection(name: str) -> str | None:
 
 
 def dead_letter_subject(model: str) -> str:
-    """Return the subject of a model's dead letters."""
     return f"dlq.{escape(model)}"
 
 
@@ -201,5 +199,4 @@ def worker_of_heartbeat(subject: str) -> str:
 
 
 def model_card_subject(model: str) -> str:
-    """Return the subject of one model's card."""
     return kv_subject(MODELS_BUCKET, escape(model))

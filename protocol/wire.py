@@ -37,9 +37,7 @@ class Versioned(Protocol):
     """A message with a protocol version."""
 
     @property
-    def v(self) -> int:
-        """The version."""
-        ...
+    def v(self) -> int: ...
 
 
 class _Head(Struct):

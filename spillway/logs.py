@@ -55,7 +55,6 @@ class _MaskedLines(structlog.stdlib.ProcessorFormatter):
     """Formats records for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record."""
         return masked(super().format(record))
 
 

@@ -119,7 +119,6 @@ class AdminService:
         return [team for team in await teams.list_teams(self.database) if who.sees_team(team.team_id)]
 
     async def create_team(self, body: NewTeam, who: Person) -> Team:
-        """Create a team."""
         policy = policy_of(body.changes())
         return await teams.create_team(self.database, body.name, who.actor, body.organisation, policy)
 
@@ -213,7 +212,6 @@ class AdminService:
         return rotated
 
     async def revoke_key(self, reference: str, who: Person, *, stops_running: bool) -> ApiKey:
-        """Revoke a key."""
         before = await self.changeable_key(reference, who)
         key = await keys.revoke_key(self.database, before.key_id, who.actor, stops_running=stops_running)
         await self._notify_gateways()

@@ -78,5 +78,4 @@ def endpoint_view(endpoint: Endpoint, secret: str | None = None) -> dict[str, An
 
 
 def delivery_view(delivery: Delivery) -> dict[str, Any]:
-    """Return the view of a delivery."""
     return {"object": "webhook_delivery", **asdict(delivery)}

@@ -70,7 +70,6 @@ _WORDS: Final[Mapping[Action, str]] = {
 
 
 def reach_of(role: Role, action: Action) -> Reach:
-    """Return the reach of an action for a role."""
     return _TABLE[action][ROLES.index(role)]
 
 

@@ -113,7 +113,6 @@ class ReplicaDriver:
         return by_machine.get(order.machine_id) or by_machine.get(None)
 
     async def machines(self) -> list[ProviderMachine]:
-        """Return all replicas."""
         group = await self._api.look()
         return [
             ProviderMachine(one.provider_id, {**self._labels, **one.labels}, one.is_ending) for one in group.replicas

@@ -104,7 +104,6 @@ class Backlog:
         self._changed_bytes += job_bytes
 
     def lane(self, queue: str, lane: str) -> LaneBacklog:
-        """Return the backlog of one lane."""
         return self._lanes[queue][lane]
 
     def interactive(self, queue: str) -> int:
@@ -187,7 +186,6 @@ class Capacity:
         return self._queues[queue]
 
     def hosted(self, pool: str, model: str) -> ModelCapacity:
-        """Return a hosted pool's capacity for one of its models."""
         return self._hosted[pool, model]
 
     def _of_worker(self, beat: Heartbeat) -> Iterator[ModelCapacity]:

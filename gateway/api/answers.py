@@ -93,7 +93,6 @@ class CollectedChoice:
 
     @property
     def content(self) -> ChoiceContent:
-        """The choice's content."""
         return ChoiceContent("".join(self.texts), self.finish_reason, self.parts)
 
     def token_logprobs(self) -> Iterator[TokenLogprob]:

@@ -144,7 +144,6 @@ class DocumentationLinks:
         self._start = f"{(public_url or '').rstrip('/')}{DOCUMENTATION_PATH}#"
 
     def of(self, error: Refused) -> str:
-        """Return the link of an error."""
         return self._start + (error.code or MALFORMED_JSON)
 
 
@@ -154,9 +153,7 @@ DOCUMENTATION_LINKS: Final = DocumentationLinks()  # of this process
 class AnswerStyle(Protocol):
     """Format of errors and headers of an API other than OpenAI's (``gateway.api.surface.Surface``)."""
 
-    def error_body(self, error: Refused, request_id: str) -> bytes:
-        """Return the body of an error."""
-        ...
+    def error_body(self, error: Refused, request_id: str) -> bytes: ...
 
     def field_name(self, name: str) -> str:
         """Return the API's name for a field of a chat."""

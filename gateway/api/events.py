@@ -248,7 +248,6 @@ def reasoning_tokens(reasoning: Sequence[tuple[int, int]], frames: Iterable[tupl
 
 
 def with_reasoning_tokens(usage: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return ``usage`` with the count of reasoning tokens."""
     return {**usage, "completion_tokens_details": {"reasoning_tokens": count}}
 
 
@@ -272,7 +271,6 @@ class PieceReader:
         self._form = form
 
     def pieces(self, frame: Tokens | Deltas) -> Iterable[Piece]:
-        """Return the pieces of a frame."""
         if isinstance(frame, Tokens):
             self._frames.append((len(frame.text), len(frame.token_ids)))
             return self.parser.push(frame.text, is_last=frame.finish_reason is not None)
@@ -301,7 +299,6 @@ class _StreamedChoice(PieceReader):
         self._has_started = False
 
     def deltas(self, frame: Tokens | Deltas) -> list[dict[str, Any]]:
-        """Return the deltas for a frame."""
         deltas = [self._delta(piece) for piece in self.pieces(frame)]
         if self._has_started or not (deltas or frame.logprobs or frame.finish_reason):
             return deltas

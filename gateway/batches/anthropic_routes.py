@@ -133,7 +133,6 @@ class _Text:
         self._ended = False
 
     def add(self, piece: bytes, *, is_last: bool) -> None:
-        """Add a piece."""
         self._text, self._at, self._ended = self._text[self._at :] + piece, 0, is_last
 
     def next(self) -> Generator[None, None, bytes]:

@@ -35,9 +35,7 @@ class ModelCapacity(Protocol):
 class Capacity(Protocol):
     """Capacity of the workers of all queues."""
 
-    def of(self, queue: str) -> ModelCapacity:
-        """Return the capacity of a queue."""
-        ...
+    def of(self, queue: str) -> ModelCapacity: ...
 
 
 class Admission(Protocol):

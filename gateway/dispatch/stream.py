@@ -207,7 +207,6 @@ class AnswerStream(Generic[AnyCall]):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(request.prompt_tokens for request in self.requests)
 
     @property

@@ -72,7 +72,6 @@ def _retry(form: HttpForm) -> str:
 
 @cache
 def error_page() -> str:
-    """Return the page."""
     return _PAGE.format(style=_STYLE, groups="\n".join(_group_lines()))
 
 

@@ -49,7 +49,6 @@ class Exchange(Protocol):
 
 
 def json_answer(content: object, status: int = 200) -> Response:
-    """Return a JSON answer."""
     return Response(encode_json(content), status_code=status, media_type="application/json")
 
 

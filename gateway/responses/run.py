@@ -73,9 +73,7 @@ class Request(Protocol):
         ...
 
     @property
-    def choices(self) -> Choices:
-        """The choices."""
-        ...
+    def choices(self) -> Choices: ...
 
 
 class Lost(Exception):

@@ -246,7 +246,6 @@ class Kept:
 
 
 def answer_id_of(response_id: str) -> str:
-    """Return the id of a response's answer."""
     return response_id.removeprefix("resp_")
 
 

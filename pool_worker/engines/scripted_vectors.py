@@ -34,7 +34,6 @@ class ScriptedInput:
 
     @property
     def request_id(self) -> str:
-        """The id of the request of this input."""
         return self._request.request_id
 
     def fault_is_due(self) -> bool:

@@ -333,7 +333,6 @@ class Key:
         return _base32(head + self._private.private_bytes_raw())
 
     def sign(self, data: bytes) -> bytes:
-        """Sign."""
         return self._private.sign(data)
 
 

@@ -60,7 +60,6 @@ class BatchClient:
         self.on_retry: Callable[[str], None] = lambda _why: None  # called with the reason before each retry
 
     def __enter__(self) -> Self:
-        """Return the client."""
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -120,11 +119,9 @@ class BatchClient:
         return self._object(once)
 
     def retrieve(self, batch_id: str) -> dict[str, Any]:
-        """Return a batch."""
         return self._object(lambda: self._http.get(f"/v1/batches/{batch_id}"))
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
-        """Cancel a batch; return it."""
         return self._object(lambda: self._http.post(f"/v1/batches/{batch_id}/cancel"))
 
     def batches(self, most: int) -> Iterator[dict[str, Any]]:

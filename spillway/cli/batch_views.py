@@ -52,7 +52,6 @@ def facts_of(batch: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def table_of(batches: list[dict[str, Any]]) -> Table:
-    """Return a table of batches."""
     table = Table("created", "id", "status", "endpoint", "answered", "failed", "lines", "due", box=SIMPLE_HEAD)
     for batch in batches:
         counts = counts_of(batch)

@@ -64,7 +64,6 @@ def print_secret(view: View, secret: str, *, as_json: bool) -> None:
 
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table."""
     table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         table.add_row(*map(escape, row))

@@ -22,7 +22,6 @@ TOKEN_LIMIT_S: Final = 10.0  # time limit for a token request
 
 
 def model_path(settings: GoogleSettings, publisher: str, model: str) -> str:
-    """Return the path of a publisher's model."""
     place = f"projects/{settings.project}/locations/{settings.location}"
     return f"/v1/{place}/publishers/{publisher}/models/{quote(model, safe='@')}"
 

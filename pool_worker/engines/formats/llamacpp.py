@@ -93,7 +93,6 @@ class LlamaCppFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """Read one event."""
         del seen_tokens
         if event.get("stop") is True:
             ended_by = _ENDS.get(str(event.get("stop_type"))) or end_of_tokens(event.get("stop_type"))

@@ -90,7 +90,6 @@ class OllamaFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """Read one event."""
         del seen_tokens
         new_text = event.get("response")
         if not isinstance(new_text, str):

@@ -76,7 +76,6 @@ class SGLangFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """Read one event."""
         reported = event.get("meta_info")
         if not isinstance(reported, dict):
             raise MalformedEvent("an event without meta_info")

@@ -43,7 +43,6 @@ class SideCarEngine:
         self._inner: TokenEngine | None = None
 
     async def start(self) -> Capacity:
-        """Start the engine."""
         if self._process is None:
             return await self._start_inner()
         await self._process.start()

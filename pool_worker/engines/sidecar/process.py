@@ -91,7 +91,6 @@ class LogLines:
         self._left_out = 0
 
     def last_lines(self) -> str:
-        """Return the last lines."""
         return "\n  ".join(self._last) or "(none)"
 
     async def copy(self, stream: asyncio.StreamReader) -> None:
