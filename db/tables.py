@@ -417,7 +417,7 @@ class InstanceRow(Base):
 
 
 class PayloadRow(Base):
-    """Request and answer, stored if the key's or team's consent allowed it when the request was made."""
+    """Request and answer, stored if the key's or team's consent allowed it at the time of the request."""
 
     __tablename__ = "payloads"
     __table_args__ = (

@@ -170,7 +170,7 @@ class BlockPool:
             raise EngineCorrupted("keys and blocks disagree")
 
     def _take_at(self, start: int, count: int) -> range | None:
-        """Take up to `count` blocks from the blank run that begins at `start`, or return None."""
+        """Allocate at most `count` blocks from the blank run that begins at `start`, or return None."""
         at = bisect_right(self._blank_runs, (start, 0))
         if at == len(self._blank_runs) or self._blank_runs[at][0] != start:
             return None

@@ -23,7 +23,7 @@ from protocol.generation import PromptLogprob, SamplingParams, TokenLogprob
 # (https://github.com/apoorvumang/prompt-lookup-decoding).
 
 NGRAM_TOKENS: Final = 3  # number of last tokens that must have occurred before
-PAUSE_TOKENS: Final = 16  # after a draft without a single right token, none is made for this many tokens
+PAUSE_TOKENS: Final = 16  # after a draft without a single right token, skip drafts for this many tokens
 
 
 class NgramDrafts:

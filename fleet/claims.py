@@ -18,7 +18,7 @@ class Claims:
     def __init__(self, tokens_per_job: float) -> None:
         """``tokens_per_job``: assumed until the ledger has requests."""
         self._most_tokens = MOST_TIMES * tokens_per_job  # of a job, on the average
-        self._tokens = CREDIT_JOBS * self._most_tokens  # that may have been made, and were not said to be
+        self._tokens = CREDIT_JOBS * self._most_tokens  # possibly generated and not reported
         self._jobs = 0  # that may have been taken, likewise
         self._left: deque[tuple[float, int]] = deque()  # (time, jobs that have left the queue), oldest first
 

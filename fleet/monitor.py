@@ -27,7 +27,7 @@ FORGET_AFTER_S: Final = 300.0
 MINUTE_S: Final = 60.0
 HALF_LIFE_S: Final = 120.0  # of a measured speed's weight, in time during which jobs waited
 FIRST_TOKENS_PER_JOB: Final = 1000.0  # until jobs have been seen
-JOBS_HALF_LIFE: Final = 500.0  # of what is known of a job's size, in jobs
+JOBS_HALF_LIFE: Final = 500.0  # of the estimated size of a job, in jobs
 BATCH_DUE_S: Final = 3600.0  # of batch jobs that belong to no batch, and name no deadline: when they should be done
 DUE_STEP_MS: Final = 900_000  # batches that are due within the same step are one piece of work
 SIZES_PERIOD_S: Final = 60.0  # between two looks at what the ledger says of requests
@@ -51,7 +51,7 @@ class _Speed:
 
 @dataclass
 class _Group:
-    """Queues that share pools, and what is known of their work."""
+    """Queues that share pools, and estimates of their work."""
 
     queues: frozenset[str]
     hosted_usd_per_token: float | None

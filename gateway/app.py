@@ -207,7 +207,7 @@ class GatewayApp:
             if "\0" in scope["path"] or b"%00" in scope["query_string"]:  # PostgreSQL's text cannot hold it
                 await exchange.answer_error(InvalidParameter("A URL must not contain a NUL character."))
             else:
-                # GET routes also answer HEAD: the connection drops the body by the method of its own scope.
+                # GET routes also answer HEAD: the connection drops the body by the method of the original scope.
                 await self._slow({**scope, "method": "GET"} if is_head else scope, receive, send_with_headers)
         finally:
             if exchange.refusal is not None:

@@ -115,7 +115,7 @@ class LaneShares:
     def divide(self, places: int, waiting: Mapping[Lane, int], coming: Mapping[Lane, int]) -> dict[Lane, int]:
         """Return how many jobs to ask of each lane, so that ``places`` are filled in fair order.
 
-        ``waiting``: jobs that may be asked for. ``coming``: jobs asked for that have not arrived.
+        ``waiting``: jobs that the worker may pull. ``coming``: pulled jobs that have not arrived.
         """
         order = [
             (lane.rank, lane.served + coming.get(lane, 0) * self._cost_of_next(lane), number, lane)

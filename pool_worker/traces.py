@@ -5,8 +5,8 @@
     ├── prefill
     └── decode
 
-All spans are made when the attempt ends. A killed worker leaves no spans of running attempts: the gateway records them
-as events "attempt failed".
+All spans are created when the attempt ends. A killed worker leaves no spans of running attempts: the gateway records
+them as events "attempt failed".
 """
 
 import time

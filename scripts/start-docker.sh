@@ -35,7 +35,7 @@ fail() {
   exit 1
 }
 
-# Print a script that runs one of Debian 13's programs, which need Debian 13's libraries: in a mount namespace of its own, where
+# Print a script that runs one of Debian 13's programs, which need Debian 13's libraries: in a separate mount namespace, where
 # FOLDER's /usr lies over the machine's.
 in_debian_13() {
   cat <<PROGRAM

@@ -30,7 +30,7 @@ _CHUNK_ARGUMENTS: Final[Sequence[type[Any]]] = [
 
 
 class NewRows(NamedTuple):
-    """A layer's queries, keys and values of a step's rows, whatever their strides."""
+    """A layer's queries, keys and values of a step's rows, with any strides."""
 
     query: Tensor  # (1, Hq, T, D)
     key: Tensor  # (1, Hkv, T, D)

@@ -142,7 +142,7 @@ def _gated_layer(kernels: RowKernels, module: nn.Module) -> GatedLayer | None:
         return None
     if gate.out_features % kernels.multiple:
         return None
-    # With small products instead of its own, which may be gigabytes.
+    # With small products instead of its weights, which may be gigabytes.
     width = _PROBE_WIDTH
     small = [nn.Linear(width, 2 * width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)]
     original = copy.deepcopy(module, {id(own): other for own, other in zip((gate, up, down), small, strict=True)})

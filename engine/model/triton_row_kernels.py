@@ -1,6 +1,6 @@
 """The Triton kernels of norms, gates and rotary embeddings; `triton_rows` launches them.
 
-All compute in float32, whatever the rows' dtype, and round once. Nothing is read back: launches can be recorded in a
+All compute in float32, for any dtype of the rows, and round once. Nothing is read back: launches can be recorded in a
 CUDA graph.
 """
 

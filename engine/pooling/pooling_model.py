@@ -1,8 +1,8 @@
 """A model of transformers that turns each input's token ids into a vector: an encoder, decoder or cross-encoder.
 
 The inputs of a batch are padded on the right and computed by the model's own forward, whose mask hides the padding:
-correct for every family, whatever its attention and positions. Padding costs little because the engine batches inputs
-of similar length.
+correct for every family, with any kind of attention and positions. Padding costs little because the engine batches
+inputs of similar length.
 """
 
 import inspect

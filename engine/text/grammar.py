@@ -250,7 +250,7 @@ class GrammarCompiler:
         compile_cpu_s: float = COMPILE_CPU_S,
     ) -> None:
         self._threads = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="grammar-compiler")
-        self._tokenizer: Future[LLTokenizer] | None = None  # takes up to a second; None: it does not support grammars
+        self._tokenizer: Future[LLTokenizer] | None = None  # may take a second; None: it does not support grammars
         self._check: GrammarCheck | None = None
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             as_json = tokenizer.backend_tokenizer.to_str()

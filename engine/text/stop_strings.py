@@ -1,7 +1,7 @@
 """Finds stop strings in streamed text and holds back only what could still become one.
 
 Uses the automaton of Aho and Corasick (Communications of the ACM 18, 1975, 333-340): each character costs a step or
-two, whatever the length and number of the strings, and wherever the text is split.
+two, for any length and number of strings and any split of the text.
 """
 
 from collections.abc import Callable

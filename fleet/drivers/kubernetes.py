@@ -50,7 +50,7 @@ class KubernetesApi:
             raise ProviderError(f"no kubeconfig: {error}") from error
 
     async def look(self) -> ReplicaGroup:
-        """Return the Deployment's size, its pods, and what keeps pods from being made."""
+        """Return the Deployment's size, its pods, and why pods cannot be created."""
         async with _failures():
             deployment = await self._client.get(Deployment, self._deployment)
             pods = [pod async for pod in self._client.list(Pod, labels=_selector(deployment))]

@@ -23,7 +23,7 @@ END_LIMIT_S: Final = 10.0  # between SIGTERM and SIGKILL: the worker has been dr
 
 
 class ProcessDriver:
-    """Starts ``spillway worker`` processes in sessions of their own: they outlive the controller."""
+    """Starts ``spillway worker`` processes in separate sessions: they outlive the controller."""
 
     launches_once: ClassVar[bool] = True
 

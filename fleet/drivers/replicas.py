@@ -3,7 +3,7 @@
     launch   check ── look ── scale to one more ── look until there is a new replica ── label it, where it can be
     end      look ── make the provider choose this one ── scale to one fewer ── look until it is on its way
 
-A group belongs to exactly one pool. Changes are made one at a time, each only after the previous one has taken effect,
+A group belongs to exactly one pool. Changes happen one at a time, each only after the previous one has taken effect,
 so that the replicas of two launches cannot be mixed up. What another controller, an autoscaler or the provider itself
 does in between is found by the next look: an unknown replica is assigned to the next launch if replicas have
 labels, and ended otherwise (``fleet.matching``).

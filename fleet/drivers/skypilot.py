@@ -26,8 +26,8 @@ from protocol.wire import UNDECODABLE
 
 RUNNER: Final = Path(__file__).with_name("skypilot_runner.py")
 CALL_LIMIT_S: Final = 50.0
-# For a launch or an end to be done, before both go on without us. Most refusals come within it; after a later one the
-# machine is no longer listed. A cluster that SkyPilot could not set up stays, without a worker.
+# For a launch or an end to be done, before both continue in the background. Most refusals come within it; after a
+# later one the machine is no longer listed. A cluster that SkyPilot could not set up stays, without a worker.
 WAIT_S: Final = 25.0
 LINE_MAX_BYTES: Final = 16 * 2**20  # of one answer: a list of clusters
 ERRORS: Final = {error.__name__: error for error in (LaunchRefused, NoCapacity, OverQuota, ProviderError)}

@@ -31,7 +31,7 @@ class Forecast:
 
     def __init__(self) -> None:
         self._usual = array("d", bytes(8 * WEEK_SLOTS))  # tokens per second, by slot of the week
-        self._weights = array("d", bytes(8 * WEEK_SLOTS))  # how much is known of it: 0 to 1 / (1 - FADING)
+        self._weights = array("d", bytes(8 * WEEK_SLOTS))  # weight of its observations: 0 to 1 / (1 - FADING)
         self._slots: deque[tuple[int, float, float]] = deque()  # (slot since the epoch, tokens, seconds), oldest first
         self._recent = 0.0
         self._noise = 0.0  # variance of the tokens of a second, as a multiple of their mean

@@ -27,7 +27,7 @@ class Equal(Struct, frozen=True):
 
     utilisation: float  # how full it means machines to be
     outcome: Outcome
-    is_equal: bool  # False: no utilisation was found that makes it so
+    is_equal: bool  # False: no utilization was found that makes it so
 
 
 class Study(Struct, frozen=True):
@@ -50,7 +50,7 @@ class Study(Struct, frozen=True):
         return self.play(Decider(max_wait_s=self.max_wait_s, idle_s=600.0, cool_down_s=60.0).decide)
 
     def at_equal_cost(self, name: str, usd: float) -> Equal:
-        """Play a peer's policy at the utilisation at which it costs ``usd``, found by bisection.
+        """Play a peer's policy at the utilization at which it costs ``usd``, found by bisection.
 
         Where none is found, its cost is the nearest of those tried: with too few machines the hosted API costs more
         than they would, so that no policy can be as cheap as one likes.

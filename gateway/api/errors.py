@@ -165,7 +165,7 @@ class AnswerStyle(Protocol):
 
 
 def form_of_kind(kind: type[Refused]) -> HttpForm:
-    """Return the form of a kind of refusal."""
+    """Return the HTTP form of a class of refusals."""
     return next(FORMS[one] for one in kind.__mro__ if one in FORMS)
 
 

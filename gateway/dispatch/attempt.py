@@ -31,7 +31,7 @@ PROBE_PERIOD_S: Final = 1.0
 MAX_PROBES: Final = 3
 RESEND_GAP_S: Final = 0.25  # between two requests to resend the same frames
 GAP_LIMIT_S: Final = 5.0  # a gap open for longer is a failed attempt
-# Tokens that a worker reports beyond those received were lost in transit, or are made up. Workers send frames as they
+# Tokens that a worker reports beyond those received were lost in transit, or are false. Workers send frames as they
 # generate, so lost tokens were generated after the last received frame, no faster than the fastest engine could.
 FASTEST_TOKENS_PER_S: Final = 1000
 ON_THEIR_WAY_S: Final = 1.0
@@ -238,6 +238,6 @@ class AttemptLog:
     def why(self, attempts: int) -> str:
         """Return the failures in one line; ``attempts``: the number of all attempts, as in response headers."""
         codes, failed = counted_codes(self.failures), len(self.failures)
-        # The others were moved to another pool before a worker accepted them, or were made by another gateway.
+        # The others were moved to another pool before a worker accepted them, or another gateway published them.
         counted = "attempts failed" if failed == attempts else f"attempts, of which {failed} failed"
         return f"{attempts} {counted} ({codes}); the last: {self.failures[-1].reason}"

@@ -249,7 +249,7 @@ class Dispatcher:
             self._registry.forget_dead(now_s)
 
     def _tick_all(self, now_s: float, *, connected: bool) -> None:
-        # A function of its own, so that its locals end: in a sleeping coroutine they would keep the last request alive.
+        # A separate function, so that its locals end: in a sleeping coroutine they would keep the last request alive.
         beats = self._registry.live_beats(now_s) if connected else ()
         revisions = LiveRevisions(beats, self._settings.only_hosted) if connected else None
         for request in list(self._open.values()):

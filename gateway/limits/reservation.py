@@ -36,7 +36,7 @@ class Reservation:
         self._is_open = True
 
     def enlarge(self, amounts: Amounts, taken: list[tuple[LocalAccount, Taken]], price: TokenPrice | None) -> None:
-        """Add amounts once more is known of the request."""
+        """Add amounts once the request's size is known better."""
         self.amounts = plus(self.amounts, amounts)
         self.local_accounts = tuple(local for local, _ in taken)
         self._more += taken

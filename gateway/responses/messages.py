@@ -97,7 +97,7 @@ class Messages:
         self._max_sealed_bytes = max_sealed_bytes
 
     def subject(self, key: Key, what: str) -> str:
-        """Return the subject of a response's messages of a kind."""
+        """Return the subject of one kind of a response's messages."""
         return subjects.response_subject(key.tenant, key.response_id, what)
 
     async def set(self, key: Key, what: str, sealed: Sealed, sequence: int, *, ttl_s: int) -> int | None:
@@ -139,11 +139,11 @@ class Messages:
         )
 
     async def last(self, key: Key, what: str) -> Found | None:
-        """Return the last message of a kind."""
+        """Return the last message of one kind."""
         return await self._find(last_by_subj=self.subject(key, what))
 
     async def next(self, key: Key, what: str, after_sequence: int) -> Found | None:
-        """Return the first message of a kind after a sequence."""
+        """Return the first message of one kind after a sequence number."""
         return await self._find(seq=after_sequence + 1, next_by_subj=self.subject(key, what))
 
     async def _find(self, **query: int | str) -> Found | None:

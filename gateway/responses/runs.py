@@ -240,7 +240,7 @@ class BackgroundRuns:
             log.warning("response %s failed; checking it again: %s", run.key.response_id, error)
 
     async def _give_up(self, run: BackgroundRun, reason: str) -> None:
-        """End a response as failed, whatever its state. Raises Lost and BusError."""
+        """End a response as failed, in any state. Raises Lost and BusError."""
         tries = run.run.tries
         log.error("giving up response %s after %d attempts: %s", run.key.response_id, tries, reason)
         error = Refused(f"The response failed {tries} times and was given up.")
@@ -435,7 +435,7 @@ class BackgroundRuns:
 
     async def _admitted(self, run: BackgroundRun) -> Making:
         """Admit a response again. Raises Refused."""
-        assert self.admit is not None  # noqa: S101  # its endpoint was made
+        assert self.admit is not None  # noqa: S101  # set with its endpoint
         return await self.admit(run, self._principal(run.run))
 
     def _principal(self, run: Run) -> Principal:

@@ -72,7 +72,7 @@ class EncoderPool:
     ) -> _Result:
         """Run ``work`` in a thread. ``size_bytes`` of text decide whether it counts as long.
 
-        ``is_quick``: never long, whatever its size.
+        ``is_quick``: short at any size.
         Raises RateLimitExceeded if too much of the tenant's work is queued, and Overloaded if too much in total.
         """
         share = self._shares.get(tenant) or _Share()

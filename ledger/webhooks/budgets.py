@@ -37,7 +37,7 @@ USED_UP_FROM_PERCENT: Final = 80  # spent, a budget counts as used up once a req
 EVENT_TYPE: Final[EventType] = "team.budget.threshold"
 MAX_REFUSED: Final = 10_000  # accounts
 REFUSED_FOR_S: Final = 60.0
-DAY_S: Final = 86_400  # the rollups' width that budgets' periods are made of
+DAY_S: Final = 86_400  # width of the rollups that add up to budget periods
 NOTICES_KEPT_MS: Final = 60 * DAY_S * 1000  # longer than any period that ends
 
 _NOTICES: Final = BudgetNoticeRow.__table__

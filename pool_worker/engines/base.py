@@ -27,7 +27,7 @@ class Capacity:
     max_sequences: int  # or pooling jobs
     max_kv_tokens: int
     max_model_len: int  # prompt and output tokens of one sequence
-    # Reported by the engine, whatever the settings say; None: unknown.
+    # Reported by the engine; overrides the settings. None: unknown.
     server_max_sequences: int | None = None
     server_max_kv_tokens: int | None = None
 

@@ -43,7 +43,7 @@ from protocol.job import PROTOCOL_VERSION, TAKES_MESSAGES, Chat, ChatUsage, Mode
 
 CHARS_PER_TOKEN: Final = 4.0  # of English text, by OpenAI's rule of thumb
 DEFAULT_SEQUENCES: Final = 64
-ANY_NAME: Final = frozenset({"sglang", "tgi"})  # values of ChatFormat.server: one model, whatever name is requested
+ANY_NAME: Final = frozenset({"sglang", "tgi"})  # values of ChatFormat.server: one model under any requested name
 
 log = logging.getLogger(__name__)
 

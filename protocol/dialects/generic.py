@@ -18,7 +18,7 @@ To call a tool, write one JSON object with its name and its arguments between th
 <tool_call>
 {"name": "the name of the tool", "arguments": {"an argument": "its value"}}
 </tool_call>
-Each further call has tags of its own. Write nothing after your calls. Their results come in the next message, between
+Each further call has its own tags. Write nothing after your calls. Their results come in the next message, between
 <tool_response> and </tool_response>. Where no tool is needed, answer without tags."""
 
 

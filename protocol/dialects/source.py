@@ -1,7 +1,7 @@
 """The text of one choice as a stream for its readers, which wait for text that has not arrived yet.
 
 A reader is a generator. It reads the text as if complete, and yields wherever it needs more, so that its result cannot
-depend on how the text was split into frames. It *emits* what it has parsed as pieces; until then the text is *held*, so
+depend on how the text was split into frames. It *emits* parsed text as pieces; until then the text is *held*, so
 that text that turns out not to be a call can still be emitted unchanged.
 
     text:  already emitted, dropped │ held, looked at │ held, not looked at

@@ -8,7 +8,7 @@ definitions of docs/GLOSSARY.md:
     decode    from there to the last token
     TTFT      of a request: from submission to its first token (waiting for a slot included)
     TPOT      of a request: (last token - first token) / (tokens - 1)
-    ITL       one gap between a request's neighbouring pieces (tokens that arrive together are one piece)
+    ITL       one gap between a request's neighboring pieces (tokens that arrive together are one piece)
 """
 
 import math
@@ -73,7 +73,7 @@ class Answer:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Inter-token latencies: the gaps between neighbouring pieces."""
+        """Inter-token latencies: the gaps between neighboring pieces."""
         return [later.at_s - earlier.at_s for earlier, later in zip(self.pieces, self.pieces[1:], strict=False)]
 
 

@@ -1,6 +1,6 @@
 """Detects the kind of inference server at a URL from its answers.
 
-OpenAI-style servers name themselves as the owner of their models; the others have pages of their own.
+OpenAI-style servers name themselves as the owner of their models; the others have their own pages.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ def _by_owner(answer: _Answer) -> str | None:
     return OWNERS.get(str(first.get("owned_by"))) if isinstance(first, dict) else None
 
 
-# In this order: a server with a page of its own often has an OpenAI-style one, too.
+# In this order: a server with its own page often has an OpenAI-style one, too.
 PROBES: Final[tuple[tuple[str, Callable[[_Answer], str | None]], ...]] = (
     ("/v1/models", _by_owner),
     ("/props", lambda answer: "llamacpp" if "total_slots" in answer else None),

@@ -1,7 +1,7 @@
 """Texts are plain American English: words and phrases that read as translated, or are British, do not come back.
 
 Read are comments, docstrings and texts of the product's Python, its templates, the docs, and what is deployed. Names in
-code are not texts; nor is what stands in backticks, or a wire value such as "cancelled".
+code are not texts; nor is what stands in backticks. "cancelled" and "organisation" are names in the API.
 """
 
 import io
@@ -28,11 +28,11 @@ WORDS = (
     r"by way of", r"as ever", r"whose turn", r"for want of", r"house('s)?",
     # British spelling
     r"\w*(behaviour|colour|favour|honour|neighbour|labour|rumour)\w*",
-    r"\w*(optimis|normalis|serialis|initialis|quantis|utilis|synchronis|customis|organis)(?!m|t)\w*",
+    r"\w*(optimis|normalis|serialis|initialis|quantis|utilis|synchronis|customis)(?!m|t)\w*",
     r"\w*(recognis|authoris|summaris|prioritis|minimis|maximis)(?!m|t)\w*",
-    r"(cancell|signall|labell|modell|travell)(ed|ing)", r"whilst", r"amongst", r"catalogues?", r"licences?", r"grey",
+    r"(signall|labell|modell|travell)(ed|ing)", r"whilst", r"amongst", r"catalogues?", r"licences?", r"grey",
 )  # fmt: skip
-PATTERN = re.compile(rf"(?<![\w/.$-])(?:{'|'.join(WORDS)})(?![\w/(=-]|\.\w)", re.IGNORECASE)
+PATTERN = re.compile(rf"(?<![\w/.$-])(?:{'|'.join(WORDS)})(?![\w/(=-]| = |\.\w)", re.IGNORECASE)
 
 SUFFIXES = {".html", ".md", ".yml", ".yaml", ".toml", ".tf", ".conf", ".sh", ".json", ".js", ".css", ".txt", ".tmpl"}
 READ = (*ROOTS, "docs", "deploy", "scripts", "README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile",
