@@ -50,7 +50,7 @@ def test_the_first_hour(tmp_path: Path) -> None:
 
 
 def shown_but_not_printed(printed: str) -> list[str]:
-    """Return the lines of output on the page that nothing printed, whatever their numbers; ``…`` is any text."""
+    """Return the lines of output on the page that were not printed; numbers may differ, and ``…`` is any text."""
     lines = [plain(line) for line in printed.splitlines()]
     shown = [line for heading in PAGE.parts for block in PAGE.blocks(heading, "") for line in block.splitlines()]
     patterns = {line: re.compile(".*".join(map(re.escape, plain(line).split("…")))) for line in shown}
