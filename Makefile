@@ -42,10 +42,11 @@ docs: ## Build the site of docs/ into build/site; a broken link, anchor or entry
 	@scripts/setup.sh test
 	$(BUILD_DOCS)
 
-reference: ## Write the generated pages of docs/: configuration, command line, HTTP operations, list of decisions
+reference: ## Write the generated pages of docs/: configuration, command line, HTTP operations, errors, log messages, engines, decisions
 	@scripts/setup.sh test
 	.venv/bin/python -m scripts.reference
 	.venv/bin/python -m tests.conformance.matrix
+	.venv/bin/python -m tests.reference
 
 format: ## Format the code and fix what ruff can fix
 	@scripts/setup.sh test

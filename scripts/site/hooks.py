@@ -1,7 +1,6 @@
-"""MkDocs hooks: links that leave docs/ become paths, and the site gets llms.txt and each page's Markdown."""
+"""MkDocs hooks: examples/ become pages, links that leave the site become paths, each page's Markdown is published."""
 
 import logging
-import os.path
 import posixpath
 import re
 from collections.abc import Iterator
@@ -9,14 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import Files
+from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation, Section
 from mkdocs.structure.pages import Page
 
 log = logging.getLogger("mkdocs.hooks.spillway")
 
-# Pages that are still to be written; each is in the navigation as soon as its file exists.
-PENDING: Final = frozenset({"tutorials/first-hour.md", "reference/errors.md"})
 FENCES: Final = re.compile(r"(^ *```.*?^ *```)", re.MULTILINE | re.DOTALL)
 LINK: Final = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 NUMBERED: Final = re.compile(r"\d+\. ")
@@ -26,21 +23,13 @@ _pages: dict[str, Page] = {}
 _navigation: list[Navigation] = []
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Drop pages from the navigation that are still to be written."""
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages of examples/, which lie beside docs/."""
     _pages.clear()
     _navigation.clear()
-    missing = {name for name in PENDING if not (Path(config.docs_dir) / name).is_file()}
-    config.nav = _without(config.nav, missing)
-    return config
-
-
-def _without(nav: Any, missing: set[str]) -> Any:  # noqa: ANN401  # nested lists and mappings, as YAML has them
-    if isinstance(nav, list):
-        return [kept for entry in nav if (kept := _without(entry, missing)) not in (None, {})]
-    if isinstance(nav, dict):
-        return {title: kept for title, entry in nav.items() if (kept := _without(entry, missing)) is not None}
-    return None if nav in missing else nav
+    for path in sorted(ROOT.glob("examples/**/README.md")):
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    return files
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:  # noqa: ARG001  # MkDocs passes them by name
@@ -49,21 +38,20 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:  
     return nav
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace links to files outside docs/ by their paths in the repository, and links to folders by their pages."""
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001  # by name
+    """Replace links to files outside the site by their paths in the repository, and links to folders by their pages."""
     folder = posixpath.dirname(page.file.src_uri)
+    in_repository = folder if folder.startswith("examples") else posixpath.join("docs", folder)
 
     def replace(match: re.Match[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ""
-        path = posixpath.normpath(posixpath.join(folder, target))
-        if path.startswith("../"):
-            name = os.path.relpath(Path(config.docs_dir) / path, ROOT)
-            if not (ROOT / name).exists():
-                log.warning("%s: %s does not exist", page.file.src_uri, target)
-            return f"`{name}`" if label.strip("`") in {name, posixpath.basename(name)} else f"{label} (`{name}`)"
-        if files.get_file_from_path(f"{path}/README.md"):
-            return f"[{label}]({target.rstrip('/')}/README.md{anchor})"
-        return match[0]
+        name = posixpath.normpath(posixpath.join(in_repository, target))
+        if not (ROOT / name).exists():
+            log.warning("%s: %s does not exist", page.file.src_uri, target)
+        for on_site in (name.removeprefix("docs/"), f"{name.removeprefix('docs/')}/README.md"):
+            if name.startswith(("docs/", "examples")) and files.get_file_from_path(on_site):
+                return f"[{label}]({posixpath.relpath(on_site, folder or '.')}{anchor})"
+        return f"`{name}`" if label.strip("`") in {name, posixpath.basename(name)} else f"{label} (`{name}`)"
 
     page.meta["source"] = markdown
     parts = FENCES.split(_indented(markdown))  # every second part is code
