@@ -39,6 +39,10 @@ _REQUEST: Final = {
         "A field, header or query parameter has a value that is not allowed, or two of them contradict each other.",
         "Change the field that `param` names. The message says which values are allowed.",
     ),
+    "precondition_failed": About(
+        "`If-Match` names an older state of the key or team: it has changed since.",
+        "Read the object again, then send the change with its new `ETag`.",
+    ),
     "unknown_parameter": About(
         "`[gateway] strict_fields` is on, and the body has an unknown field that resembles a known one.",
         "Use the field that the message suggests, or remove the unknown one.",

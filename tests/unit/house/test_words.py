@@ -90,7 +90,7 @@ def python_texts(source: str) -> Iterator[tuple[int, str]]:
     ("suffix", "text", "words"),
     [
         (".py", "told = 1  # nobody is told\n", ["nobody", "told"]),
-        (".py", 'STATE = "cancelled"\nfail("it was cancelled")\n', ["cancelled"]),
+        (".py", 'STATE = "modelled"\nfail("it was modelled")\n', ["modelled"]),
         (".py", '"""Read `told` in /house/x and house.md."""\n', []),
         (".md", "Whoever\nreads\n\n```\nnobody\n```\n`somebody`\n", ["Whoever"]),
     ],
