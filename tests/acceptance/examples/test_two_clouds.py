@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from spillway.config import DEMO_MODEL_PATH
 from tests.acceptance.examples.conftest import Example
-from tests.acceptance.examples.terminal import STARTED, Terminal
+from tests.acceptance.examples.terminal import Terminal
 from tests.conformance.chat_replay import ChatReplay
 from tests.conformance.replay import Replay, running
 from tests.waiting import until
@@ -25,7 +25,7 @@ async def test_requests_move_from_cloud_to_cloud_and_to_the_api(example: Callabl
         with clouds.terminal("first") as first, clouds.terminal("second") as second:
             serve = "vllm serve llama-8b --port 8001 --max-num-seqs 64 &\n"
             first.type(clouds.page.script(PAGE, 0, {serve: ""}))
-            first.wait_for(STARTED)
+            first.wait_for("worker-together-1: ready")
             second.run(clouds.page.script(PAGE, 1, {}))
             await until(lambda: serving(second) == {"runpod", "aws", "together"})
             printed = second.run(clouds.page.script(PAGE, 2, {}))
