@@ -274,8 +274,8 @@ class Slice:
     def presumed_dead(self, *, keeps_money: bool) -> None:
         """Handle the expiry of this gateway's lease: other gateways counted what it held as used.
 
-        The rates stay counted for their minute, including those used since. Money was not necessarily spent: the next
-        report undoes the presumption, unless a recount did, in which case others may hold the idle amount.
+        Requests and tokens count as used until their minute ends. Money was not necessarily spent: the next report
+        corrects it, unless a recount did, in which case other gateways may hold the idle amount.
         """
         self.idle = [0, 0, 0, self.idle[Kind.MONEY] if keeps_money else 0]
         self._used = ({}, {})
