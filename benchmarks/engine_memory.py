@@ -1,4 +1,4 @@
-"""The time saved by the prefix cache and lost to preemption, on a CPU.
+"""Measures how much time the prefix cache saves and preemption costs, on a CPU.
 
 - *shared prefix*: 32 requests at once, with 512 common tokens and 32 of their own, 32 new tokens each. Time to first
   token of each, counted from submission, and output tokens per second; with the cache off, with an empty cache ("cold":

@@ -1,4 +1,4 @@
-"""A ledger full of synthetic traffic, and the time of each page's queries on it.
+"""Fills a ledger with synthetic traffic and times each page's queries on it.
 
 The traffic: Poisson arrivals with a daily and a weekly rhythm; teams of unequal size whose keys each mainly use one
 model; log-normal prompts and answers; four pools, cheaper ones first; occasionally a lost worker, a cancellation, a

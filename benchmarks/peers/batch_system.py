@@ -1,4 +1,4 @@
-"""One system that answers batches of prompts, in a separate process, loaded from a model folder.
+"""Runs one compared system (vLLM, say, or our engine) in a separate process, and times batches of prompts on it.
 
     python -m benchmarks.peers.batch_system generate MODEL_FOLDER --threads 2
 

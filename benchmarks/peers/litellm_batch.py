@@ -1,4 +1,4 @@
-"""LiteLLM's own batch runner for servers without batches (such as vLLM), in a process that may be killed.
+"""LiteLLM's own batch runner, for servers without a batch API, in a process that the benchmark can kill.
 
 The proxy runs such batches only with PostgreSQL behind Prisma ("LiteLLM-executed batches need a database: set
 DATABASE_URL"), whose engines are binaries from Prisma's own site that its package does not include. So the runner

@@ -1,4 +1,4 @@
-"""Percentiles over time, in steps coarse enough to be meaningful."""
+"""The latency charts: percentiles over time, with steps widened until each has enough requests."""
 
 from bisect import bisect_right
 from typing import Any, Final, get_args

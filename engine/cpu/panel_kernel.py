@@ -1,4 +1,4 @@
-"""Products with weights that oneDNN has packed, by panels.c."""
+"""Multiplies rows by weights in oneDNN's packed layout, with the compiled functions of panels.c."""
 
 import ctypes
 from collections.abc import Sequence

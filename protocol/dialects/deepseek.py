@@ -1,4 +1,4 @@
-"""DeepSeek's two formats, by version: V3 and R1, then V3.1.
+"""DeepSeek's two tool-call formats: the one of V3 and R1, and the one of V3.1.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
     ```json

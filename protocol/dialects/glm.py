@@ -1,4 +1,4 @@
-"""GLM 4.5 and 4.6; from 4.7 on the same without the line ends.
+"""The tool-call format of GLM 4.5 and 4.6. Later versions omit the line breaks.
 
 <tool_call>get_weather
 <arg_key>city</arg_key>

@@ -1,4 +1,4 @@
-"""``spillway gateway``."""
+"""``spillway gateway``: runs one gateway, the HTTP endpoint."""
 
 from console.mount import mount
 from gateway.main import run
