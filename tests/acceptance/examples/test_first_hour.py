@@ -39,7 +39,7 @@ def test_the_first_hour(tmp_path: Path) -> None:
         assert "multi" in answer
         error = json.loads(refusal[refusal.index('{"error"') :])["error"]
         assert error["code"] == "insufficient_quota"
-        assert error["message"].startswith("Too little is left of the team's budget: limit 0.0001 USD, used 0.0000")
+        assert error["message"].startswith("Not enough of the team's budget is left: limit 0.0001 USD, used 0.0000")
         assert rescued.rstrip().endswith("data: [DONE]")
         assert "search" in bill
         [row] = second.wait_for_usage("team", 2)

@@ -150,7 +150,7 @@ def test_models(client: openai.OpenAI, system: System) -> None:
 
 def body_of(error: openai.APIStatusError) -> dict[str, object]:
     assert isinstance(error.body, dict)
-    assert set(error.body) == {"message", "type", "param", "code"}
+    assert set(error.body) == {"message", "type", "param", "code", "doc_url"}
     return dict(error.body)
 
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_served_is_400_and_names_the_field(system: System, extra:
         answer = http.post("/v1/chat/completions", json={"model": system.model, "messages": QUESTION, **extra})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    assert set(error) == {"message", "type", "param", "code", "doc_url"}
     assert error["type"] == "invalid_request_error"
     assert str(error["param"]).startswith(param), error
 

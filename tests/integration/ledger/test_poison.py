@@ -83,7 +83,7 @@ async def test_a_message_as_large_as_may_be_is_parked_in_part(
     await running.stop()
     [record] = await those_parked(ledger)
     assert len(record.message) == MAX_MESSAGE_BYTES
-    assert record.reason.endswith(f"the first {MAX_MESSAGE_BYTES} of {most_bytes - HEADER_ROOM_BYTES} bytes")
+    assert record.reason.endswith(f"truncated to {MAX_MESSAGE_BYTES} of {most_bytes - HEADER_ROOM_BYTES} bytes")
 
 
 async def test_a_record_that_brings_out_a_defect_of_ours_is_parked_alone(
@@ -183,6 +183,6 @@ async def test_a_heartbeat_that_cannot_be_written_is_lost_alone(
     await machine_time.flush()
     async with ledger.engine.connect() as connection:
         assert set(await connection.scalars(select(InstanceRow.worker_id))) == {"a", "b"}
-    assert "the machine time of bad is lost: ArithmeticError: nobody expected this" in caplog.text
+    assert "cannot store the machine time of bad: ArithmeticError: nobody expected this" in caplog.text
     await notes.flush()
     assert await noted_in(ledger.engine) == [("machine time", "bad", "ArithmeticError: nobody expected this")]

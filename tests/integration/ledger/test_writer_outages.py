@@ -92,7 +92,7 @@ async def test_nothing_is_lost_while_sql_is_away_and_one_line_says_so(
     await until(all_acknowledged)
     await writer.stop()
     assert len(errors(caplog)) == 1
-    assert "usage is written again" in caplog.text
+    assert "writing usage again after" in caplog.text
     assert writer.told_ready == [True, False, True]
     [target] = [text for text in caplog.messages if text.startswith("writing usage records to ")]
     assert target.endswith(database_url.partition(":")[2])
@@ -184,7 +184,7 @@ async def test_poison_records_are_parked_alone_and_their_sequences_are_logged(
 
     await until(all_settled)
     await writer.stop()
-    parked = [re.match(r"parked a usage record of message (\d+) of the stream", message) for message in errors(caplog)]
+    parked = [re.match(r"parked a usage record of message (\d+) ", message) for message in errors(caplog)]
     assert sorted(int(found[1]) for found in parked if found) == [2, 4, 6, 8, 10, 12]
     assert len(parked) == len(POISON)
 
@@ -205,7 +205,7 @@ async def test_a_refused_record_takes_none_of_its_message_with_it(
     await until(all_settled)
     await writer.stop()
     [message] = errors(caplog)
-    assert message.startswith("parked a usage record of message 2 of the stream")
+    assert message.startswith("parked a usage record of message 2 ")
 
 
 async def test_no_more_than_two_batches_are_ever_taken(

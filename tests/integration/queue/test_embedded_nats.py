@@ -93,7 +93,7 @@ def test_each_folder_has_a_password_of_its_own(tmp_path: Path) -> None:
 
 def test_a_damaged_password_is_told(tmp_path: Path) -> None:
     (tmp_path / PASSWORD_FILE).write_text('"} no_auth_user: spillway #')
-    with pytest.raises(EmbeddedNatsError, match="holds no password; delete it"):
+    with pytest.raises(EmbeddedNatsError, match="does not contain a password. Delete it"):
         EmbeddedNats(tmp_path, free_port())
 
 

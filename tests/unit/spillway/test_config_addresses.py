@@ -114,7 +114,7 @@ def test_a_public_url_that_cannot_work_is_refused(tmp_path: Path, value: str, sa
 def test_an_address_that_no_user_can_have_is_refused(tmp_path: Path, email: str, advice: str) -> None:
     done = check(tmp_path, OIDC.format(issuer='"https://id.example"', emails=json.dumps([email])) + POOL)
     assert done.exit_code == 1
-    assert f"auth.oidc.allowed_emails: '{email}' is no address" in done.stderr
+    assert f"auth.oidc.allowed_emails: '{email}' is not an email address" in done.stderr
     assert advice in done.stderr
 
 

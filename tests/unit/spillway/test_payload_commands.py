@@ -57,7 +57,7 @@ def test_a_payload_is_shown_decrypted_until_it_is_deleted(spillway, monkeypatch:
     assert shown["request"]["messages"] == [{"role": "user", "content": "I am ann"}]
     monkeypatch.setenv("SPILLWAY_PAYLOADS__KEY", "00" * 32)
     wrong = spillway("payloads", "show", "a")
-    assert (wrong.exit_code, "payloads.key lacks" in wrong.stderr) == (1, True)
+    assert (wrong.exit_code, "which is not in payloads.key" in wrong.stderr) == (1, True)
     assert spillway("payloads", "delete").exit_code == 2
     assert spillway("payloads", "delete", "--user", "ann", "--request", "a").exit_code == 2
     assert spillway("payloads", "delete", "--user", "ann").stdout == "deleted 1 payloads\n"
@@ -91,7 +91,7 @@ def test_a_training_set_is_written(spillway, tmp_path: Path) -> None:
     assert "at least 10 examples" in result.stderr
     assert len((tmp_path / "set" / "train.jsonl").read_text().splitlines()) == 2
     again = spillway("export", "finetune", "--out", str(tmp_path / "set"))
-    assert (again.exit_code, "nothing is overwritten" in again.stderr) == (1, True)
+    assert (again.exit_code, "already exists" in again.stderr) == (1, True)
     for wrong in (("--key", "nobody"), ("--split", "0.5"), ("--split", "x"), ("--format", "xml")):
         assert spillway("export", "finetune", "--out", str(tmp_path / "other"), *wrong).exit_code > 0
     assert not (tmp_path / "other").exists()

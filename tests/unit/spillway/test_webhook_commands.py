@@ -41,4 +41,4 @@ def test_an_endpoint_lives_by_the_command_line(spillway) -> None:
     everything = json.loads(spillway("create", "https://example.com/h", "--json").stdout)
     assert "team.budget.threshold" in everything["event_types"]
     refused = spillway("create", "http://example.com/")
-    assert (refused.exit_code, "must be https" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "must use https" in refused.stderr) == (1, True)

@@ -71,7 +71,7 @@ def test_a_url_is_laid_over_the_pool_of_the_file(started: Started) -> None:
 def test_a_file_without_a_queue_server_gets_that_of_a_running_up(started: Started, tmp_path: Path) -> None:
     without = (FILE + ENGINE).replace('urls = ["tls://queue:4222"]', "")
     (tmp_path / "spillway.toml").write_text(without)
-    assert "while it runs, use --config data/run/config.json" in words(worker().output)
+    assert "While it runs, use --config data/run/config.json" in words(worker().output)
     running = tmp_path / "data" / "run" / "config.json"
     running.parent.mkdir(parents=True)
     running.write_text('{"nats": {"urls": ["tls://here:4222"]}, "models": {"m": {}}}')
