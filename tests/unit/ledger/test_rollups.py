@@ -22,6 +22,7 @@ from protocol.nats.bus import Bus
 from protocol.nats.clock import unix_now_ms
 from protocol.usage import RequestRecord
 from tests.usage_records import attempt_record, request_record
+from tests.waiting import HANGS_S
 
 START_UNIX_MS = 1_800_000_000_000
 DEMO = ConfiguredPrice("demo", "", Price(prompt_nano_usd=150_000_000, completion_nano_usd=600_000_000))
@@ -29,7 +30,7 @@ DEMO = ConfiguredPrice("demo", "", Price(prompt_nano_usd=150_000_000, completion
 
 @pytest.fixture
 async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
-    engine = create_engine(database_url)
+    engine = create_engine(database_url, lock_limit_s=HANGS_S)  # two writers of SQLite; a busy machine is slow
     await seed_prices(engine, [DEMO], START_UNIX_MS - 1_000_000)
     yield engine
     await engine.dispose()
