@@ -25,6 +25,7 @@ from db.accounts.teams import (
 )
 from db.accounts.token import hash_token
 from db.engine import create_engine
+from tests.waiting import HANGS_S
 
 PEPPER = SecretStr("p" * 64)
 ME = "user:me"
@@ -33,7 +34,7 @@ BUDGET = Policy(budget_nano_usd=50 * 10**9, budget_period="month")
 
 @pytest.fixture
 async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
-    engine = create_engine(database_url)
+    engine = create_engine(database_url, lock_limit_s=HANGS_S)  # changes at once wait for each other
     yield engine
     await engine.dispose()
 
