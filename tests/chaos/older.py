@@ -1,6 +1,7 @@
 """The older release of an upgrade: its code, unpacked where it is asked for, with this one's packages and few more."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +29,12 @@ def install_its_packages(folder: Path) -> None:
 def create_older_schema(environment: dict[str, str], database_url: str) -> None:
     """Create the tables of the older release."""
     subprocess.run([sys.executable, "-c", MIGRATE, database_url], env=os.environ | environment, check=True)
+
+
+def create_older_key(environment: dict[str, str], config: Path, name: str) -> str:
+    """Create an API key by the older release, whose schema may lack columns of this one; return the key."""
+    create = [sys.executable, "-m", "spillway", "keys", "create", name, "--config", str(config)]
+    done = subprocess.run(create, env=os.environ | environment, check=True, capture_output=True, text=True)
+    found = re.search(r"sk-sw-\w+", done.stdout)
+    assert found is not None, done.stdout
+    return found[0]

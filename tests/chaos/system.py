@@ -25,7 +25,7 @@ from spillway.children import Child
 from spillway.cli.ledger import LEDGER_NICENESS
 from spillway.config import DEMO_MODEL_PATH, Config, load_config
 from tests.chaos.credentials import SignedQueue
-from tests.chaos.older import create_older_schema, install_its_packages, unpack_older
+from tests.chaos.older import create_older_key, create_older_schema, install_its_packages, unpack_older
 from tests.chaos.proxy import CutProxy
 from tests.chaos.servers import FIRST_SLOT, REVISION, Server, ServerSpec, engine_settings, make_servers
 from tests.chaos.watcher import Watcher
@@ -129,7 +129,10 @@ class System:
         self.database = create_engine(config.database_url)
         self._stack.push_async_callback(self.database.dispose)
         pepper = load_or_create_pepper(config.data_dir)
-        _, self.api_key = await create_key(self.database, "chaos", pepper)
+        if self.shape.older:
+            self.api_key = await asyncio.to_thread(create_older_key, self.older_code, self.config_path, "chaos")
+        else:
+            _, self.api_key = await create_key(self.database, "chaos", pepper)
         for name in self.shape.tenants:
             _, self.tenant_keys[name] = await create_key(self.database, name, pepper)
         for name, policy in self.shape.limited.items():
