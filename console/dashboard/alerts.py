@@ -84,9 +84,7 @@ class Alerts:
             return [Alert("SpillwayLedgerUnavailable", "ticket", text, "Check the database.", "")]
         if has_machines and not await self._is_led():
             text = "The fleet has machines but no controller. No machine is started or ended."
-            found.append(
-                Alert("SpillwayControllerGone", "page", text, "Start one with: spillway fleet controller", "/fleet")
-            )
+            found.append(Alert("SpillwayControllerGone", "page", text, "Start one with: spillway fleet run", "/fleet"))
         return found
 
     async def _is_led(self) -> bool:
