@@ -6,6 +6,7 @@ bounded by a day's slices, not by its requests.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final
 
 from sqlalchemy import Select, delete, func, select
@@ -24,8 +25,10 @@ MAX_DAYS: Final = 3_700
 _READ: Final = (*DIMENSIONS, *("received_unix_ms", "attempts", "prompt_tokens", "cached_tokens", "completion_tokens"))
 _MEASURED: Final = ("charge_nano_usd", "total_ms", "queue_ms", "ttft_ms", "tags")
 
+_FIGURES: Final = (*SUMS, *MEASURES)
+
 _Key = tuple[int, int, int]  # width_s, bucket_unix_ms, slice_id
-_Bucket = tuple[Any, ...]  # SUMS and MEASURES
+_Bucket = tuple[Any, ...]  # _FIGURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class DayCheck:
     begin_unix_ms: int
     requests: int
     wrong: int  # rows of rollups and histograms that are missing, superfluous or different
+    columns: tuple[str, ...] = ()  # the figures in which they differ, sorted; "tags" for the rollups of tags
 
 
 async def check_rollups(engine: AsyncEngine, *, repair: bool = False, since_unix_ms: int = 0) -> list[DayCheck]:
@@ -52,12 +56,14 @@ async def check_rollups(engine: AsyncEngine, *, repair: bool = False, since_unix
         for begin_unix_ms in (day for day in days if day >= since_unix_ms):
             async with writing(engine) as connection:
                 tally, tags, requests = await _recount(connection, begin_unix_ms)
-                wrong = _differences(_counted(tally), await _stored(connection, begin_unix_ms))
-                wrong += await wrong_tags(connection, begin_unix_ms, begin_unix_ms + DAY_MS, tags)
+                wrong, columns = _differences(_counted(tally), await _stored(connection, begin_unix_ms))
+                if of_tags := await wrong_tags(connection, begin_unix_ms, begin_unix_ms + DAY_MS, tags):
+                    wrong += of_tags
+                    columns.add("tags")
                 if wrong and repair:
                     await _replace(connection, begin_unix_ms, tally)
                     await replace_tags(connection, begin_unix_ms, begin_unix_ms + DAY_MS, tags)
-            checks.append(DayCheck(begin_unix_ms, requests, wrong))
+            checks.append(DayCheck(begin_unix_ms, requests, wrong, tuple(sorted(columns))))
     except SQL_ERRORS as error:
         raise DatabaseUnavailable(describe(error)) from error
     return checks
@@ -110,9 +116,17 @@ async def _stored(connection: AsyncConnection, begin_unix_ms: int) -> dict[_Key,
     return {key: (*sums.get(key, ()), *map(histogram.decode, counts.get(key, ()))) for key in keys}
 
 
-def _differences(counted: Iterator[tuple[_Key, _Bucket]], stored: dict[_Key, _Bucket]) -> int:
-    wrong = sum(stored.pop(key, None) != bucket for key, bucket in counted)
-    return wrong + len(stored)
+def _differences(counted: Iterator[tuple[_Key, _Bucket]], stored: dict[_Key, _Bucket]) -> tuple[int, set[str]]:
+    """Return how many rows differ, and in which figures."""
+    wrong, columns = 0, set[str]()
+    for key, bucket in counted:
+        found = stored.pop(key, ())
+        if found != bucket:
+            wrong += 1
+            columns |= {name for name, a, b in zip_longest(_FIGURES, bucket, found) if a != b}
+    if stored:
+        columns |= {*_FIGURES}
+    return wrong + len(stored), columns
 
 
 async def _replace(connection: AsyncConnection, begin_unix_ms: int, tally: RollupDelta) -> None:

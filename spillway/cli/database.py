@@ -52,7 +52,7 @@ async def check_rollups_(
     else:
         for day in wrong:
             done = "rebuilt" if repair else "differ"
-            out.print(f"{_day(day)}: {day.wrong} rollups {done}, {day.requests} requests")
+            out.print(f"{_day(day)}: {day.wrong} rollups {done} ({', '.join(day.columns)}), {day.requests} requests")
         requests = sum(day.requests for day in days)
         out.print(f"{requests:,} requests of {len(days)} days checked, {len(wrong)} days differed")
     if wrong and not repair:

@@ -15,6 +15,7 @@ from db.prices import add_price, load_prices, seed_prices
 from db.tables import RollupRow, SliceRow
 from ledger.abandoned import AbandonedRequests
 from ledger.check import check_rollups
+from ledger.histogram import MEASURES
 from ledger.intents import Intents
 from ledger.rollups import WIDTHS_S, slice_id
 from ledger.store import store_records
@@ -123,10 +124,23 @@ async def test_what_is_wrong_is_found_and_mended(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await connection.execute(text("UPDATE rollups SET requests = requests + 1 WHERE width_s = 3600"))
         await connection.execute(text("DELETE FROM histograms WHERE width_s = 86400"))
-    assert await wrong(engine) > 0
+    columns = tuple(sorted(("requests", *MEASURES)))
+    assert {check.columns for check in await check_rollups(engine) if check.wrong} == {columns}
     assert await wrong(engine, repair=True) > 0
-    assert await wrong(engine) == 0
+    assert {(check.wrong, check.columns) for check in await check_rollups(engine)} == {(0, ())}
     assert await sums(engine, "requests") == dict.fromkeys(WIDTHS_S, (50,))
+
+
+async def test_sums_that_an_older_ledger_writer_does_not_know_are_rebuilt(engine: AsyncEngine) -> None:
+    source = random.Random(8)
+    await store_records(engine, [any_request(source, number) for number in range(20)])
+    expected = await sums(engine, "unpriced_tokens")
+    async with engine.begin() as connection:
+        await connection.execute(text("UPDATE rollups SET unpriced_tokens = 0"))
+    found = await check_rollups(engine, repair=True)
+    assert {check.columns for check in found if check.wrong} == {("unpriced_tokens",)}
+    assert await sums(engine, "unpriced_tokens") == expected
+    assert expected[WIDTHS_S[-1]] > (0,)
 
 
 async def test_charges_are_those_of_the_price_that_held_at_that_time(engine: AsyncEngine) -> None:
