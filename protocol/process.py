@@ -211,6 +211,16 @@ def on_stop_signals(handle: Callable[[], object]) -> Iterator[None]:
 YOUNGEST: Final = 20_000
 
 
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector: imports create no garbage, and collection takes a seventh of the import time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def freeze_heap() -> None:
     """Exclude existing objects from garbage collection, and collect less often. Call it before serving."""
     gc.collect()

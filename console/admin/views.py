@@ -1,4 +1,4 @@
-"""JSON views of organizations, teams, keys, audit entries and webhooks, for the admin API and the command line."""
+"""JSON views of organizations, teams, keys and audit entries, for the admin API and the command line."""
 
 from dataclasses import asdict
 from typing import Any
@@ -8,8 +8,6 @@ from db.accounts.keys import ApiKey
 from db.accounts.principal import Policy
 from db.accounts.teams import Organisation, Team
 from db.money import NANO_USD
-from ledger.webhooks.deliveries import Delivery
-from ledger.webhooks.endpoints import Endpoint
 
 
 def organisation_view(organisation: Organisation) -> dict[str, Any]:
@@ -66,16 +64,3 @@ def policy_view(policy: Policy) -> dict[str, Any]:
 def audit_view(entry: AuditEntry) -> dict[str, Any]:
     """Return the view of an entry of the audit log."""
     return {"object": "audit_entry", **asdict(entry)}
-
-
-def endpoint_view(endpoint: Endpoint, secret: str | None = None) -> dict[str, Any]:
-    """Return the view of a webhook endpoint; ``secret`` only for one that has just been created or rotated."""
-    view = {"object": "webhook_endpoint", "id": endpoint.endpoint_id, **asdict(endpoint)}
-    del view["endpoint_id"]
-    view["event_types"] = list(endpoint.event_types)
-    view["enabled"] = endpoint.enabled
-    return view if secret is None else {**view, "secret": secret}
-
-
-def delivery_view(delivery: Delivery) -> dict[str, Any]:
-    return {"object": "webhook_delivery", **asdict(delivery)}

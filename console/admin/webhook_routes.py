@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from console.admin import schema
 from console.admin.service import AdminService
-from console.admin.views import delivery_view, endpoint_view
+from console.admin.webhook_views import delivery_view, endpoint_view
 from console.rules import person_of
 from gateway.http.pages import body_schema, json_answer
 from ledger.webhooks.deliveries import list_deliveries

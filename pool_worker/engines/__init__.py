@@ -11,6 +11,7 @@ from pool_worker.settings import (
     ServerEngineSettings,
     VllmInProcessSettings,
 )
+from protocol.process import collector_paused
 
 
 def create(settings: EngineSettings) -> AnyEngine:
@@ -37,6 +38,7 @@ def create(settings: EngineSettings) -> AnyEngine:
         from pool_worker.engines.chat_server import ChatServerEngine  # noqa: PLC0415 - likewise
 
         return ChatServerEngine(settings)
-    from pool_worker.engines.local import LocalEngine  # noqa: PLC0415 - needs torch, which other engines do not
+    with collector_paused():  # torch and transformers: seconds
+        from pool_worker.engines.local import LocalEngine  # noqa: PLC0415 - needs torch, which other engines do not
 
     return LocalEngine(settings)

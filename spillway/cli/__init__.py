@@ -4,10 +4,8 @@ A command's module is imported when the command is called. Neither this module n
 torch, SQLAlchemy or FastAPI, and a worker does not load the gateway's dependencies.
 """
 
-import contextlib
-import gc
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
@@ -22,21 +20,13 @@ class Command(NamedTuple):
 
     def load(self, name: str | None) -> Any:  # noqa: ANN401  # Typer's types are private
         """Import it."""
+        from protocol.process import collector_paused  # noqa: PLC0415 - pydantic, which --help does not need
+
         module, _, function = self.place.partition(":")
         alone = typer.Typer(add_completion=False)
-        with _gc_paused():
+        with collector_paused():
             alone.command(name)(getattr(importlib.import_module(f"{__name__}.{module}"), function))
         return typer.main.get_command(alone)
-
-
-@contextlib.contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Pause the garbage collector: imports create no garbage, and collection takes a seventh of the import time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Group(NamedTuple):

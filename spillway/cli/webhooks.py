@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 import typer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from console.admin.views import delivery_view, endpoint_view
+from console.admin.webhook_views import delivery_view, endpoint_view
 from db.accounts.principal import DEFAULT_TEAM_ID
 from ledger.webhooks.deliveries import list_deliveries
 from ledger.webhooks.endpoints import DEFAULT_GRACE_S, Endpoint, Endpoints

@@ -14,7 +14,8 @@ import pytest_asyncio
 import zstandard
 
 import gateway
-from console.admin.views import audit_view, delivery_view, endpoint_view, key_view, organisation_view, team_view
+from console.admin.views import audit_view, key_view, organisation_view, team_view
+from console.admin.webhook_views import delivery_view, endpoint_view
 from db.accounts.audit import AuditEntry
 from db.accounts.keys import ApiKey
 from db.accounts.principal import NO_POLICY
