@@ -93,7 +93,7 @@ compose: ## Test docker-compose.yml and the commands of its docs on a real Docke
 
 drill: ## Lose a home region, restore it by the runbook, and print what was restored, RPO and RTO
 	@scripts/setup.sh test
-	.venv/bin/python -m pytest -s -n 0 tests/integration/test_home_lost.py
+	.venv/bin/python -m pytest -s -n 0 tests/drill/home_lost.py
 
 SEEDS ?= 1000
 FIRST_SEED ?= 1

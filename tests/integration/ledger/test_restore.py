@@ -1,7 +1,6 @@
-"""A backup and its restoration, as docs/deploy/runbooks.md has them, with PostgreSQL's own programs."""
+"""Backups and their restoration, as docs/deploy/runbooks.md has them, with PostgreSQL's own programs."""
 
 import asyncio
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -11,21 +10,11 @@ import migrations
 from db.engine import create_engine
 from ledger.check import check_rollups
 from ledger.store import store_records
-from tests.postgres import find_program
+from tests.drill.archive import archiving, base_backup, close_segment, options_of, query, restore, shared_disk
+from tests.postgres import PostgresServer, find_program
 from tests.usage_records import attempt_record, request_record
 
-RUNBOOKS = Path(__file__).resolve().parents[3] / "docs/deploy/runbooks.md"
 REQUESTS = 20
-
-
-def options_of(program: str) -> list[str]:
-    """What the page gives a program of PostgreSQL's, but the user, the database and the file."""
-    [line] = [
-        line for line in RUNBOOKS.read_text().splitlines() if f" {program} " in line and line.startswith("docker")
-    ]
-    words = shlex.split(line.partition(f"{program} ")[2].replace(">", " #").replace("<", " #"), comments=True)
-    ours = {"--username", "--dbname", "--maintenance-db", "postgres", "spillway"}
-    return [word for word in words if word not in ours]
 
 
 @pytest.mark.servers
@@ -59,3 +48,23 @@ async def test_a_restored_database_is_that_of_the_backup(postgres_url: str, tmp_
         assert await counted() == [(REQUESTS + 1, 0)]
     finally:
         await engine.dispose()
+
+
+@pytest.mark.servers
+def test_the_log_restores_what_came_after_the_base_backup() -> None:
+    with shared_disk() as shared:
+        first, second = (PostgresServer(further_settings=archiving(shared / "wal")) for _ in range(2))
+        try:
+            first.create()
+            first.start()
+            first.execute("CREATE TABLE requests (request_id text)")
+            base_backup(first, shared / "base.tar")
+            first.execute("INSERT INTO requests VALUES ('archived')")
+            close_segment(first, shared / "wal")
+            first.execute("INSERT INTO requests VALUES ('only in the last segment')")
+            first.stop(crash=True)
+            restore(second, shared / "base.tar")
+            assert query(second, "postgres", "SELECT string_agg(request_id, ', ') FROM requests") == "archived"
+        finally:
+            first.remove()
+            second.remove()

@@ -1,34 +1,30 @@
 """A home is lost and restored by the runbook: real processes, PostgreSQL's own backup, and a copy of the queue.
 
-``make drill`` prints what came back, RPO and RTO.
+``make drill`` runs it, and prints what came back, RPO and RTO. ``make test`` has each part alone: the database in
+``tests/integration/ledger/test_restore.py``, the queue in ``tests/integration/queue/test_backup.py``.
 """
 
 import json
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from benchmarks.ports import free_port
 from tests.acceptance.system import clean_environment
+from tests.drill.archive import archiving, base_backup, close_segment, query, restore, shared_disk, wait
 from tests.nats_server import NatsServer
-from tests.postgres import PostgresServer, find_program
+from tests.postgres import PostgresServer
 from tests.unit.deploy.description import ROOT
 from tests.waiting import HANGS_S
 
-ARCHIVE_OVERLAY = ROOT / "deploy/compose/archive.yml"
-RUNBOOKS = ROOT / "docs/deploy/runbooks.md"
-HOST = ("--host", "127.0.0.1", "--username", "postgres")
 PRICE = "price = { prompt = 1.0, completion = 2.0 }"
 CONFIG = """
 data_dir = "data"
@@ -54,27 +50,6 @@ usd_per_hour = 0.0
 models = ["demo"]
 engine = {{ kind = "scripted" }}
 """
-
-
-def archiving(archive: Path) -> dict[str, str]:
-    """PostgreSQL's settings, as the overlay has them."""
-    words = yaml.safe_load(ARCHIVE_OVERLAY.read_text())["services"]["postgres"]["command"]
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    return {name: value.replace("/archive/", f"{archive}/") for name, value in given.items()}
-
-
-def options_of(program: str) -> list[str]:
-    """What the runbook gives a program of PostgreSQL's, but the user."""
-    [line] = [line for line in RUNBOOKS.read_text().splitlines() if f" {program} " in line and "docker" in line]
-    words = shlex.split(line.partition(f"{program} ")[2].partition(">")[0])
-    return [word for word in words if word not in {"--username", "spillway"}]
-
-
-def wait(condition: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + HANGS_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 class Home:
@@ -140,14 +115,7 @@ class Home:
 
     def sql(self, statement: str) -> str:
         """The one value that a query has."""
-        command = [find_program("psql"), *HOST, "--port", str(self.postgres.port), "--dbname", "spillway"]
-        done = subprocess.run(
-            [*command, "--tuples-only", "--no-align", "--command", statement],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        return done.stdout.strip()
+        return query(self.postgres, "spillway", statement)
 
     def client(self, key: str) -> httpx.Client:
         headers = {"Authorization": f"Bearer {key}"}
@@ -196,14 +164,9 @@ def text_of(response: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[Path]:
-    """A disk that outlives the home, which PostgreSQL's user may write to."""
-    folder = Path(tempfile.mkdtemp(prefix="spillway-archive-"))
-    folder.chmod(0o777)
-    (folder / "wal").mkdir()
-    (folder / "wal").chmod(0o777)
-    yield folder
-    shutil.rmtree(folder)
+def shared() -> Iterator[Path]:
+    with shared_disk() as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -220,8 +183,6 @@ def second(tmp_path: Path, shared: Path) -> Iterator[Home]:
     home.lose()
 
 
-@pytest.mark.slow
-@pytest.mark.servers
 def test_a_lost_home_is_restored_into_an_empty_one(first: Home, second: Home, shared: Path) -> None:
     copies = shared / "copies"
     first.postgres.create()
@@ -232,11 +193,7 @@ def test_a_lost_home_is_restored_into_an_empty_one(first: Home, second: Home, sh
     first.start("gateway", "ledger", "worker")
     caller = Caller(first.command("keys", "create", "drill", "--budget", "10/month").strip())
     endpoint = json.loads(first.command("webhooks", "create", f"https://127.0.0.1:{free_port()}/", "--json"))["id"]
-    with (shared / "base.tar").open("wb") as tar:
-        port = ("--port", str(first.postgres.port))
-        subprocess.run(
-            [find_program("pg_basebackup"), *HOST, *port, *options_of("pg_basebackup")], stdout=tar, check=True
-        )
+    base_backup(first.postgres, shared / "base.tar")
 
     # In SQL, and archived: what happened after the base backup comes from the log.
     caller.work(first, "in the database")
@@ -250,20 +207,13 @@ def test_a_lost_home_is_restored_into_an_empty_one(first: Home, second: Home, sh
     first.command("queue", "backup", str(copies))
     shutil.copytree(first.folder / "data/files", shared / "files")
     copied_s = time.monotonic()
-    segment = first.sql("SELECT pg_walfile_name(pg_switch_wal())")  # in place of archive_timeout
-    wait((shared / "wal" / segment).exists)
+    close_segment(first.postgres, shared / "wal")
     caller.work(first, "after the last copy")
     lost_s = time.monotonic()
     first.lose()
 
     begun_s = time.monotonic()
-    with (shared / "base.tar").open("rb") as tar:
-        (second.postgres.folder / "data").mkdir(mode=0o700)
-        shutil.chown(second.postgres.folder / "data", *owner_of(second.postgres.folder))
-        second.postgres.run("tar", "-x", "-C", "data", stdin=tar)
-        second.postgres.run("touch", "data/recovery.signal")
-    second.postgres.start()
-    wait(lambda: second.sql("SELECT pg_is_in_recovery()") == "f")
+    restore(second.postgres, shared / "base.tar")
     second.nats.start()
     second.command("queue", "restore", str(copies))
     shutil.copytree(shared / "files", second.folder / "data/files")
@@ -291,8 +241,3 @@ def test_a_lost_home_is_restored_into_an_empty_one(first: Home, second: Home, sh
         "RTO": f"{rto_s:.1f} s to the first answer, of programs that are installed",
     }
     print(*("", *(f"{name:24}{value}" for name, value in report.items())), sep="\n")  # noqa: T201
-
-
-def owner_of(folder: Path) -> tuple[int, int]:
-    found = folder.stat()
-    return found.st_uid, found.st_gid

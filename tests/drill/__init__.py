@@ -1,0 +1,1 @@
+"""The restore of a lost home region, as the runbook says: ``make drill``."""
