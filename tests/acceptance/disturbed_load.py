@@ -3,10 +3,8 @@
 import asyncio
 import random
 import signal
-import sqlite3
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 
@@ -82,22 +80,11 @@ async def disturb_midway(system: System, finished: Callable[[], int]) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-def rows(system: System, query: str) -> list[tuple[Any, ...]]:
-    with sqlite3.connect(f"file:{system.data_dir / 'spillway.db'}?mode=ro", uri=True) as database:
-        return list(database.execute(query))
-
-
-async def wait_for_rows(system: System, table: str, count: int) -> None:
-    async with asyncio.timeout(HANGS_S):
-        while rows(system, f"SELECT count(*) FROM {table}")[0][0] < count:
-            await asyncio.sleep(0.05)
-
-
 def check_the_records(system: System, seen: Counter[str]) -> None:
     """Check that so many requests are so many rows, with the tokens that were made for them."""
     requests = seen.total()
-    assert rows(system, "SELECT count(*), count(DISTINCT request_id) FROM requests") == [(requests, requests)]
-    counted = rows(system, "SELECT outcome, count(*) FROM requests GROUP BY outcome")
+    assert system.rows("SELECT count(*), count(DISTINCT request_id) FROM requests") == [(requests, requests)]
+    counted = system.rows("SELECT outcome, count(*) FROM requests GROUP BY outcome")
     by_outcome = Counter({str(outcome): int(count) for outcome, count in counted})
     assert by_outcome["ok"] >= seen["ok"]  # a client may hang up just when its answer is complete
     assert by_outcome["ok"] - seen["ok"] <= seen["cancelled"]
@@ -106,14 +93,13 @@ def check_the_records(system: System, seen: Counter[str]) -> None:
 
 def assert_tokens_agree(system: System) -> None:
     """Each request's tokens are those that its last attempt's engine made, on top of what it resumed from."""
-    wrong = rows(
-        system,
+    wrong = system.rows(
         """SELECT r.request_id, r.outcome, r.completion_tokens, sum(a.completion_tokens), count(a.attempt), r.attempts
            FROM requests r JOIN attempts a USING (request_id) GROUP BY r.request_id
            HAVING r.attempts = 1 AND (count(a.attempt) <> 1 OR r.completion_tokens <> sum(a.completion_tokens))""",
     )
     assert wrong == []
-    made = rows(system, "SELECT sum(completion_tokens) FROM attempts")[0][0]
-    billed = rows(system, "SELECT sum(completion_tokens) FROM requests WHERE attempts = 1")[0][0]
+    made = system.rows("SELECT sum(completion_tokens) FROM attempts")[0][0]
+    billed = system.rows("SELECT sum(completion_tokens) FROM requests WHERE attempts = 1")[0][0]
     assert billed
     assert made >= billed

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -27,6 +29,7 @@ class System:
 
     data_dir: Path
     arguments: list[str]
+    host: str = "127.0.0.1"  # as a part of a URL
     port: int = field(default_factory=free_port)
     program: tuple[str, ...] = (sys.executable, "-m", "spillway")
     folder: Path | None = None  # in which it is started; None: this process's own
@@ -35,7 +38,7 @@ class System:
 
     @property
     def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def api_key(self) -> str:
@@ -128,16 +131,27 @@ class System:
         """Return what is in the ledger now; of an answer that has just ended, perhaps nothing yet."""
         return list(json.loads(self.command("usage", "--by", by, "--format", "json")))
 
+    def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        """What is in the ledger's SQLite file now."""
+        file = sqlite3.connect(f"file:{self.data_dir / 'spillway.db'}?mode=ro", uri=True)
+        with contextlib.closing(file) as database:
+            return list(database.execute(query, values))
+
+    def wait_for_requests(self, count: int) -> None:
+        """Wait until the ledger has written so many requests."""
+        deadline = time.monotonic() + HANGS_S
+        while (written := self.rows("SELECT count(*) FROM requests")[0][0]) < count:
+            assert time.monotonic() < deadline, f"{written} of {count} requests"
+            time.sleep(0.05)
+
     def wait_for_usage_of(self, key: str) -> dict[str, object]:
         """The key's only row, once the ledger has written it."""
         deadline = time.monotonic() + HANGS_S
-        while True:
-            rows = [row for row in self.usage("model,key") if row["key_name"] == key]
-            if rows:
-                assert len(rows) == 1, rows
-                return rows[0]
+        while not self.rows("SELECT 1 FROM requests WHERE key_name = ?", key):
             assert time.monotonic() < deadline, f"nothing in the ledger from the key {key!r}"
             time.sleep(0.05)
+        [row] = [row for row in self.usage("model,key") if row["key_name"] == key]
+        return row
 
     def http(self) -> httpx.Client:
         return httpx.Client(

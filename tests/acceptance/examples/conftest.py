@@ -2,33 +2,31 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from benchmarks.ports import free_port
-from spillway.config import DEMO_MODEL_PATH
+from pool_worker.settings import LocalEngineSettings
+from spillway.config import DEMO_MODEL_PATH, load_config
 from tests.acceptance.examples.terminal import Terminal
+from tests.acceptance.system import System
 from tests.compose.pages import Page
 from tests.unit.deploy.description import ROOT
 
 
 @dataclass
 class Example:
-    """A copy of an example's folder, and its README."""
+    """A copy of an example's folder, its README, and the system that its commands start."""
 
     folder: Path
     page: Page
     variables: dict[str, str]
-    port: int = field(default_factory=free_port)
-
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    system: System
 
     def terminal(self, name: str) -> Terminal:
-        ours = {"SPILLWAY_GATEWAY__PORT": str(self.port), "SPILLWAY_BASE_URL": self.base_url, **self.variables}
+        port, url = str(self.system.port), self.system.base_url
+        ours = {"SPILLWAY_GATEWAY__PORT": port, "SPILLWAY_BASE_URL": url, **self.variables}
         return Terminal(self.folder, self.folder.parent / f"{name}.log", ours)
 
 
@@ -41,6 +39,15 @@ def example(tmp_path: Path) -> Callable[[str], Example]:
         shutil.copytree(ROOT / "examples" / name, folder, ignore=shutil.ignore_patterns("data", "keys", "key"))
         (tmp_path / "models").mkdir()
         (tmp_path / "models" / DEMO_MODEL_PATH.name).symlink_to(DEMO_MODEL_PATH)
-        return Example(folder, Page(folder / "README.md"), {})
+        return Example(folder, Page(folder / "README.md"), {}, System(folder / "data", []))
 
     return copied
+
+
+def serve_by_a_script(config: Path, inter_token_s: float = 0.0) -> None:
+    """Replace the demo model in a file, which takes seconds to load, by the scripted engine."""
+    engine = load_config(config, env={}).pools["local"].engine
+    assert isinstance(engine, LocalEngineSettings)
+    assert (config.parent / engine.path).samefile(DEMO_MODEL_PATH)
+    before, table, _ = config.read_text().partition("[pools.local.engine]")
+    config.write_text(f'{before}{table}\nkind = "scripted"\ninter_token_s = {inter_token_s}\n')

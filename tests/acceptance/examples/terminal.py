@@ -1,7 +1,6 @@
 """A shell that a reader of a page types the page's commands into."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -10,10 +9,10 @@ import time
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from tests.acceptance.system import clean_environment
-from tests.waiting import HANGS_S, POLL_S
+from tests.waiting import HANGS_S, LONGEST_POLL_S
 
 STARTED = "Try it from another terminal"
 
@@ -75,16 +74,7 @@ class Terminal:
             if printed != before:
                 deadline_s = time.monotonic() + HANGS_S
             assert time.monotonic() < deadline_s, f"it never said {text!r}:\n{printed}"
-            time.sleep(POLL_S)
-
-    def wait_for_usage(self, by: str, requests: int) -> list[dict[str, Any]]:
-        """Return the usage report once the ledger has this many requests."""
-        deadline_s = time.monotonic() + HANGS_S
-        while True:
-            rows: list[dict[str, Any]] = json.loads(self.run(f"spillway usage --by {by} --json"))
-            if sum(row["requests"] for row in rows) >= requests:
-                return rows
-            assert time.monotonic() < deadline_s, rows
+            time.sleep(LONGEST_POLL_S)
 
     def press_ctrl_c(self) -> None:
         """Interrupt what runs in the foreground, and wait for its end, which must be in order."""

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 
-from tests.acceptance.examples.conftest import Example
+from tests.acceptance.examples.conftest import Example, serve_by_a_script
 from tests.acceptance.examples.terminal import STARTED
 from tests.waiting import HANGS_S
 
@@ -14,6 +15,7 @@ TEAMS = ("search", "support", "research", "nightly", "interns")
 
 def test_each_team_has_a_bill_and_one_budget_bites(example: Callable[[str], Example]) -> None:
     teams = example("five-teams")
+    serve_by_a_script(teams.folder / "spillway.toml")
     with teams.terminal("first") as first, teams.terminal("second") as second:
         first.type(teams.page.script("Five teams", 0, {}))
         first.wait_for(STARTED)
@@ -22,7 +24,8 @@ def test_each_team_has_a_bill_and_one_budget_bites(example: Callable[[str], Exam
         assert [answer for answer in answers if answer[1] != "200"] == [("interns", "429", answers[1][2])]
         assert re.search(r"the team's .*budget", answers[1][2])
         assert sorted(team for team, *_ in answers) == sorted(2 * TEAMS)
-        bill = {row["team_name"]: row for row in second.wait_for_usage("team", 9)}
+        teams.system.wait_for_requests(9)
+        bill: dict[str, Any] = {str(row["team_name"]): row for row in teams.system.usage("team")}
         assert {name: row["requests"] for name, row in bill.items()} == {**dict.fromkeys(TEAMS, 2), "interns": 1}
         assert all(row["charge_nano_usd"] > 0 for row in bill.values())
         look_at_the_dashboard(teams, first.output())
@@ -33,7 +36,7 @@ def look_at_the_dashboard(teams: Example, printed: str) -> None:
     """Log in with the printed password, and find each team on both pages that the README names."""
     found = re.search(r"Login +admin +(\w+) +\(shown only once\)", printed)
     assert found is not None
-    with httpx.Client(base_url=teams.base_url, timeout=HANGS_S) as browser:
+    with httpx.Client(base_url=teams.system.base_url, timeout=HANGS_S) as browser:
         assert browser.post("/login", data={"name": "admin", "password": found[1]}).status_code == 303
         for path in ("/dashboard/keys", "/dashboard/cost?by=team"):
             page = browser.get(path)

@@ -102,7 +102,7 @@ def _ask(model, tokenizer, messages):
 @pytest.mark.parametrize(
     ("question", "words"),
     [
-        ("What is Spillway?", {"gateway", "queue", "OpenAI"}),
+        ("What is Spillway?", {"Spillway is", "gateway", "queue", "OpenAI"}),  # as in docs/tutorials/first-hour.md
         ("what happens when a worker dies", {"pause", "another worker"}),
         ("How do I create an API key?", {"spillway keys create"}),
         ("What is the KV cache?", {"attention", "tokens"}),
