@@ -11,7 +11,7 @@ import httpx
 from tests.acceptance.system import System
 from tests.waiting import HANGS_S
 
-REQUESTS = 300
+REQUESTS = 150
 CONCURRENCY = 64
 SEED = 20_26
 

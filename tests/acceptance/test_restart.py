@@ -1,4 +1,4 @@
-"""One data folder through faults, a restart and an impatient end of ``spillway up``."""
+"""One data folder through faults, a restart at another address and an impatient end of ``spillway up``."""
 
 import asyncio
 import json
@@ -12,12 +12,14 @@ from typing import Any
 
 import httpx
 
-from tests.acceptance.disturbed_load import REQUESTS, check_the_records, run_all, wait_for_rows
+from tests.acceptance.disturbed_load import REQUESTS, check_the_records, run_all
 from tests.acceptance.system import System
 from tests.waiting import HANGS_S
 
-# A model of vectors before the one of text; and running requests are waited for.
+# At an IPv6 address; a model of vectors before the one of text; and running requests are waited for.
 PATIENT = """
+[gateway]
+host = "::1"
 [gateway.timeouts]
 shutdown_s = 600
 [models.vectors]
@@ -49,7 +51,7 @@ def test_records_keys_and_the_password_survive_faults_and_a_restart(tmp_path: Pa
         seen = asyncio.run(run_all(system))
         assert sum(seen.values()) == REQUESTS
         assert set(seen) <= {"ok", "cancelled", "failed"}, f"{seen}\n{system.logs()}"
-        asyncio.run(wait_for_rows(system, "requests", 1 + REQUESTS))
+        system.wait_for_requests(1 + REQUESTS)
         assert system.stop(signal.SIGINT) == 0  # everything that was still to be written is written now
         check_the_records(system, seen + Counter(ok=1))
         requests, failed = counted(system)  # the reports need no running system
@@ -60,16 +62,19 @@ def test_records_keys_and_the_password_survive_faults_and_a_restart(tmp_path: Pa
         config = tmp_path / "spillway.toml"
         config.write_text(PATIENT)
         system.arguments = ["--config", str(config)]
+        system.host = "[::1]"
         system.start()
+        assert re.search(r"Login +admin +\(set earlier\)", system.output)
         assert f"spillway admin password --config {config} --data {system.data_dir}\n" in system.output
         assert system.api_key == key
+        check_the_printed_urls(system)
         ask(system)
         check_the_printed_curl(system)
         check_that_a_second_ctrl_c_ends_what_still_runs(system)
         wanted = (requests + 3, failed + 1)
         if counted(system) != wanted:  # the ledger was not waited for, either: it writes what the queue holds
             system.start()
-            asyncio.run(wait_for_rows(system, "requests", requests + 3))
+            system.wait_for_requests(requests + 3)
             assert system.stop() == 0
     finally:
         system.kill_if_running()
@@ -101,6 +106,12 @@ def check_the_login(system: System) -> str:
         assert browser.post("/login", data=right).status_code == 401
         assert browser.post("/login", data={**right, "password": new}).status_code == 303
     return found[1]
+
+
+def check_the_printed_urls(system: System) -> None:
+    assert re.findall(r"http://\S+", system.output)[:2] == [f"{system.base_url}/v1", f"{system.base_url}/dashboard"]
+    assert f"listening on {system.base_url}" in (system.data_dir / "logs" / "gateway.log").read_text()
+    assert httpx.get(f"{system.base_url}/login", timeout=HANGS_S).status_code == 200
 
 
 def check_the_printed_curl(system: System) -> None:
