@@ -127,7 +127,7 @@ class System:
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    def usage(self, by: str = "model") -> list[dict[str, object]]:
+    def usage(self, by: str = "model") -> list[dict[str, Any]]:
         """Return what is in the ledger now; of an answer that has just ended, perhaps nothing yet."""
         return list(json.loads(self.command("usage", "--by", by, "--format", "json")))
 
@@ -144,7 +144,7 @@ class System:
             assert time.monotonic() < deadline, f"{written} of {count} requests"
             time.sleep(0.05)
 
-    def wait_for_usage_of(self, key: str) -> dict[str, object]:
+    def wait_for_usage_of(self, key: str) -> dict[str, Any]:
         """The key's only row, once the ledger has written it."""
         deadline = time.monotonic() + HANGS_S
         while not self.rows("SELECT 1 FROM requests WHERE key_name = ?", key):

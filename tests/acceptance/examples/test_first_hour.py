@@ -6,7 +6,6 @@ The scripted engine takes the place of the demo model, whose answer ``tests/unit
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from tests.acceptance.examples.conftest import serve_by_a_script
 from tests.acceptance.examples.terminal import STARTED, Terminal
@@ -52,7 +51,6 @@ def test_the_first_hour(tmp_path: Path) -> None:
         assert rescued.rstrip().endswith("data: [DONE]")
         assert "search" in bill
         system.wait_for_requests(2)
-        row: dict[str, Any]
         [row] = system.usage("team")
         assert (row["team_name"], row["requests"], row["failed"], row["retried"]) == ("search", 2, 0, 1)
         assert row["completion_tokens"] > 600

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 
@@ -25,7 +24,7 @@ def test_each_team_has_a_bill_and_one_budget_bites(example: Callable[[str], Exam
         assert re.search(r"the team's .*budget", answers[1][2])
         assert sorted(team for team, *_ in answers) == sorted(2 * TEAMS)
         teams.system.wait_for_requests(9)
-        bill: dict[str, Any] = {str(row["team_name"]): row for row in teams.system.usage("team")}
+        bill = {row["team_name"]: row for row in teams.system.usage("team")}
         assert {name: row["requests"] for name, row in bill.items()} == {**dict.fromkeys(TEAMS, 2), "interns": 1}
         assert all(row["charge_nano_usd"] > 0 for row in bill.values())
         look_at_the_dashboard(teams, first.output())
