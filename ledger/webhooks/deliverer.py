@@ -6,9 +6,9 @@ import time
 from typing import Final
 
 from db.engine import SQL_ERRORS, describe
-from ledger.webhooks.deliveries import DELETE_ROWS, Claim, Deliveries, DeliverySlots
+from ledger.webhooks.deliveries import DELETE_ROWS, Attempt, Claim, Deliveries, DeliverySlots
 from ledger.webhooks.secrets import SecretBox, SecretError
-from ledger.webhooks.sender import Attempt, Sender
+from ledger.webhooks.sender import Sender
 from ledger.webhooks.settings import WebhookSettings
 from ledger.webhooks.slack import is_slack, slack_body
 from protocol.nats.clock import unix_now_ms

@@ -23,7 +23,6 @@ from db.accounts.audit import Change, record
 from db.engine import changing
 from db.tables import Base, WebhookDeliveryRow, WebhookEndpointRow, WebhookTotalRow
 from ledger.webhooks.events import Event
-from ledger.webhooks.sender import Attempt
 from protocol.nats.clock import unix_now_ms
 
 SYSTEM: Final = "system"  # actor of Spillway's own changes
@@ -35,6 +34,7 @@ Total = Literal["delivered", "failed", "given_up", "dropped"]
 TOTALS: Final[tuple[Total, ...]] = get_args(Total)
 JITTER_SHARE: Final = 0.1
 DELETE_ROWS: Final = 1000  # at once
+_GONE: Final = 410
 
 _DELIVERIES: Final = WebhookDeliveryRow.__table__
 _ENDPOINTS: Final = WebhookEndpointRow.__table__
@@ -55,6 +55,20 @@ class Delivery:
     attempted_unix_ms: int | None
     http_status: int | None
     error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """How an attempt ended."""
+
+    http_status: int | None = None  # None: no answer
+    error: str | None = None  # None: delivered
+    retry_after_s: float = 0.0  # what the receiver asks for
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the receiver answered 410 Gone."""
+        return self.http_status == _GONE
 
 
 @dataclass(frozen=True, slots=True)

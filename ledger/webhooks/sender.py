@@ -10,9 +10,8 @@ from email.utils import parsedate_to_datetime
 from typing import Final
 from urllib.parse import SplitResult
 
-from msgspec import Struct
-
 from ledger.webhooks.addresses import Address, AddressRefused, LookUp, Resolver, look_up
+from ledger.webhooks.deliveries import Attempt
 from ledger.webhooks.secrets import signatures
 from ledger.webhooks.settings import WebhookSettings
 from protocol.http_client import httpx
@@ -20,21 +19,7 @@ from protocol.http_client import httpx
 MAX_ANSWER_BYTES: Final = 16 * 1024  # read and discarded
 MAX_RETRY_AFTER_S: Final = 24 * 3600.0
 MAX_ADDRESSES_TRIED: Final = 4
-_GONE: Final = 410
 _SECONDS: Final = re.compile(r"^[0-9]{1,9}$")
-
-
-class Attempt(Struct, frozen=True):
-    """How an attempt ended."""
-
-    http_status: int | None = None  # None: no answer
-    error: str | None = None  # None: delivered
-    retry_after_s: float = 0.0  # what the receiver asks for
-
-    @property
-    def is_gone(self) -> bool:
-        """True if the receiver answered 410 Gone."""
-        return self.http_status == _GONE
 
 
 class Sender:

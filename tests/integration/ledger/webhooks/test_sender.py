@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from ledger.webhooks.addresses import LookUp, look_up
+from ledger.webhooks.deliveries import Attempt
 from ledger.webhooks.secrets import new_secret
-from ledger.webhooks.sender import MAX_ANSWER_BYTES, MAX_RETRY_AFTER_S, Attempt, Sender
+from ledger.webhooks.sender import MAX_ANSWER_BYTES, MAX_RETRY_AFTER_S, Sender
 from ledger.webhooks.settings import WebhookSettings
 from tests.certificates import certified
 from tests.integration.ledger.webhooks.conftest import Received, StartReceiver, settings, status
