@@ -25,7 +25,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Each HTTP client reads all of certifi's certificates as it is made, 50 ms; those of a folder only where one is needed.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).with_name("compiler"))
-SHARED_SYSTEMS = ("tests/acceptance/shared/", "tests/clients/")
+SHARED_SYSTEMS = ("tests/acceptance/dashboard/", "tests/acceptance/shared/", "tests/clients/")
 UNKNOWN_ERRORS = UnknownErrors()
 SERVERS = frozenset({"nats_server", "nats_cluster", "postgres_server"})  # fixtures
 

@@ -22,7 +22,7 @@ from tests.waiting import HANGS_S
 
 PASSWORD = "correct horse battery"
 ZONE = "Asia/Kolkata"
-REQUESTS = 3000
+REQUESTS = 1500
 # As `--model scripted` has it, but with few lines of a batch at a time: it is to last while somebody looks at it.
 CONFIG = """
 [models.scripted]

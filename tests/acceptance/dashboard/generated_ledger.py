@@ -62,8 +62,8 @@ async def fill_ledger(engine: AsyncEngine, pepper: SecretStr, requests: int = 40
 def _records(keys: list[ApiKey], requests: int, now_unix_ms: int) -> Iterator[UsageRecord]:
     rng = random.Random(SEED)
     for number in range(requests):
-        # A third of all in the last day, so that every stretch of time has something to show.
-        age_ms = rng.uniform(0, DAY_MS) if number % 3 == 0 else rng.uniform(0, DAYS * DAY_MS)
+        # Two thirds of all in the last day, so that every stretch of time has something to show.
+        age_ms = rng.uniform(0, DAYS * DAY_MS) if number % 3 == 0 else rng.uniform(0, DAY_MS)
         received = now_unix_ms - int(age_ms)
         if rng.random() > _busyness(received):
             received -= 7 * 3_600_000
