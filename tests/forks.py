@@ -12,7 +12,10 @@ from pathlib import Path
 from spillway.children import die_with_parent
 
 # One server forks for all tests of a process, whichever of them comes first.
-MODULES = ("tests.chaos.workers", "pool_worker.engines", "tests.integration.ledger.writer_process")
+MODULES = (
+    *("tests.chaos.workers", "tests.chaos.children", "tests.integration.ledger.writer_process"),
+    *("pool_worker.engines", "spillway.cli.gateway", "spillway.cli.ledger"),
+)
 
 
 def context(*further: str) -> ForkServerContext:

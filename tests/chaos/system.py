@@ -24,6 +24,7 @@ from protocol.nats.bus import Bus
 from spillway.children import Child
 from spillway.cli.ledger import LEDGER_NICENESS
 from spillway.config import DEMO_MODEL_PATH, Config, load_config
+from tests.chaos.children import ForkedChild
 from tests.chaos.credentials import SignedQueue
 from tests.chaos.older import create_older_key, create_older_schema, install_its_packages, unpack_older
 from tests.chaos.proxy import CutProxy
@@ -262,7 +263,8 @@ class System:
         self, name: str, command: list[str], number: int, environment: dict[str, str] | None = None
     ) -> Child:
         arguments = [*command, "--config", str(self._config_path(number))]
-        child = Child(name, arguments, self.folder, self.logs, STOP_LIMIT_S, environment=environment)
+        kind = Child if environment else ForkedChild  # it changes what is imported
+        child = kind(name, arguments, self.folder, self.logs, STOP_LIMIT_S, environment=environment)
         await child.start()
         self._stack.push_async_callback(child.stop)
         return child
