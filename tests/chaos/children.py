@@ -22,6 +22,7 @@ class ForkedChild(Child):
 
     async def start(self) -> None:
         self._ready_path.unlink(missing_ok=True)
+        self.log_path.touch()
         process = forks.context().Process(target=command_process, args=(self._arguments, self.log_path), name=self.name)
         await asyncio.to_thread(process.start)
         self._process = _Forked(process)  # type: ignore[assignment]  # all that the base uses of a process

@@ -22,7 +22,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil
 from nats.aio.msg import Msg
@@ -45,20 +45,11 @@ GATEWAYS = 3
 TOKENS = 20
 NANO_USD_PER_TOKEN = 1_000  # 1 USD for a million
 LEAST_USED = 0.95
-REQUESTS, TOKEN_LIMIT, CONCURRENT, BUDGET_TOKENS = 300, 20_000, 40, 5_000
-LIMITED = {
-    "requests": Policy(requests_per_minute=REQUESTS),
-    "tokens": Policy(tokens_per_minute=TOKEN_LIMIT),
-    "concurrent": Policy(max_concurrent=CONCURRENT),
-    "budget": Policy(budget_nano_usd=BUDGET_TOKENS * NANO_USD_PER_TOKEN, budget_period="total"),
-    "all": Policy(10**6, 10**8, 400, 10**15, "month"),
-}
 AHEAD_S = 10.0  # the clock of one of the gateways: limits go by the queue server's
 SHAPE = Shape(
     gateways=GATEWAYS,
     workers=2,
     max_sequences=64,
-    limited=LIMITED,
     price={"completion": NANO_USD_PER_TOKEN / 1000},
     clocks_ahead_s=(0.0, AHEAD_S),
 )
@@ -70,6 +61,30 @@ REOPEN_S = 3.0  # until so many have asked again that all places are taken, and 
 POLL_S = 0.02
 LONGEST_STORM_S = 40.0  # on a slow machine; in a minute a window would come back
 AFTER_LIMIT_S = 1.0  # from the first refusal of one gateway until the others' shares are used up
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limit that each key has."""
+
+    requests: int = 300  # a minute
+    tokens: int = 20_000  # a minute
+    concurrent: int = 40
+    budget_tokens: int = 5_000
+
+    def policies(self) -> dict[str, Policy]:
+        """Return the limits by the key's name."""
+        budget_nano_usd = self.budget_tokens * NANO_USD_PER_TOKEN
+        return {
+            "requests": Policy(requests_per_minute=self.requests),
+            "tokens": Policy(tokens_per_minute=self.tokens),
+            "concurrent": Policy(max_concurrent=self.concurrent),
+            "budget": Policy(budget_nano_usd=budget_nano_usd, budget_period="total"),
+            "all": Policy(10**6, 10**8, 400, 10**15, "month"),
+        }
+
+
+FULL: Final = Limits()
 
 
 @dataclass
@@ -104,8 +119,9 @@ class Running:
 class Storm:
     """Callers of one system, spread over its living gateways."""
 
-    def __init__(self, system: System, seed: int, callers: int) -> None:
+    def __init__(self, system: System, limits: Limits, seed: int, callers: int) -> None:
         self.system = system
+        self.limits = limits
         self._callers = callers
         self._numbers = itertools.count()
         self._rng = random.Random(f"limits {seed}")
@@ -173,11 +189,11 @@ class Storm:
 async def edges(storm: Storm, findings: Findings, seconds: float) -> None:
     """Each rate and the budget at its limit. A storm lasts less than a minute, so that no window comes back."""
     requests = _admitted(await storm.blow("requests", seconds), findings)
-    findings.expect("requests_used", len(requests) / REQUESTS, at_least=LEAST_USED, at_most=1)
+    findings.expect("requests_used", len(requests) / storm.limits.requests, at_least=LEAST_USED, at_most=1)
     tokens = sum(_tokens(one, prompt=True) for one in _admitted(await storm.blow("tokens", seconds), findings))
-    findings.expect("tokens_used", tokens / TOKEN_LIMIT, at_least=LEAST_USED, at_most=1)
+    findings.expect("tokens_used", tokens / storm.limits.tokens, at_least=LEAST_USED, at_most=1)
     made = sum(_tokens(one, prompt=False) for one in _admitted(await storm.blow("budget", seconds), findings))
-    findings.expect("budget_used", made / BUDGET_TOKENS, at_least=LEAST_USED, at_most=1)
+    findings.expect("budget_used", made / storm.limits.budget_tokens, at_least=LEAST_USED, at_most=1)
 
 
 def _admitted(answers: list[Exchange], findings: Findings) -> list[Exchange]:
@@ -200,16 +216,16 @@ def _tokens(answered: Exchange, *, prompt: bool) -> int:
 
 async def concurrency(storm: Storm, findings: Findings, seconds: float, *, kill: bool) -> None:
     """Run as many requests at a time as the limit allows; then kill one of the gateways, with all that runs there."""
-    running = Running()
+    running, concurrent = Running(), storm.limits.concurrent
     tap = await storm.system.bus.subscribe(subjects.frames_subject(">"), running.on_step)
     await storm.blow("concurrent", seconds)
-    findings.expect("concurrent_used", running.most / CONCURRENT, at_least=LEAST_USED, at_most=1)
+    findings.expect("concurrent_used", running.most / concurrent, at_least=LEAST_USED, at_most=1)
     if kill:
         limit_s = LEASE_S + CLOCK_SLACK_S
         freed_s, back_s = await _kill_one(storm, running)
         findings.expect("freed_after_kill_s", freed_s, at_most=limit_s + ASK_S)
         findings.expect("back_after_kill_s", back_s, at_most=limit_s + REOPEN_S)
-        findings.expect("concurrent_after_kill", running.most / CONCURRENT, at_least=LEAST_USED, at_most=1)
+        findings.expect("concurrent_after_kill", running.most / concurrent, at_least=LEAST_USED, at_most=1)
     await tap.unsubscribe()
 
 
@@ -225,7 +241,7 @@ async def _kill_one(storm: Storm, running: Running) -> tuple[float, float]:
     killed_s = time.monotonic()
     freeing = asyncio.create_task(_until_forgotten(storm.system, killed_s + longest_s))
     await asyncio.sleep(2 * TOKENS * storm.system.shape.inter_token_s)  # its last answers end
-    while len(running.now) < LEAST_USED * CONCURRENT and time.monotonic() - killed_s < longest_s:
+    while len(running.now) < LEAST_USED * storm.limits.concurrent and time.monotonic() - killed_s < longest_s:
         await asyncio.sleep(POLL_S)
     back_s = time.monotonic() - killed_s
     await blowing
@@ -282,12 +298,15 @@ async def run(
     kill: bool,
     gateways: int = GATEWAYS,
     callers: int = CALLERS,
+    limits: Limits = FULL,
     limits_s: float = REACH_LIMIT_S,
 ) -> Findings:
     """Play everything in an empty folder. ``limits_s``: of ``[gateway.timeouts]``."""
     findings = Findings()
-    async with System(folder, replace(SHAPE, gateways=gateways, gateway_timeouts={"limits_s": limits_s})) as system:
-        storm = Storm(system, seed, callers)
+    timeouts = {"limits_s": limits_s}
+    shape = replace(SHAPE, gateways=gateways, gateway_timeouts=timeouts, limited=limits.policies())
+    async with System(folder, shape) as system:
+        storm = Storm(system, limits, seed, callers)
         await storm.wait_until_served()
         await edges(storm, findings, seconds)
         await concurrency(storm, findings, seconds, kill=kill)

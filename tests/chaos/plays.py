@@ -6,7 +6,7 @@ A play is a file that the prompt names (``tests/player``). Every kind of questio
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,12 +77,14 @@ KINDS: Final = {
 _LIMITS: Final = {CHAT: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
 
 
-def played_questions(seed: int, count: int, model: str, folder: Path) -> list[Question]:
+def played_questions(seed: int, count: int, model: str, folder: Path, streamed_of: int = STREAMED_OF) -> list[Question]:
     """Make so many questions, of each kind in turn, and write their plays into a new folder below ``folder``."""
     rng = random.Random(f"plays {seed}")
     plays = folder / "plays"
     plays.mkdir(parents=True)
-    return [_question(rng, number, model, plays / f"{number}.json") for number in range(count)]
+    made = [_question(rng, number, model, plays / f"{number}.json") for number in range(count)]
+    whole = [number // len(KINDS) % streamed_of == streamed_of - 1 for number in range(count)]
+    return [one if is_whole else _streamed(rng, one) for one, is_whole in zip(made, whole, strict=True)]
 
 
 def _question(rng: random.Random, number: int, model: str, play: Path) -> Question:
@@ -91,11 +93,13 @@ def _question(rng: random.Random, number: int, model: str, play: Path) -> Questi
     play.write_text(json.dumps([turn]))
     said = [{"role": "user", "content": f"Question {number} [[play={play}]]"}]
     body = {"model": model, "input" if kind.path == RESPONSES else "messages": said, **kind.body(rng)}
-    if number // len(KINDS) % STREAMED_OF != STREAMED_OF - 1:
-        body["stream"] = True
-        if kind.path == CHAT and rng.random() < 0.7:
-            body["stream_options"] = {"include_usage": True}
     return Question(number, kind.path, body, name)
+
+
+def _streamed(rng: random.Random, asked: Question) -> Question:
+    counted = asked.path == CHAT and rng.random() < 0.7
+    options = {"stream_options": {"include_usage": True}} if counted else {}
+    return replace(asked, body={**asked.body, "stream": True, **options})
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -255,9 +255,8 @@ class System:
 
     def _clock_of(self, number: int) -> dict[str, str]:
         """The environment of a gateway whose clock is wrong."""
-        if number >= len(self.shape.clocks_ahead_s):
-            return {}
-        return {"PYTHONPATH": str(WRONG_CLOCK), "CLOCK_AHEAD_S": str(self.shape.clocks_ahead_s[number])}
+        ahead_s = self.shape.clocks_ahead_s[number] if number < len(self.shape.clocks_ahead_s) else 0.0
+        return {"PYTHONPATH": str(WRONG_CLOCK), "CLOCK_AHEAD_S": str(ahead_s)} if ahead_s else {}
 
     async def _start_child(
         self, name: str, command: list[str], number: int, environment: dict[str, str] | None = None

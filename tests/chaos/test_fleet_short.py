@@ -12,13 +12,13 @@ STEPS = STEPS_SHAPE.worker_settings
 SHAPE = replace(
     STEPS_SHAPE,
     fleet={**FLEET, "idle_s": 4.0, "cool_down_s": 4.0},
-    worker_settings={**STEPS, "fleet": {**STEPS["fleet"], "max_workers": 3}},
+    worker_settings={**STEPS, "fleet": {**STEPS["fleet"], "max_workers": 2}},
 )
 
 
 async def test_a_pool_follows_its_load_and_wakes_from_nothing(tmp_path: Path) -> None:
     scenario = replace(LOAD_SCENARIOS["fleet-steps"], shape=SHAPE)
-    plan = LoadPlan("fleet-steps", seed=5, seconds=10.0, count=0, slack=NO_MATTER_HOW_LATE)
+    plan = LoadPlan("fleet-steps", seed=5, seconds=5.0, count=0, slack=NO_MATTER_HOW_LATE)
     report = await run_load(scenario, plan, tmp_path / "run")
     assert report.offences == []
     assert report.errors == report.difference.lost == report.difference.changed == 0

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from tests.chaos.limits import CONCURRENT, run
+from tests.chaos.limits import Limits, run
+
+LIMITS = Limits(requests=100, tokens=6_000, concurrent=20, budget_tokens=1_600)
 
 
 async def test_limits_are_exact_over_two_gateways(tmp_path: Path) -> None:
@@ -10,10 +12,11 @@ async def test_limits_are_exact_over_two_gateways(tmp_path: Path) -> None:
         tmp_path / "run",
         seed=3,
         seconds=1.0,
-        count=50,
+        count=40,
         kill=False,
         gateways=2,
-        callers=2 * CONCURRENT,
+        callers=2 * LIMITS.concurrent,
+        limits=LIMITS,
         limits_s=10.0,  # on a busy machine an answer of the queue server may take longer than the default second
     )
     assert findings.offences == []

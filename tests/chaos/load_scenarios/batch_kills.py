@@ -41,7 +41,8 @@ from tests.chaos.report import Report
 from tests.chaos.system import MODEL, Shape, System
 
 PATH: Final = "/v1/chat/completions"
-DISTINCT = 100  # different questions
+DISTINCT = 100  # different questions, at most
+ASKED_TIMES = 5  # each of them, at least
 TOKENS = (20, 80)
 WRONG_EVERY = 100
 UNDISTURBED_CALLERS = 48
@@ -220,7 +221,8 @@ def play(kills: Mapping[str, int]) -> Callable[[Stage], Coroutine[Any, Any, None
     async def play_it(stage: Stage) -> None:
         system, plan, report = stage.system, stage.plan, stage.report
         load = Load(system.port, system.api_key, lambda: float("-inf"))
-        lines = Lines(await _undisturbed(load, plan.seed), plan.count)
+        distinct = min(DISTINCT, plan.count // ASKED_TIMES)
+        lines = Lines(await _undisturbed(load, plan.seed, distinct), plan.count)
         base_url = f"http://127.0.0.1:{system.port}/v1"
         async with openai.AsyncOpenAI(base_url=base_url, api_key=system.api_key, max_retries=CLIENT_RETRIES) as client:
             began_s = time.monotonic()
@@ -241,9 +243,9 @@ def play(kills: Mapping[str, int]) -> Callable[[Stage], Coroutine[Any, Any, None
     return play_it
 
 
-async def _undisturbed(load: Load, seed: int) -> list[tuple[Question, Answer]]:
-    asked = questions(seed, 2 * DISTINCT, MODEL, scripted=True, tokens=TOKENS, surfaces=False)
-    whole = [_not_streamed(question) for question in asked if question.path == PATH][:DISTINCT]
+async def _undisturbed(load: Load, seed: int, distinct: int) -> list[tuple[Question, Answer]]:
+    asked = questions(seed, 2 * distinct, MODEL, scripted=True, tokens=TOKENS, surfaces=False)
+    whole = [_not_streamed(question) for question in asked if question.path == PATH][:distinct]
     calls = await load.ask_all(whole, UNDISTURBED_CALLERS)
     assert all(call.answer for call in calls), next(call.error for call in calls if call.error)
     return [(call.question, call.answer) for call in calls if call.answer]
