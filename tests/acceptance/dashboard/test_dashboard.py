@@ -77,6 +77,8 @@ def test_a_fault_would_be_found(visit: Visit) -> None:
     visit.go("/dashboard/playground")
     visit.page.evaluate("document.querySelector('main').append(document.createElement('input'))")
     assert any(fault.startswith("label:") for fault in faults(visit))
+    visit.page.evaluate("Object.assign(document.querySelector('main h1').style, {color: '#ccc', background: '#ddd'})")
+    assert [fault.partition(":")[0] for fault in faults(visit, OF_LOOKS)] == ["color-contrast"]
 
 
 def faults(visit: Visit, rules: Sequence[str] = ()) -> list[str]:
