@@ -109,7 +109,7 @@ class LLMEngine:
         """Queue a request; its choices start once its grammar, if it has one, is compiled and blocks are free.
 
         Raises RequestRejected, naming the field, for a request that can never be served. Errors that only the grammar's
-        compiler finds always end as a Refusal instead, however soon they are found.
+        compiler or parser finds are outputs of a step instead, however soon they are found.
         """
         check_request(request, self.info)
         if request.request_id in self._choices or request.request_id in self._compiling:
@@ -121,7 +121,7 @@ class LLMEngine:
         if grammar is None or (grammar.is_optional and not grammars.can_compile):
             self._start(request, None)
         elif (compiled := grammars.compile(grammar)).is_usable:
-            self._start(request, compiled)
+            self._start_bound(request, compiled)
         else:
             self._compiling[request.request_id] = Compiling(request, compiled, time.monotonic())
 
@@ -152,18 +152,22 @@ class LLMEngine:
             self._choice_of[choice.sequence] = choice
             self._scheduler.add(choice.sequence)
 
+    def _start_bound(self, request: GenerationRequest, grammar: CompiledGrammar) -> None:
+        """Start a request with a compiled grammar. An error ends this request in the next step."""
+        try:
+            self._start(request, grammar)
+        except RequestRejected as error:
+            self._ready.append(Refusal.of(request.request_id, error))
+        except Exception as error:  # noqa: BLE001 - one request's grammar or resumed text must not end the others
+            self._ready.append(SequenceOutput.failure(request.request_id, repr(error)))
+
     def _start_compiled(self) -> None:
         """Start the requests whose grammar is compiled; wait a little for one if there is nothing else to do."""
         if not (self._choices or self._ready):
             wait([one.grammar.outcome for one in self._compiling.values()], COMPILING_WAIT_S, FIRST_COMPLETED)
         for id_, one in [(id_, one) for id_, one in self._compiling.items() if one.grammar.is_ready]:
             del self._compiling[id_]
-            try:
-                self._start(one.request, one.grammar)
-            except RequestRejected as error:
-                self._ready.append(Refusal.of(id_, error))
-            except Exception as error:  # noqa: BLE001 - one request's grammar or resumed text must not end the others
-                self._ready.append(SequenceOutput.failure(id_, repr(error)))
+            self._start_bound(one.request, one.grammar)
             for choice in self._choices.get(id_, []):
                 choice.sequence.clock.added_s = one.added_s
 

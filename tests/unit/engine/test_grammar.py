@@ -357,10 +357,11 @@ def test_a_constant_may_hold_the_text_of_an_added_token(special: bool) -> None:
 def test_a_parser_error_ends_only_its_answer(engine: LLMEngine) -> None:
     """Another worker's tokens that this worker's grammar does not allow."""
     strange = ResumePoint(0, tuple(byte_level_tokenizer()("zz", add_special_tokens=False)["input_ids"]), 0)
-    answers = run(engine, request("r", "regex", "[ab]{9}", resume=(strange,)), free("free"))
-    assert answers["r", 0].finish_reason == "error"
-    assert "satisfy" in str(answers["r", 0].error)
-    assert answers["free", 0].finish_reason == "length"
+    for _ in range(2):  # the second time the grammar is compiled already
+        answers = run(engine, request("r", "regex", "[ab]{8}", resume=(strange,)), free("free"))
+        assert answers["r", 0].finish_reason == "error"
+        assert "satisfy" in str(answers["r", 0].error)
+        assert answers["free", 0].finish_reason == "length"
     assert answer_of(engine, "regex", "ab").text == "ab"
 
 
