@@ -32,6 +32,7 @@ class Forecast:
     def __init__(self) -> None:
         self._usual = array("d", bytes(8 * WEEK_SLOTS))  # tokens per second, by slot of the week
         self._weights = array("d", bytes(8 * WEEK_SLOTS))  # weight of its observations: 0 to 1 / (1 - FADING)
+        self._found: dict[int, float | None] = {}  # what is usual in a slot of the week, until something is learned
         self._slots: deque[tuple[int, float, float]] = deque()  # (slot since the epoch, tokens, seconds), oldest first
         self._recent = 0.0
         self._noise = 0.0  # variance of the tokens of a second, as a multiple of their mean
@@ -97,6 +98,7 @@ class Forecast:
         kept = self._weights[slot] * FADING**share
         self._weights[slot] = kept + share
         self._usual[slot] += share / self._weights[slot] * (tokens_per_s - self._usual[slot])
+        self._found.clear()
 
     @property
     def recent_tokens_per_s(self) -> float:
@@ -129,13 +131,11 @@ class Forecast:
 
     def _usual_in(self, slot: int) -> float | None:
         """Return a slot's usual rate: that of its hour of the week, or else of its hour on the days that are known."""
-        if self._weights[slot % WEEK_SLOTS] > 0.5:
-            return self._usual[slot % WEEK_SLOTS]
-        for day in range(1, 7):  # the latest day that is known
-            other = (slot - day * DAY_SLOTS) % WEEK_SLOTS
-            if self._weights[other] > 0.5:
-                return self._usual[other]
-        return None
+        slot %= WEEK_SLOTS
+        if slot not in self._found:
+            latest_first = ((slot - day * DAY_SLOTS) % WEEK_SLOTS for day in range(7))
+            self._found[slot] = next((self._usual[other] for other in latest_first if self._weights[other] > 0.5), None)
+        return self._found[slot]
 
 
 def _share(elapsed_s: float, over_s: float, known_s: float) -> float:

@@ -15,11 +15,11 @@ from spillway.cli import app
 HOUR_S = 3600
 DAYS = 2
 SPEED = 2000.0
-PERIOD_S = 20
+PERIOD_S = 60
 
 
 class RarelyDecided(Study, frozen=True):
-    """A study whose policies decide every 20 s instead of every 5: that is harder for them, and played sooner."""
+    """A study whose policies decide every minute instead of every 5 s: that is harder for them, and played sooner."""
 
     def play(self, decide: Decide) -> Outcome:
         parts = (self.workload, self.pools, self.market, decide)
