@@ -65,9 +65,13 @@ def errors_are_documented() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def collected() -> Iterator[None]:
-    """Collect a file's garbage before the next file: what was left open fails a test of the file that left it."""
+    """Collect a file's garbage before the next file: what was left open fails a test of the file that left it.
+
+    What is in use then is not looked at again: modules that were imported, and what is kept for all files.
+    """
     yield
     gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
