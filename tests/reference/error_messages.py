@@ -56,17 +56,9 @@ def _refusals() -> Iterator[tuple[str, str]]:
             yield from _pairs(codes, default if message is None else texts(site, message))
     for site in _in(_SERVING, sites("too_many")):
         yield from _pairs(*(texts(site, one) for one in reversed(site.call.args)))
-    for raised in _raised():
+    for raised in (name for module in modules() for name in module.raised):
         if raised in by_name:
             yield by_name[raised].code or MALFORMED_JSON, (by_name[raised].__doc__ or "").strip()
-
-
-def _raised() -> Iterator[str]:
-    """Iterate over the names of classes that are raised without a call."""
-    for module in modules():
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Name):
-                yield node.exc.id
 
 
 def _failures() -> Iterator[tuple[str, str]]:

@@ -75,12 +75,7 @@ def _command_texts(site: Site) -> list[str]:
 
 def _expected_errors() -> list[str]:
     """Return the names of all classes derived from ExpectedError; those of accounts have their own shape."""
-    bases = {
-        node.name: {ast.unparse(base) for base in node.bases}
-        for module in modules()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    bases = {one.name: {ast.unparse(base) for base in one.bases} for module in modules() for one in module.classes}
     found = {"ExpectedError"}
     while more := {name for name, several in bases.items() if several & found} - found:
         found |= more

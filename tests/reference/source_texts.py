@@ -39,6 +39,8 @@ class Module:
     imported: dict[str, str] = field(default_factory=dict)  # name → dotted module and name
     outer: dict[Function, Function | None] = field(default_factory=dict)  # the function around each
     calls: dict[str, list["Site"]] = field(default_factory=dict)  # by the called name, without its prefix
+    classes: list[ast.ClassDef] = field(default_factory=list)
+    raised: list[str] = field(default_factory=list)  # names of classes that are raised without a call
 
     @property
     def root(self) -> str:
@@ -94,6 +96,10 @@ def _visit(module: Module, node: ast.AST, function: Function | None) -> None:
             module.imported |= {alias.asname or alias.name: f"{child.module}.{alias.name}" for alias in child.names}
         elif isinstance(child, ast.Call):
             module.calls.setdefault(called_name(child), []).append(Site(module, function, child))
+        elif isinstance(child, ast.ClassDef):
+            module.classes.append(child)
+        elif isinstance(child, ast.Raise) and isinstance(child.exc, ast.Name):
+            module.raised.append(child.exc.id)
         _visit(module, child, child if isinstance(child, Function) else function)
 
 

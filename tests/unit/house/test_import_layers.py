@@ -152,11 +152,24 @@ def test_a_breach_would_be_seen() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) != []
 
 
-@pytest.mark.parametrize("module", ["gateway.main", "ledger.main", "engine.scheduler", "engine.block_pool"])
-def test_what_must_run_without_torch_does_not_load_it(module: str) -> None:
-    code = f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+TORCH, HTTP = {"torch", "transformers"}, {"fastapi", "starlette", "uvicorn"}
+
+
+@cache
+def loaded_by(*modules: str) -> list[set[str]]:
+    """Return what one process has loaded of torch and of HTTP after it has imported each of these modules."""
+    code = "".join(f"import sys, {module}; print(*sys.modules)\n" for module in modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]"
+    return [set(line.split()) & (TORCH | HTTP) for line in done.stdout.splitlines()]
+
+
+def gateway_loads() -> list[set[str]]:
+    return loaded_by("gateway.core", "gateway.main")
+
+
+def test_what_must_run_without_torch_does_not_load_it() -> None:
+    loaded = gateway_loads() + loaded_by("ledger.main") + loaded_by("engine.scheduler", "engine.block_pool")
+    assert not set.union(*loaded) & TORCH
 
 
 def test_the_engine_knows_only_what_is_asked_of_a_model() -> None:
@@ -167,9 +180,8 @@ def test_the_engine_knows_only_what_is_asked_of_a_model() -> None:
 
 def test_the_core_knows_no_http() -> None:
     """What is admitted and started needs no connection: batches and responses in the background have none."""
-    code = "import sys, gateway.core; print([m for m in ('fastapi', 'starlette', 'uvicorn') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]"
+    core, main = gateway_loads()
+    assert (core & HTTP, main & HTTP) == (set(), HTTP)
     asgi = {name for name in modules("gateway") if "gateway.http.asgi" in graph()[name]}
     assert {name for name in asgi if not name.startswith("gateway.http.")} == {"gateway.app"}
 
@@ -202,6 +214,5 @@ def test_httpx_is_imported_in_one_place() -> None:
 
 
 def test_the_ledger_needs_no_http_stack() -> None:
-    code = "import sys, ledger.main; print([m for m in ('fastapi', 'starlette', 'uvicorn') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]"
+    [loaded] = loaded_by("ledger.main")
+    assert not loaded & HTTP
