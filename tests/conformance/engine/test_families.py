@@ -95,7 +95,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         tie_word_embeddings=False,
     ),
 }
-NEW_TOKENS = 20
+NEW_TOKENS = 12
 REQUESTS = 32
 
 

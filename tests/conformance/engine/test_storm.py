@@ -89,8 +89,8 @@ def guess_half_right(requests: list[GenerationRequest], expected: Expected, sour
 @pytest.mark.parametrize(
     ("family", "seed", "draft_tokens"),
     [
-        *(("llama", 0, 4), ("llama", 1, 4), ("llama", 2, 0), ("llama", 3, 0)),
-        *(("qwen2", 0, 4), ("gemma2", 1, 4), ("gemma3", 0, 4), ("gpt_oss_sinks", 1, 4)),
+        *(("llama", 0, 4), ("llama", 2, 0), ("qwen2", 0, 4)),
+        *(("gemma2", 1, 4), ("gemma3", 0, 4), ("gpt_oss_sinks", 1, 4)),
     ],
 )
 def test_in_a_storm_every_answer_equals_generate(
