@@ -32,7 +32,8 @@ WORDS = (
     r"\w*(recognis|authoris|summaris|prioritis|minimis|maximis)(?!m|t)\w*",
     r"(signall|labell|modell|travell)(ed|ing)", r"whilst", r"amongst", r"catalogues?", r"licences?", r"grey",
 )  # fmt: skip
-PATTERN = re.compile(rf"(?<![\w/.$-])(?:{'|'.join(WORDS)})(?![\w/(=-]| = |\.\w)", re.IGNORECASE)
+PATTERN = re.compile(rf"\b(?<![/.$-])(?:{'|'.join(WORDS)})(?![\w/(=-]| = |\.\w)", re.IGNORECASE)
+LOWER = re.compile(PATTERN.pattern)  # for a text in lower case: three times as fast
 
 SUFFIXES = {".html", ".md", ".yml", ".yaml", ".toml", ".tf", ".conf", ".sh", ".json", ".js", ".css", ".txt", ".tmpl"}
 READ = (*ROOTS, "docs", "deploy", "scripts", "README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile",
@@ -57,7 +58,7 @@ def texts() -> list[Path]:
 
 def hits_of(path: Path, text: str) -> Iterator[str]:
     """Listed words of a file, each with its place."""
-    if not PATTERN.search(text):  # nearly all files, once the words are gone
+    if not LOWER.search(text.lower()):  # nearly all files, once the words are gone
         return
     pieces = python_texts(text) if path.suffix == ".py" else iter([(1, text)])
     for line, piece in pieces:
