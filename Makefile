@@ -23,7 +23,7 @@ unit: ## Run the fast tests, which need no server, no apt and no browser (under 
 	  tests/unit $(PYTEST_ARGS)
 
 test: check ## Run the checks and all tests (10 to 15 minutes on two cores)
-	.venv/bin/python -m pytest -p tests.flakes.confirm -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -p tests.flakes.confirm -n 6 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-gpu: ## Run the tests that need an NVIDIA GPU (docs/how-to/gpu.md)
 	@scripts/setup.sh test
@@ -181,7 +181,7 @@ COVERED = gateway/dispatch gateway/request gateway/admission gateway/limits ledg
 coverage: ## Measure the branch coverage of the code that `make mutants` changes: make coverage [PYTEST_ARGS=…]
 	@scripts/setup.sh test
 	@.venv/bin/uv sync --quiet --frozen --inexact --only-group mutation
-	.venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(COVERED:%=--cov=%) --cov-report=term-missing:skip-covered \
+	.venv/bin/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder $(COVERED:%=--cov=%) --cov-report=term-missing:skip-covered \
 	  $(or $(PYTEST_ARGS),tests/unit tests/integration tests/simulation)
 
 lock: ## Update uv.lock from pyproject.toml: make lock [UPGRADE=1 to upgrade all packages]
