@@ -17,12 +17,12 @@ run: ## Run all of Spillway on this machine: make run [PORT=8000] [DATA=data] [M
 	@scripts/setup.sh run
 	@exec .venv/bin/spillway up --port $(PORT) --data $(DATA) $(if $(MODEL),--model $(MODEL))
 
-unit: ## Run the fast tests, which need no server, no apt and no browser (under a minute on two cores)
+unit: ## Run the fast tests, which need no server, no apt and no browser (a minute on two cores)
 	@scripts/setup.sh unit
 	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not servers and not slow" --ignore tests/unit/engine \
 	  tests/unit $(PYTEST_ARGS)
 
-test: check ## Run the checks and all tests (10 to 15 minutes on two cores)
+test: check ## Run the checks and all tests (9 to 12 minutes on two cores)
 	.venv/bin/python -m pytest -p tests.flakes.confirm -n 6 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-gpu: ## Run the tests that need an NVIDIA GPU (docs/how-to/gpu.md)
