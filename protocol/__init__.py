@@ -2,3 +2,10 @@
 
 Imports no other package of Spillway, so that either side of the queue can be replaced independently.
 """
+
+import sys
+
+if sys.version_info < (3, 11, 3):
+    from protocol.timeouts import mend_timeouts
+
+    mend_timeouts()
