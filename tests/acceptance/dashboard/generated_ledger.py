@@ -66,8 +66,10 @@ def _records(keys: list[ApiKey], requests: int, now_unix_ms: int) -> Iterator[Us
         age_ms = rng.uniform(0, DAYS * DAY_MS) if number % 3 == 0 else rng.uniform(0, DAY_MS)
         received = now_unix_ms - int(age_ms)
         if rng.random() > _busyness(received):
-            received -= 7 * 3_600_000
-        yield from _one(rng, f"req_{number:06}", received, rng.choice(keys))
+            received -= 7 * HOUR_MS
+        yield from _one(rng, f"req_{number:06}", received, rng.choice(keys), rng.choices(MODELS, (3, 1))[0])
+    for hour in range(24):  # at night and at weekends, too
+        yield from _one(rng, f"req_hour{hour:02}", now_unix_ms - hour * HOUR_MS - 1, keys[0], MODELS[0])
 
 
 def _refusals(keys: list[ApiKey], now_unix_ms: int) -> Iterator[UsageRecord]:
@@ -96,8 +98,7 @@ def _busyness(unix_ms: int) -> float:
     return (0.15 + 0.85 * math.exp(-(((hour - 14) / 4) ** 2))) * (1 if weekday < 5 else 0.4)
 
 
-def _one(rng: random.Random, request_id: str, received: int, key: ApiKey) -> Iterator[UsageRecord]:
-    model = rng.choices(MODELS, (3, 1))[0]
+def _one(rng: random.Random, request_id: str, received: int, key: ApiKey, model: str) -> Iterator[UsageRecord]:
     pools = rng.sample(list(POOLS), 3)
     fate = rng.random()
     outcome = "failed" if fate < 0.015 else "cancelled" if fate < 0.05 else "ok"
