@@ -17,7 +17,7 @@ run: ## Run all of Spillway on this machine: make run [PORT=8000] [DATA=data] [M
 	@scripts/setup.sh run
 	@exec .venv/bin/spillway up --port $(PORT) --data $(DATA) $(if $(MODEL),--model $(MODEL))
 
-unit: ## Run the fast tests, which need no server, no apt and no browser (a minute on two cores)
+unit: ## Run the fast tests, which need no server, no apt and no browser (45 s on two cores)
 	@scripts/setup.sh unit
 	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not servers and not slow" --ignore tests/unit/engine \
 	  tests/unit $(PYTEST_ARGS)

@@ -17,6 +17,8 @@ from tests.unit.gateway.dispatch.opened_requests import accepted, failed, open_r
 from tests.unit.gateway.telemetry.test_exposition import answered_series, beat, scrape, snapshot
 from tests.waiting import HANGS_S
 
+pytestmark = pytest.mark.slow
+
 BOARDS = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
 RULES = sorted((ROOT / "deploy/prometheus/rules").glob("*.yml"))
 GRID_WIDTH = 24

@@ -42,6 +42,8 @@ from tests.unit.deploy.chart import (
 from tests.unit.deploy.description import CONFIG_TARGET, DOCKERFILES, ROOT, compose, options_of
 from tests.unit.deploy.test_boards import exposed
 
+pytestmark = pytest.mark.slow
+
 STOP_MARGIN_S = 5.0  # between what a process allows itself and its being killed
 OLDEST, NEWEST = (
     "1.29",

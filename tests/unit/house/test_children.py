@@ -3,7 +3,11 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.unit.house.test_import_layers import ALLOWED, ROOT, modules
+
+pytestmark = pytest.mark.slow
 
 STARTS = {
     "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell", "subprocess.Popen", "subprocess.run",

@@ -167,6 +167,7 @@ def gateway_loads() -> list[set[str]]:
     return loaded_by("gateway.core", "gateway.main")
 
 
+@pytest.mark.slow
 def test_what_must_run_without_torch_does_not_load_it() -> None:
     loaded = gateway_loads() + loaded_by("ledger.main") + loaded_by("engine.scheduler", "engine.block_pool")
     assert not set.union(*loaded) & TORCH

@@ -12,6 +12,8 @@ from tests.reference.error_messages import kinds, messages_by_code
 from tests.reference.recorder import UnknownErrors
 from tests.reference.source_texts import distinct, is_open, pattern_of, read_module, texts
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("page", [errors, log_messages], ids=["errors", "log-messages"])
 def test_the_page_is_up_to_date(page: ModuleType) -> None:

@@ -69,6 +69,7 @@ def structs_decoded_late(text: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_structs_are_decoded_by_decoders_made_at_import() -> None:
     """Two threads that decode a class for the first time may end the process (SIGSEGV, msgspec 0.22).
 

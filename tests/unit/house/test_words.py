@@ -16,6 +16,8 @@ from gateway.error_codes import ABOUT
 from tests.reference.source_texts import ROOTS
 from tests.unit.house.test_tidy import ROOT, tracked_files
 
+pytestmark = pytest.mark.slow
+
 WORDS = (
     # pronouns without a noun
     r"(nobody|somebody|whoever|whatever|whomever)('s)?", r"belongs? to whom", r"what (it|he|she|they) (has|have)",

@@ -39,6 +39,7 @@ async def revisions(folder: Path, **settings: Any) -> tuple[str, str]:
     return cards[0].revision, cards[1].revision
 
 
+@pytest.mark.slow
 async def test_precision_and_adapter_are_part_of_a_revision_unless_it_has_a_name(folder: Path) -> None:
     in_floats = await revisions(folder, dtype="float32")
     assert await revisions(folder, dtype="float32", max_sequences=3) == in_floats

@@ -91,6 +91,7 @@ def test_help_of_groups_imports_no_command(arguments: tuple[str, ...], looked_fo
     assert said.endswith("imported:\n")
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_read_its_configuration_has_no_sql(tmp_path: Path) -> None:
     options = ("--model", "m", "--tokenizer", "t.json", "--engine-url", "http://127.0.0.1:1", "--engine-kind", "vllm")
     said = run(tmp_path, f"{SQL},pool_worker.main", "worker", "--pool", "p", *options)
@@ -98,6 +99,7 @@ def test_a_worker_that_has_read_its_configuration_has_no_sql(tmp_path: Path) -> 
     assert "imported: pool_worker.main\n" in said
 
 
+@pytest.mark.slow
 def test_no_command_imports_torch_before_it_runs_an_engine() -> None:
     modules = ",".join(sorted({f"spillway.cli.{command.place.partition(':')[0]}" for _, command in all_commands()}))
     code = f"import sys, {modules}; print([m for m in ('torch', 'transformers') if m in sys.modules])"

@@ -78,6 +78,7 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load(tmp_path, '[telemetry]\notlp_endpoint = "http://collector:4318"')
 
 
+@pytest.mark.slow
 def test_without_an_endpoint_no_sdk_is_loaded() -> None:
     # FastAPI loads OpenTelemetry's API by itself, wherever that is installed.
     code = (

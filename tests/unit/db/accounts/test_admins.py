@@ -27,6 +27,7 @@ async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
     await engine.dispose()
 
 
+@pytest.mark.slow
 def test_a_hash_is_salted_and_tells_its_password_alone() -> None:
     password = new_password()
     stored = hash_password(password)
@@ -44,6 +45,7 @@ def test_a_password_must_be_long_but_not_a_book(password: str) -> None:
         hash_password(password)
 
 
+@pytest.mark.slow
 async def test_a_password_is_checked_and_changing_it_is_written_down_and_ends_its_sessions(engine: AsyncEngine) -> None:
     assert not await has_admin(engine)
     with pytest.raises(WrongPassword):

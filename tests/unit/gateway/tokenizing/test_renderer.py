@@ -102,6 +102,7 @@ async def test_templates_that_cannot_be_compiled(renderer_of: Start) -> None:
         await renderer_of("{{ " + "(" * 5000 + ")" * 5000 + " }}")
 
 
+@pytest.mark.slow
 async def test_limits_of_time_and_memory(renderer_of: Start) -> None:
     renderer = await renderer_of("{% if mine %}{{ 'a' * (10 ** 11) }}{% endif %}x")
     with pytest.raises(InvalidParameter, match=r"MemoryError|time or memory"):
