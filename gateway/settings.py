@@ -14,7 +14,7 @@ from protocol.nats.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
 from protocol.process import HttpUrlText, PositiveInt, PositiveSeconds, Settings, TelemetrySettings
 from protocol.subjects import queue_of
 
-REACH_LIMIT_S: Final = 1.0  # a request that waits longer for a limit treats the queue server as unavailable
+REACH_LIMIT_S: Final = 5.0  # a request that waits longer for a limit treats the queue server as unavailable
 
 
 class S3Settings(Settings):

@@ -70,7 +70,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 async def _prepare(data_dir: Path) -> None:
-    engine = create_engine(f"sqlite:///{data_dir / 'spillway.db'}")
+    engine = create_engine(f"sqlite:///{data_dir / 'spillway.db'}", lock_limit_s=HANGS_S)
     await set_password(engine, PASSWORD, "cli:test")
     await fill_ledger(engine, SecretStr("p" * 64), REQUESTS)
     counted: dict[str, Any] = {"received_unix_ms": LONG_AGO_UNIX_MS, "counted_by": "estimate", "prompt_tokens": 1234}

@@ -21,7 +21,6 @@ from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, a
 from tests.waiting import HANGS_S, until
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
-PATIENT = {"limits_s": HANGS_S}  # a busy machine's queue server is not away
 # Who has a budget asks a fresh gateway: that of others waits until a ledger has taken their records.
 MakeKey = Callable[[Policy], Awaitable[tuple[str, str]]]
 
@@ -60,7 +59,7 @@ async def the_account(bus: Bus, key_id: str) -> Account:
 
 
 async def test_headers_and_refusal_of_a_rate(share_gateway: Share) -> None:
-    gateway = await share_gateway(timeouts=PATIENT)
+    gateway = await share_gateway()
     _, key = await gateway.make_key(policy=Policy(requests_per_minute=2, tokens_per_minute=1000))
     await gateway.add_worker()
     first, second, third = [await say_hello(gateway, key) for _ in range(3)]
@@ -79,7 +78,7 @@ async def test_headers_and_refusal_of_a_rate(share_gateway: Share) -> None:
 
 
 async def test_a_request_that_is_more_than_the_limit_is_not_to_be_tried_again(share_gateway: Share) -> None:
-    gateway = await share_gateway(timeouts=PATIENT)
+    gateway = await share_gateway()
     _, key = await gateway.make_key(policy=Policy(tokens_per_minute=100))
     refused = await say_hello(gateway, key, max_tokens=60, n=2)
     assert (refused.status_code, refused.code, refused.type) == (429, "rate_limit_exceeded", "tokens")
@@ -88,7 +87,7 @@ async def test_a_request_that_is_more_than_the_limit_is_not_to_be_tried_again(sh
 
 
 async def test_who_has_no_limit_sees_no_headers(share_gateway: Share) -> None:
-    gateway = await share_gateway(timeouts=PATIENT)
+    gateway = await share_gateway()
     await gateway.add_worker()
     answer = await say_hello(gateway, gateway.key)
     assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
@@ -162,7 +161,7 @@ async def test_a_budget_is_spent_by_the_price_and_then_refuses(
 
 
 async def test_a_replayed_answer_counts_once(share_gateway: Share) -> None:
-    gateway = await share_gateway(timeouts=PATIENT)
+    gateway = await share_gateway()
     _, key = await gateway.make_key(policy=Policy(requests_per_minute=2))
     await gateway.add_worker()
     for _ in range(4):
@@ -172,7 +171,7 @@ async def test_a_replayed_answer_counts_once(share_gateway: Share) -> None:
 
 
 async def test_a_rescued_request_is_charged_once_for_what_was_made(share_gateway: Share) -> None:
-    gateway = await share_gateway(timeouts=PATIENT)
+    gateway = await share_gateway()
     key_id, key = await gateway.make_key(policy=Policy(tokens_per_minute=1000))
 
     async def fail_once(attempt: Attempt) -> None:
@@ -197,7 +196,7 @@ async def test_a_rescued_request_is_charged_once_for_what_was_made(share_gateway
 
 
 async def test_who_leaves_while_waiting_pays_nothing(share_gateway: Share) -> None:
-    gateway = await share_gateway(timeouts=PATIENT)
+    gateway = await share_gateway()
     key_id, key = await gateway.make_key(policy=Policy(tokens_per_minute=1000, max_concurrent=1))
     asking = asyncio.create_task(say_hello(gateway, key))
 
@@ -242,7 +241,7 @@ async def head_alone(gateway: GatewayUnderTest, path: str, key: str) -> bytes:
 
 async def test_counting_tokens_counts_as_a_request(share_gateway: Share) -> None:
     """A key limited to one request a minute kept everybody waiting by counting tokens again and again."""
-    gateway = await share_gateway(timeouts=PATIENT)
+    gateway = await share_gateway()
     _, key = await gateway.make_key(policy=Policy(requests_per_minute=2))
     await gateway.add_worker()
     async with httpx.AsyncClient(base_url=gateway.url, headers={"authorization": f"Bearer {key}"}) as client:
@@ -258,7 +257,7 @@ async def test_counting_tokens_counts_as_a_request(share_gateway: Share) -> None
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
 async def test_a_large_body_beyond_the_limit_is_refused_unread(share_gateway: Share, path: str) -> None:
-    gateway = await share_gateway(timeouts=PATIENT)
+    gateway = await share_gateway()
     _, key = await gateway.make_key(policy=Policy(requests_per_minute=1))
     await gateway.add_worker()
     assert not is_refused(await say_hello(gateway, key))

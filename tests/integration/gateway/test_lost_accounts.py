@@ -40,6 +40,7 @@ from tests.waiting import HANGS_S, until
 __all__ = ["start"]
 PRICE = TokenPrice(prompt_nano_usd=0, cached_nano_usd=0, completion_nano_usd=10**9)
 ONE = Estimate(0, 100, PRICE)  # 100,000 nano-USD
+REFUSES_S = 1.0
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ async def test_places_and_rates_are_not_given_twice(
 async def test_while_the_ledger_cannot_be_asked_a_missing_account_is_closed(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quotas = await start("g0")
+    quotas = await start("g0", reach_limit_s=REFUSES_S)
     budget, rate = Policy(budget_nano_usd=1_000_000, budget_period="month"), Policy(requests_per_minute=100)
 
     async def away(*_: object) -> int:
@@ -146,7 +147,7 @@ async def test_while_the_ledger_cannot_be_asked_a_missing_account_is_closed(
 
 
 async def test_the_ledger_is_asked_again_while_a_request_waits(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    quotas = await start("g0", reach_limit_s=HANGS_S)
+    quotas = await start("g0")
     really, asked = RollupLedger.spent_nano_usd, 0
 
     async def away_at_first(ledger: RollupLedger, *question: Any) -> int:
@@ -164,7 +165,7 @@ async def test_the_ledger_is_asked_again_while_a_request_waits(start: Start, mon
 
 
 async def test_while_records_wait_for_the_ledger_a_missing_account_is_closed(start: Start, bus: Bus) -> None:
-    quotas = await start("g0")
+    quotas = await start("g0", reach_limit_s=REFUSES_S)
     record = encode_usage([encode(request_record("waits"))])
     await bus.publish_durable(subjects.REQUEST_USAGE_SUBJECT, record, message_id="waits")
     budget = Policy(budget_nano_usd=1_000_000, budget_period="month")

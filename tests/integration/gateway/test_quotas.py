@@ -45,7 +45,7 @@ async def start(nats_url: str, sqlite_url: str) -> AsyncIterator[Start]:
     running: list[tuple[Bus, asyncio.Task[None]]] = []
     database = create_engine(sqlite_url)
 
-    async def start_one(gateway_id: str, *, clock_ahead_s: float = 0.0, reach_limit_s: float = REACH_LIMIT_S) -> Quotas:
+    async def start_one(gateway_id: str, *, clock_ahead_s: float = 0.0, reach_limit_s: float = HANGS_S) -> Quotas:
         bus = await Bus.connect(nats_url, name=gateway_id)
         bus.clock = ServerClock(bus._server_time_s, lambda: time.time() + clock_ahead_s)
         await topology.apply(bus, [], topology.QueueBounds())
@@ -254,7 +254,7 @@ async def test_a_clock_that_is_wrong_admits_no_more(
 async def test_while_the_queue_server_is_away_slices_serve_until_their_lease_ends(
     start: Start, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quotas = await start("g0")
+    quotas = await start("g0", reach_limit_s=REACH_LIMIT_S)
     who = principal(Policy(requests_per_minute=1000))
     await ask_all([quotas], who, 100)
     await ask_all([quotas], who, 1)
@@ -296,7 +296,7 @@ async def test_an_exchange_whose_answer_was_lost_counts_once(
 ) -> None:
     from protocol.errors import BusTimeout
 
-    quotas = await start("g0")
+    quotas = await start("g0", reach_limit_s=REACH_LIMIT_S)
     who = principal(Policy(requests_per_minute=10, max_concurrent=10))
     store = AccountStore.store
 
@@ -402,7 +402,7 @@ async def test_who_has_no_limit_reserves_nothing(start: Start) -> None:
 
 async def test_what_two_gateways_hold_for_nobody_serves_one_request(start: Start) -> None:
     """Each has half of what its own request lacks, and waits for the other's."""
-    gateways = [await start(f"g{number}", reach_limit_s=HANGS_S) for number in range(2)]
+    gateways = [await start(f"g{number}") for number in range(2)]
     who = principal(Policy(budget_nano_usd=380_000, budget_period="month"))
     cost = Estimate(10, 90, PRICE)
     for held in [await ask(quotas, who, cost) for quotas in gateways]:

@@ -285,7 +285,7 @@ async def test_message_batches_are_parsed_in_their_tenants_threads(
 
 
 async def test_uploads_are_requests_in_the_limits_of_their_key(start_gateway: Start) -> None:
-    gateway = await start_gateway(with_card=False, timeouts={"limits_s": HANGS_S})
+    gateway = await start_gateway(with_card=False)
     engine = create_engine(gateway.settings.database_url)
     policy = Policy(requests_per_minute=3)
     _, token = await create_key(engine, "limited", PEPPER, Grant(policy=policy))
