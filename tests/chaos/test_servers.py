@@ -1,6 +1,7 @@
 """Real servers' processes, with a stand-in for the server."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 from tests.chaos.servers import LlamaCppServers, RealServer, ServerSpec
@@ -17,9 +18,9 @@ class Listeners(LlamaCppServers):
 
     @staticmethod
     async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
-        writer.close()
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
 
 
 async def test_a_server_that_was_killed_starts_again_once_its_port_is_free(tmp_path: Path) -> None:

@@ -43,13 +43,12 @@ async def server_of(answer: Answer) -> AsyncIterator[str]:
     """A server whose every connection is answered like this; yields its URL."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = await reader.readuntil(b"\r\n\r\n")  # all of it is read: otherwise closing is a reset
             if length := re.search(rb"content-length: (\d+)", head, re.IGNORECASE):
                 await reader.readexactly(int(length[1]))
             await answer(writer)
             await writer.drain()
-        writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:

@@ -51,6 +51,11 @@ class Gateway:
         self.port = 0
 
     async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+        # HAProxy may end a check before it has asked. Python 3.11.2 then leaves the connection open.
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await self._answer(reader, writer)
+
+    async def _answer(self, reader: StreamReader, writer: StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         if not head.startswith("GET /readyz"):
             self.last_head = head
@@ -69,7 +74,6 @@ class Gateway:
             with contextlib.suppress(ConnectionResetError):  # HAProxy resets where the response was cut short
                 await reader.read()  # until the other side closes
             self.caller_gone.set()
-        writer.close()
 
 
 def write_answer(writer: StreamWriter, status: str, body: str) -> None:
