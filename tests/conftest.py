@@ -27,13 +27,13 @@ os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).with_name("compiler"))
 SHARED_SYSTEMS = ("tests/acceptance/dashboard/", "tests/acceptance/shared/", "tests/clients/")
 UNKNOWN_ERRORS = UnknownErrors()
+UNKNOWN_ERRORS.watch()
 SERVERS = frozenset({"nats_server", "nats_cluster", "postgres_server"})  # fixtures
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let all processes of the session share what one of them has compiled of the engine's C (tests/compiler/gcc)."""
     # Whoever gives up tests torch's own kernels instead, and says nothing.
-    UNKNOWN_ERRORS.watch()
     native.COMPILING_LIMIT_S = 300.0  # type: ignore[misc]  # it is final for all others
     if "TESTS_COMPILED" not in os.environ:  # else an earlier process of the session has done it
         folder = tempfile.TemporaryDirectory(prefix="spillway-compiled-")
