@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_workers.server import CODE
+
 CLIENT = Path(__file__).with_name("client.py")
 ENDS_WITHIN_S = 30.0
 
@@ -26,8 +28,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        code = "from tests.forked_workers.server import main; main()"  # no `-m`: children would load that module, too
-        command = [sys.executable, "-c", code, str(listener.fileno()), *map(str, config.invocation_params.args)]
+        command = [sys.executable, "-c", CODE, str(listener.fileno()), *map(str, config.invocation_params.args)]
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()])
     config.add_cleanup(lambda: _end(server))
     client = shlex.join([sys.executable, "-I", "-S", str(CLIENT), str(path)])

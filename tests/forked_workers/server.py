@@ -1,42 +1,50 @@
 """The process that workers are forked from."""
 
+import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from spillway.children import die_with_parent
 
+CODE = "from tests.forked_workers.server import main; main()"  # no `-m`: children would load that module, too
 LONGEST_CODE_BYTES = 10_000
 
 
-class _ImportsOnly:
+class _Importer:
     """Collects files, and no test of them: collecting the same test twice would escape its name twice."""
+
+    def __init__(self) -> None:
+        self.is_whole = True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makeitem(self) -> list[pytest.Item]:
         return []
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.is_whole &= report.passed
+
 
 def main() -> None:
-    """Import the tests that pytest would collect with these arguments, then fork for each client. Never returns."""
+    """Import the tests that pytest would collect with these arguments, then fork for each client. Never returns.
+
+    The first argument is the descriptor of the socket; without further ones nothing is imported.
+    """
     die_with_parent()
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    # A pool of threads of tokenizers would not live on in forked processes.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    arguments = [*sys.argv[2:], "-n", "0", "-p", "no:tests.forked_workers.plugin", "--collect-only", "-qq"]
-    output = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    pytest.main(arguments, plugins=[_ImportsOnly()])  # what went wrong, the workers report
-    os.dup2(output, 1)
-    del os.environ["TOKENIZERS_PARALLELISM"]
+    number, *arguments = sys.argv[1:]
+    if arguments and not _import_tests(arguments):
+        # pytest leaves a half imported module behind. The workers must import it themselves, and report what is wrong.
+        os.execv(sys.executable, [sys.executable, "-c", CODE, number])
     if len(threading.enumerate()) > 1:
         sys.exit(f"importing the tests has started threads, which no forked process has: {threading.enumerate()}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forked processes
+    listener = socket.socket(fileno=int(number))
     while True:
         connection, _ = listener.accept()
         code, streams, _, _ = socket.recv_fds(connection, LONGEST_CODE_BYTES, 3)
@@ -46,6 +54,22 @@ def main() -> None:
             sys.exit()  # which closes the connection
         for descriptor in (connection.detach(), *streams):
             os.close(descriptor)
+
+
+def _import_tests(arguments: list[str]) -> bool:
+    """Return whether all could be imported."""
+    # A pool of threads of tokenizers would not live on in forked processes.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    importer = _Importer()
+    with (
+        Path(os.devnull).open("w") as devnull,
+        contextlib.redirect_stdout(devnull),
+        contextlib.redirect_stderr(devnull),
+    ):
+        options = ["-n", "0", "-p", "no:tests.forked_workers.plugin", "--collect-only", "-qq"]
+        code = pytest.main([*arguments, *options], plugins=[importer])
+    del os.environ["TOKENIZERS_PARALLELISM"]
+    return importer.is_whole and code in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
 
 
 def _become(code: str, streams: list[int]) -> None:

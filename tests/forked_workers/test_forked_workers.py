@@ -1,0 +1,74 @@
+"""Small suites of their own, whose workers are forked."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LEAVES_A_LINE = """
+from pathlib import Path
+
+with Path(__file__).with_suffix(".imported").open("a") as file:
+    file.write("once\\n")
+
+def test_passes():
+    pass
+"""
+FAILS = "def test_fails():\n    assert 1 == 2\n"
+CRASHES = "import os\n\ndef test_crashes():\n    os._exit(1)\n"
+BROKEN = "import no_such_module\n"
+SKIPS = "import pytest\n\npytest.skip('now', allow_module_level=True)\n"
+STARTS_A_THREAD = """
+import threading
+
+threading.Thread(target=threading.Event().wait, daemon=True, name="left-behind").start()
+
+def test_passes():
+    pass
+"""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere pytest-xdist starts its workers anew")
+
+
+def run(folder: Path, **files: str) -> tuple[int, str]:
+    """Run these files as a suite of two workers. Return pytest's exit code and what it printed."""
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    for name, text in files.items():
+        (folder / f"test_{name}.py").write_text(text)
+    plugins = ["-p", "xdist", "-p", "tests.forked_workers.plugin"]
+    command = [sys.executable, "-m", "pytest", *plugins, "-n", "2", "--dist", "loadfile", "--import-mode=importlib"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_tests_are_imported_once_and_a_failure_is_explained(tmp_path: Path) -> None:
+    code, output = run(tmp_path, first=LEAVES_A_LINE, second=LEAVES_A_LINE, fails=FAILS)
+    assert code == 1
+    assert "1 failed, 2 passed" in output.splitlines()[-1]
+    assert "assert 1 == 2" in output
+    imported = [path.read_text() for path in sorted(tmp_path.glob("*.imported"))]
+    assert imported == ["once\n", "once\n"]
+
+
+def test_a_worker_that_crashes_is_reported_and_replaced(tmp_path: Path) -> None:
+    code, output = run(tmp_path, crashes=CRASHES, passes=LEAVES_A_LINE)
+    assert code == 1
+    assert "crashed while running 'test_crashes.py::test_crashes'" in output
+    assert "1 passed" in output.splitlines()[-1]
+
+
+def test_files_that_cannot_be_imported_or_skip_themselves_are_reported(tmp_path: Path) -> None:
+    code, output = run(tmp_path, broken=BROKEN, skips=SKIPS, passes=LEAVES_A_LINE)
+    assert code == 1
+    assert "No module named 'no_such_module'" in output
+    assert "1 skipped, 1 error" in output.splitlines()[-1]
+
+
+def test_a_thread_that_a_fork_would_lose_is_named(tmp_path: Path) -> None:
+    code, output = run(tmp_path, thread=STARTS_A_THREAD)
+    assert code != 0
+    assert "left-behind" in output
