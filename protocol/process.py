@@ -213,11 +213,15 @@ YOUNGEST: Final = 20_000
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector: imports create no garbage, and collection takes a seventh of the import time."""
+    """Pause the garbage collector while modules are imported, and exclude them from it: they are no garbage.
+
+    It takes a seventh of the import time, and without this as much again when the process ends.
+    """
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
 
 
