@@ -23,7 +23,7 @@ unit: ## Run the fast tests, which need no server, no apt and no browser (45 s o
 	  tests/unit $(PYTEST_ARGS)
 
 test: check ## Run the checks and all tests (9 to 12 minutes on two cores)
-	.venv/bin/python -m pytest -p tests.forked_workers.plugin -p tests.flakes.confirm -n 8 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -p tests.forked_workers.plugin -p tests.flakes.confirm -n 6 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-gpu: ## Run the tests that need an NVIDIA GPU (docs/how-to/gpu.md)
 	@scripts/setup.sh test
