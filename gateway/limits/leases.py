@@ -21,6 +21,7 @@ from gateway.limits.prices import POOL
 from gateway.limits.report import LimitUsage, taken_amounts, uses
 from gateway.limits.reservation import Estimate, Reservation
 from gateway.limits.seeds import Ledger, Seed, Unseeded, check_nobody_holds, until_ledger_is_current
+from gateway.limits.single_tasks import SingleTasks
 from gateway.settings import REACH_LIMIT_S
 from protocol import subjects
 from protocol.errors import BusError, ProtocolError
@@ -69,7 +70,7 @@ class Quotas:
         self._started_s = 0.0  # on the queue server's clock
         self._bucket_created_s = 0.0  # on the queue server's clock
         self._refused_budgets: set[str] = set()  # of local accounts, since the last tick
-        self._seeding: dict[str, asyncio.Task[None]] = {}
+        self._seeding = SingleTasks()  # by account
         self._seed_slots = asyncio.Semaphore(MAX_SEEDS)
         self._clock = bus.clock
         self._gateway_id = gateway_id
@@ -77,7 +78,7 @@ class Quotas:
         self._reach_limit_s = reach_limit_s
         self._local_accounts: dict[str, LocalAccount] = {}
         self._asked_s: dict[str, float] = {}  # by account: when a request last used it (monotonic clock)
-        self._exchanging: dict[str, asyncio.Task[None]] = {}
+        self._exchanging = SingleTasks()  # by account
         self._exchange_slots = asyncio.Semaphore(MAX_EXCHANGES)
         self._kept: set[str] = set()  # accounts
         self._failing = False
@@ -156,7 +157,7 @@ class Quotas:
         """Report everything and return idle amounts within ``CLOSE_LIMIT_S``; the rest ends with its lease."""
         try:
             async with asyncio.timeout(CLOSE_LIMIT_S):
-                await asyncio.gather(*self._exchanging.values(), return_exceptions=True)
+                await self._exchanging.wait()
                 for local in self._local_accounts.values():
                     if not local.is_idle:
                         await local.exchange(self._account_store, keep_idle=False)
@@ -165,8 +166,8 @@ class Quotas:
                 "cannot return leased limits; they return when their leases expire: %s", str(error) or "too slow"
             )
         finally:
-            for task in (*self._exchanging.values(), *self._seeding.values()):
-                task.cancel()
+            self._exchanging.cancel()
+            self._seeding.cancel()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -317,10 +318,7 @@ class Quotas:
     # --- exchanges ----------------------------------------------------------------------------------------------------
 
     def _exchange_soon(self, local: LocalAccount) -> None:
-        if local.account_id not in self._exchanging:
-            task = asyncio.create_task(self._exchange_until_served(local))
-            self._exchanging[local.account_id] = task
-            task.add_done_callback(lambda _: self._exchanging.pop(local.account_id, None))
+        self._exchanging.start(local.account_id, lambda: self._exchange_until_served(local))
 
     async def _exchange_until_served(self, local: LocalAccount) -> None:
         while True:
@@ -350,10 +348,7 @@ class Quotas:
         return True
 
     def _seed_soon(self, local: LocalAccount) -> None:
-        if local.account_id not in self._seeding:
-            task = asyncio.create_task(self._seed(local))
-            self._seeding[local.account_id] = task
-            task.add_done_callback(lambda _: self._seeding.pop(local.account_id, None))
+        self._seeding.start(local.account_id, lambda: self._seed(local))
 
     async def _seed(self, local: LocalAccount) -> None:
         """Load the initial amounts of a missing account while requests wait for it."""
