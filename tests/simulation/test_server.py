@@ -57,6 +57,14 @@ async def publish(bus: Bus, name: str, **rest: Any) -> int:
     return await bus.publish_durable(SUBJECT, name.encode(), message_id=name, **rest)
 
 
+async def until_offered(bus: Bus, count: int) -> None:
+    """Wait until the consumer knows of so many messages: nats-server acknowledges one before it tells consumers."""
+    name = f"CONSUMER.INFO.{subjects.INTERACTIVE_STREAM}.{subjects.job_consumer(MODEL, LANE)}"
+    async with asyncio.timeout(LIMIT_S):
+        while (await bus.api(name))["num_pending"] < count:
+            await asyncio.sleep(0.01)
+
+
 async def failure(work: Awaitable[Any]) -> tuple[str, int]:
     try:
         await work
@@ -119,6 +127,7 @@ async def pulling(connect: Connect) -> list[Any]:
     await taken.until(lambda: taken.ends == 1)  # no messages
     for name in "abc":
         await publish(bus, name)
+    await until_offered(bus, 3)
     await taken.pulls.pull(2, expires_s=0)
     await taken.until(lambda: len(taken.deliveries) == 2)
     first, second = taken.deliveries
