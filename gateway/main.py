@@ -84,6 +84,14 @@ class _Server(uvicorn.Server):
         """Install no signal handlers."""
         yield
 
+    async def main_loop(self) -> None:
+        """Serve until ``should_exit``. A gateway that dies instead takes no connections while it records requests."""
+        try:
+            await super().main_loop()
+        finally:
+            for server in self.servers:
+                server.close()
+
 
 async def run(
     settings: GatewaySettings,

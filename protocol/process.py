@@ -275,9 +275,9 @@ async def stop_process(
     *,
     killed_limit_s: float = KILLED_LIMIT_S,
 ) -> None:
-    """Ask a process to end, by SIGTERM or ``ask``, and kill it after ``limit_s``.
+    """Ask a process to end, by SIGTERM or ``ask``; kill it after ``limit_s``, and wait ``killed_limit_s`` for its end.
 
-    asyncio also waits for the end of its pipes, which another process may keep open: at most ``killed_limit_s``.
+    asyncio's own loop, unlike uvloop, also waits for the end of its pipes, which another process may keep open.
     """
     if process.returncode is not None:
         return
@@ -289,7 +289,15 @@ async def stop_process(
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     if not await _has_ended(process, killed_limit_s):
-        log.warning("%s was killed, and its output is still open after %g s", name, killed_limit_s)
+        log.warning("%s was killed, and did not end within %g s", name, killed_limit_s)
+
+
+async def write_to(pipe: asyncio.StreamWriter, data: bytes) -> None:
+    """Write to a child process, and wait while the pipe is full. Raises ConnectionError if the child has closed it."""
+    if pipe.is_closing():  # uvloop would raise RuntimeError
+        raise ConnectionResetError("the process has closed its input")
+    pipe.write(data)
+    await pipe.drain()
 
 
 async def _has_ended(process: asyncio.subprocess.Process, limit_s: float) -> bool:

@@ -4,10 +4,11 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -40,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
         compiler = Path(__file__).with_name("compiler")
         os.environ |= {"TESTS_COMPILED": folder.name, "PATH": f"{compiler}:{os.environ['PATH']}"}
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], uvloop.Loop]]:
+    """Use the event loop that all processes of Spillway use: asyncio's own differs where a connection is lost."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

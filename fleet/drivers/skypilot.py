@@ -21,7 +21,7 @@ import msgspec
 from fleet.errors import LaunchRefused, NoCapacity, OverQuota, ProviderError
 from fleet.machine import Order, ProviderMachine, labels_in, name_of
 from fleet.settings import SkyPilotSettings
-from protocol.process import ending, without_own_variables
+from protocol.process import ending, without_own_variables, write_to
 from protocol.wire import UNDECODABLE
 
 RUNNER: Final = Path(__file__).with_name("skypilot_runner.py")
@@ -126,10 +126,8 @@ class _Runner:
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             request = msgspec.json.encode({"id": number, "verb": verb, "arguments": arguments})
-            to = cast("asyncio.StreamWriter", process.stdin)  # a pipe
-            to.write(request + b"\n")
             async with asyncio.timeout(CALL_LIMIT_S):
-                await to.drain()
+                await write_to(cast("asyncio.StreamWriter", process.stdin), request + b"\n")
                 return await answer
         except TimeoutError as error:
             raise ProviderError(f"SkyPilot did not answer within {CALL_LIMIT_S:g} s") from error

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.batches.lines import Done, LineError, Request, Wrong, check_line, is_wide, prompt_text, sort_key
-from protocol.process import ending, plain_environment
+from protocol.process import ending, plain_environment, write_to
 
 MAX_ERRORS: Final = 100  # reported per batch
 ID_BYTES: Final = 16  # of the hash of a custom_id
@@ -194,10 +194,9 @@ async def make_index(task: IndexTask, content: AsyncIterator[bytes]) -> IndexRep
     try:
         async with limit:
             with suppress(ConnectionError):  # it has died: its error output is read below
-                process.stdin.write(msgspec.json.encode(task) + b"\n")
+                await write_to(process.stdin, msgspec.json.encode(task) + b"\n")
                 async for chunk in content:
-                    process.stdin.write(chunk)
-                    await process.stdin.drain()
+                    await write_to(process.stdin, chunk)
             process.stdin.close()
             answer, words = await process.communicate()
     except TimeoutError as error:

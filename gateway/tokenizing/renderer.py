@@ -25,7 +25,7 @@ from msgspec import Struct
 from gateway.errors import InvalidParameter, Overloaded
 from gateway.tokenizing.templates import BeyondLimits, ChatTemplate
 from gateway.tokenizing.turns import AS_IS, Arguments, TemplateRules
-from protocol.process import plain_environment
+from protocol.process import plain_environment, write_to
 
 RENDER_CPU_S: Final = 2.0  # CPU time for one conversation
 COMPILE_CPU_S: Final = 2.0
@@ -184,8 +184,7 @@ class Renderer:
 async def _answer_of(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
     if process.stdin is None or process.stdout is None:  # impossible: they are pipes
         return b""
-    process.stdin.write(frame)
-    await process.stdin.drain()
+    await write_to(process.stdin, frame)
     (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
     return await process.stdout.readexactly(length)
 

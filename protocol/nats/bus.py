@@ -129,9 +129,29 @@ def _end(waiter: asyncio.Future[None]) -> None:
 # a server discovered from another one      has no credentials for it           uses those of the configured URLs
 # a server of a tls:// URL offers no TLS    connects without TLS                refuses
 # the limit of the first connect passes     may retry without end               gives up
+# output for a connection just lost         RuntimeError of uvloop to callers   OSError, then a reconnect
 
 AFTER_FAILURE_S: Final = 1.0
 CANCEL_AGAIN_S: Final = 0.1
+
+
+class _Transport(TcpTransport):
+    """Raises OSError, which nats-py handles, where uvloop's transport raises RuntimeError: when it is closed."""
+
+    def __bool__(self) -> bool:
+        return True  # nats-py replaces a false one
+
+    def write(self, payload: bytes) -> None:
+        self._check()
+        super().write(payload)  # type: ignore[no-untyped-call]
+
+    def writelines(self, payload: list[bytes]) -> None:
+        self._check()
+        super().writelines(payload)  # type: ignore[no-untyped-call]
+
+    def _check(self) -> None:
+        if self._io_writer is None or self._io_writer.is_closing():
+            raise ConnectionResetError("the connection is lost")
 
 
 class LastingClient(Client):
@@ -204,6 +224,8 @@ class LastingClient(Client):
 
     async def _connect_to_server(self, s: Any) -> None:  # noqa: ANN401  # nats-py's own record of a server
         self.abort()  # left over from a failed try
+        if self._transport is None and s.uri.scheme not in {"ws", "wss"}:
+            self._transport = _Transport()  # type: ignore[no-untyped-call]
         await super()._connect_to_server(s)
 
 

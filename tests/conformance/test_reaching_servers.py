@@ -265,8 +265,12 @@ def test_invalid_headers_are_named(headers: dict[str, str], more: dict[str, Any]
 async def proxying(target: Server) -> AsyncIterator[Server]:
     """A proxy that knows one server, and the requests that it got."""
     proxy = Server()
+    connections: list[asyncio.Future[None]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(asyncio.ensure_future(connect(reader, writer)))
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         proxy.heads.append(head.decode())
         server_reader, server_writer = await asyncio.open_connection(HOST, target.port)
@@ -280,6 +284,7 @@ async def proxying(target: Server) -> AsyncIterator[Server]:
     async with listening:
         proxy.port = listening.sockets[0].getsockname()[1]
         yield proxy
+    await asyncio.gather(*connections)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

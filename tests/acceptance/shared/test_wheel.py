@@ -48,14 +48,14 @@ def test_its_pages_have_all_their_files(system: System) -> None:
 
 def test_a_chat_template_gets_a_process_that_finds_the_rooms(environment: Path, users_folder: Path) -> None:
     code = """
-import asyncio, spillway
+import uvloop, spillway
 from gateway.tokenizing.renderer import Renderer
 async def main():
     renderer = Renderer("{{ messages[0].content }}", {})
     await renderer.start()
     print(await renderer.render([{"content": "rendered"}]))
     await renderer.close()
-asyncio.run(main())
+uvloop.run(main())
 """
     assert said_by(environment, users_folder, "-P", "-c", code) == "rendered\n"
 

@@ -148,6 +148,8 @@ async def test_a_dead_background_task_ends_the_process(
     with caplog.at_level(logging.CRITICAL), pytest.RaisesGroup(GatewayDied, flatten_subgroups=True):
         await gateway.task
     assert "the dispatcher died" in caplog.text
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", gateway.port)
     [record] = await gateway.records()  # nobody it had admitted is forgotten
     assert (record.outcome, record.error_code) == ("failed", "shutting_down")
     await asyncio.gather(asking, return_exceptions=True)

@@ -69,6 +69,20 @@ async def test_closing_while_the_server_is_away_ends_with_something_unsent(nats_
     assert bus.client.is_closed
 
 
+async def test_what_is_published_as_the_connection_is_lost_raises_nothing_else(nats_server: NatsServer) -> None:
+    """Regression: uvloop's RuntimeError came out of ``publish``."""
+    bus = await Bus.connect(nats_server.url, name="test")
+    is_back = reconnected(bus)
+    await bus.client.flush()  # nothing else is under way
+    bus.client.abort()
+    while bus.connected:
+        await bus.publish("somewhere", b"unsent")
+        await asyncio.sleep(0)
+    async with asyncio.timeout(HANGS_S):
+        await is_back.wait()
+    await bus.close()
+
+
 async def test_a_server_that_turns_clients_away_for_a_while_gets_them_back(nats_server: NatsServer) -> None:
     clients = [await Bus.connect(nats_server.url, name=f"test-{number}") for number in range(2)]
     nats_server.reload("max_connections: 1\n")  # it sends one of them an -ERR, and each of that one's new tries too

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from protocol.process import Restarts, ending, stop_process
+from protocol.process import Restarts, ending, stop_process, write_to
 from tests.waiting import HANGS_S, until
 
 
@@ -55,12 +55,23 @@ async def test_the_wait_for_a_killed_process_is_bounded_if_another_holds_its_out
             await stop_process(process, "it", 0.1, killed_limit_s=0.1)
         await until(lambda: process.returncode is not None)  # may exceed the limit on a loaded machine
         assert process.returncode == -signal.SIGKILL
-        assert "its output is still open" in caplog.text
+        assert "did not end within 0.1 s: killing it" in caplog.text
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         assert process.stdout is not None
         await process.stdout.read()  # until its end, which closes the pipe
+
+
+async def test_writing_to_a_process_that_has_closed_its_input_is_a_connection_error() -> None:
+    """Regression: it was a RuntimeError on uvloop once the loop had noticed."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", "", stdin=asyncio.subprocess.PIPE)
+    pipe = process.stdin
+    assert pipe is not None
+    await process.wait()
+    await until(pipe.is_closing)
+    with pytest.raises(ConnectionError):
+        await write_to(pipe, b"too late")
 
 
 def test_deaths_are_counted_within_a_window() -> None:

@@ -82,14 +82,14 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_without_an_endpoint_no_sdk_is_loaded() -> None:
     # FastAPI loads OpenTelemetry's API by itself, wherever that is installed.
     code = (
-        "import asyncio, contextlib, sys, gateway.main as g, pool_worker.main as w, spillway.cli.worker\n"
+        "import contextlib, sys, uvloop, gateway.main as g, pool_worker.main as w, spillway.cli.worker\n"
         "from pool_worker.settings import ScriptedEngineSettings, WorkerSettings\n"
         "engine = ScriptedEngineSettings()\n"
         "settings = WorkerSettings(worker_id='w', pool='p', nats_urls=(), models=('m',), engine=engine)\n"
         "async def main():\n"
         "    async with w._traces(settings) as traces: assert traces is None\n"
         "    assert g._traces(settings, contextlib.AsyncExitStack()) is None\n"
-        "asyncio.run(main())\n"
+        "uvloop.run(main())\n"
         "print([name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)

@@ -152,7 +152,8 @@ def running(bus: Bus, engine: AsyncEngine) -> Run:
 
 
 LEDGER = """
-import asyncio, logging, sys
+import logging, sys
+import uvloop
 from functools import partial
 from pydantic import SecretStr
 from ledger.main import run
@@ -161,7 +162,7 @@ from ledger.webhooks.main import run as webhooks
 from ledger.webhooks.settings import WebhookSettings
 logging.basicConfig(level=logging.INFO)
 ledger, hooks = LedgerSettings.model_validate_json(sys.argv[1]), WebhookSettings.model_validate_json(sys.argv[2])
-asyncio.run(run(ledger, beside=partial(webhooks, settings=hooks, pepper=SecretStr(sys.argv[3]))))
+uvloop.run(run(ledger, beside=partial(webhooks, settings=hooks, pepper=SecretStr(sys.argv[3]))))
 """
 
 

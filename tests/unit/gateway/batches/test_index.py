@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 
-from gateway.batches.index import NUMBERS_AT_A_TIME, Index, IndexTask, build, make_index
+from gateway.batches.index import NUMBERS_AT_A_TIME, Index, IndexFailed, IndexTask, build, make_index
 from gateway.batches.lines import Done, LineError
 from tests.waiting import until
 
@@ -115,6 +115,22 @@ async def test_no_secret_is_in_its_environment(tmp_path: Path, monkeypatch: pyte
     assert (await make_index(task_in(tmp_path), content())).total == 100
     assert len(seen) == 1
     assert "SPILLWAY_AUTH__PEPPER" not in seen[0]
+
+
+async def test_a_process_that_dies_while_lines_arrive_is_an_error_of_the_index(tmp_path: Path) -> None:
+    """Regression: the next lines met a closed pipe, and uvloop's RuntimeError came out."""
+
+    async def content() -> AsyncIterator[bytes]:
+        yield LINES
+        [process] = [child for child in psutil.Process().children() if "gateway.batches.index" in child.cmdline()]
+        process.kill()
+        await until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+        for _ in range(100):
+            yield LINES
+            await asyncio.sleep(0)
+
+    with pytest.raises(IndexFailed, match="SIGKILL"):
+        await make_index(task_in(tmp_path), content())
 
 
 async def _numbers(index: Index) -> list[int]:
