@@ -4,16 +4,25 @@ Each is a process of its own, with its own connections and log, and a real SIGKI
 No thread runs before the fork.
 """
 
+import logging
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
+import signal
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from unittest import mock
 
 from spillway.children import die_with_parent
+from tests.waiting import HANGS_S
 
 # One server forks for all tests of a process, whichever of them comes first.
 MODULES = (
     *("tests.chaos.workers", "tests.chaos.children", "tests.integration.ledger.writer_process"),
+    *("tests.integration.pool_worker.worker_process", "tests.integration.ledger.webhooks.ledger_process"),
     *("pool_worker.engines", "spillway.cli.gateway", "spillway.cli.ledger"),
 )
 
@@ -31,3 +40,63 @@ def begin(log: Path) -> None:
     for stream in (1, 2):
         os.dup2(file, stream)
     die_with_parent()
+
+
+def start_server() -> None:
+    """Start the server that forks, now, as a fork of this process: it imports nothing. No thread may run here."""
+    context()
+    multiprocessing.resource_tracker.ensure_running()
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork):
+        multiprocessing.forkserver.ensure_running()
+
+
+def _fork(_path: str, arguments: list[str], _descriptors: list[int]) -> int:
+    process_id = os.fork()
+    if process_id == 0:
+        try:
+            die_with_parent()
+            exec(arguments[-1])  # the server's code
+        finally:
+            os._exit(0)
+    return process_id
+
+
+class Process:
+    """A forked process that runs ``life(*arguments)``."""
+
+    def __init__(self, log: Path, life: Callable[..., None], *arguments: object) -> None:
+        self.log = log
+        log.touch()
+        self._process = context().Process(target=_live, args=(log, life, *arguments))
+        self._process.start()
+
+    def said(self, text: str) -> int:
+        """Return how often it has said so."""
+        return self.log.read_text().count(text)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to it, if it has not ended."""
+        if self._process.exitcode is None:
+            assert self._process.pid is not None
+            os.kill(self._process.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM it."""
+        self.send_signal(signal.SIGTERM)
+
+    def wait(self) -> int:
+        """Wait for its end; return the exit code."""
+        self._process.join(HANGS_S)
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """SIGKILL it, if it has not ended, and wait for its end."""
+        self._process.kill()
+        self.wait()
+
+
+def _live(log: Path, life: Callable[..., None], *arguments: object) -> None:
+    begin(log)
+    logging.basicConfig(level=logging.INFO)
+    life(*arguments)

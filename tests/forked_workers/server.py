@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from spillway.children import die_with_parent
+from tests import forks
 
 CODE = "from tests.forked_workers.server import main; main()"  # no `-m`: children would load that module, too
 LONGEST_CODE_BYTES = 10_000
@@ -82,4 +83,5 @@ def _become(code: str, streams: list[int]) -> None:
         os.close(descriptor)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  # it stays open
     sys.argv = ["-c"]
+    forks.start_server()  # while no thread runs
     exec(code, sys.modules["__main__"].__dict__)  # what `python -c` does

@@ -17,6 +17,24 @@ with Path(__file__).with_suffix(".imported").open("a") as file:
 def test_passes():
     pass
 """
+FORKS = """
+from pathlib import Path
+
+from tests.forks import Process
+
+with Path(__file__).with_suffix(".imported").open("a") as file:
+    file.write("once\\n")
+
+def test_a_process(tmp_path):
+    process = Process(tmp_path / "log", print, "hello")
+    assert process.wait() == 0
+    assert process.said("hello")
+    process = Process(tmp_path / "log", of_this_module)
+    assert process.wait() == 0
+
+def of_this_module():
+    pass
+"""
 FAILS = "def test_fails():\n    assert 1 == 2\n"
 CRASHES = "import os\n\ndef test_crashes():\n    os._exit(1)\n"
 BROKEN = "import no_such_module\n"
@@ -52,6 +70,12 @@ def test_tests_are_imported_once_and_a_failure_is_explained(tmp_path: Path) -> N
     assert "assert 1 == 2" in output
     imported = [path.read_text() for path in sorted(tmp_path.glob("*.imported"))]
     assert imported == ["once\n", "once\n"]
+
+
+def test_processes_of_tests_are_forked_from_it_too(tmp_path: Path) -> None:
+    code, output = run(tmp_path, forks=FORKS)
+    assert code == 0, output
+    assert (tmp_path / "test_forks.imported").read_text() == "once\n"
 
 
 def test_a_worker_that_crashes_is_reported_and_replaced(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Requests of keys that demand trusted pools: answered there, continued there, and waiting for nobody else."""
 
 import asyncio
-import os
-import signal
 from typing import Any
 
 import openai
@@ -16,7 +14,7 @@ from protocol.nats.topology import read_backlog
 from spillway.nats_accounts import of_pool
 from tests.integration.credentials.conftest import MODEL, SLOW, TRUSTED_QUEUE, Installation
 from tests.integration.pool_worker.playing_gateway import running_worker
-from tests.integration.pool_worker.worker_process import finish, start_process
+from tests.integration.pool_worker.worker_process import start_process
 from tests.waiting import until
 
 WHOLE: dict[str, Any] = {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
@@ -46,16 +44,14 @@ async def test_they_are_answered_by_trusted_pools_alone(installation: Installati
     watching = await installation.queue.connect("gateway")
     installation.queue.authority.issue(of_pool("vault"), "box7", lasts_s=3600)
     process = start_process(installation.worker_settings("vault", name="box7", engine=SLOW))
-    assert process.stdout is not None
     async with running_worker(installation.worker_settings("demo")):
-        assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+        await until(lambda: process.said("ready\n"))
         await installation.ready()
         stream = await confidential.completions.create(model=MODEL, prompt="hello", stream=True, **WHOLE)
         text = ""
         while len(text) < 20:
             text += (await anext(stream)).choices[0].text
-        os.kill(process.pid, signal.SIGKILL)
-        await finish(process)
+        process.kill()
         rest = asyncio.create_task(rest_of(stream))
 
         async def waits_for_another() -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import contextlib
-import os
 import re
 import signal
 import zlib
@@ -29,7 +28,7 @@ from spillway.cli import app
 from spillway.nats_accounts import of_pool
 from tests.integration.credentials.conftest import MODEL, SLOW, Installation, Queue, has_rows
 from tests.integration.pool_worker.playing_gateway import running_worker
-from tests.integration.pool_worker.worker_process import finish, start_process
+from tests.integration.pool_worker.worker_process import start_process
 from tests.usage_records import request_intent
 from tests.waiting import HANGS_S, until
 
@@ -114,8 +113,7 @@ async def test_a_large_prompt_travels_sealed(installation: Installation) -> None
 async def test_work_of_a_killed_worker_goes_on_elsewhere(installation: Installation) -> None:
     installation.queue.authority.issue(of_pool("demo"), "box7", lasts_s=3600)
     process = start_process(installation.worker_settings(name="box7", engine=SLOW))
-    assert process.stdout is not None
-    assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+    await until(lambda: process.said("ready\n"))
     await installation.ready()
     stream = await installation.gateway.client().completions.create(
         model=MODEL, prompt="hello", max_tokens=60, stream=True, extra_body={"ignore_eos": True}
@@ -124,10 +122,10 @@ async def test_work_of_a_killed_worker_goes_on_elsewhere(installation: Installat
     async with running_worker(installation.worker_settings(engine=SLOW)):
         async for chunk in stream:
             text += chunk.choices[0].text
-            if process.poll() is None and len(text) > 20:
-                os.kill(process.pid, signal.SIGKILL)
+            if len(text) > 20:
+                process.send_signal(signal.SIGKILL)
         whole = await installation.complete(max_tokens=60, extra_body={"ignore_eos": True})
-    await finish(process)
+    process.kill()
     assert text == whole
 
 

@@ -2,9 +2,7 @@
 
 import asyncio
 import logging
-import os
 import signal
-import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -18,7 +16,7 @@ from protocol.nats.bus import Bus
 from protocol.process import TelemetrySettings
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import wait_for_consumer
-from tests.integration.pool_worker.worker_process import finish, start_process
+from tests.integration.pool_worker.worker_process import WorkerProcess, start_process
 from tests.otlp_collector import Collector, TakenSpan, running_collector
 from tests.waiting import HANGS_S, until
 
@@ -41,7 +39,7 @@ class Workers:
         self._bus = bus
         self._nats_url = nats_url
         self._telemetry = telemetry
-        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.processes: dict[str, WorkerProcess] = {}
 
     async def add(self, gateway: GatewayUnderTest, worker_id: str, **engine: Any) -> None:
         """Start one; return once the gateway counts with its tokenizer."""
@@ -56,18 +54,17 @@ class Workers:
             drain_s=0.5,
         )
         process = self.processes[worker_id] = start_process(settings)
-        assert process.stdout is not None
-        assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+        await until(lambda: process.said("ready\n"))
         await until(gateway.knows_its_model)
 
     def kill(self, worker_id: str) -> None:
-        os.kill(self.processes[worker_id].pid, signal.SIGKILL)
+        self.processes[worker_id].send_signal(signal.SIGKILL)
 
     async def stop(self) -> None:
         for process in self.processes.values():
-            if process.poll() is None:
-                process.terminate()
-            await finish(process)
+            process.terminate()
+            await asyncio.to_thread(process.wait)
+            process.kill()
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from protocol.job import encode
 from protocol.nats import topology
 from protocol.nats.bus import Bus
 from protocol.usage import RequestRecord, UsageRecord, encode_usage
-from tests.integration.ledger.writer_process import WriterProcess
+from tests.forks import Process
+from tests.integration.ledger.writer_process import start_writer_process
 from tests.waiting import HANGS_S
 
 ACK_WAIT_S = 2  # a killed writer's records come again soon
@@ -90,14 +91,14 @@ async def ledger(nats_url: str, database_url: str) -> AsyncIterator[Ledger]:
 
 
 @pytest.fixture
-def start_writer(settings: LedgerSettings, tmp_path: Path) -> Iterator[Callable[[], WriterProcess]]:
+def start_writer(settings: LedgerSettings, tmp_path: Path) -> Iterator[Callable[[], Process]]:
     """Start a writer process of the test's settings; all are ended with the test."""
-    started: list[WriterProcess] = []
+    started: list[Process] = []
 
-    def start() -> WriterProcess:
-        started.append(WriterProcess(settings, tmp_path / f"writer-{len(started)}.log"))
+    def start() -> Process:
+        started.append(start_writer_process(settings, tmp_path / f"writer-{len(started)}.log"))
         return started[-1]
 
     yield start
     for writer in started:
-        writer.end()
+        writer.kill()

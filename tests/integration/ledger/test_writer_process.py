@@ -13,8 +13,9 @@ from sqlalchemy import func, select, text
 from db.tables import AttemptRow, RequestRow
 from ledger.settings import LedgerSettings
 from protocol.usage import UsageRecord
+from tests.forks import Process
 from tests.integration.ledger.conftest import Ledger
-from tests.integration.ledger.writer_process import WriterProcess
+from tests.integration.ledger.writer_process import start_writer_process
 from tests.nats_server import NatsServer
 from tests.postgres import TEMPLATE, PostgresServer
 from tests.usage_records import attempt_record, request_record
@@ -37,14 +38,14 @@ def mixed_records(source: random.Random) -> list[UsageRecord]:
 
 
 async def test_a_killed_writer_and_a_restarted_nats_lose_and_double_nothing(
-    ledger: Ledger, start_writer: Callable[[], WriterProcess], nats_server: NatsServer
+    ledger: Ledger, start_writer: Callable[[], Process], nats_server: NatsServer
 ) -> None:
     records = mixed_records(random.Random(1))
     await ledger.apply_topology()
     first = start_writer()
     publishing = asyncio.create_task(ledger.publish(records))
     await until(lambda: ledger.has_at_least(300))
-    first.end()  # SIGKILL, with records held, since they keep coming
+    first.kill()  # SIGKILL, with records held, since they keep coming
     start_writer()
     await until(lambda: ledger.has_at_least(1000))
     nats_server.kill()
@@ -70,7 +71,7 @@ async def test_a_killed_writer_and_a_restarted_nats_lose_and_double_nothing(
 
 
 async def test_sigterm_finishes_what_is_held_and_the_next_writer_goes_on(
-    ledger: Ledger, start_writer: Callable[[], WriterProcess]
+    ledger: Ledger, start_writer: Callable[[], Process]
 ) -> None:
     await ledger.apply_topology()
     await ledger.publish([request_record(f"r{number}") for number in range(300)])
@@ -86,7 +87,7 @@ async def test_sigterm_finishes_what_is_held_and_the_next_writer_goes_on(
     await until(lambda: ledger.has(300, 0))
 
 
-async def test_two_writers_share_the_stream(ledger: Ledger, start_writer: Callable[[], WriterProcess]) -> None:
+async def test_two_writers_share_the_stream(ledger: Ledger, start_writer: Callable[[], Process]) -> None:
     await ledger.apply_topology()
     start_writer()
     start_writer()
@@ -95,7 +96,7 @@ async def test_two_writers_share_the_stream(ledger: Ledger, start_writer: Callab
 
 
 async def test_a_writer_started_before_everything_waits_and_says_so_once(
-    ledger: Ledger, start_writer: Callable[[], WriterProcess]
+    ledger: Ledger, start_writer: Callable[[], Process]
 ) -> None:
     writer = start_writer()
 
@@ -121,7 +122,7 @@ async def test_a_missing_database_is_waited_for(
     else:
         server: PostgresServer = request.getfixturevalue("postgres_server")
         later_url = server.url("later")
-    writer = WriterProcess(settings.model_copy(update={"database_url": later_url}), tmp_path / "writer.log")
+    writer = start_writer_process(settings.model_copy(update={"database_url": later_url}), tmp_path / "writer.log")
 
     async def waits() -> bool:
         return writer.said("waiting for the database") == 1
@@ -139,13 +140,13 @@ async def test_a_missing_database_is_waited_for(
             await asyncio.to_thread(server.execute, f"CREATE DATABASE later TEMPLATE {TEMPLATE}")
         await until(ready)
     finally:
-        writer.end()
+        writer.kill()
         if not settings.database_url.startswith("sqlite"):
             await asyncio.to_thread(server.execute, "DROP DATABASE IF EXISTS later WITH (FORCE)")
 
 
 async def test_a_foreign_schema_ends_the_writer_with_a_clear_error(
-    ledger: Ledger, start_writer: Callable[[], WriterProcess]
+    ledger: Ledger, start_writer: Callable[[], Process]
 ) -> None:
     async with ledger.engine.begin() as connection:
         await connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))

@@ -21,7 +21,7 @@ from tests.integration.pool_worker.playing_gateway import (
     settings_for,
 )
 from tests.integration.pool_worker.worker_process import start_process
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, until
 
 
 async def test_one_job_above_the_limit_is_a_backlog(gateway: PlayingGateway) -> None:
@@ -133,8 +133,7 @@ async def test_an_expensive_pool_takes_over_from_a_killed_cheap_one_and_yields_a
 ) -> None:
     process = start_process(pool(nats_url, "cheap", "spot"))
     try:
-        assert process.stdout is not None
-        assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+        await until(lambda: process.said("ready\n"))
         async with running_worker(pool(nats_url, "expensive", "on-demand", GateSettings(backlog_jobs=50))):
             assert await ask(gateway, 30) == {"cheap"}
             process.kill()
@@ -145,7 +144,6 @@ async def test_an_expensive_pool_takes_over_from_a_killed_cheap_one_and_yields_a
                 assert await ask(gateway, 30) == {"cheap2"}
     finally:
         process.kill()
-        process.communicate()
 
 
 async def test_an_expensive_pool_helps_with_a_backlog(gateway: PlayingGateway, nats_url: str) -> None:

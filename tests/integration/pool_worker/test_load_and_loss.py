@@ -17,6 +17,7 @@ from tests.integration.pool_worker.playing_gateway import (
 )
 from tests.integration.pool_worker.worker_process import finish, start_process
 from tests.nats_server import NatsServer
+from tests.waiting import until
 
 
 class Held:
@@ -193,9 +194,7 @@ async def test_a_signal_drains_the_process(gateway: PlayingGateway, nats_url: st
 async def test_a_signal_ends_a_process_that_waits_for_a_gateway(nats_url: str) -> None:
     process = start_process(settings_for(nats_url))
     try:
-        assert process.stderr is not None
-        line = await asyncio.to_thread(process.stderr.readline)
-        assert "waiting for the consumer scripted=2Ftest=2Ev1_resume" in line
+        await until(lambda: process.said("waiting for the consumer scripted=2Ftest=2Ev1_resume"))
         process.terminate()
         code, log = await finish(process)
     finally:
@@ -207,9 +206,7 @@ async def test_a_signal_ends_a_process_that_waits_for_the_queue_server(nats_serv
     nats_server.stop()
     process = start_process(settings_for(nats_server.url))
     try:
-        assert process.stderr is not None
-        line = await asyncio.to_thread(process.stderr.readline)
-        assert "NATS" in line or "nats" in line
+        await until(lambda: process.said("NATS: [Errno 111]"))
         process.terminate()
         code, log = await finish(process)
     finally:

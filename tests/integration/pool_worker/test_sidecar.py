@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from pool_worker.settings import ServerEngineSettings, WorkerSettings
 from protocol import job as m
 from spillway.config import DEMO_MODEL_PATH
 from tests.integration.pool_worker.playing_gateway import MODEL, Attempt, PlayingGateway
-from tests.integration.pool_worker.worker_process import finish, start_process
+from tests.integration.pool_worker.worker_process import WorkerProcess, finish, start_process
 from tests.waiting import HANGS_S, HEALTHY_S, until
 
 PROGRAM = Path(__file__).with_name("misbehaving_server.py")
@@ -94,7 +93,7 @@ async def mistake(gateway: PlayingGateway) -> m.Frame:
     return await gateway.end_of(await ask(gateway, max_tokens=REFUSED))
 
 
-async def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+async def ended(process: WorkerProcess) -> tuple[int, str]:
     try:
         return await finish(process)
     finally:
@@ -242,7 +241,7 @@ async def test_a_killed_workers_server_and_children_are_killed(
     assert isinstance(await answer(gateway), m.Finished)
     assert len(server.pids()) == 2
     assert not server.is_gone()
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     await until(server.is_gone)
     await ended(process)
 

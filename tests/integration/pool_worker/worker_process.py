@@ -1,30 +1,35 @@
 """A worker in a separate process, for tests of signals and sudden exits."""
 
 import asyncio
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
-from pool_worker.settings import WorkerSettings
-from tests.waiting import HANGS_S
+import uvloop
 
-ROOT = Path(__file__).resolve().parents[3]
-WORKER_PROCESS = """
-import asyncio, logging, sys
 from pool_worker.main import run
 from pool_worker.settings import WorkerSettings
-
-logging.basicConfig(level=logging.INFO)
-asyncio.run(run(WorkerSettings.model_validate_json(sys.argv[1]), on_ready=lambda _task: print("ready", flush=True)))
-"""
+from tests.forks import Process
 
 
-def start_process(settings: WorkerSettings) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WORKER_PROCESS, settings.model_dump_json()]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+class WorkerProcess(Process):
+    """Its log is a temporary file, which ``kill`` removes: every test must call that in the end."""
+
+    def kill(self) -> None:
+        super().kill()
+        self.log.unlink(missing_ok=True)
 
 
-async def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+def start_process(settings: WorkerSettings) -> WorkerProcess:
+    with tempfile.NamedTemporaryFile(prefix="spillway-worker-", suffix=".log", delete=False) as log:
+        return WorkerProcess(Path(log.name), work, settings)
+
+
+def work(settings: WorkerSettings) -> None:
+    """Be a worker."""
+    uvloop.run(run(settings, on_ready=lambda _task: print("ready", flush=True)))  # noqa: T201 - tests read it
+
+
+async def finish(process: WorkerProcess) -> tuple[int, str]:
     """Wait until it has ended; return its exit status and its log."""
-    _, log = await asyncio.to_thread(process.communicate, timeout=HANGS_S)
-    return process.returncode, log
+    status = await asyncio.to_thread(process.wait)
+    return status, process.log.read_text()

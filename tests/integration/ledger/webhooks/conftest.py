@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import ssl
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +21,8 @@ from ledger.webhooks.secrets import SecretBox
 from ledger.webhooks.settings import WebhookSettings
 from protocol.nats import topology
 from protocol.nats.bus import Bus
+from tests.forks import Process
+from tests.integration.ledger.webhooks.ledger_process import start_ledger_process
 from tests.waiting import HANGS_S
 
 PEPPER = SecretStr("pepper" * 8)
@@ -151,42 +151,13 @@ def running(bus: Bus, engine: AsyncEngine) -> Run:
     return run
 
 
-LEDGER = """
-import logging, sys
-import uvloop
-from functools import partial
-from pydantic import SecretStr
-from ledger.main import run
-from ledger.settings import LedgerSettings
-from ledger.webhooks.main import run as webhooks
-from ledger.webhooks.settings import WebhookSettings
-logging.basicConfig(level=logging.INFO)
-ledger, hooks = LedgerSettings.model_validate_json(sys.argv[1]), WebhookSettings.model_validate_json(sys.argv[2])
-uvloop.run(run(ledger, beside=partial(webhooks, settings=hooks, pepper=SecretStr(sys.argv[3]))))
-"""
-
-
-class LedgerProcess:
-    """A ledger process with webhooks, to be killed."""
-
-    def __init__(self, nats_url: str, database_url: str, log: Path, chosen: WebhookSettings) -> None:
-        self.log = log
-        ledger = LedgerSettings(nats_urls=(nats_url,), database_url=database_url)
-        arguments = [ledger.model_dump_json(), chosen.model_dump_json(), PEPPER.get_secret_value()]
-        with log.open("ab") as output:
-            self.process = subprocess.Popen([sys.executable, "-c", LEDGER, *arguments], stdout=output, stderr=output)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=HANGS_S)
-
-
 @pytest.fixture
 def start_ledger(nats_url: str, database_url: str, tmp_path: Path):
     with contextlib.ExitStack() as stack:
 
-        def start(chosen: WebhookSettings) -> LedgerProcess:
-            ledger = LedgerProcess(nats_url, database_url, tmp_path / "ledger.log", chosen)
+        def start(chosen: WebhookSettings) -> Process:
+            settings = LedgerSettings(nats_urls=(nats_url,), database_url=database_url)
+            ledger = start_ledger_process(tmp_path / "ledger.log", settings, chosen, PEPPER)
             stack.callback(ledger.kill)
             return ledger
 
