@@ -38,7 +38,7 @@ from protocol.nats import objects, topology
 from protocol.nats.bus import Bus
 from protocol.nats.objects import get_object
 from protocol.nats.pull import Delivery, PullConsumer, ack, nak
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, until
 
 
 class Attempt:
@@ -164,11 +164,16 @@ class ScriptedWorker:
         script: Script = answer_hello,
         *,
         takes_jobs: bool = True,
+        pull_s: float = 1.0,
         place: tuple[str, str, str, str] = ("pool-a", "provider-a", "region-a", "spot"),
         trusted: bool = False,
     ) -> None:
-        """``place``: pool, provider, region, tier; of a hosted one, only the pool's own lane is served."""
+        """``place``: pool, provider, region, tier; of a hosted one, only the pool's own lane is served.
+
+        ``pull_s``: how long a pull waits. Between two, workers of a less preferred tier get the jobs.
+        """
         self.place = place
+        self._pull_s = pull_s
         self.trusted = trusted
         self.paused: Paused | None = None
         queue = subjects.queue_of(model, trusted=trusted)
@@ -216,12 +221,17 @@ class ScriptedWorker:
         """Gone: no more heartbeats, pulls or frames."""
         if not self.bus.client.is_closed:
             await self._control.unsubscribe()
-        for consumer in self._consumers:
-            await consumer.stop()
+        await self.stop_pulling()
         self.stop_beating()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def stop_pulling(self) -> None:
+        """Take no further job."""
+        self.takes_jobs = False
+        for consumer in self._consumers:
+            await consumer.stop()
 
     async def sign_off(self) -> None:
         """Tell the gateways that it is gone, as workers do that leave in order."""
@@ -260,7 +270,7 @@ class ScriptedWorker:
         while True:
             for consumer in self._consumers:
                 if self.takes_jobs and self.bus.connected and consumer.outstanding() < 8:
-                    await consumer.pull(8, expires_s=1.0)
+                    await consumer.pull(8, expires_s=self._pull_s)
             await asyncio.sleep(0.02)
 
     async def _on_delivery(self, delivery: Delivery) -> None:
@@ -302,6 +312,17 @@ class ScriptedWorker:
                 control.request_id, control.attempt, control.from_seq, "unknown_attempt", "unknown", retryable=True
             )
             await self.send([lost], control.reply_subject)
+
+
+async def wait_for_pulls(bus: Bus, model: str, workers: int) -> None:
+    """Wait until pulls of so many workers are parked in each lane of an interactive job."""
+    names = [subjects.job_consumer(model, lane) for lane in subjects.HIGH_LANES]
+
+    async def are_parked() -> bool:
+        infos = [await bus.api(f"CONSUMER.INFO.{subjects.INTERACTIVE_STREAM}.{name}") for name in names]
+        return all(info["num_waiting"] >= workers for info in infos)
+
+    await until(are_parked)
 
 
 async def wait_for_consumer(bus: Bus, model: str) -> None:

@@ -19,9 +19,9 @@ from tests.integration.gateway.chat_pools.pools import (
     stream,
 )
 from tests.integration.gateway.conftest import MODEL, Start
-from tests.integration.gateway.scripted_worker import Attempt
+from tests.integration.gateway.scripted_worker import Attempt, wait_for_pulls
 from tests.small_tokenizer import byte_tokenizer
-from tests.waiting import until
+from tests.waiting import HANGS_S, until
 
 # --- what is cut ----------------------------------------------------------------------------------------------------
 
@@ -168,15 +168,13 @@ async def test_what_an_engine_began_goes_on_as_a_message(start_pool: StartPool, 
     begun = WHOLE[:20]
 
     async def begin(attempt: Attempt) -> None:
-        if attempt.job.attempt > 1:
-            await attempt.hand_back(0.2)
-            return
-        attempt.worker.takes_jobs = False
+        await attempt.worker.stop_pulling()
         await attempt.accept()
         await attempt.tokens(begun, (5, 6, 7))
         await attempt.fail("engine_error", "lost", True)
 
-    await gateway.add_worker(script=begin)  # of a cheaper tier: it comes first
+    await gateway.add_worker(script=begin, pull_s=HANGS_S)  # of a cheaper tier: it comes first
+    await wait_for_pulls(gateway.bus, MODEL, workers=2)
     told = await stream(gateway)
     assert (told.text, told.finish_reason, told.error) == (WHOLE, "stop", None)
     assert replay.bodies[0]["messages"][-1]["content"] == begun
