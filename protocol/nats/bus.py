@@ -7,6 +7,7 @@ their owner.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -129,14 +130,18 @@ def _end(waiter: asyncio.Future[None]) -> None:
 # a server discovered from another one      has no credentials for it           uses those of the configured URLs
 # a server of a tls:// URL offers no TLS    connects without TLS                refuses
 # the limit of the first connect passes     may retry without end               gives up
-# output for a connection just lost         RuntimeError of uvloop to callers   OSError, then a reconnect
+# output for a connection just lost         RuntimeError of uvloop to callers   ConnectionLost, then a reconnect
 
 AFTER_FAILURE_S: Final = 1.0
 CANCEL_AGAIN_S: Final = 0.1
 
 
+class ConnectionLost(ConnectionResetError, NatsError):
+    """Output was for a connection that has just been lost. nats-py handles the one base, its callers the other."""
+
+
 class _Transport(TcpTransport):
-    """Raises OSError, which nats-py handles, where uvloop's transport raises RuntimeError: when it is closed."""
+    """Raises ConnectionLost where uvloop's transport raises RuntimeError: when it is closed."""
 
     def __bool__(self) -> bool:
         return True  # nats-py replaces a false one
@@ -151,7 +156,7 @@ class _Transport(TcpTransport):
 
     def _check(self) -> None:
         if self._io_writer is None or self._io_writer.is_closing():
-            raise ConnectionResetError("the connection is lost")
+            raise ConnectionLost("the connection is lost")
 
 
 class LastingClient(Client):
@@ -197,6 +202,10 @@ class LastingClient(Client):
         writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None  # noqa: SLF001
         if writer is not None:
             writer.transport.abort()
+
+    async def _ping_interval(self) -> None:
+        with contextlib.suppress(ConnectionLost):  # the next connection gets a task of its own
+            await super()._ping_interval()
 
     async def _process_err(self, err_msg: str) -> None:
         error = NatsError(f"the server says {err_msg}")

@@ -83,6 +83,20 @@ async def test_what_is_published_as_the_connection_is_lost_raises_nothing_else(n
     await bus.close()
 
 
+async def test_a_consumer_that_stops_as_the_connection_is_lost_does_so(nats_server: NatsServer) -> None:
+    """Regression: a worker that drained as its queue server went away ended with a traceback."""
+    bus = await Bus.connect(nats_server.url, name="test")
+    consumer = PullConsumer(bus, subjects.INTERACTIVE_STREAM, "c", lambda _: asyncio.sleep(0))
+    await consumer.start()
+    is_back = reconnected(bus)
+    bus.client.abort()
+    assert bus.connected  # it has not been noticed yet
+    await consumer.stop()
+    async with asyncio.timeout(HANGS_S):
+        await is_back.wait()
+    await bus.close()
+
+
 async def test_a_server_that_turns_clients_away_for_a_while_gets_them_back(nats_server: NatsServer) -> None:
     clients = [await Bus.connect(nats_server.url, name=f"test-{number}") for number in range(2)]
     nats_server.reload("max_connections: 1\n")  # it sends one of them an -ERR, and each of that one's new tries too
