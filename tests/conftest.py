@@ -11,6 +11,7 @@ import pytest
 import uvloop
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 import migrations
 from engine.cpu import native
@@ -83,13 +84,29 @@ def collected() -> Iterator[None]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
     """Give each file to one process, as ``--dist loadfile`` says, and all files that share a system to the same."""
-    return _SharedSystems(config, log) if config.getoption("dist") == "loadfile" else None
+    return _MixedFiles(config, log) if config.getoption("dist") == "loadfile" else None
 
 
-class _SharedSystems(LoadFileScheduling):
+class _MixedFiles(LoadFileScheduling):
+    """At any time some processes test what waits (servers, processes), and some what computes (units)."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if not any(self.assigned_work.values()):  # the first one
+            for name in mixed(list(self.workqueue)):
+                self.workqueue.move_to_end(name)
+        super()._assign_work_unit(node)
+
     def _split_scope(self, nodeid: str) -> str:
         folder = next((folder for folder in SHARED_SYSTEMS if nodeid.startswith(folder)), None)
         return folder or super()._split_scope(nodeid)
+
+
+def mixed(names: list[str]) -> list[str]:
+    """Return names of files in an order in which units are spread evenly among all others."""
+    units = [name for name in names if name.startswith("tests/unit/")]
+    others = [name for name in names if not name.startswith("tests/unit/")]
+    place = {name: number / len(group) for group in (others, units) for number, name in enumerate(group)}
+    return sorted(place, key=place.__getitem__)
 
 
 @pytest.fixture
