@@ -204,7 +204,7 @@ class LastingClient(Client):
             writer.transport.abort()
 
     async def _ping_interval(self) -> None:
-        with contextlib.suppress(ConnectionLost):  # the next connection gets a task of its own
+        with contextlib.suppress(ConnectionLost):  # the next connection starts another
             await super()._ping_interval()
 
     async def _process_err(self, err_msg: str) -> None:
