@@ -6,7 +6,7 @@ import json
 import random
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -75,32 +75,69 @@ class Callers:
     async def come_and_go(self, number: int) -> None:
         stay_s = self._random.uniform(0, LONGEST_STAY_S)
         sends_all = self._random.random() > 0.1
-        fields = {
-            "model": MODEL,
-            "stream": self._random.random() < 0.5,
-            "max_tokens": self._random.choice(ANSWER_TOKENS),
-        }
-        if number in PATIENT:
-            sends_all = True
-            fields |= {"stream": True, "max_tokens": max(ANSWER_TOKENS)}
+        is_streamed, max_tokens = self._random.random() < 0.5, self._random.choice(ANSWER_TOKENS)
+        async with self._places:
+            if number in PATIENT:
+                await self._ask(number, _tokens)
+            else:
+                await self._ask(
+                    number,
+                    lambda _: asyncio.sleep(stay_s),
+                    sends_all=sends_all,
+                    stream=is_streamed,
+                    max_tokens=max_tokens,
+                )
+
+    async def leave_while_queued(self) -> None:
+        """As many as fit are served; one more leaves while its job is in the queue, and then they leave, too."""
+        served, gone = asyncio.Semaphore(0), asyncio.Event()
+
+        async def stay(reader: asyncio.StreamReader) -> None:
+            await _tokens(reader)
+            served.release()
+            await gone.wait()
+
+        async def is_queued() -> bool:
+            return await queued(self._gateway.bus) == 1
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(SEQUENCES):
+                group.create_task(self._ask(CALLERS + number, stay))
+            for _ in range(SEQUENCES):
+                await served.acquire()
+            await self._ask(CALLERS + SEQUENCES, lambda _: until(is_queued))
+            gone.set()
+
+    async def _ask(
+        self,
+        number: int,
+        stay: Callable[[asyncio.StreamReader], Awaitable[object]],
+        *,
+        sends_all: bool = True,
+        stream: bool = True,
+        max_tokens: int = max(ANSWER_TOKENS),
+    ) -> None:
+        """Ask, and leave after ``stay``."""
         messages = [{"role": "user", "content": f"Caller {number}"}]
-        body = json.dumps({"messages": messages, "ignore_eos": True, **fields}).encode()
+        fields = {"model": MODEL, "stream": stream, "max_tokens": max_tokens, "ignore_eos": True}
+        body = json.dumps({"messages": messages, **fields}).encode()
         head = (
             "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
             f"Authorization: Bearer {self._gateway.key}\r\nContent-Length: {len(body)}\r\n"
             f"{self._headers.format(number=number)}\r\n"
         )
-        async with self._places:
-            address = urlsplit(self._gateway.url)
-            reader, writer = await asyncio.open_connection(address.hostname, address.port)
-            writer.write(head.encode() + (body if sends_all else body[: len(body) // 2]))
-            await writer.drain()
-            if number in PATIENT:
-                for _ in range(3):  # the first one has no token
-                    await reader.readuntil(b"chat.completion.chunk")
-            else:
-                await asyncio.sleep(stay_s)
-            writer.transport.abort()
+        address = urlsplit(self._gateway.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(head.encode() + (body if sends_all else body[: len(body) // 2]))
+        await writer.drain()
+        await stay(reader)
+        writer.transport.abort()
+
+
+async def _tokens(reader: asyncio.StreamReader) -> None:
+    """Return once some tokens are there."""
+    for _ in range(3):  # the first one has no token
+        await reader.readuntil(b"chat.completion.chunk")
 
 
 class HeartbeatPublisher:
@@ -156,6 +193,7 @@ async def test_nothing_stays_of_callers_that_leave(served: GatewayUnderTest, mon
     await until(heart.is_idle)
     tasks_before, subscriptions_before = len(asyncio.all_tasks()), count_subscriptions(monitor_port)
     callers = Callers(served, seed=7, headers=headers)
+    await callers.leave_while_queued()
     await asyncio.gather(*(callers.come_and_go(number) for number in range(CALLERS)))
 
     async def is_quiet() -> bool:
