@@ -5,7 +5,9 @@ Imports no other package of Spillway, so that either side of the queue can be re
 
 import sys
 
-if sys.version_info < (3, 11, 3):
-    from protocol.timeouts import mend_timeouts
+if sys.version_info < (3, 13):
+    from protocol.timeouts import mend_task_groups, mend_timeouts
 
-    mend_timeouts()
+    mend_task_groups()
+    if sys.version_info < (3, 11, 3):
+        mend_timeouts()

