@@ -1,7 +1,7 @@
 """Mends ``asyncio.timeout`` and ``asyncio.TaskGroup`` of earlier Pythons. Debian 12 has 3.11.2.
 
 Up to Python 3.12, a cancellation that meets an error of a TaskGroup is lost: the error is raised, and who handles it
-goes on. A gateway that was stopped while its queue server did not answer never ended. Python 3.13 cancels again
+continues. A gateway that was stopped while its queue server did not answer never ended. Python 3.13 cancels again
 (https://github.com/python/cpython/issues/116720).
 
 In Python 3.11.0 to 3.11.2, a timeout in a task that was cancelled before raises CancelledError instead of
