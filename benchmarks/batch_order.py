@@ -44,7 +44,8 @@ from transformers import LlamaConfig
 from benchmarks.gateway_overhead import machine
 from benchmarks.random_llama import SIZES, save_model
 from engine import GenerationRequest, LLMEngine, SamplingParams
-from gateway.batches.index import Index, IndexTask, build
+from gateway.batches.index import Index
+from gateway.batches.indexer import IndexTask, build
 from gateway.batches.lines import Done, decode_line
 from pool_worker.engines.local import load
 from pool_worker.settings import LocalEngineSettings

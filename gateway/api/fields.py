@@ -26,7 +26,6 @@ from protocol.dialects.calls import HELD_TEXT, arguments_of
 from protocol.generation import Grammar
 from protocol.job import Call, Turn
 
-MAX_BODY_VALUES: Final = 65_536  # lists, objects, and fields of a body: parsing blocks all threads for 50 ms
 MAX_SEARCHED_VALUES: Final = 10_000  # searched to find the field of an invalid number: a few milliseconds
 MAX_NAME_CHARS: Final = 100  # of a field name in an error
 _ALTERNATIVE: Final = re.compile(
@@ -126,30 +125,6 @@ def _first_error(error: ValidationError) -> MalformedJson | InvalidParameter:
         )
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return InvalidParameter(f"Invalid value for '{param}': {message}", param=param, code=code)
-
-
-def check_values(*texts: bytes, param: str | None = None) -> None:
-    """Limit the number of lists, objects, and fields. Raises InvalidParameter for ``param``.
-
-    The parser holds the GIL, and its time depends on their number; strings and numbers are parsed quickly.
-    """
-    values = sum(map(_count_values, texts))
-    if values > MAX_BODY_VALUES:
-        what = "body" if param is None else f"JSON in '{param}'"
-        message = f"The {what} has {values} lists, objects, and fields; at most {MAX_BODY_VALUES} are allowed."
-        raise InvalidParameter(message, param=param, code="too_many_values")
-
-
-def _count_values(text: bytes) -> int:
-    values = _marks(text)
-    if values <= MAX_BODY_VALUES:
-        return values  # an upper bound: some may be inside strings
-    without_escapes = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return _marks(b"".join(without_escapes.split(b'"')[::2]))  # outside strings
-
-
-def _marks(text: bytes) -> int:
-    return text.count(b"[") + text.count(b"{") + text.count(b":")
 
 
 # --- tool fields ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from gateway.api.fields import check_values, refuse_fields
+from gateway.api.fields import refuse_fields
+from gateway.api.values import check_values
 from gateway.errors import InvalidParameter
 from protocol.dialects.calls import arguments_of
 

@@ -22,13 +22,13 @@ from gateway.api.fields import (
     ToolDefinition,
     check_message,
     check_tools,
-    check_values,
     grammar_of,
     parse_body,
     refuse_unsupported,
     tool_choice_of,
     tools_of,
 )
+from gateway.api.values import check_values
 from gateway.errors import InvalidParameter
 from gateway.limits.sizes import (
     AS_MANY_AS_FIT,

@@ -15,7 +15,7 @@ from msgspec import Raw, Struct
 from pydantic import BaseModel, ConfigDict, Field
 
 from db.accounts.principal import Principal
-from gateway.api.fields import MAX_BODY_VALUES, check_values
+from gateway.api.values import MAX_BODY_VALUES, check_values
 from gateway.batches.files import FileGone, Order, new_id
 from gateway.batches.lines import MAX_DEPTH, is_deeper
 from gateway.batches.openai_routes import batch_of, refuse_if_too_many

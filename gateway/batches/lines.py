@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw, Struct
 
-from gateway.api.fields import check_values
+from gateway.api.values import check_values
 from gateway.errors import InvalidParameter
 from protocol.wire import UNDECODABLE
 

@@ -10,7 +10,8 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from db.accounts.principal import Principal
-from gateway.api.fields import Body, check_values, parse_body
+from gateway.api.fields import Body, parse_body
+from gateway.api.values import check_values
 from gateway.batches.files import File, FileGone, Order, new_id
 from gateway.batches.parts import BatchServices
 from gateway.batches.storage.base import StorageError

@@ -17,7 +17,8 @@ from db.accounts.principal import Principal
 from db.set_aside import SetAside
 from gateway.batches.asking import Answer, Asking, Verdict, verdict_of, wait_s
 from gateway.batches.files import FileGone, Files
-from gateway.batches.index import Index, IndexReport, IndexTask, make_index
+from gateway.batches.index import Index, make_index
+from gateway.batches.indexer import IndexReport, IndexTask
 from gateway.batches.lines import (
     CANCELLED,
     EXPIRED,

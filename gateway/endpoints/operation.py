@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from db.accounts.principal import Principal
 from gateway.api.errors import AnswerStyle
-from gateway.api.fields import check_values
+from gateway.api.values import check_values
 from gateway.core import Admitted, Core
 from gateway.dispatch.stream import AnswerStream
 from gateway.http.body import LARGE_BODY_BYTES

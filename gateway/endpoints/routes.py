@@ -11,9 +11,10 @@ from starlette.responses import RedirectResponse
 from db.accounts.principal import Principal
 from gateway.api.anthropic_messages import counted_chat, model_row
 from gateway.api.calls import ChatCall
-from gateway.api.fields import check_values, encode_json, parse_body
+from gateway.api.fields import encode_json, parse_body
 from gateway.api.sampling import tools_for_template
 from gateway.api.schema import DetokenizeRequest, TokenizeRequest, parse_tokenize
+from gateway.api.values import check_values
 from gateway.endpoints.endpoint import counted
 from gateway.endpoints.services import Services
 from gateway.http.exchange import ClientExchange, exchange_of

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from gateway.api.fields import MAX_BODY_VALUES
+from gateway.api.values import MAX_BODY_VALUES
 from gateway.limits.sizes import MAX_DETOKENIZED_TOKENS
 from protocol.nats.objects import MAX_INLINE_PROMPT_BYTES
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, card

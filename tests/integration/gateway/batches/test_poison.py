@@ -12,7 +12,8 @@ from db.engine import create_engine
 from gateway.batches import run as batch_run
 from gateway.batches.feeder import MAX_TAKES
 from gateway.batches.files import Files
-from gateway.batches.index import IndexFailed, IndexReport, IndexTask, NoRoomForIndex, make_index
+from gateway.batches.index import IndexFailed, NoRoomForIndex, make_index
+from gateway.batches.indexer import IndexReport, IndexTask
 from gateway.batches.storage.local import LocalStorage
 from protocol import subjects
 from tests.integration.gateway.batches.test_batches import QUICK, line, over, submit

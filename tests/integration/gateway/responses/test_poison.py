@@ -16,7 +16,7 @@ import pytest
 from msgspec import structs
 from pydantic import SecretStr
 
-from gateway.api.fields import MAX_BODY_VALUES
+from gateway.api.values import MAX_BODY_VALUES
 from gateway.responses import runs, store
 from gateway.responses.endpoint import Background
 from gateway.responses.messages import Key

@@ -16,7 +16,8 @@ import msgspec
 import psutil
 import pytest
 
-from gateway.batches.index import NUMBERS_AT_A_TIME, Index, IndexFailed, IndexTask, build, make_index
+from gateway.batches.index import NUMBERS_AT_A_TIME, Index, IndexFailed, make_index
+from gateway.batches.indexer import IndexTask, build
 from gateway.batches.lines import Done, LineError
 from tests.waiting import until
 
@@ -34,7 +35,7 @@ def task_in(folder: Path) -> IndexTask:
 
 def test_a_dead_gateway_leaves_no_index_process(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "gateway.batches.index"],
+        [sys.executable, "-m", "gateway.batches.indexer"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -108,7 +109,7 @@ async def test_no_secret_is_in_its_environment(tmp_path: Path, monkeypatch: pyte
             with contextlib.suppress(
                 psutil.NoSuchProcess
             ):  # an ended process of an earlier test that is not reaped yet
-                if "gateway.batches.index" in child.cmdline():
+                if "gateway.batches.indexer" in child.cmdline():
                     seen.append(child.environ())
         yield LINES
 
@@ -122,7 +123,7 @@ async def test_a_process_that_dies_while_lines_arrive_is_an_error_of_the_index(t
 
     async def content() -> AsyncIterator[bytes]:
         yield LINES
-        [process] = [child for child in psutil.Process().children() if "gateway.batches.index" in child.cmdline()]
+        [process] = [child for child in psutil.Process().children() if "gateway.batches.indexer" in child.cmdline()]
         process.kill()
         await until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
         for _ in range(100):

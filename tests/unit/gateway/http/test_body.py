@@ -7,7 +7,7 @@ import pytest
 import zstandard
 
 from gateway.api.errors import form_of
-from gateway.api.fields import MAX_BODY_VALUES, check_values
+from gateway.api.values import MAX_BODY_VALUES, check_values
 from gateway.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow, UnsupportedEncoding
 from gateway.http.asgi import Receive
 from gateway.http.body import MAX_PARTS, read_body
