@@ -11,6 +11,7 @@ import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -44,7 +45,7 @@ def begin(log: Path) -> None:
 
 def start_server() -> None:
     """Start the server that forks, now, as a fork of this process: it imports nothing. No thread may run here."""
-    context()
+    context().set_forkserver_preload([name for name in MODULES if name in sys.modules])
     multiprocessing.resource_tracker.ensure_running()
     with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork):
         multiprocessing.forkserver.ensure_running()
