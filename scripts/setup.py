@@ -223,8 +223,8 @@ def missing_servers() -> list[str]:
         missing.append("postgresql")
     if not shutil.which("haproxy") and not Path("/usr/sbin/haproxy").exists():
         missing.append("haproxy")
-    if not shutil.which("chromium"):
-        missing += ["chromium", "fonts-dejavu-core"]
+    if not shutil.which("chromium-headless-shell"):
+        missing += ["chromium-headless-shell", "fonts-dejavu-core"]
     if not shutil.which("gcc") or not Path("/usr/include/math.h").exists():
         missing += ["gcc", "libc6-dev"]
     return missing

@@ -20,6 +20,7 @@ from tests.acceptance.system import System, run_system
 from tests.usage_records import attempt_record, request_record
 from tests.waiting import HANGS_S
 
+CHROMIUMS = ("chromium-headless-shell", "chromium", "google-chrome")  # the first takes a fifth less of a processor
 PASSWORD = "correct horse battery"
 ZONE = "Asia/Kolkata"
 REQUESTS = 1500
@@ -80,7 +81,7 @@ async def _prepare(data_dir: Path) -> None:
 
 @pytest.fixture(scope="package")
 def chromium() -> Iterator[Browser]:
-    path = shutil.which("chromium") or shutil.which("google-chrome")
+    path = next(filter(None, map(shutil.which, CHROMIUMS)), None)
     if path is None:
         pytest.skip("there is no Chromium here")
     with sync_playwright() as playwright:
