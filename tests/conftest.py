@@ -28,6 +28,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).with_name("compiler"))
 SHARED_SYSTEMS = ("tests/acceptance/dashboard/", "tests/acceptance/shared/", "tests/clients/")
+WHAT_WAITS_IS_IN_THE_FIRST = 0.8  # of all files
 UNKNOWN_ERRORS = UnknownErrors()
 UNKNOWN_ERRORS.watch()
 SERVERS = frozenset({"nats_server", "nats_cluster", "postgres_server"})  # fixtures
@@ -102,11 +103,19 @@ class _MixedFiles(LoadFileScheduling):
 
 
 def mixed(names: list[str]) -> list[str]:
-    """Return names of files in an order in which units are spread evenly among all others."""
-    units = [name for name in names if name.startswith("tests/unit/")]
-    others = [name for name in names if not name.startswith("tests/unit/")]
-    place = {name: number / len(group) for group in (others, units) for number, name in enumerate(group)}
-    return sorted(place, key=place.__getitem__)
+    """Return names of files in an order in which the folders of tests are spread evenly among each other.
+
+    Only units are left at the end: they are short, so all processes end at about the same time.
+    """
+    folders: dict[str, list[str]] = {}
+    for name in names:
+        folders.setdefault("/".join(name.split("/")[:2]), []).append(name)
+    place = {
+        name: (1.0 if folder == "tests/unit" else WHAT_WAITS_IS_IN_THE_FIRST) * number / len(group)
+        for folder, group in folders.items()
+        for number, name in enumerate(group)
+    }
+    return sorted(names, key=place.__getitem__)
 
 
 @pytest.fixture
