@@ -22,7 +22,7 @@ unit: ## Run the fast tests, which need no server, no apt and no browser (45 s o
 	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not servers and not slow" --ignore tests/unit/engine \
 	  tests/unit $(PYTEST_ARGS)
 
-test: check ## Run the checks and all tests (9 to 12 minutes on two cores)
+test: check ## Run the checks and all tests (8 to 10 minutes on two cores)
 	.venv/bin/python -m pytest -p tests.forked_workers.plugin -p tests.flakes.confirm -n 6 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-gpu: ## Run the tests that need an NVIDIA GPU (docs/how-to/gpu.md)
