@@ -258,10 +258,18 @@ async def test_an_aborted_http_1_0_stream_does_not_end_cleanly(share_gateway: Sh
         await attempt.fail("internal_error", "no", retryable=False)
 
     await gateway.add_worker(script=breaks)
-    async with connect(gateway) as client:
-        await client.send(as_http_1_0(chat(gateway, stream=True)))
+    address = urlsplit(gateway.url)
+    # Without uvloop's streams: they take a reset that comes right behind data for an end.
+    with socket.create_connection((address.hostname, address.port)) as client:
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_sendall(client, as_http_1_0(chat(gateway, stream=True)))
         with pytest.raises(ConnectionResetError):
-            await asyncio.wait_for(client.reader.read(), HANGS_S)
+            await asyncio.wait_for(_rest_of(client), HANGS_S)
+
+
+async def _rest_of(client: socket.socket) -> None:
+    while await asyncio.get_running_loop().sock_recv(client, 65_536):
+        pass
 
 
 # --- how many ---------------------------------------------------------------------------------------------------------
