@@ -314,7 +314,7 @@ def prepare(profile: str, stamp: Path, want: str) -> None:
             # In two processes, while the others of these steps wait for the network: pytest's one process takes 20 s.
             units = Step("unit tests", 5, partial(compile_tests, part=UNIT_TESTS), log, [bytecode])
             others = Step("other tests", 5, partial(compile_tests, part=OTHER_TESTS), log, [bytecode])
-            steps += [bytecode, units, others]
+            steps += [bytecode, units] if profile == "unit" else [bytecode, units, others]
         print(f"Preparing .venv for '{profile}' (log: {LOG.relative_to(ROOT)})", flush=True)
         show(steps)
     stamp.write_text(want)
