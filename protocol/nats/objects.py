@@ -46,8 +46,11 @@ def info_subject(bucket: str, name: str) -> str:
     return f"$O.{bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
 
 
-async def put_object(bus: Bus, bucket: str, name: str, data: bytes) -> None:
-    """Store an object, replacing one with the same name. Raises BusError."""
+async def put_object(bus: Bus, bucket: str, name: str, data: bytes, *, may_purge: bool = True) -> None:
+    """Store an object, replacing one with the same name. Raises BusError.
+
+    The chunks of the replaced or failed object are purged, unless this connection has no permission for it.
+    """
     chunks_id = uuid.uuid4().hex
     parts = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
     info = {
@@ -61,12 +64,13 @@ async def put_object(bus: Bus, bucket: str, name: str, data: bytes) -> None:
         "options": {"max_chunk_size": CHUNK_BYTES},
     }
     try:
-        replaced = await _info(bus, bucket, name)
+        replaced = await _info(bus, bucket, name) if may_purge else None
         for number, part in enumerate(parts):
             await bus.publish_durable(chunks_subject(bucket, chunks_id), part, message_id=f"{chunks_id}.{number}")
         await _put_info(bus, info)
     except BusError as error:
-        await _forget_chunks(bus, bucket, chunks_id)
+        if may_purge:
+            await _forget_chunks(bus, bucket, chunks_id)
         raise BusError(f"cannot store object {bucket}/{name}: {error}") from error
     if replaced is not None:
         await _forget_chunks(bus, bucket, replaced["nuid"])
@@ -179,7 +183,8 @@ def tokenizer_name(object_name: str) -> str:
 async def publish_model_card(bus: Bus, card: ModelCard, tokenizer_json: bytes) -> None:
     """Store the tokenizer (once per content), then the card that refers to it. Raises BusError."""
     if not await has_object(bus, subjects.ARTIFACTS_BUCKET, card.tokenizer_object):
-        await put_object(bus, subjects.ARTIFACTS_BUCKET, card.tokenizer_object, tokenizer_json)
+        # Another worker may store the same tokenizer now. Workers may purge nothing: it could be another's.
+        await put_object(bus, subjects.ARTIFACTS_BUCKET, card.tokenizer_object, tokenizer_json, may_purge=False)
     reply = await bus.request(subjects.model_card_subject(card.model), encode(card), timeout_s=2.0)
     if b'"error"' in reply.data:
         raise BusError(f"cannot store the card of {card.model}: {reply.data.decode()}")

@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator, Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from db.engine import create_engine
@@ -22,15 +24,20 @@ from protocol import subjects
 from protocol.errors import BusError
 from protocol.job import encode
 from protocol.job import encode as encode_record
+from protocol.nats import objects
 from protocol.nats.objects import MAX_INLINE_PROMPT_BYTES
 from protocol.usage import OpenRequestsQuery, decode_still_open, encode_usage
 from spillway.cli import app
 from spillway.nats_accounts import of_pool
 from tests.integration.credentials.conftest import MODEL, SLOW, Installation, Queue, has_rows
+from tests.integration.gateway.conftest import card
 from tests.integration.pool_worker.playing_gateway import running_worker
 from tests.integration.pool_worker.worker_process import start_process
+from tests.small_tokenizer import byte_tokenizer_json
 from tests.usage_records import request_intent
 from tests.waiting import HANGS_S, until
+
+OWN_CARD = replace(card(), model=MODEL)
 
 
 async def test_a_request_is_answered_and_counted(installation: Installation) -> None:
@@ -42,6 +49,21 @@ async def test_a_request_is_answered_and_counted(installation: Installation) -> 
         )
         assert "".join([chunk.choices[0].text async for chunk in stream]) == text
         await until(lambda: has_rows(installation, 2, 2))
+
+
+async def test_workers_that_store_the_same_tokenizer_at_once_ask_for_nothing_that_they_may_not(queue: Queue) -> None:
+    for pool in ("demo", "vault"):
+        worker = await queue.connect_worker(queue.folder / f"{of_pool(pool)}.creds", pool, "pool")
+        with mock.patch.object(objects, "has_object", _says_no):  # neither has seen the other's
+            await objects.publish_model_card(worker, OWN_CARD, byte_tokenizer_json())
+    gateway = await queue.connect("gateway")
+    stored = await objects.get_object(gateway, subjects.ARTIFACTS_BUCKET, OWN_CARD.tokenizer_object)
+    assert stored == byte_tokenizer_json()
+    assert "Violation" not in (queue.server.folder / "nats.log").read_text()
+
+
+async def _says_no(*_: object) -> bool:
+    return False
 
 
 async def test_a_gateway_may_wait_for_the_ledger_and_tell_it_so(queue: Queue, sqlite_url: str) -> None:
