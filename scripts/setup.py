@@ -231,7 +231,7 @@ def missing_servers() -> list[str]:
         missing.append("postgresql")
     if not shutil.which("haproxy") and not Path("/usr/sbin/haproxy").exists():
         missing.append("haproxy")
-    if not shutil.which("chromium-headless-shell"):
+    if not shutil.which("chromium-headless-shell") and not shutil.which("chromium"):  # the whole browser is slower
         missing += ["chromium-headless-shell", "fonts-dejavu-core"]
     if not shutil.which("gcc") or not Path("/usr/include/math.h").exists():
         missing += ["gcc", "libc6-dev"]
