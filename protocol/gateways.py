@@ -172,6 +172,7 @@ class Account(Struct, frozen=True, omit_defaults=True):
     presumed_nano_usd: int = 0  # of this, amounts held by vanished gateways
     leases: dict[str, Lease] = {}  # by gateway
     vanished: dict[str, ExpiredLease] = {}  # by gateway; until it returns, or a recount
+    restored_unix_ms: int = 0  # when the lost account was replaced by a gateway's copy
 
 
 _account_decoder = msgspec.msgpack.Decoder(Account)

@@ -120,16 +120,18 @@ class PostgresServer:
 
     def freeze(self) -> None:
         """Stop all its processes: connections stay open, new ones are taken by the kernel, and nobody answers."""
-        self._signal_all(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self._signal_all(signal.SIGCONT)
-
-    def _signal_all(self, number: signal.Signals) -> None:
         assert self._process is not None
         postmaster = psutil.Process(self._process.pid)
-        for process in (postmaster, *postmaster.children()):
-            process.send_signal(number)
+        postmaster.suspend()  # from now on no child that ends disappears
+        for child in postmaster.children():
+            child.suspend()
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        postmaster = psutil.Process(self._process.pid)
+        for child in postmaster.children():
+            child.resume()
+        postmaster.resume()
 
     def remove(self) -> None:
         self.stop()

@@ -70,10 +70,20 @@ def exchange(
     idle = report.idle if report.period == account.period else (*report.idle[:3], 0)
     others = {one: lease for one, lease in account.leases.items() if one != gateway_id}
     free = free_amounts(replace(account, leases=others), terms.limits, held)
+    if is_closed(account, now_s):
+        free = (*free[:3], 0)
     granted = _granted(free, idle, report, terms.limits)
     expires_unix_ms = int((now_s + LEASE_S) * 1000)
     lease = Lease(number, expires_unix_ms, plus(held, granted), plus(idle, granted), reported)
     return Exchanged(replace(account, leases={**others, gateway_id: lease}), granted, expires_unix_ms)
+
+
+def is_closed(account: Account, now_s: float) -> bool:
+    """Return whether no money may be leased: other gateways may hold leases that a restored copy lacks.
+
+    Each reports them within seconds. Rates and concurrency stay open: what is exceeded there is over within a minute.
+    """
+    return now_s < account.restored_unix_ms / 1000 + LEASE_S + CLOCK_SLACK_S
 
 
 def as_of(account: Account, terms: Limits, now_s: float, *, but: str = "") -> Account:
@@ -96,8 +106,11 @@ def recounted(
     return replace(account, spent_nano_usd=max(reported, ledger_nano_usd), presumed_nano_usd=0, vanished={})
 
 
-def merged(account: Account, known: Account) -> Account:
-    """Return an account restored from an older copy, raised to the use and spending of a newer one."""
+def merged(account: Account, known: Account, gateway_id: str) -> Account:
+    """Return a restored account, raised to the use and spending that a gateway knows: its copy is newer.
+
+    The account is restored from an older copy, but may include what other gateways have reported since.
+    """
     used = tuple(
         {at: max(seconds.get(at, 0), more.get(at, 0)) for at in seconds.keys() | more.keys()}
         for seconds, more in zip(account.used, known.used, strict=True)
@@ -105,7 +118,13 @@ def merged(account: Account, known: Account) -> Account:
     account = replace(account, used=used)
     if known.period != account.period:
         return account
-    return replace(account, spent_nano_usd=max(account.spent_nano_usd, known.spent_nano_usd - known.presumed_nano_usd))
+    before = known.leases | known.vanished
+    spent = known.spent_nano_usd - known.presumed_nano_usd
+    for one, lease in account.leases.items():
+        if one != gateway_id:
+            spent += max(0, lease.spent_nano_usd - (before[one].spent_nano_usd if one in before else 0))
+    leases = account.leases | {gateway_id: known.leases[gateway_id]} if gateway_id in known.leases else account.leases
+    return replace(account, leases=leases, spent_nano_usd=max(account.spent_nano_usd, spent))
 
 
 def used_amounts(account: Account) -> Amounts:

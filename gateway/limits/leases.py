@@ -30,6 +30,7 @@ from protocol.nats.bus import Bus
 
 SLICE_WAIT_S: Final = 0.1  # how long a request waits for a larger slice
 EXCHANGE_GAP_S: Final = 0.02  # between two exchanges of one account
+CLOSED_GAP_S: Final = 0.25  # likewise, while no money can be leased from it
 REPORT_PERIOD_S: Final = 1.0  # greatest age of this gateway's reports; a fraction of LEASE_S
 RENEW_S: Final = LEASE_S / 3
 TICK_S: Final = 0.25
@@ -322,7 +323,8 @@ class Quotas:
 
     async def _exchange_until_served(self, local: LocalAccount) -> None:
         while True:
-            await asyncio.sleep(max(0.0, local.exchanged_s + EXCHANGE_GAP_S - time.monotonic()))
+            gap_s = CLOSED_GAP_S if local.is_closed else EXCHANGE_GAP_S
+            await asyncio.sleep(max(0.0, local.exchanged_s + gap_s - time.monotonic()))
             async with self._exchange_slots:
                 if not await self._exchange(local):
                     return

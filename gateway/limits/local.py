@@ -21,6 +21,7 @@ from gateway.limits.account import (
     as_of,
     exchange,
     free_amounts,
+    is_closed,
     merged,
     used_amounts,
 )
@@ -375,6 +376,11 @@ class LocalAccount:
         """Return whether nothing is held, unreported or unconfirmed."""
         return self.slice.is_empty and self._unconfirmed is None
 
+    @property
+    def is_closed(self) -> bool:
+        """Return whether no money can be leased yet, because the account was lost."""
+        return self.terms.limits[Kind.MONEY] is not None and is_closed(self.account, self.clock.now_s())
+
     def would_be_missed(self, now_s: float) -> bool:
         """Return whether a lost account needs this copy: it has held, unreported or recently used amounts."""
         oldest = int(now_s) - WINDOW_S
@@ -397,8 +403,8 @@ class LocalAccount:
         raise BusError(f"the quota account {self.account_id} changed at every try")
 
     async def _read(self, store: AccountStore) -> None:
-        before = self.account
-        self.account, self._entry = await store.load(self.account_id) or (self._restored(), 0)
+        before, found = self.account, await store.load(self.account_id)
+        self.account, self._entry = found or (self._restored(), 0)
         lease, gone = self.account.leases.get(self._gateway_id), self.account.vanished.get(self._gateway_id)
         doubt, self._unconfirmed = self._unconfirmed, None
         if doubt is not None:
@@ -408,9 +414,8 @@ class LocalAccount:
             else:  # not stored, or recounted: then it may count twice, which is safe
                 self.slice.undo_report(doubt.report, doubt.given_back)
         ours = self._lease
-        if ours is not None and lease is not None and lease.exchange < ours.exchange:
-            # The account was lost, and another gateway restored an older copy.
-            self.account = merged(self.account, before)
+        if ours is not None and found is not None and self.account.restored_unix_ms != before.restored_unix_ms:
+            self.account = merged(self.account, before, self._gateway_id)  # another gateway's copy may be older
             self.slice.drop_idle()
         elif ours is not None and any(ours.held) and (lease is None or lease.exchange != ours.exchange):
             self.slice.presumed_dead(keeps_money=gone is not None)  # until our next report is stored
@@ -423,7 +428,8 @@ class LocalAccount:
             raise Unseeded
         account = as_of(self.account, self.terms, now_s, but=self._gateway_id)
         spent = 0 if self.seed is None else self.seed.spent_nano_usd
-        return replace(account, spent_nano_usd=max(account.spent_nano_usd, spent))
+        restored_unix_ms = 0 if self.account is EMPTY else int(now_s * 1000)
+        return replace(account, spent_nano_usd=max(account.spent_nano_usd, spent), restored_unix_ms=restored_unix_ms)
 
     async def _write(self, store: AccountStore, *, keep_idle: bool) -> bool:
         """Return whether the account was stored; False: another gateway changed it first."""

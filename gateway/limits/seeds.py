@@ -1,6 +1,7 @@
 """Initial amounts of a missing account, which is either new or was lost with its bucket.
 
-    no entry ──this gateway has a copy──> the copy, a second or two old, including other gateways' leases
+    no entry ──this gateway has a copy──> the copy, a second or two old, including other gateways' leases; other
+                                          gateways add what it lacks, and until then no money is leased
              ──it has none──────────────> with a budget: the ledger's spending in this period; else nothing;
                                           after a loss, only once all leases of the lost account have expired
 

@@ -111,7 +111,7 @@ class System:
         found = []
         for process in psutil.Process(self._process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                if command in " ".join(process.cmdline()):
+                if command in " ".join([*process.cmdline(), ""]):
                     found.append(process)
         return found
 

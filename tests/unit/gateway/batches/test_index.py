@@ -99,18 +99,24 @@ def test_every_line_is_fed_once(tmp_path: Path) -> None:
     assert sorted(numbers) == list(range(1, count + 1))
 
 
+def the_indexer() -> psutil.Process:
+    """Return the process that builds an index now."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended, and not reaped yet
+            if "gateway.batches.indexer" in child.cmdline():
+                found.append(child)
+    [process] = found
+    return process
+
+
 async def test_no_secret_is_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPILLWAY_AUTH__PEPPER", "secret")
     seen: list[dict[str, str]] = []
 
     async def content() -> AsyncIterator[bytes]:
         """The process runs while this is read."""
-        for child in psutil.Process().children():
-            with contextlib.suppress(
-                psutil.NoSuchProcess
-            ):  # an ended process of an earlier test that is not reaped yet
-                if "gateway.batches.indexer" in child.cmdline():
-                    seen.append(child.environ())
+        seen.append(the_indexer().environ())
         yield LINES
 
     assert (await make_index(task_in(tmp_path), content())).total == 100
@@ -123,7 +129,7 @@ async def test_a_process_that_dies_while_lines_arrive_is_an_error_of_the_index(t
 
     async def content() -> AsyncIterator[bytes]:
         yield LINES
-        [process] = [child for child in psutil.Process().children() if "gateway.batches.indexer" in child.cmdline()]
+        process = the_indexer()
         process.kill()
         await until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
         for _ in range(100):
