@@ -261,7 +261,7 @@ def test_dollars_are_stacked_by_team_beside_the_cost_of_machines(visit: Visit) -
     expect(chart.locator("canvas")).to_be_visible()
     tops, own = page.evaluate("""() => {
         const {data, series} = document.querySelector("[data-chart]").chart;
-        const index = data[1].findIndex((value) => value > 0);
+        const index = data[1].indexOf(Math.max(...data[1]));  // a day of which all is shown
         const numbers = series.map((_, number) => number).slice(1, -1);  // without the times, and without the machines
         const text = (number) => series[number].value(null, data[number][index], number, index);
         return [numbers.map((number) => data[number][index]), numbers.map((number) => Number(text(number).slice(1)))];
