@@ -82,8 +82,9 @@ def is_closed(account: Account, now_s: float) -> bool:
     """Return whether no money may be leased: other gateways may hold leases that a restored copy lacks.
 
     Each reports them within seconds. Rates and concurrency stay open: what is exceeded there is over within a minute.
+    If the queue server's clock is set back, the account opens.
     """
-    return now_s < account.restored_unix_ms / 1000 + LEASE_S + CLOCK_SLACK_S
+    return abs(now_s - account.restored_unix_ms / 1000) < LEASE_S + CLOCK_SLACK_S
 
 
 def as_of(account: Account, terms: Limits, now_s: float, *, but: str = "") -> Account:

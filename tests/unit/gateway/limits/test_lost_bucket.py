@@ -3,11 +3,13 @@
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from db.accounts.principal import Limits
-from gateway.limits.account import CLOCK_SLACK_S, LEASE_S
+from gateway.limits.account import CLOCK_SLACK_S, EMPTY, LEASE_S, is_closed
 from gateway.limits.leases import RENEW_S, REPORT_PERIOD_S
 from gateway.limits.local import LocalAccount, Taken
 from gateway.limits.seeds import Seed
@@ -105,9 +107,7 @@ _STEPS = st.one_of(
 
 @settings(max_examples=150)
 @given(st.lists(_STEPS, max_size=60))
-@example(
-    [("ask", 0, 226), ("ask", 0, 300), ("ask", 0, 300), ("lose",), ("ask", 1, 175)]
-)  # g1 does not know of all that
+@example([("ask", 0, 226), ("ask", 0, 300), ("ask", 0, 300), ("lose",), ("ask", 1, 175)])  # g1's copy lacks these
 @example([("ask", 1, 1), ("end", 0, 1.0), ("ask", 0, 2), ("exchange", 1), ("lose",)])  # both have spent since a copy
 @example(  # each of three has spent since the copy of another
     [
@@ -135,3 +135,13 @@ def test_a_budget_holds_though_its_account_is_lost(steps: list[tuple[Any, ...]])
     assert account is not None
     assert all(lease.held == NOTHING for lease in account.leases.values())
     assert account.spent_nano_usd >= world.spent
+
+
+@pytest.mark.parametrize(("age_s", "closed"), [(0.0, True), (5.9, True), (6.1, False), (-3600.0, False)])
+def test_a_restored_account_is_closed_for_seconds_though_the_clock_is_set_back(age_s: float, closed: bool) -> None:
+    account = replace(EMPTY, restored_unix_ms=int(NOON_S * 1000))
+    assert is_closed(account, NOON_S + age_s) is closed
+
+
+def test_a_new_account_is_open() -> None:
+    assert not is_closed(EMPTY, NOON_S)
