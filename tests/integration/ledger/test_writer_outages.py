@@ -132,13 +132,19 @@ async def test_an_intent_is_not_forgotten_by_a_writer_that_dies_with_it_in_mind(
     await ledger.apply_topology(ack_wait_s=0.5)
     await ledger.publish([request_intent("r"), request_record("answered")])
     first = RunningWriter(ledger, database_url)
-    await until(lambda: ledger.has(1, 0))
+
+    async def only_the_intent_is_held() -> bool:
+        return await ledger.has(1, 0) and await ledger.unfinished() == 1
+
+    await until(only_the_intent_is_held)
     await first.die()
-    assert await ledger.unfinished() == 1
     second = RunningWriter(ledger, database_url, abandoned_after_ms=0, abandoned_period_s=0.05, hold_intents_s=0.0)
-    await until(lambda: ledger.has(2, 0))
+
+    async def all_are_settled() -> bool:
+        return await ledger.has(2, 0) and await ledger.unfinished() == 0
+
+    await until(all_are_settled)
     await second.stop()
-    assert await ledger.unfinished() == 0
 
 
 async def test_a_writer_stopped_while_sql_is_away_hands_its_records_back(
