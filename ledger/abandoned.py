@@ -86,9 +86,10 @@ class AbandonedRequests:
     async def _record(self, request_ids: Sequence[str]) -> None:
         async with writing(self._engine) as connection:
             rows = await _abandoned_rows(connection, request_ids)
-            await write_requests(connection, rows, replace_lost=False)
+            recorded = await write_requests(connection, rows, replace_lost=False)
             await delete_open(connection, request_ids)
-        log.warning("recorded %d requests of gateways that died", len(rows))
+        if recorded:  # the record of a request may have come since its gateway was asked
+            log.warning("recorded %d requests of gateways that died", recorded)
         for request_id in request_ids:
             del self._missed[request_id]
 

@@ -64,8 +64,8 @@ async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> 
         raise RecordRefused(f"{type(error).__name__}: {error}") from error
 
 
-async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str, Any]], *, replace_lost: bool) -> None:
-    """Write the requests not stored yet, with their charge, and count them. Call inside ``writing``.
+async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str, Any]], *, replace_lost: bool) -> int:
+    """Write the requests not stored yet, with their charge, and count them; return how many. Call inside ``writing``.
 
     With ``replace_lost``, the rows come from the gateways themselves, and replace rows that were written for a gateway
     that died (ledger.abandoned).
@@ -91,6 +91,7 @@ async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str
     await insert_rows(connection, RequestRow, new)
     await apply(connection, tally)
     await apply_tags(connection, tags)
+    return len(new)
 
 
 async def known_requests(connection: AsyncConnection, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:

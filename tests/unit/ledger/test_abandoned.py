@@ -219,6 +219,19 @@ async def test_a_gateway_that_lives_has_the_say(bus: Bus, engine: AsyncEngine) -
     }
 
 
+async def test_what_its_gateway_has_recorded_meanwhile_is_not_said_to_be_of_a_dead_one(
+    bus: Bus, engine: AsyncEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    await write(engine, intent("late"), intent("lost"))
+    abandoned = AbandonedRequests(bus, engine, ABANDONED_AFTER_MS)
+    await abandoned.check()
+    await store_records(engine, [request_record("late", **ORIGIN)])
+    await abandoned.record_overdue(later_unix_ms())
+    found = await rows(engine)
+    assert {name: row["error_code"] for name, row in found.items()} == {"late": None, "lost": "gateway_lost"}
+    assert [text for text in caplog.messages if "died" in text] == ["recorded 1 requests of gateways that died"]
+
+
 async def test_an_attempt_that_another_follows_is_not_the_end(bus: Bus, engine: AsyncEngine) -> None:
     await write(engine, tried("r", outcome="failed", error_code="worker_lost"))
     await look_and_record(bus, engine)
