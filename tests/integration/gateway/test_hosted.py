@@ -149,9 +149,12 @@ async def has_no_jobs(gateway: GatewayUnderTest, lane: str) -> bool:
 
 
 async def test_a_rescue_goes_to_a_hosted_pool_only_where_it_may(start_gateway: Start, make_key: MakeKey) -> None:
+    begun: list[Attempt] = []
+
     async def dies(attempt: Attempt) -> None:
         await attempt.accept()
         await attempt.tokens("Hello", (1,))
+        begun.append(attempt)
 
     async def goes_on(attempt: Attempt) -> None:
         await attempt.accept()
@@ -164,7 +167,7 @@ async def test_a_rescue_goes_to_a_hosted_pool_only_where_it_may(start_gateway: S
     api = await gateway.add_worker("api-1", place=HOSTED, script=goes_on)
     await until_known(gateway, ours, api)
     asked = [asyncio.create_task(ask(gateway, key)) for key in (leaves, stays)]
-    await until(lambda: len(ours.attempts) == 2)
+    await until(lambda: len(begun) == 2)
     await end(gateway, ours)
     answer = await asked[0]
     assert where(answer) == HOSTED
@@ -248,7 +251,7 @@ async def test_what_nobody_can_count_costs_what_was_reserved(start_gateway: Star
     await end(gateway, ours)
     api.script = vanishes
     asked = asyncio.create_task(ask(gateway, leaves))
-    await until(lambda: len(api.attempts) == 2)
+    await until(lambda: len(api.attempts) == 2 and api.attempts[1].made_tokens)
     prompt_tokens = api.attempts[1].job.prompt_tokens
     await end(gateway, api)
     await until_spent(bus, -(-prompt_tokens * 5 // 4) * 100 + 16_000)

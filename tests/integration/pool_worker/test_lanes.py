@@ -12,6 +12,7 @@ from protocol import job as m
 from protocol import subjects
 from protocol.nats import topology
 from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, running_worker, settings_for
+from tests.waiting import until
 
 
 async def publish_all(gateway: PlayingGateway, lane: str, jobs: list[m.Job]) -> None:
@@ -154,5 +155,5 @@ async def test_no_pull_lasts_longer_than_a_job_may_be_kept_by_a_frozen_worker(
     await gateway.bus.subscribe(f"$JS.API.CONSUMER.MSG.NEXT.{subjects.INTERACTIVE_STREAM}.*", look)
     async with running_worker(settings_for(nats_url)):
         await gateway.end_of(await gateway.ask())
-    assert len(pulls) >= len(subjects.LANES)
+        await until(lambda: len(pulls) >= len(subjects.LANES))
     assert max(pull.get("expires", 0) for pull in pulls) / topology.NS + topology.ACK_WAIT_S < 4.0

@@ -13,7 +13,7 @@ from protocol.nats import topology
 from protocol.nats.bus import Bus
 from protocol.nats.topology import MIB, QueueBounds
 from tests.nats_server import NatsCluster, NatsServer
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, until
 
 MODEL = "m"
 CONSUMER = subjects.job_consumer(MODEL, subjects.HIGH_LANES[0])
@@ -50,8 +50,11 @@ async def test_a_consumer_of_an_older_version_becomes_as_it_should_be(bus: Bus, 
     await topology.apply(bus, [MODEL], QueueBounds(), limit_s=HANGS_S)
     found = await consumer_config(bus)
     assert {key: found.get(key) for key in wanted} == wanted
-    info = await bus.api(f"CONSUMER.INFO.{STREAM}.{CONSUMER}")
-    assert info["num_pending"] == 1
+
+    async def has_the_job() -> bool:
+        return bool((await bus.api(f"CONSUMER.INFO.{STREAM}.{CONSUMER}"))["num_pending"] == 1)
+
+    await until(has_the_job)  # the server acknowledges a message before its consumers know of it
 
 
 @pytest.mark.parametrize(
