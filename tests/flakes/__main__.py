@@ -27,6 +27,7 @@ examples
   python -m tests.flakes                                        all tests, 8 times, at a load of 8: hours
   python -m tests.flakes tests/fleet --times 30                 what waits for processes deserves more
   python -m tests.flakes tests/fleet -- -k crash                what follows -- goes to pytest
+  python -m tests.flakes -- -p tests.flakes.pauses              random pauses around calls to the queue and SQL
   python -m tests.flakes --folder build/flakes/20260102-030405  continue a run that was cut short
   make flakes TESTS=tests/fleet TIMES=30 LOAD=0                 the same from make, without a load
 

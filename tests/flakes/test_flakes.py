@@ -1,5 +1,6 @@
 """The search for flaky tests, on small suites of its own."""
 
+import asyncio
 import itertools
 import os
 import subprocess
@@ -8,7 +9,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.flakes import record
+from tests.flakes import pauses, record
 from tests.flakes.burner import Burner
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,12 @@ def test_crash():
     if not path.exists():
         path.touch()
         os._exit(1)
+"""
+CALLS_PAUSE = """
+from tests.flakes.pauses import CALLS
+
+def test_every_call():
+    assert all(hasattr(getattr(owner, name), "__wrapped__") for owner, name, _ in CALLS)
 """
 
 
@@ -163,3 +170,19 @@ def test_a_record_whose_last_line_was_cut_off_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run-1.jsonl"
     path.write_text('{"finished": "a", "outcome": "passed"}\n{"finished": "b", "outc')
     assert record.outcomes(record.read(path)) == {"a": "passed"}
+
+
+def test_its_pauses_are_around_every_call_and_let_others_come_first(tmp_path: Path) -> None:
+    (tmp_path / "test_calls.py").write_text(CALLS_PAUSE)
+    code, output = search(tmp_path, "test_calls.py", "--times", "1", "--", "-p", "tests.flakes.pauses")
+    assert code == 0, output
+    said: list[int] = []
+
+    async def say(number: int) -> None:
+        said.append(number)
+
+    async def say_all() -> None:
+        await asyncio.gather(*map(pauses.pausing(say, pauses.PAUSED), range(200)))
+
+    asyncio.run(say_all())
+    assert said != sorted(said) == list(range(200))
