@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
@@ -19,6 +20,8 @@ from fleet.errors import LaunchRefused
 from fleet.machine import FLEET_LABEL, MACHINE_LABEL, POOL_LABEL, Order, ProviderMachine
 
 LABELS: Final = "SPILLWAY_MACHINE_LABELS"  # the environment variable with a machine's labels, as JSON
+LABELS_LIMIT_S: Final = 10.0  # until a new process has its environment: milliseconds, more on a busy machine
+LABELS_POLL_S: Final = 0.001
 END_LIMIT_S: Final = 10.0  # between SIGTERM and SIGKILL: the worker has been drained before
 
 
@@ -54,8 +57,10 @@ class ProcessDriver:
                 pid = self._spawn(order)
             except OSError as error:
                 raise LaunchRefused(f"{self._command[0]}: {error.strerror}") from error
-            machine_id = id_of(psutil.Process(pid))  # before it may be reaped: it may have ended already
+            process = psutil.Process(pid)
+            machine_id = id_of(process)  # before it may be reaped: it may have ended already
             self._spawned.add(pid)
+            await asyncio.to_thread(_wait_for_labels, process)
             return machine_id
 
     def _spawn(self, order: Order) -> int:
@@ -118,6 +123,16 @@ class ProcessDriver:
                 for one in alive:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         one.kill()
+
+
+def _wait_for_labels(process: psutil.Process) -> None:
+    """Wait until a new process can be found by its labels, or has ended. At first Linux shows no environment of it."""
+    deadline_s = time.monotonic() + LABELS_LIMIT_S
+    with contextlib.suppress(psutil.Error):  # it has ended
+        while LABELS not in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() >= deadline_s:
+                return
+            time.sleep(LABELS_POLL_S)
 
 
 def _labelled() -> Iterator[tuple[psutil.Process, dict[str, str]]]:

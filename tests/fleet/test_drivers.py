@@ -2,6 +2,7 @@
 
 import asyncio
 import stat
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from fleet.drivers.process import ProcessDriver, id_of
 from fleet.errors import LaunchRefused, NoCapacity, OverQuota, ProviderError
 from fleet.machine import FLEET_LABEL, POOL_LABEL, Machine, Order, ProviderMachine, State, labels_of, new_machine_id
 from fleet.matching import match
-from tests.fleet.rigs import FLEET, POOL, RIGS, Rig
+from tests.fleet.rigs import FLEET, POOL, RIGS, ProcessRig, Rig
 from tests.waiting import until
 
 
@@ -160,6 +161,29 @@ async def test_a_provider_out_of_reach_is_an_error_of_its_own(rig: Rig) -> None:
             await driver.launch(new_order(rig, driver))
     finally:
         await driver.close()
+
+
+async def test_a_process_whose_environment_comes_late_is_found_once_it_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine Linux shows no environment of a process for a moment after its start."""
+    environ, reads = psutil.Process.environ, Counter[int]()
+
+    def late(process: psutil.Process) -> dict[str, str]:
+        reads[process.pid] += 1
+        return environ(process) if reads[process.pid] > 3 else {}
+
+    rig = ProcessRig(tmp_path)
+    driver = rig.driver()
+    order = new_order(rig, driver)
+    monkeypatch.setattr(psutil.Process, "environ", late)
+    try:
+        launched = await driver.launch(order)
+        assert await driver.launch(order) == launched
+        await driver.end(launched)
+        assert ids(await driver.machines()) == set()
+    finally:
+        rig.end_all()
 
 
 async def test_a_worker_process_that_ends_by_itself_leaves_no_zombie(tmp_path: Path) -> None:
