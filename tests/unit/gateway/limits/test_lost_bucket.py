@@ -50,7 +50,8 @@ class Bucket:
 class Gateways:
     """Three gateways with one budget. They report as ``Quotas`` does, and the ledger may be behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self.runner = runner
         self.bucket = Bucket()
         self.exchanged_s = [0.0, 0.0, 0.0]
         self.running: list[tuple[int, Taken]] = []
@@ -65,7 +66,7 @@ class Gateways:
     def exchange(self, number: int) -> None:
         gateway = self.gateways[number]
         gateway.seed = Seed(self.bucket.time_s, self.in_ledger)
-        asyncio.run(gateway.exchange(self.bucket))  # type: ignore[arg-type]
+        self.runner.run(gateway.exchange(self.bucket))  # type: ignore[arg-type]
         self.exchanged_s[number] = self.bucket.time_s
 
     def ask(self, number: int, nano_usd: int) -> None:
@@ -117,20 +118,21 @@ _STEPS = st.one_of(
     ]
 )
 def test_a_budget_holds_though_its_account_is_lost(steps: list[tuple[Any, ...]]) -> None:
-    world = Gateways()
-    for what, *how in steps:
-        if what == "lose":
-            world.bucket.lose()
-        elif what == "ledger":
-            world.in_ledger = world.spent
-        else:
-            getattr(world, what)(*how)
-    while world.running:
-        world.end(0, 0.5)
-    world.wait(LEASE_S + CLOCK_SLACK_S + RENEW_S)
-    for gateway in world.gateways:
-        gateway.is_wanted = True  # so it gives back what is idle
-        world.exchange(world.gateways.index(gateway))
+    with asyncio.Runner() as runner:
+        world = Gateways(runner)
+        for what, *how in steps:
+            if what == "lose":
+                world.bucket.lose()
+            elif what == "ledger":
+                world.in_ledger = world.spent
+            else:
+                getattr(world, what)(*how)
+        while world.running:
+            world.end(0, 0.5)
+        world.wait(LEASE_S + CLOCK_SLACK_S + RENEW_S)
+        for gateway in world.gateways:
+            gateway.is_wanted = True  # so it gives back what is idle
+            world.exchange(world.gateways.index(gateway))
     account = world.bucket.entry
     assert account is not None
     assert all(lease.held == NOTHING for lease in account.leases.values())
