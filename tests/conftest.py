@@ -28,7 +28,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).with_name("compiler"))
 SHARED_SYSTEMS = ("tests/acceptance/dashboard/", "tests/acceptance/shared/", "tests/clients/")
-WHAT_WAITS_IS_IN_THE_FIRST = 0.8  # of all files
+# Of the run's files, the first share over which a folder is spread. What waits comes before units, which are short,
+# so all processes end at about the same time; and single tests that take a minute come before what waits.
+SPREAD_OVER = {"tests/acceptance": 0.5, "tests/chaos": 0.5, "tests/unit": 1.0}
+SPREAD_OF_OTHERS = 0.8
 UNKNOWN_ERRORS = UnknownErrors()
 UNKNOWN_ERRORS.watch()
 SERVERS = frozenset({"nats_server", "nats_cluster", "postgres_server"})  # fixtures
@@ -105,15 +108,15 @@ class _MixedFiles(LoadFileScheduling):
 def mixed(names: list[str]) -> list[str]:
     """Return names of files in an order in which the folders of tests are spread evenly among each other.
 
-    Only units are left at the end: they are short, so all processes end at about the same time.
+    Within a folder the last name comes first: the folders and files that wait longest are among the last.
     """
     folders: dict[str, list[str]] = {}
     for name in names:
         folders.setdefault("/".join(name.split("/")[:2]), []).append(name)
     place = {
-        name: (1.0 if folder == "tests/unit" else WHAT_WAITS_IS_IN_THE_FIRST) * number / len(group)
+        name: SPREAD_OVER.get(folder, SPREAD_OF_OTHERS) * number / len(group)
         for folder, group in folders.items()
-        for number, name in enumerate(group)
+        for number, name in enumerate(reversed(group))
     }
     return sorted(names, key=place.__getitem__)
 
