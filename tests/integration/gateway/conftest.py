@@ -50,6 +50,7 @@ from protocol.nats.bus import Bus
 from protocol.nats.outbox import Outbox
 from protocol.usage import DeadLetter, RequestRecord, UsageRecord, decode_usage
 from tests.integration.gateway.scripted_worker import ScriptedWorker, wait_for_consumer
+from tests.integration.queued_jobs import queued_jobs
 from tests.nats_server import NatsServer
 from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer_json
 from tests.waiting import HANGS_S, until
@@ -364,10 +365,10 @@ class SharedSystem:
     async def what_runs(self) -> list[str]:
         """Jobs in the queue; if there are none, requests and usage records that have not ended."""
         try:
-            queue = await self.gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
+            jobs = await queued_jobs(self.gateway.bus)
         except BusTimeout:
             return ["the queue server does not say"]
-        if jobs := queue["state"]["messages"]:
+        if jobs:
             return [f"{jobs} jobs in the queue"]
         async with self._client(self._metrics_key) as client:
             series = (await client.get("/metrics")).text.splitlines()

@@ -12,6 +12,7 @@ from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import ScriptedWorker, until_cancelled
 from tests.integration.gateway.test_errors import HELLO, error_of, send
+from tests.integration.queued_jobs import until_queued
 from tests.waiting import HANGS_S, until
 
 BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO}
@@ -35,7 +36,7 @@ def streaming(gateway: GatewayUnderTest, client: httpx.AsyncClient, **fields: An
     return client.stream("POST", f"{gateway.url}/v1/chat/completions", json=body, headers=headers)
 
 
-async def queued_jobs(gateway: GatewayUnderTest) -> dict[str, int]:
+async def queued_by_lane(gateway: GatewayUnderTest) -> dict[str, int]:
     """Messages in the stream, by lane."""
     info = await gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}", {"subjects_filter": "rq.>"})
     return {subject.rpartition(".")[2]: n for subject, n in (info["state"].get("subjects") or {}).items()}
@@ -64,14 +65,10 @@ async def test_who_leaves_the_queue_may_come_back_at_once(start_gateway: Start) 
         async with streaming(gateway, client) as first:
             assert first.status_code == 200
             assert (await send(gateway, json=BODY)).status_code == 429
-            await until(lambda: _is_queued(gateway, 1))
-        await until(lambda: _is_queued(gateway, 0))
+            await until_queued(gateway.bus, 1)
+        await until_queued(gateway.bus, 0)
         async with streaming(gateway, client) as second:
             assert second.status_code == 200
-
-
-async def _is_queued(gateway: GatewayUnderTest, count: int) -> bool:
-    return sum((await queued_jobs(gateway)).values()) == count
 
 
 async def test_a_tenants_jobs_wait_in_one_lane_whichever_gateway_they_came_to(start_gateway: Start) -> None:
@@ -85,7 +82,7 @@ async def test_a_tenants_jobs_wait_in_one_lane_whichever_gateway_they_came_to(st
 
         async def shares_their_lane() -> bool:
             async with streaming(second, client, headers=as_first):
-                lanes = await queued_jobs(first)
+                lanes = await queued_by_lane(first)
                 return [lanes[lane] for lane in subjects.HIGH_LANES if lane in lanes] == [3]
 
         await until(is_seen)
@@ -136,13 +133,9 @@ async def test_the_callers_deadline_in_the_queue(share_gateway: Share) -> None:
     assert error_of(response) == (504, "deadline_exceeded", None)
     assert response.headers["x-should-retry"] == "false"
     assert int(response.headers["openai-processing-ms"]) >= 300
-    await until(lambda: is_empty(gateway))
+    await until_queued(gateway.bus, 0)
     [record] = await gateway.records()
     assert (record.outcome, record.error_code) == ("failed", "deadline_exceeded")
-
-
-async def is_empty(gateway: GatewayUnderTest) -> bool:
-    return not await queued_jobs(gateway)
 
 
 async def test_the_callers_deadline_in_mid_stream(share_gateway: Share) -> None:
@@ -206,7 +199,7 @@ async def test_flex_goes_to_the_low_lane(share_gateway: Share) -> None:
     await client.chat.completions.create(**BODY, stream=True, service_tier="flex")
     await client.chat.completions.create(**BODY, stream=True, service_tier="auto")
     await client.chat.completions.create(**BODY, stream=True, service_tier="priority")
-    lanes = await queued_jobs(gateway)
+    lanes = await queued_by_lane(gateway)
     assert lanes.pop(subjects.LOW_LANE) == 1
     assert list(lanes.values()) == [2]  # a tenant stays in its lane
     assert set(lanes) < set(subjects.HIGH_LANES)

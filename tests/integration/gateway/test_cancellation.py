@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from protocol import subjects
 from protocol.nats.pull import ack
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
+from tests.integration.queued_jobs import until_queued
 from tests.waiting import HANGS_S, until
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -58,17 +58,10 @@ async def test_leaving_while_queued(share_gateway: Share) -> None:
     gateway = await share_gateway()
     leave = asyncio.Event()
     leaving = asyncio.create_task(leave_early(gateway, stream=False, leave=leave))
-
-    async def waits() -> bool:
-        return await queued_jobs(gateway) == 1
-
-    async def is_withdrawn() -> bool:
-        return await queued_jobs(gateway) == 0
-
-    await until(waits)
+    await until_queued(gateway.bus, 1)
     leave.set()
     await leaving
-    await until(is_withdrawn)
+    await until_queued(gateway.bus, 0)
     [record] = await gateway.records()
     assert (record.outcome, record.http_status, record.completion_tokens) == ("cancelled", 499, 0)
 
@@ -96,11 +89,6 @@ async def test_a_client_that_stops_reading_is_given_up(share_gateway: Share) -> 
     assert record.completion_tokens == worker.attempts[0].made_tokens
 
 
-async def queued_jobs(gateway: GatewayUnderTest) -> int:
-    info = await gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
-    return int(info["state"]["messages"])
-
-
 async def test_leaving_between_two_attempts(share_gateway: Share) -> None:
     """The first worker has handed the request back, and nobody has taken it since."""
     gateway = await share_gateway()
@@ -118,17 +106,10 @@ async def test_leaving_between_two_attempts(share_gateway: Share) -> None:
     gateway.workers.remove(worker)
     await worker.stop()
     await worker.attempts[0].fail("worker_draining", "the worker is shutting down", retryable=True)
-
-    async def waits_again() -> bool:
-        return await queued_jobs(gateway) == 1
-
-    async def is_withdrawn() -> bool:
-        return await queued_jobs(gateway) == 0
-
-    await until(waits_again)
+    await until_queued(gateway.bus, 1)
     leave.set()
     await leaving
-    await until(is_withdrawn)
+    await until_queued(gateway.bus, 0)
     [record] = await gateway.records()
     assert (record.outcome, record.attempts, record.completion_tokens) == ("cancelled", 2, 3)
 

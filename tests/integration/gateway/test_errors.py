@@ -9,9 +9,9 @@ import openai
 import pytest
 
 from db.accounts.token import new_token
-from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
+from tests.integration.queued_jobs import until_queued
 from tests.waiting import HANGS_S, until
 
 CHAT = "/v1/chat/completions"
@@ -190,17 +190,12 @@ async def test_error_after_the_first_byte_breaks_the_stream_off(share_gateway: S
     assert [(r.outcome, r.http_status, r.completion_tokens) for r in records] == [("failed", 200, 1)] * 2
 
 
-async def is_queue_empty(gateway: GatewayUnderTest) -> bool:
-    info = await gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
-    return not info["state"]["messages"]
-
-
 async def test_queue_wait_timeout(start_gateway: Start) -> None:
     gateway = await start_gateway(timeouts={"queue_wait_s": 0.5})
     response = await send(gateway, json={"model": MODEL, "messages": HELLO})
     assert error_of(response) == (503, "queue_wait_timeout", None)
     assert response.headers["retry-after"]
-    await until(lambda: is_queue_empty(gateway))  # otherwise the worker may still take it
+    await until_queued(gateway.bus, 0)  # otherwise the worker may still take it
     await gateway.add_worker()
     [record] = await gateway.records()
     assert (record.outcome, record.error_code, record.completion_tokens) == ("failed", "queue_wait_timeout", 0)

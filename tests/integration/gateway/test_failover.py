@@ -16,8 +16,9 @@ from protocol.nats.pull import ack
 from protocol.usage import AttemptRecord
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Share, Start, restart
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled
+from tests.integration.queued_jobs import until_queued
 from tests.nats_server import NatsServer
-from tests.waiting import HANGS_S, until
+from tests.waiting import until
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 
@@ -284,7 +285,7 @@ async def test_attempts_are_exhausted(start_gateway: Start, caplog: pytest.LogCa
 async def test_queued_request_survives_the_loss_of_the_queue(start_gateway: Start, nats_server: NatsServer) -> None:
     gateway = await start_gateway()
     asking = asyncio.create_task(stream_text(gateway))
-    await until_queued(gateway)
+    await until_queued(gateway.bus, 1)
     await restart(nats_server, gateway.bus)  # the memory stream and all its jobs are gone
     await gateway.add_worker()
     assert await asking == "Hello world"
@@ -320,7 +321,7 @@ async def test_a_record_outlasts_the_queue_server(start_gateway: Start, nats_ser
     """The caller leaves while the server is away; his record waits for it."""
     gateway = await start_gateway()
     asking = asyncio.create_task(stream_text(gateway))
-    await until_queued(gateway)
+    await until_queued(gateway.bus, 1)
     nats_server.kill()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
@@ -334,13 +335,3 @@ async def test_a_record_outlasts_the_queue_server(start_gateway: Start, nats_ser
     nats_server.start()
     [record] = await gateway.records()
     assert (record.outcome, record.http_status, record.completion_tokens) == ("cancelled", 499, 0)
-
-
-async def until_queued(gateway: GatewayUnderTest) -> None:
-    bus: Bus = gateway.bus
-    async with asyncio.timeout(HANGS_S):
-        while True:
-            info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
-            if info["state"]["messages"]:
-                return
-            await asyncio.sleep(0.01)

@@ -19,6 +19,7 @@ from protocol.errors import ErrorCode
 from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello
+from tests.integration.queued_jobs import until_queued
 from tests.waiting import until
 
 HOSTED = ("api", "openai", "global", "hosted")
@@ -172,11 +173,7 @@ async def test_a_rescue_goes_to_a_hosted_pool_only_where_it_may(start_gateway: S
     answer = await asked[0]
     assert where(answer) == HOSTED
     assert answer.parse().choices[0].message.content == "Hello world"
-
-    async def only_the_other_waits() -> bool:
-        return await jobs(gateway, "*") == 1
-
-    await until(only_the_other_waits)  # what waited in our lane, too, is withdrawn beside the answer
+    await until_queued(gateway.bus, 1)  # what waited in our lane, too, is withdrawn beside the answer
     again = await gateway.add_worker("again", script=goes_on)
     assert where(await asked[1]) == OURS
     assert (len(api.requests), len(again.requests)) == (1, 1)

@@ -38,21 +38,12 @@ from tests.integration.gateway.test_hosted import (
     where,
 )
 from tests.integration.gateway.test_lost_accounts import lose_accounts
+from tests.integration.queued_jobs import until_queued
 from tests.usage_records import attempt_record
 from tests.waiting import until
 
 __all__ = ["make_key"]
 OTHER = ("other-api", "azure", "global", "hosted")
-
-
-async def waits(gateway: GatewayUnderTest, requests: int) -> None:
-    """So many jobs wait for workers."""
-
-    async def do_wait() -> bool:
-        info = await gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
-        return int(info["state"]["messages"]) == requests
-
-    await until(do_wait)
 
 
 async def says_hello(attempt: Attempt) -> None:
@@ -83,7 +74,7 @@ async def test_a_leave_that_is_taken_back_holds_for_what_waits(
     changes, stays_so = await make_key("openai"), await make_key("openai/*")
     gateway = await start_gateway(**pool(), open_metrics=True)
     waiting = [asyncio.create_task(ask(gateway, key)) for key in (changes, stays_so)]
-    await waits(gateway, 2)
+    await until_queued(gateway.bus, 2)
     await refuse_to_send(gateway, sqlite_url, "openai")
 
     async def is_known() -> bool:
@@ -304,7 +295,7 @@ async def test_a_cap_begins_with_what_the_ledger_knows_of_the_pool(
     await until_known(gateway, api)
     await until_spent(bus, 30_000)
     asked = asyncio.create_task(ask(gateway, key))
-    await waits(gateway, 1)
+    await until_queued(gateway.bus, 1)
     await gateway.add_worker("ours")
     assert where(await asked) == OURS
     assert api.attempts == []

@@ -25,6 +25,7 @@ from protocol.nats.bus import Bus
 from protocol.usage import AttemptRecord, RequestRecord
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.pool_worker.playing_gateway import running_worker
+from tests.integration.queued_jobs import queued_jobs, until_queued
 from tests.nats_server import NatsServer
 from tests.waiting import until
 
@@ -97,15 +98,12 @@ class Callers:
             served.release()
             await gone.wait()
 
-        async def is_queued() -> bool:
-            return await queued(self._gateway.bus) == 1
-
         async with asyncio.TaskGroup() as group:
             for number in range(SEQUENCES):
                 group.create_task(self._ask(CALLERS + number, stay))
             for _ in range(SEQUENCES):
                 await served.acquire()
-            await self._ask(CALLERS + SEQUENCES, lambda _: until(is_queued))
+            await self._ask(CALLERS + SEQUENCES, lambda _: until_queued(self._gateway.bus, 1))
             gone.set()
 
     async def _ask(
@@ -182,11 +180,6 @@ async def readiness(gateway: GatewayUnderTest) -> dict[str, Any]:
         return dict((await client.get(f"{gateway.url}/readyz")).json())
 
 
-async def queued(bus: Bus) -> int:
-    info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
-    return int(info["state"]["messages"])
-
-
 @pytest.mark.parametrize("headers", ["", "Idempotency-Key: {number}\r\n"], ids=["plain", "keyed"])
 async def test_nothing_stays_of_callers_that_leave(served: GatewayUnderTest, monitor_port: int, headers: str) -> None:
     heart = await HeartbeatPublisher.of(served.bus)
@@ -197,7 +190,7 @@ async def test_nothing_stays_of_callers_that_leave(served: GatewayUnderTest, mon
     await asyncio.gather(*(callers.come_and_go(number) for number in range(CALLERS)))
 
     async def is_quiet() -> bool:
-        return (await readiness(served))["in_flight"] == 0 and await queued(served.bus) == 0
+        return (await readiness(served))["in_flight"] == 0 and await queued_jobs(served.bus) == 0
 
     await until(is_quiet)
     heart.last = None

@@ -12,7 +12,7 @@ from db.engine import create_engine
 from protocol import subjects
 from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
-from tests.integration.gateway.test_admission import queued_jobs
+from tests.integration.gateway.test_admission import queued_by_lane
 from tests.integration.gateway.test_errors import HELLO, error_of, send
 from tests.waiting import until
 
@@ -66,7 +66,7 @@ async def test_a_batch_keys_requests_take_what_others_leave(start_gateway: Start
     body: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": True}
     streams = [await gateway.client(api_key=token).chat.completions.create(**body, **named) for named in asked]
     theirs = await gateway.client().chat.completions.create(**body, service_tier="default")
-    lanes = await queued_jobs(gateway)
+    lanes = await queued_by_lane(gateway)
     assert lanes.pop(subjects.LOW_LANE) == 3
     assert sum(lanes.values()) == 1
     worker = await gateway.add_worker()

@@ -14,6 +14,7 @@ from protocol.nats import topology
 from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import admission, dispatching
 from tests.integration.queue.relay import Relay
+from tests.integration.queued_jobs import queued_jobs, until_queued
 from tests.nats_server import NatsServer
 from tests.unit.gateway.admission.controls import ticket_of
 from tests.waiting import HANGS_S, until
@@ -37,11 +38,6 @@ async def waiting_jobs(dispatcher: Dispatcher) -> list[OpenRequest]:
     requests = [dispatcher.open(ticket_of(admission(f"r{number}"))) for number in range(JOBS)]
     await until(lambda: all(request.current.stream_sequence for request in requests))
     return requests
-
-
-async def messages(bus: Bus) -> int:
-    info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
-    return int(info["state"]["messages"])
 
 
 def watched(bus: Bus, requests: list[OpenRequest]) -> Callable[[], Awaitable[None]]:
@@ -72,15 +68,11 @@ async def test_jobs_that_wait_through_reconnects_are_in_the_queue_once(nats_serv
         for _ in range(3):
             relay.cut()
             await restored()
-        assert await messages(bus) == JOBS
+        assert await queued_jobs(bus) == JOBS
         assert [request.attempt for request in requests] == [1] * JOBS
         for request in requests:  # each still knows its own: whoever leaves takes it along
             one.close(request, None)
-
-        async def is_empty() -> bool:
-            return await messages(bus) == 0
-
-        await until(is_empty)
+        await until_queued(bus, 0)
 
 
 @pytest.mark.usefixtures("short_memory")
@@ -94,7 +86,7 @@ async def test_jobs_that_wait_through_a_restart_of_the_queue_server_are_in_the_q
         nats_server.kill()
         nats_server.start()
         await restored()
-        assert await messages(bus) == JOBS
+        assert await queued_jobs(bus) == JOBS
         assert [request.attempt for request in requests] == [1] * JOBS
 
 
@@ -114,8 +106,4 @@ async def test_a_job_that_was_taken_while_nobody_listened_goes_on(nats_server: N
         restored = watched(bus, requests)
         relay.cut()
         await restored()
-
-        async def is_back() -> bool:
-            return await messages(bus) == JOBS
-
-        await until(is_back)
+        await until_queued(bus, JOBS)

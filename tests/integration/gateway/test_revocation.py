@@ -18,6 +18,7 @@ from protocol.job import Accepted
 from protocol.nats.bus import Bus
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, admission
 from tests.integration.gateway.scripted_worker import Attempt
+from tests.integration.queued_jobs import until_queued
 from tests.unit.gateway.admission.controls import ticket_of
 from tests.waiting import HANGS_S
 
@@ -58,21 +59,12 @@ async def test_what_waits_ends_at_once(start_gateway: Start) -> None:
     client = await known(gateway, token)
     own = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
     other = asyncio.create_task(gateway.client().chat.completions.create(model=MODEL, messages=HELLO))
-
-    async def waiting() -> int:
-        info = await gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
-        return int(info["state"]["messages"])
-
-    async with asyncio.timeout(HANGS_S):
-        while await waiting() < 2:
-            await asyncio.sleep(0.01)
+    await until_queued(gateway.bus, 2)
     await revoke(gateway, key_id)
     with pytest.raises(openai.AuthenticationError) as caught:
         await own
     assert caught.value.code == "key_revoked"
-    async with asyncio.timeout(HANGS_S):
-        while await waiting() > 1:
-            await asyncio.sleep(0.01)
+    await until_queued(gateway.bus, 1)
     await gateway.add_worker()
     assert (await other).choices[0].message.content
     records = await gateway.records(2)

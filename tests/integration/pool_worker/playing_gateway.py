@@ -21,6 +21,7 @@ from protocol.job import StepFrame, decode_step
 from protocol.nats import topology
 from protocol.nats.bus import Bus
 from protocol.usage import AttemptRecord, decode_usage
+from tests.integration.queued_jobs import queued_jobs, until_queued
 from tests.waiting import HANGS_S
 
 MODEL = "scripted/test.v1"
@@ -152,13 +153,10 @@ class PlayingGateway:
         return "".join(frame.text for frame in self.tokens(attempt, index))
 
     async def queued(self) -> int:
-        info = await self.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
-        return int(info["state"]["messages"])
+        return await queued_jobs(self.bus)
 
     async def wait_until_queue_is_empty(self) -> None:
-        async with asyncio.timeout(HANGS_S):
-            while await self.queued():
-                await asyncio.sleep(0.02)
+        await until_queued(self.bus, 0)
 
     async def stored_attempts(self) -> int:
         """Return the number of attempt records in the USAGE stream."""
