@@ -224,7 +224,7 @@ def missing_servers() -> list[str]:
     """Return the Debian packages that the tests lack.
 
     They run these for real: a private PostgreSQL, the load balancer's configuration in its own parser, a browser, the
-    compiler of the engine's attention.
+    compiler of the engine's attention, and the commands of the tutorials.
     """
     missing = []
     if not shutil.which("initdb") and not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
@@ -235,6 +235,10 @@ def missing_servers() -> list[str]:
         missing += ["chromium-headless-shell", "fonts-dejavu-core"]
     if not shutil.which("gcc") or not Path("/usr/include/math.h").exists():
         missing += ["gcc", "libc6-dev"]
+    if not shutil.which("pgrep"):
+        missing.append("procps")
+    if not shutil.which("curl"):
+        missing.append("curl")
     return missing
 
 
