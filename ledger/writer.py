@@ -83,6 +83,7 @@ class LedgerWriter:
         )
         self._on_ready: Callable[[bool], None] | None = None
         self._sql_answers = False
+        self._sql_answered_s = 0.0  # when SQL last did; monotonic clock
         self._arrived = asyncio.Event()  # set at a full batch, at the end of the stream, and when stopping
         self._consumer = PullConsumer(
             bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, self._on_delivery, on_end=self._arrived.set
@@ -99,7 +100,7 @@ class LedgerWriter:
         await self._bus.listen(subjects.LEDGER_WANTED, self._on_wanted)
         await self._measure_clock()
         self._on_ready = on_ready
-        self._note_sql(answers=True)
+        self._note_answer()
         log.info("writing usage records to %s", self._engine.url.render_as_string(hide_password=True))
         try:
             async with asyncio.TaskGroup() as group:
@@ -214,15 +215,28 @@ class LedgerWriter:
             await _guarded("recording requests of gateways that died", self._record_abandoned)
 
     async def _record_abandoned(self) -> None:
+        began_s = time.monotonic()
         try:
             await self._abandoned.check()
-            self._note_sql(answers=True)
+            self._note_answer()
             await self._abandoned.record_overdue(self._written_until_unix_ms)
         except DatabaseUnavailable as error:
-            self._note_sql(answers=False)
+            self._note_failure(began_s)
             log.warning("cannot record requests of gateways that died, will retry: %s", error)
 
-    def _note_sql(self, *, answers: bool) -> None:
+    def _note_answer(self) -> None:
+        self._sql_answered_s = time.monotonic()
+        self._report(answers=True)
+
+    def _note_failure(self, began_s: float) -> None:
+        """Report that SQL does not answer, unless it has answered another job since this one began.
+
+        Both wait for the same lock: one job may wait too long for it while the other writes.
+        """
+        if self._sql_answered_s <= began_s:
+            self._report(answers=False)
+
+    def _report(self, *, answers: bool) -> None:
         """Report a change of readiness."""
         if answers != self._sql_answers and self._on_ready is not None:
             self._on_ready(answers)
@@ -309,14 +323,15 @@ class LedgerWriter:
         """
         failures = 0
         for wait_s in backoff_s():
+            began_s = time.monotonic()
             try:
                 await store_records(self._engine, records)
                 self._written_until_unix_ms = max(self._written_until_unix_ms, stored_unix_ms)
-                self._note_sql(answers=True)
+                self._note_answer()
                 break
             except DatabaseUnavailable as error:
                 failures += 1
-                self._note_sql(answers=False)
+                self._note_failure(began_s)
                 if failures == 1:
                     log.error("cannot write usage, %d records are waiting: %s", len(records), error)  # noqa: TRY400
                 if await wait_for(self._stopping, wait_s):

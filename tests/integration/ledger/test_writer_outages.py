@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from db.engine import create_engine
+from db.engine import DatabaseUnavailable, create_engine
+from ledger.abandoned import AbandonedRequests
 from ledger.settings import LedgerSettings
 from ledger.writer import LedgerWriter
 from protocol import subjects
@@ -96,6 +97,32 @@ async def test_nothing_is_lost_while_sql_is_away_and_one_line_says_so(
     assert writer.told_ready == [True, False, True]
     [target] = [text for text in caplog.messages if text.startswith("writing usage records to ")]
     assert target.endswith(database_url.partition(":")[2])
+
+
+@ON_SQLITE
+async def test_a_job_that_waited_too_long_while_another_wrote_is_no_outage(
+    ledger: Ledger, database_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The search for abandoned requests waits for SQLite's lock, too. It once reported an outage that was over.
+    await ledger.apply_topology(ack_wait_s=600)
+    waits, is_over = asyncio.Event(), asyncio.Event()
+
+    async def wait_too_long(_: AbandonedRequests) -> None:
+        if waits.is_set():
+            return
+        waits.set()
+        await is_over.wait()
+        raise DatabaseUnavailable("database is locked")
+
+    monkeypatch.setattr(AbandonedRequests, "check", wait_too_long)
+    writer = RunningWriter(ledger, database_url, abandoned_period_s=0.05)
+    await waits.wait()
+    await ledger.publish([request_record("meanwhile")])
+    await until(lambda: ledger.has(1, 0))
+    is_over.set()
+    await until(lambda: "cannot record requests of gateways" in caplog.text)
+    await writer.stop()
+    assert writer.told_ready == [True]
 
 
 async def test_a_gateway_is_not_taken_for_dead_because_its_records_are_behind_others(
