@@ -29,7 +29,7 @@ from protocol.process import plain_environment, write_to
 
 RENDER_CPU_S: Final = 2.0  # CPU time for one conversation
 COMPILE_CPU_S: Final = 2.0
-ANSWER_LIMIT_S: Final = 20.0  # beyond it the machine is too busy; the template is not at fault
+ANSWER_LIMIT_S: Final = 60.0  # enough at a thirtieth of a CPU; beyond it the machine is too busy
 END_LIMIT_S: Final = 5.0  # of a killed process; beyond it, the machine hangs
 MEMORY_BYTES: Final = 1024**3
 MAX_WAITING: Final = 64  # conversations for one template
