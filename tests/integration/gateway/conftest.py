@@ -65,6 +65,7 @@ QUICK = {
     "leave_s": 0.0,
     "shutdown_s": 0.5,
     "limits_s": HANGS_S,  # a busy machine's queue server is not away
+    "worker_silence_s": HANGS_S,  # no heartbeat that is late on a busy machine costs an attempt
 }
 
 
@@ -149,7 +150,7 @@ class GatewayUnderTest:
         return worker
 
     def client(self, **rest: Any) -> openai.AsyncOpenAI:
-        options = {"base_url": f"{self.url}/v1", "max_retries": 0, "timeout": 30.0, "api_key": self.key, **rest}
+        options = {"base_url": f"{self.url}/v1", "max_retries": 0, "timeout": HANGS_S, "api_key": self.key, **rest}
         client = openai.AsyncOpenAI(**options)
         self._clients.append(client)
         return client
