@@ -37,9 +37,11 @@ each test and repetition), all written as the tests end. A run that was cut shor
 outcome is not run again. `python -m pytest -n 0 -p tests.flakes.record --order-seed SEED-N` repeats the order of run N,
 with the seed of plan.json.
 
-The exit code is 0 if no test ever failed, 1 if one did, 130 if it was interrupted; what was found is listed also then.
+The exit code is 0 if no test ever failed, 1 if one did, 5 if none ran, 130 if it was interrupted; what was found is
+listed also then.
 """
 INTERRUPTED: Final = 130
+NOTHING_RAN: Final = 5  # as pytest says it
 POLL_S: Final = 2.0
 ORDERLY_S: Final = 60.0  # for an interrupted pytest to end its servers
 TOLD_S: Final = 60.0  # between two lines of progress where no terminal shows a bar
@@ -192,7 +194,11 @@ def main() -> int:
             f"interrupted; continue with: python -m tests.flakes --folder {folder} --times {arguments.times}\n"
         )
         return INTERRUPTED
-    return 1 if _list(repetitions) else 0
+    has_failed = _list(repetitions)
+    if not any(repetition.outcomes for repetition in repetitions):
+        sys.stdout.write(f"no test ran; pytest says why in {folder}/{repetitions[0].name}.txt\n")
+        return NOTHING_RAN
+    return 1 if has_failed else 0
 
 
 def _interrupt(*_: object) -> NoReturn:

@@ -97,6 +97,13 @@ def test_an_error_of_collection_is_a_failure(tmp_path: Path) -> None:
     assert "11 tests ran 11 times" in output
 
 
+def test_a_search_of_nothing_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "test_passes.py").write_text(PASSES)
+    code, output = search(tmp_path, "--times", "1", "test_passes.py", "test_misspelt.py")
+    assert code == 5, output
+    assert "no test ran; pytest says why in found/run-1.txt" in output
+
+
 def test_a_search_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     (tmp_path / "test_waits.py").write_text(
         "import time\nfrom pathlib import Path\n"
