@@ -408,6 +408,8 @@ async def test_what_two_gateways_hold_for_nobody_serves_one_request(start: Start
     for held in [await ask(quotas, who, cost) for quotas in gateways]:
         assert held is not None
         held.settle(5, 0, 45)  # half of what was reserved
+    again: list[Reservation | None] = []
     async with asyncio.timeout(HANGS_S / 2):
-        again = await asyncio.gather(*(ask(quotas, who, cost) for quotas in gateways))
+        while not any(again):  # on a busy machine the other's half may come too late for both
+            again = await asyncio.gather(*(ask(quotas, who, cost) for quotas in gateways))
     assert sum(one is not None for one in again) == 1

@@ -12,14 +12,14 @@ from db.engine import create_engine
 from db.tables import AttemptRow, RequestRow
 from ledger.settings import LedgerSettings
 from protocol import subjects
-from protocol.errors import BusTimeout
+from protocol.errors import BusError, BusTimeout
 from protocol.job import encode
 from protocol.nats import topology
 from protocol.nats.bus import Bus
 from protocol.usage import RequestRecord, UsageRecord, encode_usage
 from tests.forks import Process
 from tests.integration.ledger.writer_process import start_writer_process
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, until
 
 ACK_WAIT_S = 2  # a killed writer's records come again soon
 
@@ -51,11 +51,16 @@ class Ledger:
     async def _publish_until_stored(self, subject: str, payload: bytes, message_id: str) -> None:
         async with asyncio.timeout(HANGS_S):
             while True:
+                await until(lambda: self.bus.connected)
                 try:
                     await self.bus.publish_durable(subject, payload, message_id=message_id, timeout_s=1)
                 except BusTimeout:  # sent just when the server went away: it or its answer was lost
                     continue
-                return
+                except BusError:
+                    if self.bus.connected:
+                        raise
+                else:
+                    return
 
     async def counts(self) -> tuple[int, int]:
         """(requests, attempts) in SQL."""
