@@ -25,6 +25,7 @@ import pytest
 import pytest_asyncio
 from nats.aio.msg import Msg
 from pydantic import SecretStr
+from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from console.mount import mount
@@ -32,7 +33,9 @@ from console.settings import LoginSettings
 from db.accounts.keys import USUAL_GRANT, ApiKey, Grant, create_key
 from db.accounts.principal import METRICS, Principal
 from db.engine import create_engine
+from db.tables import BatchRow
 from gateway.admission.registry import WorkerRegistry
+from gateway.batches.store import OVER
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.records import newest_dead_letters
 from gateway.main import run
@@ -260,6 +263,7 @@ def console_of(options: dict[str, Any]) -> Mount | None:
 
 
 CARD_OPTIONS: Final = frozenset({"with_card", "model_card", "tokenizer"})
+IS_OPEN: Final = BatchRow.status.not_in(OVER)
 RUNNING: Final = ("spillway_requests_in_flight ", "spillway_usage_records_unpublished ")
 
 
@@ -363,8 +367,23 @@ class SharedSystem:
         headers = {"authorization": f"Bearer {token}"}
         return httpx.AsyncClient(base_url=self.gateway.url, headers=headers, timeout=HANGS_S)
 
+    async def expire_batches(self) -> None:
+        """Have the gateway end its batches: otherwise a worker of the next test gets their lines."""
+        if self._has_batches:
+            async with self.engine.begin() as connection:
+                await connection.execute(update(BatchRow).where(IS_OPEN).values(expires_unix_ms=0))
+
+    @property
+    def _has_batches(self) -> bool:
+        return "batches" in self.gateway.settings.model_fields_set
+
     async def what_runs(self) -> list[str]:
-        """Jobs in the queue; if there are none, requests and usage records that have not ended."""
+        """Batches and jobs in the queue; if there are none, requests and usage records that have not ended."""
+        if self._has_batches:
+            async with self.engine.connect() as connection:
+                batches = (await connection.execute(select(BatchRow.id).where(IS_OPEN))).scalars().all()
+            if batches:
+                return [f"batches {', '.join(batches)}"]
         try:
             jobs = await queued_jobs(self.gateway.bus)
         except BusTimeout:
@@ -397,6 +416,7 @@ class GatewayOfOneTest(GatewayUnderTest):
     async def leave(self) -> None:
         """Take away what the test has added, once its requests have ended. Raises AssertionError if they do not."""
         await self.close_clients()
+        await self._system.expire_batches()
         running: list[str] = []
 
         async def is_over() -> bool:
