@@ -251,10 +251,12 @@ async def test_so_has_each_other_page(share_gateway: Share, path: bytes) -> None
 
 async def test_an_aborted_http_1_0_stream_does_not_end_cleanly(share_gateway: Share) -> None:
     gateway = await share_gateway()
+    has_begun = asyncio.Event()
 
     async def breaks(attempt: Attempt) -> None:
         await attempt.accept()
         await attempt.tokens("Hel")
+        await has_begun.wait()
         await attempt.fail("internal_error", "no", retryable=False)
 
     await gateway.add_worker(script=breaks)
@@ -264,12 +266,12 @@ async def test_an_aborted_http_1_0_stream_does_not_end_cleanly(share_gateway: Sh
         client.setblocking(False)
         await asyncio.get_running_loop().sock_sendall(client, as_http_1_0(chat(gateway, stream=True)))
         with pytest.raises(ConnectionResetError):
-            await asyncio.wait_for(_rest_of(client), HANGS_S)
+            await asyncio.wait_for(_read_all(client, has_begun), HANGS_S)
 
 
-async def _rest_of(client: socket.socket) -> None:
+async def _read_all(client: socket.socket, has_begun: asyncio.Event) -> None:
     while await asyncio.get_running_loop().sock_recv(client, 65_536):
-        pass
+        has_begun.set()
 
 
 # --- how many ---------------------------------------------------------------------------------------------------------
