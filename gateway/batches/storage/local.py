@@ -2,15 +2,16 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from io import BufferedWriter
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from gateway.batches.storage.base import CHUNK_BYTES, StorageError, Writer
 
 UNFINISHED: Final = ".part"  # suffix of unfinished files
+_File = TypeVar("_File", BufferedReader, BufferedWriter)
 
 
 class _LocalWriter:
@@ -36,7 +37,7 @@ class LocalStorage:
         path = self._folder / name
         unfinished = path.with_name(path.name + UNFINISHED)
         try:
-            file = await _opened(unfinished)
+            file = await _opened(lambda: _create(unfinished))
             try:
                 yield _LocalWriter(file)
                 await asyncio.to_thread(_finish, file, unfinished, path)
@@ -53,7 +54,7 @@ class LocalStorage:
     async def read(self, name: str) -> AsyncIterator[bytes]:
         """Iterate over a file's bytes."""
         try:
-            file = await asyncio.to_thread((self._folder / name).open, "rb")
+            file = await _opened(lambda: (self._folder / name).open("rb"))
             try:
                 while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
                     yield chunk
@@ -81,17 +82,18 @@ class LocalStorage:
         return [prefix + name for name in found]
 
 
-async def _opened(path: Path) -> BufferedWriter:
+async def _opened(open_file: Callable[[], _File]) -> _File:
     """Open a file in a thread. If canceled, wait until the thread has opened it, and close it."""
-    opening = asyncio.ensure_future(asyncio.to_thread(_open, path))
+    opening = asyncio.ensure_future(asyncio.to_thread(open_file))
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
-        (await opening).close()
+        with suppress(OSError):
+            (await opening).close()
         raise
 
 
-def _open(path: Path) -> BufferedWriter:
+def _create(path: Path) -> BufferedWriter:
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.open("wb")
 
