@@ -62,6 +62,18 @@ def _fork(_path: str, arguments: list[str], _descriptors: list[int]) -> int:
     return process_id
 
 
+def _renew_thread_pool() -> None:
+    """Make torch's pool of threads again, while this process has one thread.
+
+    After a fork torch does so on first use, and threads that use it meanwhile find none: "Invalid thread pool!"
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(torch.get_num_threads())
+
+
+os.register_at_fork(after_in_child=_renew_thread_pool)
+
+
 class Process:
     """A forked process that runs ``life(*arguments)``."""
 

@@ -47,6 +47,35 @@ threading.Thread(target=threading.Event().wait, daemon=True, name="left-behind")
 def test_passes():
     pass
 """
+USES_TORCH = """
+import os, threading
+import torch
+import tests.forks
+
+torch.set_num_threads(1)
+halves = torch.zeros(200_000, dtype=torch.float16)  # enough to be worth more than one thread
+
+def convert(together, failed):
+    together.wait()
+    try:
+        halves.to(torch.float32)
+    except RuntimeError as error:
+        failed.append(error)
+
+def use():
+    together, failed = threading.Barrier(16), []
+    threads = [threading.Thread(target=convert, args=(together, failed)) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os._exit(len(failed))
+
+for _ in range(40):
+    if not (process_id := os.fork()):
+        use()
+    assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == 0
+"""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere pytest-xdist starts its workers anew")
 
@@ -96,3 +125,9 @@ def test_a_thread_that_a_fork_would_lose_is_named(tmp_path: Path) -> None:
     code, output = run(tmp_path, thread=STARTS_A_THREAD)
     assert code != 0
     assert "left-behind" in output
+
+
+def test_threads_of_a_forked_process_find_torchs_pool() -> None:
+    # A model that was loaded in a forked process failed all tests of a package, in one whole run of many.
+    done = subprocess.run([sys.executable, "-c", USES_TORCH], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
